@@ -1,7 +1,7 @@
-"""Files as documents: read or refused with the reason, in sections that can be cited, ready to stand before a question.
+"""Documents: a file is read into sections that can be cited, or refused with the reason, and put before the question.
 
-Text and markdown are read in this process. All other kinds are parsed in a process of their own whose
-memory and time are bounded (parse_in_process.py), and their parsers are imported nowhere else.
+Text and markdown are read in this process. All other kinds are parsed in a separate process with limits on memory and
+time (parse_in_process.py). Their parsers are imported nowhere else.
 """
 
 from kvcli.documents.decode import decode

@@ -1,4 +1,4 @@
-"""Accents that a font draws by themselves, as those of TeX did: joined with the letter they stand over or under."""
+"""Join accents that a font draws as separate characters (TeX fonts do) with the letter above or below them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MARKS = "\u0300\u0301\u0302\u0303\u0304\u0306\u0307\u0308\u030a\u030b\u030c\u032
 ACCENTS = dict(zip(SIGNS, MARKS, strict=True))
 LOOSE = re.compile(f"[{SIGNS}]")
 DOTLESS = {"\u0131": "i", "\u0237": "j"}
-NEAR = 100  # signs before and after an accent among which its letter is
-APART = 0.35  # heights of the letter that may lie between it and its accent
-GONE = "\u200b"  # where an accent stood, so that places in the text stay places on the page
+NEAR = 100  # characters before and after an accent that are searched for its letter
+APART = 0.35  # largest gap between letter and accent, in heights of the letter
+GONE = "\u200b"  # replaces the accent, so that offsets in the text still match the page
 
 
 def with_accents(text: str, box: Callable[[int], Box]) -> str:
-    """The text of a page with its loose accents joined, of the same length; `box(i)` is what sign i blackens."""
+    """Return the text of a page, same length, with loose accents joined; `box(i)` is the ink box of character i."""
     signs, box = list(text), cache(box)
     for found in LOOSE.finditer(text):
         at, mark = found.start(), ACCENTS[found[0]]
@@ -38,7 +38,7 @@ def with_accents(text: str, box: Callable[[int], Box]) -> str:
 
 
 def _carries(letter: Box, accent: Box, is_below: bool) -> bool:
-    """Whether an accent stands right over a letter, or right under it."""
+    """True if an accent is directly above a letter, or directly below it."""
     middle, height = (accent[0] + accent[2]) / 2, letter[3] - letter[1]
     if not letter[0] <= middle <= letter[2]:
         return False

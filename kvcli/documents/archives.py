@@ -1,4 +1,4 @@
-"""Archives, with bounds: how many members, how large once inflated, how much larger than packed, and no odd names."""
+"""Open archives with limits on member count, inflated size, compression ratio and path names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvcli.errors import BadInput, KvcliError
 
 MAX_MEMBERS = 20_000
 MAX_TOTAL = 512 * 2**20  # bytes of all members, inflated
-MAX_MEMBER = 64 * 2**20  # bytes of a member that is read
-MAX_RATIO = 200  # inflated to packed, of a member larger than SMALL; text packs three to twenty times
+MAX_MEMBER = 64 * 2**20  # bytes of one member that is read
+MAX_RATIO = 200  # inflated / compressed size of a member larger than SMALL; text compresses three to twenty times
 SMALL = 1 << 20
 CHUNK = 1 << 16
-OTHERS = {  # how the name of a file in it begins
+OTHERS = {  # prefixes of member names, and the kind of file that has them
     "xl/": "an Excel file",
     "ppt/": "a PowerPoint file",
     "content.xml": "an OpenDocument file",
@@ -26,7 +26,7 @@ OTHERS = {  # how the name of a file in it begins
 
 
 def open_zip(file: IO[bytes], name: str) -> zipfile.ZipFile:
-    """The archive, its index checked. Nothing is inflated yet."""
+    """Open the archive and check its index. Nothing is inflated yet."""
     try:
         archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
@@ -45,7 +45,10 @@ def open_zip(file: IO[bytes], name: str) -> zipfile.ZipFile:
 
 
 def member(archive: zipfile.ZipFile, path: str, name: str) -> bytes:
-    """One file of the archive, counted while it is inflated: the index may lie. Pictures are never inflated."""
+    """Inflate one file of the archive. Its bytes are counted, because the sizes in the index may be wrong.
+
+    Pictures are never inflated.
+    """
     parts, size = [], 0
     try:
         packed = max(1, archive.getinfo(path).compress_size)
@@ -61,18 +64,18 @@ def member(archive: zipfile.ZipFile, path: str, name: str) -> bytes:
         raise damaged(name, "an archive (EPUB, DOCX)", f"a file is missing in it: {path[:80]!r}") from None
     except (KvcliError, MemoryError):
         raise
-    except Exception as error:  # each packing has errors of its own: zlib.error, lzma.LZMAError
+    except Exception as error:  # each compression method raises its own errors: zlib.error, lzma.LZMAError
         raise damaged(name, "an archive (EPUB, DOCX)", f"{path[:80]!r} in it: {error}") from None
     return b"".join(parts)
 
 
 def kind_of(file: IO[bytes], name: str) -> str:
-    """ "epub" or "docx"; refuses an archive that is neither."""
+    """Return "epub" or "docx"; refuse an archive that is neither."""
     names = set(open_zip(file, name).namelist())
     if "META-INF/container.xml" in names:
         return "epub"
     if "word/document.xml" in names or ("_rels/.rels" in names and any(n.startswith("word/") for n in names)):
-        return "docx"  # whose text may be called otherwise
+        return "docx"  # the main part may have another name
     what = next(
         (what for start, what in OTHERS.items() if any(n.startswith(start) for n in names)),
         "a zip archive",

@@ -1,6 +1,6 @@
-"""The encoding of a page: its byte order mark, what it declares, UTF-8, or a guess by its letters, which a note says.
+"""Find the encoding of a page by byte order mark, declared label, UTF-8, or a guess from its letters (with a note).
 
-Labels mean what they mean to browsers (encoding.spec.whatwg.org): a page that declares `iso-8859-1` is windows-1252.
+Labels are mapped as browsers map them (encoding.spec.whatwg.org): `iso-8859-1` is decoded as windows-1252.
 """
 
 # ruff: noqa: RUF001 - letters of many alphabets
@@ -15,10 +15,11 @@ from kvcli.documents.decode import MARKS
 from kvcli.errors import BadInput
 
 BEYOND = bytes(range(128, 256))
-SAMPLE = 1 << 16  # bytes that a guess looks at, from the first one beyond ASCII
-LEAST, APART = 0.4, 0.04  # share of the characters beyond ASCII that a language's common letters make, and its lead
+SAMPLE = 1 << 16  # bytes that the guess reads, from the first one beyond ASCII
+# smallest share of a language's common letters among the characters beyond ASCII, and its lead over the second
+LEAST, APART = 0.4, 0.04
 ISO = re.compile(r"iso[-_]?8859[-_]?(\d+)(?:[-_]?[ei])?")
-# labels that Python does not know; Python's names where browsers read a wider encoding; all others that they read
+# labels that Python does not know; codecs where browsers read a wider encoding; all other labels that browsers read
 OTHER = {"koi": "koi8-r", "koi8": "koi8-r", "koi8-ru": "koi8-u", "mac": "mac-roman", "macintosh": "mac-roman"}
 OTHER |= {"dos-874": "cp874", "windows-874": "cp874", "logical": "iso8859-8", "visual": "iso8859-8", "cn-big5": "big5"}
 OTHER |= dict.fromkeys("windows-949 iso-ir-149 ksc_5601 ks_c_5601-1989 ksc56011987".split(), "cp949")
@@ -27,10 +28,10 @@ OTHER |= {"isolatin9": "iso8859-15", "mac-ukrainian": "mac-cyrillic", "user-defi
 WIDER = {"ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-11": "cp874", "tis-620": "cp874"}
 WIDER |= {"gb2312": "gb18030", "gbk": "gb18030", "big5": "big5hkscs", "euc_kr": "cp949", "shift_jis": "cp932"}
 WIDER |= {"euc_jp": "euc_jis_2004", "utf-16": "utf-8", "utf-16-le": "utf-8", "utf-16-be": "utf-8"}
-SINGLE = re.compile(r"cp(125\d|8\d\d)|iso8859-\d+|koi8-[ru]|mac-(roman|cyrillic)")  # a byte a character
+SINGLE = re.compile(r"cp(125\d|8\d\d)|iso8859-\d+|koi8-[ru]|mac-(roman|cyrillic)")  # one byte per character
 SEVERAL = ("utf-8", "cp932", "cp949", "gb18030", "big5hkscs", "iso2022_jp", "euc_jis_2004")
-# what a guess tries, with letters that make most of what is beyond ASCII in a language, or in each of several;
-# the first is what browsers take where they know nothing
+# encodings that the guess tries, with the letters that make up most characters beyond ASCII in a language, or in each
+# of several languages; the first encoding is the browsers' default
 ALPHABETS = {
     "windows-1252": "éèàêçôâîûùëïœ äöüß áéíóúñü ãáâàçéêíóôõú åäöæø àèéìòù áéíóúýþðæö àçèéíïòóúü",
     "windows-1250 iso-8859-2": "ąćęłńóśźż áčďéěíňřšťúůýž áéíóöőúüű ăâîşţ čćšžđ áäčďéíľĺňóôŕšťúýž",
@@ -49,11 +50,12 @@ ALPHABETS = {
 LETTERS = {label: letters for labels, letters in ALPHABETS.items() for label in labels.split()}
 SIGNS = "“”„‘’‚–—…«»€£§°©®·\u00a0"
 ALONG = r"(?<=[a-zA-Z])[{0}]|[{0}](?=[a-zA-Z])|(?<!\w)([{0}](?!\w)|[{1}](?=[a-z]))|[{2}]"  # letters of a Latin word
-APART_FROM = r"(?<=[^\W\d_a-zA-Z])[{0}](?![a-zA-Z])|(?<![a-zA-Z])[{0}](?=[^\W\d_a-zA-Z])|[{2}]"  # of another
+# letters of any other alphabet
+APART_FROM = r"(?<=[^\W\d_a-zA-Z])[{0}](?![a-zA-Z])|(?<![a-zA-Z])[{0}](?=[^\W\d_a-zA-Z])|[{2}]"
 
 
 def page_text(data: bytes, name: str, said: str = "") -> tuple[str, list[str]]:
-    """The text of a page, and in notes what was guessed or could not be decoded; `said` is the label it came with."""
+    """Return the text of a page, and notes on a guessed encoding or undecodable bytes; `said` is its declared label."""
     for mark, encoding in MARKS:
         if data.startswith(mark):
             return data[len(mark) :].decode(encoding, "replace"), []
@@ -64,7 +66,7 @@ def page_text(data: bytes, name: str, said: str = "") -> tuple[str, list[str]]:
     beyond = len(data) - len(data.translate(None, BEYOND))
     lost = text.count("\ufffd") - data.count("\ufffd".encode())
     if codec in (None, "utf-8") and lost * 50 <= beyond:
-        codec = "utf-8"  # what is broken in a place or two is UTF-8 nevertheless
+        codec = "utf-8"  # a few broken bytes do not rule out UTF-8
     elif codec in (None, "utf-8"):
         why = f"declares {said[:40]!r}, which it is not" if said else "does not declare its encoding"
         label, codec = _guessed(data, name)
@@ -81,7 +83,7 @@ def page_text(data: bytes, name: str, said: str = "") -> tuple[str, list[str]]:
 
 
 def codec_of(label: str) -> str | None:
-    """What decodes a page that declares this label, None where browsers do not know it."""
+    """Return the codec for a declared label, or None if browsers do not know the label."""
     plain = re.sub(r"^(x-)+", "", label.strip().lower())
     for key in (plain, plain.removeprefix("cs")):
         iso = ISO.fullmatch(key)
@@ -95,7 +97,7 @@ def codec_of(label: str) -> str | None:
 
 
 def _guessed(data: bytes, name: str) -> tuple[str, str]:
-    """The label whose letters most of the text is in, and its codec; refuses where no alphabet is clearly ahead."""
+    """Return the label whose letters fit the text best, and its codec; refuse if no alphabet is clearly ahead."""
     start = next(re.finditer(rb"[\x80-\xff]", data)).start()
     sample = b" ".join(part.rpartition(b">")[2] for part in data[start : start + SAMPLE].split(b"<"))
     tried = sorted(((_share(sample, label), label) for label in LETTERS), reverse=True)
@@ -117,7 +119,7 @@ def _is_latin(label: str) -> bool:
 
 
 def _share(sample: bytes, label: str) -> float:
-    """How much of what is beyond ASCII are letters of a label where they may stand; 0 where the bytes do not fit."""
+    """Return the share of non-ASCII characters that are letters of a label, in fitting words; 0 if undecodable."""
     try:
         text = codecs.getincrementaldecoder(codec_of(label) or "")().decode(sample)
     except UnicodeDecodeError:
@@ -128,5 +130,5 @@ def _share(sample: bytes, label: str) -> float:
         sum(1 for _ in re.finditer(where.format(each, each.upper(), SIGNS), text)) for each in LETTERS[label].split()
     )
     share = found / max(1, sum(c > "\x7f" for c in text))
-    # half of a Chinese text is common signs; windows-1252 is ahead where two do as well
+    # common signs make up half of a Chinese text; windows-1252 wins a tie
     return min(1.0, 2 * share if is_cjk else share) + APART * (label == "windows-1252")

@@ -1,4 +1,4 @@
-"""Bytes to text, or the reason why they are none."""
+"""Decode bytes to text, or refuse them with the reason."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from shlex import quote
 
 from kvcli.errors import BadInput
 
-SNIFFED = 1 << 16  # bytes looked at to tell text from binary
-MAX_CONTROL_SHARE = 0.05  # of the sniffed bytes; text has next to none
+SNIFFED = 1 << 16  # bytes checked to tell text from binary
+MAX_CONTROL_SHARE = 0.05  # of the sniffed bytes; text has almost none
 
-# the order matters: the UTF-16 mark is the beginning of the UTF-32 one
+# order matters: the UTF-16 mark is a prefix of the UTF-32 mark
 MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -20,9 +20,10 @@ MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 CONTROLS = bytes(sorted(({*range(32)} | {127}) - set(b"\t\n\v\f\r\b\x1b")))
-PDF_HEADER = re.compile(rb"\s{0,1024}%PDF-\d\.\d[ \t]*[\r\n]")  # the line alone: a text may begin with words about it
+# the line alone, because a text may begin with words about it
+PDF_HEADER = re.compile(rb"\s{0,1024}%PDF-\d\.\d[ \t]*[\r\n]")
 CONVERT = "convert it to one of these first"
-KNOWN = (  # offset, bytes that stand there, what they say it is, and what to type; {} is its name
+KNOWN = (  # offset, magic bytes, kind of file, and the command to type; {} is the file name
     (0, b"PK\x03\x04", "a zip archive", "unzip {}"),
     (0, b"\x1f\x8b", "packed by gzip", "gunzip < {} > unpacked"),
     (4, b"1AY&SY", "packed by bzip2", "bunzip2 < {} > unpacked"),
@@ -42,12 +43,12 @@ KNOWN = (  # offset, bytes that stand there, what they say it is, and what to ty
     (0, b"\x89PNG", "an image (PNG)", ""),
     (0, b"\xff\xd8\xff", "an image (JPEG)", ""),
 )
-# XML that a program shows as a page
+# XML that a program displays as a document
 SHOWN = re.compile(rb"<(FictionBook|office:document|w:wordDocument|pkg:package|fo:root)[\s>]|>(WebMainResource)<")
 
 
 def decode(data: bytes, name: str) -> str:
-    """Bytes to text: UTF-8, or what the byte order mark says. Line ends become newlines."""
+    """Decode UTF-8, or the encoding named by the byte order mark. Line ends become newlines."""
     mark, encoding = next(((m, e) for m, e in MARKS if data.startswith(m)), (b"", "utf-8"))
     body = data[len(mark) :]
     if not mark:

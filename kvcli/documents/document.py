@@ -1,4 +1,4 @@
-"""What a file becomes once it is read: a text with a name, in sections that a citation can point at."""
+"""Documents: the text of a file with a name, in sections that a citation can name."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ SIGNS: dict[Unit, str] = {"page": "p.", "heading": "§", "chapter": "§", "line"
 
 
 class Counter(Protocol):
-    """What a tokenizer must offer to be counted with."""
+    """A tokenizer that can count tokens."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A page, the text under a heading, a chapter, or a block of lines. Never without text."""
+    """A page, the text under a heading, a chapter, or a block of lines. Its text is never empty."""
 
-    number: int  # of the page, else 1, 2, .. in order
-    label: str  # what a citation says: "12", "Methods", "41-80"
-    text: str  # no marks in it
+    number: int  # page number, or else 1, 2, .. in order
+    label: str  # label in a citation: "12", "Methods", "41-80"
+    text: str  # without marks
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text with a name. `sha256` is that of the bytes it was read from.
+    """A text with a name. `sha256` is the hash of the bytes of the file.
 
-    `text` is what a model reads: a plain or markdown file as it is, anything with pages with a mark before each. One
-    made by hand from a name and a text alone has no sections.
+    `text` is the text for the model: a plain or markdown file unchanged, a file with pages with a mark before each
+    page. A document built from a name and a text alone has no sections.
     """
 
     name: str
@@ -43,11 +43,11 @@ class Document:
     unit: Unit = "line"
     sections: tuple[Section, ...] = ()
     kind: str = "text"  # one of sniff.KINDS
-    without_text: tuple[int, ...] = ()  # pages that were read and have none, though there is something on them
-    blank: int = 0  # pages that were read and have nothing to read on them
-    n_pages: int | None = None  # of the file, however many were asked for; None where there are no pages
+    without_text: tuple[int, ...] = ()  # pages that were read and have content but no text
+    blank: int = 0  # number of pages that were read and have no content
+    n_pages: int | None = None  # pages of the file, not only the requested ones; None if the file has no pages
     title: str | None = None
-    notes: tuple[str, ...] = ()  # what the reader had to decide or leave out, a sentence each
+    notes: tuple[str, ...] = ()  # decisions and omissions of the reader, one sentence each
     _counts: dict[int, tuple[Counter, int]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -55,8 +55,9 @@ class Document:
         return self.text.count("\n") + (not self.text.endswith("\n"))
 
     def tokens(self, tokenizer: Counter) -> int:
-        """Tokens of the text alone; counted once for each tokenizer."""
-        key = id(tokenizer)  # not hashable in general; kept beside the count, so that the id stays its own
+        """Return the number of tokens of the text alone; computed once per tokenizer."""
+        # a tokenizer may not be hashable; it is stored with the count, so that its id is not reused
+        key = id(tokenizer)
         if key not in self._counts:
             with blame_files(tokenizer_failed):
                 ids = tokenizer.encode(self.text, add_special_tokens=False)
@@ -65,12 +66,12 @@ class Document:
 
 
 def mark(unit: Unit, label: str) -> str:
-    """What leads a section in a prompt, and how a citation of it is written: `[p. 12]`, `[§ Methods]`, `[l. 41-80]`."""
+    """Return the mark that precedes a section and cites it: `[p. 12]`, `[§ Methods]`, `[l. 41-80]`."""
     return f"[{SIGNS[unit]} {clean(label)}]"
 
 
 def clean(label: str) -> str:
-    """A label or a name that cannot end its bracket, nor begin another citation in it."""
+    """Clean a label or a name so that it cannot close its bracket or begin another citation."""
     return re.sub(r"\s+", " ", label.translate(_CLEAN)).strip(" ?")
 
 
@@ -78,16 +79,16 @@ _CLEAN = str.maketrans({"[": "(", "]": ")", ";": ","})
 
 
 def marked(unit: Unit, sections: Sequence[Section]) -> str:
-    """The sections in a row, each under its mark on a line of its own."""
+    """Join the sections, each under its mark on a separate line."""
     return "\n\n".join(f"{mark(unit, s.label)}\n{s.text.strip(chr(10))}" for s in sections) + "\n"
 
 
 def with_documents(question: str, documents: Sequence[Document]) -> str:
-    """The user message for a question about documents: texts first, then a blank line, then the question.
+    """Return the user message for a question about documents: texts first, then a blank line, then the question.
 
-    A single document stands bare, which is how most models (and the bundled one) were trained. Several get a
-    header line each, so that the question can name them. Change the form here; nothing else knows it. A line of a
-    text that looks like such a header loses its signs, as lines that look like marks do: `(Document 2: contract)`.
+    A single document has no header, as in the training prompts of most models (and of the bundled one). Several
+    documents get a header line each, so that the question can name them. This function alone defines the format. A line
+    of a text that looks like such a header loses its equals signs: `(Document 2: contract)`.
     """
     if not documents:
         return question

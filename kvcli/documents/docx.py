@@ -1,4 +1,4 @@
-"""DOCX: the text under each heading; tables row by row, notes after the section that points at them."""
+"""DOCX reader: the text under each heading, tables by rows, and notes after the section that refers to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcli.documents.xml_tree import first_words
 
 
 def read(file: IO[bytes], job: ParseJob) -> Parsed:
-    """Sections under headings, or blocks of lines where there are none. Page numbers are not in the file."""
+    """Return sections under headings, or blocks of lines if there are no headings. A DOCX has no page numbers."""
     with open_zip(file, job.name) as archive:
         parts = Parts(archive, job.name)
         headed = _headed(parts, job.name)
@@ -50,11 +50,12 @@ def _headed(parts: Parts, name: str) -> list[tuple[str, str]]:
 
 
 def _notes(parts: Parts, main: str, sheet: Sheet) -> dict[str, str]:
-    """Footnotes and endnotes by what points at them."""
+    """Return footnotes and endnotes by the reference to them."""
     notes = {}
     for kind, path in ((kind.removesuffix("s"), path) for kind, path in parts.relations(main)):
         for note in parts.tree(path).iter(*tags(kind)) if kind in NOTES else ():
             text = " ".join(inside(note, sheet).split())
-            if text and attribute(note, "type") in ("", "normal"):  # the others are rules between text and notes
+            # other types are separator lines between text and notes
+            if text and attribute(note, "type") in ("", "normal"):
                 notes[f"{NOTES[kind]} {attribute(note, 'id')}"] = text
     return notes

@@ -1,4 +1,4 @@
-"""The parts of a DOCX that are read, each found through the relations of the part before it, and what is in them."""
+"""Parts of a DOCX, each found through the relations of the part before it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcli.documents.xml_tree import parse_xml
 
 SPACES = (
     "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
-    "http://purl.oclc.org/ooxml/wordprocessingml/main",  # of the strict form
+    "http://purl.oclc.org/ooxml/wordprocessingml/main",  # of the strict format
 )
 MATH = (
     "http://schemas.openxmlformats.org/officeDocument/2006/math",
@@ -25,12 +25,12 @@ OFF = ("0", "false", "off")
 
 @cache
 def tags(*names: str, spaces: tuple[str, ...] = SPACES) -> frozenset[str]:
-    """The names with each of their namespaces."""
+    """Return the names in each of their namespaces."""
     return frozenset(f"{{{space}}}{name}" for space in spaces for name in names)
 
 
 def value(element: Any, *path: str) -> str | None:
-    """The `w:val` at the end of a path of first children; "" where it is not said, None where the path ends before."""
+    """Return the `w:val` at the end of a path of first children; "" if unset, None if the path ends earlier."""
     for name in path:
         element = next(element.iterchildren("{*}" + name), None)
         if element is None:
@@ -39,17 +39,17 @@ def value(element: Any, *path: str) -> str | None:
 
 
 def is_on(element: Any, *path: str) -> bool:
-    """Whether there is a switch at the end of a path, and it is not off."""
+    """True if the path leads to a switch that is not off."""
     return value(element, *path) not in (None, *OFF)
 
 
 def attribute(element: Any, name: str) -> str:
-    """An attribute by its name, in whichever namespace."""
+    """Return an attribute by its name, in any namespace."""
     return next((str(v) for key, v in element.items() if key.rpartition("}")[2] == name), "")
 
 
 class Parts:
-    """An archive of parts. Only those asked for are unpacked: pictures, macros and fonts never are."""
+    """An archive of parts. Only requested parts are inflated; pictures, macros and fonts never are."""
 
     def __init__(self, archive: zipfile.ZipFile, name: str) -> None:
         self._archive = archive
@@ -57,16 +57,16 @@ class Parts:
         self._name = name
 
     def main(self) -> str:
-        """The path of the text."""
+        """Return the path of the main document part."""
         found = next((path for kind, path in self.relations("") if kind == "officeDocument"), None)
         if found is None:
             raise damaged(self._name, "a DOCX", "it does not say which of its files is the text")
         return found
 
     def relations(self, source: str) -> list[tuple[str, str]]:
-        """What a part points at inside the archive, as kind and path; "" is the whole file.
+        """Return the relations of a part inside the archive, as kind and path; "" is the whole file.
 
-        Links to the web, to bookmarks and to parts that are not there are left out.
+        Links to the web, to bookmarks and to missing parts are left out.
         """
         folder, file = posixpath.split(source)
         root = self.tree(posixpath.join(folder, "_rels", f"{file}.rels"))
@@ -78,7 +78,7 @@ class Parts:
         return found
 
     def tree(self, path: str) -> Any:
-        """A part as XML, None where there is none. Refuses document types: entities are declared nowhere else."""
+        """Return a part as XML, or None if it is missing. Refuse document types, because only they declare entities."""
         if path not in self._paths:
             return None
         data = member(self._archive, path, self._name)

@@ -1,4 +1,4 @@
-"""What a DOCX says beside its text: levels of headings, heights of letters, and how numbers and bullets are counted."""
+"""Style sheet of a DOCX: heading levels, raised and lowered letters, and how numbers and bullets are counted."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kvcli.documents.numerals import numeral, whole
 
 NOTES = {"footnote": "note", "endnote": "endnote"}
 BULLET = "-"
-PLACE = re.compile(r"%([1-9])")  # of the number of a level in the text of another
+PLACE = re.compile(r"%([1-9])")  # placeholder for the number of a level
 
 
 class Level(NamedTuple):
-    """How a list counts at a depth."""
+    """Numbering of a list at one depth."""
 
     start: int
     form: str
-    text: str  # with the places of its number and of those above it
-    restart: int  # begins anew after each entry above this depth
-    is_legal: bool  # all its numbers in digits
-    style: str | None  # whose paragraphs are at this level
+    text: str  # with placeholders for its number and those of the levels above
+    restart: int  # the number restarts after each entry above this depth
+    is_legal: bool  # all numbers are in digits
+    style: str | None  # style whose paragraphs are at this level
 
     @classmethod
     def of(cls, lvl: Any) -> Level:
@@ -33,7 +33,7 @@ class Level(NamedTuple):
 
 
 class Sheet:
-    """The style sheet and the lists of a text. Paragraphs and notes are counted as they are asked for, in order."""
+    """Style sheet and lists of a DOCX. Paragraphs and notes are counted in the order in which they are requested."""
 
     def __init__(self, parts: Parts, main: str) -> None:
         roots = [parts.tree(path) for kind, path in parts.relations(main) if kind in ("styles", "numbering")]
@@ -54,16 +54,16 @@ class Sheet:
             self._lists[attribute(num, "numId")] = name, levels, anew, {*anew}
         self._counts: dict[Any, dict[int, int]] = {}  # list -> level -> its latest number
         self._notes: Counter[str] = Counter()
-        # notes that were pointed at: how the file calls them, and how a reader
+        # notes that were referred to: name in the file, and name for the reader
         self.pointed: list[tuple[str, str]] = []
 
     def level(self, paragraph: Any) -> int:
-        """The level of a heading, 0 for other paragraphs. Names are English in the file, whatever the program's."""
+        """Return the level of a heading, or 0 for other paragraphs. Style names in the file are always English."""
         chain = self._chain(value(paragraph, "pPr", "pStyle") or "")
         for style in (paragraph, *chain):
             said, outline = (value(style, "name") or "").casefold().split(), value(style, "pPr", "outlineLvl")
             if said == ["title"]:
-                return int(style is chain[0])  # what is based on it, a subtitle, is no heading
+                return int(style is chain[0])  # a style based on the title, a subtitle, is no heading
             if len(said) == 2 and said[0] == "heading" and said[1].isdecimal():
                 return max(1, min(6, int(said[1])))
             if outline and outline.isdecimal():
@@ -71,7 +71,7 @@ class Sheet:
         return 0
 
     def height(self, run: Any) -> str:
-        """ "superscript", "subscript" or nothing, as the run or its style says."""
+        """Return "superscript", "subscript" or "", as set by the run or its style."""
         for style in (run, *self._chain(value(run, "rPr", "rStyle") or " ")):
             if (said := value(style, "rPr", "vertAlign")) is not None:
                 return said.removesuffix("baseline")
@@ -80,7 +80,7 @@ class Sheet:
         return ""
 
     def note(self, pointer: Any, kind: str) -> str:
-        """What a reader calls the note that is pointed at: they are counted, but for those with a sign of their own."""
+        """Return the name of a note for the reader. Notes are numbered, except those with a custom sign."""
         is_signed = attribute(pointer, "customMarkFollows") not in ("", *OFF)
         self._notes[kind] += not is_signed
         called = kind if is_signed else f"{kind} {self._notes[kind]}"
@@ -88,7 +88,7 @@ class Sheet:
         return called
 
     def lead(self, paragraph: Any) -> str:
-        """The number or the bullet before the words of the next paragraph, with a space; nothing for most."""
+        """Return the number or bullet of the next paragraph, with a space; "" for most paragraphs."""
         chain = self._chain(value(paragraph, "pPr", "pStyle") or "")
         num, depth = (
             next((v for s in (paragraph, *chain) if (v := value(s, "pPr", "numPr", name)) is not None), "")
@@ -100,7 +100,7 @@ class Sheet:
         if at not in levels or num == "0":
             return ""
         counts, first = self._counts.setdefault(root, {}), {n: level.start for n, level in levels.items()} | anew
-        if at in fresh:  # a number that begins a list anew does so once
+        if at in fresh:  # a list number that restarts a list does so once
             fresh.remove(at)
             counts.pop(at, None)
         counts[at] = counts.get(at, first[at] - 1) + 1
@@ -120,7 +120,7 @@ class Sheet:
         return f"{text} " if text else ""
 
     def _chain(self, key: str) -> Sequence[Any]:
-        """A style and those that it is based on."""
+        """Return a style and the styles that it is based on."""
         if key not in self._chains:
             chain: dict[str, Any] = {}
             at = key

@@ -1,4 +1,4 @@
-"""The words of a DOCX as they stand after all changes: paragraphs, tables, boxes, equations."""
+"""Words of a DOCX with all tracked changes accepted: paragraphs, tables, text boxes, equations."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvcli.documents.docx_sheet import BULLET, NOTES, Sheet
 from kvcli.documents.superscripts import apart, grouped
 
 PARAGRAPH, TABLE, ROW, CELL, RUN = tags("p"), tags("tbl"), tags("tr"), tags("tc"), tags("r")
-# deleted text, text moved away, and the second copy of a drawing for older programs
+# deleted text, moved text at its old position, and the second copy of a drawing for older programs
 SKIPPED = tags("del", "moveFrom") | {"{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"}
-HIDING = ("vanish", "strike", "dstrike")  # struck out is how text is deleted by hand
+HIDING = ("vanish", "strike", "dstrike")  # some authors delete text by striking it out
 BOX = tags("txbxContent")
 LETTERS = tags("t") | tags("t", spaces=MATH)
 SIGNS = {
@@ -28,7 +28,7 @@ RUBY, BASE, READING = tags("ruby"), tags("rubyBase"), tags("rt")
 
 
 def nearest(holder: Any, wanted: frozenset[str]) -> Iterator[Any]:
-    """Elements of these names in order, at any depth below, but none inside another or in what is skipped."""
+    """Yield elements of these names in order at any depth, but none inside another one or in a skipped element."""
     todo = list(reversed(holder))
     while todo:
         element = todo.pop()
@@ -39,8 +39,8 @@ def nearest(holder: Any, wanted: frozenset[str]) -> Iterator[Any]:
 
 
 def words(paragraph: Any, sheet: Sheet) -> str:
-    """The text of a paragraph behind its number, then that of boxes anchored in it."""
-    letters: list[tuple[str, str]] = []  # with the height at which they stand
+    """Return the text of a paragraph after its number, then the text of boxes anchored in it."""
+    letters: list[tuple[str, str]] = []  # (height, text) pairs
     boxes: list[Any] = []
     todo = [(element, "") for element in reversed(paragraph)]
     while todo:
@@ -72,7 +72,7 @@ def words(paragraph: Any, sheet: Sheet) -> str:
 
 
 def table(element: Any, sheet: Sheet) -> str:
-    """A line a row; a table within a cell is part of the cell's text."""
+    """Return one line per table row; a table within a cell is part of the cell's text."""
     lines = []
     for row in nearest(element, ROW):
         cells = [" ".join(inside(cell, sheet).split()) for cell in nearest(row, CELL)]
@@ -82,12 +82,12 @@ def table(element: Any, sheet: Sheet) -> str:
 
 
 def inside(holder: Any, sheet: Sheet) -> str:
-    """The words of all paragraphs in a cell or a note."""
+    """Return the words of all paragraphs in a cell or a note."""
     return " ".join(words(p, sheet) for p in nearest(holder, PARAGRAPH))
 
 
 def _equation(element: Any, sheet: Sheet) -> str | None:
-    """Parts of equations and readings whose place on the paper carries meaning, with a sign for it; None for others."""
+    """Return a part of an equation or a reading aid as text, with a sign for its layout; None for other elements."""
     if element.tag in FRACTION:
         return "/".join(grouped(words(part, sheet)) for part in element if part.tag.endswith(("}num", "}den")))
     if element.tag in FENCED:
@@ -112,5 +112,5 @@ def _is_hidden(element: Any) -> bool:
 
 
 def _is_gone(paragraph: Any) -> bool:
-    """Whether the end of a paragraph is deleted, moved away or hidden."""
+    """True if the end of a paragraph is deleted, moved away or hidden."""
     return any(is_on(paragraph, "pPr", "rPr", name) for name in ("del", "moveFrom", "vanish"))

@@ -1,4 +1,4 @@
-"""EPUB: the chapters of its spine in order, each a page of HTML in an archive."""
+"""EPUB reader: the chapters of the spine in order, each an HTML page in an archive."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ PAGES = ("application/xhtml+xml", "text/html", "application/xml", "text/xml")
 
 
 def read(file: IO[bytes], job: ParseJob) -> Parsed:
-    """One section a chapter, named by the book's table of contents, else by its first heading.
+    """Return one section per chapter, named by the book's table of contents or else by its first heading.
 
-    A file into which several entries of the contents point is split at its headings.
+    A file with several entries in the table of contents is split at its headings.
     """
     with open_zip(file, job.name) as archive:
         package = _package(archive, job.name)
@@ -57,7 +57,7 @@ def _package(archive: zipfile.ZipFile, name: str) -> str:
 
 
 def _inside(folder: str, href: str, name: str) -> str:
-    """A link as a path in the archive; refuses one that leads out of it."""
+    """Return a link as a path in the archive; refuse a link that leads out of it."""
     path = posixpath.normpath(posixpath.join(folder, unquote(href.partition("#")[0])))
     if path.startswith(("/", "..")) or "\0" in path:
         raise damaged(name, WHAT, f"a path in it leads outside: {href[:80]!r}")
@@ -65,7 +65,7 @@ def _inside(folder: str, href: str, name: str) -> str:
 
 
 def _items(book: Any, package: str, name: str) -> dict[str, tuple[str, str, str]]:
-    """id -> path, media type, properties."""
+    """Return id -> path, media type, properties."""
     folder = posixpath.dirname(package)
     found = {}
     for item in book.iter("{*}item"):
@@ -77,13 +77,13 @@ def _items(book: Any, package: str, name: str) -> dict[str, tuple[str, str, str]
 
 
 def _spine(book: Any, items: dict[str, tuple[str, str, str]]) -> list[str]:
-    """Paths of the chapters in order, each once: a book that names one a thousand times is no longer for it."""
+    """Return the paths of the chapters in order, without duplicates: naming one a thousand times adds no length."""
     refs = [items.get(ref.get("idref", "")) for ref in book.iter("{*}itemref")]
     return list(dict.fromkeys(item[0] for item in refs if item and item[1] in PAGES))
 
 
 def _rules(archive: zipfile.ZipFile, items: dict[str, tuple[str, str, str]], name: str) -> dict[str, str]:
-    """What the book's style sheets say of raised letters and lists; one that is missing or broken says nothing."""
+    """Return the style sheets' rules for raised letters and lists; a missing or broken style sheet is skipped."""
     rules: dict[str, str] = {}
     for path, kind, _ in items.values():
         with suppress(BadInput):
@@ -101,7 +101,7 @@ def _refuse_locked(archive: zipfile.ZipFile, spine: list[str], name: str) -> Non
 
 
 def _chapters(headed: list[tuple[str, str]], names: list[str], title: str) -> list[tuple[str, str]]:
-    """The sections of one file of the book; what stands before the first heading goes with it."""
+    """Return the sections of one file of the book; text before the first heading is part of the first section."""
     (first, body), *rest = headed
     if len(names) > 1 and rest:
         return headed if first else [(rest[0][0], f"{body}\n\n{rest[0][1]}"), *rest[1:]]
@@ -110,7 +110,7 @@ def _chapters(headed: list[tuple[str, str]], names: list[str], title: str) -> li
 
 
 def _contents(archive: zipfile.ZipFile, items: dict[str, tuple[str, str, str]], name: str) -> dict[str, list[str]]:
-    """Chapter names by path, from the navigation page or the older NCX file; a book may have neither."""
+    """Return chapter names by path, from the navigation page or the older NCX file; a book may have neither."""
     names: dict[str, list[str]] = {}
     for path, kind, properties in items.values():
         if kind != "application/x-dtbncx+xml" and "nav" not in properties.split():
@@ -126,7 +126,7 @@ def _contents(archive: zipfile.ZipFile, items: dict[str, tuple[str, str, str]], 
 
 
 def _entries(root: Any) -> Iterator[tuple[str | None, str | None]]:
-    """Links of the table of contents with their words; lists of printed pages and of landmarks are none."""
+    """Yield links of the table of contents with their words; lists of printed pages and landmarks are skipped."""
     tables = list(root.iter("{*}nav"))
     contents = next((t for t in tables if "toc" in t.get(TYPE, "").split()), tables[0] if tables else root)
     for link in contents.iter("{*}a"):

@@ -1,4 +1,4 @@
-"""Mail (a message, or a box of them) and web archives: the part that a reader sees, and attachments by their names."""
+"""Mail (one message or a mailbox) and web archives: the part that a reader sees, and the names of attachments."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from kvcli.documents.parsed import Parsed, ParseJob
 from kvcli.documents.plain import headed_text
 
 HEADERS = ("From", "To", "Cc", "Date", "Subject")
-POSTED = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))From [^\n]*\d:\d\d[^\n]*\n(?=[A-Za-z-]+:)")  # begins a message
-QUOTED = re.compile(rb"^>(>*From )", re.M)  # such a line within one
+# first line of a message in a mailbox
+POSTED = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))From [^\n]*\d:\d\d[^\n]*\n(?=[A-Za-z-]+:)")
+QUOTED = re.compile(rb"^>(>*From )", re.M)  # the same line quoted within a message
 LONGEST = 10_000  # characters of a header
 NAMED = 20  # attachments named in a note
 
@@ -25,7 +26,7 @@ Headed = list[tuple[str, str]]
 
 
 def read(file: IO[bytes], job: ParseJob) -> Parsed:
-    """Sections by headings and messages. Of a web archive only the page itself, without its frames."""
+    """Return sections by headings and messages. Of a web archive only the page itself is read, without its frames."""
     data, found, notes, attached = file.read(), Headed(), list[str](), list[str]()
     title = None
     is_box = POSTED.match(data)
@@ -40,7 +41,7 @@ def read(file: IO[bytes], job: ParseJob) -> Parsed:
 
 
 def _message(message: Any, job: ParseJob, notes: list[str], attached: list[str]) -> Headed:
-    """The headers that readers are shown, and what follows them."""
+    """Return the headers that mail programs show, and the body."""
     own: list[str] = []
     body = _texts(message, job, notes, own)
     attached += own
@@ -68,7 +69,7 @@ def _texts(part: Any, job: ParseJob, notes: list[str], attached: list[str]) -> H
         return [("Forwarded", ""), *_message(part.get_payload(0), job, notes, attached)]
     if part.is_multipart():
         children = part.get_payload()
-        if kind == "multipart/alternative":  # a mail program shows the richest that it can
+        if kind == "multipart/alternative":  # mail programs show the richest version that they can
             rich = [child for child in children if any(p.get_content_type() == "text/html" for p in child.walk())]
             children = (rich or [c for c in children if c.get_content_type() == "text/plain"] or children)[-1:]
         return [pair for child in children for pair in _texts(child, job, notes, attached)]
@@ -101,7 +102,7 @@ def _header(message: Message, name: str) -> str:
 
 
 def _plain(said: str) -> str:
-    """A header in letters; words that are encoded as nobody knows stay as they are."""
+    """Decode a header; words in an unknown encoding stay unchanged."""
     try:
         parts = decode_header(said)
     except HeaderParseError:

@@ -1,4 +1,4 @@
-"""Numbers of lines in the margin, as manuscripts and listings have them."""
+"""Find line numbers in the margin, as in manuscripts and listings."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from kvcli.documents.reading_order import Block, LinePiece, is_fixed, rows, running_on
 from kvcli.documents.superscripts import joined
 
-FEW = 3  # numbers that make a series
-PROSE = 0.2  # share of the rows beside them that must go on in the next
-MANUSCRIPT = 0.5  # and of rows in letters of one width, which may be code
-MOST = 0.8  # share of them that must count on by one step
+FEW = 3  # fewest numbers in a series
+PROSE = 0.2  # share of the text lines beside them that must run on into the next line
+MANUSCRIPT = 0.5  # the same share for lines in monospaced letters, which may be code
+MOST = 0.8  # share of the numbers that must increase by one common step
 
 
 def line_numbers(pieces: Sequence[LinePiece]) -> set[int]:
-    """The ids of the pieces that count lines: alone in a strip of the page, by one step, beside text that runs on.
+    """Return ids of line numbers: alone in a strip of the page, counting by one step, beside running text.
 
-    The numbers of a table's rows, of a form's entries or of a contents stand beside lines that each begin anew.
+    Numbers of table rows, form entries or a table of contents are excluded: the lines beside them do not run on.
     """
     numbers = [p for p in pieces if p.text.isdecimal() and len(p.text) < 5]
     strips: list[list[LinePiece]] = []
@@ -38,7 +38,7 @@ def line_numbers(pieces: Sequence[LinePiece]) -> set[int]:
 
 
 def _counts(strip: Sequence[LinePiece], text: Block) -> bool:
-    """Whether the numbers go up by one step, that of the rows beside them."""
+    """True if the numbers increase by one step that matches the lines beside them."""
     steps = [int(b.text) - int(a.text) for a, b in itertools.pairwise(strip)]
     step = max(steps, key=steps.count)
     if step < 1 or not text or steps.count(step) < MOST * len(steps):

@@ -1,4 +1,4 @@
-"""HTML to text under headings, lists and tables as markdown; scripts, styles, comments and hidden parts are dropped."""
+"""Convert HTML to text under headings, with lists and tables as markdown; drop scripts, styles and hidden parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcli.documents.parsed import Parsed, ParseJob, damaged
 from kvcli.documents.plain import headed_text
 from kvcli.documents.superscripts import LONGEST, apart
 
-# holds no text for a reader, text that no longer holds, or text that a browser shows only when something fails
+# elements without text for a reader, with deleted text, or with fallback text of the browser
 DROPPED = ["script", "style", "noscript", "template", "head", "svg", "math", "iframe", "object", "embed", "canvas"]
 DROPPED += ["audio", "video", "map", "datalist", "select", "del", "s", "strike", "rp"]
 HIDDEN = re.compile(
@@ -25,14 +25,14 @@ HIDDEN = re.compile(
     r"|font-size\s*:\s*0(?![.\d]*[1-9]))",
     re.I,
 )
-SIGN = "\ue000"  # leads the line of a heading; taken out of the text first, so it is ours alone
+SIGN = "\ue000"  # marks a heading line; removed from the input first, so that it is unambiguous
 ENTITY = re.compile(r"<!ENTITY", re.I)
-HEAD = 1 << 14  # bytes in which a page declares its encoding
+HEAD = 1 << 14  # bytes that are searched for the declared encoding
 SPACES = re.compile(r"\n{3,}")
-LEAD = "kvcli-lead"  # the attribute that carries the number of an entry of a list
+LEAD = "kvcli-lead"  # attribute with the number of a list entry
 INDENTED = re.compile(r"\n(?=[^\n])")
 INLINE = ["a", "abbr", "b", "big", "em", "font", "i", "small", "span", "strong", "sub", "sup", "u"]
-# declarations that raise letters above their line, and one that says the form of an ordered list's numbers
+# declarations that raise letters above their line, and the declaration of an ordered list's number format
 RAISED = re.compile(
     r"(?<![\w-])(vertical-align\s*:\s*(super|text-top|0?\.[2-9]\d*r?em|[2-9]\d?%|[3-9](\.\d+)?p[xt])"
     r"|font-variant-position\s*:\s*super|top\s*:\s*-0?\.[2-9]\d*r?em)",
@@ -51,7 +51,7 @@ WORDLIKE = re.compile(r"[\w.,;:!?'\"\u2019\u201d\u00bb)\]\u2026\u3002]")
 
 
 class Plain(MarkdownConverter):
-    """Markdown as far as it carries structure: no emphasis, no links, nothing escaped, so that quotes stay exact."""
+    """Markdown for structure only: no emphasis, no links, nothing escaped, so that quotes stay exact."""
 
     def convert_hN(self, n: int, el: Any, text: str, parent_tags: Any) -> str:
         heading = " ".join(text.split())
@@ -64,7 +64,8 @@ class Plain(MarkdownConverter):
             return text
         before, after = _beside(el)
         link = el if el.get("href") else el.find("a", href=True) or el.find_parent("a", href=True) or el
-        if "#" in link.get("href", "") or _is_note(link) or _is_note(el):  # as a power it would change a number
+        # written as a power, a note number would change the number before it
+        if "#" in link.get("href", "") or _is_note(link) or _is_note(el):
             if text.strip().startswith(("[", "(")):
                 return text
             return f"{' ' * bool(before.strip())}[{text.strip()}]{' ' * after[:1].isalnum()}"
@@ -78,7 +79,7 @@ class Plain(MarkdownConverter):
         return f"{lead}{INDENTED.sub(chr(10) + ' ' * len(lead), text.strip())}\n" if text.strip() else "\n"
 
     def convert_rt(self, el: Any, text: str, parent_tags: Any) -> str:
-        return f"({text.strip()})" if text.strip() else ""  # a reading stands behind its word
+        return f"({text.strip()})" if text.strip() else ""  # a reading aid follows its word
 
 
 CONVERTER = Plain(
@@ -92,7 +93,7 @@ CONVERTER = Plain(
 
 
 def read(file: IO[bytes], job: ParseJob) -> Parsed:
-    """The text of a page as a browser without style sheets would show it."""
+    """Return the text of a page as a browser without style sheets would show it."""
     notes: list[str] = []
     title, headed = read_markup(file.read(), job.name, "HTML", notes)
     return headed_text(job, headed, "there are only tags, scripts or hidden parts in it", title=title, notes=notes)
@@ -101,9 +102,9 @@ def read(file: IO[bytes], job: ParseJob) -> Parsed:
 def read_markup(
     data: bytes, name: str, what: str, notes: list[str], *, said: str = "", rules: Mapping[str, str] | None = None
 ) -> tuple[str | None, list[tuple[str, str]]]:
-    """The title, and the text under each heading; what stands before the first one has an empty heading.
+    """Return the title, and the text under each heading; text before the first heading has an empty heading.
 
-    `said` is the encoding and `rules` are those of style sheets that came with it; what was guessed goes to `notes`.
+    `said` is the declared encoding, and `rules` are those of accompanying style sheets. Guesses are added to `notes`.
     """
     head = _without(data[:HEAD].decode("latin-1"), "<!--", "-->")
     said = said or EncodingDetector.find_declared_encoding(head, is_html=True, search_entire_document=True) or ""
@@ -125,7 +126,7 @@ def read_markup(
 
 
 def rules_of(sheets: Iterable[str]) -> dict[str, str]:
-    """Class -> what style sheets declare for it alone, where that raises letters or names a form of numbers."""
+    """Return class -> its declarations in style sheets that raise letters or set a number format."""
     rules: dict[str, str] = {}
     for rule in (rule for sheet in sheets for rule in _without(sheet, "/*", "*/").split("}")):
         selectors, _, declared = rule.rpartition("{")
@@ -136,7 +137,7 @@ def rules_of(sheets: Iterable[str]) -> dict[str, str]:
 
 
 def _without(text: str, start: str, end: str) -> str:
-    """Without the comments between these signs."""
+    """Return the text without comments between these signs."""
     return "".join(part.partition(start)[0] for part in text.split(end))
 
 
@@ -145,8 +146,8 @@ def _style(el: Any, rules: Mapping[str, str]) -> str:
 
 
 def _raise(soup: BeautifulSoup, rules: Mapping[str, str]) -> None:
-    """Name `sup` what is raised by its style, and links to notes that stand at a word without a space between."""
-    for el in soup.find_all(INLINE):  # sub and sup among them stay what they are
+    """Rename raised elements to `sup`, and also links to notes that directly follow a word."""
+    for el in soup.find_all(INLINE):  # sub and sup elements stay unchanged
         is_raised, is_note = bool(RAISED.search(_style(el, rules))), _is_note(el)
         is_link = el.name == "a" and "#" in el.get("href", "")
         if not (is_raised or is_note or is_link) or el.name == "sup" or el.find("sup") or el.find_parent("sup"):
@@ -159,13 +160,13 @@ def _raise(soup: BeautifulSoup, rules: Mapping[str, str]) -> None:
 
 
 def _is_note(el: Any) -> bool:
-    """Whether an element calls itself a link to a note."""
+    """True if an element is marked as a link to a note."""
     said = (el.get("epub:type"), el.get("role"), el.get("rel"), el.get("class"))
     return any(NOTED.search(" ".join(value) if isinstance(value, list) else value) for value in said if value)
 
 
 def _beside(el: Any) -> tuple[str, str]:
-    """The characters before and after an element in its line."""
+    """Return the characters before and after an element in its line."""
     found = []
     for side, end in (("previous_sibling", slice(-1, None)), ("next_sibling", slice(1))):
         at = el
@@ -177,7 +178,7 @@ def _beside(el: Any) -> tuple[str, str]:
 
 
 def _count(soup: BeautifulSoup, rules: Mapping[str, str]) -> None:
-    """Write down with each entry of an ordered list what a browser writes before it."""
+    """Store the browser's number of each entry of an ordered list as an attribute."""
     for ol in soup.find_all("ol"):
         entries = ol.find_all("li", recursive=False)
         is_down = "reversed" in ol.attrs
@@ -191,7 +192,7 @@ def _count(soup: BeautifulSoup, rules: Mapping[str, str]) -> None:
 
 
 def _drop(soup: BeautifulSoup) -> None:
-    """Take out what a reader of the page would not see; style sheets are not evaluated, only an element's own style."""
+    """Remove elements that a reader would not see; style sheets are not evaluated, only an element's own style."""
     for element in soup.find_all(DROPPED):
         element.decompose()
     for element in [e for e in soup.find_all(True) if _is_hidden(e)]:

@@ -1,4 +1,4 @@
-"""A Jupyter notebook as markdown: its texts, its code and what that printed, without pictures."""
+"""Jupyter notebook reader: its texts, code and printed output as markdown, without pictures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def read(file: IO[bytes], job: ParseJob) -> Parsed:
-    """Sections under the headings of its texts, or blocks of lines."""
+    """Return sections under the headings of its texts, or blocks of lines."""
     try:
         book = json.loads(file.read())
         cells = book["cells"] if "cells" in book else [cell for sheet in book["worksheets"] for cell in sheet["cells"]]
@@ -46,6 +46,6 @@ def _joined(lines: Any) -> str:
 
 
 def _fenced(text: str) -> str:
-    """In a fence longer than any in the text."""
+    """Put text in a fence longer than any fence in it."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence}\n{text.strip(chr(10))}\n{fence}"

@@ -1,13 +1,14 @@
-"""The number of a list entry, a clause or a heading in the form that a word processor or a browser writes it."""
+"""Write the number of a list entry, a clause or a heading in the format of a word processor or a browser."""
 
 from __future__ import annotations
 
 import re
 
 WHOLE = re.compile(r"\s*[-+]?\d{1,9}\s*")
-MOST = {"letter": 780, "roman": 3999, "han": 99, "circle": 20}  # the highest number of a form; beyond it are digits
+# highest number of a format; higher numbers are written in digits
+MOST = {"letter": 780, "roman": 3999, "han": 99, "circle": 20}
 HAN = ("", *"一二三四五六七八九")
-# the names of forms in DOCX, in `type` of HTML, and in `list-style-type` of CSS; all others write digits
+# names of the formats in DOCX, in `type` of HTML, and in `list-style-type` of CSS; all others write digits
 FORMS = {"a": "letter", "lowerletter": "letter", "lower-alpha": "letter", "lower-latin": "letter"}
 FORMS |= {"A": "LETTER", "upperletter": "LETTER", "upper-alpha": "LETTER", "upper-latin": "LETTER"}
 FORMS |= {"i": "roman", "lowerroman": "roman", "lower-roman": "roman", "decimalzero": "zero"}
@@ -19,14 +20,14 @@ ROMAN |= {4: "iv", 1: "i"}
 
 
 def whole(said: str | None, usual: int) -> int:
-    """A number as a file says it, where it is one."""
+    """Return a number from a file, or `usual` if the text is no number."""
     return int(said) if said and WHOLE.fullmatch(said) else usual
 
 
 def numeral(n: int, form: str, *, repeats: bool = False) -> str:
-    """The number n in a form by any of its names; digits where the form has no such number.
+    """Return the number n in a format by any of its names; digits if the format has no such number.
 
-    The letter behind z is aa in both; the next one is bb where it `repeats`, as in DOCX, and ab in HTML.
+    The letter after z is aa in both. The next one is bb with `repeats`, as in DOCX, and ab in HTML.
     """
     kind = FORMS.get(form) or FORMS.get(form.lower(), "")
     if kind == "none":

@@ -1,4 +1,4 @@
-"""Page ranges as typed: `1-20,35`, and `paper.pdf:3-9` for a file with its pages."""
+"""Parse page ranges as typed: `1-20,35`, and `paper.pdf:3-9` for a file with its pages."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from kvcli.errors import BadInput, UsageError
 
-Span = tuple[int, int | None]  # first and last page, both read; None: to the end
+Span = tuple[int, int | None]  # first and last page, both included; None: to the end
 RANGES = re.compile(r"\d{1,9}(-\d{0,9})?(,\d{1,9}(-\d{0,9})?)*")
 SUFFIX = re.compile(rf"(.+):({RANGES.pattern})", re.DOTALL)
-SHOWN = 12  # pages listed one by one in a message
+SHOWN = 12  # page numbers listed one by one in a message
 
 
 def parse_pages(text: str) -> tuple[Span, ...]:
-    """`1-20,35` as spans; `7-` is from page 7 on. Refuses what is no range, and one that runs backwards."""
+    """Parse `1-20,35` to spans; `7-` means from page 7 on. Refuse other text and a range that runs backwards."""
     compact = "".join(text.split())
     if not RANGES.fullmatch(compact):
         raise UsageError(f"{text!r} is no range of pages", code="bad_pages", try_=["--pages 1-20,35"])
@@ -31,18 +31,18 @@ def parse_pages(text: str) -> tuple[Span, ...]:
 
 
 def split_pages(path: str) -> tuple[str, str | None]:
-    """`paper.pdf:3-9` to the path and its pages; the path alone where nothing like that stands behind it."""
+    """Split `paper.pdf:3-9` into the path and its pages; return the path alone if no page range follows it."""
     found = SUFFIX.fullmatch(path)
     return (found[1], found[2]) if found else (path, None)
 
 
 def present(spans: Sequence[Span], numbers: Sequence[int], name: str) -> set[int]:
-    """Pages of a file that the spans name, in ascending order. A range is never counted out."""
+    """Return the pages of a file that the spans name. A range is never enumerated."""
     for first, last in spans:
         to = max(first, numbers[-1]) if last is None else last
         i = bisect_left(numbers, first)
         if to > numbers[-1] or i == len(numbers) or numbers[i] > to:
-            beyond = to if first <= numbers[-1] < to else first  # the end that is beyond, or where a gap begins
+            beyond = to if first <= numbers[-1] < to else first  # the end that is beyond, or the start of a gap
             which = f": {listed(numbers)}" if numbers[-1] > len(numbers) else ""
             raise BadInput(
                 f"{name} has no page {beyond}",
@@ -56,7 +56,7 @@ def present(spans: Sequence[Span], numbers: Sequence[int], name: str) -> set[int
 
 
 def listed(pages: Sequence[int]) -> str:
-    """Page numbers for people: `1-3, 7, 9-12`, cut after a dozen."""
+    """Format page numbers for people: `1-3, 7, 9-12`, cut after a dozen."""
     runs: list[list[int]] = []
     for page in pages:
         if runs and page == runs[-1][1] + 1:

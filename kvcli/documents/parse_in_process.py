@@ -1,7 +1,7 @@
-"""Read a hostile format in a process of its own (kvcli/worker_process.py); the parent parses nothing.
+"""Parse an untrusted format in a separate process (kvcli/worker_process.py); the parent parses nothing.
 
-The child gets the file as an open descriptor and the job as one line of JSON on its standard input, so a password
-stands in no list of processes. It answers in lines of JSON: a section each, then the rest or an error.
+The child gets the file as an open descriptor and the job as one line of JSON on its standard input, so that no process
+list shows a password. It answers in lines of JSON: one line per section, then the rest or an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcli.worker_process import Limits, TooLong, TooSlow, WorkerProcess
 
 
 def parse_outside(file: IO[bytes], job: ParseJob, limits: Limits | None = None) -> Parsed:
-    """The sections of an open file. Refuses, in the words of the child or for what ended it."""
+    """Return the parsed sections of an open file. Refuse with the child's error, or with the reason why it ended."""
     limits = limits or Limits()
     file.flush()
     reader = WorkerProcess("kvcli.documents.worker", limits, file.fileno())
@@ -31,7 +31,7 @@ def parse_outside(file: IO[bytes], job: ParseJob, limits: Limits | None = None) 
         raise too_heavy(job, "long", f"{limits.wall:g} seconds") from None
     except TooLong:
         raise crashed(job.name, f"its parser wrote more than {limits.output / 2**20:,.0f} MiB") from None
-    finally:  # an end of its output is the end of the process, or of its usefulness
+    finally:  # the end of its output is the end of the process, or of its usefulness
         status = reader.end()
     if answer.parsed is None:
         raise _ended(status, job, limits)
@@ -39,7 +39,7 @@ def parse_outside(file: IO[bytes], job: ParseJob, limits: Limits | None = None) 
 
 
 class _Answer:
-    """The child's lines, checked: a parser that was taken over could write anything."""
+    """Checked lines of the child: a compromised parser could write anything."""
 
     def __init__(self, job: ParseJob) -> None:
         self.job = job
@@ -62,7 +62,7 @@ class _Answer:
             raise crashed(self.job.name, f"its parser answered nonsense: {error!r}"[:200]) from None
 
     def _section(self, number: int, label: str, text: str) -> Section:
-        """A section that can be cited and passes for no other; half a pair of surrogates is a ValueError."""
+        """Return a valid section that can be cited and imitates no other; a lone surrogate is a ValueError."""
         section = Section(int(number), str(label), unmarked(str(text)))
         section.text.encode()
         if not section.text.strip() or section.number <= (self.sections[-1].number if self.sections else 0):
@@ -72,7 +72,7 @@ class _Answer:
         return section
 
     def _end(self, value: dict[str, Any]) -> Parsed:
-        from pydantic import TypeAdapter  # late: the child, which says no such thing, starts sooner
+        from pydantic import TypeAdapter  # late import: the child, which does not validate, starts sooner
 
         _refuse_odd(value)
         parsed = TypeAdapter(Parsed).validate_python({**value, "sections": self.sections})
@@ -82,7 +82,7 @@ class _Answer:
 
 
 def _refuse_odd(value: Any) -> None:
-    """A ValueError where a number is infinite or a text holds half a pair of surrogates."""
+    """Raise a ValueError if a number is infinite or a text has a lone surrogate."""
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
 
 
@@ -98,7 +98,7 @@ def _error(value: dict[str, Any]) -> BadInput:
 
 
 def _ended(status: int, job: ParseJob, limits: Limits) -> BadInput:
-    """Why there is no answer."""
+    """Return the error for a child that ended without an answer."""
     if status == -signal.SIGXCPU:
         return too_heavy(job, "long", f"{limits.cpu} seconds of processor time")
     if status < 0:

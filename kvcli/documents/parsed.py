@@ -1,4 +1,4 @@
-"""What a reader is asked, and what it hands back."""
+"""Parse jobs (input of a document reader) and parsed files (its result)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kvcli.documents.pages import Span
 from kvcli.errors import BadInput
 
 MAX_SECTIONS = 100_000
-MAX_CHARACTERS = 64 * 2**20  # of all sections together; a shelf of books
+MAX_CHARACTERS = 64 * 2**20  # of all sections together
 
 
 @dataclass(frozen=True, slots=True)
 class ParseJob:
-    """One file to read: how messages call it, what it is, which pages of it."""
+    """One file to read: its name in messages, its kind, and the pages to read."""
 
     name: str
     kind: str
     spans: tuple[Span, ...] = ()  # none: all pages
     password: str | None = None
-    typed: bool = False  # whether the user said what it is
+    typed: bool = False  # True if the user named the kind
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Parsed:
 
 
 def refuse_too_much(name: str, characters: int, sections: int, *, paged: bool = True) -> None:
-    """Bounds of the text itself, whatever the format. `paged`: whether some of its pages can be asked for."""
+    """Refuse text above the limits, for any format. `paged`: the user can ask for some of its pages."""
     for n, most, what in ((characters, MAX_CHARACTERS, "characters of text"), (sections, MAX_SECTIONS, "sections")):
         if n > most:
             raise BadInput(
@@ -52,12 +52,12 @@ def refuse_too_much(name: str, characters: int, sections: int, *, paged: bool = 
 
 
 def part_of(paged: bool) -> str:
-    """How to ask for less of a file."""
+    """Return a hint on how to read less of a file."""
     return "--pages for a part of it" if paged else "attach the part you ask about, as a file of its own"
 
 
 def refuse_pages(name: str, spans: Sequence[Span], what: str) -> None:
-    """For formats without pages."""
+    """Refuse page ranges for a format without pages."""
     if spans:
         raise BadInput(
             f"{name} has no pages to choose from",
@@ -68,7 +68,7 @@ def refuse_pages(name: str, spans: Sequence[Span], what: str) -> None:
 
 
 def damaged(name: str, what: str, why: str) -> BadInput:
-    """A file that its format's parser cannot make sense of."""
+    """Return the error for a file that the parser of its format cannot read."""
     return BadInput(f"{name} cannot be read as {what}", code="damaged_file", lines=[why], try_=["get the file again"])
 
 

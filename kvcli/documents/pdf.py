@@ -1,4 +1,4 @@
-"""PDF by pdfium: every page as pieces of text, then order, running lines and words put right over all of them."""
+"""PDF reader by pdfium: text pieces of each page, then reading order, running headers, and broken words."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from kvcli.documents.running_headers import without_running
 from kvcli.errors import BadInput
 
 SHOWN = 8  # names of attached files in a note
-NOTES = {  # by what is so of a page
+NOTES = {  # attribute of a page -> note
     "is_garbled": "a font on page {} does not say which letters it draws: parts are unreadable",
     "is_broken": "page {} is damaged and could not be read",
     "is_hidden": "page {}: text that nobody sees is left out (invisible, in the colour of the page, or hidden)",
     "is_cut": "page {}: text beyond the edges of the page is left out",
     "has_more": "page {}: a stamp or an attached file on it is not read",
 }
-NEAR = 8  # pages around the chosen ones that are looked at too, to know what runs along the edges
+NEAR = 8  # pages around the chosen ones that are parsed too, to detect running headers and footers
 
 
 def read(file: IO[bytes], job: ParseJob) -> Parsed:
-    """The chosen pages as sections; those without text are listed."""
+    """Return the chosen pages as sections; pages without text are listed."""
     document = open_pdf(file, job)
     n_pages = len(document)
     if not n_pages:
@@ -63,7 +63,7 @@ def read(file: IO[bytes], job: ParseJob) -> Parsed:
 
 
 def _notes(pages: Sequence[Page]) -> Iterator[str]:
-    """What was left out of the pages, or could not be read."""
+    """Yield notes on text that was left out of the pages or could not be read."""
     for so, what in NOTES.items():
         if bad := [page.number for page in pages if getattr(page, so)]:
             yield what.format(listed(bad))
@@ -79,7 +79,7 @@ def _pages(document: Any, numbers: Sequence[int], name: str, seen: VisiblePages)
 
 
 def _sections(pages: Sequence[Page]) -> Iterator[Section]:
-    """The text of every page that has some."""
+    """Yield the text of each page that has text."""
     words, texts = Words(), []
     for pieces in without_running([(page.number, page.pieces) for page in pages]):
         texts.append(paragraphs(reading_order(pieces)) if pieces else [])

@@ -1,4 +1,4 @@
-"""Functions of pdfium on plain numbers: an object for every pointer costs more than the call."""
+"""Call pdfium with plain integers as pointers: a ctypes object per pointer costs more than the call."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ Box = tuple[float, float, float, float]  # left, bottom, right, top
 
 
 def handle(of: Any) -> int:
-    """The number by which pdfium knows a page or the text of one."""
+    """Return the integer pointer of a pdfium page or text page."""
     return ctypes.cast(of.raw, ctypes.c_void_p).value or 0
 
 
 def plain(call: Any) -> Callable[..., Any]:
-    """The function with a number for every pointer."""
+    """Return the function with integers in place of pointers."""
     kinds = [ctypes.c_void_p if hasattr(kind, "contents") else kind for kind in (call.restype, *call.argtypes)]
     return ctypes.CFUNCTYPE(*kinds)(ctypes.cast(call, ctypes.c_void_p).value or 0)
 
 
 def told(call: Any, kind: Any, order: Sequence[int] = range(4)) -> Callable[..., Any]:
-    """The function with its answers returned: four numbers of that kind, the first told at place `order[0]`, or none.
+    """Return the function with its output parameters as its result: four numbers of type `kind`, or () on failure.
 
-    They are told into the same place each time: one thread at a time may ask.
+    Output i is written to index `order[i]`. All calls write to the same buffer, so only one thread at a time may call
+    it.
     """
     function, answers = plain(call), (kind * 4)()
     at = [ctypes.addressof(answers) + i * ctypes.sizeof(kind) for i in order]
     return lambda *about: tuple(answers[:]) if function(*about, *at) else ()
 
 
-ink = told(raw.FPDFText_GetCharBox, ctypes.c_double, (0, 2, 1, 3))  # what a letter of a text blackens
+ink = told(raw.FPDFText_GetCharBox, ctypes.c_double, (0, 2, 1, 3))  # ink box of a character of a text page

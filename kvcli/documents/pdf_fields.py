@@ -1,4 +1,4 @@
-"""What lies over a PDF page: fields of its form that were filled in, a line each, and what was typed onto it."""
+"""Annotations of a PDF page: filled form fields, one line each, and text that was typed onto the page."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MOST = 2000  # fields of one page; a form for people has fewer
 LONGEST = 1 << 16  # bytes of one value
 TICKED = (raw.FPDF_FORMFIELD_CHECKBOX, raw.FPDF_FORMFIELD_RADIOBUTTON)
 VALUED = (raw.FPDF_FORMFIELD_TEXTFIELD, raw.FPDF_FORMFIELD_COMBOBOX, raw.FPDF_FORMFIELD_LISTBOX)
-Typed = tuple[str, tuple[float, float, float, float]]  # and its place: left, bottom, right, top
+Typed = tuple[str, tuple[float, float, float, float]]  # text, and its box: left, bottom, right, top
 UNSEEN = raw.FPDF_ANNOT_FLAG_HIDDEN | raw.FPDF_ANNOT_FLAG_NOVIEW
 UNREAD = (raw.FPDF_ANNOT_STAMP, raw.FPDF_ANNOT_FILEATTACHMENT)
 
 
 def field_lines(document: Any, page: Any) -> tuple[list[str], list[Typed], bool]:
-    """`name: value` of every field that has one; what was typed onto the page; whether more is on it."""
+    """Return `name: value` of each filled field, text typed onto the page, and whether a stamp or file is attached."""
     lines, typed, has_more = list[str](), list[Typed](), False
     for i in range(min(MOST, raw.FPDFPage_GetAnnotCount(page))):
         annotation = raw.FPDFPage_GetAnnot(page, i)
@@ -39,7 +39,7 @@ def field_lines(document: Any, page: Any) -> tuple[list[str], list[Typed], bool]
 
 
 def _typed(annotation: Any) -> list[Typed]:
-    """The text that an annotation shows on the page."""
+    """Return the text that an annotation shows on the page."""
     place = raw.FS_RECTF()
     text = _string(raw.FPDFAnnot_GetStringValue, annotation, b"Contents")
     if not text.strip() or not raw.FPDFAnnot_GetRect(annotation, place):
@@ -62,7 +62,7 @@ def _line(form: Any, annotation: Any) -> list[str]:
 
 
 def _string(call: Callable[..., int], *about: Any) -> str:
-    """A string of pdfium, which tells its length in bytes first."""
+    """Read a string of pdfium, which first returns the length in bytes."""
     size = call(*about, None, 0)
     if not 2 < size <= LONGEST:
         return ""

@@ -1,4 +1,4 @@
-"""Open a PDF, or say what is wrong with it: encrypted, cut off, no PDF at all."""
+"""Open a PDF, or refuse it with the reason: encrypted, cut off, or no PDF at all."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pypdfium2.raw as raw
 from kvcli.documents.parsed import ParseJob, damaged, no_text
 from kvcli.errors import BadInput
 
-TAIL = 4096  # bytes at the end in which a whole file says that it ends
+TAIL = 4096  # bytes at the end in which a complete file has its end mark
 PRINT = "a PDF that the program which shows the form, as Adobe Reader, prints it into"
 BEHIND = 1 << 16  # bytes of padding and comments that may follow
 
 
 def open_pdf(file: IO[bytes], job: ParseJob) -> Any:
-    """A `pypdfium2.PdfDocument` with its form, if it has one, ready to be asked."""
+    """Return a `pypdfium2.PdfDocument` with its form initialized, if it has one."""
     size = file.seek(0, 2)
     if not size:
         raise BadInput(f"{job.name} is empty", code="empty_file", lines=["0 bytes"])
@@ -26,7 +26,7 @@ def open_pdf(file: IO[bytes], job: ParseJob) -> Any:
     if b"%PDF-" not in file.read(1024 + 5):
         raise damaged(job.name, "a PDF", "it does not begin as one")
     if not _is_whole(tail):
-        # what is left of it could often be read, but nobody would know which pages are missing
+        # the rest could often be read, but the user would not know which pages are missing
         raise damaged(job.name, "a PDF", "its end is missing: it was cut off")
     file.seek(0)
     try:
@@ -41,9 +41,9 @@ def open_pdf(file: IO[bytes], job: ParseJob) -> Any:
 
 
 def _is_whole(tail: bytes) -> bool:
-    """Whether a file says that it ends, with nothing behind that but zeros, empty lines and comments, or little.
+    """True if the file has an end mark, followed only by zeros, empty lines and comments, or by few bytes.
 
-    A file that was saved twice says so in its middle too, and may have been cut off behind that.
+    A file that was saved twice also has an end mark in its middle, and may have been cut off after it.
     """
     if b"%%EOF" in tail[-TAIL:] or b"startxref" in tail[-TAIL:]:
         return True

@@ -1,4 +1,4 @@
-"""One page of a PDF: its pieces of text with their places, turned into the direction in which they are read."""
+"""One page of a PDF: its text pieces with their boxes, rotated into reading direction."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from kvcli.documents.pdf_seen import VisiblePages
 from kvcli.documents.reading_order import CJK, RTL, LinePiece
 from kvcli.documents.superscripts import joined
 
-RUN = re.compile("[^\r\n\ufffe]+\ufffe?")  # a line as pdfium sees it, with the sign for a hyphen at its end
+RUN = re.compile("[^\r\n\ufffe]+\ufffe?")  # a line as pdfium splits it, with the hyphen code at its end
 INK = re.compile(rf"[^\s\ufffe{GONE}]")
 INKED = re.compile(rf"{INK.pattern}(?:.*{INK.pattern})?", re.DOTALL)
-STACKED = 3  # letters that at least stand below each other in a vertical line
-WIDE = 1.0  # width of a letter in heights from which on a run is looked at for gaps inside it
+STACKED = 3  # fewest characters below each other in a vertical line
+WIDE = 1.0  # character width, in heights, from which a run is searched for gaps inside it
 UNKNOWN = re.compile("[\ufffd\ue000-\uf8ff]")
-COUNTED = re.compile(r" *\d{1,4} ")  # a line that may begin with its number
-DIGITS = re.compile(r"\d\d")  # of which the second may be lowered
-JUMP = 0.28  # of the height of a line by which a word stands above the one before if it is raised
-TALL = 0.34  # of that height that it has at least: more than a dash, a comma or a quotation mark
-DROP = 0.4  # of that height by which the tops of lowered digits stand lower
-STEP = 0.2  # heights of a letter by which the next stands above or below it if it is not on the same line
-RATIO = 0.87  # of the heights of letters of two sizes
-DOWN = 1  # quarters of a turn of text that is written downwards, lines from right to left
-UNREADABLE = 0.3  # share of letters without a meaning in Unicode from which on a page is said to be garbled
-MARGIN = 100.0  # points between the text of a page and what is written along its margin, read after it
+COUNTED = re.compile(r" *\d{1,4} ")  # a line that may begin with its line number
+DIGITS = re.compile(r"\d\d")  # the second digit may be lowered
+JUMP = 0.28  # smallest rise of a raised word above the word before, in heights of the line
+TALL = 0.34  # smallest height of a raised word, in the same unit: more than a dash, a comma or a quotation mark
+DROP = 0.4  # smallest drop of the tops of lowered digits, in the same unit
+STEP = 0.2  # smallest vertical step to a next character on another line, in character heights
+RATIO = 0.87  # ratio of the heights of characters of two sizes
+DOWN = 1  # rotation (in quarter turns) of text that is written downwards, lines from right to left
+UNREADABLE = 0.3  # share of characters without a Unicode mapping from which a page is called garbled
+MARGIN = 100.0  # points between the text of a page and text along its margin, which is read after it
 
 _angle, _is_unknown = plain(raw.FPDFText_GetCharAngle), plain(raw.FPDFText_HasUnicodeMapError)
 _count, _rect = plain(raw.FPDFText_CountRects), told(raw.FPDFText_GetRect, ctypes.c_double, (0, 3, 2, 1))
@@ -48,21 +48,21 @@ _origin = told(raw.FPDFText_GetCharOrigin, ctypes.c_double, range(2))
 
 @dataclass(slots=True)
 class Page:
-    """What stands on a page; nothing on one that is broken."""
+    """The content of a page; empty if the page is broken."""
 
     number: int
     pieces: list[LinePiece] = field(default_factory=list)
     fields: list[str] = field(default_factory=list)
     is_garbled: bool = False
     is_broken: bool = False
-    is_picture: bool = False  # an image and no text, as a scan
-    is_hidden: bool = False  # some of its text is not seen
+    is_picture: bool = False  # an image and no text, such as a scan
+    is_hidden: bool = False  # some of its text is invisible
     is_cut: bool = False  # some of its text is beyond its edges
     has_more: bool = False  # a stamp or a file is attached to it
 
 
 def read_page(document: Any, number: int, seen: VisiblePages) -> Page:
-    """Page `number`, from 1, of a `pypdfium2.PdfDocument`."""
+    """Read page `number`, counted from 1, of a `pypdfium2.PdfDocument`."""
     try:
         with closing(document[number - 1]) as page:
             found = Page(number, is_hidden=seen.switch_off(page))
@@ -81,7 +81,7 @@ def read_page(document: Any, number: int, seen: VisiblePages) -> Page:
 
 
 def _with_typed(pieces: list[LinePiece], typed: Sequence[Typed]) -> list[LinePiece]:
-    """The pieces with what was typed onto the page: each line behind what stands left of it on its row, else last."""
+    """Insert text typed onto the page: each line after the pieces to its left on the same row, or else last."""
     for text, (left, bottom, right, top) in typed:
         lines = [line for line in text.splitlines() if line.strip()]
         height = max((top - bottom) / len(lines), 1.0)
@@ -95,7 +95,7 @@ def _with_typed(pieces: list[LinePiece], typed: Sequence[Typed]) -> list[LinePie
 
 
 def _upright(pieces: list[LinePiece]) -> list[LinePiece]:
-    """The pieces in the direction of most of them, all others above or below, in an order of their own."""
+    """Rotate pieces to the direction of most of them; place the pieces of each other direction above or below."""
     angles = dict.fromkeys(piece.angle for piece in pieces)
     if len(angles) < 2:
         return pieces
@@ -103,7 +103,7 @@ def _upright(pieces: list[LinePiece]) -> list[LinePiece]:
     first = next(i for i, p in enumerate(pieces) if p.angle == main)
     groups: dict[int | None, list[LinePiece]] = {angle: [] for angle in (None, main, *angles)}
     for i, piece in enumerate(pieces):
-        # beside a table that is turned with its page, what runs above it is not; a stamp along the margin comes last
+        # with a rotated table, upright text drawn before it is placed above; a stamp along the margin is placed last
         groups[None if piece.angle == 0 and i < first else piece.angle].append(piece)
     found: list[LinePiece] = []
     for group in filter(None, groups.values()):
@@ -113,25 +113,25 @@ def _upright(pieces: list[LinePiece]) -> list[LinePiece]:
 
 
 class _Text:
-    """The letters of a page with their places."""
+    """Characters of a page with their boxes."""
 
     def __init__(self, text_page: Any, view: Box) -> None:
-        self.is_cut = False  # letters beyond what is in view were found
-        self.unknown = 0  # letters whose font does not say what they are
+        self.is_cut = False  # True if characters beyond the visible box were found
+        self.unknown = 0  # characters whose font does not map them to Unicode
         self._page, self._views = handle(text_page), [_turn(view, angle) for angle in range(4)]
         n, text = text_page.count_chars(), text_page.get_text_range()
-        if len(text) != n:  # then places in the text are not places on the page
+        if len(text) != n:  # without equal lengths, offsets in the text would not match characters on the page
             text = "".join(chr(raw.FPDFText_GetUnicode(text_page, i) or 32) for i in range(n)).replace("\x02", "\ufffe")
         self.text = with_accents(text, lambda i: ink(self._page, i))
 
     def pieces(self) -> Iterator[LinePiece]:
-        """The runs of the page, each in one piece or in several."""
+        """Yield the runs of the page, each as one piece or several."""
         for run in RUN.finditer(self.text):
             if inked := INKED.search(self.text, *run.span()):
                 yield from self._run(*run.span(), inked.start(), inked.end() - 1)
 
     def _run(self, start: int, end: int, first: int, last: int) -> Iterator[LinePiece]:
-        """A run as a piece, or as several where it turns, jumps over a gap or to another line, or changes its size."""
+        """Yield a run as one piece, or several if it turns, jumps over a gap or to another line, or changes size."""
         if _is_unknown(self._page, first):
             self.unknown += last + 1 - first
         angle, straight = self._angle(first), None
@@ -151,7 +151,7 @@ class _Text:
         yield from self._letter_by_letter(start, end, straight)
 
     def _is_stacked(self, start: int, end: int) -> bool:
-        """Whether the letters stand upright below each other, as Chinese and Japanese do in vertical lines."""
+        """True if the characters are upright and below each other, as in vertical Chinese and Japanese."""
         n = len(CJK.findall(self.text, start, end))
         if n < STACKED or not (boxes := self._rects(start, end, 0)):
             return False
@@ -159,7 +159,7 @@ class _Text:
         return y1 - y0 > n / 2 * (x1 - x0)
 
     def _is_uneven(self, start: int, end: int, boxes: Sequence[Box], room: float) -> bool:
-        """Whether something may be raised or lowered in a run, or be the number of its line."""
+        """True if text in a run may be raised or lowered, or may be a line number."""
         pairs = [(a, b) if a[3] < b[3] else (b, a) for a, b in itertools.pairwise(boxes)]
         tall, top = TALL * room, min(b[1] for b in boxes)
         is_raised = any(low[3] - high[3] > JUMP * room and high[3] - high[1] > tall for high, low in pairs)
@@ -168,7 +168,7 @@ class _Text:
         return is_raised or (is_lowered and has_digits) or COUNTED.match(self.text, start, end) is not None
 
     def _letter_by_letter(self, start: int, end: int, straight: int | None) -> Iterator[LinePiece]:
-        """A run in pieces, by the place, the size and the direction (`straight`, if known) of every letter in view."""
+        """Yield a run in pieces, split by position, size and direction (`straight`, if known) of each character."""
         boxes: list[Box] = []
         angle, is_same = DOWN, False
         for i in map(re.Match.start, INK.finditer(self.text, start, end)):
@@ -189,7 +189,7 @@ class _Text:
             yield from self._piece(start, end, boxes, angle, is_same)
 
     def _changes(self, start: int, i: int, a: Box, b: Box) -> bool:
-        """Whether a letter is of another size or height than the one before, or comes after the number of its line."""
+        """True if a character differs in size or height from the one before, or follows the line number."""
         ah, bh = a[3] - a[1], b[3] - b[1]
         if ah < RATIO * bh or bh < RATIO * ah or abs(b[3] - a[3]) > STEP * ah:
             return True
@@ -200,19 +200,19 @@ class _Text:
         return [_turn(box, angle) for box in found if box]
 
     def _angle(self, i: int) -> int:
-        """Quarters of a turn of a letter."""
+        """Return the rotation of a character in quarter turns."""
         turn: float = _angle(self._page, i)
         return round(2 * turn / math.pi) % 4 if turn else 0
 
     def _letter(self, i: int, angle: int) -> Box:
-        """The place of a letter with the room its font gives it."""
+        """Return the loose box of a character, as its font defines it."""
         left, top, right, bottom = _room(self._page, i)
         return _turn((left, bottom, right, top), angle)
 
     def _piece(
         self, start: int, end: int, boxes: Sequence[Box], angle: int, is_same: bool = False
     ) -> Iterator[LinePiece]:
-        """A piece if there is anything to read; the room of its first letter says the size of the font."""
+        """Yield a piece if it has readable text; the loose box of its first character gives the font size."""
         text, letters = self.text[start:end], INK.search(self.text, start, end)
         if letters and (found := clean(text.strip(" "))):
             first = letters.start()
@@ -220,7 +220,7 @@ class _Text:
             left, upper, right, lower = self._letter(first, angle)
             is_spaced = text.startswith(" ")
             if is_spaced and left > x0 and not RTL.search(text):
-                x0 = left  # behind the spaces it begins with
+                x0 = left  # after its leading spaces
             base = _turn(_origin(self._page, first)[:2] * 2, angle)[3]
             yield LinePiece(found, x0, y0, x1, y1, lower - upper, is_spaced, right - left, angle, base, is_same)
 
@@ -231,20 +231,20 @@ def _around(boxes: Sequence[Box]) -> Box:
 
 
 def _is_in(box: Box, view: Box) -> bool:
-    """Whether the middle of a box is in view."""
+    """True if the middle of a box is visible."""
     x, y = box[0] + box[2], box[1] + box[3]
     return 2 * view[0] <= x <= 2 * view[2] and 2 * view[1] <= y <= 2 * view[3]
 
 
 def _goes_on(a: Box, b: Box) -> bool:
-    """Whether a box continues the line of another: at the same height, without a wide gap."""
+    """True if a box continues the line of another: at the same height, without a wide gap."""
     height = max(a[3] - a[1], b[3] - b[1])
     is_near = b[0] - a[2] < 1.2 * height and a[0] - b[2] < 1.2 * height
     return is_near and a[3] - b[1] > -0.4 * height and b[3] - a[1] > -0.4 * height
 
 
 def _turn(box: Box, angle: int) -> Box:
-    """From points on the page, y upwards, to points along and down the text."""
+    """Convert page coordinates (y upwards) to coordinates along and down the text."""
     left, bottom, right, top = box
     return (
         (left, -top, right, -bottom),

@@ -1,8 +1,8 @@
-"""Text of a PDF page that its reader does not see: without ink, in the colour of the page, covered, on a layer put off.
+"""Detect invisible text of a PDF page: without ink, in the page colour, covered, or on a disabled layer.
 
-Every text object is asked for its mode and colour. Where that leaves a doubt, the page is drawn with and without the
-doubtful objects: one that changes nothing is not seen. Objects that are not seen are switched off, so that a text page
-made afterwards does not have them. Text without ink over a picture was recognised on a scan, and stays.
+The mode and colour of each text object are read. In doubtful cases the page is drawn with and without the doubtful
+objects: an object that changes no pixel is invisible. Invisible objects are switched off, so that a text page created
+afterwards does not contain them. Text without ink over a picture is OCR text of a scan, and is kept.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import pypdfium2.raw as raw
 
 from kvcli.documents.pdf_calls import Box, handle, ink, plain, told
 
-PALE = 224  # of 255: a colour whose parts are all at least that may be the colour of the paper
-ALIKE = 60  # difference of two colours, all parts together, up to which one may not be seen on the other
+PALE = 224  # of 255: a colour with all components at least this may be the paper colour
+ALIKE = 60  # difference of two colours, summed over components, up to which one may be invisible on the other
 FAINT = 13  # of 255: opacity below which there is no ink
-OPAQUE = 250  # of 255: opacity of an area that hides what is drawn before it
-CHANGE = 10  # of 255: the change of a pixel that a reader sees
-AREA = 6.0  # points that a filled path has at least each way to hide a letter
-MOST = 100  # areas of a page that are looked at
-DEEP = 8  # forms within forms
-CELL = 6.0  # points: the places that visible text takes are squares of this size
-PIXELS = 1000  # along the longer side of a page that is drawn
-SECONDS = 10.0  # of the processor for drawing the pages of one file
+OPAQUE = 250  # of 255: opacity of an area that hides objects drawn before it
+CHANGE = 10  # of 255: smallest visible change of a pixel
+AREA = 6.0  # smallest width and height, in points, of a filled path that can hide a character
+MOST = 100  # areas of a page that are examined
+DEEP = 8  # nesting depth of forms
+CELL = 6.0  # points: side of the grid squares that mark visible text
+PIXELS = 1000  # along the longer side of a drawn page
+SECONDS = 10.0  # processor seconds for drawing pages of one file
 BARE = (raw.FPDF_TEXTRENDERMODE_INVISIBLE, raw.FPDF_TEXTRENDERMODE_CLIP)
-LAYER = re.compile(rb"/OC[\s/<]")  # in the dictionary of a form, which is never packed
+LAYER = re.compile(rb"/OC[\s/<]")  # in the dictionary of a form, which is never compressed
 INK = (0, 0, 0, 255)  # stands for the colour of a pattern
 
 Colour = tuple[int, int, int, int]  # red, green, blue, opacity
@@ -45,7 +45,7 @@ _fill = told(raw.FPDFPath_GetDrawMode, ctypes.c_int, range(2))
 
 
 class VisiblePages:
-    """What is seen on the pages of a file. `is_complete` unless there was no time left to draw some."""
+    """Visible text of the pages of a file. `is_complete` is False if time ran out before all pages were drawn."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.is_complete = True
@@ -54,8 +54,8 @@ class VisiblePages:
         self._has_layers = any(LAYER.search(chunk) for chunk in iter(lambda: file.read(1 << 20), b""))
 
     def switch_off(self, page: Any) -> bool:
-        """Switch off the texts of a page that are not seen; whether there were any."""
-        texts = defaultdict[Colour, list[tuple[int, int]]](list)  # those with ink; before each its order
+        """Switch off the invisible text objects of a page; return True if there were any."""
+        texts = defaultdict[Colour, list[tuple[int, int]]](list)  # text objects with ink, each after its drawing order
         areas, pictures = list[tuple[int, Colour, Box]](), list[Box]()
         bare, doubtful = set[int](), set[int]()
         for order, o, mode, on_layer in self._objects(handle(page), raw.FPDFPage_CountObjects(page), _object):
@@ -86,7 +86,7 @@ class VisiblePages:
     def _objects(
         self, of: int, n: int, get: Callable[[int, int], int], depth: int = 0, is_doubtful: bool = False
     ) -> Iterator[tuple[int, int, int, bool]]:
-        """The objects of a page and of the forms on it: order (-1 in a form), number, mode of a text, if on a layer."""
+        """Yield objects of a page and its forms: order (-1 in a form), pointer, text mode, and whether on a layer."""
         for i in range(n):
             o = get(of, i)
             mode = _mode(o)
@@ -96,7 +96,7 @@ class VisiblePages:
                 yield from self._objects(o, inner, _inner, depth + 1, on_layer or self._has_layers)
 
     def _without_effect(self, page: Any, doubtful: set[int], boxes: dict[int, list[Box]]) -> set[int]:
-        """Those of the texts without which the page looks the same; they are left switched off."""
+        """Return the text objects whose removal leaves the page unchanged; they are left switched off."""
         if not doubtful or self._seconds <= 0:
             self.is_complete &= not doubtful
             return set()
@@ -113,12 +113,12 @@ class VisiblePages:
 
 
 def _is_picture(o: int) -> bool:
-    """Whether an object is an image, or a form that draws one."""
+    """True if an object is an image, or a form that draws one."""
     return raw.FPDF_PAGEOBJ_IMAGE in (_type(o), *(_type(_inner(o, i)) for i in range(_size(o))))
 
 
 def _is_area(o: int) -> bool:
-    """Whether an object is a filled path that may hide a letter."""
+    """True if an object is a filled path that may hide a character."""
     if _type(o) != raw.FPDF_PAGEOBJ_PATH or not _fill(o)[0]:
         return False
     left, bottom, right, top = _box(o)
@@ -126,7 +126,7 @@ def _is_area(o: int) -> bool:
 
 
 def _hardly_seen(texts: dict[Colour, list[tuple[int, int]]], areas: list[tuple[int, Colour, Box]]) -> Iterator[int]:
-    """Texts in the colour of the paper or of an area, and those with an area drawn over them."""
+    """Yield text objects in the colour of the paper or of an area, and text objects with an area drawn over them."""
     for colour, drawn in texts.items():
         alike = [box for _, of, box in areas if sum(abs(of[i] - colour[i]) for i in range(3)) <= ALIKE]
         is_pale = min(colour[:3]) >= PALE
@@ -140,13 +140,13 @@ def _hardly_seen(texts: dict[Colour, list[tuple[int, int]]], areas: list[tuple[i
 
 
 def _is_on(box: Box, areas: list[Box]) -> bool:
-    """Whether the middle of a box is in one of the areas."""
+    """True if the middle of a box is in one of the areas."""
     x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
     return any(a[0] < x < a[2] and a[1] < y < a[3] for a in areas)
 
 
 def _is_on_layer(o: int) -> bool:
-    """Whether a mark of an object says that it is optional."""
+    """True if a mark of an object declares it optional content."""
     name, n = ctypes.create_string_buffer(16), ctypes.c_ulong()
     for i in range(_marks(o)):
         if _name(_mark(o, i), name, 16, ctypes.addressof(n)) and name.raw.startswith(b"O\0C\0\0\0"):
@@ -155,7 +155,7 @@ def _is_on_layer(o: int) -> bool:
 
 
 def _boxes(page: Any) -> dict[int, list[Box]]:
-    """What the letters of every text object blacken."""
+    """Return the ink boxes of the characters of each text object."""
     boxes = defaultdict[int, list[Box]](list)
     with closing(page.get_textpage()) as text_page:
         text = handle(text_page)
@@ -171,7 +171,7 @@ def _cells(box: Box) -> Iterator[tuple[int, int]]:
 
 
 def _is_recognised(boxes: list[Box], pictures: list[Box], taken: set[tuple[int, int]]) -> bool:
-    """Whether letters lie on a picture, where no visible ones do."""
+    """True if most characters are on a picture, and most are not where visible characters are."""
     cells = [(int((b[0] + b[2]) / 2 // CELL), int((b[1] + b[3]) / 2 // CELL)) for b in boxes]
     return sum(_is_on(box, pictures) for box in boxes) > len(boxes) / 2 > sum(cell in taken for cell in cells)
 
@@ -182,7 +182,7 @@ def _shot(page: Any) -> Any:
 
 
 def _differ(page: Any, a: Any, b: Any, box: Box) -> bool:
-    """Whether two drawings of a page differ in a box, to the eye."""
+    """True if two drawings of a page differ visibly in a box."""
     place = a.get_posconv(page)
     (x0, x1), (y0, y1) = map(sorted, zip(place.to_bitmap(*box[:2]), place.to_bitmap(*box[2:]), strict=True))
     left, right = max(0, x0) * a.n_channels, min(a.width, x1 + 1) * a.n_channels

@@ -1,4 +1,4 @@
-"""Text and markdown: pages where the text marks them, headings where it has several, else blocks of lines."""
+"""Text and markdown reader: pages if the text marks them, else sections under headings, else blocks of lines."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvcli.documents.pages import present
 from kvcli.documents.parsed import MAX_SECTIONS, Parsed, ParseJob, no_text, refuse_pages, refuse_too_much
 
 PAGE = re.compile(r"^\[p\. (\d{1,9})\][ \t]*$", re.M)
-BLOCK = 40  # lines of a block at most
+BLOCK = 40  # most lines of a block
 SOON = 24  # lines after which the end of a paragraph ends the block
 LABEL = 80  # characters of a label
-OPENING = "Opening"  # the label of what stands before the first heading
+OPENING = "Opening"  # label of the text before the first heading
 
 
 def parse_plain(text: str, job: ParseJob) -> Parsed:
-    """Sections of a text. Together they are the whole text, letter for letter, unless it has pages."""
+    """Split a text into sections. Unless it has pages, the sections together are the whole text, unchanged."""
     pages = _paged(text, job.name)
     if pages is not None:
         return _pages(pages, job)
@@ -40,9 +40,9 @@ def headed_text(
     title: str | None = None,
     notes: Iterable[str] = (),
 ) -> Parsed:
-    """A text in sections under its headings, an empty one being that of the opening, or in blocks of lines.
+    """Return a text in sections under its headings (empty heading: the opening), or in blocks of lines.
 
-    Refuses too much text as it comes, and a file without any with the reason `nothing`.
+    Refuse too much text while it is read, and a file without text with the reason `nothing`.
     """
     found: list[tuple[str, str]] = []
     size = 0
@@ -59,13 +59,13 @@ def headed_text(
 
 
 def number(headed: Sequence[tuple[str, str]]) -> list[Section]:
-    """Sections under headings; a label that comes again says which time, so that a citation means one place."""
+    """Return sections under headings; a repeated label gets a number, so that a citation names one place."""
     times: dict[str, int] = {}
     used: set[str] = set()
     sections: list[Section] = []
     for heading, body in headed:
         label = base = clean_label(heading)
-        while label in used:  # a heading may itself be written `Methods (2)`
+        while label in used:  # a heading in the file may itself be `Methods (2)`
             times[base] = times.get(base, 1) + 1
             label = f"{base} ({times[base]})"
         used.add(label)
@@ -75,27 +75,27 @@ def number(headed: Sequence[tuple[str, str]]) -> list[Section]:
 
 
 def clean_label(heading: str) -> str:
-    """A heading as a citation can hold it: one line, no brackets, not too long."""
+    """Return a heading that fits a citation: one line, no brackets, limited length."""
     words = "".join(c for c in heading.translate(str.maketrans("[]", "()")) if c.isprintable() or c.isspace())
     label = " ".join(words.split())
     return (label if len(label) <= LABEL else label[: LABEL - 1].rsplit(" ", 1)[0] + "…") or OPENING
 
 
 def _marks(text: str) -> list[re.Match[str]]:
-    """Marks of pages that count upwards, one more than are read at most; none where they are no such marks."""
+    """Return page marks with increasing numbers, at most one above the limit; [] if they are no page marks."""
     marks = list(itertools.islice(PAGE.finditer(text), MAX_SECTIONS + 1))
     return marks if len(marks) > 1 and all(int(a[1]) < int(b[1]) for a, b in itertools.pairwise(marks)) else []
 
 
 def _paged(text: str, name: str) -> list[tuple[int, str]] | None:
-    """Pages with their numbers: after marks that count upwards, or between form feeds."""
+    """Return pages with their numbers: after marks with increasing numbers, or between form feeds."""
     if marks := _marks(text):
         refuse_too_much(name, 0, len(marks))
         ends = [m.start() for m in marks[1:]] + [len(text)]
         bodies = [text[m.end() : end] for m, end in zip(marks, ends, strict=True)]
         bodies[0] = text[: marks[0].start()] + bodies[0].lstrip("\n")  # a title above the first mark
         return [(int(m[1]), body) for m, body in zip(marks, bodies, strict=True)]
-    if text.count("\f") > 1 or "\f" in text.strip("\f\n"):  # one at an end parts nothing
+    if text.count("\f") > 1 or "\f" in text.strip("\f\n"):  # a form feed at either end separates nothing
         refuse_too_much(name, 0, text.count("\f"))
         bodies = text.removesuffix("\n").removesuffix("\f").split("\f")
         return [(n, unmarked(body)) for n, body in enumerate(bodies, 1)]
@@ -111,14 +111,14 @@ def _pages(pages: Sequence[tuple[int, str]], job: ParseJob) -> Parsed:
 
 
 def prompt_text(text: str, parsed: Parsed, job: ParseJob) -> str:
-    """What a model reads: the file as it is, with marks only where form feeds or chosen pages ask for them."""
+    """Return the prompt text: the file unchanged, with marks only for form feeds or chosen pages."""
     if parsed.unit == "page" and (job.spans or not _marks(text)):
         return marked("page", parsed.sections)
     return text
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Lines in blocks that end with a paragraph where one ends soon enough."""
+    """Yield blocks of lines, each ending with a paragraph if one ends soon enough."""
     lines = text.split("\n")
     if lines[-1] == "":
         lines.pop()

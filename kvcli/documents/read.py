@@ -1,4 +1,4 @@
-"""Read a file as a document: text here, everything else in a bounded process; or refuse it with the reason."""
+"""Read a file as a document: text in this process, other kinds in a limited process; or refuse it with the reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvcli.documents.sniff import HEAD, check_type, disagreement, sniff
 from kvcli.errors import BadInput, UsageError, reading
 from kvcli.worker_process import Limits
 
-MAX_BYTES = 64 * 2**20  # of a text; a page of HTML or an archive may be no larger either
+MAX_BYTES = 64 * 2**20  # of a text; an HTML page or an archive has the same limit
 MAX_PDF = 512 * 2**20  # pictures are not read, so a PDF may be large
 BUNDLED = ("demo:report", "demo:pdf")  # the example documents, by name
 CHUNK = 1 << 20
@@ -39,9 +39,9 @@ def read_document(
 ) -> Document:
     """Read a PDF, HTML, EPUB, DOCX, mail, notebook or text file, or a bundled example: `demo:report`, `demo:pdf`.
 
-    `paper.pdf:3-9` reads those pages, as `pages` does, unless a file of that whole name exists. What the file is shows
-    in its content first; `type` overrides that. Messages call the file by `name`, as the user typed it; the document
-    is called by its file name. `limit` is the most bytes of it, `limits` bound the process that parses it.
+    `paper.pdf:3-9` reads those pages, as `pages` does, unless a file of that full name exists. The kind of a file is
+    detected from its content first; `type` overrides it. Messages use `name`, as the user typed it; the document is
+    named by its file name. `limit` is the most bytes to read, and `limits` bound the parser process.
     """
     shown = name or str(path)
     file, spans = _place(path, pages, shown)
@@ -77,7 +77,7 @@ def document_of(
     type: str | None = None,
     limits: Limits | None = None,
 ) -> Document:
-    """A document from bytes already read, standard input for example."""
+    """Return a document from bytes already read, for example standard input."""
     kind, spans = check_type(type), parse_pages(pages) if pages else ()
     job = ParseJob(name, kind or sniff(data[:HEAD], name), spans, password, typed=kind is not None)
     with reading(name), tempfile.SpooledTemporaryFile(MAX_BYTES) as copy:
@@ -86,12 +86,12 @@ def document_of(
 
 
 def most_bytes(head: bytes, name: str, kind: str = "") -> int:
-    """How large a file may be that begins so; its kind as told, else as its content says."""
+    """Return the size limit of a file from its kind, or else from its first bytes."""
     return MAX_PDF if (kind or sniff(head, name)) == "pdf" else MAX_BYTES
 
 
 def _place(path: str | Path, pages: str | None, shown: str) -> tuple[str, tuple[Span, ...]]:
-    """The file, and the pages of it. A file of the whole name is not split."""
+    """Return the file and its pages. A path that exists as a whole is not split."""
     whole = str(path)
     rest, suffix = split_pages(whole)
     if suffix is None or os.path.lexists(os.path.expanduser(whole)):
@@ -113,9 +113,9 @@ def _read(stream: IO[bytes], job: ParseJob, limit: int | None, limits: Limits | 
         while chunk:
             copy.write(chunk)
             size += len(chunk)
-            if size > most:  # a pipe or a device does not tell its size beforehand
+            if size > most:  # a pipe or a device has no size beforehand
                 raise too_large(job.name, size, most)
-            # it may grow as fast as it is read; files that the kernel makes up, as in /proc, call themselves empty
+            # the file may grow while it is read; virtual files, as in /proc, have size 0
             if S_ISREG(before.st_mode) and before.st_size and size > before.st_size:
                 raise changed(job.name)
             chunk = stream.read(CHUNK)
@@ -126,7 +126,7 @@ def _read(stream: IO[bytes], job: ParseJob, limit: int | None, limits: Limits | 
 
 
 def _document(copy: tempfile.SpooledTemporaryFile[bytes], job: ParseJob, limits: Limits | None) -> Document:
-    """The document in a copy of its file."""
+    """Return the document in a copy of its file."""
     copy.seek(0)
     sha256 = hashlib.file_digest(copy, "sha256").hexdigest()
     copy.seek(0)

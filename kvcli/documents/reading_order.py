@@ -1,7 +1,7 @@
-"""Pieces of text with their places on a page, and the order in which people read them.
+"""Text pieces with their boxes on a page, and the order in which people read them.
 
-Coordinates are points in the direction of the text: x along the line, y down the page, whichever way the page or its
-text is turned.
+Coordinates are points in the direction of the text: x along the line, y down the page, for any rotation of the page or
+its text.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-COLUMN_LINES = 3  # lines that each side of a gutter must have
-CELL = 4  # lines that a cell of a table may have beside one of a single line
-PROSE = 18  # median characters of a line in a column; the cells of a table are shorter
-JUMP = 0.25  # heights that a piece stands higher than the one drawn before it if a column or a cell begins with it
-STRAY = 0.03  # share of the pieces before a column that may begin beyond its edge, as the end of a wide formula does
-SAME_ROW = 0.5  # share of the lower piece's height that two pieces must overlap
-SCRIPT = (0.45, 0.8)  # shares of the height of its row that a raised or lowered piece has; a stamp's row has less
-PARAGRAPH = 1.45  # times the usual distance of lines
-SLACK = 1.0  # heights: the widest line of a ragged column may itself end before the margin
-FULL = 24  # characters that a line has at least if it ends for want of room; titles and tables have fewer
+COLUMN_LINES = 3  # fewest lines on each side of a gutter
+CELL = 4  # most lines of a table cell beside a cell of one line
+PROSE = 18  # median characters of a line in a column; table cells are shorter
+JUMP = 0.25  # smallest upward jump, in heights, from the piece drawn before, at the start of a column or cell
+STRAY = 0.03  # largest share of pieces before a column that begin beyond its edge, such as the end of a wide formula
+SAME_ROW = 0.5  # smallest overlap of two pieces in a row, as a share of the lower piece's height
+SCRIPT = (0.45, 0.8)  # height range of raised or lowered text, as shares of its row's height; below: a row with a stamp
+PARAGRAPH = 1.45  # times the usual line distance
+SLACK = 1.0  # heights: the widest line of a ragged column may also end before the margin
+FULL = 24  # fewest characters of a full line; titles and table cells have fewer
 ENDS = (".", "!", "?", ":", "”", '"', ")", "。", "؟")  # a paragraph may end with these
 
 
@@ -37,11 +37,11 @@ class LinePiece:
     y0: float  # top
     x1: float
     y1: float  # bottom
-    size: float  # of its font, whichever letters it has
-    is_spaced: bool = False  # a space stands before it
-    pitch: float = 0.0  # the room that its font gives its first letter along the line
-    angle: int = 0  # quarters of a turn
-    base: float = 0.0  # the line its letters stand on, as far down the page
+    size: float  # font size, independent of its characters
+    is_spaced: bool = False  # a space precedes the piece
+    pitch: float = 0.0  # advance width of its first character along the line
+    angle: int = 0  # quarter turns
+    base: float = 0.0  # y of the baseline
     is_same: bool = False  # drawn in one run with the piece before
 
     @property
@@ -55,24 +55,24 @@ class LinePiece:
 
 Row = list[LinePiece]
 Block = list[Row]  # a column, or a page without columns
-ITEM = re.compile(r"([•·▪◦‣*–—-]|\(?(\d{1,3}(\.\d{1,3})*|[a-zA-Z])[.)])\s")  # begins an entry of a list
-# letters of Chinese and Japanese, which have no spaces between words
+ITEM = re.compile(r"([•·▪◦‣*–—-]|\(?(\d{1,3}(\.\d{1,3})*|[a-zA-Z])[.)])\s")  # begins a list entry
+# Chinese and Japanese characters, which have no spaces between words
 CJK = re.compile("[\u2e80-\u312f\u31a0-\u9fff\uf900-\ufaff\ufe30-\ufe4f\uff00-\uffef\U00020000-\U0003ffff]")
 DOT = r"[.\u00b7\u2026] ?"
-LEADER = re.compile(rf"{DOT}(?:{DOT}){{3,}}(?=[\divxlc]+$)")  # up to the number of a page
-RTL = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]+")  # Hebrew, Arabic and their neighbours
+LEADER = re.compile(rf"{DOT}(?:{DOT}){{3,}}(?=[\divxlc]+$)")  # up to a page number
+RTL = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]+")  # Hebrew, Arabic and neighbouring scripts
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The text of a row, and whether it ends only because there was no more room."""
+    """The text of a row, and whether it is full, so that its paragraph continues on the next line."""
 
     text: str
     goes_on: bool = False
 
 
 def rows(pieces: Sequence[LinePiece]) -> list[Row]:
-    """Pieces that stand beside each other, rows from top to bottom, each from left to right (or right to left)."""
+    """Group pieces into rows from top to bottom, each from left to right (or right to left)."""
     found: list[Row] = []
     top = bottom = 0.0
     for piece in sorted(pieces, key=lambda p: p.y0 + p.y1):
@@ -87,19 +87,19 @@ def rows(pieces: Sequence[LinePiece]) -> list[Row]:
 
 
 def _shared(row: tuple[float, float], piece: tuple[float, float]) -> tuple[float, float]:
-    """Where the row runs with that piece in it, from top to bottom."""
+    """Return the vertical extent of a row after a piece is added."""
     low, high = sorted((row, piece), key=lambda span: span[1] - span[0])
     if SCRIPT[0] * (high[1] - high[0]) < low[1] - low[0] < SCRIPT[1] * (high[1] - high[0]):
-        return high  # a raised digit must not keep the lowered one of the same row out
-    # what both share: a drop cap or a stamp across the page must not pull in the rows beside it
+        return high  # a raised digit must not exclude the lowered one of the same row
+    # the common part: a drop cap or a stamp across the page must not pull in the rows beside it
     return max(row[0], piece[0]), min(row[1], piece[1])
 
 
 def reading_order(pieces: Sequence[LinePiece]) -> list[Block]:
-    """All rows in the order of reading, for pieces in the order that the file draws them.
+    """Return all rows in reading order, for pieces in drawing order.
 
-    A page is cut across where all above is drawn before all below, or after it; what is left hangs together, and is cut
-    into columns where all on one side is. A file that draws columns line by line shows no such cut, but prose runs on.
+    A page is cut across where all rows above are drawn before or after all rows below. Each band is cut into columns if
+    one side is drawn first. Columns that a file draws line by line have no such cut and are found by their prose.
     """
     return [part for block in _cut(pieces) for part in _prose(block)]
 
@@ -112,14 +112,14 @@ def _cut(pieces: Sequence[LinePiece]) -> list[Block]:
         if columns := _columns(parts):
             blocks += [block for part in columns for block in _cut(part)] + [[]]
         elif len(band) <= CELL and len(parts) > 1 and any(len(rows(part)) == 1 for part in parts):
-            blocks[-1].append([piece for part in parts for piece in part])  # a cell of several lines beside one of one
+            blocks[-1].append([piece for part in parts for piece in part])  # a taller cell beside a cell of one line
         else:
             blocks[-1] += band
     return [block for block in blocks if block]
 
 
 def _parts(pieces: Sequence[LinePiece]) -> list[list[LinePiece]]:
-    """Pieces in the order they are drawn, parted where that jumps up and one side begins beyond the other."""
+    """Split pieces in drawing order at jumps up the page, if all later pieces begin beyond the earlier ones."""
     rtl = is_rtl(pieces)
     starts = [-p.x1 if rtl else p.x0 for p in pieces]
     beyond = list(itertools.accumulate(reversed(starts), min))[::-1]
@@ -136,7 +136,7 @@ def _parts(pieces: Sequence[LinePiece]) -> list[list[LinePiece]]:
 
 
 def _columns(parts: list[list[LinePiece]]) -> list[list[LinePiece]]:
-    """The parts if they are columns: of several lines each, which are long in one of them at least."""
+    """Return the parts if they are columns: several lines each, with long lines in at least one part."""
     found: list[list[LinePiece]] = []
     for part in parts:
         if len(rows(part)) >= COLUMN_LINES:
@@ -149,25 +149,25 @@ def _columns(parts: list[list[LinePiece]]) -> list[list[LinePiece]]:
 
 
 def _is_long(block: Block) -> bool:
-    """Whether its lines are longer than the names and values of a form, which a file may draw one after the other."""
+    """True if the lines are longer than names and values of a form, which a file may draw one after the other."""
     return median(len(row_text(row)) for row in block) >= PROSE
 
 
 def _prose(block: Block) -> list[Block]:
-    """A block, or the columns of prose in it that the file draws line by line across the page."""
+    """Return a block, or the prose columns in it that the file draws line by line across the page."""
     parts = _gutter(block)
     return [found for part in parts for found in _prose(part)] if parts else [block] if block else []
 
 
 def _runs_on(block: Block) -> bool:
-    """Whether most lines end for want of room and few begin anew, as in prose; or it is columns of such lines."""
+    """True if most lines are full and few start a sentence, as in prose, or if the block has columns of such lines."""
     full = _full(block)
     begun = [row[0].text[:1].isupper() or row[0].text[:1].isdigit() for row in block]
     return (sum(full) > len(full) / 2 and sum(begun) < len(begun) / 2) or len(_prose(block)) > 1
 
 
 def running_on(block: Block) -> float:
-    """The share of rows that end only for want of room, before one that begins within a sentence."""
+    """Return the share of full rows that are followed by a row within a sentence."""
     goes_on = [
         is_full and not below[0].text[:1].isupper() for is_full, below in zip(_full(block), block[1:], strict=True)
     ]
@@ -175,7 +175,7 @@ def running_on(block: Block) -> float:
 
 
 def _bands(found: Block, drawn: dict[int, int]) -> Iterator[Block]:
-    """Rows in groups: all above a cut is drawn before all below, or after it. `drawn`: the place of each id in that."""
+    """Yield bands of rows: all above a cut is drawn before all below, or after it. `drawn`: drawing order by id."""
     start, n, first, last = 0, 0, len(drawn), -1
     for i, row in enumerate(found, 1):
         places = [drawn[id(piece)] for piece in row]
@@ -186,24 +186,24 @@ def _bands(found: Block, drawn: dict[int, int]) -> Iterator[Block]:
 
 
 def row_text(row: Row) -> str:
-    """The pieces of a row; a wide gap, as between the cells of a table, shows as two spaces."""
+    """Return the text of a row; a wide gap, as between table cells, becomes two spaces."""
     text = row[0].text
     for before, piece in itertools.pairwise(row):
         gap = max(piece.x0 - before.x1, before.x0 - piece.x1)
         height = max(before.height, piece.height)
         below = gap < 0 and piece.y0 > before.middle  # the next line of a cell
-        parts = not below and (gap > height or -gap > min(before.height, piece.height))  # a stamp lies across the row
+        parts = not below and (gap > height or -gap > min(before.height, piece.height))  # a stamp crosses the row
         text += ("  " if parts else " " if below or piece.is_spaced or gap > 0.15 * height else "") + piece.text
     return " ... ".join(part.rstrip(" ") for part in LEADER.split(text))
 
 
 def is_fixed(piece: LinePiece) -> bool:
-    """Whether all letters of a piece may be as wide as its first, as in a listing of code."""
+    """True if all characters of a piece may be as wide as its first, as in a code listing."""
     return abs(piece.x1 - piece.x0 - len(piece.text) * piece.pitch) < 0.9 * piece.pitch
 
 
 def _indents(block: Block) -> list[int]:
-    """The spaces before each row: more than none for rows of letters of one width beside others further left."""
+    """Return the indent of each row in spaces; above 0 only for monospaced rows next to rows further left."""
     found: list[int] = []
     for pitch, alike in itertools.groupby(block, lambda row: round(10 * row[0].pitch) if is_fixed(row[0]) else 0):
         listing = list(alike)
@@ -213,12 +213,12 @@ def _indents(block: Block) -> list[int]:
 
 
 def top(row: Row) -> float:
-    """Where a row begins by the piece that says most: a stamp across the page reaches far above its row."""
+    """Return the top of a row by its longest piece, because a stamp across the page extends far above its row."""
     return max(row, key=lambda p: len(p.text)).y0
 
 
 def paragraphs(blocks: Sequence[Block]) -> list[list[Line]]:
-    """The text of rows in reading order, parted where the distance to the row above is more than usual."""
+    """Return the text of rows in reading order, split into paragraphs where the row distance is above usual."""
     ordered = [row for block in blocks for row in block]
     steps = [top(below) - top(row) for row, below in itertools.pairwise(ordered)]
     usual = median([step for step in steps if step > 0] or [0.0])
@@ -234,17 +234,17 @@ def paragraphs(blocks: Sequence[Block]) -> list[list[Line]]:
 
 
 def _full(block: Block, after: Sequence[Row] = ()) -> list[bool]:
-    """Whether each row is full that has one below it, in the block or at the beginning of what is read `after` it."""
+    """Return, for each row with a row below it (in the block, or the first of `after`), whether it is full."""
     left, right = min(p.x0 for row in block for p in row), max(p.x1 for row in block for p in row)
     return [_is_full(row, below, left, right) for row, below in itertools.pairwise([*block, *after[:1]])]
 
 
 def _is_full(row: Row, below: Row, left: float, right: float) -> bool:
-    """Whether the first word below had no room in the row, so that the line is broken for want of space only."""
+    """True if the first word below does not fit into the row, so that the line was only wrapped."""
     here, there = row[0], below[0]
     if len(row) > 1 or len(below) > 1 or ITEM.match(there.text) or LEADER.search(here.text):
         return False
-    if len(here.text) + len(CJK.findall(here.text)) < FULL:  # letters as wide as two of others count twice
+    if len(here.text) + len(CJK.findall(here.text)) < FULL:  # wide characters count twice
         return False
     first = 1 if CJK.match(there.text) else len(there.text.split(None, 1)[0])
     word = (there.x1 - there.x0) * first / len(there.text)
@@ -256,14 +256,14 @@ def _is_full(row: Row, below: Row, left: float, right: float) -> bool:
 
 
 def is_rtl(pieces: Sequence[LinePiece]) -> bool:
-    """Whether most letters are written from right to left."""
+    """True if most letters are written from right to left."""
     text = "".join(p.text for p in pieces)
     right = 0 if text.isascii() else sum(map(len, RTL.findall(text)))
     return bool(right) and 2 * right > sum(c.isalpha() for c in text)
 
 
 def _gutter(block: Block) -> list[Block]:
-    """Lines above, on either side of and below the gutter with most lines beside it, as read; none without a gutter."""
+    """Return lines above, beside and below the best gutter, in reading order; [] without a gutter."""
     pieces = sorted((piece for row in block for piece in row), key=lambda p: p.middle)
     middles = [piece.middle for piece in pieces]
     most, found = 0, list[Block]()
@@ -282,7 +282,7 @@ def _gutter(block: Block) -> list[Block]:
 
 
 def _candidates(block: Block) -> list[int]:
-    """Where a gutter may run: the middles of gaps between neighbours in a row, the frequent ones first."""
+    """Return x positions for a gutter: middles of gaps between neighbours in a row, the frequent ones first."""
     pairs = [pair for row in block for pair in itertools.pairwise(sorted(row, key=lambda p: p.x0))]
     gaps = [(a.x1, b.x0) for a, b in pairs if b.x0 - a.x1 > 0.5 * min(a.height, b.height)]
     counts = Counter(x for a, b in gaps for x in {round(b - 2), round((a + b) / 2)})
@@ -290,7 +290,7 @@ def _candidates(block: Block) -> list[int]:
 
 
 def _side_by_side(left: Sequence[LinePiece], right: Sequence[LinePiece]) -> bool:
-    """Whether both sides have lines of some length, at one height."""
+    """True if both sides have long lines at the same height."""
     if min(len(left), len(right)) < COLUMN_LINES:
         return False
     if not all(len(side) >= COLUMN_LINES and _is_long(side) for side in map(rows, (left, right))):

@@ -1,4 +1,4 @@
-"""Running headers and footers: what recurs at one place near an edge on a run of pages, page numbers counted alike."""
+"""Detect running headers and footers: lines that recur near an edge over successive pages, page numbers ignored."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from statistics import median
 
 from kvcli.documents.reading_order import LinePiece, Row, row_text, rows, top
 
-DEPTH = 3  # rows looked at from each edge
-FEW = 3  # pages of a run on which a line must recur
-SURE = 6  # pages of a run where it may as well be a heading with a number of its own
-NEAR = 4  # pages from one of a run to the next: a side without it between them, of left and right ones
-MOST = 0.4  # share of the pages with something at the same place: half of them, less those that begin a chapter
-PLACE = 6  # points that lines of one place may differ by
-GAP = 1.3  # times the usual distance of rows, between what runs and the text
-SHIFT = 30  # pages of front matter, at most, that such a number does not count
-LARGE = 1.2  # times the size of the text from which on a number is a heading
-SMALL = 0.85  # times that size below which a line is no heading
+DEPTH = 3  # rows examined at each edge
+FEW = 3  # successive pages on which a line must recur
+SURE = 6  # the same for a line that may be a numbered heading
+NEAR = 4  # largest page distance within a run: a line on left pages only, missing on one of them
+MOST = 0.4  # smallest share of pages with text at the same place: half of them, less those that begin a chapter
+PLACE = 6  # points by which lines of one place may differ
+GAP = 1.3  # times the usual row distance, between running lines and the text
+SHIFT = 30  # most pages of front matter that page numbers skip
+LARGE = 1.2  # times the text size from which a number is a heading
+SMALL = 0.85  # times the text size below which a line is no heading
 ROMAN = {"i": 1, "v": 5, "x": 10, "l": 50, "c": 100}
-SIGNS = "-–—.|[]()"  # around the number of a page
+SIGNS = "-–—.|[]()"  # around a page number
 
-NUMBER = "\0"  # stands for the page number in a key
-Key = tuple[str, str]  # the edge, and the line with its page number taken out
+NUMBER = "\0"  # replaces the page number in a key
+Key = tuple[str, str]  # the edge, and the line without its page number
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,9 @@ class Edge:
 
     side: str  # "top" or "bottom"
     row: Row
-    needs: dict[Key, int]  # on how many pages of a run each of its keys must stand
-    is_apart: bool  # from the text: one that is not goes only where others are, or with a page number
+    needs: dict[Key, int]  # for each key, successive pages on which it must recur
+    # separate from the text: an attached row is removed only where others are separate, or with a page number
+    is_apart: bool
 
     @property
     def counted(self) -> list[Key]:
@@ -46,7 +47,7 @@ class Edge:
 
 
 def without_running(pages: Sequence[tuple[int, Sequence[LinePiece]]]) -> Iterator[list[LinePiece]]:
-    """The pieces of each page less its running headers and footers. A page is never left without text by that."""
+    """Yield the pieces of each page without running headers and footers. No page is left without text."""
     usual = median([piece.size for _, pieces in pages for piece in pieces] or [0.0])
     edges = {number: _edges(number, pieces, usual) for number, pieces in pages}
     running = _running(edges)
@@ -56,14 +57,14 @@ def without_running(pages: Sequence[tuple[int, Sequence[LinePiece]]]) -> Iterato
 
 
 def _outermost(edges: Sequence[Edge], running: set[Key]) -> Iterator[Row]:
-    """The rows that run, from either edge up to the first that does not."""
+    """Yield the running rows, from either edge up to the first other row."""
     for _, inwards in itertools.groupby(edges, lambda edge: edge.side):
         for edge in itertools.takewhile(lambda edge: running & edge.needs.keys(), inwards):
             yield edge.row
 
 
 def _running(pages: dict[int, list[Edge]]) -> set[Key]:
-    """The keys of lines that stand on a run of pages, at a place where most pages have something."""
+    """Return the keys of lines that recur on successive pages, at a place where most pages have text."""
     used, found = defaultdict[tuple[str, int], set[int]](set), defaultdict[Key, dict[int, int]](dict)
     for number, edges in pages.items():
         for side, place in {edge.place for edge in edges if edge.counted}:
@@ -78,13 +79,13 @@ def _running(pages: dict[int, list[Edge]]) -> set[Key]:
 
 
 def _run(numbers: Sequence[int]) -> int:
-    """The most of these pages that follow each other."""
+    """Return the length of the longest run of successive pages."""
     cuts = [i for i, (a, b) in enumerate(itertools.pairwise(numbers), 1) if b - a > NEAR]
     return max(b - a for a, b in itertools.pairwise([0, *cuts, len(numbers)]))
 
 
 def _edges(number: int, pieces: Sequence[LinePiece], size: float) -> list[Edge]:
-    """The rows near the top and the bottom of a page, in a document whose text is of that size."""
+    """Return rows near the top and the bottom of a page; `size` is the text size of the document."""
     ordered = rows(pieces)
     if len(ordered) < 2:
         return []
@@ -105,14 +106,14 @@ def _size(row: Row) -> float:
 
 
 def _keys(row: Row, page: int, size: float) -> Iterator[tuple[str, int]]:
-    """The line, and with each number in it as its distance from the page; on how many pages of a run each must stand.
+    """Yield keys of the line, with each number in it replaced by its distance to the page number, and pages required.
 
-    A number larger than the text is a heading. So may be words of that size with a number: `Chapter 3` on page 3.
+    A number larger than the text is a heading. Words of that size with a number may be one too: `Chapter 3` on page 3.
     """
     words = row_text(row).casefold().split()
     if not words:
         return
-    yield f"{' '.join(words)} {_size(row):.0f}", FEW  # a title is set larger than the header that repeats it
+    yield f"{' '.join(words)} {_size(row):.0f}", FEW  # a title is larger than the header that repeats it
     alone = {piece.text.strip(f" {SIGNS}").casefold() for piece in row}
     for i, word in enumerate(words if _size(row) <= LARGE * size else ()):
         if (value := _value(word.strip(SIGNS))) is not None:
@@ -124,7 +125,7 @@ def _keys(row: Row, page: int, size: float) -> Iterator[tuple[str, int]]:
 
 
 def _value(word: str) -> int | None:
-    """A page number in digits or in Roman numerals."""
+    """Return a page number from digits or Roman numerals."""
     if word.isdecimal():
         return int(word[:9])
     if not word or not ROMAN.keys() >= set(word) or len(word) > 7:

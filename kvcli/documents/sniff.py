@@ -1,4 +1,4 @@
-"""What kind of file it is: its content is asked first, its name only where the content could be several things."""
+"""Detect the kind of a file from its content, and from its name only if the content is ambiguous."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from kvcli.documents.decode import PDF_HEADER
 from kvcli.errors import UsageError
 
-NAMED = {  # kind -> how names of such files end
+NAMED = {  # kind -> suffixes of such files
     "pdf": "pdf",
     "html": "html htm xhtml",
     "epub": "epub",
@@ -23,25 +23,26 @@ KINDS = tuple(NAMED)
 SUFFIXES = {f".{end}": kind for kind, ends in NAMED.items() for end in ends.split()}
 WORDS = {"pdf": "PDF", "html": "HTML", "epub": "EPUB", "docx": "DOCX", "markdown": "markdown", "text": "text"}
 WORDS |= {"mail": "mail", "mhtml": "MHTML", "notebook": "a notebook"}
-HEAD = 4096  # bytes looked at
-PDF_WITHIN = 1024  # bytes before the header that readers of PDF tolerate
-COMMENTS = rb"(<!--((?!-->).){0,2000}-->\s*)*"  # one way to match each: no backtracking through many
+HEAD = 4096  # bytes examined
+PDF_WITHIN = 1024  # bytes before the header that PDF readers tolerate
+COMMENTS = rb"(<!--((?!-->).){0,2000}-->\s*)*"  # one way to match each comment: no exponential backtracking
 HTML = re.compile(rb"\s*(<\?xml[^>]{0,200}>\s*)?" + COMMENTS + rb"(<!doctype\s+html|<html[\s>])", re.I | re.S)
 TAG = re.compile(rb"\s*(<\?xml[^>]{0,200}>\s*)?<[!a-zA-Z]", re.S)
 HEADERS = re.compile(rb"(?:From [^\n]*\n)?(?:[A-Za-z][\w-]*:[^\n]*(?:\n|\Z)(?:[ \t][^\n]*(?:\n|\Z))*)+")
-POSTED = {b"message-id", b"received", b"mime-version", b"return-path", b"delivered-to"}  # nobody writes these by hand
+# headers that people do not write by hand
+POSTED = {b"message-id", b"received", b"mime-version", b"return-path", b"delivered-to"}
 USUAL = POSTED | {b"from", b"to", b"date", b"subject", b"content-type", b"dkim-signature", b"arc-seal"}
 NOTEBOOK = re.compile(rb'\s*\{\s*"(cells|metadata|nbformat|worksheets)"\s*:')
 HEADING = re.compile(rb"^#{1,6} \S.*\n\s*\n", re.M)
 
 
 def named_kind(name: str) -> str | None:
-    """The kind its name promises."""
+    """Return the kind that the file suffix indicates."""
     return SUFFIXES.get(PurePath(name).suffix.lower())
 
 
 def check_type(type: str | None) -> str | None:
-    """A kind as typed; refuses a word that is none."""
+    """Return a kind as typed; refuse an unknown word."""
     kind = SUFFIXES.get(f".{type}", type) if type else None
     if kind is not None and kind not in KINDS:
         raise UsageError(f"there is no type {type!r}", code="unknown_type", try_=[f"--type {k}" for k in KINDS])
@@ -49,7 +50,7 @@ def check_type(type: str | None) -> str | None:
 
 
 def sniff(head: bytes, name: str) -> str:
-    """The kind of a file by its first bytes: one of KINDS, or "zip" where only the archive's index can tell."""
+    """Return the kind of a file from its first bytes: one of KINDS, or "zip" if only the archive's index shows it."""
     promised = named_kind(name)
     body = head.removeprefix(b"\xef\xbb\xbf")
     if promised in ("markdown", "text"):
@@ -74,7 +75,7 @@ def sniff(head: bytes, name: str) -> str:
 
 
 def looks_readable(file: Path) -> bool:
-    """Whether a file that nobody named, of a folder, is a document by its beginning."""
+    """True if the first bytes of an unnamed file of a folder look like a document."""
     with file.open("rb") as stream:
         head = stream.read(HEAD)
     kind, promised = sniff(head, file.name), named_kind(file.name)
@@ -82,7 +83,7 @@ def looks_readable(file: Path) -> bool:
 
 
 def _posted(head: bytes, promised: str | None) -> str | None:
-    """Mail or a web archive by its headers, None for what has no such headers."""
+    """Return "mail" or "mhtml" from the headers, or None without such headers."""
     found = HEADERS.match(head)
     names = {name.lower() for name in re.findall(rb"^([\w-]+):", found[0], re.M)} if found else set()
     if promised not in ("mail", "mhtml") and (len(names & USUAL) < 3 or not names & POSTED):
@@ -93,7 +94,7 @@ def _posted(head: bytes, promised: str | None) -> str | None:
 
 
 def disagreement(name: str, kind: str) -> str | None:
-    """A note where the name promises another kind than the content is."""
+    """Return a note if the name indicates another kind than the content."""
     promised = named_kind(name)
     if promised in (None, kind) or {promised, kind} == {"markdown", "text"}:
         return None
@@ -101,5 +102,5 @@ def disagreement(name: str, kind: str) -> str | None:
 
 
 def _narrow(head: bytes) -> bytes:
-    """UTF-16 markup seen as single bytes, which is enough for its first tag."""
+    """Return UTF-16 markup as single bytes, which suffices for its first tag."""
     return head[2:].replace(b"\0", b"") if head[:2] in (b"\xff\xfe", b"\xfe\xff") else head

@@ -1,4 +1,4 @@
-"""What stands raised above its line, written so that a `10` with a raised `6` does not become 106."""
+"""Write superscripts so that `10` with a raised `6` does not become 106."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from dataclasses import replace
 
 from kvcli.documents.reading_order import LinePiece
 
-LONGEST = 40  # characters; what is longer was raised for its looks
+LONGEST = 40  # characters; longer text was raised for decoration
 WORD = re.compile(r"[^\W\d_]{2,}\.?")  # 1st, Mme, a trade mark
 NUMBER = re.compile(r"[-+\u2212\u2013]?[\w.,]+")
 NOTES = re.compile(r"\d{1,3}([,\u2013-]\d{1,3})*")  # numbers of notes
-NOTED = re.compile(r"([^\W\d_]{4}|[.,;:!?])[\"')\u2019\u201d\u00bb]?$")  # what such numbers follow
+NOTED = re.compile(r"([^\W\d_]{4}|[.,;:!?])[\"')\u2019\u201d\u00bb]?$")  # text before such numbers
 UNIT = re.compile(r"\d ?[^\W\d_]{1,2}$")  # m, km
-UP = (0.22, 0.8)  # shares of the size of the line by which a raised letter stands above it
-DOWN = (-0.6, -0.08)  # and a lowered one
-SMALL = 0.9  # its size, from which on a lowered one is lowered
-Levelled = tuple[int, LinePiece]  # with what is raised 1, or 2 where it begins its line, and -1 with what is lowered
+UP = (0.22, 0.8)  # rise of a superscript above its line, as shares of the line's size
+DOWN = (-0.6, -0.08)  # the same for a subscript
+SMALL = 0.9  # largest relative size of a superscript or subscript
+# level and piece: 1 superscript, 2 superscript that begins its line, -1 subscript, 0 base
+Levelled = tuple[int, LinePiece]
 
 
 def raised(text: str) -> str:
-    """`^6` or `^(n + 1)`; words, signs such as an asterisk, and what is in square brackets stay as they are."""
+    """Return `^6` or `^(n + 1)`; words, signs such as an asterisk, and text in square brackets are unchanged."""
     inner = text.strip()
     if len(inner) > LONGEST or "\n" in inner or inner.startswith("[") or not any(c.isalnum() for c in inner):
         return text
@@ -32,13 +33,13 @@ def raised(text: str) -> str:
 
 
 def grouped(text: str) -> str:
-    """In brackets where a sign beside it would take hold of a part only."""
+    """Return text in parentheses if a neighbouring operator would bind only a part of it."""
     inner = text.strip()
     return inner if NUMBER.fullmatch(inner) or (inner[:1], inner[-1:]) == ("(", ")") else f"({inner})"
 
 
 def apart(text: str, before: str, after: str, *, is_below: bool = False) -> str:
-    """What is raised or lowered, kept out of the numbers on either side: `10^6`, `3 1/2`, `101_2`, but `H2O`."""
+    """Separate a superscript or subscript from numbers on either side: `10^6`, `3 1/2`, `101_2`, but `H2O`."""
     inner, follows = text.strip(), before[-1:].isdigit()
     if is_below:
         text = f"_{text}" if follows and inner[:1].isdigit() else text
@@ -50,7 +51,7 @@ def apart(text: str, before: str, after: str, *, is_below: bool = False) -> str:
 
 
 def joined(pieces: Sequence[LinePiece], gone: Set[int] = frozenset()) -> list[LinePiece]:
-    """Pieces of one run as one, and what is raised or lowered with its line; those of the ids in `gone` left out."""
+    """Merge the pieces of each line, with superscripts and subscripts; pieces with ids in `gone` are left out."""
     pairs = [(before, p) for before, p in itertools.pairwise([None, *pieces]) if p and id(p) not in gone]
     lines = list(_lines([replace(p, is_same=False) if id(before) in gone else p for before, p in pairs]))
     notes = {line[0][1].text for line in lines if line[0][0] == 2}
@@ -58,7 +59,7 @@ def joined(pieces: Sequence[LinePiece], gone: Set[int] = frozenset()) -> list[Li
 
 
 def _lines(pieces: Sequence[LinePiece]) -> Iterator[list[Levelled]]:
-    """Pieces that belong together."""
+    """Yield groups of pieces that form a line."""
     line: list[Levelled] = []
     before: LinePiece | None = None
     for piece in pieces:
@@ -86,18 +87,18 @@ def _level(base: LinePiece, piece: LinePiece) -> int:
 
 
 def _touches(line: Sequence[Levelled], piece: LinePiece, base: LinePiece) -> bool:
-    """Whether a piece goes on where its line ends, or stands above or below what is raised or lowered there."""
+    """True if a piece continues its line, or is above or below a superscript or subscript at its end."""
     level, last = line[-1]
     if piece.y0 >= base.y1 or piece.y1 <= base.y0 or piece.angle != last.angle:
         return False
     end = max(p.x1 for _, p in line[-2:])
-    begins = len(line) == 1 and _level(piece, last) > 0  # a note, behind its number
+    begins = len(line) == 1 and _level(piece, last) > 0  # text of a note, after its number
     is_near = -0.3 * base.size < piece.x0 - end < (1 if begins else 0.35) * piece.size
     return is_near or (level != 0 and abs(piece.x0 - last.x0) < 0.3 * base.size)
 
 
 def _is_left(a: LinePiece, b: LinePiece) -> bool:
-    """Whether a piece ends not far before another, in its row."""
+    """True if a piece ends a short distance before another, in the same row."""
     return a.y0 < b.y1 and a.y1 > b.y0 and 0 <= b.x0 - a.x1 + 0.3 * b.size < 4 * b.size
 
 

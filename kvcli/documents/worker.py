@@ -1,4 +1,4 @@
-"""The process that parses one hostile file: shuts itself in, reads, writes lines of JSON. See parse_in_process.py."""
+"""Worker process that parses one untrusted file: enter a sandbox, read, write JSON lines. See parse_in_process.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READERS = {kind: kind for kind in ("pdf", "epub", "docx", "mail", "notebook")} |
 
 
 def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
-    """Read the file behind the descriptor, as the line on standard input says."""
+    """Read the file behind the descriptor, as the job on standard input asks."""
     set_limits(parent, limits)
     asked = json.loads(sys.stdin.buffer.readline())
     job = ParseJob(**asked | {"spans": tuple((first, last) for first, last in asked["spans"])})
@@ -41,13 +41,13 @@ def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
         tell_error(damaged(job.name, WORDS.get(job.kind, "an archive (EPUB, DOCX)"), "it is nested too deeply"))
     except KvcliError as error:
         tell_error(error)
-    except Exception as error:  # a parser may raise anything; the parent still says it in the user's words
+    except Exception as error:  # a parser may raise anything; the parent still reports it in the user's words
         tell_error(crashed(job.name, f"its parser failed: {type(error).__name__}: {error}"[:300]))
     return 0
 
 
 def prepare(kind: str) -> dict[str, str]:
-    """Import all that reading may need: nothing can be opened later. Reader -> a module that is not there."""
+    """Import all modules that the reader may need, as later opens fail. Return reader -> missing module."""
     missing = {}
     for reader in ("epub", "docx") if kind == "zip" else {kind} & {*READERS}:
         try:
@@ -59,7 +59,7 @@ def prepare(kind: str) -> dict[str, str]:
 
 
 def parse(file: IO[bytes], job: ParseJob, missing: Mapping[str, str] | None = None) -> Parsed:
-    """The sections of a file by its kind; "zip" is looked into first."""
+    """Return the sections of a file by its kind; "zip" is inspected first."""
     kind = kind_of(file, job.name) if job.kind == "zip" else job.kind
     if kind not in READERS:
         raise BadInput(f"there is no reader for {kind}", code="unknown_type")
@@ -77,7 +77,7 @@ def parse(file: IO[bytes], job: ParseJob, missing: Mapping[str, str] | None = No
 
 
 def tell(word: str, value: Any) -> None:
-    # broken halves of surrogate pairs, as odd PDF fonts give them, are no text and no UTF-8
+    # lone surrogates, which odd PDF fonts produce, cannot be encoded as UTF-8
     line = json.dumps({word: value}, ensure_ascii=False).encode("utf-8", "replace")
     sys.stdout.buffer.write(line + b"\n")
     sys.stdout.buffer.flush()

@@ -1,4 +1,4 @@
-"""XML of an archive as a tree, with nothing looked up and nothing filled in."""
+"""Parse XML of an archive to a tree, without external look-ups and without entities."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcli.documents.parsed import damaged
 
 
 def parse_xml(data: bytes, name: str, what: str) -> Any:
-    """XML without entities, without a network, and no deeper than libxml2 finds safe."""
+    """Parse XML without entities or network, and no deeper than libxml2's limit."""
     parser = etree.XMLParser(
         resolve_entities=False,
         huge_tree=False,
@@ -32,5 +32,5 @@ def parse_xml(data: bytes, name: str, what: str) -> Any:
 
 
 def first_words(elements: Iterable[Any]) -> str | None:
-    """Words of the first of these elements that has any, on one line."""
+    """Return the words of the first element that has any, on one line."""
     return next(filter(None, (clean(" ".join("".join(e.itertext()).split())) for e in elements)), None)

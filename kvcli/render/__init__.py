@@ -1,1 +1,1 @@
-"""Everything a human sees. No torch; import the file you need."""
+"""Terminal and HTML output for users. No torch; import the file you need."""

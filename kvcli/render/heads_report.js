@@ -1,4 +1,4 @@
-// Draws the page of `kvcli profile-heads` from the data beside it. Text goes in as text only, never as markup.
+// Draws the page of `kvcli profile-heads` from the JSON data in it. Text is inserted as text only, never as markup.
 "use strict";
 (() => {
   const D = JSON.parse(document.getElementById("data").textContent);
@@ -10,7 +10,7 @@
     chosen: P ? P.chosen.map((row) => row.slice()) : null, at: null, only: false,
   };
 
-  // ---- small pieces ----
+  // ---- helpers ----
 
   function el(name, attributes, ...children) {
     const made = document.createElement(name);
@@ -47,7 +47,7 @@
     return `rgb(${rgb.join(",")})`;
   }
 
-  // ---- which policy each head has ----
+  // ---- policy of each head ----
 
   const seen = [];
   for (let l = 0; l < L; l++) for (let k = 0; k < K; k++) if (P && P.chosen[l][k] >= 0) seen.push([l, k]);
@@ -70,7 +70,7 @@
     }
     return found;
   }
-  function path() {  // the knapsack from the cheapest choice on: each upgrade that a larger budget buys
+  function path() {  // the greedy knapsack from the cheapest choice: each upgrade that a larger budget allows
     const chosen = P.chosen.map((row) => row.map(() => -1)), ups = [];
     let spent = 0;
     for (const [l, k] of seen) {
@@ -98,7 +98,7 @@
     for (let best = null; (best = filler(chosen, left)); left -= best.tokens) chosen[best.l][best.k] = best.c;
     return chosen;
   }
-  function filler(chosen, left) {  // the best of the upgrades that what is left still buys
+  function filler(chosen, left) {  // the best upgrade within the rest of the budget
     let best = null;
     for (const [l, k] of seen) {
       const now = chosen[l][k];
@@ -126,11 +126,11 @@
 
   // ---- the map ----
 
-  let size1 = 34;  // of a cell, in pixels: as many layers as the page has room for
+  let size1 = 34;  // size of a cell in pixels, so that the layers fit on the page
   function measure() {
     size1 = Math.max(15, Math.min(34, Math.floor((byId("map").clientWidth - 58) / L)));
   }
-  function hint(box) {  // where something lies beyond the edge
+  function hint(box) {  // marks content beyond the edge
     if (box.scrollWidth > box.clientWidth + 1) box.append(el("p", { class: "note hint" }, "more to the right: scroll →"));
   }
   const most = (name) =>
@@ -392,7 +392,7 @@
     byId("strip").replaceChildren(el("label", {}, only, " only the head picked above"), el("p", { id: "whom", class: "legendtext" }), el("div", { id: "tokens", class: "tokens" }));
   }
 
-  // ---- another run ----
+  // ---- comparison with another run ----
 
   function drawCompare() {
     const table = D.compare.difference, top = Math.max(...table.flat().map(Math.abs)) || 1;

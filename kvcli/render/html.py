@@ -1,4 +1,4 @@
-"""Pieces of HTML and SVG in which every text from outside is escaped, and axes that begin at zero."""
+"""HTML and SVG elements with all outside text escaped, and axes that begin at zero."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 class Markup(str):
-    """Text that is HTML already; any other string is escaped where it is put."""
+    """Text that is HTML already; any other string is escaped when it is inserted."""
 
     __slots__ = ()
 
 
 def tag(name: str, /, *children: str | Iterable[str], **attributes: object) -> Markup:
-    """An element. `class_` is class, `font_size` is font-size; None leaves an attribute out."""
+    """Return an element. `class_` is class, `font_size` is font-size; None leaves an attribute out."""
     said = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(plain(str(value)))}"'
         for key, value in attributes.items()
@@ -41,14 +41,14 @@ def section(title: str, *inner: str | Iterable[str]) -> Markup:
 
 
 def data_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> Markup:
-    """Rows with a name in front; scrolls by itself where the page is narrow."""
+    """Return a table with a name in each line; it scrolls separately on a narrow page."""
     top = tag("tr", [tag("th", cell, scope="col") for cell in head])
     rest = [tag("tr", tag("th", line[0], scope="row"), [tag("td", cell) for cell in line[1:]]) for line in lines]
     return tag("div", tag("table", tag("thead", top), tag("tbody", rest)), class_="scroll", tabindex="0")
 
 
 def plain(text: str) -> str:
-    """A name without anything that steers what shows it."""
+    """Return a text without control characters that could affect its display."""
     return neutralise(text, one_line=True)
 
 
@@ -57,12 +57,12 @@ def _text(text: str) -> str:
 
 
 def percent(share: float) -> str:
-    """A place or a length inside the drawing, whatever its width on the screen."""
+    """Return a position or length relative to the drawing's width."""
     return f"{100 * share:.2f}%"
 
 
 def ticks(top: float, most: int = 5) -> list[float]:
-    """Round numbers from zero up to the first that is not below `top`."""
+    """Return round numbers from zero up to the first that is at least `top`."""
     if top <= 0:
         return [0.0, 1.0]
     rough = top / most
@@ -72,20 +72,20 @@ def ticks(top: float, most: int = 5) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Three digits or so."""
+    """Format a number with about three digits."""
     if value == 0 or abs(value) >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 0.995 else f"{value:.2g}"
 
 
 def page(title: str, sheet: str, *main: Markup, lang: str = "en") -> str:
-    """A whole file with a style sheet of this package. It fetches and runs nothing, whatever a name in it says."""
+    """Return an HTML file with a style sheet of this package. It loads and runs nothing, even if a name has HTML."""
     body = tag("body", tag("main", *main))
     return f"<!doctype html>\n{tag('html', head(title, sheet), body, lang=lang)}\n"
 
 
 def head(title: str, *sheets: str, policy: str = _POLICY) -> Markup:
-    """With style sheets of this package, and what `policy` lets the page fetch and run."""
+    """Return a head element with style sheets of this package; `policy` limits what the page loads and runs."""
     return tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -98,5 +98,5 @@ def head(title: str, *sheets: str, policy: str = _POLICY) -> Markup:
 
 
 def file(name: str) -> str:
-    """A file of this package."""
+    """Read a file of this package."""
     return (files("kvcli.render") / name).read_text(encoding="utf-8")

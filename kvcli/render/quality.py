@@ -1,4 +1,4 @@
-"""The quality suite as tables and short notes."""
+"""Quality suite as tables and short notes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kvcli.render.terminal.wrap import fold
 from kvcli.schemas.quality import AgreementDocument, Difference, Estimate, McNemar, QualityDocument, QualityRow
 
 NONE = "–"
-NOTHING = 0.05  # mean score of the full cache up to which a task is beyond the model
-SMALL = 0.001  # p below this is printed as such
+NOTHING = 0.05  # highest mean score of the full cache at which a task counts as too hard for the model
+SMALL = 0.001  # smaller p are printed as below this value
 
 
 def table(document: QualityDocument) -> list[list[str]]:
-    """One line a row, header first: mean, difference to the full cache with its interval, the worst task."""
+    """Return a header and one line per profile: mean, difference to the full cache with interval, worst task."""
     head = ["profile", "kept", "mean", "vs full", "95 %", "p", "worst task", "score"]
     return [head, *(_line(row) for row in document.rows)]
 
 
 def by_task(document: QualityDocument) -> list[list[str]]:
-    """One line a task, one column a row; at the bottom the mean."""
+    """Return one line per task and one column per profile; the last line is the mean."""
     head = ["task", "n", *(_name(row) for row in document.rows)]
     first = document.rows[0]
     body = [
@@ -33,7 +33,7 @@ def by_task(document: QualityDocument) -> list[list[str]]:
 
 
 def grid(row: QualityRow) -> list[list[str]]:
-    """The passkey grid of one row: a line for each length, a column for each depth; empty without the task."""
+    """Return the passkey grid of one profile: lengths by depths; empty without the task."""
     if not row.passkey:
         return []
     depths = sorted({cell.depth for cell in row.passkey})
@@ -44,7 +44,7 @@ def grid(row: QualityRow) -> list[list[str]]:
 
 
 def turns(document: QualityDocument) -> list[list[str]]:
-    """Late questions by turn of the conversation; empty without the task."""
+    """Return scores of late questions by turn of the conversation; empty without the task."""
     if not document.rows[0].turns:
         return []
     head = ["turn", *(str(turn.turn) for turn in document.rows[0].turns)]
@@ -52,7 +52,7 @@ def turns(document: QualityDocument) -> list[list[str]]:
 
 
 def agreement_table(document: AgreementDocument) -> list[list[str]]:
-    """One line a row: share of equal first choices, KL and added nats a token, each with its interval."""
+    """Return a line per profile: share of equal first choices, KL and added nats per token, each with its interval."""
     head = ["profile", "kept", "agree", "95 %", "KL", "95 %", "ΔNLL", "95 %"]
     lines = []
     for row in document.rows:
@@ -64,7 +64,7 @@ def agreement_table(document: AgreementDocument) -> list[list[str]]:
 
 
 def notes(document: QualityDocument) -> list[str]:
-    """What a reader must know of the numbers, a line each."""
+    """Return notes on the numbers for the reader, one line each."""
     args, full = document.args, document.rows[0]
     said = "after the question was read" if args.query_visible else "before the question was read"
     lengths = ", ".join(count(n) for n in args.lengths)
@@ -88,7 +88,7 @@ def notes(document: QualityDocument) -> list[str]:
 
 
 def lines(document: QualityDocument, width: int) -> list[str]:
-    """All tables and notes, no line wider than this."""
+    """Return all tables and notes, wrapped to the width."""
     said = []
     for heading, table_ in shown(document):
         said += [*fold(heading, width), *stacked(table_, width), ""]
@@ -96,7 +96,7 @@ def lines(document: QualityDocument, width: int) -> list[str]:
 
 
 def stacked(lines: Sequence[Sequence[str]], width: int) -> list[str]:
-    """The table, in pieces below each other where it is too wide for one; each piece begins with the first column."""
+    """Return the table, split into pieces below each other if it is too wide; each piece has the first column."""
     done, said = 1, list[str]()
     while done < len(lines[0]):
         end = len(lines[0])
@@ -147,7 +147,7 @@ def _p(test: McNemar | None) -> str:
 
 
 def shown(document: QualityDocument) -> Sequence[tuple[str, list[list[str]]]]:
-    """All tables with their headings, those without lines left out."""
+    """Return all non-empty tables with their headings."""
     grids = [(f"passkey, {_name(row)}: length by depth", grid(row)) for row in document.rows]
     tables = [("quality", table(document)), ("by task", by_task(document)), *grids]
     tables.append(("late questions, by turn", turns(document)))

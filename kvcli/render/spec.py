@@ -1,4 +1,4 @@
-"""What `kvcli spec` looks like to people."""
+"""Output of `kvcli spec`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def doctor_lines(found: SpecDocument, width: int) -> list[str]:
-    """Speed, passes, sources, scouts, and the verdict."""
+    """Return speed, passes, draft sources, lookahead, and the verdict."""
     setting = f"{found.workload}, {f.count(found.context)} + {found.new} tokens"
     lines = joined([f"{found.model} · {found.profile}", setting, f"{found.reps} repetitions in turns"], width)
     lines += ["", *(part for line in _speeds(found) for part in folded(line, width)), ""]
@@ -45,7 +45,7 @@ def _range(r: Range, digits: int) -> str:
 
 
 def _sources(found: SpecDocument, width: int) -> Iterator[str]:
-    """For each source how many of its guesses were accepted, and how often its first choices were right."""
+    """Yield for each draft source its accepted draft tokens, and how often its first choices were right."""
     for name, kinds in found.sources.items():
         taken = found.accepted_by.get(name, 0)
         said = [f"{kind.kind}: {f.percent(kind.share)} of {f.count(kind.made)}" for kind in kinds]
@@ -85,7 +85,7 @@ def _words(found: SpecDocument) -> Iterator[str]:
 
 
 def tune_lines(found: SpecTuneDocument, width: int) -> list[str]:
-    """What was tried, the best first."""
+    """Return the settings that were measured, the best first."""
     head = [found.model, f"{f.count(found.context)} + {found.new} tokens"]
     table = [["settings", "×", "lowest", "highest", *found.workloads, "tokens/pass"]]
     for one in found.tried:

@@ -1,8 +1,8 @@
-"""Long documents to summaries whose citations were checked.
+"""Summarize long documents, with checked citations.
 
     with kvcli.load("demo") as model:
         for event in summarize(model, [read_document("report.pdf")]):
             ...
 
-Nothing here prints; `kvcli summarize` is a skin over the events.
+Nothing here prints; `kvcli summarize` displays the events.
 """

@@ -1,7 +1,7 @@
-"""Answers about parts, kept on disk, so that a run that was interrupted need not begin anew.
+"""Disk cache of answers about parts, so that an interrupted run can continue.
 
-An entry is found by the text, the model, the profile and the options that led to it. Files are their owner's alone
-(0600) and written in one step; one that is damaged is computed again.
+An entry is keyed by the text, the model, the profile and the options. Files are private to their owner (0600) and
+written atomically. A damaged entry is computed again.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ FOLDER = "summaries"
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of answers. `note` after a failed write says why nothing is kept."""
+    """A folder of answers."""
 
-    folder: Path  # kvcli's cache folder; entries lie in a folder of it
+    folder: Path  # kvcli's cache folder; entries are in a subfolder
     model: str  # fingerprint
     profile: str  # hash
-    is_fresh: bool = False  # nothing of an earlier run is taken, though this one is kept
+    is_fresh: bool = False  # True: ignore results of earlier runs, but save those of this run
 
     @classmethod
     def of(cls, folder: Path, info: ModelInfo, profile: Profile, *, is_fresh: bool = False) -> Cache:
         return cls(folder / FOLDER, fingerprint(info, Hashes(folder)), profile.hash, is_fresh)
 
     def get(self, messages: Sequence[Mapping[str, str]], most: int) -> Turn | None:
-        """The answer to the same question under the same settings, or None."""
+        """Return the answer to the same question under the same settings, or None."""
         if self.is_fresh:
             return None
         try:
@@ -56,14 +56,14 @@ class Cache:
                 return None
             if not isinstance(ids, list) or not all(type(i) is int for i in ids):
                 return None
-            # half of a pair can be written nowhere
+            # a lone surrogate cannot be written to any output
             json.dumps([text, thinking, saved["stats"]], ensure_ascii=False).encode()
             return Turn(text, tuple(ids), saved["finish"], stats, thinking=thinking)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # not there, damaged, or of another version
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # missing, damaged, or of another version
             return None
 
     def put(self, messages: Sequence[Mapping[str, str]], most: int, turn: Turn) -> str:
-        """Keep a finished answer; returns why that did not work, if it did not."""
+        """Save a finished answer; return the reason if that failed, or else ""."""
         file = self._file(messages, most)
         entry: dict[str, Any] = {
             "schema": SCHEMA,
@@ -81,13 +81,13 @@ class Cache:
         return ""
 
     def _file(self, messages: Sequence[Mapping[str, str]], most: int) -> Path:
-        """The options are in the messages, all but the length of the answer."""
+        """Return the file of an entry. The messages contain all options except the length of the answer."""
         asked = json.dumps([SCHEMA, self.model, self.profile, most, [dict(m) for m in messages]], ensure_ascii=False)
         return self.folder / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
 
 
 def _is_whole(stats: Stats) -> bool:
-    """Whether every figure is of the kind that a fresh one has."""
+    """True if each figure has the type of a new Stats object's figure."""
     fresh = Stats()
     for one in dataclasses.fields(Stats):
         value, wanted = getattr(stats, one.name), getattr(fresh, one.name)
@@ -107,11 +107,11 @@ def _is_whole(stats: Stats) -> bool:
 
 
 def fingerprint(info: ModelInfo, hashes: Hashes) -> str:
-    """Of the model's files, by their bytes, and of how they were loaded."""
+    """Return a hash of the model's files, by content, and of the load settings."""
     facts: list[object] = [info.id, info.path, info.revision, info.dtype, info.quant, info.device.partition(":")[0]]
     try:
         files = sorted(p for p in Path(info.path).iterdir() if p.is_file())
-    except OSError:  # nowhere on this disk
+    except OSError:  # no folder on this disk
         files = []
     facts.append(hashes.of([Stamped.of(file) for file in files]))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
-"""Is the claim on the page that it names? Confirmed, moved to the one page that has it, or doubtful.
+"""Check a claim against the page that it cites: confirm it, move it to the only page that has it, or mark it doubtful.
 
-A claim is confirmed by a page with a sentence that has all its numbers, names and quotations and enough of its other
-words, weighed by how rare they are in the text. A claim of several parts ("..., and ...") may take a sentence for
-each. That says that the page has the words of the claim; it is no proof that the claim follows from them.
+A page confirms a claim by a sentence with all its numbers, names and quotations, and enough of its other words,
+weighted by their rarity in the text. A claim of several parts ("..., and ...") may use a sentence for each part.
+Confirmation means that the page has the words of the claim; it does not prove that the claim follows from them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from kvcli.summarize.claim_words import Unit, Word, units, words
 from kvcli.summarize.lexicon import Lexicon
 from kvcli.summarize.result import Cite, Quote
 
-MOST_PARTS = 12  # of a claim; what has more is no claim but a page
-WIDEST = 5  # pages; a range of more says too little about where something stands
+MOST_PARTS = 12  # of a claim; longer statements are no claims
+WIDEST = 5  # pages; a wider range is too vague for a citation
 
-# Shares of a claim's weight that a sentence must have: of those with which `python tests/bench/citations.py --grid`
-# found no error (docs/benchmarks/citations.json) high ones, which notice more other words
-WITH_NUMBERS = 0.65  # where it has numbers or names, all of which must be there
+# Shares of a claim's weight that a sentence must have. They are high values among those for which `python
+# tests/bench/citations.py --grid` found no error (docs/benchmarks/citations.json); higher values detect more changes of
+# other words.
+WITH_NUMBERS = 0.65  # for claims with numbers or names, all of which must be present
 WITHOUT = 0.8
 
 _PARTS = re.compile(r"[;.](?=\s)|,?\s\b(?:and|but|while|whereas|with)\b", re.IGNORECASE)
@@ -34,7 +35,7 @@ ENDED = re.compile(r"[.!?:…\u3002\uff01\uff1f][\"')\]”’»]*\s*\Z")
 
 @dataclass(frozen=True)
 class Passage:
-    """What stood of one section in one part: `text`, which begins at `offset` of the section."""
+    """Text of a section within one part; `text` begins at `offset` of the section."""
 
     place: Place
     text: str
@@ -47,7 +48,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement by its words. `parts`: where it may be cut, if no sentence has all of it."""
+    """A statement by its words. `parts`: pieces to check separately, if no sentence has the whole statement."""
 
     text: str
     words: tuple[Word, ...]
@@ -65,14 +66,14 @@ class Claim:
 
 @dataclass(frozen=True)
 class Judged:
-    """A citation after the check, and how it is written now."""
+    """A citation after the check, and its new spelling."""
 
     cites: tuple[Cite, ...]
     text: str
 
 
 class Checker:
-    """Holds claims against the passages of one part."""
+    """Compares claims with the passages of one part."""
 
     def __init__(self, passages: Sequence[Passage], *, with_numbers: float = WITH_NUMBERS, without: float = WITHOUT):
         self.passages = list(passages)
@@ -83,7 +84,7 @@ class Checker:
         self.lexicon = Lexicon.of([p.text for p in passages], every + seam_units)
 
     def judge(self, claim: str, bracket: Bracket, *, quotes: bool = False) -> Judged:
-        """The places of one citation: each confirmed, corrected or doubtful."""
+        """Check the places of one citation: each is confirmed, corrected or doubtful."""
         said = Claim.of(claim)
         cited = [self.at(place) for place in bracket.places]
         good = [bool(at) and self._is_good(said, at, cited) for at in cited]
@@ -101,9 +102,9 @@ class Checker:
         return Judged(tuple(found), write(places, doubtful))
 
     def place(self, claim: str, *, quotes: bool = False) -> Judged | None:
-        """A citation for a claim that has none: the one place that has it; else those it was said of, doubtful.
+        """Return a citation for a claim without one: the only place that has it.
 
-        None where these are too many to say anything.
+        Otherwise all places of the part are cited as doubtful, or the result is None if they are too many.
         """
         if (right := self._only_place(Claim.of(claim))) is not None:
             place = self.passages[right].place
@@ -112,16 +113,16 @@ class Checker:
         return Judged(tuple(Cite(one, False) for one in every), write(every, every)) if len(every) < WIDEST else None
 
     def at(self, place: Place) -> list[int]:
-        """Which passages a citation names; none if it is not of this part."""
+        """Return the indices of the passages that a citation names; [] if it names none of this part."""
         return named(place, [passage.place for passage in self.passages])
 
     def _own(self, place: Place, at: Sequence[int]) -> Place:
-        """A heading or chapter as the document spells it. Pages and lines stay: they may be a range."""
+        """Return a heading or chapter as the document spells it. Pages and lines are unchanged: they may be ranges."""
         own = {self.passages[i].place for i in at}
         return own.pop() if SIGNS[place.unit] == "§" and len(own) == 1 else place
 
     def supports(self, claim: Claim, at: Collection[int]) -> bool:
-        """Whether these passages together have the claim."""
+        """True if these passages together have the claim."""
         if not claim.words:
             return False
         sentences = self._units(at)
@@ -133,7 +134,7 @@ class Checker:
         return 1 < len(claim.parts) <= MOST_PARTS and self._has_parts(claim, sentences)
 
     def quote(self, claim: str, at: Collection[int]) -> Quote | None:
-        """The sentence of these passages that has most of the claim, exactly as it stands there."""
+        """Return the sentence of these passages with the largest overlap with the claim, unchanged."""
         wanted = self.lexicon.wanted(Claim.of(claim).words)
         best, most = None, 0.0
         for i in sorted(at):
@@ -147,7 +148,7 @@ class Checker:
         return Quote(passage.text[unit.start : unit.end], start, start + unit.end - unit.start)
 
     def _is_good(self, claim: Claim, at: list[int], cited: list[list[int]]) -> bool:
-        """Has the claim, or a part of it that the other cited passages lack while they have the rest."""
+        """True if passages `at` have the claim, or a part that the other cited passages need to have it all."""
         if self.supports(claim, at):
             return True
         every = {i for one in cited for i in one}
@@ -155,18 +156,18 @@ class Checker:
         return bool(others) and self.supports(claim, every) and not self.supports(claim, others)
 
     def _only_place(self, claim: Claim) -> int | None:
-        """The one passage that has the claim. A sentence that runs over a page's end stands where it begins."""
+        """Return the only passage that has the claim. A sentence across pages belongs to the page where it begins."""
         found = [i for i in range(len(self.passages)) if self.supports(claim, [i])]
         if len(found) == 2 and found[1] == found[0] + 1 and self.seams[found[0]] is not None:
             own = [i for i in found if self._any_has(claim.words, self.passages[i].units)]
             found = own if len(own) == 1 else found[:1] if not own else found
-        if len(found) > 1:  # several are near it; does one have all of it?
+        if len(found) > 1:  # several have most of it: prefer one with every word
             found = [i for i in found if _has_it(claim.words, self.passages[i].units)]
         places = {(self.passages[i].place.document, self.passages[i].place.label) for i in found}
         return found[0] if len(places) == 1 else None
 
     def _units(self, at: Collection[int]) -> list[Unit]:
-        """Sentences of these passages, those included that begin or end on the next page."""
+        """Return the sentences of these passages, including those that begin or end on a neighbouring page."""
         found = [unit for i in sorted(at) for unit in self.passages[i].units]
         for i, seam in enumerate(self.seams):
             if seam is not None and (i in at or i + 1 in at):
@@ -174,13 +175,13 @@ class Checker:
         return found
 
     def _has_parts(self, claim: Claim, sentences: Sequence[Unit]) -> bool:
-        """Whether the claim can be cut so that each piece stands in a sentence."""
+        """True if the claim can be cut so that a sentence has each piece."""
         n = len(claim.parts)
-        reached = {0}  # parts behind which everything before stands somewhere
+        reached = {0}  # numbers of leading parts that are found
         for end in range(1, n + 1):
             for start in sorted(reached):
                 piece = [word for part in claim.parts[start:end] for word in part]
-                if n == end - start:  # the whole, which was looked for already
+                if n == end - start:  # the whole claim was checked before
                     continue
                 telling = _telling(piece, claim.text)
                 stands = self._any_has(piece, sentences) if telling >= 3 else telling == 2 and _has_it(piece, sentences)
@@ -190,16 +191,17 @@ class Checker:
         return n in reached
 
     def _any_has(self, said: Sequence[Word], sentences: Sequence[Unit]) -> bool:
-        """Whether one of these sentences has all numbers and names, and enough of the rest."""
+        """True if one of these sentences has all numbers and names, and enough of the other words."""
         wanted = self.lexicon.wanted(said)
         least = self.shares[0 if wanted.musts else 1]
         return any(wanted.musts.keys() <= unit.keys and wanted.share(unit) >= least for unit in sentences)
 
 
 def named(asked: Place, places: Sequence[Place]) -> list[int]:
-    """Which places a citation means. Without a document's name it means none where there are several.
+    """Return the indices of the places that a citation means.
 
-    Names and labels count as they are written; another spelling only where it can mean but one.
+    Without a document name the result is [] if there are several documents. Names and labels match exactly.
+    Another spelling matches only if it is unambiguous.
     """
     documents = {place.document for place in places}
     if asked.document not in documents:
@@ -218,7 +220,7 @@ def named(asked: Place, places: Sequence[Place]) -> list[int]:
 
 
 def _seam(before: Passage, after: Passage) -> Passage | None:
-    """The sentence that runs from one passage into the next, if one does."""
+    """Return the sentence that runs from one passage into the next, if there is one."""
     if before.place.document != after.place.document or not before.units or not after.units:
         return None
     last, first = before.units[-1], after.units[0]
@@ -229,25 +231,25 @@ def _seam(before: Passage, after: Passage) -> Passage | None:
 
 
 def _telling(part: Sequence[Word], text: str) -> int:
-    """Words by which a part of a claim can be looked for by itself: no units behind numbers, one number at most.
+    """Count the words of a part that can be searched separately: no units after numbers, and at most one number.
 
-    Below two words that are no numbers there is nothing to look for.
+    With fewer than two words that are no numbers, the count is 0.
     """
     telling = {word.key for i, word in enumerate(part) if not word.is_number and not _measures(part, i, text)}
     return len(telling) + any(word.is_number for word in part) if len(telling) >= 2 else 0
 
 
 def _touches_all(claim: Claim, unit: Unit) -> bool:
-    """Whether a sentence has something of each part that could stand alone: a long claim carries no foreign clause."""
+    """True if a sentence shares a word with each separable part, so that a long claim hides no foreign clause."""
     return all({w.key for w in part} & unit.keys for part in claim.parts if _telling(part, claim.text) >= 2)
 
 
 def _has_it(part: Sequence[Word], sentences: Sequence[Unit]) -> bool:
-    """Whether one of these sentences has every word of a part."""
+    """True if one of these sentences has every word of a part."""
     keys = {word.key for word in part}
     return any(keys <= unit.keys for unit in sentences)
 
 
 def _measures(part: Sequence[Word], i: int, text: str) -> bool:
-    """Whether a word follows a number at once, as a unit does: it says nothing about what was counted."""
+    """True if a word directly follows a number, as a unit does: it does not name the thing counted."""
     return i > 0 and part[i - 1].is_number and text[part[i - 1].end : part[i].start].strip() == ""

@@ -1,6 +1,6 @@
-"""What stands inside the brackets of a citation: documents, pages, lines and headings, however a model spells them.
+"""Parse the text inside citation brackets: documents, pages, lines and headings, in any spelling of a model.
 
-It is read from sign to sign ("p.", "page", "l.", "§"): what leads a sign names a document, what follows it are labels.
+The text is read from sign to sign ("p.", "page", "l.", "§"): a document name precedes a sign, and labels follow it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _SIGN = re.compile(
     r"|(?P<heading>§+)|(?P<word>(?:sections?|sec\.|chapters?|chap\.|ch\.)(?=\s*\d)))\s*",
     re.IGNORECASE,
 )
-_ENDS = r"(?=ff?\b|(?!\.?[^\W_]))"  # of a number: not 3.5, not 2nd, not 2027.pdf
-# One comma before three figures is that of a thousand, unless there are more commas like it
+_ENDS = r"(?=ff?\b|(?!\.?[^\W_]))"  # end of a number: not 3.5, not 2nd, not 2027.pdf
+# a single comma before three digits is a thousands separator, unless more commas follow
 _ITEM = re.compile(
     rf"(?P<first>(?<!,)\d{{1,2}},\d{{3}}(?!,?\d)|\d{{1,6}}){_ENDS}"
     rf"(?:\s*(?:[{DASH}]|\.{{2,3}}|…|to\b)\s*(?:(?:pp?\.?|ll?\.?)\s*)?(?P<last>\d{{1,6}}){_ENDS})?(?:\s?ff?\b\.?)?\s*\??",
@@ -40,7 +40,7 @@ _PREFIX = re.compile(
     re.IGNORECASE,
 )
 _FILE = re.compile(r"\w\.[a-z]\w{0,4}[\"'”’*_`]*+[\s,:]*+\Z", re.IGNORECASE)
-# What may follow a page number without saying anything about the claim
+# text that may follow a page number without being part of the claim
 _DETAIL = re.compile(
     r"\W*+(?:(?<=[\s,])(?:table|tab|fig|figure|box|note|footnote|fn|lines?|l|para|paragraph|section|col)\b"
     r"[^;]*+|(?<=§).*+)?(?:and\b)?\W*+",
@@ -52,11 +52,11 @@ _EDGE = f" \t\n,:;({_QUOTES}"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something stands.
+    """A cited place in a document.
 
-    `label` is that of the section ("12", "Methods", "41-80"); of pages and lines it may be a range. It is empty where
-    a model began a citation and named no place. `document` is empty where there is only one; it may be one that
-    nobody knows, as a model wrote it.
+    `label` is that of the section ("12", "Methods", "41-80"); for pages and lines it may be a range. It is empty if a
+    model began a citation without a place. `document` is empty if there is only one document. It may be an unknown
+    name, as the model wrote it.
     """
 
     unit: Unit
@@ -65,26 +65,26 @@ class Place:
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """First and last number of a page, a line or a range of them."""
+        """Return the first and last number of a page, a line or a range of them."""
         found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", self.label) if SIGNS[self.unit] != "§" else None
         return (int(found[1]), int(found[2] or found[1])) if found else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A sign with what leads it and what follows it."""
+    """A sign with the text before and after it."""
 
     name: str
-    is_known: bool  # or empty
+    is_known: bool  # the name is known or empty
     sign: re.Match[str]
-    labels: tuple[str, ...]  # numbers; of a heading none
-    rest: str  # behind the numbers; of a heading all of it
+    labels: tuple[str, ...]  # numbers; empty for a heading
+    rest: str  # text after the numbers; for a heading, all text after the sign
 
 
 class Reader:
-    """Reads the insides of brackets. `documents`: their names; they count without their ending too.
+    """Parser of bracket contents. `documents` are their names, also accepted without the file suffix.
 
-    With "" among them there is only one document, and its places have no name, whatever words lead them.
+    If "" is among them, there is only one document. Its places have no document name, whatever text precedes them.
     """
 
     def __init__(self, documents: Sequence[str] = ()) -> None:
@@ -100,10 +100,10 @@ class Reader:
         self._begins = re.compile(rf"(?:{names})[\s,:]+(?:pp?\.|ll?\.|§)", re.IGNORECASE) if names else None
 
     def read(self, inside: str, *, is_round: bool = False, is_open: bool = False, is_code: bool = False) -> list[Place]:
-        """The places that it names, also of documents that nobody knows; none if it is no citation.
+        """Return the named places, also those of unknown documents; [] if the text is no citation.
 
-        Round brackets are most often text: there all must be understood. So are those that nobody closed: there the
-        sign or a known name comes first. In what looks like code "p1" is text.
+        Text in round brackets or in an unclosed bracket is rarely a citation. In round brackets all of it must be
+        parsed; in unclosed brackets a sign or a known name must come first. In code, "p1" is text.
         """
         places: list[Place] = []
         signs = [sign for sign in _SIGN.finditer(inside) if not (is_code and sign["bare"])]
@@ -117,13 +117,13 @@ class Reader:
 
     def _groups(self, inside: str, signs: Sequence[re.Match[str]], *, is_strict: bool) -> list[_Group]:
         groups: list[_Group] = []
-        at = 0  # what stands before it is read
+        at = 0  # offset up to which the text is parsed
         for sign in signs:
             if sign.start() < at:
                 continue
             before, text = groups[-1] if groups else None, inside[at : sign.start()]
             labels, end = ((), sign.end()) if _is_titled(sign) else self._labels(inside, sign)
-            if before is not None and _is_titled(before.sign) and ";" not in text:  # a heading goes on until then
+            if before is not None and _is_titled(before.sign) and ";" not in text:  # a heading continues until then
                 if labels and _is_paged(text, sign, inside[end:], before, is_strict=is_strict):
                     groups[-1], at = replace(before, sign=sign, labels=labels, rest=inside[end:]), end
                 continue
@@ -140,9 +140,9 @@ class Reader:
         return groups
 
     def _lead(self, text: str, before: _Group | None, *, is_strict: bool) -> tuple[str, bool, int] | None:
-        """The document that a sign is about, whether it is known, and where in the text the group before it ends.
+        """Return the document of a sign, whether it is known, and the end of the previous group in the text.
 
-        None where the sign begins no group: "p. 9, line 3" is about one page.
+        Return None if the sign begins no group: "p. 9, line 3" names one page.
         """
         cut = text.rfind(";")
         own = text[cut + 1 :]
@@ -161,7 +161,7 @@ class Reader:
         return ("" if self._is_one and not is_file else name, False, end) if is_loose or is_file else None
 
     def _labels(self, text: str, sign: re.Match[str]) -> tuple[tuple[str, ...], int]:
-        """Numbers and ranges behind a sign, and where they end."""
+        """Return the numbers and ranges after a sign, and their end."""
         labels: list[str] = []
         at = end = sign.end()
         while item := _ITEM.match(text, at):
@@ -185,20 +185,20 @@ def _is_page(sign: re.Match[str]) -> bool:
 
 
 def _is_plain(sign: re.Match[str]) -> bool:
-    """Whether nothing else can be meant by a sign: behind words that nobody knows "p53" and "chapter 3" are text."""
+    """True if a sign is unambiguous: after unknown words, "p53" and "chapter 3" are text."""
     behind = sign.string[sign.end() : sign.end() + 1]
     return bool(sign["heading"]) or (not (sign["bare"] or sign["word"]) and behind.isdigit())
 
 
 def _is_paged(text: str, sign: re.Match[str], rest: str, heading: _Group, *, is_strict: bool) -> bool:
-    """Whether a heading with this text ends with a page, which says more exactly where: "Section 4, p. 3"."""
+    """True if a heading is followed by a page, which is more precise: "Section 4, p. 3"."""
     is_last = text.rstrip().endswith((",", ":", "(")) and not any(c.isalnum() for c in rest)
     is_text = is_strict and heading.sign["word"] and any(c.isalpha() for c in text)  # "(section 4 of it, p. 3)"
     return is_last and not is_text and _is_page(sign) and _is_plain(sign)
 
 
 def _in_square(group: _Group) -> list[Place]:
-    """What a group in square brackets names. A number that cannot be read is a label as it stands."""
+    """Return the places of a group in square brackets. A number that cannot be parsed becomes a label unchanged."""
     if _is_titled(group.sign):
         label = clean((group.sign[0] if group.sign["word"] else "") + group.rest)
         return [Place("heading", label, group.name)] if label else []
@@ -211,10 +211,10 @@ def _in_square(group: _Group) -> list[Place]:
 
 
 def _in_round(group: _Group) -> list[Place]:
-    """What a group in round brackets names, where nothing in it is left over: "(p. 9)", not "(p53)", "(p.05)"."""
+    """Return the places of a group in round brackets if all of it is parsed: "(p. 9)", not "(p53)", "(p.05)"."""
     sign = group.sign
     behind = sign.string[sign.end() :]
-    if sign["heading"]:  # a law has numbers: "(§ 433)"
+    if sign["heading"]:  # laws have numbers: "(§ 433)"
         label = clean(group.rest)
         return [Place("heading", label, group.name)] if label[:1].isalpha() else []
     is_glued = sign["bare"] and not sign[0][-1].isspace()

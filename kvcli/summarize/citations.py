@@ -1,4 +1,4 @@
-"""Citations in an answer: found however a model writes them, and written back in one form, with "?" where doubtful.
+"""Find citations in an answer in any spelling, and write them in one format, with "?" if doubtful.
 
 [p. 9, 41]   [p. 9-11]   [pp. 3 and 4]   (page 9)   [§ Methods]   [l. 41-80]   [a.pdf p. 3; b.pdf p. 4]
 """
@@ -16,11 +16,12 @@ from kvcli.summarize.citation_places import Place, Reader
 
 __all__ = ["Bracket", "Place", "clean", "find", "same", "without", "write"]
 
-LONGEST = 300  # characters of a bracket; what is longer is text
+LONGEST = 300  # characters of a bracket; longer brackets are text
 
-_CODE = frozenset(string.ascii_letters + string.digits + "_\\}")  # no space behind them: a[p1], \\cite{p. 1}, x_{p. 1}
+# characters before a bracket in code, without a space: a[p1], \\cite{p. 1}, x_{p. 1}
+_CODE = frozenset(string.ascii_letters + string.digits + "_\\}")
 _WIDE = "\N{FULLWIDTH LEFT SQUARE BRACKET}", "\N{FULLWIDTH RIGHT SQUARE BRACKET}"
-# Each ends where one of its kind or a square one begins: otherwise rows of open brackets would take squares
+# Each pattern ends at a bracket of its kind or a square one; otherwise rows of open brackets would take quadratic time.
 _OTHERS = "".join(
     f"|{re.escape(a)}([^{re.escape(a + b)}\\[\\]\\n]{{1,{LONGEST}}}){re.escape(b)}"
     for a, b in (("【", "】"), ("⟦", "⟧"), _WIDE, ("{", "}"))
@@ -41,13 +42,13 @@ class Bracket:
 
 
 def find(text: str, documents: Sequence[str] = ()) -> list[Bracket]:
-    """All citations in order; those with only spaces or a comma between them are one. Never raises.
+    """Find all citations in order; citations separated only by spaces or a comma are merged. Never raises.
 
-    `documents`: names that may stand before a place. A place of another name is found too, and is nowhere. With ""
-    among them there is one document: what leads a place names it, unless it looks like another file.
+    `documents` are names that may precede a place. A place with another name is found too, but matches no document. If
+    "" is among them, there is one document: text before a place names it, unless it looks like another file.
     """
     reader = Reader(documents)
-    found: list[list[tuple[int, int, list[Place]]]] = []  # side by side
+    found: list[list[tuple[int, int, list[Place]]]] = []  # adjacent citations
     for match in _BRACKET.finditer(text):
         is_open = match[1] is not None and not match[0].endswith("]")
         is_curly, is_glued = match[0].startswith("{"), text[max(0, match.start() - 1) : match.start()] in _CODE
@@ -64,7 +65,7 @@ def find(text: str, documents: Sequence[str] = ()) -> list[Bracket]:
 
 
 def write(places: Sequence[Place], doubtful: Collection[Place] = ()) -> str:
-    """One bracket for all places; those that are doubtful with a question mark."""
+    """Return one bracket for all places, with a question mark after doubtful ones."""
     groups = []
     for (document, sign), group in groupby(places, key=lambda p: (p.document, SIGNS[p.unit])):
         labels = [clean(p.label) + "?" * (p in doubtful or not p.label) for p in group]
@@ -75,7 +76,7 @@ def write(places: Sequence[Place], doubtful: Collection[Place] = ()) -> str:
 
 
 def without(text: str, brackets: Sequence[Bracket]) -> str:
-    """The text without these, and without the spaces before them."""
+    """Return the text without these brackets and the spaces before them."""
     kept, at = [], 0
     for bracket in brackets:
         kept.append(text[at : bracket.start].rstrip(" "))
@@ -84,7 +85,7 @@ def without(text: str, brackets: Sequence[Bracket]) -> str:
 
 
 def same(label: str) -> str:
-    """What two spellings of a heading have in common: letters and digits, in one case. C++ is not C#."""
+    """Return a normalized heading: letters and digits in one case. C++ differs from C#."""
     return "".join(c for c in label.casefold().lstrip("# ") if c.isalnum() or c in "+#")
 
 

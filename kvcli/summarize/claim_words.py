@@ -1,4 +1,4 @@
-"""What a claim and a page are compared by: numbers, names and the other words that mean something."""
+"""Words for comparing a claim with a page: numbers, names and other content words."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from kvcli.summarize.units import CJK, LETTER, heads
 _WORD = rf"{CJK}|{LETTER}+(?:['’.,]{LETTER}+)*"
 _TOKEN = re.compile(rf"(?P<number>{NUMBER})|{_WORD}", re.IGNORECASE)
 _FULL = r"\u3002\uff01\uff1f"  # full stop, exclamation and question mark of Chinese and Japanese
-_HEADED = r"(?m:^#{1,6}[ \t][^\n]*(?:\n|\Z))"  # a heading of markdown is a sentence, and so is each item of a list
+_HEADED = r"(?m:^#{1,6}[ \t][^\n]*(?:\n|\Z))"  # a markdown heading is a sentence, and so is each list item
 _DOTS = (
-    rf"(?<![.!?…{_FULL}])[.!?…{_FULL}]+[\"')\]”’»]*(?=\s|\Z)"  # begun at the first dot only, else a row takes squares
+    # starts at the first dot only, otherwise a row of dots takes quadratic time
+    rf"(?<![.!?…{_FULL}])[.!?…{_FULL}]+[\"')\]”’»]*(?=\s|\Z)"
 )
 _ENDS = re.compile(rf"{_HEADED}|{_DOTS}|[{_FULL}]|\n\s*\n|\n(?=\s*(?:[-*•–]|\d+[.)])\s)")
 _STARTS = re.compile(rf"(?:\A|[.!?:…{_FULL}]|\n\s*\n)[\s\"'(“\u2018«*#•–-]*\Z")
@@ -36,30 +37,30 @@ ABBREVIATED = frozenset(
     "dr mr mrs ms prof no nos vs fig figs p pp st e.g i.e approx inc ltd co cf etc al jr sr".split()
 )
 PRONOUNS = frozenset("he she it they this these those such both its their his her".split())
-NEAR = 16  # characters before a dot that say whether it ends a sentence: more than any abbreviation has
+NEAR = 16  # characters before a dot that are checked for an abbreviation: longer than any abbreviation
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """One word as it is compared, and where it stands."""
+    """One word in its normalized form, with its position."""
 
     key: str
     start: int
     end: int
     is_capital: bool = False
-    leads: bool = False  # a sentence
+    leads: bool = False  # begins a sentence
     is_number: bool = False
-    is_bare: bool = False  # a number without a unit in a row or a column of them
+    is_bare: bool = False  # a number without a unit, in a line or column of numbers
 
     @property
     def stands_out(self) -> bool:
-        """By a capital that is not there because a sentence begins."""
+        """True if a word has a capital letter and does not begin a sentence."""
         return self.is_capital and not self.leads
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A sentence: text[start:end] of its passage, with what it says."""
+    """A sentence: text[start:end] of its passage, with its normalized words."""
 
     start: int
     end: int
@@ -68,10 +69,10 @@ class Unit:
 
 
 def words(text: str) -> list[Word]:
-    """All words that mean something. Citations in the text are no part of it."""
+    """Return all content words of a text, without its citations."""
     text = blank(text)
     found: list[Word] = []
-    over = 0  # what stands before it is said
+    over = 0  # end of the last number with its unit
     for match in _TOKEN.finditer(text):
         if match.start() < over:
             continue
@@ -88,12 +89,12 @@ def words(text: str) -> list[Word]:
 
 
 def blank(text: str) -> str:
-    """The text with spaces for its citations: page numbers in them are no numbers that it tells.
+    """Return the text with spaces in place of its citations, because their page numbers are no content.
 
-    One of another text ("[Smith 2020, p. 45]") stays: a claim may tell of it.
+    A citation of another text ("[Smith 2020, p. 45]") is kept, because a claim may mention it.
     """
     kept, at = [], 0
-    for bracket in find(text.replace("\n", " ")):  # one may be broken over two lines
+    for bracket in find(text.replace("\n", " ")):  # a citation may be broken over two lines
         if any(place.document for place in bracket.places):
             continue
         kept += [text[at : bracket.start], " " * (bracket.end - bracket.start)]
@@ -102,7 +103,7 @@ def blank(text: str) -> str:
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """Spans of sentences and list items. One that leans on the one before it ("It ...") is one with it."""
+    """Return spans of sentences and list items. A sentence with a leading pronoun ("It ...") joins the one before."""
     spans: list[tuple[int, int]] = []
     at = 0
     for match in [*_ENDS.finditer(text), None]:
@@ -123,7 +124,7 @@ def sentences(text: str) -> list[tuple[int, int]]:
 
 
 def units(text: str) -> list[Unit]:
-    """The sentences of a text with their words. A bare number of a table may have the unit of any column."""
+    """Return the sentences of a text with their words. A bare number of a table may have the unit of any column."""
     found, inside, columns = [], words(text), heads(text)
     i = 0
     for start, end in sentences(text):
@@ -137,16 +138,16 @@ def units(text: str) -> list[Unit]:
 
 
 def n_words(text: str) -> int:
-    """All of them, also those that say nothing."""
+    """Count all words, including stop words."""
     return sum(1 for _ in re.finditer(_WORD, text))
 
 
 def _keys(raw: str) -> list[tuple[str, bool]]:
-    """How a word is compared: (key, whether it is a number). None of a word that says nothing."""
-    raised = re.sub(r"(?<=\d)(?=[\u2070\u00b9\u00b2\u00b3\u2074-\u2079])", "^", raw)  # x10⁶ is no x106
+    """Return (key, is number) pairs of a word; [] for a stop word."""
+    raised = re.sub(r"(?<=\d)(?=[\u2070\u00b9\u00b2\u00b3\u2074-\u2079])", "^", raw)  # x10⁶ is not x106
     plain = unicodedata.normalize("NFKC", raised).casefold().replace("’", "'").replace("\u00ad", "")
     plain = plain.removesuffix("'s").strip("_'.,")
-    if any(c.isdigit() for c in plain):  # a code, as K482 or 3rd
+    if any(c.isdigit() for c in plain):  # a code, such as K482 or 3rd
         return [(plain, True)]
     if "." in plain or "," in plain:  # words without a space between them
         return [pair for part in re.split(r"[.,]", plain) if part for pair in _keys(part)]
@@ -154,7 +155,7 @@ def _keys(raw: str) -> list[tuple[str, bool]]:
 
 
 def stem(word: str) -> str:
-    """A word without the endings that number and tense give it in English. Light: it never joins two nouns."""
+    """Return a word without English endings of number and tense. The stemming is light: it never merges two nouns."""
     for ending, instead in (("ies", "y"), ("ing", ""), ("ed", ""), ("es", ""), ("s", "")):
         if word.endswith(ending) and len(word) - len(ending) >= 3 and not word.endswith("ss"):
             word = word[: -len(ending)] + instead

@@ -1,4 +1,4 @@
-"""A summary, or the plan of one, as the document that --json writes."""
+"""Build the JSON documents of `--json`: a summary, the plan of one, or extracted text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def extract_document(sources: Sequence[SourceFacts], documents: Sequence[Document]) -> ExtractDocument:
-    """`kvcli.extract/1`; `sources` are the facts of `documents` in order."""
+    """Return `kvcli.extract/1`; `sources` are the facts of `documents` in order."""
     return ExtractDocument(
         kvcli=__version__,
         documents=[
@@ -41,7 +41,7 @@ def extract_document(sources: Sequence[SourceFacts], documents: Sequence[Documen
 def summary_document(
     summary: Summary, sources: Sequence[SourceFacts], turns: Sequence[TurnDocument]
 ) -> SummaryDocument:
-    """`kvcli.summary/1`; `turns` are the documents of `summary.turns` in order."""
+    """Return `kvcli.summary/1`; `turns` are the documents of `summary.turns` in order."""
     told = [
         SummaryTurn(parts=answered.parts, merge=answered.is_merge, cached=answered.is_cached, turn=turn)
         for answered, turn in zip(summary.turns, turns, strict=True)
@@ -83,7 +83,7 @@ def plan_document(plan: Plan, sources: Sequence[SourceFacts]) -> SummaryPlanDocu
 
 
 def source_facts(document: Document, path: str, tokens: int | None = None, *, name: str = "") -> SourceFacts:
-    """`name` is that of citations, if it is not the document's own."""
+    """Return the facts of a document; `name` is its name in citations, if it differs from the document's."""
     return SourceFacts.from_attributes(
         document,
         path=path,

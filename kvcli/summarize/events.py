@@ -1,4 +1,4 @@
-"""What happens while a summary is made, in order. Live, Read and Text of a turn come between its two ends."""
+"""Events of a summary, in order. Live, Read and Text events of a turn come between its begin and end events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcli.summarize.result import Answered, Point, Summary
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """First of all, before anything is read."""
+    """First event, before any prefill."""
 
     plan: Plan
 
@@ -22,7 +22,7 @@ class PartBegan:
     part: Part
     of: int
     prompt: int  # tokens
-    is_cached: bool  # from an earlier run: nothing is read
+    is_cached: bool  # answer of an earlier run: no prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class PartEnded:
     of: int
     points: tuple[Point, ...]
     answered: Answered
-    seconds: float  # of this run; next to none for a part from the cache
+    seconds: float  # time in this run; near zero for a cached part
 
 
 @dataclass(frozen=True, slots=True)
 class MergeBegan:
     number: int
-    n_points: int  # that become one summary
+    n_points: int  # points that the merge combines
     prompt: int  # tokens
     is_cached: bool
 
@@ -52,25 +52,25 @@ class MergeEnded:
 
 @dataclass(frozen=True, slots=True)
 class PointReady:
-    """A point of the final summary, checked; it will not change any more."""
+    """A checked point of the final summary; it does not change any more."""
 
     point: Point
 
 
 @dataclass(frozen=True, slots=True)
 class CacheWriteFailed:
-    """The first answer that could not be kept; `why` is among the summary's notes too."""
+    """Event of the first answer that could not be saved; `why` is among the summary's notes too."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Cancelled; last event."""
+    """Last event of a cancelled run."""
 
     done: int  # parts
     of: int
-    is_kept: bool  # each part that is done lies in the cache
+    is_kept: bool  # True if each finished part is in the cache
 
 
 @dataclass(frozen=True, slots=True)

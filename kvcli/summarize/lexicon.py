@@ -1,4 +1,4 @@
-"""What the words of a text are worth, and which of a claim's words a sentence must have."""
+"""Weights of the words of a text, and the words of a claim that a sentence must have."""
 
 from __future__ import annotations
 
@@ -13,41 +13,44 @@ from kvcli.summarize.claim_words import Unit, Word, n_words, words
 
 Kind = Literal["number", "name", "word"]
 
-MOST_CAPITALS = 0.25  # of all words inside sentences; with more (German, titles) a capital says nothing about names
-UNSEEN = 2.0  # weight of a word that no sentence has, most often the writer's own: less than that of a rare word
+MOST_CAPITALS = 0.25  # share of words inside sentences; above it (German, titles) capitals do not indicate names
+UNSEEN = 2.0  # weight of a word that no sentence has, often the model's own word: less than that of a rare word
 
-# Times the weight of the rarest word. At 1 a false name passes on two true words behind it; at 3 a true claim of four
-# words behind a new one is doubted if it leaves a name out
+# Factor on the weight of the rarest word. At 1 a false name passes with two true words after it; at 3 a true claim of
+# four words after a new one is doubted if it leaves out a name.
 IN_FRONT = 2.0
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a sentence must have of some words: all `musts`, and a share of the weights of the `others`."""
+    """Requirements on a sentence for some words: all `musts`, and a share of the weights of the `others`."""
 
     musts: Mapping[str, float]
     others: Mapping[str, float]
     foreign: frozenset[str]  # names of the text that are not among the words
-    in_front: float  # weight of a new word with a capital that begins the claim, if it may stand for one of those
+    in_front: float  # weight of a new capitalized word that begins the claim, if it may replace a foreign name
 
     def share(self, unit: Unit) -> float:
-        """Of the others alone: numbers and names among them would confirm what no sentence says of them."""
+        """Return the share of the other words that the sentence has.
+
+        Numbers and names are excluded, because their weight would confirm words that no sentence has.
+        """
         stands_for_a_name = self.in_front > 0 and not self.foreign.isdisjoint(unit.keys)
         total = sum(self.others.values()) + (self.in_front - UNSEEN if stands_for_a_name else 0.0)
         return _inside(self.others, unit) / total if total > 0 else 1.0
 
     def overlap(self, unit: Unit) -> float:
-        """Weight of all words that the sentence has."""
+        """Return the weight of all words that the sentence has."""
         return _inside(self.musts, unit) + _inside(self.others, unit)
 
 
 @dataclass(frozen=True)
 class Lexicon:
-    """The words of a text: those that few sentences have weigh most."""
+    """Words of a text with weights: words in few sentences weigh most."""
 
     texts: tuple[str, ...]
-    counts: Counter[str]  # key -> sentences
-    n: int  # sentences
+    counts: Counter[str]  # key -> number of sentences
+    n: int  # number of sentences
 
     @classmethod
     def of(cls, texts: Sequence[str], sentences: Iterable[Unit]) -> Lexicon:
@@ -66,7 +69,7 @@ class Lexicon:
         )
 
     def weight(self, key: str) -> float:
-        """ln(1 + sentences / those with it)."""
+        """Return ln(1 + sentences / sentences with the key)."""
         return math.log(1 + self.n / self.counts[key]) if self.counts[key] else UNSEEN
 
     def kind(self, word: Word) -> Kind:
@@ -82,12 +85,12 @@ class Lexicon:
 
     @cached_property
     def _capital(self) -> frozenset[str]:
-        """Words with a capital inside a sentence."""
+        """Words with a capital letter inside a sentence."""
         return frozenset(word.key for word in self._words if word.stands_out)
 
     @cached_property
     def _small(self) -> frozenset[str]:
-        """Words that also come without one: no names."""
+        """Words that also occur without a capital letter, so they are no names."""
         return frozenset(w.key for w in self._words if not w.is_capital and not w.leads and not w.is_number)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a merge reads of the summaries of parts, which of them at once, and which places it may cite."""
+"""Inputs of a merge: which part summaries are merged together, their text, and the places that may be cited."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcli.summarize.result import Point
 
 
 def grouped(found: Sequence[Sequence[Point]], size: Callable[[list[str]], int], room: int) -> list[list[int]]:
-    """Which summaries are merged at once: as many as `room` tokens hold, two at least. `size` counts the question."""
+    """Group summaries to merge at once: as many as fit into `room` tokens, at least two. `size` adds the question."""
     made: list[list[int]] = [[]]
     for i in range(len(found)):
         texts = [for_merge(p) for j in [*made[-1], i] for p in found[j]]
@@ -21,13 +21,13 @@ def grouped(found: Sequence[Sequence[Point]], size: Callable[[list[str]], int], 
 
 
 def for_merge(point: Point) -> str:
-    """A point as the merge reads it: with the citations that hold."""
+    """Return a point as input of a merge, with its confirmed citations."""
     places = list(dict.fromkeys(cite.place for cite in point.cites if cite.confirmed))
     return f"{point.text.removesuffix('.')} {write(places)}." if places else point.text
 
 
 def cited(points: Sequence[Point], passages: Sequence[Passage]) -> list[Passage]:
-    """The passages that a merge may cite: those that the points before it cite."""
+    """Return the passages that a merge may cite: those that its input points cite."""
     places = [passage.place for passage in passages]
     confirmed = {cite.place for point in points for cite in point.cites if cite.confirmed}
     allowed = {i for place in confirmed for i in named(place, places)}

@@ -1,4 +1,4 @@
-"""Numbers as they are compared: with their sign and scale, and again with their unit."""
+"""Normalize numbers for comparison, with sign and scale, and also with their unit."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ COUNTED = {
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "mn": 6, "billion": 9, "bn": 9, "trillion": 12}
 LETTERS = {"k": 3, "m": 6, "b": 9, "t": 12}  # scales, as in $1.2M
 
-_GAP = "[ \u00a0\u2009\u202f'’]"  # between groups of three
-_NO_ROW = "".join(rf"(?<!\b\d{{{n}}}{_GAP})" for n in (1, 2, 3))  # "12 340 7" of a table are three numbers
+_GAP = "[ \u00a0\u2009\u202f'’]"  # between groups of three digits
+_NO_ROW = "".join(rf"(?<!\b\d{{{n}}}{_GAP})" for n in (1, 2, 3))  # "12 340 7" in a table is three numbers
 _GROUPED = rf"{_NO_ROW}(?!0)\d{{1,3}}(?:{_GAP}\d{{3}}(?!\d)){{1,6}}(?!{_GAP}\d)(?:[.,]\d+)?"
 _DIGITS = rf"{_GROUPED}|\d+(?:[.,]\d+)*|(?<![\w.,])\.\d+"
 _POWER = r"\^[-\u2212]?\d+|[\u207a\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+"
@@ -47,9 +47,9 @@ _CELL = re.compile(r"[ \t]*(?:[|\t]|\Z|\n(?!\s{0,9}[a-z])|[-+\u2212]?\.?\d)")
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """A number, and again with its unit if it has one. Where it ends, and where its unit does.
+    """A number, and also with its unit if it has one; the end of the number, and the end of its unit.
 
-    `is_bare`: without a unit and in a row or a column of numbers, whose head may have the unit.
+    `is_bare`: the number has no unit and is in a line or column of numbers, whose header may have the unit.
     """
 
     keys: tuple[str, ...]
@@ -59,9 +59,9 @@ class Amount:
 
 
 def read(match: re.Match[str]) -> Amount:
-    """What a match of NUMBER says.
+    """Return the amount of a match of NUMBER.
 
-    5 million and 5,000,000 are one, so are 5 m and 5 metres; 5 and 5 million are not, nor are 5 g and 5 mg.
+    5 million equals 5,000,000, and 5 m equals 5 metres. 5 differs from 5 million, and 5 g from 5 mg.
     """
     text, money = match.string, (match["money"] or "").strip()
     number, end = _first(match)
@@ -76,7 +76,7 @@ def read(match: re.Match[str]) -> Amount:
 
 
 def _first(match: re.Match[str]) -> tuple[str, int]:
-    """The number before its scale: of digits, or of words up to ninety-nine. And where it ends."""
+    """Return the number before its scale (digits, or words up to ninety-nine), and its end."""
     if match["digits"]:
         power = unicodedata.normalize("NFKC", match["power"] or "").lstrip("^+").replace("\u2212", "-")
         return plain(match["digits"]) + (f"^{power}" if power else ""), match.end()
@@ -89,7 +89,7 @@ def _first(match: re.Match[str]) -> tuple[str, int]:
 
 
 def _scaled(number: str, text: str, end: int, is_money: bool) -> tuple[str, int]:
-    """The number with the scales behind it. A letter is one where it touches the number, or where money has one."""
+    """Return the number with the scales after it. A letter is a scale if it touches the number, or with a currency."""
     if number.count(".") > 1 or "^" in number:
         return number, end
     letter = (_MONEY_SCALE if is_money else _LETTER_SCALE).match(text, end)
@@ -101,14 +101,17 @@ def _scaled(number: str, text: str, end: int, is_money: bool) -> tuple[str, int]
 
 
 def _shifted(number: str, zeros: int) -> str:
-    """A number times a power of ten, exactly."""
+    """Return a number times a power of ten, exactly."""
     whole, _, rest = number.partition(".")
     digits = rest.ljust(zeros, "0")
     return _joined(whole + digits[:zeros], digits[zeros:])
 
 
 def plain(digits: str) -> str:
-    """One spelling of a number: 1,234 and 1 234 and 1234, 3,5 and 3.50, .5 and 0.5. 0.125 is no 125; 1.2.3 stays."""
+    """Return one spelling of a number: 1,234 and 1 234 and 1234, 3,5 and 3.50, .5 and 0.5.
+
+    0.125 differs from 125, and 1.2.3 is unchanged.
+    """
     text = unicodedata.normalize("NFKC", digits)
     closed = re.sub(_GAP, "", text)
     marks = re.findall(r"[.,]", closed)

@@ -1,4 +1,4 @@
-"""A document in parts that a model can read at once: they end at page, paragraph or sentence ends, in that order."""
+"""Split a document into parts that fit one prompt, at page ends, else paragraph ends, else sentence ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Count = Callable[[str], int]
 class Piece:
     """section.text[start:end] of one document."""
 
-    document: str  # its name, empty where there is only one
+    document: str  # document name; empty if there is only one
     unit: Unit
     section: Section
     start: int
@@ -35,14 +35,14 @@ class Piece:
 
     @property
     def text(self) -> str:
-        """What a model reads of it; of a whole section the very text that a chat about the document has."""
+        """Text of the piece in a prompt; a whole section has the same text as in a chat about the document."""
         text = self.section.text[self.start : self.end]
         return text.strip("\n") if text == self.section.text else text.strip()
 
 
 @dataclass(frozen=True, slots=True)
 class AsRead:
-    """Documents that a model has read already, as they stand in its prompt."""
+    """Documents that are in the KV cache already, as they are in its prompt."""
 
     text: str
     system: str | None = None  # the message before it
@@ -50,12 +50,12 @@ class AsRead:
 
 @dataclass(frozen=True)
 class Part:
-    """What is read at once. `number` counts from 1."""
+    """A part of the text for one prompt. `number` counts from 1."""
 
     number: int
     pieces: tuple[Piece, ...]
-    cite: bool = True  # pieces have marks
-    read: AsRead | None = None  # how all of it was, if it was
+    cite: bool = True  # True if pieces have marks
+    read: AsRead | None = None  # the earlier prompt of all of it, if there was one
 
     @cached_property
     def text(self) -> str:
@@ -63,7 +63,7 @@ class Part:
 
     @property
     def passages(self) -> list[Passage]:
-        """What citations are held against."""
+        """Passages that citations are compared with."""
         return [Passage(p.place, p.section.text[p.start : p.end], p.start) for p in self.pieces]
 
     @property
@@ -77,7 +77,7 @@ def shown(piece: Piece, cite: bool) -> str:
 
 
 def pieces_of(documents: Sequence[Document]) -> list[Piece]:
-    """All sections, whole. Names stand in citations only where there are several documents, and differ."""
+    """Return all sections, uncut. Citations have document names, made unique, only if there are several documents."""
     names = names_of(documents)
     return [
         Piece(name, document.unit, section, 0, len(section.text))
@@ -88,12 +88,12 @@ def pieces_of(documents: Sequence[Document]) -> list[Piece]:
 
 
 def cut(pieces: Sequence[Piece], most: int, count: Count, *, cite: bool = True, overlap: int = 0) -> list[Part]:
-    """Parts of at most `most` tokens each, about equally long; each repeats up to `overlap` of the one before it."""
+    """Return parts of at most `most` tokens, about equally long; each repeats up to `overlap` tokens of the last."""
     room = max(1, most - overlap)
     atoms = [atom for piece in pieces for atom in _atoms(piece, room, count, cite)]
     n = len(_packed(atoms, room))
     low, high = max((size for _, size in atoms), default=1), room
-    while low < high:  # the smallest parts that are no more in number
+    while low < high:  # find the smallest size that needs no more parts
         middle = (low + high) // 2
         low, high = (low, middle) if len(_packed(atoms, middle)) <= n else (middle + 1, high)
     packed = [_joined(group) for group in _packed(atoms, high)]
@@ -102,11 +102,11 @@ def cut(pieces: Sequence[Piece], most: int, count: Count, *, cite: bool = True, 
 
 
 def _atoms(piece: Piece, most: int, count: Count, cite: bool) -> Iterator[tuple[Piece, int]]:
-    """The piece itself if it is small enough, else what it falls into; each with its tokens."""
+    """Yield the piece itself if it is small enough, or else its fragments; each with its tokens."""
     todo = [piece]
     while todo:
         one = todo.pop(0)
-        size = count(shown(one, cite)) + 2  # and what stands between two
+        size = count(shown(one, cite)) + 2  # plus the separator between two
         halves = _halves(one) if size > most else []
         if halves:
             todo = [*halves, *todo]
@@ -115,7 +115,7 @@ def _atoms(piece: Piece, most: int, count: Count, cite: bool) -> Iterator[tuple[
 
 
 def _halves(piece: Piece) -> list[Piece]:
-    """Cut at the paragraph end nearest the middle; without any there at a sentence's, a line's, a word's, anywhere."""
+    """Cut at the paragraph end nearest the middle, or else at a sentence end, a line end, a word end, or anywhere."""
     text = piece.section.text
     inside = text[piece.start : piece.end]
     middle = len(inside) // 2
@@ -145,7 +145,7 @@ def _packed(atoms: Sequence[tuple[Piece, int]], most: int) -> list[list[Piece]]:
 
 
 def _joined(group: Sequence[Piece]) -> list[Piece]:
-    """Pieces of one section that follow each other are one again."""
+    """Merge consecutive pieces of one section."""
     found: list[Piece] = []
     for piece in group:
         last = found[-1] if found else None
@@ -157,7 +157,7 @@ def _joined(group: Sequence[Piece]) -> list[Piece]:
 
 
 def _tail(group: Sequence[Piece], most: int, count: Count, cite: bool) -> list[Piece]:
-    """The last sentences of a part, as many as have so many tokens."""
+    """Return the last sentences of a part, as many as fit into `most` tokens."""
     found: list[Piece] = []
     for piece in reversed(group) if most else ():
         text = piece.section.text
@@ -174,7 +174,7 @@ def _tail(group: Sequence[Piece], most: int, count: Count, cite: bool) -> list[P
 
 
 def names_of(documents: Sequence[Document]) -> list[str]:
-    """What citations call each document; nothing where there is only one."""
+    """Return the name of each document in citations; "" if there is only one."""
     if len(documents) < 2:
         return [""] * len(documents)
     names: list[str] = []
@@ -188,5 +188,5 @@ def names_of(documents: Sequence[Document]) -> list[str]:
 
 
 def spoken_names(documents: Sequence[Document]) -> list[str]:
-    """Names that may stand in citations; with "" before them where none has to, as there is only one document."""
+    """Return names that may be in citations, preceded by "" if there is only one document, whose name is optional."""
     return names_of(documents) if len(documents) > 1 else ["", *(document.name for document in documents)]

@@ -1,4 +1,4 @@
-"""How a summary will be made, known before it begins: in one piece or in parts, how many tokens, about how long."""
+"""Plan of a summary: whole or in parts, token counts, and estimated time and memory."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from kvcli.settings.profile import Profile
     from kvcli.summarize.result import Mode
 
-SLACK = 8  # tokens; two texts in a row may count for a few more than each by itself
-LEAST = 32  # tokens of text that a part must have room for
-SPOKEN = 0.5  # of what an answer may have; how much one has in general, for the estimate of time
+SLACK = 8  # tokens; two joined texts may have a few more tokens than separately
+LEAST = 32  # smallest capacity of a part, in tokens of text
+SPOKEN = 0.5  # typical length of an answer, as a share of its limit, for the estimate of time
 
 
 @dataclass(frozen=True)
 class PlanWindow:
-    """What a plan must know of a model. Tokens."""
+    """Facts about a model for a plan. All sizes are in tokens."""
 
     tokenizer: PreTrainedTokenizerBase
-    limit: int  # the window in use, prompt and answer
-    most: int | None = None  # of an answer, where the user said so
-    passes: Sequence[PassTime] = ()  # what passes take here; empty = not timed
-    foretell: Callable[[int], tuple[int, int]] | None = None  # tokens in memory -> peak and available bytes
-    reach: int | None = None  # what the model takes at all; None = not known
-    drafts: bool = False  # it drafts, so passes of one row are an upper end
+    limit: int  # context window in use, for prompt and answer
+    most: int | None = None  # length limit of an answer, if the user set one
+    passes: Sequence[PassTime] = ()  # pass times on this machine; empty: not measured
+    foretell: Callable[[int], tuple[int, int]] | None = None  # tokens in the KV cache -> peak and available bytes
+    reach: int | None = None  # the model's largest context window; None: unknown
+    drafts: bool = False  # speculative decoding is on, so the times of one-row passes are an upper bound
 
     @classmethod
     def of(cls, model: Model | TextSession, passes: Sequence[PassTime] = ()) -> PlanWindow:
@@ -52,32 +52,32 @@ class PlanWindow:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be read and written."""
+    """Parts, prompts and limits of a summary."""
 
     request: Request
     wording: Wording = field(repr=False)
     mode: Mode
-    why: str  # the mode, in words
+    why: str  # reason for the mode, in words
     unit: Unit
     parts: tuple[Part, ...] = field(repr=False)
-    tokens: int  # of the documents, with their marks
+    tokens: int  # tokens of the documents, with their marks
     prompts: tuple[int, ...]  # tokens of each part's prompt
-    merges: int  # turns after the parts, at most
-    answer: int  # tokens of an answer at most
-    limit: int  # tokens of the window
-    seconds: float | None  # about; None: nobody timed this model here
-    estimate: int = 0  # bytes at the peak; 0 = not estimated
+    merges: int  # largest number of turns after the parts
+    answer: int  # most tokens of an answer
+    limit: int  # tokens of the context window
+    seconds: float | None  # estimated; None: this model was not measured here
+    estimate: int = 0  # peak bytes; 0: not estimated
     available: int = 0  # bytes
-    drafts: bool = False  # `seconds` leaves out what drafts save
+    drafts: bool = False  # drafting is on; `seconds` does not include its savings
 
     @property
     def longest(self) -> int:
-        """Tokens of text of the longest part, with what is asked about it."""
+        """Tokens of the longest prompt."""
         return max(self.prompts)
 
 
 def most_of(profile: Profile) -> int | None:
-    """How long an answer may be, if somebody wrote that down."""
+    """Return the length limit of an answer if the profile sets one."""
     written = profile.origins["sample.max_new_tokens"] != "default"
     return profile.sample.max_new_tokens if written else None
 
@@ -89,9 +89,9 @@ def make_plan(
     wording: Wording | None = None,
     read: AsRead | None = None,
 ) -> Plan:
-    """Whole where it fits, else parts; whole where it was `read` so.
+    """Plan a whole prompt if it fits or if the documents were `read` so, or else parts.
 
-    Raises ContextOverflow where neither fits, BadInput without any text, and UsageError for what cannot be asked so.
+    Raises ContextOverflow if neither fits, BadInput without any text, and UsageError for options that conflict.
     """
     wording = wording or Wording()
     if read is not None and (wording.system is not None or wording.part is not None):
@@ -126,7 +126,7 @@ def make_plan(
 
 
 def _why(request: Request, *, is_longer: bool) -> str:
-    """Why it is read in parts."""
+    """Return the reason for reading in parts."""
     if request.mode == "map":
         return "as asked"
     if is_longer:
@@ -136,7 +136,7 @@ def _why(request: Request, *, is_longer: bool) -> str:
 
 @dataclass
 class _Desk:
-    """The numbers of one plan."""
+    """Numbers of one plan."""
 
     request: Request
     window: PlanWindow
@@ -151,7 +151,7 @@ class _Desk:
 
     @cached_property
     def marks(self) -> bool:
-        """Whether the text has the marks that a model copies."""
+        """True if the text has the marks that a model copies."""
         wanted = self.request.cite and self.wording.cites
         return wanted and (self.read is None or Part(1, tuple(self.pieces)).text == self.read.text)
 
@@ -159,11 +159,11 @@ class _Desk:
         return len(encode(self.window.tokenizer, text))
 
     def prompt(self, part: Part, of: int = 1) -> int:
-        """Tokens of the question about a part."""
+        """Return the tokens of the question about a part."""
         return self._size(part_messages(self.wording, self.request, part, self.unit, of))
 
     def cut(self, most: int | None) -> list[Part]:
-        """Parts whose prompts leave room for the answer; of at most `most` tokens of text."""
+        """Return parts whose prompts leave space for the answer, with at most `most` tokens of text."""
         around = self.prompt(Part(99, (), self.marks), 99) + SLACK
         room = self.window.limit - self.answer - around
         if room < LEAST:
@@ -201,7 +201,7 @@ class _Desk:
         )
 
     def _merges(self, n: int) -> int:
-        """Turns that make one summary of `n`, if every answer is as long as it may be."""
+        """Return the turns that merge `n` summaries, if each answer has its maximal length."""
         if n < 2 or not self.wording.merges:
             return 0
         around = self._size(merge_messages(self.request, [], self.unit)) + SLACK
@@ -213,7 +213,7 @@ class _Desk:
         return turns
 
     def _seconds(self, prompts: Sequence[int], merges: int) -> float | None:
-        """From measured passes: reading in the widest ones, answering in those of one row."""
+        """Estimate seconds from measured passes: the widest passes for prefill, one-row passes for decoding."""
         grid = by_rows(self.window.passes)
         if not grid:
             return None
@@ -229,7 +229,7 @@ class _Desk:
 
 
 def _wider(tokens: int, window: PlanWindow) -> list[str]:
-    """A window of so many tokens, where the model takes that many."""
+    """Return the `--ctx` hint for a larger context window, if the model supports it."""
     return [f"--ctx {tokens}"] if window.reach is None or tokens <= window.reach else []
 
 

@@ -1,4 +1,4 @@
-"""Points of an answer while it grows: each comes once, as soon as no later line can change it."""
+"""Points of an answer during generation: each is emitted once, as soon as no later line can change it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvcli.summarize.split import Raw, Splitter
 
 
 class PointStream:
-    """Points of an answer as it grows; where they are final, each is said at once.
+    """Incremental parser of an answer's points; final points are emitted at once.
 
-    `documents`: their names, where citations have them. `take`: what counts of an answer.
+    `documents` are their names in citations. `take` extracts the part of an answer that is used.
     """
 
     def __init__(
@@ -28,12 +28,12 @@ class PointStream:
         self.repeated = 0
         self._point_of, self._take, self._is_final = point_of, take, is_final
         self._splitter = Splitter(documents)
-        self._taken = 0  # characters of the answer, in whole lines
-        self._is_begun = False  # what follows them told already that the point before it is complete
-        self._n_raws = 0  # that became points
+        self._taken = 0  # parsed characters of the answer, in whole lines
+        self._is_begun = False  # the beginning of the next line has already completed the point before it
+        self._n_raws = 0  # raw points that became points
 
     def write(self, answer: str, *, whole: bool = False) -> Iterator[PointReady]:
-        """The points that are new in this answer, which goes on from the one before. `whole`: nothing follows."""
+        """Yield new points of this answer, which extends the one before. `whole` means that no text follows."""
         answer = self._take(answer)
         end = len(answer) if whole else max(self._taken, answer.rfind("\n", self._taken) + 1)
         if end > self._taken:
@@ -50,7 +50,7 @@ class PointStream:
         yield from self._add([self._point_of(raw) for raw in fresh])
 
     def forget(self) -> None:
-        """Begin anew: what was written so far turned out to be a thought."""
+        """Start over, because the text so far turned out to be a thought."""
         self.points, self._splitter = [], Splitter(self._splitter.documents)
         self._taken, self._is_begun, self._n_raws = 0, False, 0
 
@@ -65,7 +65,7 @@ class PointStream:
 
 
 def unique(points: Sequence[Point]) -> list[Point]:
-    """Without those that say again what one before them said."""
+    """Return the points without repetitions of earlier ones."""
     seen: set[str] = set()
     found = []
     for point in points:

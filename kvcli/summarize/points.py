@@ -1,4 +1,4 @@
-"""Points of a summary: what the model wrote, each citation checked against the words it stands for."""
+"""Points of a summary: text of the model, with each citation checked against the words it stands for."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvcli.summarize.claim_words import words
 from kvcli.summarize.result import Cite, Point
 from kvcli.summarize.split import Raw
 
-MOST = 12  # rows of places that are held against one statement; what has more is none
+MOST = 12  # distinct citations that are compared with one whole statement; more are ignored
 
 
 def pieces(point: str, brackets: Sequence[Bracket]) -> list[str]:
-    """The words that each citation stands for: those since the one before it, or all where these say nothing.
+    """Return the words that each citation stands for: those since the one before it, or all if those have no content.
 
-    Where the point begins with a citation, each stands for the words up to the next. Beyond MOST different ones, those
-    that would stand for all stand for nothing.
+    If the point begins with a citation, each stands for the words up to the next one. Beyond MOST different citations
+    for the whole point, the rest stand for nothing.
     """
     if not brackets:
         return []
@@ -48,15 +48,15 @@ def point_of(
     quotes: bool = False,
     places: bool = False,
 ) -> Point:
-    """One point with its citations checked; without a checker they stay as the model wrote them.
+    """Return one point with its citations checked; without a checker they are unchanged.
 
-    `places`: a point that came without any is given the one of where it stands.
+    With `places`, a point without citations gets the place that has it.
     """
     brackets = find(raw.text, documents)
     if places and checker is not None and not brackets and (found := checker.place(raw.text, quotes=quotes)):
         return Point(raw.text, f"{raw.text} {found.text}", found.cites, raw.kind, raw.level, raw.opens)
     cites: list[Cite] = []
-    # Each is asked once: many citations over words that say nothing all stand for the whole point
+    # each verdict is computed once: many citations without words of their own all stand for the whole point
     verdicts: dict[tuple[str, tuple[Place, ...]], Judged] = {}
     marked, at = [], 0
     for bracket, claim in zip(brackets, pieces(raw.text, brackets), strict=True):

@@ -1,4 +1,4 @@
-"""What was asked for: how long, in which style, about what, with which citations."""
+"""Request for a summary: length, style, focus and citations."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Style = Literal["bullets", "prose", "outline", "abstract"]
 Length = Literal["short", "medium", "long"]
 
 WORDS: dict[Length, int] = {"short": 100, "medium": 250, "long": 600}
-TOKENS_PER_WORD = 3  # at most: most languages need fewer, and citations take some
+TOKENS_PER_WORD = 3  # at most: most languages need fewer, and citations need some
 LEAST_CHUNK = 64  # tokens; less than a paragraph cannot be summarised
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The options of `kvcli summarize`. None = not asked, so that a model which follows none can refuse the rest."""
+    """The options of `kvcli summarize`. None means not set: a set option that the model does not follow is refused."""
 
     mode: Wish = "auto"
     length: Length | int | None = None  # int: words; None: medium
@@ -29,7 +29,7 @@ class Request:
     cite: bool = True
     check: bool = True
     quotes: bool = False
-    chunk: int | None = None  # tokens of a part at most; None: as many as the window holds
+    chunk: int | None = None  # most tokens of a part; None: as many as the context window holds
     overlap: int = 0  # tokens that a part repeats of the one before it
 
     def __post_init__(self) -> None:
@@ -37,12 +37,12 @@ class Request:
 
     @property
     def words(self) -> int:
-        """Of the whole summary, about."""
+        """Approximate words of the whole summary."""
         return self.length if isinstance(self.length, int) else WORDS[self.length or "medium"]
 
     @property
     def tokens(self) -> int:
-        """What one answer may have at most."""
+        """Most tokens of one answer."""
         return self.words * TOKENS_PER_WORD
 
     @property
@@ -51,7 +51,7 @@ class Request:
 
 
 def length_of(text: str) -> Length | int:
-    """`short`, `medium`, `long` or a number of words."""
+    """Parse `short`, `medium`, `long` or a number of words."""
     names: tuple[Length, ...] = get_args(Length)
     for name in names:
         if text == name:
@@ -77,7 +77,7 @@ def _refuse(request: Request) -> None:
     for flag, text in (("--focus", request.focus), ("--lang", request.lang)):
         if text is not None and not text.strip():
             raise UsageError(f"{flag} is empty", try_=[f"leave {flag} out"])
-        if text is not None and SURROGATE.search(text):  # what a shell passes on is bytes; a tokenizer takes only text
+        if text is not None and SURROGATE.search(text):  # a shell passes on bytes; a tokenizer takes only text
             raise UsageError(f"{flag} is not UTF-8, so no model can read it", try_=[f"{flag} in UTF-8"])
 
 

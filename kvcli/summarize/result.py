@@ -1,4 +1,4 @@
-"""What a summary is: points with their citations, where it came from, and the figures of every turn."""
+"""Summary: points with their citations, the way it was made, and the figures of every turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PointKind = Literal["bullet", "sentence", "heading"]
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """A sentence as it stands in a section: section.text[start:end]."""
+    """An exact sentence of a section: section.text[start:end]."""
 
     text: str
     start: int
@@ -25,11 +25,11 @@ class Quote:
 
 @dataclass(frozen=True, slots=True)
 class Cite:
-    """One place that a point names, after the check."""
+    """One place that a point cites, after the check."""
 
     place: Place
     confirmed: bool
-    instead_of: str | None = None  # what the model wrote, where the citation was corrected: "p. 3"
+    instead_of: str | None = None  # the model's citation, if it was corrected: "p. 3"
     quote: Quote | None = None
 
     @property
@@ -42,7 +42,7 @@ class Point:
     """One statement of a summary."""
 
     text: str  # without its citations
-    marked: str  # with them, as a summary shows it: doubtful ones with "?"
+    marked: str  # with its citations, as displayed: doubtful ones with "?"
     cites: tuple[Cite, ...] = ()
     kind: PointKind = "bullet"
     level: int = 0  # depth in an outline
@@ -55,12 +55,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One turn of the model: of a part, or of the merge."""
+    """One turn of the model: about a part, or a merge."""
 
     turn: Turn
-    parts: tuple[int, int]  # the first and the last part it is about, from 1
+    parts: tuple[int, int]  # its first and last part, from 1
     is_merge: bool
-    is_cached: bool  # from an earlier run; the figures are of then
+    is_cached: bool  # from an earlier run, whose figures it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Summary:
     n_parts: int
     turns: tuple[Answered, ...]
     notes: tuple[str, ...] = ()
-    checked: bool = True  # False: nobody held citations against pages
+    checked: bool = True  # False: citations were not compared with pages
 
     @property
     def cites(self) -> list[Cite]:
@@ -87,12 +87,12 @@ class Summary:
         return sum(cite.corrected for cite in self.cites)
 
     def markdown(self) -> str:
-        """The summary alone, quotations under their points where there are any."""
+        """Return the summary alone, with quotations under their points."""
         return written(self.points)
 
 
 def written(points: Sequence[Point]) -> str:
-    """Points as markdown."""
+    """Return points as markdown."""
     lines: list[str] = []
     for point in points:
         if point.kind == "sentence":

@@ -1,4 +1,4 @@
-"""Make a summary: read the parts, check what is said of them, make one summary of all. Everything comes as events."""
+"""Make a summary: prefill the parts, check the points about them, and merge the points. All results are events."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvcli.summarize.cache import Cache
     from kvcli.summarize.parts import Part
 
-QUOTES = 3  # sentences of a text that stand for a summary
+QUOTES = 3  # sentences of the text that replace an empty summary
 
 
 def summarize(
@@ -56,10 +56,10 @@ def summarize(
     cancel: Cancel | None = None,
     plan: Plan | None = None,
 ) -> Iterator[Event]:
-    """One summary of all documents together; `Planned` first, `Done` last, or `Stopped` where `cancel` said so.
+    """Yield events of one summary of all documents; `Planned` first, and `Done` last, or `Stopped` after `cancel`.
 
-    `plan`: made before, of the same documents. Raises UsageError for what the model does not follow, ContextOverflow
-    where nothing fits, and whatever the model's turns raise; with a cache, parts that were done stay done.
+    `plan` may be made before, for the same documents. Raises UsageError for options that the model does not follow,
+    ContextOverflow if nothing fits, and any error of the model's turns. With a cache, finished parts are kept.
     """
     if plan is None:
         request = request or Request()
@@ -70,27 +70,27 @@ def summarize(
     yield from _Run(model, plan, spoken_names(documents), cache, cancel or (lambda: False)).events()
 
 
-# The end of a sentence with what it cites, and brackets, in which there is none
+# end of a sentence with its citations; also brackets, because no sentence ends inside them
 _ENDS = re.compile(r"[\[(][^\])\n]*[\])]?|([.!?…\u3002\uff01\uff1f](?:\s*\[[^\[\]\n]*\])*)(?=\s)")
 
 
 class _Cancelled(Exception):
-    """A turn was cut short."""
+    """Raised when a turn was cancelled."""
 
 
 @dataclass
 class _Run:
-    """One summary under way."""
+    """A summary in progress."""
 
     model: Model | TextSession
     plan: Plan
-    names: list[str]  # that may stand in citations
+    names: list[str]  # names that may be in citations
     cache: Cache | None
     cancel: Cancel
     turns: list[Answered] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    unkept: str = ""  # why an answer could not be kept
-    n_said: int = 0  # points that went out, of those joined in order
+    unkept: str = ""  # reason why an answer could not be saved
+    n_said: int = 0  # emitted points, when parts are joined in order
 
     @property
     def request(self) -> Request:
@@ -132,7 +132,7 @@ class _Run:
         return pen.points
 
     def _one(self, found: list[list[Point]]) -> Generator[Event, None, list[Point]]:
-        """One summary of those of the parts: joined where that is no longer than asked, else by the model."""
+        """Merge the parts' summaries: joined in order if that is no longer than requested, or else by the model."""
         if silent := sum(not points for points in found):
             self.note(f"of {silent} of {len(found)} parts nothing is told: the model wrote nothing about them")
         n_words = sum(point.n_words for point in unique(_flat(found)))
@@ -159,7 +159,7 @@ class _Run:
         return found[0]
 
     def _joined(self, found: Sequence[Sequence[Point]]) -> Generator[Event, None, list[Point]]:
-        """All points in order, each once; those that are new go out."""
+        """Return all points in order without repetitions, and emit the new ones."""
         every = _flat(found)
         points = unique(every)
         if self.plan.wording.merges or len(found) == len(self.plan.parts):
@@ -170,7 +170,7 @@ class _Run:
         return points
 
     def _quoted(self) -> Generator[Event, None, list[Point]]:
-        """The first sentences of the text, as quotes, where a small model told nothing of it."""
+        """Return the first sentences of the text as quotes, if a small model wrote nothing about it."""
         if self.plan.wording.sentence is None:
             return []
         passages = [p for part in self.plan.parts for p in part.passages]
@@ -200,10 +200,10 @@ class _Run:
     def _turn(
         self, messages: Messages, kept: Turn | None, pen: PointStream, *, keeps_nothing: bool
     ) -> Generator[Event, None, Turn]:
-        """Ask, or take what an earlier run was told. The points come as soon as they are complete.
+        """Run a turn, or use the answer of an earlier run. Points are emitted as soon as they are complete.
 
-        `keeps_nothing`: an answer without points is kept as well. Of one part of several it says something; where it
-        is the summary, the next run is to ask again.
+        `keeps_nothing`: an answer without points is saved as well. For one part of several this is a result. If the
+        answer is the whole summary, the next run must ask again.
         """
         if kept is not None:
             yield from pen.write(kept.text, whole=True)
@@ -212,7 +212,7 @@ class _Run:
             raise _Cancelled
         said = ""
         ids = self._ids(messages)
-        # a small model that is kept from repeating what it read makes something up
+        # a small model makes things up if the repetition penalty keeps it from copying the text
         copies = self.plan.wording.sentence and self.model.profile.sample.repetition_penalty is None
         how = {"max_new_tokens": self.plan.answer, **({"repetition_penalty": 1.0} if copies else {})}
         events = self.model.stream(ids, cancel=self.cancel, messages=messages, **how)
@@ -224,7 +224,7 @@ class _Run:
                 if not said.startswith(turn.text):
                     pen.forget()
                 last = list(pen.write(turn.text, whole=True))
-                if pen.points or keeps_nothing:  # before the last points go out: whoever reads them may stop reading
+                if pen.points or keeps_nothing:  # saved first, because the consumer may stop iterating
                     yield from self._keep(messages, turn)
                 yield from last
                 return turn
@@ -235,9 +235,9 @@ class _Run:
         raise AssertionError("a stream ends with End")
 
     def _without_loop(self, turn: Turn, prompt: Sequence[int]) -> Turn:
-        """What was said before it went round in a loop, without the sentence in which that began.
+        """Return the turn without its loop, cut before the sentence in which the loop began.
 
-        Lines that were whole went out while it was said, and are kept with it: those of the loop say nothing new.
+        Lines that were complete have been emitted and are kept: lines of the loop are repetitions.
         """
         if turn.loop is None:
             return turn
@@ -266,12 +266,12 @@ class _Run:
         return len(self._ids(merge_messages(self.request, points, self.plan.unit)))
 
     def note(self, text: str) -> None:
-        """What to know of the summary, said once."""
+        """Add a note on the summary, unless it was added before."""
         if text and text not in self.notes:
             self.notes.append(text)
 
     def _pen(self, passages: Sequence[Passage], *, is_final: bool, places: bool = False) -> PointStream:
-        """From an answer to its points, citations checked against these passages; `places`: it was shown no marks."""
+        """Return an answer parser that checks citations against these passages; `places`: the prompt has no marks."""
         request, names = self.request, self.names
         checker = Checker(passages) if request.cite and request.check else None
         return PointStream(

@@ -1,8 +1,8 @@
-"""An answer as raw points, line by line: what later lines can still change is held back.
+"""Split an answer into raw points, line by line; points that later lines can change are held back.
 
-A bullet or a heading is a line, prose goes by sentences. A citation alone on a line belongs to the point above it;
-where the first one stands above its text, as marks in the prompt do, so do all, and each is about all points up to the
-next one, to a heading, or to a point with a citation of its own.
+A bullet or a heading is one line, and prose is split into sentences. A citation alone on a line belongs to the point
+above it. If the first citation is above its text, as marks in the prompt are, all are. Each then applies to all points
+up to the next citation, a heading, or a point with a citation of its own.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _ABOUT = re.compile(
 )
 _CLOSED = re.compile(r"[.!?…\u3002\uff01\uff1f][\"')\]”’»*_]*\Z")
 _CERTAIN = re.compile(rf"[ \t]*(?:(?:{_SIGN}|#{{1,6}})[ \t]+[*_]{{0,2}}[^\W_]|[^\W\d_])")
-WIDTH = 2  # spaces of one level
+WIDTH = 2  # spaces per level
 DEEPEST = 5
-LONGEST_TITLE = 8  # words of a first line without a full stop; what has more is a statement
-LONGEST_LEAD = 120  # characters of citations that several points take over: else long rows of them would take squares
+LONGEST_TITLE = 8  # words of a first line without a full stop; a longer line is a statement
+# characters of citations that several points share: otherwise long rows of them would take quadratic time
+LONGEST_LEAD = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Raw:
 
 
 def split(answer: str, documents: Sequence[str] = ()) -> list[Raw]:
-    """All points of an answer. A preface ("Here is ...:") is dropped."""
+    """Return all points of an answer. A preface ("Here is ...:") is dropped."""
     splitter = Splitter(documents)
     for line in answer.splitlines():
         splitter.feed(line)
@@ -57,22 +58,22 @@ def split(answer: str, documents: Sequence[str] = ()) -> list[Raw]:
 
 @dataclass
 class Splitter:
-    """Takes an answer by line. `found`: the points that no later line changes."""
+    """Line parser of an answer. `found`: the points that no later line can change."""
 
     documents: Sequence[str] = ()
     found: list[Raw] = field(default_factory=list)
-    _held: Raw | None = None  # may still get the citation of a line of its own
-    _bullet: Raw | None = None  # begun, still without its text
-    _lines: list[str] = field(default_factory=list)  # of the bullet or else of a paragraph
-    _is_title: bool = False  # what is held; a citation below is not about it
+    _held: Raw | None = None  # point that may still get a citation from a line of its own
+    _bullet: Raw | None = None  # bullet without its text yet
+    _lines: list[str] = field(default_factory=list)  # lines of the bullet, or of a paragraph
+    _is_title: bool = False  # the held point is a title; a citation below is not about it
     _lead: str = ""  # citations above their text
-    _is_spent: bool = False  # a point has them
-    _leads: bool = False  # citations stand above their text, not below it
-    _is_tight: bool = False  # without an empty line between
+    _is_spent: bool = False  # a point has used the lead citations
+    _leads: bool = False  # citations are above their text, not below it
+    _is_tight: bool = False  # no empty line between
     _is_first: bool = True
 
     def feed(self, line: str) -> None:
-        """The next line, without its end."""
+        """Parse the next line, without its line end."""
         if bullet := _BULLET.fullmatch(line):
             level = len(bullet["pad"].expandtabs(WIDTH)) // WIDTH
             self._close()
@@ -94,14 +95,14 @@ class Splitter:
             self._begin(line.strip())
 
     def end(self) -> None:
-        """No line follows."""
+        """Finish after the last line."""
         self._close()
         if self._held is not None and self._held.kind != "heading" and self._lead and not self._is_spent:
             self._held = replace(self._held, text=f"{self._held.text} {self._lead}")
         self._release()
 
     def after(self, begun: str) -> list[Raw]:
-        """What will be found once a line is whole that so far begins like this."""
+        """Return the points that will be found once a line with this beginning is complete."""
         if not _CERTAIN.match(begun):
             return []
         copy = replace(self, found=[], _lines=list(self._lines))
@@ -109,20 +110,20 @@ class Splitter:
         return copy.found
 
     def _goes_on(self, line: str) -> bool:
-        """Whether a plain line belongs to what the lines before it began."""
+        """True if a plain line continues the bullet or paragraph before it."""
         if not self._bullet:
             return bool(self._lines)
         leads = self._leads and self._is_tight
         return line[0] in " \t" or (not leads and _is_bare(line, self.documents))
 
     def _begin(self, text: str) -> None:
-        """A point begins like this; if with a word, it is more than a citation, and the one before it is done."""
+        """Begin a point. If it begins with a word, it is more than a citation, and the point before it is final."""
         self._lines = [text]
         if text.lstrip("*_")[:1].isalnum():
             self._release()
 
     def _close(self) -> None:
-        """The bullet or the paragraph ends here."""
+        """End the bullet or the paragraph."""
         lines, bullet = self._lines, self._bullet
         self._bullet, self._lines = None, []
         if bullet:
@@ -157,7 +158,7 @@ class Splitter:
             self._held = replace(self._held, text=f"{self._held.text} {raw.text}")
 
     def _led(self, raw: Raw) -> Raw:
-        """The point with the citations above it, if it has none of its own."""
+        """Return the point with the citations above it, if it has none itself."""
         if raw.kind == "heading":
             self._lead = "" if self._is_spent else self._lead
             self._leads = bool(self._lead)
@@ -175,23 +176,23 @@ class Splitter:
 
 
 def _says(text: str, documents: Sequence[str]) -> bool:
-    """Whether there is more than citations and signs."""
+    """True if the text has more than citations and signs."""
     return any(c.isalnum() for c in without(text, find(text, documents)))
 
 
 def _is_bare(line: str, documents: Sequence[str]) -> bool:
-    """Whether there are citations and nothing else."""
+    """True if the line has citations and nothing else."""
     return bool(find(line, documents)) and not _says(line, documents)
 
 
 def _lead_of(text: str, documents: Sequence[str]) -> str:
-    """The citation that a sentence begins with, if it has no other."""
+    """Return the citation that begins a sentence, if it has no other."""
     brackets = find(text, documents)
     return text[: brackets[0].end] if len(brackets) == 1 and brackets[0].start == 0 else ""
 
 
 def _is_talk(raw: Raw) -> bool:
-    """Whether a model speaks of its answer: "Sure!", "Here is a summary:". A heading has lost its colon."""
+    """True if the model talks about its answer: "Sure!", "Here is a summary:". A heading has lost its colon."""
     if raw.kind == "bullet":
         return False
     ends = raw.kind == "heading" or raw.text.endswith(":")
@@ -199,15 +200,15 @@ def _is_talk(raw: Raw) -> bool:
 
 
 def _names_all(raw: Raw, documents: Sequence[str]) -> bool:
-    """Whether a first sentence is a title: "Overview:"."""
+    """True if a first sentence is a title: "Overview:"."""
     is_short = not _CLOSED.search(raw.text) and len(raw.text.split()) <= LONGEST_TITLE
     return raw.kind == "sentence" and is_short and not find(raw.text, documents)
 
 
 def _sentences(paragraph: Sequence[str], documents: Sequence[str]) -> list[Raw]:
-    """Sentences of a paragraph. A citation behind a full stop belongs to the sentence before it.
+    """Return the sentences of a paragraph. A citation after a full stop belongs to the sentence before it.
 
-    Where the paragraph begins with a citation, each belongs to the sentence behind it.
+    If the paragraph begins with a citation, each citation belongs to the sentence after it.
     """
     text = " ".join(paragraph)
     brackets = find(text, documents)
@@ -227,7 +228,7 @@ def _sentences(paragraph: Sequence[str], documents: Sequence[str]) -> list[Raw]:
 
 
 def _masked(text: str, brackets: Sequence[Bracket]) -> str:
-    """The text with a word in place of each citation: a dot in one ends no sentence."""
+    """Return the text with a word in place of each citation, because a dot in a citation ends no sentence."""
     kept, at = [], 0
     for bracket in brackets:
         kept += [text[at : bracket.start], "_" * (bracket.end - bracket.start)]
@@ -236,5 +237,5 @@ def _masked(text: str, brackets: Sequence[Bracket]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without the stars of a bold or slanted beginning."""
+    """Return the text without the stars of a bold or italic beginning."""
     return re.sub(r"(\*\*|__)(.+?)\1", r"\2", text).strip()

@@ -1,7 +1,8 @@
-"""How a model is asked for a summary: by rules and marks with the text between them, or in words of its own.
+"""Prompts for a summary: rules and marks around the text, or a model's own wording.
 
-A model may bring its own wording, in the file `summarize.json` of its folder. The bundled one does: it was trained on
-one question and follows nothing else. Those of models that cannot follow the general one are in `wordings.toml`.
+A model may have a wording of its own, in the file `summarize.json` of its folder. The bundled model has one, because it
+was trained on one question and follows nothing else. Wordings for models that cannot follow the general one are in
+`wordings.toml`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TABLE = Path(__file__).with_name("wordings.toml")
 LARGEST = 1 << 20  # bytes
 SCHEMA = "kvcli.wording/1"
 SPOKEN = 20  # words of a sentence
-Option = Literal["length", "style", "focus", "lang"]  # of a request, that is told to the model in words
+Option = Literal["length", "style", "focus", "lang"]  # options of a request that the prompt states in words
 Tokens = Annotated[int, Field(gt=0, strict=True)]
 
 NOUNS: dict[Unit, str] = {"page": "page", "heading": "section", "chapter": "chapter", "line": "block of lines"}
@@ -54,50 +55,51 @@ Messages = list[dict[str, str]]
 
 
 class Wording(BaseModel):
-    """How one model is asked. Without words of its own, by the rules above."""
+    """Prompt texts for one model. Without texts of its own, the rules above are used."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     system: StrictStr | None = None  # the system message
-    lead: StrictStr | None = None  # stands before the text
-    question: StrictStr | None = None  # stands behind it
-    short: tuple[Tokens, StrictStr] | None = None  # of a text: below so many it is asked this, and told nothing before
-    follows: tuple[Option, ...] = get_args(Option)  # those that change what it writes
-    merges: StrictBool = True  # it can make one summary of several; else their points are joined
-    part: tuple[Tokens, Tokens] | None = None  # of text: as many as it is best with, and as it still reads
-    sentence: Tokens | None = None  # of an answer, of which one sentence is taken
+    lead: StrictStr | None = None  # text before the document
+    question: StrictStr | None = None  # text after the document
+    # for a text of fewer tokens: this lead, and no system message
+    short: tuple[Tokens, StrictStr] | None = None
+    follows: tuple[Option, ...] = get_args(Option)  # options that change the model's output
+    merges: StrictBool = True  # the model can merge several summaries; otherwise their points are joined
+    part: tuple[Tokens, Tokens] | None = None  # tokens of text in a part: best length, and longest readable length
+    sentence: Tokens | None = None  # tokens of an answer, of which one sentence is used
 
     @property
     def own(self) -> str | None:
-        """What it is told in place of the rules."""
+        """The text that replaces the rules."""
         return self.question or self.system or self.lead
 
     @property
     def cites(self) -> bool:
-        """Whether it is shown marks and told to copy them; else kvcli looks for the place of each sentence."""
+        """True if the prompt has marks to copy; otherwise kvcli searches the place of each sentence."""
         return self.sentence is None
 
     def about(self, tokens: int) -> Wording:
-        """The same for a text of so many tokens."""
+        """Return the wording for a text of this many tokens."""
         if self.short is None or tokens >= self.short[0]:
             return self
         return self.model_copy(update={"system": None, "lead": self.short[1]})
 
     def part_of(self, tokens: int, words: int) -> int | None:
-        """Tokens of a part of a text, so that with a sentence each there are about as many words as asked."""
+        """Return tokens per part, so that one sentence per part gives about the requested number of words."""
         return max(self.part[0], min(self.part[1], tokens * SPOKEN // words)) if self.part else None
 
     def taken(self, answer: str, passage: str) -> str:
-        """What counts of an answer."""
+        """Return the part of an answer that is used."""
         return answer if self.cites else sentence_of(answer, passage)
 
     def cut_note(self, what: str, tokens: int) -> str:
-        """What to know of an answer that was longer than it may be. Of one sentence the rest is not missed."""
+        """Return a note on an answer that reached its length limit; "" if only one sentence is used."""
         more = "; a greater --length allows more" if "length" in self.follows else ""
         return f"{what} was cut at {tokens:,} tokens{more}" if self.cites else ""
 
     def refuse(self, request: Request, model: str) -> None:
-        """No option is dropped in silence."""
+        """Refuse options that the model does not follow, so that none is ignored silently."""
         asked = [name for name in get_args(Option) if getattr(request, name) is not None and name not in self.follows]
         if not request.cite and self.cites and self.own is not None:
             raise UsageError(f"{model} cites pages whatever it is told", code="not_followed", try_=["leave --cite out"])
@@ -113,7 +115,7 @@ class Wording(BaseModel):
 
 
 def wording_of(model: ModelInfo | Source) -> Wording:
-    """The wording that a model's folder brings, that of models like it, or the general one."""
+    """Return the wording of the model's folder, or else that of similar models, or else the general one."""
     file = Path(model.path) / FILE
     if not lexists(file):
         return _of_table(model)
@@ -129,7 +131,7 @@ def wording_of(model: ModelInfo | Source) -> Wording:
 
 
 def _of_table(model: ModelInfo | Source) -> Wording:
-    """The first row whose bounds the model keeps."""
+    """Return the first wording of the table whose bounds match the model."""
     for row in tomli.loads(TABLE.read_text(encoding="utf-8"))["wording"]:
         families, (least, most) = row.pop("families"), row.pop("parameters")
         if least <= model.parameters < most and model.family in families:
@@ -138,10 +140,10 @@ def _of_table(model: ModelInfo | Source) -> Wording:
 
 
 def part_messages(wording: Wording, request: Request, part: Part, unit: Unit, of: int = 1) -> Messages:
-    """The question about one part of a document, or about all of it.
+    """Return the prompt about one part of a document, or about all of it.
 
-    What every summary is told stands before the text, what this one is asked for behind it: a summary of another length
-    or style begins alike. Of what was read before, what stood there stays.
+    Texts common to all summaries precede the document, and the request follows it, so that prompts for another length
+    or style share a prefix. For a document in the KV cache, the text before it is unchanged.
     """
     system = part.read.system if part.read is not None else None
     if wording.own is not None:
@@ -155,7 +157,7 @@ def part_messages(wording: Wording, request: Request, part: Part, unit: Unit, of
 
 
 def merge_messages(request: Request, points: Sequence[str], unit: Unit) -> Messages:
-    """The question that makes one summary of those of several parts."""
+    """Return the prompt that merges the summaries of several parts."""
     listed = "\n".join(f"- {point}" for point in points)
     task = (
         "These points summarise the parts of one document in order. Make one summary of them: join what belongs "
@@ -170,12 +172,12 @@ def _said(system: str | None, user: str) -> Messages:
 
 
 def _rules(unit: Unit, marks: bool) -> str:
-    """The same of every summary of a text."""
+    """Return the rules that are the same for every summary of a text."""
     return "\n".join([RULES, MARKS.format(noun=NOUNS[unit], mark=_mark(unit))] if marks else [RULES])
 
 
 def _asked(request: Request, unit: Unit, marks: bool, task: str) -> str:
-    """What this summary is to be."""
+    """Return the request for this summary."""
     wishes = [task, f"Write {SHAPES[request.shape]}."]
     if request.focus:
         wishes.append(f"The reader wants to know about this; leave out what is not about it: {request.focus}")
@@ -186,5 +188,5 @@ def _asked(request: Request, unit: Unit, marks: bool, task: str) -> str:
 
 
 def _mark(unit: Unit) -> str:
-    """A mark with no number in it that a model could copy."""
+    """Return an example of a mark without a number that a model could copy."""
     return {"page": "[p. N]", "line": "[l. N-N]"}.get(unit, "[§ NAME]")

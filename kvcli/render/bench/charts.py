@@ -1,6 +1,6 @@
-"""The drawings of a benchmark's report: speeds as bars, speed against memory, and lines over context lengths.
+"""Charts of a benchmark report: speeds as bars, speed against memory, and lines over context lengths.
 
-Places are shares of the drawing's width, so that words keep their size on a phone and on paper.
+Positions are shares of the drawing's width, so that text keeps its size on a phone and on paper.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from kvcli.render.html import Markup, join, number, percent, plain, tag, ticks
 from kvcli.render.terminal.tables import clip
 
 HEIGHT = 300  # pixels of a plot
-ROOM = 1.06  # the farthest mark stays off the edge
-NEAR = 17 / HEIGHT  # labels closer than a line's height would lie on each other
-LETTER, GAP = 7 / 290, 9 / 290  # of the width of a plot on a phone: a letter, and half a mark with its margin
-LONGEST = 18  # letters of a label
+ROOM = 1.06  # margin factor between the farthest mark and the edge
+NEAR = 17 / HEIGHT  # smallest vertical distance of labels: the height of a line
+LETTER, GAP = 7 / 290, 9 / 290  # of the width of a plot on a phone: one character, and half a mark with its margin
+LONGEST = 18  # characters of a label
 SHAPES = {
     "circle": "M-6 0a6 6 0 1 0 12 0a6 6 0 1 0 -12 0z",
     "square": "M-5.5 -5.5h11v11h-11z",
@@ -30,7 +30,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A median and the range it came from."""
+    """A median with its lowest and highest value."""
 
     median: float
     low: float
@@ -39,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One line of a bar chart. Without a span there is only the note."""
+    """One line of a bar chart. Without a span only the note is shown."""
 
     name: str
     note: str
@@ -62,7 +62,7 @@ class Point:
 
 
 def bars(rows: Sequence[Bar], unit: str, reference: float | None) -> Markup:
-    """Bars from zero; the thin line is the range, dots are single repetitions, the dashed line is the reference."""
+    """Draw bars from zero; the thin line is the range, dots are repetitions, the dashed line is the reference."""
     marks = ticks(max([*(row.span.high for row in rows if row.span), reference or 0.0]))
     lines = [_bar(row, marks, reference) for row in rows]
     axis = tag(
@@ -95,7 +95,7 @@ def _bar(row: Bar, marks: Sequence[float], reference: float | None) -> Markup:
 
 
 def scatter(points: Sequence[Point], x_label: str, y_label: str) -> Markup:
-    """Both axes from zero, a line through each mark for its range."""
+    """Draw a scatter plot with both axes from zero; the line through each mark is its range."""
     across, up = ticks(ROOM * max(p.x for p in points)), ticks(max(p.y.high for p in points))
     drawn = [*_grid_x([(m / across[-1], f"{m:,g}") for m in across]), *_grid_y(up)]
     names = [clip(plain(p.name), LONGEST) for p in points]
@@ -111,8 +111,10 @@ def scatter(points: Sequence[Point], x_label: str, y_label: str) -> Markup:
 
 
 def _sides(points: Sequence[tuple[float, float, str]]) -> list[tuple[int, int, str]]:
-    """Where each label goes beside its mark: (dx, dy in pixels, anchor). One that would meet another changes sides,
-    and then steps down; reckoned for the width of a phone."""
+    """Return the offset of each label from its mark: (dx, dy in pixels, anchor).
+
+    An overlapping label moves to the other side, then down. Overlaps are computed for the width of a phone.
+    """
     taken: list[tuple[float, float, float]] = []  # left, right, height
     taken += [(x - GAP, x + GAP, y) for x, y, _ in points]
     found: dict[int, tuple[int, int, str]] = {}
@@ -135,7 +137,7 @@ def _is_free(side: tuple[float, float], at: float, taken: Sequence[tuple[float, 
 
 
 def lines(series: Mapping[str, Sequence[tuple[int, Span]]], x_label: str, y_label: str) -> Markup:
-    """A line a side over context lengths, each twice the width of one half as long; y from zero."""
+    """Draw one line per side over context lengths on a logarithmic x axis; y starts at zero."""
     lengths = sorted({x for points in series.values() for x, _ in points})
     up = ticks(max(span.high for points in series.values() for _, span in points))
     first, whole = log2(lengths[0]), log2(lengths[-1]) - log2(lengths[0])
@@ -164,13 +166,13 @@ def lines(series: Mapping[str, Sequence[tuple[int, Span]]], x_label: str, y_labe
 
 
 def _look(i: int) -> tuple[str, str]:
-    """Shape and class of a side; after all colours they begin again with other shapes."""
+    """Return shape and class of a side; once all colours are used, they repeat with other shapes."""
     n = len(SHAPES)
     return list(SHAPES)[(i + i // n) % n], f"s{i % n}"
 
 
 def legend(entries: Sequence[tuple[str, str, str]]) -> Markup:
-    """(words, shape, class) in one row."""
+    """Draw entries (words, shape, class) in one line."""
     keys = [
         tag("li", tag("svg", mark(shape, f"fill {kind}", "9", "9", ""), class_="key", aria_hidden="true"), words)
         for words, shape, kind in entries
@@ -179,7 +181,7 @@ def legend(entries: Sequence[tuple[str, str, str]]) -> Markup:
 
 
 def mark(shape: str, kind: str, x: str, y: str, title: str) -> Markup:
-    """A shape at a place; pointing at it shows the title."""
+    """Draw a shape at a position, with a title on hover."""
     inner = [tag("title", title)] if title else []
     return tag("svg", tag("path", *inner, d=SHAPES[shape], class_=kind), x=x, y=y, overflow="visible")
 

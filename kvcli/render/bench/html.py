@@ -1,4 +1,4 @@
-"""A benchmark as one HTML file: readable at a glance, complete, and fetching nothing."""
+"""Render a benchmark as one HTML file that is complete and loads no other resource."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KINDS = _TEXT | quality.KINDS
 
 
 def html(document: BenchDocument) -> str:
-    """The page of a document."""
+    """Return the HTML page of a document."""
     title = tag("header", tag("h1", document.model.id), tag("p", b.heading(document), class_="sub"))
     parts = [_warnings(document), _glance(document), _headline(document)]
     parts += [_block(document, rows) for rows in b.blocks(document).values()]
@@ -46,7 +46,7 @@ def _warnings(document: BenchDocument) -> Markup:
 
 
 def _glance(document: BenchDocument) -> Markup:
-    """Four facts about the longest context of the first workload."""
+    """Show four facts about the longest context of the first workload."""
     if not document.rows:
         return Markup("")
     workload = document.rows[0].workload
@@ -83,7 +83,7 @@ def _facts(document: BenchDocument, rows: Sequence[BenchRow]) -> Iterator[tuple[
 
 
 def _headline(document: BenchDocument) -> Markup:
-    """Every side in every block: its speed and what it is to the baseline's."""
+    """Show the speed of each side in each block, and its ratio to the baseline."""
     blocks = b.blocks(document)
     many = len({workload for _, workload in blocks}) > 1
     head = [f"{workload} {ctx:,}" if many else f"{ctx:,} tokens" for ctx, workload in blocks]
@@ -102,7 +102,7 @@ def _headline_cell(row: BenchRow | None, document: BenchDocument) -> Markup:
 
 
 def _verdict(row: BenchRow, document: BenchDocument) -> str:
-    """A class of the style sheet."""
+    """Return the style sheet class of a line."""
     if row.profile == document.baseline:
         return "base"
     return {"faster": "faster", "slower": "slower"}.get(row.ratio.tok_s.verdict if row.ratio.tok_s else "", "alike")
@@ -115,7 +115,7 @@ def _times(row: BenchRow, document: BenchDocument, of: str = "") -> str:
 
 
 def _ratio(ratio: Ratio | None, of: str) -> str:
-    """`▲ 1.80 × hf (1.71–1.88)`; where the range holds 1, only the range."""
+    """Return `▲ 1.80 × hf (1.71–1.88)`, or only the range if it contains 1."""
     if ratio is None:
         return b.NONE
     between = f"({b.range_words(ratio)})"
@@ -155,7 +155,7 @@ def _bar(row: BenchRow, document: BenchDocument) -> charts.Bar:
 
 
 def _memory(document: BenchDocument, rows: Sequence[BenchRow]) -> Markup:
-    """Speed against memory, coloured by what the text is worth."""
+    """Plot speed against memory, coloured by quality or by agreement with the baseline's text."""
     points, absent, used = [], list[str](), dict[str, None]()
     for row in rows:
         span = _span(row, "tok_s")
@@ -176,7 +176,7 @@ def _memory(document: BenchDocument, rows: Sequence[BenchRow]) -> Markup:
 
 
 def _kind(document: BenchDocument, row: BenchRow) -> str:
-    """By quality where it was measured, else by the text; never both in one drawing."""
+    """Return the mark of a line by measured quality, or else by its text; one chart never mixes both."""
     if row.profile == document.baseline:
         return "base"
     if document.quality is not None:
@@ -190,7 +190,7 @@ def _kind(document: BenchDocument, row: BenchRow) -> str:
 
 
 def _over_contexts(document: BenchDocument) -> Markup:
-    """A drawing a workload of each figure, where several lengths were measured."""
+    """Draw one chart per workload and figure, if several context lengths were measured."""
     drawn = []
     for workload in dict.fromkeys(row.workload for row in document.rows):
         for figure, words in (("tok_s", "decoding, tok/s"), ("first_token", "first token, seconds")):

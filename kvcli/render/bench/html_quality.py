@@ -1,4 +1,4 @@
-"""The quality suite in a benchmark's HTML report: what each profile loses, task by task, against the full cache."""
+"""Quality suite in the HTML report of a benchmark: loss of each profile against the full cache, by task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvcli.schemas.bench import BenchDocument
     from kvcli.schemas.quality import Difference, QualityDocument, QualityRow
 
-LEAST = 0.1  # the axis reaches this far at least, so that noise does not fill it
+LEAST = 0.1  # smallest range of the axis, so that noise does not fill it
 KINDS = {
     "kept": ("no answers lost, as far as the suite can tell", "circle"),
     "lost": ("loses answers", "triangle"),
@@ -20,7 +20,7 @@ KINDS = {
 
 
 def kind(asked: QualityDocument, profile: str) -> str:
-    """`lost` when the interval of the mean lies below zero, `kept` otherwise, `unasked` for a side without scores."""
+    """Return `lost` if the interval of the mean is below zero, `unasked` for a side without scores, or else `kept`."""
     row = next((row for row in asked.rows if row.profile == profile and row.role != "control"), None)
     if row is None:
         return "unasked"
@@ -28,7 +28,7 @@ def kind(asked: QualityDocument, profile: str) -> str:
 
 
 def panel(document: BenchDocument) -> Markup:
-    """Nothing where quality was not measured."""
+    """Return the quality section, or nothing if quality was not measured."""
     asked = document.quality
     if asked is None:
         return Markup("")
@@ -43,7 +43,7 @@ def panel(document: BenchDocument) -> Markup:
 
 
 def _lead(asked: QualityDocument) -> Markup:
-    """The worst task of each profile, in words."""
+    """Return the worst task of each profile, in words."""
     lines = []
     for row in asked.rows:
         if row.role != "control":
@@ -58,7 +58,7 @@ def _lead(asked: QualityDocument) -> Markup:
 
 
 def _reach(asked: QualityDocument) -> float:
-    """One scale for every row, to the same distance on both sides of zero."""
+    """Return one scale for all lines, symmetric around zero."""
     found = [
         d for row in asked.rows for d in (row.difference, *(task.difference for task in row.tasks)) if d is not None
     ]
@@ -86,7 +86,7 @@ def _row(row: QualityRow, reach: float) -> Markup:
 
 
 def _bar(name: str, score: float, difference: Difference, reach: float, remark: str) -> Markup:
-    """From zero in the middle; the thin line is the 95 % interval."""
+    """Draw a bar from zero in the middle; the thin line is the 95 % interval."""
 
     def at(value: float) -> str:
         return percent(0.5 + 0.5 * value / reach)
@@ -109,7 +109,7 @@ def _bar(name: str, score: float, difference: Difference, reach: float, remark: 
 
 
 def _class(difference: Difference) -> str:
-    """`slower` is the style sheet's colour of a loss: an interval that excludes zero."""
+    """Return the class of a bar: `slower` is the colour of a loss whose interval excludes zero."""
     if difference.high is not None and difference.high < 0:
         return "slower"
     return "faster" if difference.low is not None and difference.low > 0 else "alike"

@@ -1,4 +1,4 @@
-"""The end of a benchmark's HTML report: checks, the command, the machine, and what to know of each side."""
+"""Last sections of a benchmark's HTML report: checks, command, machine, and setup of each side."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _pairs(facts: dict[str, str]) -> Markup:
 
 
 def command_of(document: BenchDocument) -> str:
-    """The command that measures this again, defaults spelled out."""
+    """Return the command that repeats this measurement, with defaults spelled out."""
     args = document.args
     words = ["kvcli", "bench", args.model, *_profiles(args)]
     words += [word for text in args.vary for word in ("--vary", text)]
@@ -73,7 +73,10 @@ def command_of(document: BenchDocument) -> str:
 
 
 def _profiles(args: BenchArgs) -> list[str]:
-    """As they were named. Varied rows have names of their own, and --set leaves an exact that nobody named alone."""
+    """Return the profile options as the user named them.
+
+    Varied entries have names of their own, and `--set` does not apply to an `exact` that the user did not name.
+    """
     if args.named:
         return ["--profiles", ",".join(args.named)]
     if args.vary or args.set:

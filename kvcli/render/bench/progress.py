@@ -1,4 +1,4 @@
-"""The bar while something is measured: drawn between two runs, never during one, so that it costs them nothing."""
+"""Progress bar of a benchmark. It is drawn between two runs and never during one, so that it costs them no time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BAR = 24  # columns
 
 
 class Bar:
-    """`━━━━━━╺━━━━━  25 %  ngram · summary 2,048` on stderr; nothing where that is no terminal."""
+    """Progress bar `━━━━━━╺━━━━━  25 %  ngram · summary 2,048` on stderr; hidden if stderr is no terminal."""
 
     def __init__(self, screen: Screen) -> None:
         self.screen = screen
         self.region = LiveRegion(screen.err) if screen.err.live and not screen.quiet else None
 
     def show(self, done: int, total: int, words: str) -> None:
-        """Where the work is; a total of 0 when its length is not known."""
+        """Show the progress of the work; a total of 0 means that its length is unknown."""
         if self.region is None:
             return
         width = self.screen.err.width
@@ -31,7 +31,7 @@ class Bar:
 
 
 def row(done: int, total: int, words: str, width: int) -> list[Span]:
-    """The bar at this width, with as many of the words as fit."""
+    """Return the bar at this width, with as many of the words as fit."""
     if width < NARROWEST:
         return []
     if not total:
@@ -45,7 +45,7 @@ def row(done: int, total: int, words: str, width: int) -> list[Span]:
 
 @contextmanager
 def progress(screen: Screen) -> Iterator[Bar]:
-    """A bar that is gone when the block is left, however that happens."""
+    """Show a bar that is removed when the block is left, also by an exception."""
     bar = Bar(screen)
     try:
         yield bar

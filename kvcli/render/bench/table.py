@@ -1,4 +1,4 @@
-"""The table of a benchmark: one block for each context and workload, as wide as the terminal allows."""
+"""Table of a benchmark: one block for each context and workload, as wide as the terminal allows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 NONE = "–"
 DTYPES = {theirs: ours for ours, theirs in NUMBERS.items()}
-# left out one after the other where the terminal is too narrow for all
+# columns to drop one after the other if the terminal is too narrow
 DROPPED = ("peak", "kv MiB", "read/s", "1st tok", "accept", "same")
 
 Cell = Callable[["BenchRow", "BenchDocument"], str]
 
 
 def table(document: BenchDocument, width: int) -> list[str]:
-    """Header, blocks, what the columns mean, and what makes them unsure."""
+    """Return header, blocks, the meaning of the columns, and reasons for uncertainty."""
     lines = [*fold(heading(document), width), ""]
     shown = set[str]()
     for (ctx, workload), rows in blocks(document).items():
@@ -59,7 +59,7 @@ def threads(document: BenchDocument) -> str:
 
 
 def where(document: BenchDocument) -> str:
-    """The machine, the versions and the load, in one line."""
+    """Return the machine, the versions and the load, in one line."""
     env = document.env
     versions = [f"{name} {number}" for name, number in env.versions.items() if number and name != "torch"]
     parts = [*env.gpus, *([env.cpu] if env.cpu else []), f"{env.cores} cores", *versions]
@@ -71,7 +71,7 @@ def where(document: BenchDocument) -> str:
 
 
 def blocks(document: BenchDocument) -> dict[tuple[int, str], list[BenchRow]]:
-    """Rows by (context, workload), in the order they ran."""
+    """Return table lines by (context, workload), in the order they ran."""
     found: dict[tuple[int, str], list[BenchRow]] = {}
     for row in document.rows:
         found.setdefault((row.ctx, row.workload), []).append(row)
@@ -79,18 +79,18 @@ def blocks(document: BenchDocument) -> dict[tuple[int, str], list[BenchRow]]:
 
 
 def filled(rows: Sequence[BenchRow], document: BenchDocument) -> list[str]:
-    """The columns that hold anything."""
+    """Return the columns that have a value."""
     return [name for name in CELLS if any(CELLS[name](row, document) != NONE for row in rows)]
 
 
 def block(rows: Sequence[BenchRow], document: BenchDocument, width: int) -> tuple[list[str], list[str]]:
-    """The columns that fit, and the lines of one table."""
+    """Return the columns that fit, and the lines of one table."""
     found = fitting(cells(rows, document, filled(rows, document)), width, DROPPED)
     return found[0][1:], columns(found, width)
 
 
 def cells(rows: Sequence[BenchRow], document: BenchDocument, names: Collection[str]) -> list[list[str]]:
-    """A header, and one line a row, of these columns."""
+    """Return a header and one line per result, with these columns."""
     return [["profile", *names], *([row.profile, *(CELLS[name](row, document) for name in names)] for row in rows)]
 
 
@@ -102,7 +102,7 @@ def speed(row: BenchRow, _: BenchDocument) -> str:
 
 
 def times(row: BenchRow, document: BenchDocument) -> str:
-    """`1.80`, or `≈` where the spread does not allow to say that one is faster."""
+    """Return `1.80`, or `≈` if the spread is too wide to call one side faster."""
     if row.profile == document.baseline:
         return "1.00"
     return ratio_words(row.ratio.tok_s)
@@ -115,7 +115,7 @@ def ratio_words(ratio: Ratio | None) -> str:
 
 
 def _why(row: BenchRow, document: BenchDocument) -> str:
-    """Why a text differs beyond rounding: what was promised, and whether both computed with the same numbers."""
+    """Return why a text differs beyond rounding, from the exactness of both sides and their number formats."""
     if _promise(row) != "exact":
         return f"{_promise(row)}: text may differ"
     on_case = (b for b in document.rows if (b.ctx, b.workload) == (row.ctx, row.workload))
@@ -128,7 +128,7 @@ def _why(row: BenchRow, document: BenchDocument) -> str:
 
 
 def _promise(row: BenchRow) -> str:
-    """Exact, or what else; a side that is no profile says so in its setup where it is not."""
+    """Return the exactness of a side; a side that is no profile states it in its setup if it is not exact."""
     return row.exactness or row.setup.get("exactness", "exact")
 
 
@@ -139,7 +139,7 @@ def _numbers(row: BenchRow) -> str:
 
 
 def ranges(rows: Sequence[BenchRow]) -> str:
-    """How far the ratios of single repetitions lie apart, those behind a ≈ too."""
+    """Return the ranges of the ratios of single repetitions, also for ratios shown as ≈."""
     said = []
     for row in rows:
         ratio = row.ratio.tok_s
@@ -149,7 +149,7 @@ def ranges(rows: Sequence[BenchRow]) -> str:
 
 
 def range_words(ratio: Ratio) -> str:
-    """`0.68–0.96`; with more digits where rounding would make it hold a 1 that it does not hold."""
+    """Return `0.68–0.96`, with more digits if rounding would make a range without 1 contain 1."""
     for digits in (2, 3, 4):
         low, high = f"{ratio.low:.{digits}f}", f"{ratio.high:.{digits}f}"
         if ratio.verdict == "≈" or not float(low) <= 1 <= float(high):
@@ -170,7 +170,7 @@ def same(row: BenchRow, document: BenchDocument) -> str:
 
 
 def share_words(share: float) -> str:
-    """Never rounded up to all of it."""
+    """Return a share in percent that is never rounded up to 100 %."""
     return "100 %" if share == 1 else f"{int(1000 * share) / 10:.1f} %"
 
 
@@ -195,7 +195,7 @@ CELLS: Mapping[str, Cell] = {
 
 
 def legend(document: BenchDocument, shown: Collection[str]) -> str:
-    """What the columns mean that are shown."""
+    """Return the meaning of the columns that are shown."""
     base = document.baseline
     said = ["± is one standard deviation."] if document.args.reps > 1 else []
     ratios = [row.ratio.tok_s for row in document.rows if row.ratio.tok_s is not None]
@@ -216,8 +216,8 @@ def legend(document: BenchDocument, shown: Collection[str]) -> str:
 
 
 def weights(document: BenchDocument) -> Iterator[str]:
-    """What each side runs, where it is not the same."""
-    held: dict[str, dict[str, None]] = {}  # what it is -> sides
+    """Yield the weights that each side runs, if they differ."""
+    held: dict[str, dict[str, None]] = {}  # weights -> sides
     for row in document.rows:
         if said := row.setup.get("weights"):
             held.setdefault(said, {})[row.profile] = None
@@ -226,7 +226,7 @@ def weights(document: BenchDocument) -> Iterator[str]:
 
 
 def differences(document: BenchDocument) -> Iterator[str]:
-    """Where a text parts from the baseline's, and whether rounding may have decided."""
+    """Yield the position where a text first differs from the baseline's, and whether rounding explains it."""
     for row in document.rows:
         same = row.same
         if same is None or same.first_difference is None:

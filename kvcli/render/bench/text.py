@@ -1,4 +1,4 @@
-"""A benchmark as Markdown, as CSV, as lines of JSON; and the history as a trend."""
+"""Benchmark as Markdown, CSV or JSON lines, and its history as a trend."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TREND = 12  # results in a sparkline
 
 
 def markdown(document: BenchDocument) -> str:
-    """A heading line, one table for each context and workload, and what the columns mean."""
+    """Return a heading line, one table for each context and workload, and the meaning of the columns."""
     lines = [f"**{_cell(heading(document))}**", "", _cell(where(document))]
     for (ctx, workload), rows in blocks(document).items():
         lines += ["", f"{_cell(workload)}, {ctx:,} tokens, {rows[0].new:,} of them new:", ""]
@@ -59,7 +59,7 @@ def _cell(text: str) -> str:
 
 
 def separated(document: BenchDocument, tabs: bool = False) -> str:
-    """All figures, one line a row: commas, or tabs for --plain."""
+    """Return all figures, one line per result, separated by commas, or by tabs for `--plain`."""
     out = io.StringIO()
     table = csv.DictWriter(out, list(_flat(document, None)), delimiter="\t" if tabs else ",", lineterminator="\n")
     table.writeheader()
@@ -69,7 +69,7 @@ def separated(document: BenchDocument, tabs: bool = False) -> str:
 
 
 def _flat(document: BenchDocument, row: BenchRow | None) -> dict[str, object]:
-    """The row's figures under plain names; without a row, the names alone."""
+    """Return the figures of a result under plain names; without a result, the names with no values."""
     flat: dict[str, object] = {}
     for name in ("profile", "ctx", "workload", "prompt", "new"):
         flat[name] = getattr(row, name, None)
@@ -94,13 +94,13 @@ def _flat(document: BenchDocument, row: BenchRow | None) -> dict[str, object]:
 
 
 def json_lines(document: BenchDocument) -> str:
-    """One object a row, each of which can stand alone."""
+    """Return one self-contained JSON object per result."""
     lines = [BenchLine.from_attributes(row, document.env, document, model=document.model.id) for row in document.rows]
     return "".join(escaped(json.dumps(line.document(), ensure_ascii=False)) + "\n" for line in lines)
 
 
 def trend(document: BenchHistoryDocument) -> list[list[list[str]]]:
-    """A table for each side, context and workload, oldest line first, and its speeds as bars in the header."""
+    """Return a table per side, context and workload, oldest entry first, with a sparkline of speeds in the header."""
     groups: dict[tuple[str, int, str], list[HistoryEntry]] = {}
     for entry in document.entries:
         groups.setdefault((entry.profile, entry.ctx, entry.workload), []).append(entry)
@@ -129,7 +129,7 @@ def _trend_row(entry: HistoryEntry) -> list[str]:
 
 
 def bars(values: Sequence[float]) -> str:
-    """The last values as bars from nothing to the largest, so that a small change looks small."""
+    """Draw the last values as bars from zero to the largest, so that a small change looks small."""
     last = values[-TREND:]
     top = max(last, default=0)
     return "".join(BARS[min(len(BARS) - 1, int(v / top * (len(BARS) - 1) + 0.5))] for v in last) if top else ""

@@ -1,4 +1,4 @@
-"""Where the memory of a plan goes, in lines: how its budget is spent, or what takes the bytes and what changes that."""
+"""Explain the memory of a plan in lines: how its budget is spent, or its largest parts and how to reduce them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GONE = "what has no room is gone: --set memory.disk=8GiB --set sparse.method=ske
 
 
 def explained(plan: FitPlan, width: int) -> Iterator[list[Span]]:
-    """A title, then a point a line or several, at most `width` columns wide."""
+    """Yield a title, then points of one or more lines, at most `width` columns wide."""
     budget, at = plan.budget, f"{plan.profile} at {f.count(plan.ctx)}"
     asked = f"memory.budget = {budget.asked}" if budget is not None and budget.asked else "memory.max_loss"
     what = "what takes memory" if budget is None else f"how {asked} is spent"
@@ -82,7 +82,7 @@ def _heads(of: FitBudget) -> str:
 
 
 def _runs(sizes: list[int]) -> str:
-    """`512 B in 0 to 4, 1.0 KiB in 5`: neighbours alike are said once."""
+    """Return `512 B in 0 to 4, 1.0 KiB in 5`: equal neighbours are merged."""
     said, first = list[str](), 0
     for i, size in enumerate(sizes):
         if i + 1 == len(sizes) or sizes[i + 1] != size:

@@ -1,4 +1,4 @@
-"""What `kvcli fit` and a calibration look like to people."""
+"""Output of `kvcli fit` and of a calibration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvcli.schemas.fit import CalibrationDocument, FitDocument, FitPlan, PassTime
 
 GIB, MIB = 1 << 30, 1 << 20
-STEADY = 1.5  # of an undisturbed machine, the slowest turn over the fastest is less
+STEADY = 1.5  # on an undisturbed machine, slowest pass / fastest pass is below this
 TRY = "  try: "
 _AWAY = {"host": "in host memory", "disk": "on the disk"}
 MEASURE = "not calibrated, so no times: kvcli bench --calibrate"
@@ -26,9 +26,10 @@ DESCRIBED = "no times: a machine that is only described cannot be calibrated"
 
 
 def fit_lines(document: FitDocument, width: int, explains: bool = False) -> Iterator[list[Span]]:
-    """The model, a table or a list of plans, what does not fit and what would, times, notes.
+    """Yield the model, a table or list of plans, changes that make a plan fit, times and notes.
 
-    `explains`: where the memory of each plan goes, before these."""
+    With `explains`, the memory of each plan is explained before the times.
+    """
     for line in joined(_model(document), width):
         yield [(line, "bold")]
     yield []
@@ -45,7 +46,7 @@ def fit_lines(document: FitDocument, width: int, explains: bool = False) -> Iter
 
 
 def plain_rows(document: FitDocument) -> list[list[str]]:
-    """Bytes and tokens, for programs that want no JSON."""
+    """Return bytes and tokens for programs that read tables instead of JSON."""
     names = ["profile", "ctx", "fits", "weights", "kv", "draft", "base", "working", "loading", "total", "max_ctx"]
     rows = [[str(getattr(plan, name)) for name in names] for plan in document.plans]
     return [names, *([cell.lower() if cell in ("True", "False") else cell for cell in row] for row in rows)]
@@ -80,7 +81,7 @@ def _plans(document: FitDocument, width: int) -> Iterator[list[Span]]:
 
 
 def _table(names: list[str], rows: list[list[str]], fits: list[bool], width: int) -> Iterator[list[Span]]:
-    """A table; too wide for one, what all plans have in common is said once below; else a block for each plan."""
+    """Yield a table. If it is too wide, equal columns are listed once below it, or each plan becomes a block."""
     shared = [i for i in range(1, len(names)) if len(rows) > 1 and len({row[i] for row in rows}) == 1]
     for left_out in ([], shared):
         shown = [i for i in range(len(names)) if i not in left_out]
@@ -105,7 +106,7 @@ def _blocks(
         title = f"{row[0]} at {row[1]}" if 1 in shown else row[0]
         yield [(title, "bold" if does else "yellow")]
         facts = [i for i in shown if i > 1]
-        if len(rows) == 1:  # there is room below each other
+        if len(rows) == 1:  # a single plan has space for one fact per line
             yield from ([(f"  {names[i]}{' ' * (left - text_width(names[i]))}  {row[i]}", "")] for i in facts)
         else:
             yield from ([(f"  {line}", "")] for line in joined([f"{names[i]} {row[i]}" for i in facts], width - 2))
@@ -174,7 +175,7 @@ def _foot(document: FitDocument) -> Iterator[str]:
 
 
 def _gave_way(plan: FitPlan, document: FitDocument) -> Iterator[str]:
-    """What a card has no room for, where that goes, and what it costs."""
+    """Yield notes on weights that do not fit on the device: their place, and what that costs."""
     if (quant := plan.chosen.get("load.quant")) == "none":
         yield "weights stay in the bits of their file: --quant int8, which packs them anew, takes more"
     elif quant:
@@ -211,7 +212,7 @@ def _age(date: str) -> str:
 
 
 def calibration_lines(found: CalibrationDocument, width: int) -> list[str]:
-    """What a machine can do, then the pass times as a grid of contexts and rows."""
+    """Return measured speeds of a machine, then the pass times as a grid of contexts and rows."""
     gemm = [f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in found.gemm.items()]
     links = [f"{name.replace('_', ' ')} {f.long_size(rate)}/s" for name, rate in found.links.items()]
     facts = [
@@ -227,7 +228,7 @@ def calibration_lines(found: CalibrationDocument, width: int) -> list[str]:
 
 
 def _doubt(found: CalibrationDocument, width: int) -> list[str]:
-    """Times that were disturbed are kept, and said to be: nobody knows which machine will be idle."""
+    """Return a note if pass times were disturbed. They are kept, because the machine may never be idle."""
     apart = median(p.high / p.low for p in found.model.passes) if found.model else 1.0
     if apart < STEADY:
         return []
@@ -241,7 +242,7 @@ def _grid(found: CalibrationDocument, width: int) -> Sequence[str]:
 
 
 def pass_grid(passes: Sequence[PassTime], width: int) -> Sequence[str]:
-    """A row for each context: milliseconds of passes by rows."""
+    """Return one line per context: milliseconds of a pass by number of rows."""
     rows = sorted({p.rows for p in passes})
     times = {(p.context, p.rows): p.seconds for p in passes}
     table = [["ms a pass", *(f"{n} rows" if n > 1 else "1 row" for n in rows)]]

@@ -1,4 +1,4 @@
-"""One head as a cell: a colour, a shade, a digit or a letter."""
+"""Draw one head as a cell: a colour, a shade, a digit or a letter."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ WORDS = {
     "n95": "tokens for 95 % of the mass",
     "n99": "tokens for 99 % of the mass",
 }
-SHARES = {"retrieval", "needle", "repeat", "sink", "local", "far", "worst"}  # from 0 to 1 by their nature
+SHARES = {"retrieval", "needle", "repeat", "sink", "local", "far", "worst"}  # scalars that are shares from 0 to 1
 SHADES = " ░▒▓█"
-# Viridis, dark to light in equal steps: also readable in grey and by colour-blind readers
+# Viridis, dark to light in equal steps: readable in grey and for colour-blind readers
 RAMP = ("#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725")
-# after Okabe and Ito, from cheap to everything
+# after Okabe and Ito, from cheap policies to the full cache
 PALETTE = {
     "S": "#9aa0a8", "P": "#56b4e9", "L": "#0072b2", "H": "#e69f00", "B": "#cc79a7", "F": "#d55e00", "W": "#5c6067",
     "N": "#009e73", "h": "#f0e442", "b": "#7b3294",
@@ -49,7 +49,7 @@ _LETTER = {
 
 
 def letters(document: HeadsDocument) -> list[str]:
-    """A letter for each candidate; the second of two that would share one is small."""
+    """Return a letter for each candidate policy; the second of two with the same letter is in lower case."""
     found: list[str] = []
     names = document.policy.candidates if document.policy is not None else []
     for name in names:
@@ -59,7 +59,7 @@ def letters(document: HeadsDocument) -> list[str]:
 
 
 def mark(document: HeadsDocument, show: str, layer: int, head: int) -> str:
-    """A letter of a policy, or a digit from 0 to 9."""
+    """Return a letter of a policy, or a digit from 0 to 9."""
     if show == "policy" and document.policy is not None:
         chosen = document.policy.chosen[layer][head]
         return "W" if chosen < 0 else letters(document)[chosen]
@@ -67,13 +67,13 @@ def mark(document: HeadsDocument, show: str, layer: int, head: int) -> str:
 
 
 def level(document: HeadsDocument, show: str, layer: int, head: int) -> float:
-    """From 0 to 1, of the largest there is where the scalar has no bound of its own."""
+    """Return a value from 0 to 1, relative to the largest value if the scalar is no share."""
     table = document.scalars[show]
     return min(1.0, max(0.0, table[layer][head] / largest(document, show)))
 
 
 def largest(document: HeadsDocument, show: str) -> float:
-    """What a full cell stands for."""
+    """Return the value of a full cell."""
     if show in SHARES:
         return 1.0
     return max((value for row in document.scalars[show] for value in row), default=0.0) or 1.0
@@ -82,7 +82,7 @@ def largest(document: HeadsDocument, show: str) -> float:
 def cell(
     document: HeadsDocument, show: str, layer: int, head: int, look: Literal["truecolor", "shade", "digit"]
 ) -> list[Span]:
-    """Two columns and a gap."""
+    """Return two columns and a gap."""
     if show == "policy":
         letter = mark(document, show, layer, head)
         if look == "truecolor":
@@ -97,13 +97,13 @@ def cell(
 
 
 def ink(colour: str) -> str:
-    """Black or white, whichever can be read on it."""
+    """Return black or white, whichever is readable on a colour."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 128 else "#ffffff"
 
 
 def scale(document: HeadsDocument, show: str, look: Literal["truecolor", "shade", "digit"]) -> list[Span]:
-    """What the cells mean: from 0 to the largest."""
+    """Return the legend of the cells, from 0 to the largest value."""
     end = "1" if show in SHARES else f"{largest(document, show):.3g}"
     if look == "truecolor":
         return [("0 ", ""), *(("  ", f"on {colour}") for colour in RAMP), (f" {end}", "")]
@@ -113,7 +113,7 @@ def scale(document: HeadsDocument, show: str, look: Literal["truecolor", "shade"
 
 
 def kept(document: HeadsDocument, layer: int) -> str:
-    """Share of tokens that a layer keeps: by its policies, else by the head map."""
+    """Return the share of tokens that a layer keeps, by its policies or else by the head map."""
     if (policy := document.policy) is not None:
         n = max(value for row in policy.cost[-1] for value in row) or 1.0
         tokens = [
@@ -126,7 +126,7 @@ def kept(document: HeadsDocument, layer: int) -> str:
 
 
 def margin(document: HeadsDocument, show: str, layer: int) -> str:
-    """At the right of a layer: what it keeps, or how many of its heads keep everything."""
+    """Return the right margin of a layer: the share it keeps, or its number of heads with a full cache."""
     if show == "policy":
         return f"{100 * float(kept(document, layer)):3.0f} %"
     full = _full(document, layer)

@@ -1,4 +1,4 @@
-"""The heads of a model in a terminal: a grid of layers and KV heads, what it says, and what to type next."""
+"""Terminal view of a model's heads: a grid of layers and KV heads, facts about it, and the next command."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from kvcli.schemas.heads import HeadsDocument
 
 Look = Literal["truecolor", "shade", "digit"]
-CELL = 3  # columns of a head, the gap behind it included
-LEAST = 2  # heads in a row, however narrow the terminal
+CELL = 3  # columns of a head, with the gap after it
+LEAST = 2  # heads in a line, however narrow the terminal
 
 
 def heads_lines(
     document: HeadsDocument, show: str, top: int, width: int, look: Look, folder: str | None
 ) -> Iterator[list[Span]]:
-    """The grid, its legend, the facts, the heads that matter most, notes, and the command to use them."""
+    """Yield the grid, its legend, the facts, the most important heads, notes, and the command to use them."""
     for line in joined(_title(document, show), width):
         yield [(line, "bold")]
     yield from _grid(document, show, width, look)
@@ -49,7 +49,7 @@ def heads_lines(
 
 
 def plain_rows(document: HeadsDocument, show: str) -> list[list[str]]:
-    """A digit or a letter a head and the share kept by each layer, for programs that want no JSON."""
+    """Return a digit or letter per head and the share that each layer keeps, for programs that read no JSON."""
     names = ["layer", *(f"h{head}" for head in range(document.kv_heads)), "kept"]
     rows = [
         [
@@ -74,7 +74,7 @@ def _title(document: HeadsDocument, show: str) -> list[str]:
 
 
 def _grid(document: HeadsDocument, show: str, width: int, look: Look) -> Iterator[list[Span]]:
-    """One block of heads below the other where they do not fit side by side."""
+    """Yield blocks of heads below each other if they do not fit side by side."""
     label = len(str(document.layers - 1)) + 3
     margins = {layer: c.margin(document, show, layer) for layer in document.probed}
     room = width - 1 - label - max(map(text_width, margins.values())) - 2
@@ -104,7 +104,7 @@ def _legend(document: HeadsDocument, show: str, width: int, look: Look) -> Itera
 
 
 def next_step(document: HeadsDocument, folder: str | None) -> tuple[str, str]:
-    """What to type, and what for."""
+    """Return the next command and its purpose."""
     model = document.model
     if document.ranked_by == "prompt":
         return "rank heads", f"kvcli profile-heads {model} --probe ablate"

@@ -1,6 +1,6 @@
-"""The heads of a model as one HTML file: maps that recolour, and nothing fetched.
+"""Render the heads of a model as one HTML file: maps that a script recolours, with no other resource loaded.
 
-The page holds all figures as data and one script of our own; its policy allows that script by its hash, and no other.
+The page has all figures as data and one script of kvcli; its policy allows only that script, by its hash.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ LISTED = 20  # heads in the table
 
 
 def html(document: HeadsDocument, strip: Strip | None, folder: str | None = None) -> str:
-    """The page of a document; `strip`: the tokens of its prompt, which the document itself does not hold; `folder`:
-    where its map is written, as it is typed.
+    """Return the HTML page of a document.
+
+    `strip` has the tokens of its prompt, which the document does not store. `folder` is the path of its map, as typed.
     """
     script = file("heads_report.js")
     digest = b64encode(sha256(script.encode()).digest()).decode()
@@ -44,7 +45,7 @@ def html(document: HeadsDocument, strip: Strip | None, folder: str | None = None
             _words(),
             _next(document, folder),
         ),
-        # what ends a script element may not stand in one, whatever a token reads like
+        # `<` is escaped, because a token may be `</script>`, which would end the element
         tag("script", Markup(data.replace("<", "\\u003c")), type="application/json", id="data"),
         tag("script", Markup(script)),
     )
@@ -98,7 +99,7 @@ def _cards(document: HeadsDocument) -> list[tuple[str, str, str]]:
 
 
 def _views(document: HeadsDocument, strip: Strip | None) -> list[Markup]:
-    """Places that the script fills."""
+    """Return empty sections that the script fills."""
     none = tag("noscript", tag("p", "The drawings need scripts; the figures are in the table below.", class_="note"))
     views = [
         section(
@@ -122,13 +123,13 @@ def _list(document: HeadsDocument) -> Markup:
 
 
 def _words() -> Markup:
-    """What the terms of the page mean."""
+    """Return the meaning of the terms on the page."""
     said = [line.split(": ", 1) for line in file("heads_words.txt").splitlines()]
     return section("The words", tag("dl", [tag("div", tag("dt", word), tag("dd", text)) for word, text in said]))
 
 
 def _next(document: HeadsDocument, folder: str | None) -> Markup:
-    """What to type now."""
+    """Return the commands to type next."""
     what, typed = next_step(document, folder)
     steps = [(what, typed)]
     if what != "use it" and folder is not None:
@@ -141,7 +142,7 @@ def _next(document: HeadsDocument, folder: str | None) -> Markup:
 
 
 def _data(document: HeadsDocument, strip: Strip | None) -> dict[str, Any]:
-    """What the script reads."""
+    """Return the data for the script."""
     held = document.document()
     wanted = ("layers", "kv_heads", "query_heads", "probed", "windows", "ctx", "scalars", "query", "offsets", "policy",
               "distances", "kinds", "suggest", "compare", "kv")  # fmt: skip
@@ -163,5 +164,5 @@ def _data(document: HeadsDocument, strip: Strip | None) -> dict[str, Any]:
 
 
 def _shown(text: str) -> str:
-    """Line ends stay, as a mark and a new line; nothing else steers the page."""
+    """Return a text with line ends as a mark and a new line; other control characters are escaped."""
     return "↵\n".join(plain(part) for part in text.split("\n"))

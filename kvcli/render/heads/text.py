@@ -1,4 +1,4 @@
-"""The heads of a model in words and tables, for the terminal, the page and markdown."""
+"""Heads of a model in words and tables, for the terminal, the HTML page and markdown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LISTED = {
 
 
 def facts(document: HeadsDocument, *, beside: bool = False) -> Iterator[str]:
-    """What the figures come to, a sentence each; `beside`: without those that the page shows large."""
+    """Yield a summary of the figures, a sentence each; `beside` leaves out those that the page shows large."""
     if (policy := document.policy) is not None and not beside:
         yield (
             f"policies keep {100 * policy.kept:.1f} % of the tokens of this prompt; attention recovered: "
@@ -75,7 +75,7 @@ def _compared(document: HeadsDocument) -> str:
 
 
 def top_table(document: HeadsDocument, top: int) -> list[list[str]]:
-    """The heads with the largest number in the map."""
+    """Return the heads with the largest scores in the map."""
     there = {column: name for column, name in LISTED.items() if name in document.scalars}
     places = [(layer, head) for layer in document.probed for head in range(document.kv_heads)]
     places.sort(key=lambda at: -_score(document, *at))
@@ -102,7 +102,7 @@ def _cell(value: float) -> str:
 
 
 def markdown(document: HeadsDocument) -> str:
-    """To be pasted into an issue: the facts, the grid as letters or digits, and the list of heads."""
+    """Return text for an issue: the facts, the grid as letters or digits, and the list of heads."""
     show = "policy" if document.policy is not None else "retrieval"
     lines = [f"## Heads of {neutralise(document.model, one_line=True)}", ""]
     lines += [f"- {text}" for text in facts(document)]

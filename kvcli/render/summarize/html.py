@@ -1,4 +1,4 @@
-"""Summaries as one HTML file that fetches nothing and runs nothing."""
+"""Render summaries as one HTML file that loads and runs nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvcli.render.summarize.notes import scanned
 from kvcli.schemas.summary import CiteFacts, PointFacts, SummaryDocument
 from kvcli.summarize.citations import find
 
-_DEEPEST = 2  # of indented points
+_DEEPEST = 2  # levels of indented points
 
 
 def html(documents: Sequence[SummaryDocument]) -> str:
-    """The page of one summary or several."""
+    """Return the page of one or more summaries."""
     alone = len(documents) == 1
     names = ", ".join(name for document in documents for name in _names(document, alone=alone))
     parts = [part for document in documents for part in _summary(document, alone=alone)]
@@ -36,7 +36,7 @@ def _summary(document: SummaryDocument, *, alone: bool) -> Iterator[Markup]:
 
 
 def _points(points: Sequence[PointFacts]) -> Iterator[Markup]:
-    """Bullets that follow each other are one list; sentences are paragraphs, as the model made them."""
+    """Yield a list for consecutive bullets; sentences form paragraphs, as the model wrote them."""
     for block in _blocks(points):
         first = block[0]
         if first.kind == "bullet":
@@ -48,7 +48,7 @@ def _points(points: Sequence[PointFacts]) -> Iterator[Markup]:
 
 
 def _blocks(points: Sequence[PointFacts]) -> list[list[PointFacts]]:
-    """What stands in one list, in one paragraph or in one heading. A quotation ends a paragraph."""
+    """Group points into lists, paragraphs and headings. A quotation ends a paragraph."""
     blocks: list[list[PointFacts]] = []
     for point in points:
         before = blocks[-1][-1] if blocks else None
@@ -73,10 +73,10 @@ def _quotes(point: PointFacts) -> list[Markup]:
 
 
 def _body(point: PointFacts) -> Markup:
-    """The text with each citation in its place."""
+    """Return the text with each citation in its place."""
     brackets = find(point.marked, [cite.document_ for cite in point.cites if cite.document_])
     cites = iter(point.cites)
-    if sum(len(bracket.places) for bracket in brackets) != len(point.cites):  # the text itself has brackets like these
+    if sum(len(bracket.places) for bracket in brackets) != len(point.cites):  # the text itself has similar brackets
         return join([point.text, *map(_cite, cites)])
     parts: list[str] = []
     at = 0
@@ -135,7 +135,7 @@ def _footer(documents: Sequence[SummaryDocument]) -> Markup:
 
 
 def _names(document: SummaryDocument, *, alone: bool) -> list[str]:
-    """What the page calls the sources: as citations do where there are several, else the file, if need be in full."""
+    """Return names of the sources on the page: as in citations if there are several, or else the file name or path."""
     if len(document.sources) > 1:
         return [source.name for source in document.sources]
     if not alone:

@@ -1,4 +1,4 @@
-"""What `kvcli summarize` says beside the summary: the files, the plan, its parts, and what to know at the end."""
+"""Messages of `kvcli summarize` besides the summary: the files, the plan, its parts, and notes at the end."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ UNITS = {"page": "page", "heading": "section", "chapter": "chapter", "line": "li
 
 
 def hung(words: Sequence[str], width: int) -> list[str]:
-    """The words side by side; lines that follow the first stand a little to the right."""
+    """Return the words side by side, with lines after the first indented."""
     return [("  " if i else "") + line for i, line in enumerate(joined(words, width - 2))]
 
 
 def scanned(name: str, empty: Sequence[int], kind: str) -> str:
-    """The sentence about pages without text, without what follows from it. Only pages of a PDF are pictures."""
+    """Return the sentence about pages without text. Only pages of a PDF may be scanned."""
     return f"{name}: no text on page{'s' * (len(empty) > 1)} {listed(empty)}" + ", perhaps scanned" * (kind == "pdf")
 
 
 def size(document: Document) -> str:
-    """`214 pages`, `12 of 214 pages`, `9 chapters`, `1,204 lines`."""
+    """Return `214 pages`, `12 of 214 pages`, `9 chapters`, `1,204 lines`."""
     n, whole = len(document.sections) + len(document.without_text) + document.blank, document.n_pages
-    if document.unit == "line" or not n:  # of a conversation that was kept the text alone is known
+    if document.unit == "line" or not n:  # a saved chat has the text alone
         return f.plural(document.lines, "line")
     if whole and n < whole:
         return f"{f.count(n)} of {f.plural(whole, 'page')}"
@@ -42,7 +42,7 @@ def size(document: Document) -> str:
 
 
 def about_file(name: str, document: Document, tokens: int | None = None) -> list[str]:
-    """`annual-report.pdf`, `214 pages`, `131,902 tokens`, `3 pages without text (12, 13, 90)`."""
+    """Return `annual-report.pdf`, `214 pages`, `131,902 tokens`, `3 pages without text (12, 13, 90)`."""
     empty = document.without_text
     return [
         name,
@@ -53,7 +53,7 @@ def about_file(name: str, document: Document, tokens: int | None = None) -> list
 
 
 def plan_lines(plan: Plan, width: int) -> list[str]:
-    """`plan: map, 5 parts of ≤ 29,600 tokens with the question · as asked`, below it what that takes."""
+    """Return `plan: map, 5 parts of ≤ 29,600 tokens with the question · as asked`, and below it time and memory."""
     n = len(plan.parts)
     if plan.mode == "whole":
         what = f"whole, {f.count(plan.longest)} tokens with the question"
@@ -66,7 +66,7 @@ def plan_lines(plan: Plan, width: int) -> list[str]:
 
 
 def about(seconds: float | None, *, at_most: bool = False) -> str:
-    """`about 4 min`; a guess with seconds in it would promise more than it knows."""
+    """Return `about 4 min`, without seconds, because the estimate is not that precise."""
     if seconds is None:
         return "not timed"
     word = "at most about" if at_most else "about"
@@ -80,7 +80,7 @@ def _room(estimate: int, available: int) -> str:
 
 
 def stretch(part: Part) -> str:
-    """`pages 86–129` of a part, `§ Methods – § Results`, `lines 41–400`."""
+    """Return the range of a part: `pages 86–129`, `§ Methods – § Results`, `lines 41–400`."""
     first, last = part.span
     a, b = first.label, last.label
     if first.document != last.document:
@@ -92,7 +92,7 @@ def stretch(part: Part) -> str:
 
 
 def part_done(event: PartEnded) -> list[str]:
-    """The line that stays when a part is done."""
+    """Return the line that is printed when a part is done."""
     head = f"part {event.part.number} of {event.of}"
     return [head, stretch(event.part), f.plural(len(event.points), "point"), *_work(event.answered, event.seconds)]
 
@@ -113,7 +113,7 @@ def _work(answered: Answered, seconds: float) -> list[str]:
 
 
 def stopped(event: Stopped, *, fresh: bool) -> str:
-    """The last line after Ctrl-C: what the next run finds."""
+    """Return the last line after Ctrl-C: which results the next run can use."""
     if not event.done:
         return "stopped: nothing was complete yet; run it again to begin anew"
     parts = {1: "part 1", 2: "parts 1 and 2"}.get(event.done, f"parts 1 to {event.done}")
@@ -124,7 +124,7 @@ def stopped(event: Stopped, *, fresh: bool) -> str:
 
 
 def notes(summary: Summary, documents: Mapping[str, Document], *, cited: bool) -> Iterator[str]:
-    """What to know of a finished summary, a sentence each. `documents` under the names that the screen calls them."""
+    """Yield notes on a finished summary, a sentence each. `documents` are keyed by their names on the screen."""
     yield from summary.notes
     n = len(summary.cites)
     if cited and not n:
@@ -148,7 +148,7 @@ def notes(summary: Summary, documents: Mapping[str, Document], *, cited: bool) -
 
 
 def totals(summary: Summary) -> list[str]:
-    """The figures of several turns together."""
+    """Return the figures of several turns together."""
     fresh = [answered.turn.stats for answered in summary.turns if not answered.is_cached]
     read, new = sum(s.prompt - s.cached for s in fresh), sum(s.new for s in fresh)
     reading, writing = sum(s.read for s in fresh), sum(s.decode for s in fresh)

@@ -1,4 +1,4 @@
-"""A summary as plain text: no markup, lines of at most so many columns."""
+"""Summary as plain text: no markup, lines of limited width."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvcli.render.terminal.wrap import fold
 if TYPE_CHECKING:
     from kvcli.summarize.result import Point
 
-WIDTH = 80  # columns where no terminal says otherwise
+WIDTH = 80  # columns without a terminal
 
 
 def plain_text(points: Sequence[Point], width: int = WIDTH) -> str:
-    """The points; a text of more points begins with that of fewer."""
+    """Return the points as text; the text of more points begins with the text of fewer points."""
     lines: list[str] = []
     running = ""  # a paragraph that may still grow
     for i, point in enumerate(points):
@@ -49,6 +49,6 @@ def _paragraph(text: str, width: int) -> list[str]:
 
 
 def _hung(first: str, text: str, width: int) -> list[str]:
-    """Lines that begin below the first one's text."""
+    """Return lines with a hanging indent."""
     rows = fold(text, max(20, width - len(first)))
     return [(first if i == 0 else " " * len(first)) + row.rstrip() for i, row in enumerate(rows)]

@@ -1,4 +1,4 @@
-"""A summary on the screen while it is made: points as they are checked, below them where the work is."""
+"""Live view of a summary: points as they are checked, and below them the progress."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Writer = Callable[[Sequence["Point"]], str]
 
 
 class SummaryView(TurnView):
-    """`writer` makes the text that goes to stdout as points come; None where nothing goes there before the end."""
+    """A live summary. `writer` formats points for stdout as they are completed; None prints nothing before the end."""
 
     def __init__(
         self, screen: Screen, look: RowOptions, plan: Plan, writer: Writer | None, *, tells: bool = True
@@ -47,14 +47,14 @@ class SummaryView(TurnView):
         self.stopped: Stopped | None = None
         self.step: PartBegan | MergeBegan | None = None
         self.points: list[Point] = []
-        self.shown = ""  # of the summary
-        self.took: list[float] = []  # seconds of each part and merge that this run asked about
-        self.told: set[str] = set()  # notes that need not be said again at the end
+        self.shown = ""  # text of the summary printed so far
+        self.took: list[float] = []  # seconds of each part and merge that this run computed
+        self.told: set[str] = set()  # notes that are not repeated at the end
 
     def on(self, event: Event | TurnEvent) -> None:
-        """Take one event."""
+        """Process one event."""
         match event:
-            case Text() | Thought() | Planned():  # a point is said when it is complete and checked
+            case Text() | Thought() | Planned():  # a point is printed when it is complete and checked
                 pass
             case PartBegan() | MergeBegan():
                 self.step, self.stats, self.read = event, None, None
@@ -88,7 +88,7 @@ class SummaryView(TurnView):
             self.screen.note(short)
 
     def _write(self) -> None:
-        """Say what is new: a text of points only grows at its end."""
+        """Print the new text; the text of points only grows at its end."""
         if self.writer is None:
             return
         text = self.writer(self.points).rstrip("\n")
@@ -99,7 +99,7 @@ class SummaryView(TurnView):
         return [row for row in (self._head(width), *super()._rows(width)) if row]
 
     def _head(self, width: int) -> list[Span]:
-        """`part 3 of 5 · pages 86–129 · 29,411 tokens · 2:10 left`, where there are several parts."""
+        """Return `part 3 of 5 · pages 86–129 · 29,411 tokens · 2:10 left` if there are several parts."""
         step = self.step
         if step is None or self.screen.quiet or width < NARROWEST or len(self.plan.parts) < 2:
             return []
@@ -113,10 +113,10 @@ class SummaryView(TurnView):
 
 
 def time_left(plan: Plan, at: int, took: Sequence[float], here: float) -> float | None:
-    """Seconds for the step `at`, counted from 1, and for all behind it: parts first, then merges.
+    """Estimate the seconds for step `at`, counted from 1, and all later ones: parts first, then merges.
 
-    `took`: what steps before it took, for the pace; without any the plan's estimate gives it. `here`: seconds in this
-    step so far. None where nothing is known, and where it takes longer than that already.
+    `took` has the seconds of finished steps, which give the pace; without any, the plan's estimate does. `here` is the
+    time in this step so far. The result is None if no pace is known, or if the time has exceeded the estimate.
     """
     steps = max(at, len(plan.parts) + plan.merges)
     if took:

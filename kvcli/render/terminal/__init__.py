@@ -1,1 +1,1 @@
-"""What is printed on a terminal: text width, colors, tables, the live region."""
+"""Terminal output: text width, colours, tables, the live region."""

@@ -1,4 +1,4 @@
-"""Errors, warnings and notes: what happened, the numbers, and last what to do about it."""
+"""Errors, warnings and notes: the event, the numbers, and last the command that helps."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from kvcli.errors import KvcliError
 from kvcli.render.terminal.terminal import Span, Terminal, text_width
 from kvcli.render.terminal.wrap import folded
 
-COLUMN = 80  # the code stands at the right edge, but not further out than this
+COLUMN = 80  # the code is at the right edge, but at most in this column
 GAP = "   ·   "
 TRY = "  try: "
 
 
 def print_error(err: Terminal, error: KvcliError) -> None:
-    """`error: ...  [code]`, the lines with the numbers, and `try:` where there is something to try."""
+    """Print `error: ...  [code]`, the lines with the numbers, and `try:` lines if there are any."""
     _block(err, "error", "red", "\n".join([error.message, *error.lines]), error.code)
     _attempts(err, error.try_)
 
 
 def print_warning(err: Terminal, text: str) -> None:
-    """Something the user should change, though the work went on."""
+    """Print a problem that the user should fix, although the work continued."""
     _block(err, "warning", "yellow", text)
 
 
 def print_note(err: Terminal, text: str) -> None:
-    """Something the user should know."""
+    """Print a fact that the user should know."""
     _block(err, "note", "cyan", text)
 
 
@@ -39,7 +39,7 @@ def _block(err: Terminal, word: str, style: str, text: str, code: str = "") -> N
 
 
 def _headline(word: str, style: str, message: str, code: str, width: int) -> list[list[Span]]:
-    """The message, with its code at the right edge if it fits there and on the message's last line otherwise."""
+    """Return the message with its code at the right edge if it fits, or else after the message's last line."""
     label = f"{word}: "
     first, *more = folded(message, width, len(label))
     rows: list[list[Span]] = [[(label, style), (first, "bold")]]
@@ -59,7 +59,7 @@ def _headline(word: str, style: str, message: str, code: str, width: int) -> lis
 
 
 def _attempts(err: Terminal, items: Sequence[str]) -> None:
-    """On one line if they fit, else one under the other; never folded, so that they can be copied."""
+    """Print hints on one line if they fit, or else below each other; never wrapped, so that they can be copied."""
     if not items:
         return
     together = GAP.join(items)

@@ -1,4 +1,4 @@
-"""What keys do to the terminal while a turn runs: nothing is echoed, and Ctrl-Z leaves it in order."""
+"""Terminal input during a turn: echo is off, and Ctrl-Z restores the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ except ImportError:  # Windows has no echo to switch off here
 
 @contextmanager
 def echo(stdin: TextIO | None, on: bool) -> Iterator[None]:
-    """Echo on or off inside the block. What is typed without it stays in the queue for the next prompt."""
+    """Switch echo on or off inside the block. Text typed without echo stays in the queue for the next prompt."""
     saved = None
     if stdin is not None and termios is not None:
         try:
@@ -37,7 +37,7 @@ def echo(stdin: TextIO | None, on: bool) -> Iterator[None]:
 
 
 def forget_typed(stdin: TextIO) -> None:
-    """What was typed before a question is no answer to it."""
+    """Discard text that was typed before a question, because it is no answer to it."""
     if termios is not None:
         with suppress(OSError, ValueError, AttributeError, termios.error):
             termios.tcflush(stdin.fileno(), termios.TCIFLUSH)
@@ -45,7 +45,7 @@ def forget_typed(stdin: TextIO) -> None:
 
 @contextmanager
 def suspendable(region: LiveRegion | None, stdin: TextIO | None) -> Iterator[None]:
-    """Ctrl-Z inside the block takes the region away and stops the process; once continued, it is drawn again."""
+    """Remove the region on Ctrl-Z inside the block and stop the process; redraw the region when it continues."""
     kind = getattr(signal, "SIGTSTP", None)
     if region is None or kind is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -55,11 +55,11 @@ def suspendable(region: LiveRegion | None, stdin: TextIO | None) -> Iterator[Non
         with region.lock, echo(stdin, on=True):  # the timer must not draw meanwhile
             region.close()
             signal.signal(kind, signal.SIG_DFL)
-            signal.pthread_kill(threading.get_ident(), kind)  # to this thread: it goes on only when continued
+            signal.pthread_kill(threading.get_ident(), kind)  # this thread stops here until the process is continued
             signal.signal(kind, stop)
 
     before = signal.getsignal(kind)
-    if before is not signal.SIG_IGN:  # a shell without job control
+    if before is not signal.SIG_IGN:  # SIG_IGN: a shell without job control
         signal.signal(kind, stop)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Numbers in the form people read: counts, sizes, times, and the sparkline."""
+"""Number formats for people: counts, sizes, times, and the sparkline."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def count(n: int) -> str:
 
 
 def plural(n: int, noun: str) -> str:
-    """`1 line`, `1,024 lines`."""
+    """Return `1 line`, `1,024 lines`."""
     return f"{count(n)} {noun}{'' if n == 1 else 's'}"
 
 
 def _scaled(n: float) -> tuple[str, str]:
-    """The value in the largest unit that keeps it over 1, and the unit's letter; nothing under a KiB is told apart."""
+    """Return the value in the largest unit that keeps it above 1, and the unit's letter; the smallest unit is a KiB."""
     value, unit = n / KIB, UNITS[0]
     for unit in UNITS:
-        # 999.5, not 1024: "1,012M" is wider than any other figure and would make the row jump
+        # 999.5, not 1024: "1,012M" is wider than any other figure and would make the layout jump
         if value < 999.5 or unit == UNITS[-1]:
             break
         value /= KIB
@@ -32,19 +32,19 @@ def _scaled(n: float) -> tuple[str, str]:
 
 
 def short_size(n: float) -> str:
-    """`17.1M`, `431M`, `312K`: for the live row."""
+    """Return `17.1M`, `431M`, `312K`, for the live row."""
     value, unit = _scaled(n)
     return value + unit
 
 
 def long_size(n: float) -> str:
-    """`17.1 MiB`: for sentences and tables."""
+    """Return `17.1 MiB`, for sentences and tables."""
     value, unit = _scaled(n)
     return f"{value} {unit}iB"
 
 
 def tiers(kv: Mapping[str, int]) -> str:
-    """`17.1M` for one tier, `4.4M+12.0M cpu` for several: the first is the one the model reads from."""
+    """Return `17.1M` for one tier, `4.4M+12.0M cpu` for several; the first is the one that the model reads from."""
     used = [(name, size) for name, size in kv.items() if size]
     if not used:
         return short_size(0)
@@ -53,7 +53,7 @@ def tiers(kv: Mapping[str, int]) -> str:
 
 
 def seconds(s: float) -> str:
-    """`0.88 s`, `2.9 s`, `2 min 05 s`."""
+    """Return `0.88 s`, `2.9 s`, `2 min 05 s`."""
     if s < 0.995:
         return f"{s:.2f} s"
     if s < 99.95:
@@ -63,14 +63,14 @@ def seconds(s: float) -> str:
 
 
 def clock(s: float) -> str:
-    """`0:07`, `12:05`, `1:00:09`: time that is left."""
+    """Return the remaining time: `0:07`, `12:05`, `1:00:09`."""
     minutes, rest = divmod(max(0, round(s)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def rate(per_second: float) -> str:
-    """`24.1/s` below a thousand, `1,760/s` above."""
+    """Return `24.1/s` below a thousand, `1,760/s` above."""
     return f"{per_second:.1f}/s" if per_second < 999.95 else f"{per_second:,.0f}/s"
 
 
@@ -79,7 +79,7 @@ def percent(share: float) -> str:
 
 
 def spark(recent: Sequence[int]) -> str:
-    """Tokens gained by the last passes as bars; a pass that gained one token, the least there is, has the lowest."""
+    """Draw tokens gained by the last passes as bars; the lowest bar is the minimum of one token."""
     last = recent[-FEW:]
     top = max(last, default=0)
     if top < 2:

@@ -1,4 +1,4 @@
-"""The two streams a command writes to, and what the user wants to see on them."""
+"""Output streams of a command, and the user's display options."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ StatsMode = Literal["live", "turn", "off"]
 
 @dataclass(slots=True)
 class Screen:
-    """stdout for the answer, stderr for everything else."""
+    """stdout for the answer, stderr for all other output."""
 
     out: Terminal
     err: Terminal
     stats: StatsMode = "live"
     quiet: bool = False
     clock: Callable[[], float] = time.monotonic
-    stdin: TextIO | None = None  # its echo is switched off while a live region is on the screen
-    piped: bool = False  # a program reads stdout, and may write what it reads to the terminal stderr is on
-    shared: bool = False  # both streams are the same terminal, so one region can hold answer and row
-    verbose: bool = False  # all figures after a turn, not one line
+    stdin: TextIO | None = None  # echo is switched off while a live region is on the screen
+    piped: bool = False  # a program reads stdout, and may print to the terminal of stderr
+    shared: bool = False  # both streams are the same terminal, so one region can show answer and status row
+    verbose: bool = False  # all figures after a turn instead of one line
 
     @classmethod
     def of(cls, world: Environment, stats: StatsMode = "live") -> Screen:
-        """The world's streams, as --quiet, --no-color, NO_COLOR and TERM want them."""
+        """Create from the environment's streams, as `--quiet`, `--no-color`, NO_COLOR and TERM require."""
         out, err = Terminal.of(world, "stdout"), Terminal.of(world, "stderr")
         shared = out.live and err.live and same_device(world.stdout, world.stderr)
         keys = world.stdin if world.is_tty("stdin") else None
@@ -41,13 +41,13 @@ class Screen:
         return cls(out, err, stats, options.quiet, world.clock, keys, piped, shared, options.verbose > 0)
 
     def note(self, text: str) -> None:
-        """Something the user should know, unless nothing beside the answer is wanted."""
+        """Print a fact that the user should know, unless `--quiet` is set."""
         if text and not self.quiet:
             print_note(self.err, text)
 
 
 def same_device(a: TextIO, b: TextIO) -> bool:
-    """Whether two terminals are one. Streams without a file behind them, as in tests, are when they are one object."""
+    """True if two terminals are one device. Streams without a file, as in tests, are compared by identity."""
     try:
         return os.fstat(a.fileno()).st_rdev == os.fstat(b.fileno()).st_rdev
     except (OSError, ValueError, AttributeError):
@@ -55,7 +55,7 @@ def same_device(a: TextIO, b: TextIO) -> bool:
 
 
 def is_pipe(stream: TextIO) -> bool:
-    """Whether what is written goes to another program, not to a file or a terminal."""
+    """True if the output goes to another program, not to a file or a terminal."""
     try:
         mode = os.fstat(stream.fileno()).st_mode
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""Tables of the chat: how drafting went, what the cache holds, where the context goes."""
+"""Tables of the chat: drafting statistics, KV cache content, and use of the context window."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvcli.render.terminal.wrap import folded
 from kvcli.render.turn.turn_summary import joined
 
 LONGEST = 14  # columns of the longest bar
-TALLEST = 12  # rows of the histogram
-GAP = 2  # columns between two of a table
-WIDEST = 10_000  # of a table that nothing bounds
-SIDE_BY_SIDE = 76  # columns from which the two blocks of /spec stand beside each other
+TALLEST = 12  # lines of the histogram
+GAP = 2  # columns between two table columns
+WIDEST = 10_000  # width of an unlimited table
+SIDE_BY_SIDE = 76  # columns from which the two blocks of /spec are side by side
 
 
 def spec_table(stats: Stats, width: int) -> list[str]:
-    """Acceptance of the turn: the two ways to say it, guesses accepted by a pass, and by position in the draft."""
+    """Return acceptance of the turn: acceptance length, accepted draft tokens per pass, and by draft position."""
     if not stats.drafted_passes:
         why = f"; drafting was paused in {f.count(stats.paused_passes)} of them" if stats.paused_passes else ""
         return [f"no pass carried a draft ({f.count(stats.passes)} passes{why})"]
@@ -52,7 +52,7 @@ def _histogram(counts: Sequence[int]) -> list[str]:
     top, digits = max(shown), len(str(len(shown) - 1))
     rows = []
     for i, n in enumerate(shown):
-        # one block a pass while that fits, so that small counts can be counted
+        # one block per pass while that fits, so that small counts can be counted
         size = n if top <= LONGEST else round(n * LONGEST / top)
         bar = "█" * size or ("▏" if n else "")
         label = "accepted" if i == 0 else "or more" if i == TALLEST - 1 and len(counts) > TALLEST else ""
@@ -61,7 +61,7 @@ def _histogram(counts: Sequence[int]) -> list[str]:
 
 
 def _positions(taken: Sequence[float], width: int) -> list[str]:
-    """Share of the drafts whose guess at each position was accepted, as many positions as fit."""
+    """Return the share of accepted draft tokens at each position, for as many positions as fit."""
     label, column, more = 10, 6, ""
     if label + column * len(taken) >= width:
         fit = max(1, (width - label - 1 - len("  and 99 more")) // column)
@@ -91,8 +91,10 @@ def _drafts(stats: Stats) -> list[str]:
 
 
 def kv_table(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Bytes by layer and tier, header first and total last; equal layers share a row, which has the bytes of all.
-    Columns come from the rows' own keys."""
+    """Return bytes by layer and tier, header first and total last.
+
+    Equal layers share a line, which has the bytes of all. Columns are the keys of the given lines.
+    """
     table = list(rows)
     if not table:
         return []
@@ -134,7 +136,7 @@ def _is_bytes(key: str) -> bool:
 
 
 def token_table(rows: Sequence[tuple[str, int]], limit: int, width: int) -> list[str]:
-    """The context by message: tokens, share of the window, and what is left."""
+    """Return the context by message: tokens, share of the context window, and tokens left."""
     total = sum(n for _, n in rows)
     name_width = max(12, min(width - 24, max((text_width(name) for name, _ in rows), default=0)))
     lines = [_token_row(name, n, limit, name_width) for name, n in rows]
@@ -151,7 +153,7 @@ def _token_row(name: str, n: int, limit: int, width: int) -> str:
 
 
 def clip(text: str, width: int) -> str:
-    """The text in at most `width` columns, the cut marked."""
+    """Cut the text to at most `width` columns, with a mark at the cut."""
     if text_width(text) <= width:
         return text
     while text and text_width(text) > width - 1:
@@ -160,9 +162,9 @@ def clip(text: str, width: int) -> str:
 
 
 def columns(table: Sequence[Sequence[str]], width: int = 0, left: Iterable[int] = (0,)) -> list[str]:
-    """Cells under each other, those of the columns `left` to the left, the others to the right.
+    """Align cells in columns: those listed in `left` to the left, the others to the right.
 
-    Where that takes more than `width` columns, words wrap inside their cells; 0 = as wide as it is.
+    If the table is wider than `width` columns, words wrap inside their cells; 0 means no limit.
     """
     from rich.console import Console
     from rich.table import Table
@@ -178,9 +180,9 @@ def columns(table: Sequence[Sequence[str]], width: int = 0, left: Iterable[int] 
 
 
 def fitting(table: Sequence[Sequence[str]], width: int, drop: Iterable[str], *, wraps: bool = False) -> list[list[str]]:
-    """The table without the columns of these names, one after the other, until it is no wider than this.
+    """Drop the named columns one after the other until the table fits into `width`.
 
-    `wraps`: until no word would be cut; cells may have several lines.
+    With `wraps`, columns are dropped only until no word would be cut; cells may then have several lines.
     """
     rows = [list(row) for row in table]
     for name in drop:
@@ -191,12 +193,12 @@ def fitting(table: Sequence[Sequence[str]], width: int, drop: Iterable[str], *, 
 
 
 def least(table: Sequence[Sequence[str]]) -> int:
-    """Columns that a table needs if its cells wrap between words."""
+    """Return the columns that a table needs if its cells wrap between words."""
     return sum(max(widest(cell.split()) for cell in column) + GAP for column in zip(*table, strict=True)) - GAP
 
 
 def turned(table: Sequence[Sequence[str]], width: int) -> list[str]:
-    """A grid, its columns below each other where they do not fit beside each other."""
+    """Return a grid, transposed if its columns do not fit side by side."""
     lines = columns(table)
     return lines if widest(lines) < width else columns(list(zip(*table, strict=True)))
 

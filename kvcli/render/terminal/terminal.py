@@ -1,4 +1,4 @@
-"""What one output stream can show: its width, colour, cursor movement and characters."""
+"""Capabilities of an output stream: its width, colour, cursor movement and characters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcli.safe_output import Styled, neutralise
 Span = tuple[str, str]  # text and style; a style is one of STYLES, or colours such as "#000000 on #ffcc00"
 STYLES = {"": "", "dim": "2", "bold": "1", "red": "1;31", "yellow": "33", "green": "32", "cyan": "36"}
 
-# One character for one, so that a layout keeps its width.
+# one character for one, so that a layout keeps its width
 ASCII = str.maketrans(
     {
         **dict(zip("▁▂▃▄▅▆▇█", "..:-=+*#", strict=True)),
@@ -27,17 +27,17 @@ ASCII = str.maketrans(
 
 @lru_cache(maxsize=4096)
 def cells_of(char: str) -> int:
-    """Columns of one character as shown. U+FE0F asks for the wide form of the one before, so it counts for one."""
+    """Return the columns of one character. U+FE0F widens the character before it, so it counts as one column."""
     return 1 if char == "\N{VARIATION SELECTOR-16}" else cell_len(neutralise(char, one_line=True))
 
 
 def text_width(text: str) -> int:
-    """Columns of a text, never less than a terminal uses: too few would tear a line, too many only break it early."""
+    """Return the columns of a text, never too few: too few would tear a line, too many only wrap it early."""
     return len(text) if text.isascii() else sum(map(cells_of, text))
 
 
 def codes(style: str) -> str:
-    """The numbers of an escape sequence. Who asks for colours of its own knows that the terminal has them."""
+    """Return the codes of an escape sequence. Callers use RGB colours only if the terminal has them."""
     if style in STYLES:
         return STYLES[style]
     found, target = [], 38
@@ -50,13 +50,13 @@ def codes(style: str) -> str:
 
 
 def quoted(line: str) -> Styled:
-    """A line that others wrote: harmless, and its characters are not ours to replace."""
+    """Return a foreign line with control characters escaped; its characters are not replaced by ASCII."""
     return Styled(neutralise(line, one_line=True))
 
 
 @dataclass(slots=True)
 class Terminal:
-    """One stream. Only this and the region of rows on it style what they write."""
+    """One stream. Only this class and its live region style their output."""
 
     stream: TextIO
     columns: Callable[[], int]
@@ -64,27 +64,27 @@ class Terminal:
     colour: bool = False
     live: bool = False  # the cursor may move: a terminal that is neither dumb nor NO_COLOR
     unicode: bool = True
-    above: Callable[[Styled], None] | None = None  # set while rows are redrawn in place: lines go above them
+    above: Callable[[Styled], None] | None = None  # set while a region is redrawn in place: lines are inserted above it
 
     @classmethod
     def of(cls, world: Environment, name: Stream) -> Terminal:
-        """Ask the world what the stream can do."""
+        """Create from the environment's information on the stream."""
         is_tty, colour = world.is_tty(name), world.has_color(name)
         can_move = is_tty and colour and world.environ.get("TERM") != "dumb"
         return cls(world.stream(name), lambda: world.width(name), is_tty, colour, can_move, world.is_utf8(name))
 
     @property
     def width(self) -> int:
-        """Columns now: asked each time, because the window may have been resized."""
+        """Current columns, queried each time because the window may have been resized."""
         return max(1, self.columns())
 
     def write(self, text: str) -> None:
-        """Write it, to a terminal only what is harmless, and flush."""
+        """Write the text and flush. On a terminal, the stream escapes control characters of unstyled text."""
         self.stream.write(text)
         self.stream.flush()
 
     def paint(self, spans: Iterable[Span]) -> Styled:
-        """Spans of one line as one string, in the colours and characters the stream has; names in them are harmless."""
+        """Return spans of one line in the stream's colours and characters, with control characters escaped."""
         spans = [(neutralise(text, one_line=True), style) for text, style in spans if text]
         if not self.unicode:
             spans = [(text.translate(ASCII), style) for text, style in spans]
@@ -93,7 +93,7 @@ class Terminal:
         return Styled("".join(f"\x1b[{codes(style)}m{text}\x1b[0m" if style else text for text, style in spans))
 
     def line(self, *spans: Span) -> None:
-        """One line of our own, above what is being redrawn."""
+        """Print one line of kvcli, above the live region."""
         text = self.paint(spans)
         if self.above is not None:
             self.above(text)

@@ -1,4 +1,4 @@
-"""Break text at word ends as it arrives, giving each line once and for good."""
+"""Wrap text at word ends as it arrives; each finished line is returned once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TAB = 8  # columns
 
 
 def expand(line: str) -> str:
-    """Tabs as spaces, counted in columns: str.expandtabs counts characters and goes wrong after wide ones."""
+    """Replace tabs by spaces, counted in columns: str.expandtabs counts characters and fails after wide ones."""
     if "\t" not in line:
         return line
     done = ""
@@ -23,14 +23,14 @@ def expand(line: str) -> str:
 
 
 def fold(text: str, width: int) -> list[str]:
-    """Lines of at most `width` columns, at least one; only the last can still grow.
+    """Split into lines of at most `width` columns, at least one; only the last can still grow.
 
-    Spaces hang over the edge, a word longer than a line is cut, and wide characters break anywhere, as in a terminal.
+    Trailing spaces may exceed the width. A word longer than a line is cut, and wide characters break anywhere.
     """
     if "\t" not in text and text_width(text) <= width:
         return [text]
     lines: list[str] = []
-    start = gap = column = 0  # where the line began, where it may be cut, columns so far
+    start = gap = column = 0  # start of the line, possible cut, columns so far
     for i, char in enumerate(text):
         size = TAB - column % TAB if char == "\t" else cells_of(char)
         if char in " \t":
@@ -50,34 +50,34 @@ def fold(text: str, width: int) -> list[str]:
 
 
 def folded(text: str, width: int, indent: int = 0) -> list[str]:
-    """The same for a terminal of `width` columns, `indent` of which are taken: its last one stays free."""
+    """Wrap for a terminal of `width` columns, `indent` of which are used: its last column stays free."""
     return [line.rstrip() for line in fold(text, max(20, width - 1 - indent))]
 
 
 def styled(text: str, width: int, style: str) -> Iterator[list[Span]]:
-    """The same, as rows of one style."""
+    """Wrap as `folded` does, and return lines of one style."""
     return ([(line, style)] for line in folded(text, width))
 
 
 @dataclass(slots=True)
 class Wrapper:
-    """The unfinished last line; whatever is complete has been handed out."""
+    """The unfinished last line; completed lines have been returned."""
 
     tail: str = ""
 
     def feed(self, text: str, width: int) -> list[str]:
-        """Add text; return the lines it completed. `width` may differ from call to call."""
+        """Add text and return the lines it completed. `width` may differ from call to call."""
         *complete, self.tail = (self.tail + text).split("\n")
         lines = [expand(line.rstrip()) for whole in complete for line in fold(whole, width)]
         *folded, self.tail = fold(self.tail, width)
         return lines + [expand(line) for line in folded]
 
     def shown(self, width: int) -> str:
-        """The tail as it stands on the screen: spaces that hang over the edge are left out."""
+        """Return the tail as displayed: spaces beyond the width are left out."""
         line = expand(self.tail)
         return line if text_width(line) <= width else line.rstrip()
 
     def rest(self) -> str:
-        """The tail, given up: the text is over."""
+        """Return and clear the tail at the end of the text."""
         line, self.tail = expand(self.tail).rstrip(), ""
         return line

@@ -1,1 +1,1 @@
-"""A chat turn on the terminal: the status row, the answer and its summary."""
+"""Chat turn on the terminal: the status row, the answer and its summary."""

@@ -1,4 +1,4 @@
-"""What is shown while a turn runs: the row of figures, the reading bar, the loading word."""
+"""Live output during a turn: the row of figures, the prefill bar, the loading message."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvcli.render.terminal.terminal import Span, text_width
 
 HERTZ = 8  # redraws a second
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-NARROWEST = 40  # columns; below that nothing is live
+NARROWEST = 40  # columns; no live output below this
 CTX_HIGH, MEMORY_HIGH = 0.85, 0.90
-BAR = 28  # columns of the reading bar on a terminal of 80
+BAR = 28  # columns of the prefill bar on a terminal of 80
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """What the process holds."""
+    """Memory of the process."""
 
     kind: str  # ram | gpu
     used: int  # bytes
@@ -31,10 +31,10 @@ class ProcessMemory:
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
-    """What a row says beside the figures of the turn."""
+    """Fields of the status row besides the figures of the turn."""
 
     profile: str = ""
-    memory: Callable[[], ProcessMemory | None] | None = None  # asked from the timer thread; None: the process's RSS
+    memory: Callable[[], ProcessMemory | None] | None = None  # called from the timer thread; None: the process's RSS
     stopping: Callable[[], bool] | None = None  # True once Ctrl-C was pressed
 
 
@@ -44,27 +44,27 @@ def _process() -> tuple[psutil.Process, int]:
 
 
 def process_memory() -> ProcessMemory:
-    """RSS of this process."""
+    """Return the RSS of this process."""
     process, total = _process()
     return ProcessMemory("ram", process.memory_info().rss, total)
 
 
 def status_row(stats: Stats, look: RowOptions, memory: ProcessMemory | None, width: int) -> list[Span]:
-    """The row at `width` columns, or nothing below NARROWEST. Fields go in the order written in `dropped`."""
+    """Return the row at `width` columns, or [] below NARROWEST. Fields are dropped in the order of the loop."""
     if width < NARROWEST:
         return []
     fields = _fields(stats, look, memory)
     for dropped in ("", "spark", "profile", "ctx", "memory", "kv", "tokens", "approx"):
         fields.pop(dropped, None)
         spans = _joined(fields)
-        # two columns stay free: one so that no row ends in the last column, one for the eye
+        # two columns stay free: one so that no row ends in the last column, one as a margin
         if text_width("".join(text for text, _ in spans)) <= width - 2:
             return spans
     return spans
 
 
 def _fields(stats: Stats, look: RowOptions, memory: ProcessMemory | None) -> dict[str, list[Span]]:
-    """The fields from left to right, each as spans."""
+    """Return the fields from left to right, each as spans."""
     fields: dict[str, list[Span]] = {}
     if look.stopping is not None and look.stopping():
         fields["stopping"] = [("stopping", "yellow")]
@@ -100,7 +100,7 @@ def _joined(fields: dict[str, list[Span]]) -> list[Span]:
 
 
 def _acceptance(stats: Stats) -> list[Span]:
-    """Tokens per drafted pass and the share of passes that carried a draft; yellow when plain decoding is faster."""
+    """Return acceptance length and share of drafted passes; yellow if plain decoding is faster."""
     if not stats.drafted_passes:
         return [("–", "")]
     gain = stats.vs_plain
@@ -109,7 +109,7 @@ def _acceptance(stats: Stats) -> list[Span]:
 
 
 def _factor(stats: Stats) -> list[Span]:
-    """How many times larger the same slots were at 16 bit."""
+    """Return the ratio of the 16-bit size of the same slots to their size."""
     factor = stats.kv_fp16 / stats.kv_bytes
     return [(f" ×{factor:.1f}", "")] if factor >= 1.05 else []
 
@@ -120,9 +120,9 @@ def _context(stats: Stats) -> Span:
 
 
 def reading_bar(read: Read, width: int, since: float = 0.0) -> list[Span]:
-    """`⠹ reading 1,480 of 1,912 tokens ━━━━━╺━━  77 %  1,760/s  0:00`, or as much of it as fits.
+    """Return `⠹ reading 1,480 of 1,912 tokens ━━━━━╺━━  77 %  1,760/s  0:00`, or as much of it as fits.
 
-    The glyph turns with `since`, the seconds so far: a chunk may take long, and the bar stands still meanwhile.
+    The spinner depends on `since`, the seconds so far, because the bar does not move during a long chunk.
     """
     share = read.done / read.total if read.total else 1.0
     speed = (read.done - read.cached) / read.seconds if read.seconds > 0 else 0.0
@@ -146,18 +146,18 @@ def reading_bar(read: Read, width: int, since: float = 0.0) -> list[Span]:
 
 
 def _bar(share: float, width: int) -> Sequence[Span]:
-    """A bar in half columns, as Rich draws it."""
+    """Draw a bar in half columns, as Rich does."""
     halves = round(share * 2 * width)
     full, half = divmod(halves, 2)
     done = "━" * full + ("╸" if half else "")
     rest = width - len(done)
-    # a gap before the rest keeps the end visible without colour
+    # a gap before the remaining part keeps the end visible without colour
     left = ("╺" if not half and full else "━") + "━" * (rest - 1) if rest > 0 else ""
     return [(done, "cyan"), (left, "dim")]
 
 
 def fetching_bar(word: str, done: int, total: int, since: float, width: int) -> list[Span]:
-    """`⠹ fetching smollm2-135m  34.1M of 88.6M ━━━━━╺━━  38 %`, or as much of it as fits."""
+    """Return `⠹ fetching smollm2-135m  34.1M of 88.6M ━━━━━╺━━  38 %`, or as much of it as fits."""
     share = min(1.0, done / total) if total else 1.0
     start: list[Span] = [(spinner(since), "cyan"), (f" {word} ", "dim")]
     sizes: list[Span] = [(f" {f.short_size(done)} of {f.short_size(total)} ", "")]
@@ -170,12 +170,12 @@ def fetching_bar(word: str, done: int, total: int, since: float, width: int) -> 
 
 
 def busy(word: str, since: float, width: int) -> list[Span]:
-    """`⠹ loading demo  1.2 s`: something is going on and its length is unknown."""
+    """Return `⠹ loading demo  1.2 s`, for work of unknown length."""
     time = f"  {since:.1f} s" if since >= 1 else ""
     spans: list[Span] = [(spinner(since), "cyan"), (f" {word}", ""), (time, "dim")]
     return spans if text_width("".join(text for text, _ in spans)) < width else []
 
 
 def spinner(since: float) -> str:
-    """The glyph of this moment, a new one for each redraw."""
+    """Return the current glyph, a new one for each redraw."""
     return SPINNER[int(since * HERTZ) % len(SPINNER)]

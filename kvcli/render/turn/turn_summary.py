@@ -1,4 +1,4 @@
-"""The lines before the first turn and after each one."""
+"""Lines before the first turn and after each turn."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ DOT = " · "
 
 @dataclass(frozen=True, slots=True)
 class HeaderFacts:
-    """What the header says beside the model's own facts. Empty fields are left out."""
+    """Facts of the header besides the model's. Empty fields are left out."""
 
     version: str
     profile: str
     exactness: str = ""  # exact | certified | approx
-    context: int = 0  # window in use, tokens
-    estimate: int = 0  # bytes the run is expected to need
+    context: int = 0  # context window in use, tokens
+    estimate: int = 0  # estimated bytes of the run
     threads: int = 0  # on a CPU
-    draft: str = ""  # the model that drafts
+    draft: str = ""  # draft model
 
 
 def header(info: ModelInfo, opening: HeaderFacts, width: int) -> list[str]:
-    """Two lines: what runs, and how much fits."""
+    """Return two lines: model and profile, then context window and memory."""
     model = f"{info.id} (bundled, toy answers)" if info.id == "demo" else info.id
     promise = f", {opening.exactness}" if opening.exactness else ""
     has_threads = opening.threads and info.device == "cpu"
@@ -47,7 +47,7 @@ def header(info: ModelInfo, opening: HeaderFacts, width: int) -> list[str]:
 
 
 def one_line_summary(turn: Turn, width: int) -> list[str]:
-    """One line, as many figures as fit, the most asked for first; a second one where the answer was cut."""
+    """Return one line with as many figures as fit, the most useful first, and a second one if the answer was cut."""
     stats = turn.stats
     parts = [
         _count(stats) if stats.new >= FEW else f"{_count(stats)} in {f.seconds(stats.decode)}",
@@ -62,7 +62,7 @@ def one_line_summary(turn: Turn, width: int) -> list[str]:
 
 
 def summary(turn: Turn, width: int) -> list[str]:
-    """Up to three lines, more on a narrow terminal: speed, reading and drafting, memory."""
+    """Return up to three lines, more on a narrow terminal: speed, prefill and drafting, memory."""
     stats = turn.stats
     took = f"{_count(stats)} in {f.seconds(stats.decode)}"
     rows = ([took, _approx(stats), *_speed(stats)], _cut(turn), _sampling(stats), _work(stats), _memory(stats))
@@ -74,7 +74,7 @@ def _cut(turn: Turn) -> list[str]:
 
 
 def _sampling(stats: Stats) -> list[str]:
-    """`sampling: temperature 0.6, top_k 20`: what changes something."""
+    """Return `sampling: temperature 0.6, top_k 20`, with the settings that have an effect."""
     usual = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "seed": 0}
     told = ", ".join(f"{key} {value:g}" for key, value in stats.sampling.items() if value != usual.get(key))
     return [f"sampling: {told}"] if told else []
@@ -109,7 +109,7 @@ def _work(stats: Stats) -> list[str]:
 
 
 def _unread(stats: Stats, *, is_after: bool = False) -> Iterator[str]:
-    """Tokens of the prompt that were not read."""
+    """Yield counts of prompt tokens that were not computed."""
     for word, n in (("cached", stats.cached), ("taken over", stats.reused)):
         if n:
             yield f"{f.count(n)} {word}" if is_after else f"{word} {f.count(n)}"
@@ -130,7 +130,7 @@ def _memory(stats: Stats) -> list[str]:
 
 
 def joined(parts: Iterable[str], width: int, indent: str = "", between: str = DOT) -> list[str]:
-    """The parts side by side, on as many lines as they need. Only a part longer than a line is split."""
+    """Join parts side by side, on as many lines as they need. Only a part longer than a line is split."""
     lines: list[str] = []
     for part in filter(None, parts):
         longer = f"{lines[-1]}{between}{part}" if lines else ""

@@ -1,4 +1,4 @@
-"""Show one turn as it runs: the answer, the bar while the prompt is read, and the row of figures below it."""
+"""Show a turn while it runs: the answer, a bar during prefill, and the row of figures below the answer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvcli.render.turn.status_row import HERTZ, RowOptions, busy, process_memory
 from kvcli.render.turn.turn_summary import one_line_summary, summary
 from kvcli.safe_output import Styled
 
-PATIENCE = 0.3  # seconds of reading before a bar is worth its flicker
+PATIENCE = 0.3  # seconds of prefill before the bar is shown
 CURSOR = "█"
 STOPPED = " [stopped]"
 
 
 def show_turn(events: Iterable[Event], screen: Screen, look: RowOptions | None = None) -> Turn:
-    """Show the events as they come and return the finished turn, its summary printed.
+    """Show the events as they arrive and return the finished turn, with its summary printed.
 
-    If the stream raises, what was said so far stays on the screen and the error goes on to the caller.
+    If the stream raises, the text so far stays on the screen and the error is raised to the caller.
     """
     view = TurnView(screen, look or RowOptions())
     with view.running():
@@ -35,7 +35,7 @@ def show_turn(events: Iterable[Event], screen: Screen, look: RowOptions | None =
             for event in events:
                 view.on(event)
         finally:
-            # Ctrl-C may arrive outside the generator: closing tells it to keep what was said
+            # Ctrl-C may arrive outside the generator: closing the generator makes it keep the text so far
             close = getattr(events, "close", None)
             if close is not None:
                 close()
@@ -48,7 +48,7 @@ def show_turn(events: Iterable[Event], screen: Screen, look: RowOptions | None =
 
 
 def loop_notes(turn: Turn) -> list[str]:
-    """What to do about an answer that ended in a loop, or in a thought."""
+    """Return advice for an answer that ended in a loop or in a thought."""
     if turn.loop is None:
         is_cut = turn.finish == "length" and turn.thinking and not turn.text.strip()
         return [f"all {len(turn.ids):,} tokens went into a thought: -n with more has room for an answer"] * bool(is_cut)
@@ -58,7 +58,7 @@ def loop_notes(turn: Turn) -> list[str]:
 
 
 def show_summary(turn: Turn, screen: Screen, *, always: bool = False) -> None:
-    """A dim line on stderr, with -v all figures, unless --quiet or --stats off or the turn said nothing."""
+    """Print a dim line on stderr, or all figures with -v, unless `--quiet`, `--stats off` or an empty turn."""
     if not always and (screen.quiet or screen.stats == "off" or not turn.stats.new):
         return
     for line in (summary if always or screen.verbose else one_line_summary)(turn, screen.err.width):
@@ -66,7 +66,7 @@ def show_summary(turn: Turn, screen: Screen, *, always: bool = False) -> None:
 
 
 class TurnView:
-    """One turn on the screen. `on` is called by the decoding thread and only stores; `tick` draws, from a timer."""
+    """View of one turn. The decoding thread calls `on`, which only stores; a timer thread calls `tick`, which draws."""
 
     def __init__(self, screen: Screen, look: RowOptions) -> None:
         self.screen = screen
@@ -74,9 +74,9 @@ class TurnView:
         self.turn: Turn | None = None
         self.stats: Stats | None = None
         self.read: Read | None = None
-        self.said: deque[str] = deque()  # not drawn yet; a deque may be filled and emptied by two threads
+        self.said: deque[str] = deque()  # not drawn yet; a deque is safe for two threads
         self.has_said = False
-        self.ended_line = True  # the answer's last character was a newline
+        self.ended_line = True  # True if the answer's last character was a newline
         self.wrapper, self.thought = Wrapper(), Wrapper()
         self.started = screen.clock()
         self.region = _region(screen)
@@ -84,7 +84,7 @@ class TurnView:
     # --- events
 
     def on(self, event: Event) -> None:
-        """Take one event."""
+        """Process one event."""
         if isinstance(event, Text):
             self._think("", whole=True)
             self._say(event.text)
@@ -110,7 +110,7 @@ class TurnView:
             out.write(text)
 
     def _think(self, text: str, *, whole: bool = False) -> None:
-        """Dim lines beside the answer: on stderr, or among its lines where both are one terminal."""
+        """Print dim lines of a thought: on stderr, or among the answer's lines if both are one terminal."""
         lines = self.thought.feed(text, self.screen.err.width - 1) if text else []
         lines += [rest] if whole and (rest := self.thought.rest()) else []
         if lines and not self.ended_line:
@@ -131,11 +131,11 @@ class TurnView:
             try:
                 with ticking(self.tick if region else None):
                     yield self
-            finally:  # the timer is over: a late one would draw the row again, for good
+            finally:  # the timer has ended: a late tick would draw a permanent row
                 self._finish()
 
     def tick(self) -> None:
-        """Draw what came since the last tick."""
+        """Draw the text since the last tick."""
         if self.region is None:
             return
         width = self.region.terminal.width
@@ -156,11 +156,11 @@ class TurnView:
         return lines
 
     def _rows(self, width: int) -> list[list[Span]]:
-        """What stands below the answer."""
+        """Return the lines below the answer."""
         return [row for row in [self._below(width)] if row]
 
     def _below(self, width: int) -> list[Span]:
-        """The reading bar before the first word, the row of figures after it."""
+        """Return the prefill bar before the first token, and the row of figures after it."""
         waited = self.screen.clock() - self.started
         if self.screen.quiet:
             return []
@@ -176,12 +176,12 @@ class TurnView:
         return status_row(self.stats, self.look, (self.look.memory or process_memory)(), width)
 
     def _announced(self) -> Read:
-        """What is to be read, as long as no chunk has been."""
+        """Return the progress before the first prefill chunk is done."""
         cached, prompt = (self.stats.cached, self.stats.prompt) if self.stats else (0, 0)
         return Read(cached, prompt, cached, 0.0)
 
     def _finish(self) -> None:
-        """Remove the rows and end the answer's line, marking an answer that was stopped."""
+        """Remove the region and end the answer's line, with a mark if the answer was stopped."""
         self._think("", whole=True)
         stopped = self.has_said and (self.turn is None or self.turn.finish == "interrupted")
         out = self.screen.out
@@ -201,7 +201,7 @@ class TurnView:
 
 
 def _region(screen: Screen) -> LiveRegion | None:
-    """Answer and row together on one terminal; the row alone on stderr where the answer goes elsewhere."""
+    """Return a region for answer and status row on one terminal, or for the row on stderr alone."""
     if screen.shared:
         return LiveRegion(screen.out, screen.err)
     if screen.err.live and not screen.quiet and not screen.out.is_tty:
@@ -211,7 +211,7 @@ def _region(screen: Screen) -> LiveRegion | None:
 
 @contextmanager
 def ticking(tick: Callable[[], None] | None) -> Iterator[None]:
-    """Call `tick` HERTZ times a second from a thread; it is never running when the block is left."""
+    """Call `tick` HERTZ times a second from a thread, which has ended when the block is left."""
     if tick is None:
         yield
         return
@@ -221,7 +221,7 @@ def ticking(tick: Callable[[], None] | None) -> Iterator[None]:
         while not over.wait(1 / HERTZ):
             try:
                 draw()
-            except (OSError, ValueError):  # the terminal is gone; the last write, by the main thread, reports it
+            except (OSError, ValueError):  # the terminal is closed; the main thread's last write reports it
                 return
 
     thread = threading.Thread(target=loop, args=(tick,), name="kvcli-live", daemon=True)
@@ -234,10 +234,10 @@ def ticking(tick: Callable[[], None] | None) -> Iterator[None]:
 
 
 class Busy:
-    """A row on the screen that says something long goes on."""
+    """A row on the screen during a long operation."""
 
     def __init__(self, screen: Screen, look: Callable[[float, int], list[Span]]) -> None:
-        """`look`: the row, from the seconds so far and the columns there are."""
+        """`look` draws the row, given the seconds so far and the columns of the terminal."""
         self.screen, self.look = screen, look
         self.region = LiveRegion(screen.err, screen.out) if screen.shared else LiveRegion(screen.err)
         self.started = screen.clock()
@@ -247,7 +247,7 @@ class Busy:
         self.region.draw([], [row] if row else [])
 
     def stop(self) -> None:
-        """Take the word away early: something else is about to write to the terminal, a download for example."""
+        """Remove the row early, before other output (for example a download) is written to the terminal."""
         self.region.end()
 
 
@@ -255,9 +255,9 @@ class Busy:
 def busy_word(
     screen: Screen, word: str, look: Callable[[float, int], list[Span]] | None = None
 ) -> Iterator[Busy | None]:
-    """Say at once that something long goes on, `loading demo` for example; gone when the block is left.
+    """Show a message such as `loading demo` during a long operation, and remove it when the block is left.
 
-    `look` draws a row that says more, where rows can be redrawn.
+    `look` draws a more detailed row, on terminals where rows can be redrawn.
     """
     if screen.quiet or not screen.err.live:
         if screen.err.is_tty and not screen.quiet:
