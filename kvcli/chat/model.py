@@ -187,7 +187,7 @@ class Model:
         return assemble.session(self.lm, self.mapped(), self.costs, kinds, self._draft())
 
     def mapped(self) -> Profile:
-        """Return the profile with `policy.headmap = "auto"` replaced by the file of the model's head map."""
+        """Return the profile with `policy.headmap = "auto"` replaced by the model's head map file."""
         if self.profile.values.get("policy.headmap") != "auto":
             return self.profile
         if self.map_heads is None:
@@ -259,7 +259,7 @@ class Model:
 
     @property
     def exactness_label(self) -> str:
-        """Exactness of the text: "bit-exact", "exact", "exact but for near ties", "certified" or "approx"."""
+        """Exactness of the text: "bit-exact", "exact", "exact but for near ties", "certified", "approx"."""
         return assemble.promise(self.lm, self.profile)
 
     def with_profile(self, profile: Profile) -> Model:
@@ -277,7 +277,7 @@ class Model:
         return changed
 
     def under(self, profile: Profile) -> Model:
-        """Return this model under another profile without refusals or measurements, for an answer that must continue."""
+        """Return this model under another profile without refusals or measurements, for answers that must continue."""
         changed = copy(self)
         changed.profile, changed._unkept = assemble.adapted_profile(self.lm, profile)
         vars(changed).pop("text", None)

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 LEAST = 64  # slots per head; with fewer, the beginning is as good as dropped
 NEWEST = 1 / 8  # share of the context window: newest tokens that are not condensed, if possible
-FILLED = (
-    7 / 8
-)  # share of the context window that is filled afterwards, at most: evicting fewer slots at a time loses less
+FILLED = 7 / 8  # share of the context window filled afterwards, at most: evicting fewer slots at a time loses less
 
 
 @dataclass(frozen=True, slots=True)
