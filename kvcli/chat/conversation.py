@@ -283,7 +283,7 @@ class Chat:
         """Write the chat to a .md, .json or .jsonl file."""
         return export_chat(as_document(self), Path(path), overwrite=overwrite)
 
-    # --- inside
+    # --- internals
 
     def _keep(
         self, question: Message, answer: str, finish: Finish, took: Figures | None = None, thinking: str = ""

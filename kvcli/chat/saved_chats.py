@@ -30,7 +30,7 @@ from kvcli.schemas.sessions import SessionEntry
 
 NAMES = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
 PARTS = re.compile(r"[\W_]+")  # separators of words in a file name
-AT_ONCE = 100  # locks, each an open file
+AT_ONCE = 100  # locks held at a time, each an open file
 SHOWN = 10  # entries of a list to choose from
 AROUND = 40  # characters shown before and after a literal match
 LISTED = (
@@ -207,7 +207,7 @@ class SavedChats:
             if name in entries
         ]
 
-    # --- inside
+    # --- internals
 
     def _run(self, work: Callable[[sqlite3.Connection], T], nothing: T) -> T:
         """Run `work` in the database. Without a database, return `nothing` and create none."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.token_kinds import KindSpan
 
-MEASURE_EVERY = 0.1  # seconds
+MEASURE_EVERY = 0.1  # seconds between two memory measurements
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def examine(world: Environment) -> DoctorDocument:
 
 
 def steps_by_threads() -> dict[int, float]:
-    """Return the measured steps of one thread and of all threads."""
+    """Measure decoding steps per second with one thread and with all threads."""
     from kvcli.bench.scaling import random_model, steps_a_second
     from kvcli.models import machine
 

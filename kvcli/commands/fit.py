@@ -77,7 +77,7 @@ def fit(
 def _plans(
     outlook: Preflight, chosen: Mapping[str, Profile], contexts: Sequence[int | None], notes: list[str] | None
 ) -> list[Plan]:
-    """Plan each profile at each context. With `notes`, profiles that this model or device refuses are left out."""
+    """Plan each profile at each context. With `notes`, refused profiles are left out, unless all are refused."""
     from kvcli.policies.scoring.headmap import read_headmap
 
     plans: list[Plan] = []

@@ -1,4 +1,4 @@
-"""`kvcli profile-heads`: analysis of the attention heads of a model, and of those that need the full KV cache."""
+"""`kvcli profile-heads`: analysis of the attention heads of a model, and which need the full KV cache."""
 
 from __future__ import annotations
 

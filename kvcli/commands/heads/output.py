@@ -91,7 +91,7 @@ class HeadsOutput:
 
     @property
     def _where(self) -> str | None:
-        """Return the folder of the map as the user would type it; None = no map is written."""
+        """Folder of the map as the user would type it; None = no map is written."""
         return _short(self.folder, self.world.cwd) if "json" in self.forms else None
 
     def _print(self, document: HeadsDocument) -> None:

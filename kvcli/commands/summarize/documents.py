@@ -54,7 +54,7 @@ class InputDocuments:
 
 
 def read_all(world: Environment, names: Sequence[str], how: ReadOptions) -> InputDocuments:
-    """Read all files in the order typed. Raises BadInput if none can be read; otherwise errors are collected."""
+    """Read all files in the order typed. A single unreadable file raises BadInput; else errors are collected."""
     check_type(how.type)
     if not names:
         raise UsageError(

@@ -72,7 +72,7 @@ def print_text(job: SummaryJob) -> int:
 
 
 def _refuse_early(job: SummaryJob) -> None:
-    """Refuse requests that the model does not support before minutes of loading, if its files are here."""
+    """Refuse requests that the model cannot follow, before minutes of loading, if the model's files are here."""
     from kvcli.summarize.wording import wording_of
 
     try:
