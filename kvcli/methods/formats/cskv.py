@@ -48,9 +48,9 @@ class Cskv(BlockFormat):
             most = -(-g * h * dim // (g + h * dim)) - 1  # largest rank that takes less than the slots themselves
             if rank > most:
                 raise BadConfig(
-                    f"form.{key} = {rank} saves nothing of {g} slots of {h} heads of {dim} numbers",
+                    f"kv_format.{key} = {rank} saves nothing of {g} slots of {h} heads of {dim} numbers",
                     code="form_rank",
-                    try_=[f"--set form.{key}={most // 2 or 1}", f"--set kv.group={4 * g}"],
+                    try_=[f"--set kv_format.{key}={most // 2 or 1}", f"--set kv.group={4 * g}"],
                 )
 
     def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
