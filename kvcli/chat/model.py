@@ -213,7 +213,7 @@ class Model:
             return self._pair
         try:
             self._pair = self._pairs[wanted] = self._second(wanted)
-            self.lm.__dict__.pop("spare", None)  # of which it takes its part
+            self.lm.__dict__.pop("free_device_bytes", None)  # of which it takes its part
             return self._pair
         except Exception as error:
             if isinstance(error, KvcliError) and as_cache_full(error) is None:
