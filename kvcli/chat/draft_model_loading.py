@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.errors import BadModel
-from kvcli.models.draft_heads import is_assistant
+from kvcli.models.refusals import is_assistant
 from kvcli.models.retokenizer import spelling
 from kvcli.models.tokenizer import load_tokenizer
 

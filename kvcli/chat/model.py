@@ -213,7 +213,7 @@ class Model:
             return self._pair
         try:
             self._pair = self._pairs[wanted] = self._second(wanted)
-            self.lm.__dict__.pop("spare", None)  # the draft model uses some of that memory
+            self.lm.__dict__.pop("free_device_bytes", None)  # the draft model uses some of that memory
             return self._pair
         except Exception as error:
             if isinstance(error, KvcliError) and as_cache_full(error) is None:

@@ -235,7 +235,8 @@ class Setup:
             "spec.quant",
         }:
             return profile
-        from kvcli.models.draft_heads import assistant_for, has_mtp, is_assistant
+        from kvcli.models.draft_heads import assistant_for, has_mtp
+        from kvcli.models.refusals import is_assistant
 
         wanted = {"method": "assistant", "model": profile.spec.model, "quant": profile.spec.quant}
         with suppress(KvcliError):  # reported when the model is loaded

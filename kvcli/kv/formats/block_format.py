@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvcli.errors import BadConfig
 
@@ -12,15 +12,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kvcli.kv.formats.format import FormatContext
+    from kvcli.kv.formats.format import Codes, FormatContext
     from kvcli.kv.slots import LayerShape
     from kvcli.kv.sparse.page_source import PageTier
-    from kvcli.kv.tiers.block_tier import BlockCodec
     from kvcli.settings.schema import Kv
-
-Codes: TypeAlias = (
-    "tuple[Tensor, ...]"  # [B, ..] each: so many blocks, whose sizes follow from the settings and the model alone
-)
 
 APART = {"kv.rotate": "which spreads over all channels the outliers that are kept apart"}
 
@@ -82,13 +77,8 @@ class BlockFormat:
 
     def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
         from kvcli.kv.footprint import POSITION
-
-        codec = self.codec(shape, kv)
-        taken = sum(t.nbytes for t in codec.layout(1))
-        return -(-shape.n_kv_heads * taken // (codec.heads * kv.group)) + POSITION
-
-    def codec(self, shape: LayerShape, kv: Kv, **more: Any) -> BlockCodec:
-        """How a layer of this shape is written."""
         from kvcli.kv.tiers.block_tier import BlockCodec
 
-        return BlockCodec(self, kv, shape.parts, self.heads(shape.n_kv_heads), **more)
+        codec = BlockCodec(self, kv, shape.parts, self.heads(shape.n_kv_heads))
+        taken = sum(t.nbytes for t in codec.layout(1))
+        return -(-shape.n_kv_heads * taken // (codec.heads * kv.group)) + POSITION

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
 from kvcli.kernels.rope import Rotary
 from kvcli.kv.slots import AttentionParams, LayerShape
@@ -44,3 +45,26 @@ class KVFormat(Protocol):
 
     def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
         """Of a slot of all heads of a layer that stores, its position included; `number`: bytes of one as it came."""
+
+
+Codes: TypeAlias = tuple[Tensor, ...]  # [B, ..] each: B blocks, whose sizes depend on the settings and the model alone
+
+
+class BlockFunctions(Protocol):
+    """The pair of functions by which `BlockTier` writes and reads blocks of slots."""
+
+    @property
+    def rope(self) -> Literal["after", "before"]:
+        """Whether keys are stored after or before the rotary embedding."""
+
+    def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+        """k [B, h, g, D], v [B, h, g, E] in float32 or wider -> codes."""
+
+    def dequantize(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The inverse, up to rounding: k [B, h, g, D] and v [B, h, g, E] of type `exact`, for `dims` (D, E)."""
+
+    def heads(self, n: int) -> int:
+        """Of n KV heads, the number that is quantized together."""
+
+    def refuse(self, shape: LayerShape, kv: Kv) -> None:
+        """Raise BadConfig for slots of a shape that the format cannot hold."""

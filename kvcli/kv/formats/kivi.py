@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kvcli.kv.formats.block_format import Codes
-    from kvcli.kv.formats.format import FormatContext
+    from kvcli.kv.formats.format import Codes, FormatContext
     from kvcli.kv.slots import LayerShape
     from kvcli.kv.sparse.page_source import PageTier
     from kvcli.settings.schema import Kv

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.quantize_kv import round_range, spread, squeeze, width_of
-from kvcli.kv.formats.block_format import Codes
 from kvcli.kv.formats.eigen import eigenvectors
+from kvcli.kv.formats.format import Codes
 
 LARGEST, TINIEST = 65504.0, 2.0**-24  # of float16
 

@@ -24,8 +24,7 @@ from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
 from kvcli.kv.tiers.lossy import LossyTier, join_latent, split_latent
 
 if TYPE_CHECKING:
-    from kvcli.kv.formats.block_format import BlockFormat, Codes
-    from kvcli.kv.formats.format import FormatContext
+    from kvcli.kv.formats.format import BlockFunctions, Codes, FormatContext
     from kvcli.settings.schema import Kv
 
 SPAN = 4096  # slots that are there in full numbers at once while rows read them
@@ -35,7 +34,7 @@ SPAN = 4096  # slots that are there in full numbers at once while rows read them
 class BlockCodec:
     """How a layer is written: slots of `heads` heads together."""
 
-    form: BlockFormat
+    form: BlockFunctions
     kv: Kv
     dims: tuple[int, int]  # numbers of a key and of a value
     heads: int
@@ -176,7 +175,7 @@ class HeadGroup:
 class BlockTier(LossyTier):
     """Every head has its own length, but for those written together."""
 
-    def __init__(self, form: BlockFormat, of: FormatContext, device: torch.device | str, kv: Kv) -> None:
+    def __init__(self, form: BlockFunctions, of: FormatContext, device: torch.device | str, kv: Kv) -> None:
         turns = of.turns() if form.rope == "before" else [None] * len(of.shapes)
         self.dtype, self.changes = of.dtype, 0
         self._shapes, self._holder = of.shapes, storing_layer_of(of.shapes)
@@ -188,7 +187,7 @@ class BlockTier(LossyTier):
                 form.refuse(shape, kv)
                 turn = turns[layer]
                 here = turn and replace(turn, inv_freq=turn.inv_freq.to(device))  # a tier may lie off the model's own
-                codec = form.codec(shape, kv, rotary=here, dtype=of.dtype)
+                codec = BlockCodec(form, kv, shape.parts, form.heads(shape.n_kv_heads), rotary=here, dtype=of.dtype)
                 self._bands[layer] = [HeadGroup(codec, device) for _ in range(shape.n_kv_heads // codec.heads)]
 
     @property
