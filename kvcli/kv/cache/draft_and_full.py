@@ -112,5 +112,5 @@ class DraftAndFullCache:
         self._kept.restore(given.part("kept"))
 
     def usage(self) -> list[Usage]:
-        """Return the memory use of both. The compressed cache is listed as tier "draft", which makes no answer lossy."""
+        """Return the memory use of both. The compressed cache is tier "draft", without loss in the answer."""
         return [*self._whole.usage(), *(replace(use, tier="draft", lost=None) for use in self._kept.usage())]

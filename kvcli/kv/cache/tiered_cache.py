@@ -101,7 +101,7 @@ class TieredCache:
         self._demote(layer)
 
     def n_slots(self, layer: int) -> int:
-        """Return the number of slots of the longest head, with the padding of each level that `slots` covers."""
+        """Return the number of slots of the longest head, with the padding of each level in `slots`."""
         return sum(rung.tier.n_slots(layer) for rung in self._shown)
 
     def slots(self, layer: int) -> Slots:
