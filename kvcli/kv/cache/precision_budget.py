@@ -182,7 +182,7 @@ def spending(
 
 
 def keys_in(bits: int) -> int:
-    """Return the bits of keys: at least 4, as slots with 2-bit keys hurt more than eviction (tests/bench/rounding.py)."""
+    """Return the bits of keys: at least 4, as 2-bit keys hurt more than eviction (tests/bench/rounding.py)."""
     return max(bits, 4)
 
 

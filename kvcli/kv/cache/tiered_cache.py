@@ -150,7 +150,7 @@ class TieredCache:
         return self._top.windows.reaches(n, lambda layer: [rung.tier.slots(layer).pos for rung in self._rungs])
 
     def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
-        """For each layer, evict or demote the slots that masks drop, demote old slots, and evict slots that windows hide
+        """For each layer, evict or demote slots that masks drop, demote old slots, and evict slots that windows hide
         from rows at `end` and later."""
         lets_go = False
         for layer in self._layers if layers is None else filter(self._layers.__contains__, layers):

@@ -67,8 +67,8 @@ class DenseLayer(Protocol):
         """Count n slots that a captured pass stored in all heads at positions from `start` on."""
 
     def refill(self, slots: Slots) -> bool:
-        """Replace all slots in place by a copy of `slots`, so that captured passes stay valid. Returns False and changes
-        nothing if no pass was captured over the layer or `slots` does not fit its layout."""
+        """Replace all slots in place by a copy of `slots`, so that captured passes stay valid. Returns False, changing
+        nothing, if no pass was captured over the layer or `slots` does not fit its layout."""
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
         """Store the same rows in all heads at positions from `start` on."""
@@ -124,7 +124,7 @@ class Dense:
         step: int = STEP,
         windows: Mapping[int, Window] | None = None,
     ) -> None:
-        """`shapes`: by layer; `step`: slots by which a layer grows; `windows`: of layers that keep only their window."""
+        """`shapes`: by layer; `step`: slots by which a layer grows; `windows`: of layers that keep only a window."""
         self.dtype = dtype
         self.changes = 0
         self._step, self._shapes = step, shapes
@@ -151,7 +151,7 @@ class Dense:
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> partial attention over slots and new KV, in one part if possible."""
+        """q [H, N, D] of rows at positions pos [N] -> partial attention over slots and new KV, in one if possible."""
         return self._read(layer).attend(q, sight, pos, own)
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:

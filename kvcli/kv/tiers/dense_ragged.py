@@ -174,8 +174,8 @@ class RaggedLayer:
         return True
 
     def refill(self, slots: Slots) -> bool:
-        """Replace all slots in place by a copy of `slots`, so that captured passes stay valid. Returns False and changes
-        nothing if no pass was captured over the layer or `slots` does not fit its layout."""
+        """Replace all slots in place by a copy of `slots`, so that captured passes stay valid. Returns False, changing
+        nothing, if no pass was captured over the layer or `slots` does not fit its layout."""
         pos = slots.pos.cpu()
         count, room = (pos >= 0).sum(1).tolist(), self._extents.room
         if self._lying is None or not all(stays(n, most, self._step) for n, most in zip(count, room, strict=True)):

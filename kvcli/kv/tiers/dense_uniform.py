@@ -207,8 +207,8 @@ class UniformLayer:
         self.sent = self.length
 
     def refill(self, slots: Slots) -> bool:
-        """Replace all slots in place by a copy of `slots`, so that captured passes stay valid. Returns False and changes
-        nothing if no pass was captured over the layer or `slots` does not fit its layout."""
+        """Replace all slots in place by a copy of `slots`, so that captured passes stay valid. Returns False, changing
+        nothing, if no pass was captured over the layer or `slots` does not fit its layout."""
         was, n = self.length, slots.n_slots
         if self.lying is None or not stays(n, self.k.shape[1], self.step) or not agree(slots):
             return False

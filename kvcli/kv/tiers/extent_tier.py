@@ -58,7 +58,7 @@ class ExtentTier:
         return [*parts, *attend_new_only(q, sight, own)]
 
     def pieces(self, layer: int) -> list[HostChunk]:
-        """Return the extents that `attend` reads as host chunks, to be read by other code. Cached, as each layer calls it."""
+        """Return the extents that `attend` reads as host chunks. They are cached until slots change."""
         if layer not in self._pieces:
             held = [(e, e.slots) for e in self._layers[layer] if e.length]
             self._pieces[layer] = [

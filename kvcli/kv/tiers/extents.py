@@ -169,7 +169,7 @@ class SlotFile:
             raise CacheFull("memory.disk_writes is used up", detail={"written": self._written, "most": self._writes})
 
     def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
-        """Write k, v [K, m, ..] after the slots of the extent, by `pwrite`, because a mapping crashes on a full disk."""
+        """Write k, v [K, m, ..] after the slots of the extent, by `pwrite`, as a mapping crashes on a full disk."""
         (heads, cap, _), number = extent.k.shape, self._dtype.itemsize
         for t, first in ((k, 0), (v, extent.k.nbytes))[: 1 if extent.v is extent.k else 2]:
             for j in range(heads):

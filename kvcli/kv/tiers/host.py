@@ -23,7 +23,7 @@ from kvcli.kv.sparse.page_source import PageTier
 
 
 class DownloadBuffer:
-    """A pinned buffer for copies from device to host, allocated at first use. If pinning fails, plain copies are used."""
+    """A pinned buffer for copies from device to host, allocated at first use. Without pinning: plain copies."""
 
     BYTES = 64 << 20
 

@@ -54,7 +54,7 @@ class Mappings:
         self._unreached = ""
 
     def allocate(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
-        """Allocate an extent. Sizes double with the layer, because kernels are compiled for a distance between heads."""
+        """Allocate an extent. Sizes double with the layer, as kernels are compiled for a distance between heads."""
         shape = self._shapes[layer]
         per_slot = shape.numbers * self._dtype.itemsize
         ahead = min(LARGEST, max(need, FIRST, sum(e.length for e in held)))
