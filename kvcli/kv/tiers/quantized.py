@@ -65,7 +65,7 @@ class QuantizedTier(LossyTier):
         rotate: str = "none",
         halves: bool = False,
     ) -> None:
-        """`shapes`: by layer; a layer that reads another's slots stores none. `dtype`: of stored slots and of computation;
+        """`shapes`: by layer; a layer that reads another's slots stores none. `dtype`: of given slots and computation;
         `group`: elements that share a scale below 8 bits. `halves`: 8-bit codes are split into two 4-bit halves, of
         which drafting reads only the upper one (QuantSpec, arXiv 2502.10424)."""
         assert not halves or k_bits == v_bits == 8, "halves are of 8 bits"
@@ -101,7 +101,7 @@ class QuantizedTier(LossyTier):
 
     @property
     def batch_variant_reason(self) -> str:
-        """Name the setting if no batch-invariant kernel supports the data type ("kv.dtype") or head size ("kv.k_bits")."""
+        """Return "kv.dtype" or "kv.k_bits" (head size) if no batch-invariant kernel supports the tier, else ""."""
         each = self._empty.items()
         if all(serves(torch.cat((k, v), 2), v) if self._ranks[i] else serves_packed(k, v) for i, (k, v) in each):
             return ""
@@ -210,7 +210,7 @@ class QuantizedTier(LossyTier):
         return pos
 
     def n_stable(self, layer: int, n: Tensor) -> Tensor:
-        """Return [K]: how many of the first n [K] slots of each head are not quantized again unless some are evicted."""
+        """Return [K]: how many of the first n [K] slots of each head are not quantized again without evictions."""
         ends = zip(self._layers[layer], n.tolist(), strict=True)
         return n.new_tensor([head.final(int(end)) for head, end in ends])
 
