@@ -97,7 +97,7 @@ class CacheCapacity:
         return self.host_bytes > 0 or size_of(self.memory.disk) > 0
 
     def _indexed(self, slots: int, before: int = 0) -> int:
-        """Limit `slots` so that index and page cache, with those of `before`, take at most half of the device capacity."""
+        """Limit `slots` so that index and page cache, with those of `before`, take at most half of the device."""
         if not slots or not self.far:
             return slots
         return max(1, min(slots, (self._left or 0) // 2 // self.far - before))

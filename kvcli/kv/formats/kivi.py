@@ -1,4 +1,4 @@
-"""Few bits as they are read where they lie: keys by channel, values by slot (KIVI, arXiv 2402.02750;
+"""KIVI format: keys quantized by channel, values by slot; kernels read the codes directly (arXiv 2402.02750;
 kv/tiers/quantized.py)."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Kivi(BlockFormat):
         return QuantizedTier(of.shapes, of.dtype, device, **keys, rotate=kv.rotate, halves=kv.halves)
 
     def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
-        """With 8 bits a scale of 16 bit each, with fewer, or in halves, two per group."""
+        """Return bytes per slot: with 8 bits one 16-bit scale per key or value; with fewer bits or halves, two per group."""
         if self.rope == "before":
             return super().nbytes(shape, kv, number)
         from kvcli.kv.footprint import POSITION
