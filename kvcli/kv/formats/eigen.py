@@ -9,7 +9,7 @@ from kvcli.errors import BadModel
 
 
 def eigenvectors(x: Tensor) -> Tensor:
-    """Return eigenvectors of symmetric x [.., n, n] as columns, the largest last. Raises BadModel if x is not finite."""
+    """Return eigenvectors of symmetric x [.., n, n] as columns, largest last. Raises BadModel if x is not finite."""
     # LAPACK reports no error for NaN at most sizes
     if not x.is_meta and not bool(x.isfinite().all()):
         raise BadModel(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Kivi(BlockFormat):
     """Round keys by channel in groups of slots, values by slot; `kv.k_bits` and `kv.v_bits` say to how many bits.
 
-    Keys before the rotary embedding are in no form that kernels read as it lies: they are read back first.
+    Keys quantized before the rotary embedding are dequantized first, because no kernel reads their codes.
     """
 
     def is_active(self, kv: Kv) -> bool:
@@ -42,7 +42,7 @@ class Kivi(BlockFormat):
         return QuantizedTier(of.shapes, of.dtype, device, **keys, rotate=kv.rotate, halves=kv.halves)
 
     def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
-        """Return bytes per slot: with 8 bits one 16-bit scale per key or value; with fewer bits or halves, two per group."""
+        """Return bytes per slot: at 8 bits a 16-bit scale per key or value; at fewer bits or in halves, two per group."""
         if self.rope == "before":
             return super().nbytes(shape, kv, number)
         from kvcli.kv.footprint import POSITION

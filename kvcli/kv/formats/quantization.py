@@ -93,7 +93,7 @@ def low_rank_factors(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def product(a: Tensor, b: Tensor, exact: torch.dtype) -> Tensor:
-    """Multiply a [.., r, m] and b [.., r, n] to [.., m, n], one rank at a time, so that bits do not depend on the batch."""
+    """Multiply a [.., r, m] and b [.., r, n] to [.., m, n], one rank at a time, so that it is batch invariant."""
     of = max(a.shape[:-2], b.shape[:-2], key=len)  # one factor may be shared by all blocks
     out = torch.zeros(*of, a.shape[-1], b.shape[-1], dtype=exact, device=a.device)
     for x, y in zip(a.to(exact).unbind(-2), b.to(exact).unbind(-2), strict=True):

@@ -1,8 +1,8 @@
-"""How rows of a device reach slots in host memory: the query goes down, the device reads across, or slots come up.
+"""Access of device rows to slots in host memory: attention on the CPU, zero-copy kernels, or streamed copies.
 
-Which way is best is a matter of rates: a query is kilobytes where slots are gigabytes, but the CPU has to keep up with
-the link; and for the many rows of a prompt it cannot, so these have the slots copied past them. The rows of an answer
-all go one way, chosen by what is stored at a boundary and never by who else is in the pass: a row keeps its bits.
+The best method depends on transfer rates: a query is kilobytes where slots are gigabytes, but the CPU must keep up
+with the link. For the many rows of a prefill it cannot, so slots are streamed to the device. All decoding rows use one
+method, chosen by the slots stored at a compression point, never by the batch, so that rows are batch invariant.
 """
 
 from __future__ import annotations
@@ -19,59 +19,59 @@ from kvcli.kv.offload.transfer import DeviceEvent, DeviceLink
 from kvcli.kv.slots import AttentionParams
 
 Answer = Callable[[], list[PartialAttention]]
-ALIGNED = 16  # bytes, as kernels load them
+ALIGNED = 16  # bytes, the load size of kernels
 
 
 class HostAccess(Protocol):
-    """A way to the slots of a tier."""
+    """Access method of device rows to the slots of a host tier."""
 
     def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
-        """q [H, N, D] of rows at positions pos [N], on the device -> the parts there, once they are called for.
+        """q [H, N, D] of rows at positions pos [N], on the device -> a function that returns partial attention there.
 
-        What the device is told in between it does meanwhile.
+        Device work that is queued before its call runs in parallel.
         """
 
     def wait_idle(self) -> None:
-        """Wait until nothing of the tier is being read: it is about to change."""
+        """Wait until no read of the tier is pending, before the tier changes."""
 
     @property
     def how(self) -> str:
-        """The way, in words."""
+        """Name of the method, in words."""
 
     @property
     def nbytes(self) -> int:
-        """What it holds on the device."""
+        """Bytes of its buffers on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostChunk:
-    """Slots of a layer that are read in one go."""
+    """Slots of a layer that are read at once."""
 
-    tensors: tuple[Tensor, ...]  # what is read, in host memory
-    read: Callable[..., PartialAttention]  # of the same tensors, wherever they or their copies lie; q, sight, pos
-    unreached: str = ""  # why kernels of the device cannot read it where it lies; "" = they can
+    tensors: tuple[Tensor, ...]  # slots, in host memory
+    read: Callable[..., PartialAttention]  # attention over these tensors or copies of them; q, sight, pos
+    unreached: str = ""  # why device kernels cannot read the slots in place; "" = they can
 
     @property
     def nbytes(self) -> int:
-        """Room that copies of it take."""
+        """Bytes of a copy, with alignment."""
         return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors)
 
 
 class HostTierReader(Protocol):
-    """A tier in host memory, as far as it is read."""
+    """Read access to a tier in host memory."""
 
     def attend(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> list[PartialAttention]:
-        """On the CPU."""
+        """Compute partial attention on the CPU."""
 
 
 class ChunkedReader(HostTierReader, Protocol):
-    """One whose slots can be read elsewhere."""
+    """Read access to a tier whose slots can also be read by the device."""
 
     def pieces(self, layer: int) -> list[HostChunk]: ...
 
 
 class CpuAttention:
-    """The query goes down, the CPU attends while the device has other rungs to read, and the part comes up."""
+    """Attention on the CPU, in parallel with other levels on the device. Only queries and results are copied."""
 
     how = "the CPU reads it"
     nbytes = 0
@@ -79,12 +79,12 @@ class CpuAttention:
     def __init__(self, tier: HostTierReader, bus: DeviceLink) -> None:
         self._tier, self._bus = tier, bus
         self._down, self._up = Staged(bus), Staged(bus)
-        self._sent: DeviceEvent | None = None  # behind the last part that came up
+        self._sent: DeviceEvent | None = None  # end of the last upload of a result
 
     def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
         bus, q = self._bus, q.contiguous()
         below = self._down.like(q)
-        bus.copies.wait(bus.work.record())  # the query is made
+        bus.copies.wait(bus.work.record())  # wait until the query is computed
         bus.copies.copy(below, q)
         here = bus.copies.record()
 
@@ -95,12 +95,12 @@ class CpuAttention:
         return answer
 
     def wait_idle(self) -> None:
-        """The CPU is done when it has answered."""
+        """Return at once, because the CPU is done when the result is returned."""
 
     def _come_up(self, part: PartialAttention, q: Tensor) -> PartialAttention:
         out, lse = part.out, part.lse
         if self._sent is not None:
-            self._sent.synchronize()  # what is overwritten has come up
+            self._sent.synchronize()  # the buffer is overwritten next
         both = self._up.like(out.new_empty(out.numel() + lse.numel(), dtype=lse.dtype, device="meta"))
         both[: out.numel()], both[out.numel() :] = out.flatten(), lse.flatten()
         there = torch.empty_like(both, device=q.device)
@@ -110,7 +110,7 @@ class CpuAttention:
 
 
 class ZeroCopyKernel:
-    """The device's own kernels read pinned host memory, each byte once for all rows."""
+    """Device kernels that read pinned host memory, each byte once for all rows."""
 
     how = "the GPU reads it across the bus"
     nbytes = 0
