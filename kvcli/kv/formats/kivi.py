@@ -42,7 +42,7 @@ class Kivi(BlockFormat):
         return QuantizedTier(of.shapes, of.dtype, device, **keys, rotate=kv.rotate, halves=kv.halves)
 
     def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
-        """Return bytes per slot: at 8 bits a 16-bit scale per key or value; at fewer bits or in halves, two per group."""
+        """Return bytes per slot: at 8 bits a 16-bit scale per key and value; at fewer or in halves, two per group."""
         if self.rope == "before":
             return super().nbytes(shape, kv, number)
         from kvcli.kv.footprint import POSITION

@@ -127,24 +127,24 @@ class ZeroCopyKernel:
 
 @dataclass(slots=True)
 class Buffer:
-    """Room on the device for one piece, and how far that has come."""
+    """Device buffer for one chunk, with the events of its use."""
 
     room: Tensor  # uint8
-    free: DeviceEvent | None = None  # behind what read it last
-    landed: DeviceEvent | None = None  # behind the copy into it
+    free: DeviceEvent | None = None  # end of its last read
+    landed: DeviceEvent | None = None  # end of the copy into it
 
 
 class StreamedCopy:
-    """Pieces are copied past the rows: while one is read, the next one flies, of this layer or of that behind it."""
+    """Streamed copies: while one chunk is read, the next one is copied, of this layer or the next one."""
 
     how = "it is copied past the GPU"
 
     def __init__(self, tier: ChunkedReader, bus: DeviceLink) -> None:
         self._tier, self._bus = tier, bus
         self._buffers: list[Buffer] = []
-        self._turn = 0  # which of two is written next
-        self._ahead: tuple[int, Buffer, list[Tensor]] | None = None  # the first piece of the layer expected next
-        self._after: dict[int, int] = {}  # by layer: which one was read behind it last time
+        self._turn = 0  # which of two buffers is written next
+        self._ahead: tuple[int, Buffer, list[Tensor]] | None = None  # first chunk of the layer expected next
+        self._after: dict[int, int] = {}  # by layer: the layer read after it last time
         self._last = -1
 
     def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
@@ -164,7 +164,7 @@ class StreamedCopy:
         return sum(buffer.room.nbytes for buffer in self._buffers)
 
     def _first(self, layer: int, pieces: Sequence[HostChunk]) -> tuple[Buffer, list[Tensor]] | None:
-        """The first piece: on its way already where this layer was expected."""
+        """Return the first chunk, already being copied if this layer was expected."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == layer:
             return ahead[1:]
@@ -194,13 +194,13 @@ class StreamedCopy:
         return parts
 
     def _expect(self, layer: int) -> None:
-        """The first piece of the layer that came behind this one last time."""
+        """Start copying the first chunk of the layer that followed this one last time."""
         then = self._after.get(layer, -1)
-        if then > layer and (pieces := self._tier.pieces(then)):  # behind the last layer slots may change
+        if then > layer and (pieces := self._tier.pieces(then)):  # after the last layer slots may change
             self._ahead = (then, *self._fly(pieces[0]))
 
     def _fly(self, piece: HostChunk) -> tuple[Buffer, list[Tensor]]:
-        """Into the buffer whose turn it is, once what it held has been read."""
+        """Copy into the next buffer, once its content has been read."""
         buffer, lane = self._buffer(piece.nbytes), self._bus.copies
         if buffer.free is not None:
             lane.wait(buffer.free)
@@ -239,7 +239,7 @@ class AutoAccess:
             ZeroCopyKernel(tier, bus),
             StreamedCopy(tier, bus),
         )
-        self.how = ""  # of the last answer
+        self.how = ""  # method of the last call
 
     def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
         return self._way(layer, sight).ask(layer, q, sight, pos)
@@ -269,11 +269,11 @@ class AutoAccess:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine does with slots in host memory; link_rates.py measures it."""
+    """Rates of a machine for slots in host memory, measured by link_rates.py."""
 
-    link: float  # bytes a second that the device reads of them
-    cpu: float  # that the CPU attends to
-    trip: float  # seconds until a query is down and its part up, however few the slots
+    link: float  # bytes per second that the device reads
+    cpu: float  # bytes per second that the CPU attends to
+    trip: float  # seconds to copy a query down and its result up
 
     def cpu_wins(self, nbytes: int) -> bool:
         return self.trip + nbytes / self.cpu < nbytes / self.link
@@ -281,13 +281,13 @@ class Rates:
 
 @dataclass(slots=True)
 class Staged:
-    """Host memory that copies of a device go through, one at a time."""
+    """Pinned host buffer for copies of a device, one at a time."""
 
     bus: DeviceLink
     room: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def like(self, t: Tensor) -> Tensor:
-        """Room for numbers of this type and shape."""
+        """Return a view of the buffer with this data type and shape."""
         n = t.numel() * t.dtype.itemsize
         if self.room.nbytes < n:
             self.room = self.bus.staging(1 << max(12, (n - 1).bit_length()))
@@ -295,7 +295,7 @@ class Staged:
 
 
 def joined(parts: Sequence[PartialAttention]) -> PartialAttention:
-    """One part of several, in the type of their lse."""
+    """Merge partial attention results, in the data type of their lse."""
     lse = torch.logsumexp(torch.stack([p.lse for p in parts]), 0) if len(parts) > 1 else parts[0].lse
     return PartialAttention(merge_attention(parts).to(lse.dtype), lse)
 
