@@ -139,7 +139,7 @@ class CachePlan:
     def batch_variant_reason(self) -> str:
         """Name of the setting that makes attention over the cache batch variant; "" if it is batch invariant.
 
-        All possible tiers are checked, because a fallback step of `memory.ladder` may quantize later.
+        All possible tiers are checked, because a fallback step of `memory.fallbacks` may quantize later.
         """
         found = next(filter(None, (tier.batch_variant_reason for tier in self._tiers())), "")
         return "memory.bits" if self.memory.spends and found == "kv.k_bits" else found

@@ -58,7 +58,7 @@ class PrecisionBudget:
 
     @property
     def is_late(self) -> bool:
-        """True if the bytes are known only after prefill, because a share or `memory.lose` sets them."""
+        """True if the bytes are known only after prefill, because a share or `memory.max_loss` sets them."""
         return self.is_share or not self.asked
 
     @property
@@ -113,7 +113,7 @@ class PrecisionBudget:
     def describe(self) -> str:
         """One line for the user: the tokens that fit if all were at one level, or the loss allowed."""
         loses = (
-            f"memory.max_loss = {self.max_loss}: as few bytes as leave {1 - self.max_loss:.1%} of what a text is worth"
+            f"memory.max_loss = {self.lose}: as few bytes as leave {1 - self.max_loss:.1%} of what a text is worth"
         )
         if not self.asked:
             return f"{loses}, known once it has been read"
