@@ -112,9 +112,7 @@ class PrecisionBudget:
     @property
     def describe(self) -> str:
         """One line for the user: the tokens that fit if all were at one level, or the loss allowed."""
-        loses = (
-            f"memory.max_loss = {self.lose}: as few bytes as leave {1 - self.max_loss:.1%} of what a text is worth"
-        )
+        loses = f"memory.max_loss = {self.lose}: as few bytes as leave {1 - self.lose:.1%} of what a text is worth"
         if not self.asked:
             return f"{loses}, known once it has been read"
         rungs = self.by_rung[: self.last]
