@@ -89,7 +89,7 @@ def commands(_: str) -> str:
     import typer
     from typer.main import get_command
 
-    from kvcli.cli import COMMANDS
+    from kvcli.cli import COMMANDS, HOMES
     from kvcli.commands.common.common_options import show_rare, take_common, take_model
 
     @typer.Typer().command()
@@ -104,7 +104,7 @@ def commands(_: str) -> str:
 
     blocks = []
     for name in COMMANDS:
-        app = import_module(f"kvcli.commands.{name.replace('-', '_')}").app
+        app = import_module(f"kvcli.commands.{HOMES.get(name, name)}").app
         blocks += _command(f"kvcli {name}", full(get_command(app)))
     bare = typer.Typer(add_completion=False)
     bare.command()(none)
