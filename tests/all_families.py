@@ -2,7 +2,7 @@
 
     python -m tests.all_families [--only llama,gpt2] [--new 24] [--seconds 60] [--jobs 1] [--out docs/census.json]
 
-With `--out docs/census.json`, `python docs/generate.py census` then says it in docs/models.md; with `--only` the file
+With `--out docs/census.json`, `python docs/generate.py census` then says it in docs/reference/census.md; with `--only` the file
 keeps what it says of the others.
 
 Each class is built by its own config with the settings of TINY put in, has its weights sharpened, and writes greedily

@@ -1,4 +1,4 @@
-"""The floors of docs/architecture.md: which module may import which, read from the source."""
+"""The floors of docs/design/architecture.md: which module may import which, read from the source."""
 
 from __future__ import annotations
 

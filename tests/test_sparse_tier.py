@@ -686,7 +686,7 @@ def test_a_profile_says_who_chooses_and_what_is_too_little() -> None:
         {"floor": 4, "sinks": 1, "recent": 4, "selection_interval": 8, "dense_layers": 1},
     )
     tallies = []
-    for more in ({}, {"choice": "boundary"}, {"cutoff": 0.2}):
+    for more in ({}, {"choice": "interval"}, {"cutoff": 0.2}):
         session = assemble.session(model, profile(method="lowrank", page=3, rank=5, **small, **more))
         run_to_end(session.read(exactness.prompt()))
         list(iterate_events(session.stream(16)))

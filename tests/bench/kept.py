@@ -117,7 +117,7 @@ def resumed(n: int, reps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "drafting.md")
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "design" / "drafting.md")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--out", type=Path)
