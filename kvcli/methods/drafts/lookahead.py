@@ -2,8 +2,8 @@
 
 Without a cache view this is Lookahead Decoding (Fu et al., arXiv 2402.02057): lookahead rows attend to the whole KV
 cache. With a view it is FAFO (Le et al., ICML 2026, PMLR 306): lookahead rows attend to a small part of the KV cache,
-which costs less and drafts as well. `docs/design/fafo.md` lists the differences from FAFO's released code and their reasons;
-above all, no row attends to an empty slot.
+which costs less and drafts as well. `docs/design/fafo.md` lists the differences from FAFO's released code and their
+reasons; above all, no row attends to an empty slot.
 """
 
 from __future__ import annotations
