@@ -131,6 +131,19 @@ def test_no_three_modules_have_a_class_of_one_name():
     assert {name: found for name, found in homes.items() if len(found) > 2} == {}
 
 
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    """Not with a pronoun: "What is stored" does not say what it is about."""
+    first = {"What", "Who", "Whether", "Those", "These", "Of", "How", "Which", "Where", "Nobody", "Whoever", "Some"}
+    begun = [
+        (module, node.body[0].lineno, said)
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and (said := ast.get_docstring(node) or "").partition(" ")[0] in first
+    ]
+    assert begun == []
+
+
 def test_the_package_without_methods_does_not_grow():
     files = [p for top in ("kvcli", "kernels") for p in (ROOT / top).rglob("*.*") if p.suffix in (".py", ".c", ".h")]
     ours = [p for p in files if not {"methods", "__pycache__"} & {*p.relative_to(ROOT).parts}]
