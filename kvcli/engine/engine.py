@@ -252,7 +252,7 @@ class Engine:
     def __init__(self, rows: int = 2048) -> None:
         """`rows`: most prompt rows in an engine step. A larger chunk runs as the only chunk of its step."""
         self._rows = rows
-        self._n_waiting = 0  # the first tickets, which were not in the last step
+        self._n_waiting = 0  # number of first tasks in the list that were not in the last step
         self._has_read = False  # did the last step have prompt chunks?
         self._tickets: list[EngineTask[Any, Any]] = []
 

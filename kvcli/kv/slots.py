@@ -161,7 +161,7 @@ class CacheReader(Attendable, Protocol):
 
 
 class Tier(Attendable, Snapshottable, Protocol):
-    """One kind of storage on one device."""
+    """A tier: one kind of storage of slots on one device."""
 
     @property
     def batch_variant_reason(self) -> str:

@@ -55,7 +55,7 @@ class TreeDrafter:
         self._window: JacobiWindow | None = scouting[0] if scouting else None
         self._pool: NgramPool | None = scouting[1] if scouting else None
         self._view, self._chain, self._beyond, self._stop = view, chain, beyond, stop
-        # cumulative chances of the draft model's tokens in the running pass, up to the last question
+        # cumulative chances of the draft model's tokens in the running pass, as of the last call of `_pays`
         self._asked: list[float] = []
         self._pace = DraftController(config.min_speedup, config.baseline_interval)
         self._credit = SourcePayoff(_PATIENT if len(self._sources) > 1 else _EAGER)

@@ -198,7 +198,7 @@ class CapturedForward:
         """Run attention in one layer, as in `ForwardPass` (forward.py)."""
         cast = k.to(self._dtype)
         q, k, v = q.to(self._dtype), cast, cast if v is k else v.to(self._dtype)
-        if _in_rows(k) != _in_rows(v):  # one table has the addresses of both
+        if _in_rows(k) != _in_rows(v):  # one address table serves both, so their strides must match
             k, v = (t.contiguous().flatten().view(t.shape) for t in (k, v))  # a single row may have any stride
         if (source := self._shapes[layer].shared_from) is not None:
             k, v = self.fresh[source].k, self.fresh[source].v

@@ -99,7 +99,7 @@ class SequenceState:
         stays |= self.behind.is_torn or keep < self.condensed
         if stays or ((is_back or is_cut) and not self.cache.reaches(keep)):
             keep = 0
-        elif is_back and not self._is_whole:  # no slot is missing, but the policy placed them knowing later tokens
+        elif is_back and not self._is_whole:  # no slot is missing, but the policy chose levels by later tokens
             self.memory = self._wants.memory()
         self.cache.crop(keep)
         self.states.crop(keep)

@@ -48,7 +48,7 @@ class CachePlan:
     """Settings, model sizes and memory from which a KV cache is built."""
 
     shapes: Sequence[LayerShape]  # by layer
-    dtype: torch.dtype  # of newly committed rows
+    dtype: torch.dtype  # data type of newly committed rows
     device: torch.device  # device of the model
     kv: Kv
     memory: Memory

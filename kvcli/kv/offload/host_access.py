@@ -26,7 +26,7 @@ class HostAccess(Protocol):
     """Access method of device rows to the slots of a host tier."""
 
     def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
-        """q [H, N, D] of rows at positions pos [N], on the device -> a function that returns partial attention there.
+        """Return a function that returns, on the device, partial attention of q [H, N, D] there at positions pos [N].
 
         Device work that is queued before its call runs in parallel.
         """
@@ -221,7 +221,7 @@ class StreamedCopy:
             self._bus.work.record().synchronize()  # torch may reuse the old buffers for queued operations
             room = 1 << max(20, (nbytes - 1).bit_length())
             self._buffers = [Buffer(torch.empty(room, dtype=torch.uint8, device=self._bus.device)) for _ in "ab"]
-            self._bus.copies.wait(self._bus.work.record())  # queued operations may still use the memory of the new buffers
+            self._bus.copies.wait(self._bus.work.record())  # queued operations may still use this memory
         self._turn ^= 1
         return self._buffers[self._turn]
 

@@ -204,7 +204,7 @@ class BlockTier(LossyTier):
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> partial attention over each span of slot indices."""
+        """Return partial attention of q [H, N, D] at positions pos [N] over each span of slot indices."""
         layer = self._holder[layer]
         n = self.n_slots(layer)
         spans = (range(first, min(n, first + self._span)) for first in range(0, n, self._span))

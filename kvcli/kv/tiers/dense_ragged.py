@@ -105,7 +105,7 @@ class RaggedLayer:
     def attend(
         self, q: Tensor, sight: AttentionParams, rows: Sequence[int], own: NewRows | None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions `rows` [N] -> partial attention over slots and new KV."""
+        """Return partial attention of q [H, N, D] at positions `rows` [N] over slots and new KV."""
         if serves(q, self.v):
             window, softcap, is_prompt = sight.window, sight.softcap, sight.is_prompt
             return [

@@ -106,7 +106,7 @@ class UniformLayer:
     def attend(
         self, q: Tensor, sight: AttentionParams, rows: Sequence[int], own: NewRows | None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions `rows` [N] -> partial attention over slots and new KV."""
+        """Return partial attention of q [H, N, D] at positions `rows` [N] over slots and new KV."""
         if not serves(q, self.v):
             return [*self._apart(q, sight, rows), *attend_new_only(q, sight, own)]
         if not self.length and own is None:

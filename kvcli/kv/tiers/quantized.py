@@ -110,7 +110,7 @@ class QuantizedTier(LossyTier):
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> at most one partial attention, plus that of the new KV."""
+        """Return partial attention of q [H, N, D] at positions pos [N]: at most one over slots, and one over new KV."""
         layer = self._holder[layer]
         if not self.n_slots(layer):
             return attend_new_only(q, sight, own)
