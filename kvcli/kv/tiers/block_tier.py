@@ -169,12 +169,8 @@ class HeadGroup:
             more = self._codec.pack(k[:, :n], v[:, :n], pos[:, first : first + n])
             codes = tuple(torch.cat([a, b.to(a.dtype)]) for a, b in zip(codes, more, strict=True))
             k, v = k[:, n:].clone(), v[:, n:].clone()
-        self.codes, self.k, self.v, self.pos = (
-            codes,
-            k,
-            v,
-            pos,
-        )  # assigned together, because an allocation above may have failed
+        # assigned together, because an allocation above may have failed
+        self.codes, self.k, self.v, self.pos = codes, k, v, pos
 
 
 class BlockTier(LossyTier):

@@ -183,9 +183,8 @@ class RaggedLayer:
         was = self._lengths
         self._add(slots, pos, [0] * len(count))
         for start, n, end in zip(self._extents.start, count, was, strict=True):
-            self.v[start + n : start + end] = (
-                0  # attention reads spare capacity, so NaN or infinity of old slots would stay
-            )
+            # attention reads spare capacity, in which NaN or infinity of old slots would remain
+            self.v[start + n : start + end] = 0
         self._lying.synced_length += 1  # the slots changed, even if the lengths did not
         return True
 

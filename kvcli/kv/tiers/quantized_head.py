@@ -98,12 +98,8 @@ class QuantizedHead:
         v = v.to(form.dtype, copy=True) if form.v_bits == 16 else v
         values = _join(self.values, form.values(v), self.length, pos.shape[0])
         pos = torch.cat([self.pos, pos.to(self.pos)])
-        self.keys, self.rest, self.values, self.pos = (
-            keys,
-            rest,
-            values,
-            pos,
-        )  # assigned together, because an allocation above may have failed
+        # assigned together, because an allocation above may have failed
+        self.keys, self.rest, self.values, self.pos = keys, rest, values, pos
 
     def keep(self, mask: Tensor) -> None:
         """Evict slots whose mask [S] is False."""
