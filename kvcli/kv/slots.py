@@ -111,7 +111,7 @@ class Usage:
 
     layer: int
     tier: str  # cpu, cuda, ...
-    slots: int  # of the longest head
+    slots: int  # number of slots of the longest head
     nbytes: int  # allocated, spare capacity included
     lost: Loss | None = None  # approximation of these slots
     how: str = ""  # access path of rows to these slots, in words, if there are several

@@ -68,8 +68,8 @@ class TreeDrafter:
         self._tail: list[int] = []  # the last of those tokens
         # of the running pass, verified or not; None = no running pass
         self._guesses: list[DraftToken] | None = None
-        self._scouts: LookaheadRows | None = None  # of the running pass
-        self._mode = Mode.DRAFT  # of the running pass
+        self._scouts: LookaheadRows | None = None  # lookahead rows of the running pass
+        self._mode = Mode.DRAFT  # purpose of the running pass
         self._listens = True  # are logits learned from? False while all such sources are switched off
         self._accepted_by = dict.fromkeys((source.name for source in sources), 0)
         self._paper: list[int] = []  # tokens of a dry-run draft still to be compared

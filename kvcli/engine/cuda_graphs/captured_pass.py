@@ -257,7 +257,7 @@ class CapturedBatch:
             store, alive = storing([past.layers[layer].table for layer in past.owners], fresh)
             stores.append(store)
             self._alive += alive
-        self._keep = [  # by sequence: commits the accepted rows
+        self._keep = [  # by sequence: the function that commits accepted rows
             captured(graphs, partial(store, rows.kept, rows.count, rows.pos))[1]
             for store, rows in zip(stores, self._rows, strict=True)
         ]

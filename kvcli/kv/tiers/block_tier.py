@@ -39,7 +39,7 @@ class BlockCodec:
     dims: tuple[int, int]  # elements of a key and of a value
     heads: int
     rotary: Rotary | None = None  # rotary embedding removed from keys before quantization; None = not removed
-    dtype: torch.dtype = torch.float32  # of unquantized and dequantized slots
+    dtype: torch.dtype = torch.float32  # data type of unquantized and dequantized slots
 
     def pack(self, k: Tensor, v: Tensor, pos: Tensor) -> Codes:
         """Quantize k [h, S, D], v [h, S, E] at pos [h, S], S whole blocks."""

@@ -213,7 +213,7 @@ class UniformLayer:
             return False
         pos = slots.pos[0].cpu()
         self.k[:, :n], self.v[:, :n] = slots.k, slots.v
-        self.v[:, n:was] = 0  # as in `crop`
+        self.v[:, n:was] = 0  # because attention reads spare capacity, as in `crop`
         self.length, self.ordered, self.highest, self.gone, self.sent = n, True, -1, 0, 0
         self._place(pos.numpy())
         self.ordered = rises(pos)

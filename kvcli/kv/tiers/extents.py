@@ -43,7 +43,7 @@ class Extent:
     pos: Tensor  # [K, cap] int32, in memory; -1 = empty
     unreached: str = ""  # why a device cannot read the extent in place; "" = it can
     length: int = 0  # slots of the longest head
-    lengths: Sequence[int] = ()  # of each head, if there are no holes
+    lengths: Sequence[int] = ()  # slots of each head, if there are no holes
     has_holes: bool = False
 
     @property

@@ -24,7 +24,7 @@ from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
 class Precision:
     """Storage precision of quantized heads."""
 
-    dtype: torch.dtype  # of keys in incomplete groups, of 16-bit elements, and of dequantized slots
+    dtype: torch.dtype  # data type of keys in incomplete groups, 16-bit elements and dequantized slots
     k_bits: int
     v_bits: int
     group: int  # slots that share the scale of a channel in keys, channels that share one in values
