@@ -84,8 +84,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the logits of all wanted rows, or the hidden states of all rows if the layers end below the last one.
 
-    A pass that wants no logits, as in prefill, stops at the last layer that stores keys and values. Later layers would
-    have no effect, so they run only if a request records queries there.
+    A pass without requested logits, as in prefill, stops at the last layer that stores keys and values. Later layers
+    would have no effect, so they run only if a request records queries there.
     """
     starts = [0]
     for feed in feeds:

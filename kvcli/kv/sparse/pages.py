@@ -21,7 +21,7 @@ class PageBudget:
     """Number of stored slots that a row reads per KV head. Always-read slots come on top."""
 
     fraction: float  # share of the stored slots
-    floor: int  # slots that a row may read at least
+    floor: int  # least number of slots that a row may select
     sinks: int  # first tokens, always read
     recent: int  # newest tokens at a compression point, always read
 
