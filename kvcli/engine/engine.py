@@ -84,8 +84,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the logits of all wanted rows, or the hidden states of all rows if the layers end below the last one.
 
-    A pass that wants no logits, as in prefill, stops at the last layer that stores keys and values. Later layers would
-    have no effect, so they run only if a request records queries there.
+    A pass without requested logits, as in prefill, stops at the last layer that stores keys and values. Later layers
+    would have no effect, so they run only if a request records queries there.
     """
     starts = [0]
     for feed in feeds:
@@ -252,7 +252,7 @@ class Engine:
     def __init__(self, rows: int = 2048) -> None:
         """`rows`: most prompt rows in an engine step. A larger chunk runs as the only chunk of its step."""
         self._rows = rows
-        self._n_waiting = 0  # the first tickets, which were not in the last step
+        self._n_waiting = 0  # number of first tasks in the list that were not in the last step
         self._has_read = False  # did the last step have prompt chunks?
         self._tickets: list[EngineTask[Any, Any]] = []
 

@@ -49,7 +49,7 @@ class ForwardPass:
         self._hear: Tensor | None = None  # on the device
         self._seen: dict[tuple[int | None, torch.device], Tensor | None] = {}  # by window and device of the layer
         self._sent: dict[Any, Any] = {}  # tensors that kernels put on the device once for all layers
-        # the layers' cache; batch invariant rows are always read in the same way, whatever that costs
+        # the layers' cache; batch invariant rows never expand latents, even where that is faster
         may_expand = feed.is_prompt and feed.rows.sees is None and not feed.lm.is_row_invariant
         self.trial = CacheShim(feed.lm.latents, may_expand=may_expand and self._dtype is feed.lm.dtype)
         self.layers = range(feed.lm.n_layers) if feed.layers is None else feed.layers

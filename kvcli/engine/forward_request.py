@@ -34,8 +34,8 @@ class ForwardRequest:
 
     lm: LM
     rows: Rows
-    cache: CacheReader  # what draft tree rows attend to
-    view: Attendable | None = None  # what lookahead rows attend to; None = `cache`
+    cache: CacheReader  # KV that draft tree rows attend to
+    view: Attendable | None = None  # KV that lookahead rows attend to; None = `cache`
     want: Sequence[int] = ()  # rows whose logits are computed; the tree's first if tokens are sampled
     draw: SamplingContext | None = None  # how the token after each tree row is sampled; None = no sampling
     logits_hook: LogitsHook | None = None  # computes further numbers from the logits of each wanted row, for the host

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class ModelInfo:
     """Description of a loaded model."""
 
-    id: str  # as the user named it
+    id: str  # model name as the user typed it
     path: str
     family: str  # config.model_type
     parameters: int

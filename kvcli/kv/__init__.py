@@ -1,1 +1,1 @@
-"""Storage of keys and values: floors of the past."""
+"""KV caches: slots, tiers, KV formats, offloading, sparse attention and cache views."""

@@ -53,7 +53,7 @@ def lower_bytes(kv: Kv, form: KVFormat, memory: Memory, shape: LayerShape, numbe
 def index_bytes(kv: Kv, form: KVFormat, memory: Memory, per_slot: float, slots: int, fresh: int) -> int:
     """Return the bytes of the sparse attention index, for planning; layers that read all slots have no index.
 
-    `per_slot`: index bytes per slot of all heads of the other layers, by `profile.recall.per_slot(head_dim, number)`.
+    `per_slot`: index bytes per slot of all heads of the other layers, by `profile.sparse.per_slot(head_dim, number)`.
     """
     below = slots - in_top(kv, form, memory, slots, fresh) if packs_by_age(kv, form, memory) else slots
     return int(below * per_slot)

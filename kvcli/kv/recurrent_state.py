@@ -108,7 +108,7 @@ class RecurrentStates:
     def __init__(self, like: StateCheckpoint = NOTHING, most: int = 8) -> None:
         """`like`: shapes and data types of the model's states. `most`: number of checkpoints, sparser further back."""
         self.now = NOTHING
-        self._like, self._most, self._marks = like, most, list[StateCheckpoint]()  # by increasing length
+        self._like, self._most, self._marks = like, most, list[StateCheckpoint]()  # checkpoints sorted by length
 
     @property
     def _has_any(self) -> bool:

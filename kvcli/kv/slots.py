@@ -111,7 +111,7 @@ class Usage:
 
     layer: int
     tier: str  # cpu, cuda, ...
-    slots: int  # of the longest head
+    slots: int  # number of slots of the longest head
     nbytes: int  # allocated, spare capacity included
     lost: Loss | None = None  # approximation of these slots
     how: str = ""  # access path of rows to these slots, in words, if there are several
@@ -161,7 +161,7 @@ class CacheReader(Attendable, Protocol):
 
 
 class Tier(Attendable, Snapshottable, Protocol):
-    """One kind of storage on one device."""
+    """A tier: one kind of storage of slots on one device."""
 
     @property
     def batch_variant_reason(self) -> str:

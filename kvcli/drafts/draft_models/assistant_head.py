@@ -42,7 +42,7 @@ class BorrowedCache:
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] at positions pos [N] -> partial attention over the target layer that this layer reads."""
+        """Return partial attention of q [H, N, D] at positions pos [N] over the target layer that this layer reads."""
         window = None if sight.window is None else sight.window + _WIDER
         return self._kv.attend(self._layers[layer], q, replace(sight, window=window, is_guess=True), pos)
 

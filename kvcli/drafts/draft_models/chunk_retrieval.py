@@ -91,9 +91,9 @@ class ChunkRetrievalModel(SeparateDraftModel):
     def _ask(self) -> None:
         """Reset the scores: no chunk of this sequence is scored yet."""
         self._trigger = self._new_trigger()
-        self._query: Query | None = None  # of the last accepted row, until it is used for scoring
+        self._query: Query | None = None  # queries of the last accepted row, until they are used for scoring
         self._past: DraftContext | None = None  # cache of the target model in the running step
-        self._score: Sequence[float] = ()  # by chunk, of the last scoring
+        self._score: Sequence[float] = ()  # scores by chunk, of the last scoring
 
     def _cut(self, n: int) -> None:
         self._chunks.crop(self._number(n))

@@ -25,7 +25,7 @@ class Query:
     """Query vectors of one accepted row, by layer."""
 
     of: Mapping[int, Tensor]  # [H, 1, D]
-    at: int  # its position
+    at: int  # position of the row
 
 
 def relevance(kv: KVCache, sights: Mapping[int, AttentionParams], query: Query, first: int, size: int) -> list[float]:

@@ -51,7 +51,7 @@ class CrossVocabularyModel:
         self._forget_guesses()
 
     def _forget_guesses(self) -> None:
-        self._row: list[Candidate] = []  # of the last pass, the likeliest first
+        self._row: list[Candidate] = []  # candidates of the last pass, the likeliest first
         self._path: list[int] = []  # draft tokens since then
         self._stem: list[int] = []  # draft model tokens that have been through a pass and are no draft token yet
         self._n_read = 0  # draft model tokens after the sequence that have been through a pass

@@ -124,7 +124,7 @@ class DraftCacheView:
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> partial attention."""
+        """Return partial attention of q [H, N, D] at positions pos [N], marked as draft rows."""
         return self._past.attend(layer, q, replace(sight, is_guess=True), pos, own)
 
     def usage(self) -> list[Usage]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvcli.engine.stats import Step
 
 CHUNK = 512  # tokens of one prefill pass
-CHECKPOINTS = 4  # of recurrent states, if the model has recurrent layers
+CHECKPOINTS = 4  # saved recurrent states, if the model has recurrent layers
 SPARE = 8  # an eighth of the newest tokens is evicted at once, because eviction copies the others
 
 
@@ -144,7 +144,7 @@ class SeparateDraftModel:
         if sees is None:
             yield from self._pass_over(self._newest)
         most, step = self._newest if sees is None else sees or math.inf, CHUNK
-        if self._turns is not None:  # as far as the model has positions
+        if self._turns is not None:  # contiguous positions: stay inside the model's context window
             most = min(most, max(self._newest, self.lm.limit // 2))
             step = min(step, self.lm.limit - self._sinks - int(most))
         while self.n_uncovered > 1:

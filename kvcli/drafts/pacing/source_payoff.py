@@ -13,8 +13,8 @@ from collections import deque
 from statistics import median_low
 
 _BURST = 16  # passes with a source before it is judged
-_FIRST = 3  # of those, passes after which a source too expensive for any text is switched off
-# the most tokens a pass a source adds: Lookahead accepts 1.64 a pass on Spec-Bench, one of them plain
+_FIRST = 3  # passes of a burst after which a source too expensive for any text is switched off
+# most tokens per pass that a source adds: Lookahead gets 1.64 on Spec-Bench, one of which plain decoding gives
 _HOPELESS = 0.6
 _REST, _LONGEST_REST = 128, 4096  # passes; the pause doubles each time the source fails again
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TOP, WIDE = 8, 32  # successors kept per key, and successors over which probabilities are normalized
 PART = 64  # rows of the table into which a vocabulary is reshaped
 KEYS = 1 << 14  # maximum; the oldest keys are evicted first
-KEY_BYTES = 830  # of a key and its successors as Python objects; measured with tracemalloc
+KEY_BYTES = 830  # bytes of a key and its successors as Python objects; measured with tracemalloc
 LENGTHS = {"token-recycling": (1, 1), "stand": (2, 4)}  # shortest and longest keys
 _MEAN = 8  # updates after which a mean moves as if it had this many
 # Rows: lead of the draft token over the next one (a first choice) or distance from the best (a later one), in nats.

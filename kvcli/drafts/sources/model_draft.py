@@ -275,7 +275,7 @@ class ModelDraft:
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """If a draft pass fails, log the error and stop drafting for this sequence; the answer is not affected."""
+        """Log the error if a draft pass fails, and stop drafting for this sequence. The answer is not affected."""
         try:
             yield
         except Exception as error:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvcli.engine.drafting.report import AcceptanceByMatch
 
 KEYS = 1 << 14  # maximum; the oldest keys are evicted first
-KEY_BYTES = 520  # of a key and its n-grams as Python objects; measured with tracemalloc
+KEY_BYTES = 520  # bytes of a key and its n-grams as Python objects; measured with tracemalloc
 # Rows: keys of 1, 2, 3, 4 tokens and more. Columns: the first choice, a later one.
 _START = ((0.3, 0.1), (0.45, 0.15), (0.6, 0.2), (0.7, 0.25))
 _NAMES = ("1", "2", "3", "4+")

@@ -25,7 +25,7 @@ _ID_MASK, _POS_MASK = (1 << _ID_BITS) - 1, (1 << _POS_BITS) - 1
 
 _FOLD = 4096  # newest tokens that are scanned and not yet sorted: scanning them costs about as much as one search
 _CROWD = 4096  # newest positions of a pair that are compared; only pairs as common as a line break have more
-_HERD = 512  # the same limit from three matched tokens on
+_HERD = 512  # limit of compared positions from three matched tokens on
 
 
 @dataclass(frozen=True, slots=True)

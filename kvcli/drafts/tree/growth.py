@@ -34,7 +34,7 @@ class TreeNode:
     chance: float  # chance that this node is accepted
     ids: list[int]  # choices, the best first
     scores: list[float]
-    chances: list[float]  # of the offered choices, given that this node is accepted
+    chances: list[float]  # chances of the offered choices, given that this node is accepted
     shape: TreeShape | None = None  # Sequoia's, from here down
     below: dict[int, int] = field(default_factory=dict)  # choice -> index of its node
 

@@ -29,7 +29,7 @@ class DraftCandidate(NamedTuple):
     """Token that one source proposes at one node of the draft tree."""
 
     id: int
-    chance: float  # that the token is accepted, given that all tokens before it were
+    chance: float  # chance that the token is accepted, given that all tokens before it were
     state: Any  # state of the source after this token
     about: Any  # data that the source needs to learn from the verification of this token
 
@@ -70,7 +70,7 @@ class DraftToken(NamedTuple):
 
     id: int
     parent: int  # index among the draft tokens; -1 = the sequence's end
-    chance: float  # of being accepted, ancestors included
+    chance: float  # chance that the token and all its ancestors are accepted
     named: tuple[tuple[int, DraftCandidate], ...]  # index of each source that proposed the token, and its candidate
 
 

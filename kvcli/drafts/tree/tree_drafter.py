@@ -55,7 +55,7 @@ class TreeDrafter:
         self._window: JacobiWindow | None = scouting[0] if scouting else None
         self._pool: NgramPool | None = scouting[1] if scouting else None
         self._view, self._chain, self._beyond, self._stop = view, chain, beyond, stop
-        # cumulative chances of the draft model's tokens in the running pass, up to the last question
+        # cumulative chances of the draft model's tokens in the running pass, as of the last call of `_pays`
         self._asked: list[float] = []
         self._pace = DraftController(config.min_speedup, config.baseline_interval)
         self._credit = SourcePayoff(_PATIENT if len(self._sources) > 1 else _EAGER)
@@ -68,8 +68,8 @@ class TreeDrafter:
         self._tail: list[int] = []  # the last of those tokens
         # of the running pass, verified or not; None = no running pass
         self._guesses: list[DraftToken] | None = None
-        self._scouts: LookaheadRows | None = None  # of the running pass
-        self._mode = Mode.DRAFT  # of the running pass
+        self._scouts: LookaheadRows | None = None  # lookahead rows of the running pass
+        self._mode = Mode.DRAFT  # purpose of the running pass
         self._listens = True  # are logits learned from? False while all such sources are switched off
         self._accepted_by = dict.fromkeys((source.name for source in sources), 0)
         self._paper: list[int] = []  # tokens of a dry-run draft still to be compared

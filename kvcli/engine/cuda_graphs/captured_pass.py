@@ -198,7 +198,7 @@ class CapturedForward:
         """Run attention in one layer, as in `ForwardPass` (forward.py)."""
         cast = k.to(self._dtype)
         q, k, v = q.to(self._dtype), cast, cast if v is k else v.to(self._dtype)
-        if _in_rows(k) != _in_rows(v):  # one table has the addresses of both
+        if _in_rows(k) != _in_rows(v):  # one address table serves both, so their strides must match
             k, v = (t.contiguous().flatten().view(t.shape) for t in (k, v))  # a single row may have any stride
         if (source := self._shapes[layer].shared_from) is not None:
             k, v = self.fresh[source].k, self.fresh[source].v
@@ -257,7 +257,7 @@ class CapturedBatch:
             store, alive = storing([past.layers[layer].table for layer in past.owners], fresh)
             stores.append(store)
             self._alive += alive
-        self._keep = [  # by sequence: commits the accepted rows
+        self._keep = [  # by sequence: the function that commits accepted rows
             captured(graphs, partial(store, rows.kept, rows.count, rows.pos))[1]
             for store, rows in zip(stores, self._rows, strict=True)
         ]

@@ -57,7 +57,7 @@ class DeviceSamplers:
     def __init__(
         self, graphs: Graphs, rows: Sequence[PassInputs], logits: Sequence[Tensor], stores: Sequence[Storing]
     ) -> None:
-        """By sequence: its rows on the device, their logits, and the function that commits rows."""
+        """`rows`, `logits`, `stores`: per sequence, rows on the device, their logits, a function that commits rows."""
         self._graphs, self._rows, self._logits, self._stores = graphs, rows, logits, stores
         # index of the first row, and the number of rows to commit: 0 during capture
         self._first, self._one = (torch.zeros(1, dtype=torch.int32, device=logits[0].device) for _ in range(2))

@@ -30,7 +30,7 @@ class Readback:
         self._feed, self._logits = feed, logits.cpu() if logits.device.type == "mps" else logits
         self._has_pool = has_pool
         self.ids: list[int] = []  # sampled ids of all tree rows, or empty
-        self._hook_output: dict[int, list[float]] = {}  # of wanted rows, as far as computed
+        self._hook_output: dict[int, list[float]] = {}  # hook output of wanted rows, as far as computed
 
     def drawn(self, row: int) -> int:
         """Return the token sampled after a tree row.

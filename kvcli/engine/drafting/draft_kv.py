@@ -40,12 +40,12 @@ class DraftTreeKV:
         self.ids: list[int] = []
         self.parents: list[int] = []  # parent row; -1 = the last stored token
         self._above: list[list[int]] = []  # a row's ancestors from the root, then the row itself
-        self._pos: list[int] = []  # of all rows, those of the running pass included
+        self._pos: list[int] = []  # positions of all rows, including the running pass
         self._line = torch.empty(0)  # [n, M + n] bool, of the running pass: rows that its rows attend to
         self._sees: dict[int | None, Tensor] = {}  # by window, on the device
         self._sent: dict[Any, Any] = {}  # as in ForwardPass
         self._held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer that stores, k [K, M, D] and v [K, M, E]
-        self._grown: dict[int, tuple[Tensor, Tensor]] = {}  # the same with the running pass
+        self._grown: dict[int, tuple[Tensor, Tensor]] = {}  # `_held` with the rows of the running pass
 
     def __len__(self) -> int:
         return len(self.ids)

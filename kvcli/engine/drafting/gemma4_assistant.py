@@ -109,7 +109,7 @@ def load_assistant(target: LM, source: Source, wants: Load) -> LM:
         config = read_config(source, trust_remote_code=False)
         _refuse_misfit(target, config, source.id)
         model, notes = weights.load_weights(source, config, wants.dtype, target.device, False, wants.quant)
-        # at once: the embedding table is on that device, for the first probe too
+        # moved before the first probe, because the embedding table is on that device
         if model.device.type != target.device.type:
             model.to(target.device)
         return wrap_layers(target, model, id=source.id, path=str(source.path), quant=wants.quant, notes=notes)

@@ -95,7 +95,7 @@ class LM:
         self.frames: CapturedPasses | None = None  # captured passes, if the device supports them
         # rotary embedding of keys by layer, once requested (rope.py)
         self.turns: tuple[Rotary | None, ...] | None = None
-        self.remembers: dict[object, Any] = {}  # what drafters learned from earlier sequences, by kind
+        self.remembers: dict[object, Any] = {}  # data kept between sequences, by kind: findings of drafters, MTP layers
         self._layers = model_probe.decoder_layers(model, shape)
         self._has_gates = False  # layer gates are installed and work
         self._is_shown = False  # input of the output layer is recorded

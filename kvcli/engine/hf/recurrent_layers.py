@@ -98,7 +98,7 @@ class StateCacheShim(CacheShim):
 
     @property
     def trial(self) -> StateCacheShim:
-        """Itself, because it takes the place of a pass during a replay."""
+        """Return itself, because this object replaces the pass during a replay."""
         return self
 
     def advance_state(self, i: int) -> Callable[[int], None]:

@@ -25,7 +25,7 @@ from kvcli.kernels.module_probe import REFUSALS
 if TYPE_CHECKING:
     from kvcli.engine.hf.recurrent_layers import SequenceSlice
 
-RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")  # as transformers names them
+RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")  # names of these functions in transformers
 CONV = "causal_conv1d_fn"
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k [N, K, Dk], v [N, H, Dv], g, beta [N, H]
 _NUMBERS: dict[Any, str] = {

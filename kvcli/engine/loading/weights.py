@@ -89,7 +89,7 @@ def _hush_casts() -> None:
 
 
 def _unloadable(source: Source, said: str) -> BadModel:
-    """`said`: the error of transformers. If it is about a package, the files are not to blame."""
+    """Return the error for a failed load: a missing package or unreadable files. `said`: the error of transformers."""
     if not said.startswith(("ImportError", "ModuleNotFoundError")):
         return unreadable(source, "transformers could not load it", said)
     named = re.search(r"pip install (?:-U |--upgrade )?['\"]?([\w.\[\]<>=!~,-]+)|No module named '([\w-]+)", said)

@@ -171,7 +171,7 @@ class PolicyDefaults:
         raise NotImplementedError
 
     def max_slots_in_prefill(self, n: int) -> int:
-        """As many as at any compression point, because each chunk ends at one."""
+        """Return the slots kept at a compression point, because each chunk ends at one."""
         return self.slots(n)
 
     def extra_rows(self, n: int) -> int:

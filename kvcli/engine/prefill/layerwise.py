@@ -55,7 +55,7 @@ class LayerwisePrefill:
         self.rows, self.hear, self.pruner = rows, hear, pruner
         self.queries: list[Tensor] = []  # per finished layer [H, len(hear), D]
         self._lm, self._kv, self._part = lm, kv, part
-        self._comes_back, self.stopped = comes_back, Stopped()  # of the deferred rows so far, if they may be revived
+        self._comes_back, self.stopped = comes_back, Stopped()  # deferred rows so far, if they may be revived
         self._left = spans(lm.shapes)  # layers left, the current ones first
         self._hear = frozenset(hear)
         self._live: Sequence[int] = range(rows.n_rows)  # rows that run through the current layers

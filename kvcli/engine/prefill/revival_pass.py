@@ -36,7 +36,7 @@ class RevivalPass:
     def __init__(self, lm: LM, kv: KVCache, ids: Sequence[int], behind: AuxCache, pos: Sequence[int] = ()) -> None:
         """`pos`: rising positions in `ids` of tokens that start at the first layer; their KV is not committed."""
         self._lm, self._kv, self._ids, self._behind = lm, kv, ids, behind
-        self._pos, self._hidden = list(pos), torch.empty(0)  # of the active rows
+        self._pos, self._hidden = list(pos), torch.empty(0)  # positions and hidden states of active rows
         self._guests = len(pos)  # number of tokens in `pos`, the newest rows
         self._came, self._stopped = set[int](), Stopped()
         self._made: list[tuple[Rows, ForwardResult]] = []
@@ -111,5 +111,5 @@ class PositionMaskedCache:
         return [attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=shown), *attend_new_only(q, sight, own)]
 
     def usage(self) -> list[Usage]:
-        """No memory of its own."""
+        """No memory: the slots belong to the wrapped cache."""
         return []

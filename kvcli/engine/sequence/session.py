@@ -229,7 +229,7 @@ class GenerationSession(SequenceState):
             self.heard.forget()
 
     def _seen_from(self, end: int) -> int:
-        """Return the first position at which a row may still run, besides positions from `end` on."""
+        """Return the first position of later rows: `end`, or that of the first deferred token if it is lower."""
         return min([end, *self.behind.positions[:1]])
 
     def _at(self, phase: Phase) -> CompressionPoint:

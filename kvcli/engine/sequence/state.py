@@ -68,10 +68,10 @@ class SequenceState:
         self.behind = AuxCache(lm, pruning)  # deferred prompt tokens
         self.boundary = self._next_boundary()
         self.seen = SeenTokens(lm.vocab, "cpu" if lm.device.type == "mps" else lm.device)  # the device that samples
-        self.constraint: Constraint | None = None  # of the answer, which starts at `answer_at`
+        self.constraint: Constraint | None = None  # constraint of the answer, which starts at `answer_at`
         self.answer_at = 0
-        self.kinds = kinds  # by id
-        self.spans: Sequence[KindSpan] = ()  # by position
+        self.kinds = kinds  # token kinds by id
+        self.spans: Sequence[KindSpan] = ()  # token kinds by position
         self._wants = policy.requirements(lm) if policy is not None else PolicyRequirements()
         self.marks = self._wants.marks  # kinds that the policy needs to be marked in prompts
         self.heard = QueryRecorder(self._wants.recent, self._wants.probes)
@@ -99,7 +99,7 @@ class SequenceState:
         stays |= self.behind.is_torn or keep < self.condensed
         if stays or ((is_back or is_cut) and not self.cache.reaches(keep)):
             keep = 0
-        elif is_back and not self._is_whole:  # no slot is missing, but the policy placed them knowing later tokens
+        elif is_back and not self._is_whole:  # no slot is missing, but the policy chose levels by later tokens
             self.memory = self._wants.memory()
         self.cache.crop(keep)
         self.states.crop(keep)

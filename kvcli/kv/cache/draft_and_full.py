@@ -53,7 +53,7 @@ class DraftAndFullCache:
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> partial attention over one of the two caches."""
+        """Return partial attention of q [H, N, D] at positions pos [N] over one of the two caches."""
         return (self._kept if sight.is_guess else self._whole).attend(layer, q, sight, pos, own)
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:

@@ -58,7 +58,7 @@ class TierLevel:
     attend_async: Ask | None = None  # starts attention that runs in parallel with the other levels, if the tier can
 
     def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
-        """q [H, N, D] of rows at positions pos [N] -> a function that returns the partial attention."""
+        """Return a function that returns the partial attention of q [H, N, D] at positions pos [N]."""
         if self.attend_async is not None:
             return self.attend_async(layer, q, sight, pos)
         parts = self.tier.attend(layer, q, sight, pos)

@@ -48,7 +48,7 @@ class CachePlan:
     """Settings, model sizes and memory from which a KV cache is built."""
 
     shapes: Sequence[LayerShape]  # by layer
-    dtype: torch.dtype  # of newly committed rows
+    dtype: torch.dtype  # data type of newly committed rows
     device: torch.device  # device of the model
     kv: Kv
     memory: Memory
@@ -58,9 +58,8 @@ class CachePlan:
     held: int = 0  # device bytes of the KV cache that this one replaces
     working: int = 0  # device bytes of a forward pass, KV aside
     form: KVFormat = field(default_factory=Kivi)  # format of quantized slots
-    rotaries: Callable[[], Sequence[Rotary | None]] = (
-        tuple  # rotary embeddings of the layers, for formats that need them
-    )
+    # rotary embeddings of the layers, for formats that need them
+    rotaries: Callable[[], Sequence[Rotary | None]] = tuple
     spare: int = 0  # device bytes shared by sequences whose budget is "fit"
 
     def store(self) -> KVCache:
@@ -88,9 +87,8 @@ class CachePlan:
         if self.memory.demotes and not below:
             self._refuse_all_alike()
             below.append(TierLevel(self.recall.bind_tier(self._dense(self.device, STEP), self._sights), name="demoted"))
-        on_device = (
-            None if self.memory.spends else self.room.on_device
-        )  # with a precision budget the policy chooses the slots
+        # with a precision budget the policy chooses the slots of each level
+        on_device = None if self.memory.spends else self.room.on_device
         ladder = TieredCache(
             top,
             below,
@@ -98,7 +96,7 @@ class CachePlan:
             group=self.kv.group if below and not self.memory.spends else 1,
             sinks=self.kv.sinks,
             demotes=self.memory.demotes and not self.memory.spends,
-            drops=self.memory.drops and not self.memory.spends,  # with a precision budget the policy chooses the slots
+            drops=self.memory.drops and not self.memory.spends,  # as above
         )
         return ladder if below else self.recall.bind(ladder, top, self._sights)
 

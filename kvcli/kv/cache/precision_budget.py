@@ -27,7 +27,7 @@ NOTED = 24  # bytes of the tables that locate one head
 WORTH = 8  # bytes per token and head for the two stored scores, evicted tokens included
 PLACED = 10  # more bytes per token and head for score, level and order while slots are assigned to levels
 FINDS = ", where recall finds them again"
-TINY = 1e-6  # of a token; absorbs floating-point error
+TINY = 1e-6  # share of a token; absorbs floating-point error
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PrecisionBudget:
     free: int  # bytes that "fit" stands for, stored scores included
     shapes: Sequence[LayerShape]
     number: int  # bytes of an element in full precision
-    bits: Sequence[int]  # of the levels below the top
+    bits: Sequence[int]  # bits of the levels below the top
     group: int  # keys (and elements of a value) that share a scale below 8 bits
     beyond: Sequence[float]  # by layer: device bytes per offloaded slot of one head
     apart: Sequence[float] = ()  # by layer: constant device bytes per head for offloading; () = no offload
@@ -111,7 +111,7 @@ class PrecisionBudget:
 
     @property
     def describe(self) -> str:
-        """One line for the user: the tokens that fit if all were at one level, or the loss allowed."""
+        """Line for the user: the tokens that fit if all were at one level, or the loss allowed."""
         loses = f"memory.max_loss = {self.lose}: as few bytes as leave {1 - self.lose:.1%} of what a text is worth"
         if not self.asked:
             return f"{loses}, known once it has been read"

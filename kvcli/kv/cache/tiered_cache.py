@@ -76,7 +76,7 @@ class TieredCache:
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> partial attention over each non-empty level, the top last."""
+        """Return partial attention of q [H, N, D] at positions pos [N] over each non-empty level, the top last."""
         asked = [rung.ask(layer, q, sight, pos) for rung in self._rungs[:0:-1]]
         if own is None or self._waits:  # the device attends to the top while other levels run in parallel
             above = self._top.attend(layer, q, sight, pos, own)

@@ -35,7 +35,7 @@ class BlockFormat:
     rounds: ClassVar[bool] = True  # quantizes to kv.k_bits and kv.v_bits; otherwise it stores fewer elements of 16 bits
 
     def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
-        """k [B, h, g, D], v [B, h, g, E] in float32 or wider -> their codes."""
+        """Quantize k [B, h, g, D] and v [B, h, g, E], in float32 or wider."""
         raise NotImplementedError
 
     def dequantize(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -22,11 +22,10 @@ class FormatContext:
     """Properties of the model that a KV format may use."""
 
     shapes: Sequence[LayerShape]  # by layer; a layer that reads another layer's slots stores none
-    dtype: torch.dtype  # of given slots and of dequantized slots
+    dtype: torch.dtype  # data type of given slots and of dequantized slots
     sights: Sequence[AttentionParams]  # by layer
-    turns: Callable[
-        [], Sequence[Rotary | None]
-    ]  # rotary embeddings by layer; raises BadModel if they are not a fixed table
+    # rotary embeddings by layer; raises BadModel if they are not a fixed table
+    turns: Callable[[], Sequence[Rotary | None]]
 
 
 class KVFormat(Protocol):
@@ -57,16 +56,16 @@ class BlockFunctions(Protocol):
 
     @property
     def rope(self) -> Literal["after", "before"]:
-        """Whether keys are stored after or before the rotary embedding."""
+        """Stage at which keys are quantized: after or before the rotary embedding."""
 
     def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
-        """k [B, h, g, D], v [B, h, g, E] in float32 or wider -> codes."""
+        """Quantize k [B, h, g, D] and v [B, h, g, E], in float32 or wider."""
 
     def dequantize(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The inverse, up to rounding: k [B, h, g, D] and v [B, h, g, E] of type `exact`, for `dims` (D, E)."""
+        """Dequantize to k [B, h, g, D] and v [B, h, g, E] of type `exact`, for `dims` (D, E)."""
 
     def heads(self, n: int) -> int:
-        """Of n KV heads, the number that is quantized together."""
+        """Return how many of n KV heads are quantized together."""
 
     def refuse(self, shape: LayerShape, kv: Kv) -> None:
         """Raise BadConfig for slots of a shape that the format cannot hold."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kivi(BlockFormat):
-    """Round keys by channel in groups of slots, values by slot; `kv.k_bits` and `kv.v_bits` say to how many bits.
+    """Quantize keys per channel in groups of tokens, values per token, to `kv.k_bits` and `kv.v_bits` bits (KIVI).
 
     Keys quantized before the rotary embedding are dequantized first, because no kernel reads their codes.
     """
@@ -46,7 +46,7 @@ class Kivi(BlockFormat):
             return super().nbytes(shape, kv, number)
         from kvcli.kv.footprint import POSITION
 
-        bits = 0.0  # of all numbers of a key and a value
+        bits = 0.0  # bits of all elements of a key and a value
         k_dim, v_dim = shape.parts
         for b, dim, group in ((kv.k_bits, k_dim, kv.group), (kv.v_bits, v_dim, min(kv.group, v_dim))):
             bits += (

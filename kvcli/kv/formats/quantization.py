@@ -9,7 +9,7 @@ from kvcli.kernels.quantize_kv import round_range, spread, squeeze, width_of
 from kvcli.kv.formats.eigen import eigenvectors
 from kvcli.kv.formats.format import Codes
 
-LARGEST, TINIEST = 65504.0, 2.0**-24  # of float16
+LARGEST, TINIEST = 65504.0, 2.0**-24  # largest and smallest positive float16
 
 
 def quantize(x: Tensor, bits: int, dim: int) -> Codes:

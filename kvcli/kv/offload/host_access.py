@@ -1,7 +1,7 @@
 """Access of device rows to slots in host memory: attention on the CPU, zero-copy kernels, or streamed copies.
 
-The best method depends on transfer rates: a query is kilobytes where slots are gigabytes, but the CPU must keep up
-with the link. For the many rows of a prefill it cannot, so slots are streamed to the device. All decoding rows use one
+The best method depends on transfer rates: a query is kilobytes and slots are gigabytes, but the CPU must be as fast as
+the link. It is too slow for the many rows of a prefill, so slots are streamed to the device. All decoding rows use one
 method, chosen by the slots stored at a compression point, never by the batch, so that rows are batch invariant.
 """
 
@@ -26,7 +26,7 @@ class HostAccess(Protocol):
     """Access method of device rows to the slots of a host tier."""
 
     def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
-        """q [H, N, D] of rows at positions pos [N], on the device -> a function that returns partial attention there.
+        """Return a function that returns, on the device, partial attention of q [H, N, D] there at positions pos [N].
 
         Device work that is queued before its call runs in parallel.
         """
@@ -142,7 +142,7 @@ class StreamedCopy:
     def __init__(self, tier: ChunkedReader, bus: DeviceLink) -> None:
         self._tier, self._bus = tier, bus
         self._buffers: list[Buffer] = []
-        self._turn = 0  # which of two buffers is written next
+        self._turn = 0  # index of the buffer written next, 0 or 1
         self._ahead: tuple[int, Buffer, list[Tensor]] | None = None  # first chunk of the layer expected next
         self._after: dict[int, int] = {}  # by layer: the layer read after it last time
         self._last = -1
@@ -164,7 +164,7 @@ class StreamedCopy:
         return sum(buffer.room.nbytes for buffer in self._buffers)
 
     def _first(self, layer: int, pieces: Sequence[HostChunk]) -> tuple[Buffer, list[Tensor]] | None:
-        """Return the first chunk, already being copied if this layer was expected."""
+        """Return the first chunk, whose copy has already started if this layer was expected."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == layer:
             return ahead[1:]
@@ -218,21 +218,21 @@ class StreamedCopy:
     def _buffer(self, nbytes: int) -> Buffer:
         if not self._buffers or self._buffers[0].room.nbytes < nbytes:
             self.wait_idle()
-            self._bus.work.record().synchronize()  # torch would give their memory to what is told to compute
+            self._bus.work.record().synchronize()  # torch may reuse the old buffers for queued operations
             room = 1 << max(20, (nbytes - 1).bit_length())
             self._buffers = [Buffer(torch.empty(room, dtype=torch.uint8, device=self._bus.device)) for _ in "ab"]
-            self._bus.copies.wait(self._bus.work.record())  # which may still use what was there before
+            self._bus.copies.wait(self._bus.work.record())  # queued operations may still use this memory
         self._turn ^= 1
         return self._buffers[self._turn]
 
 
 class AutoAccess:
-    """Prompts by stream; the rows of an answer by kernel or by query, whichever is through a layer's slots first."""
+    """Choose a method: streamed copies for prefill rows, for decoding rows the faster of kernel and CPU attention."""
 
     def __init__(
         self, tier: ChunkedReader, bus: DeviceLink, *, unserved: str = "", rates: Callable[[], Rates] | None = None
     ) -> None:
-        """`unserved`: why no kernel of the device takes these numbers. `rates`: None = kernels are always faster."""
+        """`unserved`: why no kernel of the device supports these values. `rates`: None = kernels are always faster."""
         self._tier, self._unserved, self._rates = tier, unserved, rates
         self._query, self._kernel, self._stream = (
             CpuAttention(tier, bus),
@@ -256,7 +256,7 @@ class AutoAccess:
         if sight.is_prompt:
             return self._stream
         if sight.window is not None:
-            return self._query  # few slots, behind a mask
+            return self._query  # few slots, selected by a mask
         pieces = self._tier.pieces(layer)
         if why := self._unserved or next((p.unreached for p in pieces if p.unreached), ""):
             self.how = f"{self._query.how}: {why}"

@@ -1,6 +1,6 @@
-"""What this machine does with slots in host memory: measured once a process, before the first answer over such slots.
+"""Rates of this machine for slots in host memory, measured once per process, before the first answer over such slots.
 
-Once, because the way that rows are read may round otherwise than another: two measurements of one text must not differ.
+They are measured only once, because access methods may round differently: two runs of one sequence must use the same.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvcli.kv.slots import AttentionParams, Slots, alike, run_of
 from kvcli.kv.tiers.pinned_host import PinnedHostTier
 
 HEADS, DIM, GROUP = 8, 128, 4
-SLOTS = 1 << 14  # 64 MiB of bf16: more than stays in most caches
+SLOTS = 1 << 14  # 64 MiB of bf16, more than most CPU caches hold
 COPIED = 32 << 20  # bytes
 
 
 @cache
 def rates(device: torch.device) -> Rates:
-    """Of this device and the memory beside it."""
+    """Measure the rates of this device and host memory."""
     bus = bus_of(device)
     below = bus.staging(COPIED)
     there = torch.empty(COPIED, dtype=torch.uint8, device=device)
@@ -48,7 +48,7 @@ def rates(device: torch.device) -> Rates:
 
 
 def _seconds(do: Callable[[], object], times: int = 5) -> float:
-    """The least of several."""
+    """Return the shortest time of several calls, in seconds."""
     found = []
     for _ in range(times):
         began = time.perf_counter()

@@ -51,18 +51,20 @@ class DeviceLink(Protocol):
         """Return a uint8 buffer in host memory for fast copies, pinned if possible."""
 
     def pin(self, t: Tensor) -> str:
-        """Have the device reach these bytes of a mapping of ours: "", or why it cannot. Lets go of others first."""
+        """Pin these bytes of a mapping, after releasing unreferenced ones; return "" or why the device cannot."""
 
     def unpin(self, address: int, mapping: object) -> None:
-        """Nobody refers to these bytes any more. The mapping is held until the device is asked: for what is pinned
-        next, or by `release`. Called where garbage is collected, at any moment, it may not wait itself."""
+        """Mark these bytes as unreferenced. The mapping is kept until the next `pin` or `release` unpins it.
+
+        This may be called by the garbage collector at any moment, so it must not block.
+        """
 
     def release(self) -> None:
         """Unpin all memory that is no longer referenced."""
 
 
 class NoQueue:
-    """Lanes and marks of a device that does all at once, as a CPU for itself."""
+    """Queue and event of a device that runs every operation at once, such as a CPU."""
 
     def synchronize(self) -> None: ...
 
@@ -98,7 +100,7 @@ class PlainLink:
 
 
 class CudaQueue:
-    """A lane of a CUDA device: a stream, or whichever is current."""
+    """Queue of a CUDA device: a given stream, or the current one."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._device, self._own = device, stream
@@ -115,7 +117,7 @@ class CudaQueue:
         with torch.cuda.stream(self._stream):
             to.copy_(of, non_blocking=True)
         for t in (to, of):
-            if self._own is not None and t.is_cuda:  # who lets go of it on the way does not have it given away
+            if self._own is not None and t.is_cuda:  # memory freed during the copy is not reused before its end
                 t.record_stream(self._own)
 
     @property
@@ -130,7 +132,7 @@ class CudaLink(PlainLink):
         super().__init__(device)
         self.work = CudaQueue(device)
         self.copies = CudaQueue(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        self._over: list[tuple[int, object]] = []  # addresses that nobody refers to, and their mappings
+        self._over: list[tuple[int, object]] = []  # unreferenced pinned addresses and their mappings
 
     def staging(self, nbytes: int) -> Tensor:
         try:
@@ -143,7 +145,7 @@ class CudaLink(PlainLink):
         try:
             torch.cuda.check_error(_runtime().cudaHostRegister(t.data_ptr(), t.nbytes, 0))
         except RuntimeError as error:
-            # the next launch would find the error and raise it: this one does, and clears it
+            # CUDA would raise the error again at the next launch: this launch raises and clears it
             with suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
             return f"host memory cannot be pinned ({str(error).strip().splitlines()[0]})"
@@ -155,7 +157,7 @@ class CudaLink(PlainLink):
     def release(self) -> None:
         over, self._over = self._over, []
         if over:
-            torch.cuda.synchronize(self.device)  # a kernel of a pass that was given up may still read there
+            torch.cuda.synchronize(self.device)  # a kernel of a cancelled pass may still read there
         for address, _ in over:
             _runtime().cudaHostUnregister(address)
 

@@ -1,9 +1,9 @@
-"""An index: what is remembered of a page of keys, so that a row can tell which pages it wants without reading them.
+"""Page index: summaries of pages of keys, from which rows select pages without reading the keys.
 
-A page is a run of slots of one KV head, and is summarised as a whole. Rows read it in grains: all of it, or, where what
-is alike lies scattered in it (a cluster of its keys), slot by slot, those that are alike under one score. A score is
-the logarithm of the softmax mass that a grain may hold for a query: an upper bound where the index `is_bound`, else an
-estimate.
+A page is a range of slots of one KV head and is summarized as a whole. Rows select parts of it, the selection units: a
+unit is the whole page, or a single slot if similar keys are scattered over the page (a cluster gives one score to all
+its slots). The score of a unit is the logarithm of the softmax mass that it may hold for a query: an upper bound if the
+index `is_bound`, else an estimate.
 """
 
 from __future__ import annotations
@@ -20,52 +20,52 @@ Numbers = tuple[Tensor, ...]
 
 
 class PageIndex(Protocol):
-    """How pages are summarised and scored. Pure functions: Recall holds what they make."""
+    """A method to summarize and score pages. All functions are pure: `Pages` stores their results."""
 
     @property
     def page(self) -> int:
-        """Slots of a page."""
+        """Number of slots in a page."""
 
     @property
     def selection_unit(self) -> int:
-        """Slots of it that have a score of their own, and are read together: a divisor of `page`."""
+        """Number of slots that share a score and are read together, a divisor of `page`."""
 
     @property
     def is_bound(self) -> bool:
-        """Does no grain hold more mass than its score says?"""
+        """True if scores are upper bounds: no selection unit holds more softmax mass than its score."""
 
     def learn(self, k: Tensor) -> Numbers:
-        """What all pages of a layer share, from the first keys [K, S, D] that it sees; mostly nothing."""
+        """Compute the values that all pages of a layer share from its first keys [K, S, D]; empty for most indexes."""
 
     def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
-        """Keys of whole pages k [K, P, page, D] -> what is kept of them, [K, P, ..] each."""
+        """Summarize the keys of whole pages k [K, P, page, D] as tensors [K, P, ..]."""
 
     def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
-        """rows [K, R, D] -> [K, R, P * page / grain], the log of the mass that each grain may hold."""
+        """Score units for rows [K, R, D] -> [K, R, P * page / unit], the log of the mass that each unit may hold."""
 
 
 @dataclass(frozen=True)
 class ContiguousPageIndex:
-    """An index whose pages are read as a whole, and share nothing."""
+    """A page index whose pages are read as a whole and share no values."""
 
     page: int
 
     @property
     def selection_unit(self) -> int:
-        """All of a page."""
+        """The whole page."""
         return self.page
 
     def learn(self, k: Tensor) -> Numbers:
-        """Nothing."""
+        """No shared values."""
         return ()
 
 
 def scale_and_softcap(score: Tensor, sight: AttentionParams) -> Tensor:
-    """Products of queries and keys as the layer's softmax sees them; the order stays."""
+    """Apply the scale and softcap of the layer's softmax to query-key products; their order does not change."""
     score = score * sight.scale
     return sight.softcap * torch.tanh(score / sight.softcap) if sight.softcap > 0 else score
 
 
 def by_page(score: Tensor, page: int) -> Tensor:
-    """Log of the mass of each page from the scores of its slots: [K, R, P * page] -> [K, R, P]."""
+    """Compute the log of each page's mass from the scores of its slots: [K, R, P * page] -> [K, R, P]."""
     return score if page == 1 else score.view(*score.shape[:-1], -1, page).logsumexp(-1)

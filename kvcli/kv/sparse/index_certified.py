@@ -1,7 +1,8 @@
-"""Pages by int8 keys and the length of what rounding took from each: scores that are rigorous bounds, and tight ones.
+"""Page index of int8 keys and the norm of each key's quantization error: its scores are rigorous, tight upper bounds.
 
-|q . k - q . k8| <= |q| |k - k8|, so q . k8 + |q| e is never below the score of a key whose rounding error has length e.
-A quarter of what bf16 keys and values take, and 4 bytes a token. Float errors of the products are part of e.
+|q . k - q . k8| <= |q| |k - k8|, so q . k8 + |q| e is never below the score of a key whose error has norm e.
+The index takes a quarter of the bytes of bf16 keys and values, plus 4 bytes per token. e includes the float errors of
+the products.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from kvcli.kernels.quantized_key_scores import code_scores
 from kvcli.kv.slots import AttentionParams
 from kvcli.kv.sparse.index import ContiguousPageIndex, Numbers, by_page, scale_and_softcap
 
-FLOAT = 2.0**-22  # of |q| |k| for each summed product: four roundings in float32
+FLOAT = 2.0**-22  # error of each summed product, as a share of |q| |k|: four roundings in float32
 
 
 @dataclass(frozen=True)
 class Certified(ContiguousPageIndex):
-    """Int8 keys with a scale and an error norm per token."""
+    """Page index of int8 keys, with a scale and an error norm per token."""
 
     is_bound = True
 
     def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
-        """k [K, P, page, D] -> codes int8 [K, P, page, D], scales and error norms [K, P, page]."""
+        """Quantize k [K, P, page, D] -> codes int8 [K, P, page, D], scales and error norms [K, P, page]."""
         k = k.to(torch.promote_types(k.dtype, torch.float32))
         scale = _up(k.abs().amax(-1).clamp_min(1e-30) / 127)
         wide = scale.to(k.dtype).unsqueeze(-1)
@@ -35,7 +36,7 @@ class Certified(ContiguousPageIndex):
         return codes.to(torch.int8), scale, _up(error)
 
     def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
-        """From an upper bound on the score of every token."""
+        """Score pages by an upper bound on the score of every token."""
         codes, scale, error = pages
         if not why_not(rows):
             coded = QuantizedPages(codes.flatten(1, 2), scale.flatten(1), error.flatten(1))
@@ -47,5 +48,5 @@ class Certified(ContiguousPageIndex):
 
 
 def _up(x: Tensor) -> Tensor:
-    """In bfloat16 and never smaller: its rounding takes at most 2^-8."""
+    """Round up to bfloat16; rounding to nearest could lose at most 2^-8."""
     return (x * (1 + 2.0**-7)).to(torch.bfloat16)

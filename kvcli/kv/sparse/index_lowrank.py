@@ -1,9 +1,9 @@
-"""Pages by keys of low rank: ShadowKV (Sun et al., arXiv 2410.21465), as far as it says which keys are wanted.
+"""Page index of low-rank keys: the page selection of ShadowKV (Sun et al., arXiv 2410.21465).
 
-The first keys of a layer teach the directions of each KV head that hold most of them (their singular vectors); of every
-key the coordinates along these are kept, so a score is a product of a few numbers. The paper keeps keys as they are
-before the rotary embedding, where fewer directions do, and rebuilds them from it; here the keys are as they are stored,
-and those that are chosen are read where they lie, which no rounding touches.
+The directions of each KV head are the top singular vectors of the layer's first keys. The index stores the coordinates
+of every key along them, so a score is a product of a few numbers. The paper factors keys before the rotary embedding,
+where fewer directions suffice, and rebuilds keys from the factors. Here keys are indexed as stored, after the rotary
+embedding, and selected slots are read from the tier without loss.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from kvcli.kv.sparse.index_cluster import mean_scores
 
 @dataclass(frozen=True)
 class LowRank(ContiguousPageIndex):
-    """Coordinates in the type of the keys."""
+    """Page index of key coordinates, in the dtype of the keys."""
 
     rank: int
     is_bound = False
 
     def learn(self, k: Tensor) -> Numbers:
-        """k [K, S, D] -> the directions that hold most of it, [K, rank, D], at most D of them."""
+        """Compute the top directions of k [K, S, D] -> [K, rank, D], at most D of them."""
         k = k.to(torch.promote_types(k.dtype, torch.float32))
-        directions = eigenvectors(k.transpose(1, 2) @ k)  # [K, D, D], those that hold most last
+        directions = eigenvectors(k.transpose(1, 2) @ k)  # [K, D, D], largest eigenvalue last
         return (directions[..., -self.rank :].transpose(1, 2).contiguous(),)
 
     def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
-        """k [K, P, page, D] -> coordinates [K, P, page, rank]."""
+        """Compute the coordinates of k [K, P, page, D] -> [K, P, page, rank]."""
         (directions,) = shared
-        # as scores: a product of a shape of its own for each number of pages would round otherwise
+        # with the score kernel: a matrix product would round differently for each number of pages
         at = mean_scores(directions, k.flatten(1, 2), AttentionParams(1.0)).transpose(1, 2)
         return (at.reshape(*k.shape[:3], -1).to(k.dtype),)
 
     def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
-        """From the product with each key as far as it lies along these directions."""
+        """Score pages by the product of the query and each key, both projected on the directions."""
         (at,), (directions,) = pages, shared
         rows = mean_scores(rows, directions, AttentionParams(1.0))  # [K, R, rank]
         return by_page(mean_scores(rows, at.flatten(1, 2), sight), self.page)

@@ -1,8 +1,8 @@
-"""Pages by the smallest and largest number of each channel of their keys: Quest (Tang et al., arXiv 2406.10774).
+"""Page index of the minimum and maximum of each key channel: Quest (Tang et al., arXiv 2406.10774).
 
-Takes 1 / page of what keys and values take. A bound, but a loose one: all keys of a page at the corner of their box.
-Where one key of a page matters its bound may say little; smaller pages, or a sketch, find it
-(docs/design/sparse-attention.md).
+The index takes 1 / page of the bytes of keys and values. Its scores are loose upper bounds: they assume that all keys
+of a page are at the best corner of their box. If only one key of a page matters, the bound is a poor guide; smaller
+pages or method `sketch` find it (docs/design/sparse-attention.md).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kvcli.kv.sparse.index import ContiguousPageIndex, Numbers, scale_and_softca
 
 @dataclass(frozen=True)
 class MinMax(ContiguousPageIndex):
-    """Minima and maxima, in the type of the keys."""
+    """Page index of channel minima and maxima, in the dtype of the keys."""
 
     is_bound = True
 
     def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
-        """k [K, P, page, D] -> low, high [K, P, D]."""
+        """Compute low and high [K, P, D] of k [K, P, page, D]."""
         return k.amin(2), k.amax(2)
 
     def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
-        """All slots of a page at its bound."""
+        """Score a page as if all its slots were at the bound."""
         low, high = pages
         if why_not(rows) or low.dtype != rows.dtype:
             return scale_and_softcap(page_bounds(rows, low, high), sight) + math.log(self.page)

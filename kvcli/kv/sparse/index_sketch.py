@@ -1,9 +1,9 @@
-"""Pages by two bits per number of their keys: an estimate of every score, token by token.
+"""Page index of two-bit keys, which estimate the score of every token.
 
-Landmarks of pages lose tasks that read much of the prompt; two-bit keys keep most of them (YAKV). Channels are centred
-and scaled by what the layer's first keys say, as key channels differ far more between each other than over tokens
-(KIVI, arXiv 2402.02750); each token has a scale of its own. 1 / 16 of what bf16 keys and values take, and 2 bytes a
-token.
+One landmark per page fails on tasks that read much of the prompt; two-bit keys solve most of these (YAKV). Channels are
+centred and scaled by the mean and spread of the layer's first keys, because keys differ far more between channels than
+between tokens (KIVI, arXiv 2402.02750). Each token has its own scale. The index takes 1 / 16 of the bytes of bf16 keys
+and values, plus 2 bytes per token.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from kvcli.kernels.quantized_key_scores import code_scores, pack2, unpack2
 from kvcli.kv.slots import AttentionParams
 from kvcli.kv.sparse.index import ContiguousPageIndex, Numbers, by_page, scale_and_softcap
 
-EDGE = 0.98  # where the outer levels begin, in standard deviations: least squared error for a normal distribution
+EDGE = 0.98  # threshold of the outer levels in standard deviations: least squared error for a normal distribution
 
 
 @dataclass(frozen=True)
 class Sketch(ContiguousPageIndex):
-    """Two-bit keys."""
+    """Page index of two-bit keys."""
 
     is_bound = False
 
     def learn(self, k: Tensor) -> Numbers:
-        """k [K, S, D] -> mean and spread of each channel, [K, 1, D]."""
+        """Compute the mean and spread of each channel of k [K, S, D] -> [K, 1, D]."""
         k = k.to(torch.promote_types(k.dtype, torch.float32))
         mean = k.mean(1, keepdim=True)
         spread = (k - mean).square().mean(1, keepdim=True).sqrt()
         return mean, spread.clamp_min(1e-6 * float(spread.max()) + 1e-30)
 
     def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
-        """k [K, P, page, D] -> packed levels [K, P, page, D / 4] and token scales [K, P, page]."""
+        """Quantize k [K, P, page, D] -> packed levels [K, P, page, D / 4] and token scales [K, P, page]."""
         mean, spread = (t.unsqueeze(1) for t in shared)  # [K, 1, 1, D]
         x = (k.to(mean.dtype) - mean) / spread
         edge = EDGE * x.square().mean(-1, keepdim=True).sqrt()
@@ -45,7 +45,7 @@ class Sketch(ContiguousPageIndex):
         return pack2(codes), scale.to(torch.bfloat16)
 
     def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
-        """From the estimated score of every token."""
+        """Score pages by the estimated score of every token."""
         packed, scale = pages
         mean, spread = shared
         if not why_not(rows) and mean.dtype == torch.float32:

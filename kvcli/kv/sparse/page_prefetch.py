@@ -1,7 +1,8 @@
-"""What rows read of a far tier, kept where they are computed, and what they may read next, fetched ahead.
+"""Page cache: the selected pages of an offloaded tier, kept on the compute device, with prefetch of likely pages.
 
-Neighbouring tokens want mostly the same pages, and the rows of a draft ask for those of the tokens to come. Pages that
-were nearly chosen fly while others are read: they are the likeliest to be chosen next. None of it changes what is read.
+Neighbouring tokens select mostly the same pages, and draft rows select the pages of later tokens. The best pages that
+were not selected are the likeliest to be selected next, so they are copied while others are read. The page cache never
+changes the selection or the values that rows read.
 """
 
 from __future__ import annotations
@@ -15,43 +16,43 @@ from torch import Tensor
 
 from kvcli.kv.slots import Slots, picked
 
-NONE = torch.iinfo(torch.int64).max  # an index behind all others
+NONE = torch.iinfo(torch.int64).max  # sorts after all slot indices
 Arrival = Callable[[], Slots]
 
 
 class RemoteTier(Protocol):
-    """A tier across the bus."""
+    """A tier across the link to the device."""
 
     def gather(self, layer: int, index: Tensor) -> Slots:
-        """Slots index [K, M] of each head, -1 = none."""
+        """Return a copy of slots index [K, M] of each head, -1 = none."""
 
     def gather_async(self, layer: int, index: Tensor) -> Arrival:
-        """The same, on its way: the answer gives it, in order with what the device is told from then on."""
+        """Start the copy; return a function that returns the slots, for device operations queued after its call."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    index: Tensor  # [K, M] rising, NONE last
+    index: Tensor  # [K, M] ascending, NONE last
     slots: Slots
 
     def place(self, index: Tensor) -> Tensor:
-        """[K, M]: where these slots, -1 = none, are held; -1 where they are not."""
+        """Return [K, M]: where the page cache holds slots `index`, -1 = none; -1 if it does not hold a slot."""
         at = torch.searchsorted(self.index, index.contiguous()).clamp(max=max(0, self.index.shape[1] - 1))
         return at.masked_fill((index < 0) | (self.index.gather(1, at) != index), -1)
 
 
 class PageCache:
-    """Slots of `far` by their index, as long as they do not change: `forget` says when they may have."""
+    """Page cache of a remote tier, by slot index. `forget` must be called when slots may have changed."""
 
     def __init__(self, far: RemoteTier) -> None:
         self._far = far
         self._held: dict[int, _Held] = {}
         self._coming: dict[int, tuple[Tensor, Arrival]] = {}
-        self.asked = self.found = 0  # slots of all heads that rows wanted, and those that were here
-        self.flown = 0  # fetched ahead
+        self.asked = self.found = 0  # slots requested, over all heads, and cache hits among them
+        self.flown = 0  # slots prefetched
 
     def gather(self, layer: int, index: Tensor, ahead: Tensor | None = None) -> Slots:
-        """Slots index [K, M] of each head, -1 = none. `ahead` [K, A]: those to have here next time."""
+        """Return slots index [K, M] of each head, -1 = none. `ahead` [K, A]: slots to prefetch for the next pass."""
         held = self._arrived(layer, index)
         if held is None:
             got = self._far.gather(layer, index)
@@ -65,20 +66,20 @@ class PageCache:
         return got
 
     def forget(self, layer: int) -> None:
-        """Slots of this layer may have moved or changed."""
+        """Drop the cached slots of this layer, because slots may have moved or changed."""
         self._held.pop(layer, None)
         if layer in self._coming:
-            self._coming.pop(layer)[1]()  # what is still on its way needs the room that it comes to
+            self._coming.pop(layer)[1]()  # a pending copy still needs its target buffer
 
     def nbytes(self, layer: int) -> int:
-        """What is kept of this layer."""
+        """Return the bytes of this layer in the page cache."""
         if (held := self._held.get(layer)) is None:
             return 0
         s = held.slots
         return sum(t.nbytes for t in (held.index, s.k, *([] if s.v is s.k else [s.v]), s.pos))
 
     def _arrived(self, layer: int, index: Tensor) -> _Held | None:
-        """What is here, with what came since the last pass."""
+        """Return the cached slots, including slots prefetched since the last pass; None if nothing is cached."""
         held = self._held.get(layer)
         if held is not None and layer in self._coming:
             came, arrival = self._coming.pop(layer)
@@ -86,7 +87,7 @@ class PageCache:
         return held
 
     def _fill(self, layer: int, got: Slots, missing: Tensor) -> None:
-        """Put the slots `missing` [K, M], -1 = none, into their places."""
+        """Fetch the slots `missing` [K, M], -1 = none, and write them into `got`."""
         lacks = missing >= 0
         if (packed := _packed(missing)) is None:
             return
@@ -97,7 +98,7 @@ class PageCache:
             t[heads, to] = fresh[heads, rank].to(t)
 
     def _hold(self, layer: int, index: Tensor, got: Slots, held: _Held | None, ahead: Tensor | None) -> None:
-        """What was read; of what is wanted ahead what is here, and the rest sets out."""
+        """Cache the slots just read and the cached slots of `ahead`; start to prefetch the other slots of `ahead`."""
         if ahead is not None and held is not None:
             place = held.place(ahead)
             index = torch.cat([index, ahead.masked_fill(place < 0, -1)], 1)
@@ -120,7 +121,7 @@ def _beside(a: Slots, b: Slots) -> Slots:
 
 
 def _packed(index: Tensor) -> Tensor | None:
-    """[K, M], -1 = none -> the same in their order, as narrow as can be, -1 behind them; None where there are none."""
+    """Move the indices of [K, M], -1 = none, to the front in order, cut to the longest head; None if there are none."""
     gone = index < 0
     count = int((~gone).sum(1).max()) if index.numel() else 0
     order = gone.to(torch.uint8).argsort(dim=1, stable=True)[:, :count]

@@ -1,4 +1,4 @@
-"""The pages of one layer: which slots they hold, what the index keeps of them, which grains are always read."""
+"""Pages of one layer: their slots, their summaries in the index, and the selection units that are always read."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from kvcli.kv.sparse.index import Numbers, PageIndex
 from kvcli.kv.sparse.page_source import PageSource
 
 AT_ONCE = 4096  # slots of a head summarized at a time
-ENOUGH = 1024  # slots to learn from; what was learned from fewer is learned anew when there are twice as many
+ENOUGH = 1024  # slots to learn shared values from; those learned from fewer are learned again at twice as many
 
 
 @dataclass(frozen=True, slots=True)
 class PageBudget:
-    """How much of what is stored a row reads, by KV head. The latest slots, and those since the boundary, come free."""
+    """Number of stored slots that a row reads per KV head. Always-read slots come on top."""
 
-    fraction: float  # of the slots stored
-    floor: int  # slots, at least
+    fraction: float  # share of the stored slots
+    floor: int  # least number of slots that a row may select
     sinks: int  # first tokens, always read
-    recent: int  # newest tokens at a boundary, always read
+    recent: int  # newest tokens at a compression point, always read
 
     def grains(self, slots: int, grain: int) -> int:
-        """Grains of so many slots that a row may choose of all slots."""
+        """Return how many selection units of `grain` slots a row may select if `slots` slots are stored."""
         return math.ceil(max(self.floor, self.fraction * slots) / grain)
 
 
 class Pages:
-    """Pages of one layer: runs of `index.page` slots in the order of the tier, whole ones only.
+    """Pages of one layer: ranges of `index.page` slots in the order of the tier, whole pages only.
 
-    Rows read grains of them, X in all. Heads may hold different numbers. What is behind a head's last whole page is
-    always read, and so is what will be rounded again: a page must stand for the numbers that are read.
+    Rows select units of them, X in all (`index.selection_unit` slots each). Heads may have different numbers of pages.
+    Slots after a head's last whole page are always read. Slots that may be quantized again are in no page, so they are
+    always read too, because the summary of a page must match the values that rows read.
     """
 
     def __init__(self, index: PageIndex, budget: PageBudget) -> None:
@@ -42,46 +43,48 @@ class Pages:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing is known any more."""
+        """Drop all pages and shared values."""
         none, heads = torch.empty(0, 0, 1, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
-        self.always = self.open = none.flatten(1).bool()  # [K, X] read by every row; to choose from
-        self.kept: Numbers = ()  # of the index, [K, P, ..] each
-        self.shared: Numbers = ()  # of the index, for the layer
-        self.first = none  # [K, P, page / grain] lowest position in a grain; -1 = no such grain
-        self.last = none  # [K, P] highest position
-        self.whole = heads  # [K] pages of each head
-        self.ends = heads  # [K] slots of each head at the boundary
-        self.most = 0  # grains that a row may choose
-        self.reads_all = True  # the budget covers everything: no need to choose
-        self._learned = 0  # slots a head that `shared` comes from
+        self.always = self.open = none.flatten(1).bool()  # [K, X] read by every row; selectable
+        self.kept: Numbers = ()  # summaries of the index, [K, P, ..] each
+        self.shared: Numbers = ()  # shared values of the index, for the layer
+        self.first = none  # [K, P, page / unit] lowest position in a unit; -1 = no such unit
+        self.last = none  # [K, P, page / unit] highest position
+        self.whole = heads  # [K] whole pages of each head
+        self.ends = heads  # [K] slots of each head at the compression point
+        self.most = 0  # units that a row may select
+        self.reads_all = True  # the budget covers all slots, so nothing is selected
+        self._learned = 0  # slots per head that `shared` was learned from
 
     def state(self) -> State:
-        """What all pages share, which the first of them taught."""
+        """Return the values that all pages share, learned from the first pages."""
         return {"learned": self._learned, "shared": {str(i): t for i, t in enumerate(self.shared)}}
 
     def restore(self, given: SnapshotReader, layer: int, source: PageSource) -> None:
-        """Know that and no pages."""
+        """Restore the shared values, without pages."""
         self.clear()
         pos, learned = source.positions(layer), given.number("learned", given.n)
         if learned and pos.shape[1]:
             key = source.head(layer, 0, 0).k
-            like = self.index.learn(torch.zeros(pos.shape[0], 1, key.shape[2], dtype=key.dtype))  # for its shapes
+            like = self.index.learn(torch.zeros(pos.shape[0], 1, key.shape[2], dtype=key.dtype))  # only for the shapes
             self.shared = tuple(given.part("shared").like(str(i), t).to(pos.device) for i, t in enumerate(like))
             self._learned = learned
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that takes memory."""
+        """All tensors that take memory."""
         return [*self.kept, *self.shared, self.first, self.last, self.whole, self.ends, self.always, self.open]
 
     @property
     def held(self) -> Tensor:
-        """[K, X]: grains that there are."""
+        """Mask [K, X] of the units that exist."""
         return self.last.flatten(1) >= 0
 
     def crop(self, before: Tensor, layer: int, source: PageSource) -> None:
-        """Slots are gone, and others may have moved or been rounded again: in each head, forget all from the first
-        page in which positions, `before` [K, S], differ, or in which numbers may."""
+        """Drop stale pages after the tier was cropped: slots may have moved or been quantized again.
+
+        Each head drops its first page with changed positions (`before` [K, S]: old ones) or values, and all later ones.
+        """
         after = source.positions(layer)
         n = min(before.shape[1], after.shape[1])
         same = (before[:, :n] == after[:, :n]).cumprod(1).sum(1)  # [K] slots
@@ -89,21 +92,22 @@ class Pages:
         self._cut(torch.minimum(self.whole, same // self.index.page))
 
     def settle(self, layer: int, source: PageSource) -> None:
-        """A boundary: know every page there is now, and what is always read until the next one."""
+        """Run a compression point: summarize new pages and set the units that are always read until the next one."""
         pos = source.positions(layer)
         n_kv, s = pos.shape
         at = torch.arange(1, s + 1, device=pos.device)
-        self.ends = ((pos >= 0) * at).amax(1) if s else pos.new_zeros(n_kv).long()  # behind each head's last slot
+        self.ends = ((pos >= 0) * at).amax(1) if s else pos.new_zeros(n_kv).long()  # the end of each head's last slot
         longest = int(self.ends.max())
         self.reads_all = longest <= self.budget.floor
-        if self.reads_all:  # short texts need no index; should this one have had one, it stays
+        if self.reads_all:  # short sequences need no index; an existing index is kept
             return
         if not self.whole.numel():
             whole, none = (
                 torch.zeros_like(self.ends),
                 pos.new_empty(n_kv, 0, self.index.page // self.index.selection_unit),
             )
-            self.whole, self.first, self.last = whole, none, none  # together: memory may have run out between them
+            # assigned together, because memory may run out while they are allocated
+            self.whole, self.first, self.last = whole, none, none
         if self.shared and self._learned < ENOUGH and longest >= 2 * self._learned:
             self._cut(torch.zeros_like(self.whole))
         self._extend(layer, source, s)
@@ -114,28 +118,28 @@ class Pages:
         self.reads_all = int(self.open.sum(1).max()) <= self.most
 
     def behind(self) -> Tensor:
-        """[K, M] indices of slots behind each head's last whole page at the boundary, -1 = none."""
+        """Return indices [K, M] of the slots after each head's last whole page at the compression point, -1 = none."""
         start = self.whole * self.index.page
         return _run(start, self.ends - start)
 
     def slots_of(self, grains: Tensor) -> Tensor:
-        """[K, U] grains, -1 = none -> [K, U * grain] indices of their slots, -1 = none."""
+        """Return the slot indices [K, U * unit] of selection units [K, U]; -1 = none in both."""
         return _slots_of(grains, self.index.selection_unit)
 
     def _cut(self, whole: Tensor) -> None:
-        """Keep so many pages of each head."""
+        """Keep the first `whole` [K] pages of each head."""
         most = int(whole.max())
         gone = torch.arange(most, device=whole.device).unsqueeze(1) >= whole.view(-1, 1, 1)
         first, last = (t[:, :most].masked_fill(gone, -1) for t in (self.first, self.last))
         n = most * (self.index.page // self.index.selection_unit)
-        always, open_ = (t[:, :n].clone() for t in (self.always, self.open))  # until the next boundary
+        always, open_ = (t[:, :n].clone() for t in (self.always, self.open))  # until the next compression point
         kept = tuple(t[:, :most].clone() for t in self.kept)
         self.first, self.last, self.always, self.open, self.kept, self.whole = first, last, always, open_, kept, whole
         if not most:
             self.kept, self.shared, self._learned = (), (), 0
 
     def _extend(self, layer: int, source: PageSource, slots: int) -> None:
-        """Summarize the pages that became whole, and final, of so many slots a head."""
+        """Summarize new whole pages whose slots can no longer change, with `slots` slots per head in the tier."""
         page, at_once = self.index.page, max(1, AT_ONCE // self.index.page)
         target = torch.minimum(self.ends, source.n_stable(layer, torch.full_like(self.ends, slots))) // page
         while bool((self.whole < target).any()):
@@ -166,13 +170,13 @@ class Pages:
 
 
 def _slots_of(runs: Tensor, n: int) -> Tensor:
-    """[K, U] runs of n slots, -1 = none -> [K, U * n] indices of these, -1 = none."""
+    """Return the slot indices [K, U * n] of ranges [K, U] of n slots; -1 = none in both."""
     inside = runs.unsqueeze(2) * n + torch.arange(n, device=runs.device)
     return inside.masked_fill(runs.unsqueeze(2) < 0, -1).flatten(1)
 
 
 def padded(mask: Tensor) -> Tensor:
-    """[K, P] bool -> [K, U], the indices of each head's True ones in order, -1 behind them."""
+    """Return the indices [K, U] of each head's True entries of [K, P] in order, padded with -1."""
     heads, at = mask.nonzero(as_tuple=True)
     count = mask.sum(1)
     rank = torch.arange(heads.shape[0], device=mask.device) - (count.cumsum(0) - count)[heads]
@@ -182,13 +186,13 @@ def padded(mask: Tensor) -> Tensor:
 
 
 def _run(start: Tensor, length: Tensor) -> Tensor:
-    """[K] and [K] -> [K, M]: start, start + 1, .. of each head, -1 behind its length."""
+    """Return [K, M]: start, start + 1, .. of each head up to its length, padded with -1; start and length are [K]."""
     steps = torch.arange(int(length.max()), device=start.device)
     return (start.unsqueeze(1) + steps).masked_fill(steps >= length.unsqueeze(1), -1)
 
 
 def _put(old: Tensor, new: Tensor, heads: Tensor, to: Tensor, empty: int) -> Tensor:
-    """`old` [K, P, ..] with `new` [n, ..] at [heads, to], as wide as that takes."""
+    """Return `old` [K, P, ..] with `new` [n, ..] written at [heads, to], widened as needed."""
     wide = max(old.shape[1], int(to.max()) + 1 if to.numel() else 0)
     out = old.new_full((old.shape[0], wide, *old.shape[2:]), empty)
     out[:, : old.shape[1]] = old
@@ -197,8 +201,10 @@ def _put(old: Tensor, new: Tensor, heads: Tensor, to: Tensor, empty: int) -> Ten
 
 
 def _filled(k: Tensor, pos: Tensor) -> Tensor:
-    """Keys k [K, M, page, D] with every empty slot a copy of the page's first full one: no bound rises by it beyond
-    that key's own, and a page without any is no page."""
+    """Return keys k [K, M, page, D] with each empty slot filled by a copy of the page's first stored key.
+
+    The copies raise no score bound above that of the copied key. A page without stored keys is never selected.
+    """
     empty = pos < 0
     if not bool(empty.any()):
         return k

@@ -1,4 +1,4 @@
-"""The `[sparse]` table of a profile: which part of what is stored the rows of an answer read."""
+"""The `[sparse]` table of a profile: which slots of the KV cache decoding rows read (sparse attention)."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ if TYPE_CHECKING:
     from kvcli.kv.sparse.index import PageIndex
     from kvcli.kv.sparse.page_source import PageSource, PageTier
 
-# bytes of a page, or of each slot where pages are read in part: the first and the last position of it, whether rows may
-# choose it, and whether they last did
+# bytes of a selection unit besides its summary (a page, or a slot if pages are read in part): its first and last
+# position, and flags for always read, selectable and last selected
 PER_PAGE = 11
 
 
 class SparseMethod(Protocol):
-    """What a method of the table is. `sights` are those of the layers; None = it reads another's slots."""
+    """A method of the table. `sights`: attention parameters by layer; None = the layer reads another layer's slots."""
 
     @property
     def exactness_label(self) -> Exactness:
-        """The most that `exactness` may say with it."""
+        """The strictest `exactness` of a profile with this method."""
 
     @property
     def selection_interval(self) -> int | None:
-        """Tokens between two boundaries while answering; None = it needs none."""
+        """Tokens between two compression points while decoding; None = the method needs none."""
 
     def bind(self, store: KVCache, source: PageSource, sights: Sequence[AttentionParams | None]) -> KVCache:
-        """A store of one tier, read through these settings; `source`: the way to a few of its slots."""
+        """Return a KV cache of one tier that rows read by these settings; `source`: read access to its single slots."""
 
     def bind_tier(self, tier: PageTier, sights: Sequence[AttentionParams | None]) -> CroppableTier:
-        """A lower rung of a ladder, read through these settings."""
+        """Return a lower tier of a tiered cache that rows read by these settings."""
 
     @property
     def describe_read(self) -> str:
-        """How much of a long text a row reads, in words; "" = all of it."""
+        """Share of a long sequence that a row reads, in words; "" = all of it."""
 
     def layers(self, sights: Sequence[AttentionParams | None]) -> list[int]:
-        """Those in which rows read a part."""
+        """Return the layers with sparse attention."""
 
     def per_slot(self, head_dim: int, number: int) -> float:
-        """Bytes of index beside each slot of a KV head whose numbers take so many bytes: for the plan of memory."""
+        """Return the bytes of index per slot of a KV head, for the memory plan; `number`: bytes of one key element."""
 
     def per_head(self, head_dim: int) -> float:
-        """Bytes of index beside a KV head, whatever it holds."""
+        """Return the bytes of index per KV head, independent of its slots."""
 
     def page_cache_bytes(self, head_dim: int, number: int) -> float:
-        """Bytes kept where rows are computed, beside each slot of a KV head that lies far from there."""
+        """Return the bytes of page cache on the compute device per offloaded slot of a KV head."""
 
 
 @dataclass(frozen=True)
 class FullAttention:
-    """Read all that is stored."""
+    """Attend to the whole KV cache."""
 
     exactness_label: ClassVar[Exactness] = "exact"
     selection_interval: ClassVar[None] = None
@@ -82,9 +82,9 @@ class FullAttention:
 
 @dataclass(frozen=True)
 class _PageSelection:
-    """Keys of all methods that read a part: of one tier where there is one, else of all below the top.
+    """Keys of all sparse methods. Sparse attention applies to the only tier, or to all tiers below the first.
 
-    The rows of a prompt leave nothing out.
+    Prompt tokens attend to the whole KV cache.
     """
 
     fraction: Annotated[float, Range(above=0, most=1)] = 0.03  # of the stored tokens that a KV head reads for a row
@@ -116,17 +116,17 @@ class _PageSelection:
         return [i for i, sight in enumerate(sights) if i >= self.dense_layers and sight and sight.window is None]
 
     def per_head(self, head_dim: int) -> float:
-        return 16.0  # how many pages it has, and slots
+        return 16.0  # counts of pages and of slots
 
     def page_cache_bytes(self, head_dim: int, number: int) -> float:
-        return 1.25 * self.fraction * 2 * head_dim * number  # with what is fetched ahead, as recall.AHEAD says
+        return 1.25 * self.fraction * 2 * head_dim * number  # with prefetched pages (sparse_tier.AHEAD)
 
     def index(self) -> PageIndex:
-        """How pages are known."""
+        """Return the page index."""
         raise NotImplementedError
 
     def allowance(self) -> float | None:
-        """Softmax mass that a row may miss; None = nobody counts."""
+        """Return the softmax mass that a row may miss; None = not bounded."""
         return None
 
     def _how(self, source: PageSource, sights: Sequence[AttentionParams | None]) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class _PageSelection:
 
 @dataclass(frozen=True)
 class MinMax(_PageSelection):
-    """Read the pages with the highest bounds, from each channel's minimum and maximum (Quest)."""
+    """Attend to the pages with the highest score bounds, from each key channel's minimum and maximum (Quest)."""
 
     page: Annotated[int, Range(1)] = 16  # tokens of a page
 
@@ -160,7 +160,7 @@ class MinMax(_PageSelection):
 
 @dataclass(frozen=True)
 class Sketch(_PageSelection):
-    """Read the pages whose keys, remembered in two bits a number, score highest."""
+    """Attend to the pages with the highest scores, estimated from keys quantized to two bits."""
 
     page: Annotated[int, Range(1)] = 4  # tokens of a page
 
@@ -178,7 +178,7 @@ class Sketch(_PageSelection):
 
 @dataclass(frozen=True)
 class Certified(_PageSelection):
-    """Read what int8 keys say is wanted, and everything where they cannot exclude that more was missed."""
+    """Attend to the pages with the highest int8 score bounds, or to all if more mass than `epsilon` may be missed."""
 
     page: Annotated[int, Range(1)] = 4  # tokens of a page
     epsilon: Annotated[float, Range(0, below=1)] = 0.01  # softmax mass that a row may miss in a head, of what is stored
@@ -199,7 +199,7 @@ class Certified(_PageSelection):
 
 @dataclass(frozen=True)
 class Cluster(_PageSelection):
-    """Read whole clusters of keys that point alike, the best means first (ClusterKV)."""
+    """Attend to whole clusters of keys with similar directions, best mean first (ClusterKV)."""
 
     window: Annotated[int, Range(2, most=32768)] = 512  # tokens that are clustered together; the last of them are read
     size: Annotated[int, Range(1)] = 16  # tokens of a cluster, on average
@@ -219,7 +219,7 @@ class Cluster(_PageSelection):
 
 @dataclass(frozen=True)
 class LowRank(_PageSelection):
-    """Read the pages whose keys, known along a few directions, score highest (the index of ShadowKV)."""
+    """Attend to the pages with the highest scores, estimated from low-rank keys (the index of ShadowKV)."""
 
     page: Annotated[int, Range(1)] = 8  # tokens of a page
     rank: Annotated[int, Range(1)] = 32  # numbers of a key that are kept; at most all of them

@@ -1,4 +1,4 @@
-"""Recall over a whole store, for a past that is one tier; on a ladder of several, the lower ones recall instead."""
+"""Sparse attention over a whole KV cache of one tier; in a tiered cache, each lower tier is a `SparseTier` instead."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from kvcli.kv.tiers.device_tables import DeviceCache
 
 
 class SparseCache(SparseTier):
-    """A store whose rows read a part of it."""
+    """A KV cache whose rows read selected pages."""
 
     def __init__(
         self, store: KVCache, index: PageIndex, budget: PageBudget, layers: Collection[int], **more: Any
     ) -> None:
-        """As `SparseTier`."""
+        """Take the arguments of `SparseTier`, with a KV cache as its tier."""
         super().__init__(store, index, budget, layers, **more)
         self._store = store
 
     @property
     def dtype(self) -> torch.dtype:
-        """The store's."""
+        """Data type of the KV cache."""
         return self._store.dtype
 
     @property
     def changes(self) -> int:
-        """The store's."""
+        """Change counter of the KV cache."""
         return self._store.changes
 
     @property
     def forgets(self) -> bool:
-        """The store's."""
+        """True if the KV cache evicts slots."""
         return self._store.forgets
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """Why it needs the host."""
+        """Return no tables, because rows select pages on the host."""
         return DeviceCache(why_not="rows choose which pages they read (sparse.method)")
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
-        """Room for n slots a head."""
+        """Allocate capacity for n slots per head."""
         self._store.reserve(n, layers)
 
     def reaches(self, n: int) -> bool:
-        """As the store."""
+        """True if the KV cache has all slots in the sliding windows of a row at position n."""
         return self._store.reaches(n)
 
     def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
-        """A boundary: what is stored now is what rows choose from."""
+        """Run a compression point: rows select from the slots stored now until the next one."""
         has_lost = self._store.compress(masks, end, layers)
         if has_lost:
             for pages in self._pages.values():

@@ -1,15 +1,16 @@
-"""Recall: rows read the pages of a tier that they want, and the rest stays where it is. Approximate by choice.
+"""Sparse attention over a tier: rows read only the pages that they select. The result is approximate.
 
-Quest (arXiv 2406.10774), ArkVale and YAKV read this way. Always read: sinks, the newest tokens, what was stored since
-the last boundary, and whatever stands above this tier on a ladder.
+Quest (arXiv 2406.10774), ArkVale and YAKV work this way. Rows always read the attention sinks, the newest tokens, the
+slots stored since the last compression point, and all higher tiers of a tiered cache.
 
-The choice of a row depends on its own query and on what was stored at the last boundary, and on nothing else: neither
-on the rows beside it nor on which of its ancestors are stored already. So the text is that of plain decoding over the
-same store, whatever was guessed. For the same reason a certificate weighs what was stored at the boundary only.
+The selection of a row depends only on its own query and on the slots stored at the last compression point, not on other
+rows of the pass or on which of its ancestors are committed. So any draft gives the same text as plain decoding over
+the same cache. For the same reason an error bound (`certified`) covers only slots stored at the compression point.
 
-Or one row chooses for all until the next boundary: the first behind it (as LouisKV, arXiv 2510.11292, chooses only now
-and then, and ActQKV, arXiv 2502.13542, by one query a window). No draft crosses a boundary, so that row is the same one
-whatever is guessed, and the first of its pass. Neither the rows of a draft nor queries that drift can have a say.
+Alternatively the first row after a compression point selects for all rows until the next one (LouisKV, arXiv
+2510.11292, also selects only now and then, and ActQKV, arXiv 2502.13542, by one query per window). No draft crosses a
+compression point, so this row is the same for any draft, and is the first of its pass. Draft rows and the drift of
+later queries do not affect the selection.
 """
 
 from __future__ import annotations
@@ -46,25 +47,25 @@ if TYPE_CHECKING:
     from kvcli.kv.cache.level import CroppableTier
 
 UNREAD: Loss = "unread"
-AHEAD = 0.25  # of the pages that a row may choose: so many that were nearly chosen are fetched for the next pass
-ROWS = 64  # rows that choose at a time, at most
-SCORES = 1 << 26  # scores that exist at once: of a cluster's index each slot has one
+AHEAD = 0.25  # prefetched pages (the best that no row selected), as a share of the pages that a row may select
+ROWS = 64  # rows that select pages at a time, at most
+SCORES = 1 << 26  # scores computed at a time; method `cluster` has one per slot
 
 
 @dataclass(slots=True)
 class PageStats:
-    """What rows asked for, over all layers and KV heads."""
+    """Counts of page selections, over all layers and KV heads."""
 
-    asked: int = 0  # choices of a row in a KV head
-    streamed: int = 0  # of them, how many read everything because their certificate was refused
-    pages: int = 0  # chosen by a pass
-    again: int = 0  # of them, how many the pass before had chosen too
+    asked: int = 0  # selections, one per row and KV head
+    streamed: int = 0  # selections that read all slots, because the error bound was exceeded
+    pages: int = 0  # units selected by a pass
+    again: int = 0  # selected units that the previous pass had also selected
 
 
 class SparseTier:
-    """A tier whose rows read a part of it; those of a text that is being read leave nothing out.
+    """A tier whose decoding rows read selected pages; prefill rows read all slots.
 
-    Layers with a sliding window, and those not listed, read everything.
+    In layers with a sliding window, and in layers not listed, rows read all slots.
     """
 
     def __init__(
@@ -79,33 +80,33 @@ class SparseTier:
         is_shared: bool = False,
         source: PageSource | None = None,
     ) -> None:
-        """`epsilon`: a row whose missed softmax mass, of what is stored, may be more reads everything instead.
+        """`epsilon`: a row that may miss more than this share of its softmax mass over stored slots reads all of them.
 
-        `cutoff`: what seems to hold a smaller share of a row's mass than that is left out whatever the budget has left.
-        `is_shared`: the first row behind a boundary chooses for those until the next.
-        `source`: a cheaper way to some slots of the tier than all of them.
+        `cutoff`: units whose score is below this share of a row's mass are not read, even if the budget allows.
+        `is_shared`: the first row after a compression point selects for all rows until the next one.
+        `source`: read access to single slots, if the tier has a cheaper one than to copy all slots.
         """
         assert epsilon is None or index.is_bound, "a certificate takes an index that bounds"
         self._tier, self._index, self._epsilon = tier, index, epsilon
         self._source = source or AnyTierSource(tier)
         self._near = PageCache(cast(RemoteTier, self._source)) if self._source.is_far else None
         self._pages = {layer: Pages(index, budget) for layer in sorted(layers)}
-        self._late = dict.fromkeys(self._pages, 0)  # slots a head since the boundary
-        self._chosen: dict[int, Tensor] = {}  # [K, X] by the last pass
+        self._late = dict.fromkeys(self._pages, 0)  # slots per head stored since the compression point
+        self._chosen: dict[int, Tensor] = {}  # [K, X] selected by the last pass
         self._least = math.log(cutoff) if cutoff else -math.inf
         self._is_shared = is_shared
-        self._choice: dict[int, Tensor] = {}  # [K, 1, X] of the first row behind the boundary
+        self._choice: dict[int, Tensor] = {}  # [K, 1, X] of the first row after the compression point
         self.tally = PageStats()
 
     @property
     def batch_variant_reason(self) -> str:
-        """What the tier says: what is read, and scored, natively is a matter of its numbers alone."""
+        """Reason of the tier. Sparse attention adds none: the choice of kernels depends on data types alone."""
         return self._tier.batch_variant_reason
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> what was stored at the boundary, what since, and their pass."""
+        """Attend from rows q [H, N, D] at positions pos [N] to selected pages, newer slots and new KV `own`."""
         pages = self._pages.get(layer)
         if pages is None or pages.reads_all or sight.window is not None or sight.is_prompt:
             return self._tier.attend(layer, q, sight, pos, own)
@@ -126,39 +127,39 @@ class SparseTier:
         return [*parts, *attend_new_only(q, sight, own)]
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
-        """Store accepted rows, which all rows read until the next boundary."""
+        """Store accepted rows, which all rows read until the next compression point."""
         self._tier.append(layer, k, v, start)
         if layer in self._late:
             self._late[layer] += k.shape[1]
 
     def take(self, layer: int, slots: Slots) -> None:
-        """Store slots that another tier let go, behind those that are there, and summarize them: a boundary."""
+        """Store slots demoted from another tier after present slots and summarize them, as at a compression point."""
         self._tier.take(layer, slots)
         self._learn([layer])
 
     def n_slots(self, layer: int) -> int:
-        """Slots of the longest head."""
+        """Return the number of slots of the longest head."""
         return self._tier.n_slots(layer)
 
     def slots(self, layer: int) -> Slots:
-        """What the tier holds."""
+        """Return the slots of the tier."""
         return self._tier.slots(layer)
 
     def newest(self, layer: int, n: int) -> Slots:
-        """The n slots that each head stored last."""
+        """Return the n slots that each head stored last."""
         return self._tier.newest(layer, n)
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
-        """Forget slots; what is left is summarized anew."""
+        """Evict slots whose mask is False and return them; the remaining slots are summarized again."""
         if layer in self._pages and bool(((self._source.positions(layer) >= 0) & ~mask).any()):
-            self._pages[layer].clear()  # first: should the tier fail half way, nothing refers to what it held
+            self._pages[layer].clear()  # first, so that no page refers to old slots if the tier fails halfway
             self._forget(layer)
         fell = self._tier.keep(layer, mask)
         self._learn([layer])
         return fell
 
     def crop(self, n: int) -> None:
-        """Forget positions from n on."""
+        """Remove every slot at position n or later."""
         before = {layer: self._source.positions(layer).clone() for layer, p in self._pages.items() if p.whole.numel()}
         for layer in self._pages:
             self._forget(layer)
@@ -168,18 +169,18 @@ class SparseTier:
         self._learn(self._pages)
 
     def snapshot(self) -> State:
-        """The tier's, and what pages are summarized by: of all that is stored they are made again, as by a boundary."""
+        """Snapshot the tier and the shared values of the index; `restore` summarizes the pages again."""
         return {"tier": self._tier.snapshot(), "pages": {str(i): pages.state() for i, pages in self._pages.items()}}
 
     def restore(self, given: SnapshotReader) -> None:
-        """As behind `crop`, which every question begins with: at a boundary."""
+        """Restore the tier and summarize its pages: the state is that after `crop`, which begins every question."""
         self._tier.restore(given.part("tier"))
         for layer, pages in self._pages.items():
             pages.restore(given.part("pages").part(str(layer)), layer, self._source)
         self._learn(self._pages)
 
     def usage(self) -> list[Usage]:
-        """The tier's, the index as a tier of its own, and what is kept near for the next pass as another."""
+        """Return the usage of the tier, with the index and the page cache as separate tiers."""
         found = self._tier.usage()
         for layer, p in self._pages.items():
             last = [each[layer] for each in (self._chosen, self._choice) if layer in each]
@@ -188,7 +189,7 @@ class SparseTier:
             if self._near is not None:
                 found.append(Usage(layer, "near", 0, self._near.nbytes(layer)))
         if self._near is not None and found:
-            found[-1] = replace(found[-1], asked=self._near.asked, found=self._near.found)  # of all layers
+            found[-1] = replace(found[-1], asked=self._near.asked, found=self._near.found)  # counts of all layers
         return found
 
     def _forget(self, layer: int) -> None:
@@ -196,7 +197,7 @@ class SparseTier:
             self._near.forget(layer)
 
     def _learn(self, layers: Iterable[int]) -> None:
-        """A boundary of these layers."""
+        """Run a compression point of these layers: update pages and clear selections."""
         for layer in layers:
             if layer in self._pages:
                 self._forget(layer)
@@ -206,10 +207,10 @@ class SparseTier:
                 self._choice.pop(layer, None)
 
     def _recall(self, layer: int, pages: Pages, q: Tensor, sight: AttentionParams) -> PartialAttention:
-        """q [H, N, D] -> attention over the chosen pages, or over everything where a certificate was refused."""
+        """Attend from q [H, N, D] to the selected pages, or to all slots if the error bound is exceeded."""
         n_kv, (h, n, d) = pages.whole.shape[0], q.shape
         rows = q.reshape(n_kv, h // n_kv, n, d)
-        is_shared = self._is_shared and not sight.is_guess  # guesses of a past of its own come before the first row
+        is_shared = self._is_shared and not sight.is_guess  # drafts over a separate cache precede the first row
         chosen, score = self._choice.get(layer) if is_shared else None, None
         if chosen is None or self._epsilon is not None:
             score = self._index.score(rows.flatten(1, 2), pages.kept, pages.shared, sight)
@@ -231,7 +232,7 @@ class SparseTier:
         return part
 
     def _newest(self, layer: int, n: int) -> StoredKV:
-        """The slots that each head stored last."""
+        """Return the n slots that each head stored last, in place if possible."""
         run = self._source.run(layer)
         if run is None:
             return _run_of(self._tier.newest(layer, n))
@@ -242,15 +243,15 @@ class SparseTier:
     def _read(
         self, layer: int, pages: Pages, q: Tensor, chosen: Tensor, sight: AttentionParams, score: Tensor | None
     ) -> PartialAttention:
-        """Each row over its own choice: as a sequence of its own, so that what others chose changes no bit of it.
+        """Attend from each row to its own selection, as a separate sequence, so that the result is batch invariant.
 
-        Where no such kernel is, all rows over the union of what they chose, each seeing its own part.
+        Without such a kernel, all rows attend to the union of their selections, each masked to its own.
         """
         grain, n_rows = self._index.selection_unit, q.shape[1]
         first = pages.whole * self._index.page
         behind, left = first.tolist(), (pages.ends - first).tolist()
         scale, softcap = sight.scale, sight.softcap
-        pos = [0] * n_rows  # where rows stand is of no interest
+        pos = [0] * n_rows  # row positions are not used
         run = None if self._near is not None else self._source.run(layer)
         if run is not None and serves_chosen(q, run.v):
             return attend_part(q, run, pos, scale, softcap=softcap, chosen=SelectedPages(chosen, grain, behind, left))
@@ -267,14 +268,14 @@ class SparseTier:
             return attend_part(q, _run_of(s), pos, scale, window=WIDEST, softcap=softcap, chosen=each)
         shown = torch.nn.functional.pad(mine.repeat_interleave(grain, 2), (0, max(left)), value=True)
         shown &= (s.pos >= 0).unsqueeze(1)
-        # no mask is faster; but a certificate wants one, as without it the kernel may round scores to 16 bits
+        # no mask is faster; an error bound needs one, because without it the kernel may round scores to 16 bits
         is_bare = n_rows == 1 and self._epsilon is None and bool(shown.all())
         return attend(q, s.k, s.v, scale, softcap=softcap, mask=None if is_bare else shown)
 
     def _stream(
         self, layer: int, pages: Pages, rows: Tensor, refused: Tensor, part: PartialAttention, sight: AttentionParams
     ) -> None:
-        """Rewrite `part` [K, G, N, ..] where rows [K, G, N, D] are `refused` [K, N]: there they read everything."""
+        """Overwrite `part` [K, G, N, ..] with attention to all slots for the `refused` [K, N] of rows [K, G, N, D]."""
         self.tally.streamed += int(refused.sum())
         for j in refused.any(1).nonzero().flatten().tolist():
             s = _here(self._source.head(layer, j, int(pages.ends[j])), rows)
@@ -289,7 +290,7 @@ class SparseTier:
             part.out[j][:, mine], part.lse[j][:, mine] = full.out.to(part.out.dtype), full.lse.to(part.lse.dtype)
 
     def _count(self, layer: int, chosen: Tensor, n: int) -> None:
-        """Note what n rows of a pass chose [K, n, X], or one for all of them [K, 1, X]."""
+        """Count the selections of n rows of a pass: `chosen` [K, n, X], or [K, 1, X] if all rows share one."""
         union = chosen[:, 0] if chosen.shape[1] == 1 else chosen.any(1)
         before = self._chosen.get(layer)
         self.tally.asked += chosen.shape[0] * n
@@ -300,10 +301,10 @@ class SparseTier:
 
 
 def _choose(score: Tensor, pages: Pages, least: float) -> Tensor:
-    """score [K, G, N, X] -> [K, N, X]: the best `most` grains of each row and KV head, and those always read.
+    """Select units by score [K, G, N, X] -> [K, N, X]: the best `most` of each row and KV head, and those always read.
 
-    `least`: the logarithm of the share below which none is read. By the largest share of mass that a grain has in any
-    query head of the group: heads differ in scale.
+    Units are ranked by their largest share of the mass in any query head of the group, because heads differ in scale.
+    `least`: log of the share below which no unit is read.
     """
     share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax(1)  # [K, N, X]
     chosen = _best(share.masked_fill(~pages.open.unsqueeze(1), -torch.inf), pages.most, pages.index)
@@ -313,7 +314,7 @@ def _choose(score: Tensor, pages: Pages, least: float) -> Tensor:
 
 
 def _best(share: Tensor, most: int, index: PageIndex) -> Tensor:
-    """[K, N, X] bool: the best so many of each row. Of those that share the last score that counts, the first ones."""
+    """Return a mask [K, N, X] of the `most` best units of each row. On equal scores the first units win."""
     top = share.topk(most, -1)
     if index.selection_unit == index.page:
         return torch.zeros_like(share, dtype=torch.bool).scatter_(2, top.indices, True)
@@ -323,7 +324,7 @@ def _best(share: Tensor, most: int, index: PageIndex) -> Tensor:
 
 
 def _nearly(score: Tensor, chosen: Tensor, pages: Pages) -> Tensor:
-    """score [K, G, N, X] -> [K, A], -1 = none: the best grains that no row chose [K, N, X]."""
+    """Return the units [K, A], -1 = none, with the best score [K, G, N, X] among those that no row chose [K, N, X]."""
     share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax((1, 2))  # [K, X]
     share = share.masked_fill(~pages.open | chosen.any(1), -torch.inf)
     best = share.topk(min(math.ceil(AHEAD * pages.most), share.shape[1]), -1)
@@ -331,13 +332,13 @@ def _nearly(score: Tensor, chosen: Tensor, pages: Pages) -> Tensor:
 
 
 def _among(chosen: Tensor, union: Tensor) -> Tensor:
-    """Which of the grains `union` [K, U], -1 = none, each row chose [K, N, X] -> [K, N, U]."""
+    """Return a mask [K, N, U] of the units `union` [K, U], -1 = none, that each row chose [K, N, X]."""
     at = union.clamp(min=0).unsqueeze(1).expand(-1, chosen.shape[1], -1)
     return chosen.gather(2, at) & (union >= 0).unsqueeze(1)
 
 
 def _run_of(s: Slots) -> StoredKV:
-    """Slots of one device, for rows that read them."""
+    """Return slots of one device as `StoredKV`."""
     n_kv, n = s.pos.shape
     k, v = s.each(lambda t: t.contiguous().flatten(0, 1))
     pos = s.pos.contiguous().flatten()
@@ -346,15 +347,17 @@ def _run_of(s: Slots) -> StoredKV:
 
 
 def _refused(missed: Tensor, lse: Tensor, epsilon: float) -> Tensor:
-    """[K, N]: the rows that may have missed more than epsilon in some query head. `missed`: bounds on the log of the
-    mass that was not read, `lse`: of what was, [K, G, N]."""
+    """Return a mask [K, N] of the rows that may have missed a share above epsilon of the mass in some query head.
+
+    `missed` [K, G, N]: upper bound on the log of the mass that was not read; `lse` [K, G, N]: log of the mass read.
+    """
     most = math.log(epsilon / (1 - epsilon)) if epsilon else -math.inf
     # NaN, from keys that are not finite, is refused; a row that missed nothing is not
     return (~(missed - lse <= most) & (missed != -torch.inf)).any(1)
 
 
 def _here(s: Slots, like: Tensor) -> Slots:
-    """On the device that computes."""
+    """Return the slots on the device of `like`."""
     return Slots(*s.each(lambda t: t.to(like.device)), s.pos.to(like.device))
 
 

@@ -1,1 +1,1 @@
-"""One kind of storage on one device each: dense, quantized, host, disk."""
+"""Tiers, each one kind of storage on one device: dense, quantized, host, disk."""

@@ -39,7 +39,7 @@ class BlockCodec:
     dims: tuple[int, int]  # elements of a key and of a value
     heads: int
     rotary: Rotary | None = None  # rotary embedding removed from keys before quantization; None = not removed
-    dtype: torch.dtype = torch.float32  # of unquantized and dequantized slots
+    dtype: torch.dtype = torch.float32  # data type of unquantized and dequantized slots
 
     def pack(self, k: Tensor, v: Tensor, pos: Tensor) -> Codes:
         """Quantize k [h, S, D], v [h, S, E] at pos [h, S], S whole blocks."""
@@ -169,12 +169,8 @@ class HeadGroup:
             more = self._codec.pack(k[:, :n], v[:, :n], pos[:, first : first + n])
             codes = tuple(torch.cat([a, b.to(a.dtype)]) for a, b in zip(codes, more, strict=True))
             k, v = k[:, n:].clone(), v[:, n:].clone()
-        self.codes, self.k, self.v, self.pos = (
-            codes,
-            k,
-            v,
-            pos,
-        )  # assigned together, because an allocation above may have failed
+        # assigned together, because an allocation above may have failed
+        self.codes, self.k, self.v, self.pos = codes, k, v, pos
 
 
 class BlockTier(LossyTier):
@@ -204,7 +200,7 @@ class BlockTier(LossyTier):
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> partial attention over each span of slot indices."""
+        """Return partial attention of q [H, N, D] at positions pos [N] over each span of slot indices."""
         layer = self._holder[layer]
         n = self.n_slots(layer)
         spans = (range(first, min(n, first + self._span)) for first in range(0, n, self._span))

@@ -151,7 +151,7 @@ class Dense:
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> partial attention over slots and new KV, in one if possible."""
+        """Return partial attention of q [H, N, D] at positions pos [N] over slots and new KV, merged if possible."""
         return self._read(layer).attend(q, sight, pos, own)
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:

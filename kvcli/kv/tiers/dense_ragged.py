@@ -105,7 +105,7 @@ class RaggedLayer:
     def attend(
         self, q: Tensor, sight: AttentionParams, rows: Sequence[int], own: NewRows | None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions `rows` [N] -> partial attention over slots and new KV."""
+        """Return partial attention of q [H, N, D] at positions `rows` [N] over slots and new KV."""
         if serves(q, self.v):
             window, softcap, is_prompt = sight.window, sight.softcap, sight.is_prompt
             return [
@@ -183,9 +183,8 @@ class RaggedLayer:
         was = self._lengths
         self._add(slots, pos, [0] * len(count))
         for start, n, end in zip(self._extents.start, count, was, strict=True):
-            self.v[start + n : start + end] = (
-                0  # attention reads spare capacity, so NaN or infinity of old slots would stay
-            )
+            # attention reads spare capacity, in which NaN or infinity of old slots would remain
+            self.v[start + n : start + end] = 0
         self._lying.synced_length += 1  # the slots changed, even if the lengths did not
         return True
 
@@ -246,14 +245,14 @@ class RaggedLayer:
             self._lay(HeadExtents.of(self._lengths, self._step, n))
 
     def _whole(self, q: Tensor, heads: list[int], sight: AttentionParams) -> PartialAttention:
-        """q [n * G, N, D] -> partial attention over all slots of heads of equal capacity, read as views."""
+        """Return partial attention of q [n * G, N, D] over all slots of heads of equal capacity, read as views."""
         first, room = self._extents.start[heads[0]], self._extents.room[heads[0]]
         piece = slice(first, first + room * len(heads))
         k, v = (t[piece].view(len(heads), room, t.shape[1]) for t in (self.k, self.v))
         return attend(q, k, v, sight.scale, softcap=sight.softcap, length=[self._lengths[head] for head in heads])
 
     def _near(self, q: Tensor, head: int, sight: AttentionParams, rows: Sequence[int]) -> PartialAttention:
-        """q [G, N, D] -> partial attention over the slots of one head inside a sliding window."""
+        """Return partial attention of q [G, N, D] over the slots of one head inside a sliding window."""
         assert sight.window is not None
         first, end = self._extents.start[head], self._extents.start[head] + self._lengths[head]
         stored = self.pos[first:end].cpu().numpy()

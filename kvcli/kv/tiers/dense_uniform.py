@@ -32,9 +32,8 @@ class UniformLayer:
     length: int = 0  # slots of each head
     highest: int = -1  # position
     ordered: bool = True  # positions increase with the slot index
-    gone: int = (
-        0  # evicted slots before the first; for batch-invariant kernels the other slots keep their place in blocks
-    )
+    # evicted slots before the first; the other slots keep their place in the blocks of batch-invariant kernels
+    gone: int = 0
     slides: bool = False  # the layer has a sliding window, so its first slot may not be the first token
     noted: int = 0  # slots whose positions are in `pos`; later positions are consecutive up to `highest`
     lies: StoredKV | None = None  # last result of `run`: views of the tensors, None after they are replaced
@@ -106,7 +105,7 @@ class UniformLayer:
     def attend(
         self, q: Tensor, sight: AttentionParams, rows: Sequence[int], own: NewRows | None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions `rows` [N] -> partial attention over slots and new KV."""
+        """Return partial attention of q [H, N, D] at positions `rows` [N] over slots and new KV."""
         if not serves(q, self.v):
             return [*self._apart(q, sight, rows), *attend_new_only(q, sight, own)]
         if not self.length and own is None:
@@ -214,7 +213,7 @@ class UniformLayer:
             return False
         pos = slots.pos[0].cpu()
         self.k[:, :n], self.v[:, :n] = slots.k, slots.v
-        self.v[:, n:was] = 0  # as in `crop`
+        self.v[:, n:was] = 0  # because attention reads spare capacity, as in `crop`
         self.length, self.ordered, self.highest, self.gone, self.sent = n, True, -1, 0, 0
         self._place(pos.numpy())
         self.ordered = rises(pos)
@@ -261,9 +260,8 @@ class UniformLayer:
             return False
         was, self.length = self.length, int(np.searchsorted(self.at, n))
         self.noted, self.sent = self.length, min(self.sent, self.length)
-        self.v[:, self.length : was] = (
-            0  # attention reads spare capacity, so NaN or infinity of removed slots would stay
-        )
+        # attention reads spare capacity, in which NaN or infinity of removed slots would remain
+        self.v[:, self.length : was] = 0
         self.highest = int(self.at[-1]) if self.length else -1
         self.gone *= self.length > 0
         return True

@@ -61,9 +61,8 @@ class DeviceCache:
 
     layers: Sequence[DeviceLayer] = ()  # by layer; a layer that reads the slots of another layer has its tables
     owners: Sequence[int] = ()  # layers that store
-    grew: Callable[[int, int], None] = lambda n, start: (
-        None
-    )  # counts n slots that the device stored at positions from `start` on
+    # counts n slots that the device stored at positions from `start` on
+    grew: Callable[[int, int], None] = lambda n, start: None
     why_not: str = ""  # reason why a captured pass cannot read the cache
 
     def ran(self, n: int) -> None:

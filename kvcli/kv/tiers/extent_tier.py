@@ -53,7 +53,7 @@ class ExtentTier:
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> partial attention over each extent."""
+        """Return partial attention of q [H, N, D] at positions pos [N] over each extent."""
         parts = [e.read(e.k, e.v, q, sight, pos) for e in self._layers[self._holder[layer]] if e.length]
         return [*parts, *attend_new_only(q, sight, own)]
 

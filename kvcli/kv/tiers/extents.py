@@ -43,7 +43,7 @@ class Extent:
     pos: Tensor  # [K, cap] int32, in memory; -1 = empty
     unreached: str = ""  # why a device cannot read the extent in place; "" = it can
     length: int = 0  # slots of the longest head
-    lengths: Sequence[int] = ()  # of each head, if there are no holes
+    lengths: Sequence[int] = ()  # slots of each head, if there are no holes
     has_holes: bool = False
 
     @property
@@ -63,7 +63,7 @@ class Extent:
         self.lengths = [self.length] * len(ends) if self.has_holes else ends.tolist()
 
     def read(self, k: Tensor, v: Tensor, q: Tensor, sight: AttentionParams, rows: Sequence[int]) -> PartialAttention:
-        """q [H, N, D] of rows at positions `rows` -> partial attention over k, v [K, n, ..], the slots or a copy."""
+        """Return partial attention of q [H, N, D] at positions `rows` over k, v [K, n, ..]: the slots or a copy."""
         window, softcap = sight.window, sight.softcap
         if q.device.type == "cpu" and serves(q, v):
             (n_kv, n), cap = k.shape[:2], self.pos.shape[1]

@@ -87,7 +87,7 @@ class UploadBuffers:
 class HostTier:
     """A tier on the CPU that rows on `device` attend to."""
 
-    is_far = True  # across the bus
+    is_far = True  # slots are read across the link to the device
 
     def __init__(
         self,
@@ -111,8 +111,10 @@ class HostTier:
         return self._tier.batch_variant_reason
 
     def attend_async(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
-        """q [H, N, D] of rows at positions pos [N], on the device -> a function that returns partial attention there.
-        Work that the device is given before the call runs in parallel."""
+        """Return a function that returns, on the device, partial attention of q [H, N, D] there at positions pos [N].
+
+        Device work that is queued before its call runs in parallel.
+        """
         return self._reach.ask(layer, q, sight, pos) if self._tier.n_slots(layer) else list
 
     def attend(

@@ -88,8 +88,8 @@ class QuantizedTier(LossyTier):
         self._holder = storing_layer_of(shapes)
         self._ranks = [shapes[holder].rank for holder in self._holder]
         self._layers = {layer: self._own[holder] for layer, holder in enumerate(self._holder)}
-        self._tables: dict[tuple[int, bool], Table | None] = {}  # by (layer, upper half only)
-        self._runs: dict[tuple[int, bool], QuantizedKV] = {}  # by (layer, upper half only)
+        self._tables: dict[tuple[int, bool], Table | None] = {}  # by (layer, upper half of codes only)
+        self._runs: dict[tuple[int, bool], QuantizedKV] = {}  # by (layer, upper half of codes only)
         wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
         sizes = {d for of in own.values() for d in of.parts} if rotate == "hadamard" else set()
         self._turns = {d: hadamard(d, wide) for d in sizes}
@@ -110,7 +110,7 @@ class QuantizedTier(LossyTier):
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> at most one partial attention, plus that of the new KV."""
+        """Return partial attention of q [H, N, D] at positions pos [N]: at most one over slots, and one over new KV."""
         layer = self._holder[layer]
         if not self.n_slots(layer):
             return attend_new_only(q, sight, own)

@@ -24,7 +24,7 @@ from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
 class Precision:
     """Storage precision of quantized heads."""
 
-    dtype: torch.dtype  # of keys in incomplete groups, of 16-bit elements, and of dequantized slots
+    dtype: torch.dtype  # data type of keys in incomplete groups, 16-bit elements and dequantized slots
     k_bits: int
     v_bits: int
     group: int  # slots that share the scale of a channel in keys, channels that share one in values
@@ -98,12 +98,8 @@ class QuantizedHead:
         v = v.to(form.dtype, copy=True) if form.v_bits == 16 else v
         values = _join(self.values, form.values(v), self.length, pos.shape[0])
         pos = torch.cat([self.pos, pos.to(self.pos)])
-        self.keys, self.rest, self.values, self.pos = (
-            keys,
-            rest,
-            values,
-            pos,
-        )  # assigned together, because an allocation above may have failed
+        # assigned together, because an allocation above may have failed
+        self.keys, self.rest, self.values, self.pos = keys, rest, values, pos
 
     def keep(self, mask: Tensor) -> None:
         """Evict slots whose mask [S] is False."""

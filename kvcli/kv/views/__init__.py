@@ -1,1 +1,1 @@
-"""Read-only subsets of a KV cache."""
+"""Cache views: read-only subsets of a KV cache."""

@@ -42,7 +42,7 @@ class CompactView:
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> partial attention over kept slots and new KV."""
+        """Return partial attention of q [H, N, D] at positions pos [N] over kept slots and new KV."""
         n = self._store.n_slots(layer)
         if not n:
             return attend_new_only(q, sight, own)

@@ -35,7 +35,7 @@ class GatheredView:
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> partial attention over kept slots and new KV."""
+        """Return partial attention of q [H, N, D] at positions pos [N] over kept slots and new KV."""
         all_slots = self._store.slots(layer)
         s = compact(all_slots, self._pick(layer, q, all_slots))
         if s.n_slots == 0:
