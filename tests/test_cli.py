@@ -25,7 +25,7 @@ from tests.fakes import ClosedPipe, Machine, Stream
 
 KVCLI = [sys.executable, "-m", "kvcli"]
 ROOT = Path(__file__).parents[1]
-GROUPS = {"profiles", "models", "config", "spec", "cache", "sessions"}
+GROUPS = {"profiles", "models", "config", "spec", "cache", "chats"}
 
 
 @pytest.fixture
@@ -83,9 +83,7 @@ def test_kvcli_alone_shows_examples_and_that_documents_want_a_model(machine):
 
 def test_help_lists_what_exists_and_nothing_else(machine):
     listed = machine("--help").out.partition("Commands")[2]
-    assert [
-        name for name in ("chat", "summarize", "profiles", "models", "sessions", "doctor") if name not in listed
-    ] == []
+    assert [name for name in ("chat", "summarize", "profiles", "models", "chats", "doctor") if name not in listed] == []
     assert [name for name in ("serve",) if name in listed] == []
 
 
@@ -349,7 +347,7 @@ def test_a_name_too_long_for_a_file_is_said(machine, monkeypatch, tmp_path):
     done = machine("profile-heads", "demo", "--out", long)
     assert (done.exit, "[name_too_long]" in done.err, "try:" in done.err) == (3, True, True)
     there = Machine(tmp_path, environ={"KVCLI_HOME": str(tmp_path / long)})
-    for command in (("chat", "-p", "Hi"), ("profiles", "list"), ("models", "list"), ("sessions",)):
+    for command in (("chat", "-p", "Hi"), ("profiles", "list"), ("models", "list"), ("chats",)):
         done = there(*command)
         assert "internal" not in done.err
         assert "Traceback" not in done.err
@@ -453,7 +451,7 @@ def test_completion_scripts_are_printed(tmp_path):
         ("kvcli bench --vary spec.method=n", ["spec.method=ngram"]),
         ("kvcli cache prune cal", ["calibration"]),
         ("kvcli chat -r 2", ["CHAT"]),
-        ("kvcli sessions rm 2", ["CHAT"]),
+        ("kvcli chats rm 2", ["CHAT"]),
         ("kvcli chat -f ", []),  # the shell knows files
         ("kvcli chat --set nonsense=", []),
         ("kvcli chat --set policy.budget=", []),
@@ -490,7 +488,7 @@ def test_what_is_wrong_with_the_config_does_not_disturb_the_tab_key(tmp_path):
         ("rm", "kvcli models remove"),
         ("show", "kvcli models show"),
         ("list", "kvcli models list"),
-        ("logs", "kvcli sessions list"),
+        ("logs", "kvcli chats list"),
         ("run", "kvcli chat"),
         ("create", "kvcli profiles new"),
         ("templates", "kvcli profiles list"),
@@ -513,9 +511,7 @@ def test_what_others_do_and_we_do_not_is_said(machine, typed):
 
 
 @pytest.mark.parametrize("columns", [1, 30, 40, 59])
-@pytest.mark.parametrize(
-    "args", [("--help",), ("chat", "--help-all"), ("models", "--help"), ("sessions", "prune", "-h")]
-)
+@pytest.mark.parametrize("args", [("--help",), ("chat", "--help-all"), ("models", "--help"), ("chats", "prune", "-h")])
 def test_no_word_is_cut_in_narrow_help(machine, args, columns):
     machine.environ["COLUMNS"] = str(columns)
     os.environ.pop("COLUMNS", None)

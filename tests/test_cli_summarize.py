@@ -120,7 +120,7 @@ def test_a_summary_with_a_loop_in_it_is_no_success(office):
     assert (done.exit, done.out) == (8, f"{POINTS[0]}\n")
     assert "note: the answer went round in a loop" in done.err
     office.clerk.answer = lambda _: " goes on" * 60
-    done = office("a.txt", "--fresh")
+    done = office("a.txt", "--no-cache")
     assert (done.exit, done.out) == (8, "")
     assert "its answer went round in a loop" in done.err
 
@@ -187,7 +187,7 @@ def test_json_is_what_the_schema_says(office):
     for args in (["--json"], ["--format", "json"]):
         document = json.loads(office("a.txt", "--quotes", *args).out)
         TypeAdapter(DOCUMENTS["summary"]).validate_python(document, strict=False)
-        assert document["schema"] == "kvcli.summary/1"
+        assert document["schema"] == "kvcli.summary/2"
         assert document["source"]["path"] == "a.txt"
         assert [point["cites"][0]["page"] for point in document["points"]] == [1, 2, 3]
         assert document["turns"][0]["turn"]["model"]["id"] == "demo"
@@ -306,7 +306,7 @@ def test_a_file_is_replaced_at_the_end_and_kept_when_that_fails(office):
     assert office("a.txt", "-o", "out.md").exit == 8
     assert target.read_text() == "before"
     office.clerk.answer = first_sentences
-    assert office("a.txt", "-o", "out.md", "--fresh").exit == 0
+    assert office("a.txt", "-o", "out.md", "--no-cache").exit == 0
     assert target.read_text().splitlines() == POINTS
     assert target.stat().st_mode & 0o777 == 0o640
     assert [p.name for p in office.folder.iterdir() if "out.md" in p.name] == ["out.md"]
@@ -394,7 +394,7 @@ def test_each_file_by_itself(office):
     assert "\n\n# b.txt\n\n- The mill burned down on Sunday [p. 1]." in done.out
     assert "cut.pdf cannot be read" in done.err
     lines = [json.loads(line) for line in office("a.txt", "cut.pdf", "b.txt", "--each", "--json").out.splitlines()]
-    assert [line["schema"] for line in lines] == ["kvcli.error/1", "kvcli.summary/1", "kvcli.summary/1"]
+    assert [line["schema"] for line in lines] == ["kvcli.error/1", "kvcli.summary/2", "kvcli.summary/1"]
 
 
 def test_of_each_what_fails_is_named_and_has_no_heading(office):
@@ -405,7 +405,7 @@ def test_of_each_what_fails_is_named_and_has_no_heading(office):
     assert "error: huge.txt: the document is longer than the window" in done.err
     error, summary = (json.loads(line) for line in office(*args, "--json").out.splitlines())
     assert error["message"] == "huge.txt: the document is longer than the window"
-    assert summary["schema"] == "kvcli.summary/1"
+    assert summary["schema"] == "kvcli.summary/2"
     assert "huge.txt: the document" not in office("huge.txt", "--mode", "whole").err, "there is only one"
 
 
@@ -420,7 +420,7 @@ def test_of_each_a_plan_that_fails_leaves_the_others(tmp_path):
     assert "--ctx" not in done.err, "the model takes no more than it has"
     assert done.out.startswith("a.txt \u00b7 3 pages")
     lines = [json.loads(line)["schema"] for line in machine(*args, "--json").out.splitlines()]
-    assert lines == ["kvcli.error/1", "kvcli.summary_plan/1"]
+    assert lines == ["kvcli.error/1", "kvcli.summary_plan/2"]
 
 
 @pytest.mark.parametrize("more", [[], ["--each"], ["--extract-only"], ["--dry-run"]])
@@ -433,7 +433,7 @@ def test_no_file_can_be_read_is_one_error_as_json(office, more):
 
 def test_errors_of_each_stand_where_the_json_goes(office):
     (office.folder / "cut.pdf").write_bytes(b"%PDF-1.7\n1 0 obj")
-    schemas = ["kvcli.error/1", "kvcli.summary/1"]
+    schemas = ["kvcli.error/1", "kvcli.summary/2"]
     done = office("cut.pdf", "a.txt", "--each", "--format", "json")
     assert [json.loads(line)["schema"] for line in done.out.splitlines()] == schemas
     done = office("cut.pdf", "a.txt", "--each", "--json", "-o", "x.json")
@@ -442,7 +442,7 @@ def test_errors_of_each_stand_where_the_json_goes(office):
     written = (office.folder / "x.json").read_text()
     assert [json.loads(line)["schema"] for line in written.splitlines()] == schemas
     office.clerk.answer = lambda prompt: ""
-    done = office("cut.pdf", "a.txt", "--each", "--json", "-o", "x.json", "--fresh")
+    done = office("cut.pdf", "a.txt", "--each", "--json", "-o", "x.json", "--no-cache")
     assert (done.out, (office.folder / "x.json").read_text()) == ("", written), "errors alone replace nothing"
     assert "wrote no summary" in done.err
 
@@ -467,7 +467,7 @@ def test_dry_run_loads_no_weights(machine_plan):
     done, document = machine_plan
     assert done.exit == 0
     assert "plan: whole, 4,599 tokens with the question" in done.out
-    assert (document["schema"], document["mode"], document["limit"]) == ("kvcli.summary_plan/1", "whole", 8192)
+    assert (document["schema"], document["mode"], document["limit"]) == ("kvcli.summary_plan/2", "whole", 8192)
     assert document["seconds"] is None, "nobody timed anything in this home"
 
 
@@ -492,8 +492,8 @@ def test_parts_are_told_and_kept(office):
     again = office(*args)
     assert again.out == first.out
     assert len(office.clerk.asked) == asked
-    assert "--fresh asks anew" in again.err
-    office(*args, "--fresh")
+    assert "--no-cache asks anew" in again.err
+    office(*args, "--no-cache")
     assert len(office.clerk.asked) == 2 * asked
 
 
@@ -530,8 +530,8 @@ def test_ctrl_c_with_json_is_one_error_and_not_nothing(office, in_third):
 
 
 def test_ctrl_c_after_fresh_says_how_to_go_on(office, in_third):
-    done = office(*long_file(office), "--fresh")
-    said = "stopped: parts 1 and 2 of 5 are kept; run it again without --fresh to go on"
+    done = office(*long_file(office), "--no-cache")
+    said = "stopped: parts 1 and 2 of 5 are kept; run it again without --no-cache to go on"
     assert said in " ".join(done.err.split())
 
 
@@ -576,7 +576,7 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
         assert office("a.txt", "b.txt", "--each", "-o", "out.md").exit == 130
     assert target.read_text() == "before"
     office.clerk.answer = lambda prompt: "" if "mill" in prompt else first_sentences(prompt)
-    assert office("b.txt", "a.txt", "--each", "-o", "out.md", "--fresh").exit == 8
+    assert office("b.txt", "a.txt", "--each", "-o", "out.md", "--no-cache").exit == 8
     assert target.read_text() == "# a.txt\n\n" + "\n".join(POINTS) + "\n", "no heading without its summary"
 
 

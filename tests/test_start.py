@@ -42,7 +42,7 @@ print(err.getvalue().splitlines()[-1])
     ("args", "word"),
     [
         (["chat", "demo", "-p", "Hello"], "loading demo"),
-        (["summarize", "demo:pdf", "--fresh"], "reading demo:pdf"),
+        (["summarize", "demo:pdf", "--no-cache"], "reading demo:pdf"),
         (["chat", "demo", "-f", "demo:pdf", "-p", "Hello"], "reading demo:pdf"),
         (["fit", "demo"], "looking at demo"),
     ],

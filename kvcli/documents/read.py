@@ -97,7 +97,7 @@ def _place(path: str | Path, pages: str | None, shown: str) -> tuple[str, tuple[
     if suffix is None or os.path.lexists(os.path.expanduser(whole)):
         return whole, parse_pages(pages) if pages else ()
     if pages:
-        raise UsageError(f"pages are named twice: {shown} and {pages}", code="bad_pages", try_=["one of the two"])
+        raise UsageError(f"pages are named twice: {shown} and {pages}", code="bad_pages", try_=["only one of them"])
     return rest, parse_pages(suffix)
 
 

@@ -21,7 +21,7 @@ class SessionEntry(Json):
 
 
 class SessionsDocument(Json):
-    """Saved chats that kvcli sessions lists, finds, or removes."""
+    """Saved chats that kvcli chats lists, finds, or removes."""
 
     schema_: Literal["kvcli.sessions/1"] = Field(default="kvcli.sessions/1", alias="schema")
     total: Count = Field(description="how many there are of these, shown or not")

@@ -59,11 +59,11 @@ class SummaryTurn(Json):
 class SummaryDocument(Json):
     """Summary of a text, with the places it cites."""
 
-    schema_: Literal["kvcli.summary/1"] = Field(default="kvcli.summary/1", alias="schema")
+    schema_: Literal["kvcli.summary/2"] = Field(default="kvcli.summary/2", alias="schema")
     kvcli: str
     source: SourceFacts | None = Field(description="the only one; null where there are several")
     sources: list[SourceFacts]
-    mode: Literal["whole", "map"]
+    mode: Literal["whole", "parts"]
     parts: Count
     text: str = Field(description="the summary as markdown")
     points: list[PointFacts]
@@ -84,10 +84,10 @@ class PartFacts(Json):
 class SummaryPlanDocument(Json):
     """Plan of a summary; printed by `kvcli summarize --dry-run`."""
 
-    schema_: Literal["kvcli.summary_plan/1"] = Field(default="kvcli.summary_plan/1", alias="schema")
+    schema_: Literal["kvcli.summary_plan/2"] = Field(default="kvcli.summary_plan/2", alias="schema")
     kvcli: str
     sources: list[SourceFacts]
-    mode: Literal["whole", "map"]
+    mode: Literal["whole", "parts"]
     why: str
     parts: list[PartFacts]
     merges: Count = Field(description="turns after the parts, at most")

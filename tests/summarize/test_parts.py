@@ -94,7 +94,7 @@ def test_no_prompt_is_longer_than_the_window():
     for limit in (1010, 1100, 1300, 2000):
         plan = make_plan([paged(*pages)], Request(), PlanWindow.of(Scribe(first_sentences, limit=limit)))  # type: ignore[arg-type]
         assert all(prompt + plan.answer <= limit for prompt in plan.prompts)
-        assert plan.mode == "map"
+        assert plan.mode == "parts"
 
 
 def test_an_estimate_of_time_needs_measured_passes():

@@ -57,7 +57,7 @@ def test_a_long_document_is_read_in_parts_and_joined():
     model = Scribe(first_sentences)
     events = list(summarize(model, [TEN]))
     plan = planned(events)
-    assert plan.mode == "map"
+    assert plan.mode == "parts"
     assert len(model.asked) == len(plan.parts) > 1
     assert plan.parts[0].span[0].label == "1"
     assert [cite.place.label for cite in done(events).cites] == [str(i) for i in range(1, 11)]
@@ -443,7 +443,7 @@ def test_whole_that_does_not_fit_is_refused_in_numbers():
     with pytest.raises(ContextOverflow) as caught:
         summary_of(Scribe(first_sentences), [TEN], Request(mode="whole"))
     assert caught.value.detail["limit"] == 1400
-    assert "--mode map" in caught.value.try_
+    assert "--mode parts" in caught.value.try_
 
 
 def test_no_window_is_offered_that_the_model_has_not():
@@ -496,7 +496,7 @@ def test_what_a_model_does_not_follow_is_refused(tmp_path: Path, asked: dict[str
 def test_a_model_that_is_best_with_short_parts_gets_them(tmp_path: Path):
     wording(tmp_path, part=[420, 420])
     model = Scribe(first_sentences, limit=20_000, info=fake_info(path=str(tmp_path)))
-    assert planned(list(summarize(model, [TEN]))).mode == "map"
+    assert planned(list(summarize(model, [TEN]))).mode == "parts"
 
 
 DAMAGED = [

@@ -106,7 +106,7 @@ class BenchOutput:
 def outlet(world: Environment, format: Format | None, output: str | None, save: bool) -> BenchOutput:
     """Refuses what cannot be written before anything is measured."""
     if world.options.json and format not in (None, "json") and output is None:
-        raise UsageError(f"--json and --format {format} exclude each other", try_=["one of the two"])
+        raise UsageError(f"--json and --format {format} exclude each other", try_=["only one of them"])
     shown: Format = "json" if world.options.json else "table" if output else format or "table"
     if save:
         with writing(folder(world)):

@@ -127,7 +127,7 @@ def about_pack(question: Question, packed: Pack) -> Question:
 def kept(world: Environment, latest: bool, name: str | None, no_save: bool) -> Iterator[OpenedChat | None]:
     """The chat to go on with, if there is one; until the end nobody else has it, unless it is only read."""
     if latest and name is not None:
-        raise UsageError("--continue and --resume exclude each other", try_=["one of the two"])
+        raise UsageError("--continue and --resume exclude each other", try_=["only one of them"])
     if not latest and name is None:
         yield None
         return

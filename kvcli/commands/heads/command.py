@@ -163,7 +163,7 @@ def _settings(profile: Profile, chosen: dict[str, object]) -> FastGen:
         if isinstance(value, float) and not 0 < value <= 1:
             raise UsageError(f"--{name} {value:g}: a share above 0, at most 1", try_=[f"--{name} 0.5"])
     if "recovery" in given and "keep" in given:
-        raise UsageError("--recovery and --keep exclude each other", try_=["one of the two"])
+        raise UsageError("--recovery and --keep exclude each other", try_=["only one of them"])
     if "recovery" in given:
         given["keep"] = 0.0
     settings: FastGen

@@ -40,7 +40,7 @@ def check(
     """
     world: Environment = context.obj
     if online and world.options.offline:
-        raise UsageError("--online and --offline exclude each other", try_=["one of the two"])
+        raise UsageError("--online and --offline exclude each other", try_=["only one of them"])
     document = checked(Setup(world, model, o.load_flags(context.params)), online)
     if world.options.json:
         print_json(world, document)

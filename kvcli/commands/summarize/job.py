@@ -38,7 +38,7 @@ class SummaryJob:
     screen: Screen
     wanted: MemoryWishes
     each: bool = False
-    fresh: bool = False
+    no_cache: bool = False
     packed: Pack | None = None  # where the documents come from, if from none of their files
     status: int = field(default=ExitStatus.OK)
 

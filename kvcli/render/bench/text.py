@@ -22,13 +22,13 @@ from kvcli.render.bench.table import (
     weights,
     where,
 )
-from kvcli.render.terminal.numbers import BARS
 from kvcli.safe_output import escaped, neutralise
 from kvcli.schemas.bench import BenchLine
 
 if TYPE_CHECKING:
     from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchRow, HistoryEntry
 
+BARS = "▁▂▃▄▅▆▇█"
 TREND = 12  # results in a sparkline
 
 
