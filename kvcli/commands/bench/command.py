@@ -57,10 +57,10 @@ def bench(
     fail_if: o.FailIf = None,
     dry_run: o.DryRun = False,
 ) -> int:
-    """Profiles side by side: speed, memory, agreement, quality.
+    """Compare profiles: speed, memory, agreement, quality.
 
-    Every side continues the same prompts, greedily or by --set sample.temperature=0.8, and they take turns, so that a
-    machine that slows down slows all.
+    All profiles continue the same prompts, greedily or with --set sample.temperature=0.8. They alternate, so a slowdown
+    of the machine affects all of them.
     """
     from kvcli.commands.bench.output import outlet
     from kvcli.commands.common.run_setup import Setup

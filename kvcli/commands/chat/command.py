@@ -70,10 +70,10 @@ def chat(
     allow_pickle: o.Pickle = False,
     dry_run: o.DryRun = False,
 ) -> int:
-    """Talk to a model, or ask it one question with -p or through a pipe.
+    """Chat with a model, or ask one question with -p or through a pipe.
 
-    The answer goes to stdout, all else to stderr. "kv" in the figures is the
-    cache: keys and values of every token read, so nothing is read twice.
+    The answer goes to stdout, everything else to stderr. "KV" in the figures
+    is the KV cache: keys and values of all tokens, computed only once.
     """
     from kvcli.commands.chat.answer_constraint import read_grammar
     from kvcli.commands.chat.pack_option import model_of as packed_model
@@ -119,7 +119,9 @@ def chat(
 def about_pack(question: Question, packed: Pack) -> Question:
     """The question behind what was packed."""
     if question.documents:
-        raise UsageError("--pack goes without documents from standard input", try_=["kvcli chat ... </dev/null"])
+        raise UsageError(
+            "--pack cannot be combined with documents from standard input", try_=["kvcli chat ... </dev/null"]
+        )
     return replace(question, documents=tuple(packed.documents), system=packed.chat.system)
 
 
@@ -178,13 +180,13 @@ def answer(
             del text  # so that nothing but the chat holds the weights
             return converse(setup, run, talk, screen, keeps, held, rules)
         if opened is not None:
-            tell(world, f"goes on with {about(talk)}")
+            tell(world, f"continues {about(talk)}")
         try:
             return ask_once(world, run, talk, question.text, screen, stream, held)
         finally:
             note = keep(talk) if keeps else ""
             if not note and talk.kept is not None and world.options.verbose:
-                note = f"kept as {talk.kept.name}"
+                note = f"saved as {talk.kept.name}"
             screen.note(note)
             screen.note(keep_read(talk.model) if keeps else "")
 
@@ -312,8 +314,8 @@ def converse(
             draft=text.drafts_by,
         )
         lines = header(text.info, opening, screen.err.width)
-        lines += [f"each answer is held to {held.name}"] if held is not None else []
-        lines += [f"goes on with {about(talk)}"] if talk.messages else []
+        lines += [f"answers are constrained to {held.name}"] if held is not None else []
+        lines += [f"continues {about(talk)}"] if talk.messages else []
         lines += [f"attached {d.name} · {size(d)}" for d in talk.documents]
         for line in lines:
             screen.err.line((line, ""))
