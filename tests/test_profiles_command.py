@@ -194,7 +194,7 @@ def test_every_line_that_new_comments_out_can_be_used(shell: Shell) -> None:
     [
         (["new", "../mine"], 2, "is not a profile name"),
         (["new", "exact"], 3, 'there is a profile "exact" already'),
-        (["new", "mine", "-o", "there.toml"], 3, "there.toml exists and is left as it is"),
+        (["new", "mine", "-o", "there.toml"], 3, "there.toml exists already"),
         (["new", "mine", "--extends", "exakt"], 9, 'did you mean "exact"?'),
         (["show", "exakt"], 9, 'did you mean "exact"?'),
         (["diff", "exact", "exakt"], 9, 'did you mean "exact"?'),

@@ -294,14 +294,14 @@ def err(width=80, unicode=True):
 def test_an_error_is_that_of_the_design():
     terminal, stream = err()
     error = ContextOverflow(
-        "the conversation is longer than the window",
-        lines=["38,912 tokens of text + 1,024 for the answer > 26,112 (fitted for fafo on 11.6 GiB)"],
+        "the chat is longer than the context window",
+        lines=["38,912 tokens + answer 1,024 tokens > 26,112 (fitted for fafo on 11.6 GiB)"],
         try_=["-P lean --ctx 40960", "a smaller -n", "/drop 1"],
     )
     print_error(terminal, error)
     assert stream.getvalue().split("\n") == [
-        "error: the conversation is longer than the window            [context_overflow]",
-        "  38,912 tokens of text + 1,024 for the answer > 26,112 (fitted for fafo on",
+        "error: the chat is longer than the context window            [context_overflow]",
+        "  38,912 tokens + answer 1,024 tokens > 26,112 (fitted for fafo on",
         "  11.6 GiB)",
         "  try: -P lean --ctx 40960   ·   a smaller -n   ·   /drop 1",
         "",

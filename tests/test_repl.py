@@ -239,7 +239,7 @@ def test_the_first_ctrl_c_is_a_flag_and_a_later_one_an_exception():
 def test_help_lists_every_command(talk):
     said = talk.type("/help")
     assert all(f"/{name}" in said for name in slash.COMMANDS)
-    assert talk.type("/help undo").strip() == "/undo [N]: forget the last question, or the last N"
+    assert talk.type("/help undo").strip() == "/undo [N]: remove the last question, or the last N"
     assert talk.type("/?") == said
 
 
@@ -290,7 +290,7 @@ def test_documents(talk, tmp_path):
     assert "1  a b␛.md  2 lines  10 tokens  with the next question" in talk.type("/files")
     talk.type("what is in it?")
     assert "with the next question" not in talk.type("/files")
-    assert "forgot 1 question, 0 left; with it went a b␛.md" in talk.type("/undo")
+    assert "forgot 1 question, 0 left; also removed: a b␛.md" in talk.type("/undo")
     talk.type('/file "a b\x1b.md"')
     assert "dropped a b␛.md" in talk.type("/drop 1")
     assert "no document is attached" in talk.type("/files")
@@ -331,7 +331,7 @@ def test_another_model_answers_from_the_next_question_on(talk):
 
 def test_a_document_longer_than_the_window_is_announced(talk):
     (talk.world.cwd / "long.md").write_text("x" * 3000)
-    assert "warning: long.md alone is longer than the window of 2,048 tokens" in talk.type("/file long.md")
+    assert "warning: long.md alone is longer than the context window of 2,048 tokens" in talk.type("/file long.md")
 
 
 def test_the_system_text(talk):
@@ -371,7 +371,7 @@ def test_figures_can_be_switched(talk):
     assert "tokens in" not in talk.type("/stats off", "one")
     assert "tokens in" in talk.type("/stats last")
     assert "tokens in" in talk.type("/stats turn", "two")
-    assert "/stats knows no loud" in talk.type("/stats loud")
+    assert "/stats does not take loud" in talk.type("/stats loud")
 
 
 def test_tables_of_the_last_turn(talk):

@@ -258,7 +258,7 @@ def test_a_fork_goes_on_and_leaves_the_other_as_it_was(machine: Machine, session
     said = " ".join(done.err.split())
     assert "nothing is kept yet" in said
     assert "no saved chat contains zither" in said
-    assert "that is this conversation" not in said.split("goes on with one")[0]
+    assert "this chat is open already" not in said.split("continues one")[0]
     assert [asked(sessions, entry.id) for entry in sessions.entries()] in (
         [["one"], ["one", "two"]],
         [["one", "two"], ["one"]],
@@ -457,7 +457,7 @@ def fuzz(library: Path, folder: Path, seeds: range, flips: int) -> tuple[int, in
             n_found = sum(map(len, kept.values()))
             asides = [path.read_bytes() for path in sessions.folder.glob(f"{NAME}.damaged-*")]
             assert (before in asides) == bool(told), seed
-            for name in kept:  # what goes on with one that has gaps takes no turn away
+            for name in kept:  # what continues one that has gaps takes no turn away
                 chat = Chat(model(), sessions=sessions).load(name)
                 chat.send("more")
                 chat.save()
@@ -591,12 +591,12 @@ def test_a_chat_is_found_by_the_name_of_its_document(sessions: SavedChats, machi
     assert sessions.find(typed) == name
     assert [entry.id for entry in sessions.search(typed)] == [name]
     if " " not in typed:
-        assert "goes on with What is in it?" in machine("chat", "-r", typed, "-p", "And?").err
+        assert "continues What is in it?" in machine("chat", "-r", typed, "-p", "And?").err
 
 
 def test_of_several_with_one_document_none_is_chosen(sessions: SavedChats):
     names = {with_documents(sessions, "faq.pdf") for _ in range(2)}
-    with pytest.raises(BadInput, match=r"several conversations are called faq\.pdf"):
+    with pytest.raises(BadInput, match=r"several saved chats match faq\.pdf"):
         sessions.find("faq.pdf")
     assert {entry.id for entry in sessions.search("faq.pdf")} == names
 

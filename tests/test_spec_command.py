@@ -53,7 +53,7 @@ def test_tune_writes_a_profile_that_can_be_used(machine, tmp_path):
     found = document(done, "spec_tune")
     assert found["file"] == str(file)
     assert found["tried"][0]["name"] == found["best"]
-    assert {"off", "ngram, 7 rows", "with scouts, window 4"} <= {one["name"] for one in found["tried"]}
+    assert {"off", "ngram, 7 rows", "with lookahead, window 4"} <= {one["name"] for one in found["tried"]}
     ratios = [one["ratio"]["median"] for one in found["tried"]]
     assert ratios == sorted(ratios, reverse=True)
     assert len({one["tokens_per_pass"] for one in found["tried"]}) > 1

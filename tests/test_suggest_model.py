@@ -60,7 +60,7 @@ def test_a_document_is_not_answered_by_a_model_that_nobody_named(new, args):
     assert "the bundled demo knows only its own reports [no_model]" in said
     assert "kvcli models get qwen3-8b 15.3 GiB, takes 17.7 GiB, Apache-2.0" in said
     assert "try: kvcli models get qwen3-4b, then -m qwen3-4b" in said
-    assert "-m demo answers all the same" in said
+    assert "-m demo, to use the demo model anyway" in said
 
 
 def test_standard_input_beside_a_question_is_a_document_too(new):
@@ -87,7 +87,7 @@ def test_the_refusal_is_an_error_object_with_the_models(new):
 def test_who_names_the_demo_is_told_what_it_is(new, args):
     done = new("chat", *args, "-f", "a.md", "-p", "Where?")
     assert (done.exit, new.loaded) == (0, [("demo", "none")])
-    assert "note: demo knows only its own reports and makes things up about a.md" in done.err
+    assert "note: the demo model knows only its own reports; its answers about a.md" in done.err
 
 
 def test_a_default_model_is_a_name(new, tmp_path):

@@ -110,7 +110,7 @@ def leave_out(
             n, fewer = heard.begins.ids, len(chat.heard.ids) - len(heard.ids)
             chat.heard = heard
             chat.note(
-                f"the chat exceeds the context window; its first {n + fewer:,} tokens are compressed to {n:,} per head; "
+                f"the chat exceeds the context window; the first {n + fewer:,} tokens shrink to {n:,} per head; "
                 "facts may be lost"
             )
             return True
@@ -125,7 +125,7 @@ def leave_out(
     if how == "compress":
         kept += ", because their KV cache could not be compressed"
     if not cancel():  # then nothing is answered, and all is as before
-        chat.note(f"the chat exceeds the context window; questions 1–{now.left // 2} are no longer sent; {kept}")
+        chat.note(f"the chat exceeds the context window; questions 1–{now.left // 2} are not sent; {kept}")
     return True
 
 

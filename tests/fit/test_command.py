@@ -122,17 +122,17 @@ def test_a_budget_is_explained(machine):
     assert (found["passes"], found["is_mapped"], plan["parts"]) == (0, False, None)
     machine.environ["COLUMNS"] = "120"
     out = machine(*args, "--set", "policy.headmap=auto").out
-    assert "were all 8,192 worth alike: 85% in 4 bits, 15% without room" in out
+    assert "were all 8,192 worth alike: 85% in 4 bits, 15% dropped" in out
     assert "a map of this model, made when it is first run: 60 short passes" in out
     heads = machine.folder / "home" / "data" / "heads"
     heads.mkdir(parents=True)
     (heads / "a.json").write_text('{"model": "demo"}')
     assert "a map of this model, which is there" in machine(*args, "--set", "policy.headmap=auto").out
     loses = machine(*args, "--set", "memory.budget=", "--set", "memory.max_loss=0.01").out
-    assert "no more than 1.0% of what it is worth is lost" in loses
+    assert "no more than 1.0% of the total score is lost" in loses
     assert "worth alike" not in loses
     less = machine(*args, "--set", "memory.budget=0.1%").out
-    assert "always in full: 64 first and newest tokens, 194 KiB: more than the budget, by" in less
+    assert "always at full precision: 64 first and newest tokens, 194 KiB: more than the budget, by" in less
 
 
 def test_a_budget_is_explained_with_no_more_elsewhere_than_has_room_there(machine):
@@ -147,7 +147,7 @@ def test_a_budget_is_explained_with_no_more_elsewhere_than_has_room_there(machin
     assert found["1MiB"]["share"] < 0.1 < 0.9 < found["1GiB"]["share"]
     machine.environ["COLUMNS"] = "160"
     out = machine(*args, "--set", "memory.disk=1GiB").out
-    assert "what has no room lies on the disk: all of it is read" in out
+    assert "what has no room lies on the disk: all of them are read" in out
     assert "tokens elsewhere, " in out
 
 

@@ -157,7 +157,7 @@ def test_a_merge_that_writes_nothing_leaves_the_points_of_the_parts(tmp_path: Pa
     summary = done(events)
     assert [cite.place.label for cite in summary.cites if cite.confirmed] == [str(i) for i in range(1, 11)]
     assert [e.point for e in events if isinstance(e, PointReady)] == list(summary.points)
-    assert summary.notes == ("merge 1 wrote nothing, so the points of the parts are joined in order",)
+    assert summary.notes == ("merge 1 had no result, so the points of the parts are listed in order",)
     model.answer = merging
     assert any(isinstance(e, MergeBegan) and not e.is_cached for e in summarize(model, [TEN], short, cache=cache))
 
@@ -172,7 +172,7 @@ def test_a_second_merge_that_writes_nothing_keeps_what_the_first_wrote():
     summary = summary_of(model, [TEN], Request(length=100))
     assert summary.points[0].text.startswith("The birch survey and the amber one")
     assert len(summary.points) > 2
-    assert "merge 2 wrote nothing, so the points of the parts are joined in order" in summary.notes
+    assert "merge 2 had no result, so the points of the parts are listed in order" in summary.notes
 
 
 def test_an_empty_answer_is_asked_for_again_but_an_empty_part_is_not(tmp_path: Path):
@@ -248,7 +248,9 @@ def test_what_a_loop_says_is_no_finding_and_the_loop_is_noted(tmp_path: Path, be
         summary = summary_of(model, [TEN], asked, cache=cache)
         assert [point.text for point in summary.points] == ["The pump leaks."]
         assert summary.turns[0].turn.finish == "loop"
-        assert summary.notes == ("the answer went round in a loop: stopped, and only what stands before that is taken",)
+        assert summary.notes == (
+            "the answer repeated itself and was stopped; only the text before the repetition is used",
+        )
     assert model.asked == []
 
 

@@ -31,12 +31,11 @@ def check(
     allow_pickle: o.Pickle = False,
     online: Online = False,
 ) -> int:
-    """Whether a model runs here: in which precision, with what drafting, in how much memory.
+    """Check whether a model runs here: precision, drafting and memory.
 
-    Reads config.json, the headers of the weight files and the tokenizer's
-    names, and no weight; nothing from the network but with --online, and then
-    these alone. A model that is refused is refused in the words of loading
-    it. Exit 4: it does not run; 5: it does, but there is no room for it.
+    Reads only config.json, the headers of the weight files and the names of
+    the tokenizer. Uses the network only with --online, for these files. Exit
+    code 4: the model is not supported; 5: it is supported, but does not fit.
     """
     world: Environment = context.obj
     if online and world.options.offline:

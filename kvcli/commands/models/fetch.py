@@ -29,7 +29,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help=NAME)]
 
 
 def suggest(context: typer.Context) -> None:
-    """Real models for this machine's memory, those that run with ease first, and what to type for each."""
+    """Suggest models for the memory of this machine, smaller ones first, with the command for each."""
     from kvcli.fit import available_memory
     from kvcli.render.terminal.numbers import count, long_size
     from kvcli.schemas.listings import SuggestionsDocument
