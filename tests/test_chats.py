@@ -95,7 +95,7 @@ def test_a_chat_goes_on_by_its_name_its_number_or_its_file(machine: Machine):
     for question in ("one", "two", "three"):
         machine("chat", "-p", question)
     one, _, three = names(machine)
-    machine("sessions", "export", "two", "-o", "two.json")
+    machine("chats", "export", "two", "-o", "two.json")
     assert machine("chat", "-r", one, "-p", "by name").exit == 0
     assert machine("chat", "-r", "two.json", "-p", "by file").exit == 0
     assert machine("chat", "-r", "./two.json", "-p", "and again").exit == 0  # with what came of it the first time
@@ -116,7 +116,7 @@ def test_a_chat_goes_on_by_its_name_its_number_or_its_file(machine: Machine):
     [
         (["-c"], "no_chat", "there are no saved chats"),
         (["-r", "2026"], "no_chat", "there are no saved chats"),
-        (["-r", "nowhere.json"], "file_missing", "no such conversation"),
+        (["-r", "nowhere.json"], "file_missing", "no such chat file"),
         (["-c", "-r", "x"], "usage", "exclude each other"),
     ],
 )
@@ -195,7 +195,7 @@ def test_one_question_says_which_chat_it_goes_on_with_and_with_v_where_it_is_kep
     done = machine("-v", "chat", "-c", "-p", "And now?")
     said = " ".join(done.err.split())
     assert re.search("continues How deep. . 1 question", said)
-    assert f"kept as {names(machine)[0]}" in said
+    assert f"saved as {names(machine)[0]}" in said
     assert done.out == f"{ANSWER}\n"
 
 
@@ -358,7 +358,7 @@ def test_load_lists_and_opens(talk, tmp_path):
 
 def test_what_was_cleared_and_what_is_left_is_said_to_be_kept(talk):
     said = talk.type("one", "/clear", "two")
-    assert "forgot 1 question; the chat is saved, and /resume opens it again" in said
+    assert "removed 1 question; the chat is saved, and /resume opens it again" in said
     assert said.endswith("saved; to continue: kvcli chat -c continues it")
 
 
@@ -374,7 +374,7 @@ def test_a_chat_that_is_not_kept_is_after_save(tmp_path):
     talk = Talk(tmp_path, keeps=False)
     talk.type("one")
     assert talk.names == []
-    assert "from now on with each turn" in talk.type("/save Wells", "two")
+    assert "from now on after each answer" in talk.type("/save Wells", "two")
     assert talk.saved() == ["one", "two"]
     talk.chat.close()
 
@@ -382,7 +382,7 @@ def test_a_chat_that_is_not_kept_is_after_save(tmp_path):
 def test_a_chat_that_somebody_else_changed_goes_on_in_a_session_of_its_own(talk):
     talk.type("one")
     Chat(FakeModel(), sessions=talk.sessions).load(talk.names[0]).save("mine")  # without asking for the lock
-    assert "was changed by another kvcli" in talk.type("two")
+    assert "another kvcli process changed" in talk.type("two")
     assert talk.sessions.read(talk.names[0])[0].title == "mine"
     assert (talk.saved(0), talk.saved()) == (["one"], ["one", "two"])
     assert "changed" not in talk.type("three")
@@ -690,5 +690,5 @@ def test_what_was_typed_at_the_start_stays_too(tmp_path):
 def test_a_file_is_attached_once_and_dropped_in_true_words(talk, tmp_path):
     (tmp_path / "p.txt").write_text("The report.")
     assert "p.txt is attached already, as 1 of /files" in talk.type("/file p.txt", "/file p.txt")
-    assert "dropped p.txt; it was not read yet" in talk.type("/drop 1")
-    assert "dropped p.txt; the text after it is read again" in talk.type("/file p.txt", "one", "/drop 1")
+    assert "removed p.txt; it was not read yet" in talk.type("/drop 1")
+    assert "removed p.txt; the text after it is read again" in talk.type("/file p.txt", "one", "/drop 1")

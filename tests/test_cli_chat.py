@@ -325,11 +325,11 @@ def test_a_thought_is_shown_and_kept_beside_the_answer(machine):
     assert machine("chat", "-q", "-p", "How deep?").err == ""
     machine("chat", "-c", "-p", "Why?")
     assert "Wells" not in asked(machine)
-    kept = json.loads(machine("sessions", "show", "--json").out)
+    kept = json.loads(machine("chats", "show", "--json").out)
     assert [message["thinking"] for message in kept["messages"]] == ["", THOUGHT, "", THOUGHT]
     assert [message["text"] for message in kept["messages"]][1::2] == [ANSWER, ANSWER]
-    assert json.loads(machine("sessions", "list", "--json").out)["sessions"][0]["documents"] == 0
-    assert f"*Wells are deep. But this one?*\n\n{ANSWER}" in machine("sessions", "show").out
+    assert json.loads(machine("chats", "list", "--json").out)["sessions"][0]["documents"] == 0
+    assert f"*Wells are deep. But this one?*\n\n{ANSWER}" in machine("chats", "show").out
 
 
 def test_a_thought_has_a_field_and_an_event_of_its_own(machine):

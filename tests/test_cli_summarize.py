@@ -531,7 +531,7 @@ def test_ctrl_c_with_json_is_one_error_and_not_nothing(office, in_third):
 
 def test_ctrl_c_after_fresh_says_how_to_go_on(office, in_third):
     done = office(*long_file(office), "--no-cache")
-    said = "stopped: parts 1 and 2 of 5 are saved; the same command without --no-cache to go on"
+    said = "stopped: parts 1 and 2 of 5 are saved; the same command without --no-cache continues"
     assert said in " ".join(done.err.split())
 
 
@@ -547,7 +547,7 @@ def test_ctrl_c_in_the_third_part_keeps_two(office, monkeypatch, in_third):
     args, stream = long_file(office), in_third
     done = office(*args, "-o", "out.md")
     assert (done.exit, done.out) == (130, "")
-    assert "stopped: parts 1 and 2 of 5 are saved; the same command to go on" in done.err
+    assert "stopped: parts 1 and 2 of 5 are saved; the same command continues" in done.err
     assert not (office.folder / "out.md").exists()
     monkeypatch.setattr(office.clerk, "stream", stream)
     asked = len(office.clerk.asked)
@@ -586,7 +586,7 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        ([], "usage", "which file"),
+        ([], "usage", "no file is named"),
         (["gone.pdf"], "file_missing", "no such file"),
         (["~nobody-here/x.pdf", "-o", "x.md"], "file_missing", "no such file: ~nobody-here/x.pdf"),
         (["a.txt", "-o", "~nobody-here/x.md"], "file_unwritable", "its folder does not exist"),
@@ -595,7 +595,7 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
         (["empty.pdf"], "empty_file", "is empty"),
         (["a.txt", "a.txt"], "usage", "named twice"),
         (["a.txt", "--extract-only", "--quotes"], "usage", "--extract-only cannot be combined with --quotes"),
-        (["a.txt", "--extract-only", "--format", "html"], "usage", "only a summary"),
+        (["a.txt", "--extract-only", "--format", "html"], "usage", "only summaries"),
         (["a.txt", "--dry-run", "-o", "x.md"], "usage", "writes no file"),
         (["a.txt", "-o", "."], "file_unwritable", "it is a folder"),
         (["a.txt", "-o", ""], "usage", "-o needs a file name"),
@@ -603,14 +603,14 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
         (["a.txt", "-o", f"{'x' * 300}.md"], "file_unwritable", "name too long"),
         (["a.txt", "--focus", "caf\udce9"], "usage", "--focus is not UTF-8"),
         (["a.txt", "--lang", "\udcff"], "usage", "--lang is not UTF-8"),
-        (["a.txt", "--quotes", "--no-check"], "usage", "one of the two"),
+        (["a.txt", "--quotes", "--no-check"], "usage", "only one of them"),
         (["a.txt", "--overlap", "-1"], "usage", "0 or more"),
         (["a.txt", "-o", "no/x.md"], "file_unwritable", "does not exist"),
-        (["a.txt", "-o", "a.txt"], "usage", "would replace a file that is read"),
-        (["a.txt:1-2", "--extract-only", "-o", "a.txt"], "usage", "would replace a file that is read"),
-        (["a.txt", "--password-file", "pw.txt", "-o", "pw.txt"], "usage", "would replace a file that is read"),
+        (["a.txt", "-o", "a.txt"], "usage", "would overwrite an input file"),
+        (["a.txt:1-2", "--extract-only", "-o", "a.txt"], "usage", "would overwrite an input file"),
+        (["a.txt", "--password-file", "pw.txt", "-o", "pw.txt"], "usage", "would overwrite an input file"),
         (["a.txt", "--length", "huge"], "usage", "short, medium, long"),
-        (["a.txt", "--mode", "whole", "--chunk", "99"], "usage", "has no parts"),
+        (["a.txt", "--mode", "whole", "--chunk", "99"], "usage", "have no effect"),
         (["a.txt", "--pages", "9"], "no_such_page", "has no page 9"),
         (["a.txt", "--pages", "x"], "bad_pages", "no range"),
         (["a.txt", "--type", "doc"], "unknown_type", "no type"),

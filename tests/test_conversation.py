@@ -262,7 +262,7 @@ def test_what_is_not_a_conversation_is_refused_and_changes_nothing(chat, tmp_pat
         chat.load(tmp_path / "x.json")
     assert caught.value.code == "not_a_chat"
     assert texts(chat) == ["How deep?", ANSWER]
-    with pytest.raises(BadInput, match="no such conversation"):
+    with pytest.raises(BadInput, match="no such chat file"):
         chat.load(tmp_path / "y.json")
 
 

@@ -256,7 +256,7 @@ def test_a_fork_goes_on_and_leaves_the_other_as_it_was(machine: Machine, session
     typed = b"/fork\none\n/fork Mine\ntwo\n/chats\n/chats two\n/chats zither\n/resume 2\n/resume 1\n/exit\n"
     done = machine("chat", stdin=typed, tty=("stdin", "stdout", "stderr"))
     said = " ".join(done.err.split())
-    assert "nothing is kept yet" in said
+    assert "this chat is not saved yet" in said
     assert "no saved chat contains zither" in said
     assert "this chat is open already" not in said.split("continues one")[0]
     assert [asked(sessions, entry.id) for entry in sessions.entries()] in (
@@ -269,7 +269,7 @@ def test_a_fork_goes_on_and_leaves_the_other_as_it_was(machine: Machine, session
 def test_save_writes_a_file_that_is_not_taken_in_again(machine: Machine, sessions: SavedChats):
     machine.environ["TERM"] = "dumb"
     done = machine("chat", "--no-save", stdin=b"one\n/save Wells\ntwo\n", tty=("stdin", "stdout", "stderr"))
-    assert "from now on with each turn" in " ".join(done.err.split())
+    assert "from now on after each answer" in " ".join(done.err.split())
     (file,) = (machine.folder / "home" / "data" / "chats").iterdir()
     assert (file.stat().st_mode & 0o777, json.loads(file.read_text())["title"]) == (0o600, "Wells")
     (entry,) = SavedChats(sessions.folder).entries()
@@ -345,7 +345,7 @@ def test_a_newer_form_is_refused_by_name_and_costs_no_answer(machine: Machine, s
     with sqlite3.connect(sessions.folder / NAME) as db:
         db.execute(f"PRAGMA user_version = {VERSION + 1}")
     before = (sessions.folder / NAME).read_bytes()
-    for args in (["sessions", "list"], ["chat", "-c", "-p", "two"]):
+    for args in (["chats", "list"], ["chat", "-c", "-p", "two"]):
         done = machine(*args)
         assert done.exit == 3
         assert "[newer_sessions]" in done.err
@@ -362,7 +362,7 @@ def test_what_is_no_database_is_set_aside(machine: Machine, sessions: SavedChats
     (sessions.folder / NAME).write_bytes(data)
     done = machine("chat", "-p", "one")
     assert done.exit == 0
-    assert "is damaged: it is kept as" in " ".join(done.err.split())
+    assert "is damaged: it was renamed to" in " ".join(done.err.split())
     (aside,) = sessions.folder.glob(f"{NAME}.damaged-*")
     assert (aside.read_bytes(), aside.stat().st_mode & 0o777) == (data, 0o600)
     assert len(sessions.entries()) == 1

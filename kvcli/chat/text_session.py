@@ -207,9 +207,7 @@ class TextSession:
             messages = [{"role": "user", "content": prompt}]
         if outside := [i for i in ids if not 0 <= i < model.lm.vocab]:
             kind = BadModel if messages else BadInput  # of text, the tokenizer made it
-            raise kind(
-                f"token {outside[0]} is outside the vocabulary of {model.lm.vocab:,} tokens", code="no_such_token"
-            )
+            raise kind(f"token {outside[0]} is outside the vocabulary of {model.lm.vocab:,}", code="no_such_token")
         profile = self.profile
         if profile.memory.budget == "fit" and not self.has_begun:
             self._refuse_crowd(profile.memory.sequences)
@@ -241,11 +239,7 @@ class TextSession:
         if n + 1 > most:
             raise CacheFull(
                 f'memory.budget = "fit" divides memory among {most} sequences (memory.sequences), and {n} are open',
-                try_=[
-                    f"--set memory.sequences={n + 1}",
-                    "--set memory.budget=1GiB, for each sequence",
-                    "close a session first",
-                ],
+                try_=[f"--set memory.sequences={n + 1}", "--set memory.budget=1GiB, each", "close a session"],
             )
 
     def kv_table(self) -> list[dict[str, object]]:
@@ -260,9 +254,7 @@ class TextSession:
         self._answer = answer
         turn = yield from answer
         if turn is None:  # it was closed
-            raise BadInput(
-                "the session was closed, or another answer began, before this answer ended", code="interleaved"
-            )
+            raise BadInput("the session was closed or another answer began before this one ended", code="interleaved")
         yield End(turn)
         return turn
 

@@ -34,7 +34,7 @@ app = typer.Typer(add_completion=False)
 def doctor(
     context: typer.Context,
     speed: Annotated[
-        bool, typer.Option("--speed", help="Measure the speed with one thread and with all; about ten seconds.")
+        bool, typer.Option("--speed", help="Measure one thread and all threads; about ten seconds.")
     ] = False,
 ) -> None:
     """Print versions, devices, memory and paths, for a bug report."""
@@ -94,11 +94,7 @@ def speed_words(steps: dict[int, float]) -> list[str]:
     one = steps.get(1, 0.0)
     found = [f"{n} thread{'s' if n > 1 else ''} {rate:.1f}" for n, rate in steps.items()]
     more = [f"{rate / one:.2f}× one thread" for n, rate in steps.items() if n > 1]
-    return (
-        [f"speed         {', '.join([*found, *more])} (decoding steps per second, random 86M Llama in bf16)"]
-        if steps
-        else []
-    )
+    return [f"speed         {', '.join([*found, *more])} (steps per second, random 86M Llama in bf16)"] if steps else []
 
 
 def hardware(world: Environment) -> dict[str, Any]:

@@ -124,9 +124,7 @@ class Accept(Json):
     tokens_per_pass: float
     acceptance_rate: Share = Field(description="accepted_tokens / draft_tokens")
     histogram: list[Count] = Field(description="histogram[i]: drafted passes that accepted i draft tokens")
-    per_position: list[Share] = Field(
-        description="per_position[i]: share of drafted passes that accepted more than i draft tokens"
-    )
+    per_position: list[Share] = Field(description="per_position[i]: share of them that accepted more than i")
 
 
 class Same(Json):
@@ -136,9 +134,7 @@ class Same(Json):
     of: Count
     share: Share
     first_difference: Count | None = Field(description="position of the first different token, from 0")
-    near_tie: bool | None = Field(
-        description="true: rounding explains the difference; null: texts are equal, or not checked"
-    )
+    near_tie: bool | None = Field(description="true: rounding explains the difference; null: equal, or not checked")
     margin: float | None = Field(description="difference between the highest logit and that of the other token")
     bound: float | None = Field(description="largest margin that rounding explains")
 
@@ -163,9 +159,7 @@ class BenchRow(Json):
     kv_bytes: Bytes | None
     peak_bytes: Bytes | None = Field(description="peak memory, measured in a separate process")
     same: Same | None = Field(description="null for the baseline itself, or where texts cannot be compared")
-    steady: bool | None = Field(
-        description="true: all repetitions produced the same text; null: fewer than two repetitions"
-    )
+    steady: bool | None = Field(description="true: all repetitions gave the same text; null: fewer than two")
     exactness: str | None = Field(description="exactness of the profile; null for other baselines")
     setup: dict[str, str] = Field(description="other settings of this profile or baseline")
     ids: list[Count] = Field(description="token ids of the last repetition")

@@ -66,9 +66,7 @@ class FitBudget(Json):
     told: str = Field(description="summary of the plan")
     bytes: Bytes = Field(description="maximum KV cache at a compression point")
     whole: Bytes = Field(description="KV cache at full precision")
-    always: Count = Field(
-        description="first and newest tokens at full precision, like the system prompt and tool output"
-    )
+    always: Count = Field(description="first and newest tokens at full precision, as system prompt and tool output")
     always_bytes: Bytes
     is_late: bool = Field(description="true: the cache is compressed only after prefill")
     beside: Bytes = Field(description="additional KV bytes: a forward pass, and the scores of tokens")
@@ -102,9 +100,7 @@ class FitPlan(Json):
     ctx: Count = Field(description="tokens")
     fits: bool
     weights: Bytes
-    kv: Bytes = Field(
-        description="KV cache of the whole context on the device, with spare capacity and index"
-    )
+    kv: Bytes = Field(description="KV cache of the context on the device, with spare capacity and index")
     kv_tiers: dict[str, Bytes] = Field(description="KV cache by place: device, host, disk")
     kv_per_token: Bytes
     draft: Bytes
@@ -194,9 +190,7 @@ class CalibrationDocument(Json):
     bandwidth: Rate = Field(description="memory bandwidth of the device, bytes per second")
     gemm: dict[str, Rate] = Field(min_length=1, description="FLOP/s of a large matrix product, by dtype")
     launch: Seconds = Field(description="time of one minimal operation")
-    links: dict[str, Rate] = Field(
-        description="bandwidth between host and device, bytes per second; empty without a GPU"
-    )
+    links: dict[str, Rate] = Field(description="host to device and back, bytes per second; empty without a GPU")
     disk: Rate | None = Field(description="speed of reading an uncached file, bytes per second")
     model: ModelTimes | None
 

@@ -57,18 +57,14 @@ class Spec(Json):
     rows_per_pass: float | None = Field(description="pending token, draft tokens and lookahead rows")
     free_rows: Count | None = Field(description="rows of a pass that takes at most 10 % longer than one row")
     histogram: list[Count] = Field(description="histogram[i]: drafted passes that accepted i draft tokens")
-    per_position: list[Share] = Field(
-        description="per_position[i]: share of drafted passes that accepted more than i draft tokens"
-    )
+    per_position: list[Share] = Field(description="per_position[i]: share of them that accepted more than i")
 
 
 class Memory(Json):
     kv_bytes: Bytes
     kv_bytes_fp16: Bytes | None = Field(description="size of the same KV cache at 16 bits")
     kv_tiers: dict[str, Bytes]
-    near_hits: Share | None = Field(
-        default=None, description="share of pages selected by sparse attention that were already on the device"
-    )
+    near_hits: Share | None = Field(default=None, description="share of selected pages that were already on the device")
     host_reach: str | None = Field(default=None, description="how attention reads KV in host memory")
     peak_bytes: Bytes | None
     used_bytes: Bytes | None = Field(

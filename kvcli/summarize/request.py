@@ -71,10 +71,7 @@ def _refuse(request: Request) -> None:
     if not request.cite and request.quotes:
         raise UsageError("--quotes needs citations, and --cite none writes none", try_=["only one of them"])
     if not request.check and request.quotes:
-        raise UsageError(
-            "--quotes shows the sentences that the check found, and --no-check skips the check",
-            try_=["only one of them"],
-        )
+        raise UsageError("--quotes shows what the check found, and --no-check skips it", try_=["only one of them"])
     for flag, text in (("--focus", request.focus), ("--lang", request.lang)):
         if text is not None and not text.strip():
             raise UsageError(f"{flag} is empty", try_=[f"leave out {flag}"])
@@ -86,19 +83,14 @@ def _refuse_making(request: Request) -> None:
     if request.chunk is not None and request.chunk < LEAST_CHUNK:
         raise UsageError(
             f"--chunk {request.chunk}: a part has at least {LEAST_CHUNK} tokens",
-            try_=["--chunk 2048", "leave out --chunk"],
+            try_=["--chunk 2048", "no --chunk"],
         )
     if request.overlap < 0:
-        raise UsageError(
-            f"--overlap {request.overlap}: the number of tokens is 0 or more",
-            try_=["--overlap 100", "leave out --overlap"],
-        )
+        raise UsageError(f"--overlap {request.overlap}: at least 0 tokens", try_=["--overlap 100", "no --overlap"])
     if request.chunk is not None and request.overlap > request.chunk // 2:
         raise UsageError(
             f"--overlap {request.overlap}: a part repeats at most half of the one before it",
             try_=[f"--overlap {request.chunk // 4}"],
         )
     if request.mode == "whole" and (request.chunk is not None or request.overlap):
-        raise UsageError(
-            "--mode whole reads the text in one part, so --chunk and --overlap have no effect", try_=["--mode parts"]
-        )
+        raise UsageError("with --mode whole, --chunk and --overlap have no effect", try_=["--mode parts"])

@@ -91,10 +91,7 @@ def files_of(world: Environment, names: Sequence[str]) -> list[str]:
                 left = [file.name for file in inside if not looks_readable(file)]
                 more = [os.path.join(name, file.name) for file in inside if file.name not in left]
                 if left:
-                    tell(
-                        world,
-                        f"{name}: no documents; not used: {', '.join(left[:FEW])}{', ...' * (len(left) > FEW)}",
-                    )
+                    tell(world, f"{name}: no documents; not used: {', '.join(left[:FEW])}{', ...' * (len(left) > FEW)}")
             elif set(name) & set("*?[") and not os.path.lexists(path):
                 matching = sorted(glob(os.path.expanduser(name), root_dir=world.cwd, recursive=True))
                 more = [file for file in matching if (world.cwd / file).is_file()]

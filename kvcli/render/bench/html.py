@@ -71,11 +71,7 @@ def _facts(document: BenchDocument, rows: Sequence[BenchRow]) -> Iterator[tuple[
         small, large = held[0].kv_bytes or 0, held[-1].kv_bytes or 0
         alike = [row.profile for row in held if row.kv_bytes == small]
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-        yield (
-            "Smallest KV cache",
-            alike[0] + more,
-            f"{long_size(small)}; the largest has {long_size(large)}",
-        )
+        yield ("Smallest KV cache", alike[0] + more, f"{long_size(small)}; the largest has {long_size(large)}")
     compared = [row for row in rows if row.same is not None]
     if compared:
         equal = sum(row.same is not None and row.same.share == 1 for row in compared)

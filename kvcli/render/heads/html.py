@@ -86,13 +86,7 @@ def _cards(document: HeadsDocument) -> list[tuple[str, str, str]]:
     if document.ranked_by != "prompt":
         few = f"{len(document.suggest.full)} of {total}"
         by = f"{100 * document.suggest.carried:.0f} % of the scores of probe “{document.ranked_by}”"
-        found.append(
-            (
-                "Heads that need the full context",
-                few,
-                f"{by}; {long_size(kv.headmap)} if only these keep the full cache",
-            )
-        )
+        found.append(("Heads that need the full context", few, f"{by}; {long_size(kv.headmap)} if only these are full"))
     if (check := document.check) is not None:
         found.append(
             (

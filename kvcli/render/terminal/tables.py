@@ -81,7 +81,7 @@ def _drafts(stats: Stats) -> list[str]:
     scouts = f", {f.count(stats.scout_rows)} lookahead rows in all" if stats.scout_rows else ""
     free = f"; up to {stats.free_rows} take at most 10% longer" if stats.free_rows else ""
     return [
-        f"accepted    {taken}",
+        f"drafts      {taken} accepted",
         *([f"sources     {sources}"] if sources else []),
         *([f"model       {stats.drafts_by}"] if stats.drafts_by else []),
         f"rows        {stats.rows_per_pass:.1f} per pass{scouts}{free}",
