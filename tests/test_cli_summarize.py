@@ -594,7 +594,7 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
         (["."], "is_a_folder", "is a folder"),
         (["empty.pdf"], "empty_file", "is empty"),
         (["a.txt", "a.txt"], "usage", "named twice"),
-        (["a.txt", "--extract-only", "--quotes"], "usage", "--extract-only cannot be combined with --quotes"),
+        (["a.txt", "--extract-only", "--quotes"], "usage", "--extract-only excludes --quotes"),
         (["a.txt", "--extract-only", "--format", "html"], "usage", "only summaries"),
         (["a.txt", "--dry-run", "-o", "x.md"], "usage", "writes no file"),
         (["a.txt", "-o", "."], "file_unwritable", "it is a folder"),

@@ -122,5 +122,5 @@ class ProfileSide:
             )
         if outside := [i for i in prompt if not 0 <= i < self.model.lm.vocab]:
             raise BadInput(
-                f"token {outside[0]} is outside the vocabulary of {self.model.lm.vocab:,} tokens", code="no_such_token"
+                f"token {outside[0]} is outside the vocabulary of {self.model.lm.vocab:,}", code="no_such_token"
             )

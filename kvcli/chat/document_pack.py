@@ -210,8 +210,5 @@ def _bad(folder: Path, why: str) -> BadInput:
     return BadInput(
         f"{folder.name} is not a usable pack: {why}",
         code="bad_pack",
-        try_=[
-            f"kvcli pack FILE -o {folder.name}, to prefill the documents again",
-            "kvcli chat -f FILE, without a pack",
-        ],
+        try_=[f"kvcli pack FILE -o {folder.name}, to prefill the documents again", "kvcli chat -f FILE"],
     )

@@ -120,7 +120,7 @@ class SavedChats:
             version = chat_tables.version(db, kept.name)
             if version not in (None, kept.version):
                 raise BadInput(
-                    f"another kvcli process changed {kept.name}; this process did not overwrite it", code="chat_changed"
+                    f"another kvcli process changed {kept.name}, so it is not overwritten", code="chat_changed"
                 )
             latest = chat_tables.write(db, kept.name, made, kept.made if version is not None else {})
             if kept.origin:

@@ -38,9 +38,7 @@ def path(context: typer.Context) -> None:
 @app.command()
 def schema(
     context: typer.Context,
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="turn, error, ... Default: list all names.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="turn, error, ... Default: list them.")] = None,
 ) -> None:
     """Print the JSON Schema of a document."""
     from kvcli.schemas.documents import DOCUMENTS, json_schema

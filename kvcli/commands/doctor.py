@@ -33,9 +33,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def doctor(
     context: typer.Context,
-    speed: Annotated[
-        bool, typer.Option("--speed", help="Measure one thread and all threads; about ten seconds.")
-    ] = False,
+    speed: Annotated[bool, typer.Option("--speed", help="Measure one and all threads; ten seconds.")] = False,
 ) -> None:
     """Print versions, devices, memory and paths, for a bug report."""
     world: Environment = context.obj

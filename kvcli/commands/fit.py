@@ -24,15 +24,13 @@ app = typer.Typer(add_completion=False)
 
 
 _CTX = "Context lengths in tokens, separated by commas; auto = the largest that fits."
-_RAM = "Estimate for another machine: its memory."
+_RAM = "Memory of another machine."
 
 Ctx = Annotated[str | None, o.option("--ctx", metavar="N,..|auto", help=_CTX)]
 All = Annotated[bool, o.option("--all", help="Compare all profiles.")]
 Names = Annotated[str | None, o.option("--profiles", metavar="A,B", help="Compare these profiles.")]
 Explain = Annotated[bool, o.option("--explain", help="Explain memory use and which settings reduce it.")]
-Vram = Annotated[
-    str | None, o.option("--vram", metavar="SIZE", help="Estimate for another machine: its GPU memory, as 12GiB.")
-]
+Vram = Annotated[str | None, o.option("--vram", metavar="SIZE", help="GPU memory of another machine: 12GiB.")]
 Ram = Annotated[str | None, o.option("--ram", metavar="SIZE", help=_RAM)]
 
 

@@ -82,9 +82,7 @@ def output_folder(world: Environment, typed: str) -> Path:
     """The folder to make, which is not there yet but can be. Raises BadInput."""
     folder = world.cwd / expanduser(typed)
     if folder.suffix != ENDS:
-        raise BadInput(
-            f"-o {typed}: the name of a pack ends in {ENDS}", code="unknown_format", try_=[f"-o {typed}{ENDS}"]
-        )
+        raise BadInput(f"-o {typed}: a pack is named NAME{ENDS}", code="unknown_format", try_=[f"-o {typed}{ENDS}"])
     if folder.exists() or folder.is_symlink():
         raise BadInput(f"{typed} exists already", code="file_exists", try_=["another name, or remove it first"])
     with writing(typed, try_=["-o NAME.kvs in another folder"]):

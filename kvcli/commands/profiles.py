@@ -43,9 +43,7 @@ def list_(context: typer.Context) -> None:
 @app.command()
 def show(
     context: typer.Context,
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Profile. Default: the one that chat uses.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Default: the profile that chat uses.")] = None,
     origin: Annotated[bool, typer.Option("--origin", help="Show the source of each value.")] = False,
 ) -> None:
     """Print all settings of a profile as TOML, with the environment and --set applied."""
@@ -100,9 +98,7 @@ def new(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new profile.")],
     extends: Annotated[str | None, typer.Option("--extends", metavar="NAME", help="Profile that it extends.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Output file; - = stdout.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="File; - = stdout.")] = None,
 ) -> None:
     """Write a new profile file with all keys, commented out."""
     world: Environment = context.obj

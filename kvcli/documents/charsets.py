@@ -78,9 +78,7 @@ def page_text(data: bytes, name: str, said: str = "") -> tuple[str, list[str]]:
         text = data.decode(codec, "replace")
         lost = text.count("\ufffd")
     if lost:
-        notes.append(
-            f"{name} has bytes that are not valid {codec.upper()}; {lost:,} characters were replaced by \ufffd"
-        )
+        notes.append(f"{name} has bytes that are not valid {codec.upper()}; {lost:,} became \ufffd")
     return text, notes
 
 

@@ -104,9 +104,7 @@ def _ended(status: int, job: ParseJob, limits: Limits) -> BadInput:
     if status < 0:
         name = signal.strsignal(-status) or f"signal {-status}"
         most = f"{limits.memory / 2**20:,.0f} MiB"
-        return crashed(
-            job.name, f"its parser was stopped ({name}): the file is damaged, or needs more than {most} of memory"
-        )
+        return crashed(job.name, f"its parser was stopped ({name}): it is damaged, or needs more than {most} of memory")
     return crashed(job.name, f"its parser ended with status {status}")
 
 
@@ -120,4 +118,4 @@ def too_heavy(job: ParseJob, what: str, most: str) -> BadInput:
 
 
 def crashed(name: str, why: str) -> BadInput:
-    return BadInput(f"{name} cannot be read", code="damaged_file", lines=[why], try_=["download the file again"])
+    return BadInput(f"{name} cannot be read", code="damaged_file", lines=[why], try_=["get the file again"])

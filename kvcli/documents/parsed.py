@@ -69,9 +69,7 @@ def refuse_pages(name: str, spans: Sequence[Span], what: str) -> None:
 
 def damaged(name: str, what: str, why: str) -> BadInput:
     """Return the error for a file that the parser of its format cannot read."""
-    return BadInput(
-        f"{name} cannot be read as {what}", code="damaged_file", lines=[why], try_=["download the file again"]
-    )
+    return BadInput(f"{name} cannot be read as {what}", code="damaged_file", lines=[why], try_=["get the file again"])
 
 
 def no_text(name: str, why: str, try_: str = "") -> BadInput:

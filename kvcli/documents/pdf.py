@@ -52,9 +52,7 @@ def read(file: IO[bytes], job: ParseJob) -> Parsed:
     parsed.blank = len(empty) - len(parsed.without_text)
     parsed.notes += _notes(asked)
     if not seen.is_complete:
-        parsed.notes.append(
-            "the check for invisible text took too long, so later pages may contain white or covered text"
-        )
+        parsed.notes.append("later pages were not checked for invisible text, because that took too long")
     if document.get_formtype() == raw.FORMTYPE_XFA_FOREGROUND and not any(page.fields for page in pages):
         parsed.notes.append("it is an XFA form, so its pages may be placeholders for pages made by another program")
     if n := raw.FPDFDoc_GetAttachmentCount(document):

@@ -31,9 +31,7 @@ def print_plan(setup: Setup, profile: Profile, files: Sequence[str]) -> int:
     model = document.model
     out.write(f"model    {model.name}, {model.family}, {long_size(model.bytes or 0)} of weights, {model.dtype}\n")
     out.write(f"         {model.path}\n")
-    out.write(
-        f"context  {count(document.context or 0)} tokens, KV cache {long_size(document.kv_bytes or 0)} when full\n"
-    )
+    out.write(f"context  {count(document.context or 0)} tokens, {long_size(document.kv_bytes or 0)} KV when full\n")
     if document.estimate_bytes is not None and document.available_bytes is not None:
         room = f"{long_size(document.available_bytes)} available"
         fits = "" if document.fits else f": does not fit, see kvcli fit {model.name}"

@@ -59,12 +59,8 @@ def find(name: str) -> Slash:
         if name == command.name or name in command.also:
             return command
     names = [n for command in COMMANDS.values() for n in (command.name, *command.also)]
-    former = FORMER.get(f"/{name}", "").lstrip("/")
-    near = (
-        [former]
-        if former
-        else difflib.get_close_matches(name, names, 1) or [n for n in names if name and n.startswith(name)][:1]
-    )
+    near = difflib.get_close_matches(name, names, 1) or [n for n in names if name and n.startswith(name)][:1]
+    near = [FORMER[f"/{name}"][1:]] if f"/{name}" in FORMER else near
     raise UsageError(
         f"there is no command /{name}",
         code="unknown_command",
@@ -160,9 +156,7 @@ def _edit(repl: Repl, _: str) -> None:
 def _file(repl: Repl, argument: str) -> None:
     path = argument.strip("\"'")
     if not path:
-        raise UsageError(
-            "the file name is missing", try_=["/file report.md", "/file paper.pdf:3-9", "/file demo:report"]
-        )
+        raise UsageError("which file?", try_=["/file report.md", "/file paper.pdf:3-9", "/file demo:report"])
     if repl.before_file is not None:
         repl.before_file(path)
     for file in files_of(repl.world, [path]):
@@ -306,13 +300,11 @@ slash("fork", "[TITLE]", "continue in a copy; the saved chat does not change")(k
 def _export(repl: Repl, argument: str) -> None:
     path = argument.strip("\"'")
     if not path:
-        raise UsageError("the file name is missing", try_=["/export chat.md"])
+        raise UsageError("which file?", try_=["/export chat.md"])
     repl.say(f"wrote {repl.chat.export(path if path.startswith('~') else repl.world.cwd / path)}")
 
 
 def _number(text: str, example: str) -> int:
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise BadInput(
-            f"expected a number of at least 1, not {text[:20] or 'nothing'}", code="not_a_number", try_=[example]
-        )
+        raise BadInput(f"expected a number from 1, not {text[:20] or 'nothing'}", code="not_a_number", try_=[example])
     return int(text)

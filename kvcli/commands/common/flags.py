@@ -50,10 +50,7 @@ ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
 ModelOption = Annotated[str | None, _model("--model", "-m", metavar="MODEL", help=MODEL)]
 Prompt = Annotated[str | None, _ask("--prompt", "-p", metavar="TEXT", help=_PROMPT)]
 File = Annotated[list[str] | None, _ask("--file", "-f", metavar="PATH", help=_FILE)]
-Pack = Annotated[
-    str | None,
-    _ask("--pack", metavar="NAME.kvs", help="Ask about documents that kvcli pack has saved with their KV cache."),
-]
+Pack = Annotated[str | None, _ask("--pack", metavar="NAME.kvs", help="Ask about documents that kvcli pack saved.")]
 System = Annotated[str | None, _ask("--system", "-s", metavar="TEXT", help="System message.")]
 SystemFile = Annotated[str | None, _ask("--system-file", metavar="PATH", help="System message from a file.", rare=True)]
 
@@ -64,7 +61,7 @@ Resume = Annotated[
 NoSave = Annotated[bool, _ask("--no-save", help="Do not save this chat.")]
 
 Most = Annotated[
-    str | None, _answer("--max-new-tokens", "-n", metavar="N", help="Maximum length of the answer; 4k = 4096 tokens.")
+    str | None, _answer("--max-new-tokens", "-n", metavar="N", help="Maximum length in tokens; 4k = 4096.")
 ]
 Temperature = Annotated[
     float | None, _answer("--temperature", "-t", metavar="F", help="0 = always the most likely token.")
@@ -73,15 +70,13 @@ TopP = Annotated[float | None, _answer("--top-p", metavar="F", help=_TOP_P, rare
 TopK = Annotated[int | None, _answer("--top-k", metavar="N", help=_TOP_K, rare=True)]
 MinP = Annotated[float | None, _answer("--min-p", metavar="F", help=_MIN_P, rare=True)]
 Penalty = Annotated[float | None, _answer("--repetition-penalty", metavar="F", help=_PENALTY, rare=True)]
-Seed = Annotated[
-    int | None, _answer("--seed", metavar="N", help="Random seed; the same seed gives the same text.", rare=True)
-]
+Seed = Annotated[int | None, _answer("--seed", metavar="N", help="Random seed.", rare=True)]
 Greedy = Annotated[bool, _answer("--greedy", help="Short for --temperature 0 --repetition-penalty 1.", rare=True)]
 StatsMode = Literal["live", "turn", "off"]
 Schema = Annotated[str | None, _answer("--schema", metavar="FILE", help="Constrain the answer to this JSON schema.")]
 Rules = Annotated[
     str | None,
-    _answer("--grammar", metavar="FILE", help="Constrain the answer to this grammar (GBNF or Lark).", rare=True),
+    _answer("--grammar", metavar="FILE", help="Constrain the answer to this grammar, GBNF or Lark.", rare=True),
 ]
 JsonObject = Annotated[bool, _answer("--json-object", help="Constrain the answer to a JSON object.", rare=True)]
 Figures = Annotated[StatsMode | None, _answer("--stats", help=_FIGURES, rare=True)]
@@ -97,12 +92,9 @@ Draft = Annotated[str | None, _model("--draft", metavar="MODEL", help=_DRAFT)]
 Exact = Annotated[bool, _model("--exact", help=_EXACT, rare=True)]
 Force = Annotated[bool, _model("--force", help="Load even if the memory estimate does not fit.", rare=True)]
 Pickle = Annotated[bool, _model("--allow-pickle", help=_PICKLE, rare=True)]
-DryRun = Annotated[
-    bool, _model("--dry-run", help="Print the settings and the memory they need; load nothing.", rare=True)
-]
+DryRun = Annotated[bool, _model("--dry-run", help="Print the settings and their memory; load nothing.", rare=True)]
 
-# options, values and slash commands that were renamed
-FORMER = {"--fresh": "--no-cache", "--mode map": "--mode parts", "/sessions": "/chats"}
+FORMER = {"--fresh": "--no-cache", "--mode map": "--mode parts", "/sessions": "/chats"}  # renamed
 
 # the flag is what `origin` names wherever a setting is shown
 KEYS: Mapping[str, str] = {
@@ -193,6 +185,4 @@ def refuse_others(context: typer.Context, mode: str, allowed: set[str]) -> None:
         if source is not None and source.name == "COMMANDLINE" and parameter.name in ours - allowed:
             typed.append(parameter.opts[0])
     if typed:
-        raise UsageError(
-            f"{mode} cannot be combined with {', '.join(typed)}", try_=[f"leave out {' and '.join(typed)}"]
-        )
+        raise UsageError(f"{mode} excludes {', '.join(typed)}", try_=[f"leave out {' and '.join(typed)}"])

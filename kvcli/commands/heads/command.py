@@ -54,11 +54,9 @@ Stability = Annotated[
 Compare = Annotated[str | None, o.option("--compare", metavar="RUN", help=_COMPARE, rare=True)]
 Texts = Annotated[
     int | None,
-    o.option("--texts", metavar="N", help="Number of texts, with four hidden facts each. Default 4.", rare=True),
+    o.option("--texts", metavar="N", help="Texts with four hidden facts each. Default 4.", rare=True),
 ]
-Seed = Annotated[
-    int, o.option("--seed", metavar="N", help="Random seed of texts, facts and tokens. Default 0.", rare=True)
-]
+Seed = Annotated[int, o.option("--seed", metavar="N", help="Random seed of the texts. Default 0.", rare=True)]
 Out = Annotated[str | None, o.option("--out", metavar="DIR", help="Output folder. Default ./heads-MODEL/.")]
 Emit = Annotated[str, o.option("--emit", metavar="A,..", help=_EMIT, rare=True)]
 

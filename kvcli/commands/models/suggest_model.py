@@ -49,9 +49,7 @@ def find_model(setup: Setup, names: Sequence[str], *, may_ask: bool = True) -> N
     if not foreign or setup.entry.path != "demo":
         return
     if setup.is_named:
-        tell(
-            setup.world, f"the demo model knows only its own reports; its answers about {_called(foreign)} are invented"
-        )
+        tell(setup.world, f"the demo model knows only its own reports; it invents answers about {_called(foreign)}")
         return
     room, offers = suggest_models(setup)
     if not (may_ask and setup.world.may_ask and setup.world.is_tty("stderr") and not setup.world.options.json):

@@ -28,9 +28,7 @@ Ctx = Annotated[str, o.option("--ctx", metavar="N", help="Prompt and new tokens 
 New = Annotated[int, o.option("--new", "-n", metavar="N", help="Number of new tokens. Default 128.")]
 Reps = Annotated[int, o.option("--reps", "-r", metavar="N", help="Measured repetitions. Default 3.")]
 Save = Annotated[str | None, o.option("--save", metavar="NAME", help="Save the best settings as a profile.")]
-Output = Annotated[
-    Path | None, o.option("--output", "-o", metavar="FILE", help="Write the profile to FILE; - = stdout.")
-]
+Output = Annotated[Path | None, o.option("--output", "-o", metavar="FILE", help="Write it to FILE; - = stdout.")]
 
 
 @app.command()
@@ -151,9 +149,7 @@ def _prompts(
             f"-n {new} leaves no tokens for a prompt in --ctx {ctx}", try_=["a larger --ctx", "a smaller -n"]
         )
     if size > model.limit:
-        raise ContextOverflow(
-            f"{size:,} tokens exceed the context window of {model.limit:,}", try_=[f"--ctx {model.limit}"]
-        )
+        raise ContextOverflow(f"{size:,} tokens exceed the context window", try_=[f"--ctx {model.limit}"])
     names, files = read_workloads(setup, text, most)
     tokenizer, vocab = model.tokenizer, model.lm.vocab
     return {name: prompt_of(name, files, tokenizer, vocab, size, new) for name in names}

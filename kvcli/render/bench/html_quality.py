@@ -79,11 +79,7 @@ def _row(row: QualityRow, reach: float) -> Markup:
     ]
     if row.difference is not None:
         lines.append(_bar("mean of all tasks", row.mean, row.difference, reach, ""))
-    scale = [
-        (0.0, f"−{reach:.2f}", "start"),
-        (0.5, "0, same as the full cache", "middle"),
-        (1.0, f"+{reach:.2f}", "end"),
-    ]
+    scale = [(0.0, f"−{reach:.2f}", "start"), (0.5, "0, as the full cache", "middle"), (1.0, f"+{reach:.2f}", "end")]
     words = [tag("text", text, x=percent(x), y=14, class_="tick", text_anchor=anchor) for x, text, anchor in scale]
     foot = [tag("span", "score − full"), tag("svg", words, class_="axis", aria_hidden="true")]
     return tag("div", title, tag("div", *lines, tag("div", *foot, class_="bar foot"), class_="bars"), class_="keep")

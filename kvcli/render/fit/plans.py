@@ -71,19 +71,8 @@ def _plans(document: FitDocument, width: int) -> Iterator[list[Span]]:
     def size(n: int) -> str:
         return f"{n / unit:,.2f}" if unit == GIB else f"{n / unit:,.{int(n < 100 * MIB)}f}"
 
-    names = [
-        "profile",
-        "ctx",
-        "weights",
-        "kv",
-        "draft",
-        "runtime",
-        "activations",
-        "loading",
-        "peak",
-        "fits",
-        "max context",
-    ]
+    names = ["profile", "ctx", "weights", "kv", "draft", "runtime", "activations", "loading", "peak"]
+    names += ["fits", "max context"]
     rows = [[*_cells(plan, size)] for plan in document.plans]
     if not any(plan.loading for plan in document.plans):
         names, rows = [n for n in names if n != "loading"], [[*row[:7], *row[8:]] for row in rows]
@@ -136,9 +125,7 @@ def _cells(plan: FitPlan, size: object) -> Iterator[str]:
 
 def _refused(plan: FitPlan, document: FitDocument, width: int) -> Iterator[list[Span]]:
     if plan.ctx > document.limit:
-        why = (
-            f"{plan.profile} at {f.count(plan.ctx)}: the context limit of the model is {f.count(document.limit)} tokens"
-        )
+        why = f"{plan.profile} at {f.count(plan.ctx)}: the context limit is {f.count(document.limit)} tokens"
     else:
         size = f"needs {f.long_size(plan.needed)}, {f.long_size(plan.missing)} more than available"
         why = f"{plan.profile} at {f.count(plan.ctx)} {size}; the limit is {plan.binding}"
@@ -212,9 +199,7 @@ def _past(plan: FitPlan) -> str:
     low, high = plan.runs.low, plan.runs.high
     took = _beyond(low) if low == high else f"{_beyond(low)} to {_beyond(high)}"
     said = f"Your last {f.count(plan.runs.runs)} runs of this model" if plan.runs.runs > 1 else "Your last run"
-    added = (
-        f"so runtime is corrected to {_beyond(plan.correction)}" if plan.correction else "so far without a correction"
-    )
+    added = f"so runtime is corrected to {_beyond(plan.correction)}" if plan.correction else "not corrected yet"
     return f"{said} took {took} than estimated, {added}."
 
 

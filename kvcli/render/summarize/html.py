@@ -91,9 +91,7 @@ def _cite(cite: CiteFacts) -> Markup:
     sign = SIGNS[cite.unit] + ("\N{NO-BREAK SPACE}" if SIGNS[cite.unit] == "§" else " ")
     words = f"{name}{sign}{cite.label}".strip() if cite.label else "no place"
     kind = {True: "confirmed", False: "doubtful", None: ""}[cite.confirmed]
-    title = {"confirmed": "contains the words of this point", "doubtful": "could not be confirmed", "": "not checked"}[
-        kind
-    ]
+    title = {"confirmed": "has the words of this point", "doubtful": "could not be confirmed", "": "not checked"}[kind]
     if cite.instead_of:
         title += f"; the model cited {cite.instead_of}"
     is_long = bool(cite.document_) or SIGNS[cite.unit] == "§"
