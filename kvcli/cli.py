@@ -67,7 +67,6 @@ HABITS = {
     "heads": "profile-heads",
     "history": "chats list",
     "sessions": "chats",
-    "conversations": "chats",
     "resume": "chat --resume",
     **dict.fromkeys(("pull", "get", "download", "import"), "models get"),
     **dict.fromkeys(("rm", "remove", "delete"), "models remove"),

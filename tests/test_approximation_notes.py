@@ -65,7 +65,7 @@ def test_every_shipped_profile_is_one_or_the_other():
 def test_beyond_its_budget_the_note_the_figures_and_the_json_say_approx(name):
     turn, document = answered(name, 2500)
     note = turn.stats.approx
-    assert note.startswith(f"approx: {SAID[name]}")
+    assert note.startswith(f"approximate answer: profile {SAID[name]}")
     assert note.endswith(", so facts may be missing; -P exact uses the full text")
     for width in (200, 40):
         assert any("approx" in line for line in summary(turn, width))
@@ -102,12 +102,14 @@ def test_a_budget_that_was_typed_is_named_as_what_loses():
     for name in ("exact", "budget"):
         typed = load_profile(name, flags={key: (value, "--budget") for key, value in flags.items()})
         note = approximation_note(typed, ["forgotten"])
-        assert note.startswith(f"approx: {name} --budget 25% keeps what a budget of bytes has room for")
+        assert note.startswith(
+            f"approximate answer: profile {name} --budget 25% keeps what a budget of bytes has room for"
+        )
         assert note.endswith("; -P exact without --budget uses the full text")
 
 
 def test_numbers_of_fewer_bits_than_the_models_are_a_loss():
-    for bits, lost in (("fp32", ""), ("bf16", "approx: own stores keys and values in bf16")):
+    for bits, lost in (("fp32", ""), ("bf16", "approximate answer: profile own stores keys and values in bf16")):
         changes = {"kv": {"dtype": bits}, "load": {"dtype": "fp32"}, "exactness": "approx", "name": "own"}
         model = kvcli.load("demo", profile=Profile.load("exact").replace(**changes))
         assert model.generate([7, 8, 9], max_new_tokens=1).stats.approx.startswith(lost)

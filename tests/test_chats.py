@@ -359,7 +359,7 @@ def test_load_lists_and_opens(talk, tmp_path):
 def test_what_was_cleared_and_what_is_left_is_said_to_be_kept(talk):
     said = talk.type("one", "/clear", "two")
     assert "removed 1 question; the chat is saved, and /resume opens it again" in said
-    assert said.endswith("saved; to continue: kvcli chat -c continues it")
+    assert said.endswith("saved; to continue: kvcli chat -c")
 
 
 def test_titles_and_lists_fit_a_narrow_terminal(talk):

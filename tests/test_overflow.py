@@ -109,7 +109,7 @@ def test_where_nothing_of_it_is_at_hand_it_goes_and_the_line_says_why(tmp_path):
     chat = chat_of("compress", tmp_path)
     ask(chat, 50)
     assert chat.shown.left
-    assert "could not be made smaller" in chat.notes[0]
+    assert "could not be compressed" in chat.notes[0]
 
 
 def test_documents_stay_with_what_is_left(chat):
@@ -215,7 +215,7 @@ def test_a_chat_that_is_opened_again_knows_what_was_left_out_and_says_so(how, tm
     other = again(chat, tmp_path)
     assert other.shown == chat.shown
     assert bool(other.shown.notes) == (how == "summarize")
-    assert f"questions 1 to {chat.shown.left // 2}; it " in other.notes[0]
+    assert f"questions 1–{chat.shown.left // 2} are not sent to the model; it " in other.notes[0]
     assert (other.messages, [d.name for d in other.pending]) == (chat.messages, ["r.md"])
     for each in (chat, other):
         each.send("And?")

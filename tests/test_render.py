@@ -297,13 +297,13 @@ def test_an_error_is_that_of_the_design():
     terminal, stream = err()
     error = ContextOverflow(
         "the chat is longer than the context window",
-        lines=["38,912 tokens + answer 1,024 tokens > 26,112 (fitted for fafo on 11.6 GiB)"],
+        lines=["prompt 38,912 tokens + answer 1,024 tokens > 26,112 (fitted for fafo on 11.6 GiB)"],
         try_=["-P lean --ctx 40960", "a smaller -n", "/drop 1"],
     )
     print_error(terminal, error)
     assert stream.getvalue().split("\n") == [
         "error: the chat is longer than the context window            [context_overflow]",
-        "  38,912 tokens + answer 1,024 tokens > 26,112 (fitted for fafo on",
+        "  prompt 38,912 tokens + answer 1,024 tokens > 26,112 (fitted for fafo on",
         "  11.6 GiB)",
         "  try: -P lean --ctx 40960   ·   a smaller -n   ·   /drop 1",
         "",

@@ -292,7 +292,7 @@ def test_documents(talk, tmp_path):
     assert "with the next question" not in talk.type("/files")
     assert "removed 1 question, 0 left; also removed: a b␛.md" in talk.type("/undo")
     talk.type('/file "a b\x1b.md"')
-    assert "dropped a b␛.md" in talk.type("/drop 1")
+    assert "removed a b␛.md" in talk.type("/drop 1")
     assert "no document is attached" in talk.type("/files")
     assert "[no_such_document]" in talk.type("/drop 1")
     assert "[file_missing]" in talk.type("/file nothing.md")
@@ -347,7 +347,7 @@ def test_clear_keeps_the_system_text(talk):
     talk.chat.system = "Be brief."
     assert "removed 2 questions" in talk.type("one", "two", "/clear")
     assert (talk.asked, talk.chat.system) == ([], "Be brief.")
-    assert "nothing was asked" in talk.type("/spec")
+    assert "no question was asked" in talk.type("/spec")
 
 
 def test_another_profile_takes_over_with_the_next_question(talk):

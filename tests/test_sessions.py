@@ -352,7 +352,7 @@ def test_a_newer_form_is_refused_by_name_and_costs_no_answer(machine: Machine, s
         assert "was written by a newer kvcli" in " ".join(done.err.split())
     done = machine("chat", "-p", "two")
     assert (done.exit, done.out) == (0, f"{ANSWER}\n")
-    assert "this chat is not kept" in done.err
+    assert "this chat is not saved" in done.err
     assert (sessions.folder / NAME).read_bytes() == before
 
 

@@ -121,6 +121,4 @@ class ProfileSide:
                 try_=[f"--ctx {limit}"],
             )
         if outside := [i for i in prompt if not 0 <= i < self.model.lm.vocab]:
-            raise BadInput(
-                f"token {outside[0]} is outside the vocabulary of {self.model.lm.vocab:,}", code="no_such_token"
-            )
+            raise BadInput(f"token {outside[0]} is outside the vocabulary", code="no_such_token")

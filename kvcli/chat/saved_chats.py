@@ -119,9 +119,7 @@ class SavedChats:
         def work(db: sqlite3.Connection) -> int:
             version = chat_tables.version(db, kept.name)
             if version not in (None, kept.version):
-                raise BadInput(
-                    f"another kvcli process changed {kept.name}, so it is not overwritten", code="chat_changed"
-                )
+                raise BadInput(f"another kvcli process changed {kept.name}; not saved", code="chat_changed")
             latest = chat_tables.write(db, kept.name, made, kept.made if version is not None else {})
             if kept.origin:
                 chat_tables.note_file(db, "", kept.origin, kept.name)

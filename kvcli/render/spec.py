@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def doctor_lines(found: SpecDocument, width: int) -> list[str]:
     """Return speed, passes, draft sources, lookahead, and the verdict."""
     setting = f"{found.workload}, {f.count(found.context)} + {found.new} tokens"
-    lines = joined([f"{found.model} · {found.profile}", setting, f"{found.reps} interleaved repetitions"], width)
+    lines = joined(
+        [f"{found.model} · {found.profile}", setting, f"{f.plural(found.reps, 'interleaved repetition')}"], width
+    )
     lines += ["", *(part for line in _speeds(found) for part in folded(line, width)), ""]
     if found.passes:
         lines += [*pass_grid(found.passes, width), ""]
@@ -51,8 +53,8 @@ def _sources(found: SpecDocument, width: int) -> Iterator[str]:
         said = [f"{kind.kind}: {f.percent(kind.share)} of {f.count(kind.made)}" for kind in kinds]
         text = f"{f.count(taken)} accepted"
         text += f"; top-1 acceptance by {BY.get(name, 'kind')}: {', '.join(said)}" if said else ""
-        for i, line in enumerate(folded(text, width, 10)):
-            yield f"{'' if i else name:<10}{line}"
+        for i, line in enumerate(folded(text, width, 17)):
+            yield f"{'' if i else name:<17}{line}"
 
 
 BY = {

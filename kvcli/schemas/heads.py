@@ -57,9 +57,7 @@ class HeadsKv(Json):
     context: Count
     whole: Bytes
     policy: Bytes | None = Field(description="KV cache with the chosen policies; null: the prompt was not probed")
-    headmap: Bytes = Field(
-        description="KV cache if heads in `suggest` are full and others keep first and newest tokens"
-    )
+    headmap: Bytes = Field(description="KV cache if only heads in `suggest` keep the full cache")
 
 
 class HeadsSuggest(Json):

@@ -227,9 +227,7 @@ class DoctorDocument(Json):
     quant: dict[str, str] = Field(description="implementation for quantized weights, by device")
     paths: dict[str, str]
     environment: dict[str, str]
-    sandbox: list[str] = Field(
-        description="restrictions of the process that parses documents: seccomp, landlock, limits"
-    )
+    sandbox: list[str] = Field(description="restrictions of the document parser: seccomp, landlock, limits")
     demo_model: bool
     steps: dict[int, float] = Field(
         description="with --speed: decoding steps per second of a random 86M model in bf16, by threads"

@@ -124,9 +124,7 @@ class QualityDocument(Json):
 
     schema_: Literal["kvcli.quality/1"] = Field(default="kvcli.quality/1", alias="schema")
     args: QualityArgs
-    complete: bool = Field(
-        description="false: stopped before the end; scores cover contexts that all profiles completed"
-    )
+    complete: bool = Field(description="false: stopped early; scores cover contexts that all profiles completed")
     contexts: Count = Field(description="contexts completed by all profiles")
     rows: list[QualityRow]
     agreement: AgreementDocument | None = None

@@ -58,9 +58,7 @@ class SpecDocument(Json):
     plain_tok_s: Range
     tok_s: Range
     ratio: Range = Field(description="speedup over plain decoding, by repetition")
-    predicted: float | None = Field(
-        description="speedup predicted from measured pass times; null: a draft model is used"
-    )
+    predicted: float | None = Field(description="speedup from measured pass times; null: a draft model is used")
     tokens_per_pass: float
     mean_acceptance_length: float
     drafted_share: Share

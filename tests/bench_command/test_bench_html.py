@@ -240,7 +240,7 @@ def test_marks_say_what_the_text_is_worth_in_colour_shape_and_words():
     drawn = {a["class"]: a["d"] for a in paths}
     assert set(drawn) == {"fill base", "fill same", "fill tie", "fill differs"}
     assert len(set(drawn.values())) == 4
-    assert "another text" in read.text
+    assert "different text" in read.text
     assert "1.0 MiB of keys and values, difference explained by rounding" in read.text
 
 

@@ -64,7 +64,7 @@ def test_a_row_that_the_earlier_result_lacks_does_not_pass_unseen():
         [Paced("exact", [20]), Paced("ngram", [30])], earlier=earlier, earlier_name="old.json", fail_if=["tok_s<-10%"]
     )
     assert [(check.profile, check.value) for check in found.checks if check.failed] == [("ngram", None)]
-    assert "nothing to compare with" in words(next(check for check in found.checks if check.failed))
+    assert "no result to compare with" in words(next(check for check in found.checks if check.failed))
     assert "ngram, summary 64: old.json has no such result" in found.notes
 
 

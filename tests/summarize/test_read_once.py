@@ -161,4 +161,4 @@ def test_a_pack_is_summarised_from_the_command_line(tmp_path: Path) -> None:
     assert (about["settings"]["kv.v_bits"], about["profile"]) == ("8", "balanced")
     assert found["turns"][0]["turn"]["tokens"]["cached"] == about["tokens"]
     both = typed("summarize", "--pack", "one.kvs", "demo:pdf")
-    assert (both.returncode, "--pack cannot be combined with files" in both.stderr) == (2, True)
+    assert (both.returncode, "--pack excludes files" in both.stderr) == (2, True)

@@ -282,7 +282,7 @@ def test_a_summary_that_looped_is_the_same_text_when_it_is_kept(tmp_path: Path, 
 def test_a_part_that_went_round_in_a_loop_is_named():
     model = Scribe(lambda p: ROUND if "cobalt" in p else first_sentences(p), stop_loops=60)
     summary = summary_of(model, [TEN], SMALL)
-    assert "part 2 of 5 went round in a loop" in summary.notes[0]
+    assert "part 2 of 5 repeated itself" in summary.notes[0]
     assert not any("hums" in point.text for point in summary.points)
 
 
@@ -403,7 +403,7 @@ def test_a_cache_that_cannot_be_written_is_noted_once(tmp_path: Path):
     cache = Cache(tmp_path / "file" / "c", "model", "profile")
     summary = summary_of(Scribe(first_sentences), [TEN], SMALL, cache=cache)
     assert len(summary.points) == 10
-    assert ["cannot be kept" in note for note in summary.notes] == [True]
+    assert ["cannot be saved" in note for note in summary.notes] == [True]
     model = Scribe(first_sentences)
     events = list(summarize(model, [TEN], SMALL, cache=cache, cancel=lambda: in_part(model, 3)))
     assert [event.why for event in events if isinstance(event, CacheWriteFailed)] == [summary.notes[0]]

@@ -119,9 +119,7 @@ def chat(
 def about_pack(question: Question, packed: Pack) -> Question:
     """The question behind what was packed."""
     if question.documents:
-        raise UsageError(
-            "--pack cannot be combined with documents from standard input", try_=["kvcli chat ... </dev/null"]
-        )
+        raise UsageError("--pack excludes documents from standard input", try_=["kvcli chat ... </dev/null"])
     return replace(question, documents=tuple(packed.documents), system=packed.chat.system)
 
 

@@ -22,7 +22,7 @@ def pack_of(world: Environment, typed: str, others: Sequence[object], flags: str
 
     if any(others):
         raise UsageError(
-            f"--pack cannot be combined with {flags}: the pack contains its documents",
+            f"--pack excludes {flags}: the pack contains its documents",
             try_=["--pack NAME.kvs alone", "kvcli pack FILE... -o NAME.kvs, with all files and the system text"],
         )
     return open_pack(world.cwd / expanduser(typed))
