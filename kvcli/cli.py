@@ -77,9 +77,7 @@ HABITS = {
     "prompt": "chat -p",
 }
 ABSENT = {  # of other programs
-    **dict.fromkeys(
-        ("serve", "server", "start"), "kvcli has no server: each command loads its model and unloads it at the end"
-    ),
+    **dict.fromkeys(("serve", "server", "start"), "there is no server: each command loads its own model"),
     **dict.fromkeys(("ps", "status", "load", "unload", "stop"), "no model stays loaded between commands"),
     **dict.fromkeys(("push", "cp"), "kvcli does not copy or upload models"),
     "embed": "kvcli has no embeddings",

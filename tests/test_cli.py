@@ -528,3 +528,17 @@ def test_no_word_is_cut_in_narrow_help(machine, args, columns):
 def test_from_60_columns_on_help_has_its_boxes(machine):
     machine.environ["COLUMNS"] = "60"
     assert "╭" in machine("chat", "--help").out
+
+
+@pytest.mark.parametrize(
+    ("args", "new"),
+    [
+        (["summarize", "a.txt", "--fresh"], "--no-cache"),
+        (["summarize", "a.txt", "--mode", "map"], "--mode parts"),
+        (["sessions", "list"], "kvcli chats"),
+    ],
+)
+def test_a_former_name_is_refused_with_the_new_one(machine, args, new):
+    done = machine(*args, "--json")
+    error = json.loads(done.out)
+    assert (done.exit, error["code"], error["try"][0]) == (2, "usage", new)

@@ -96,7 +96,7 @@ def test_the_summary_alone_on_stdout(office):
     assert (done.exit, done.out) == (0, "\n".join(POINTS) + "\n")
     file, plan, *_ = done.err.split("\n")
     assert re.fullmatch(r"a\.txt · 3 pages · \d+ tokens", file)
-    assert plan.startswith("plan: whole, ")
+    assert plan.startswith("plan: one part, ")
     assert "\x1b" not in done.err
 
 
@@ -486,13 +486,13 @@ def test_parts_are_told_and_kept(office):
     args = long_file(office)
     first = office(*args)
     assert first.exit == 0
-    assert re.search(r"plan: map, 5 parts of \N{LESS-THAN OR EQUAL TO} \d+ tokens", first.err)
-    assert len(re.findall(r"part \d of 5 · page \d · 1 point · read", first.err)) == 5
+    assert re.search(r"plan: 5 parts, prompts up to \d+ tokens", first.err)
+    assert len(re.findall(r"part \d of 5 · page \d · 1 point · prompt", first.err)) == 5
     asked = len(office.clerk.asked)
     again = office(*args)
     assert again.out == first.out
     assert len(office.clerk.asked) == asked
-    assert "--no-cache asks anew" in again.err
+    assert "--no-cache asks again" in again.err
     office(*args, "--no-cache")
     assert len(office.clerk.asked) == 2 * asked
 

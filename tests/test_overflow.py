@@ -215,7 +215,7 @@ def test_a_chat_that_is_opened_again_knows_what_was_left_out_and_says_so(how, tm
     other = again(chat, tmp_path)
     assert other.shown == chat.shown
     assert bool(other.shown.notes) == (how == "summarize")
-    assert f"questions 1–{chat.shown.left // 2} are not sent to the model; it " in other.notes[0]
+    assert f"questions 1–{chat.shown.left // 2} are not sent; it " in other.notes[0]
     assert (other.messages, [d.name for d in other.pending]) == (chat.messages, ["r.md"])
     for each in (chat, other):
         each.send("And?")

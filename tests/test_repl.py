@@ -243,7 +243,9 @@ def test_help_lists_every_command(talk):
     assert talk.type("/?") == said
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("/hlep", "/help"), ("/quitt", "/quit"), ("/sp", "/spec")])
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("/hlep", "/help"), ("/quitt", "/quit"), ("/sp", "/spec"), ("/sessions", "/chats")]
+)
 def test_an_unknown_command_asks_what_was_meant(talk, typed, meant):
     assert f"did you mean {meant}?" in talk.type(typed)
 

@@ -60,9 +60,7 @@ def shown_of(chat: Chat, saved: LeftOut | None) -> VisibleMessages:
     if chat.messages and len(chat.rendered(chat.messages, VisibleMessages()).ids) <= KEPT * chat.model.limit:
         return VisibleMessages()
     kept = "it has its notes on them" if saved.notes else "it does not know them"
-    chat.note(
-        f"the chat exceeds the context window; questions 1–{saved.messages // 2} are not sent to the model; {kept}"
-    )
+    chat.note(f"the chat exceeds the context window; questions 1–{saved.messages // 2} are not sent; {kept}")
     return VisibleMessages(saved.messages, saved.notes)
 
 
@@ -109,10 +107,7 @@ def leave_out(
         if heard is not None:
             n, fewer = heard.begins.ids, len(chat.heard.ids) - len(heard.ids)
             chat.heard = heard
-            chat.note(
-                f"the chat exceeds the context window; the first {n + fewer:,} tokens shrink to {n:,} per head; "
-                "facts may be lost"
-            )
+            chat.note(f"the chat exceeds the context window; {n + fewer:,} tokens shrink to {n:,}; facts may be lost")
             return True
     of_notes = int(detail["limit"] * NOTES) if how == "summarize" else 0
     room = detail["limit"] - detail["reserve"] - of_notes

@@ -169,7 +169,7 @@ def test_an_environment_that_was_broken_off_does_not_count_and_is_made_anew(tmp_
 
 def test_a_failing_install_ends_in_pips_last_words(monkeypatch: pytest.MonkeyPatch):
     code = "import sys; print('looking'); sys.exit('ERROR: no matching distribution')"
-    with pytest.raises(KvcliError, match="could not be made") as caught:
+    with pytest.raises(KvcliError, match="could not be created") as caught:
         kvpress_environment._run([sys.executable, "-c", code])
     assert caught.value.lines[-1] == "ERROR: no matching distribution"
     assert (caught.value.code, caught.value.exit) == ("no_environment", ExitStatus.USAGE)

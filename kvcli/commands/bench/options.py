@@ -35,9 +35,7 @@ Ctx = Annotated[
 New = Annotated[str, _measured("--new", "-n", metavar="N", help="Number of new tokens. Default 128.")]
 Reps = Annotated[int, _measured("--reps", "-r", metavar="N", help="Measured repetitions. Default 5.")]
 Warmup = Annotated[int, _measured("--warmup", metavar="N", help="Warm-up repetitions. Default 1.", rare=True)]
-Interleave = Annotated[
-    bool, _measured("--interleave/--no-interleave", help="Alternate between profiles (on).", rare=True)
-]
+Interleave = Annotated[bool, _measured("--interleave/--no-interleave", help="Alternate the profiles (on).", rare=True)]
 Memory = Annotated[
     bool, _measured("--memory/--no-memory", help="Measure peak memory in separate runs (on).", rare=True)
 ]
@@ -45,9 +43,7 @@ Seed = Annotated[int, _measured("--seed", metavar="N", help="Random seed of the 
 Quality = Annotated[str, _measured("--quality", metavar="WHAT", help=_QUALITY)]
 QueryVisible = Annotated[
     bool,
-    _measured(
-        "--query-visible", help="Quality: compress after the question is in the prompt (default: before).", rare=True
-    ),
+    _measured("--query-visible", help="Quality: compress after the question (default: before).", rare=True),
 ]
 QualityN = Annotated[
     int | None, _measured("--quality-n", metavar="N", help="Quality: contexts per task and length.", rare=True)
@@ -59,9 +55,7 @@ Calibrate = Annotated[
     bool, _measured("--calibrate", help="Measure this machine instead: pass times and bandwidths.", rare=True)
 ]
 
-OutputFormat = Annotated[
-    Format | None, _told("--format", help="Output format. Default: table, or by the name of FILE.")
-]
+OutputFormat = Annotated[Format | None, _told("--format", help="Default: table, or by the name of FILE.")]
 Output = Annotated[str | None, _told("--output", "-o", metavar="FILE", help="Also write the result to FILE.")]
 Save = Annotated[bool, _told("--save", help="Save the result for --history.", rare=True)]
 History = Annotated[bool, _told("--history", help="Show saved results over time, without a measurement.", rare=True)]

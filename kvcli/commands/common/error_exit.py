@@ -37,23 +37,21 @@ def report_usage_error(world: Environment, args: Sequence[str], problem: Any) ->
         return ExitStatus.USAGE
     context = getattr(problem, "ctx", None)
     path = context.command_path if context is not None else "kvcli"
-    option = problem.option_name if is_option else next(iter(getattr(getattr(problem, "param", None), "opts", ())), "")
-    value = re.search(r"'([^']*)' is not one of", message)
-    typed = f"{option} {value[1]}" if value else option
-    former = [FORMER[typed]] if typed in FORMER else []
-    lines = [f"{typed} is now {new}" for new in former]
-    nearest = _nearest(problem.option_name, context.command.params) if is_option and context is not None else []
+    params, typed = context.command.params if context is not None else [], f"{' '.join(args)} ".replace("=", " ")
+    known = {name for param in params for name in param.opts}
+    former = {old: new for old, new in FORMER.items() if f" {old} " in typed and new.split()[0] in known}
+    nearest = _nearest(problem.option_name, params) if is_option else []
     question = re.search(r"extra arguments?(?:\(s\))? \((.*)\)$", message) if path.endswith(" chat") else None
     asks = [f"{path} MODEL -p {json.dumps(question[1], ensure_ascii=False)}"] if question else []
     # a shell has made many names of -f notes/*, of which the option takes one
-    takes_files = context is not None and any(param.name == "file" for param in context.command.params)
-    is_many = "extra argument" in message and takes_files
+    is_many = "extra argument" in message and any(param.name == "file" for param in params)
     try_ = [
         *asks,
         *(FILES if is_many else ()),
-        *(former or [f"did you mean {option}?" for option in nearest]),
+        *(former.values() or [f"did you mean {option}?" for option in nearest]),
         f"{path} --help-all",
     ]
+    lines = [f"{old} is now {new}" for old, new in former.items()]
     return report_error(world, args, UsageError(message[:1].lower() + message[1:], lines=lines, try_=try_))
 
 

@@ -105,12 +105,10 @@ def _work(stats: Stats) -> list[str]:
     unread = f" ({found})" if (found := ", ".join(_unread(stats))) else ""
     how = f" {f.ORDERS[stats.order]}" if stats.order == "layers" else ""
     share = f"{f.percent(stats.drafted_share)} of {f.count(stats.passes)} passes"
+    length = f"acceptance length {stats.mean_acceptance_length:.2f}"
     return [
         f"prompt {f.count(stats.prompt)} tokens{unread} read{how} in {f.seconds(stats.read)}" if stats.prompt else "",
-        f"drafting: {share}, acceptance length {stats.mean_acceptance_length:.2f}, "
-        f"{stats.tokens_per_pass:.2f} tokens per pass"
-        if stats.drafted_passes
-        else "",
+        f"drafting: {share}, {length}, {stats.tokens_per_pass:.2f} tokens per pass" if stats.drafted_passes else "",
         f"drafting paused for {f.count(stats.paused_passes)} passes" if stats.paused_passes else "",
     ]
 
