@@ -553,7 +553,7 @@ def test_ctrl_c_in_the_third_part_keeps_two(office, monkeypatch, in_third):
     asked = len(office.clerk.asked)
     again = office(*args, "-o", "out.md")
     assert again.exit == 0
-    assert again.err.count("from an earlier run") == 3, "two parts, and the note"
+    assert again.err.count("saved by an earlier run") == 2, "two parts"
     assert len(office.clerk.asked) - asked in (3, 4), "three parts, and the merge if there is one"
 
 

@@ -100,7 +100,7 @@ def test_each_time_a_quarter_of_the_window_is_made_free(tmp_path):
 
 def test_what_is_left_out_is_said_each_time(chat):
     ask(chat, 50)
-    said = [note for note in chat.notes if "longer than the window" in note]
+    said = [note for note in chat.notes if "exceeds the context window" in note]
     assert len(said) > 1
     assert said[0].startswith("the chat exceeds the context window; questions 1–")
 

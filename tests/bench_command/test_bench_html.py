@@ -241,7 +241,7 @@ def test_marks_say_what_the_text_is_worth_in_colour_shape_and_words():
     assert set(drawn) == {"fill base", "fill same", "fill tie", "fill differs"}
     assert len(set(drawn.values())) == 4
     assert "different text" in read.text
-    assert "1.0 MiB of keys and values, difference explained by rounding" in read.text
+    assert "KV cache 1.0 MiB, difference explained by rounding" in read.text
 
 
 def test_a_side_that_loses_answers_is_marked_by_quality():

@@ -123,16 +123,16 @@ def test_a_budget_is_explained(machine):
     machine.environ["COLUMNS"] = "120"
     out = machine(*args, "--set", "policy.headmap=auto").out
     assert "at equal importance, of 8,192 tokens: 85% in 4 bits, 15% dropped" in out
-    assert "a map of this model, made when it is first run: 60 short passes" in out
+    assert "a map of this model, measured at its first run: 60 short passes" in out
     heads = machine.folder / "home" / "data" / "heads"
     heads.mkdir(parents=True)
     (heads / "a.json").write_text('{"model": "demo"}')
-    assert "a map of this model, which is there" in machine(*args, "--set", "policy.headmap=auto").out
+    assert "the saved map of this model" in machine(*args, "--set", "policy.headmap=auto").out
     loses = machine(*args, "--set", "memory.budget=", "--set", "memory.max_loss=0.01").out
-    assert "no more than 1.0% of the total score is lost" in loses
-    assert "worth alike" not in loses
+    assert "at most 1.0% of the total score is lost" in loses
+    assert "at equal importance" not in loses
     less = machine(*args, "--set", "memory.budget=0.1%").out
-    assert "always at full precision: 64 first and newest tokens, 194 KiB: more than the budget, by" in less
+    assert "always at full precision: 64 first and newest tokens, 194 KiB, which exceeds the budget by" in less
 
 
 def test_a_budget_is_explained_with_no_more_elsewhere_than_has_room_there(machine):
@@ -148,7 +148,7 @@ def test_a_budget_is_explained_with_no_more_elsewhere_than_has_room_there(machin
     machine.environ["COLUMNS"] = "160"
     out = machine(*args, "--set", "memory.disk=1GiB").out
     assert "tokens beyond the budget are stored on the disk: all of them are read" in out
-    assert "tokens elsewhere, " in out
+    assert "offloaded: up to " in out
 
 
 def test_a_head_map_that_is_not_there_is_refused_and_no_budget_is_nothing(machine):
@@ -235,7 +235,7 @@ def test_a_folder_with_its_config_alone_is_enough(machine):
     found = document(machine("fit", str(folder), "--json", "--ram", "8GiB"))
     whole = document(machine("fit", "demo", "--json", "--ram", "8GiB"))
     assert found["plans"][0]["weights"] == pytest.approx(whole["plans"][0]["weights"], rel=0.02)
-    assert any("their sizes follow from config.json" in note for note in found["notes"])
+    assert any("sizes are estimated from config.json" in note for note in found["notes"])
 
 
 CONFIG = {
@@ -483,4 +483,4 @@ def test_a_dry_run_says_what_it_would_take(machine):
     assert found["fits"] is True
     assert found["order"] == "chunks"
     assert "memory   up to " in machine("chat", "--dry-run").out
-    assert "reading  layer by layer" in machine("-P", "lazy", "chat", "--dry-run").out
+    assert "prefill  layer by layer" in machine("-P", "lazy", "chat", "--dry-run").out
