@@ -372,7 +372,7 @@ def test_terms_are_asked_about_on_a_terminal_with_a_copy_to_read(machine: Machin
     done = machine("--quiet", "models", "get", "tiny", stdin=said, tty=TTY)
     assert left(machine) == files
     assert done.exit == (0 if len(files) == 2 else 2)
-    assert "a copy in" in " ".join(done.err.split())
+    assert "copy:" in " ".join(done.err.split())
     assert done.err.index("example.org/terms") < done.err.index("do you accept them? [y/N]")
 
 

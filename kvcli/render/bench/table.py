@@ -209,7 +209,7 @@ def legend(document: BenchDocument, shown: Collection[str]) -> str:
         how = f"sampled with seed {document.args.seed}" if document.args.temperature else "greedy"
         said.append(f"identical text: share of tokens before the first difference from {base}, {how}.")
         if any(_promise(row) == "approx" for row in document.rows):
-            said[-1] += " With approx profiles, --quality all measures the agreement of all tokens."
+            said[-1] += " With approx, --quality all measures the agreement of all tokens."
     if "peak" in shown:
         said.append("peak: MiB, measured in a separate process.")
     return " ".join(said)
