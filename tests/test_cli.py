@@ -127,7 +127,7 @@ def test_what_only_looks_refuses_a_damaged_model_too(machine, tmp_path, command)
 @pytest.mark.parametrize("command", NAMING)
 def test_two_models_are_one_too_many(machine, command):
     done = machine(*command.split(), "demo", "-m", "other")
-    assert (done.exit, "demo and --model other two models are named" in done.err) == (ExitStatus.USAGE, True)
+    assert (done.exit, "two models are named: demo and --model other" in done.err) == (ExitStatus.USAGE, True)
 
 
 # --- common options

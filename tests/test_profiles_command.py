@@ -103,7 +103,7 @@ def test_show_with_origins(shell: Shell) -> None:
     assert rows["spec.method"] == '"ngram"\tbuilt-in ngram'
     assert rows["spec.max"] == "6\tenv KVCLI_SPEC__MAX"
     assert rows["load.dtype"] == '"fp16"\t--set'
-    assert rows["sample.temperature"] == "the model's\tdefault"
+    assert rows["sample.temperature"] == "from the model\tdefault"
 
 
 def test_what_show_prints_is_a_profile_again(shell: Shell) -> None:
@@ -113,7 +113,7 @@ def test_what_show_prints_is_a_profile_again(shell: Shell) -> None:
 
     assert shell("diff", "kept", "ngram", "--plain") == 0
 
-    assert shell.out.splitlines() == ["key\tkept\tngram", "spec.max\t5\t15", "sample.top_p\t0.5\tthe model's"]
+    assert shell.out.splitlines() == ["key\tkept\tngram", "spec.max\t5\t15", "sample.top_p\t0.5\tfrom the model"]
 
 
 def test_show_without_a_name_is_what_chat_would_use(shell: Shell) -> None:
