@@ -58,7 +58,7 @@ def test_a_document_is_not_answered_by_a_model_that_nobody_named(new, args):
     assert (done.exit, done.out, new.loaded) == (2, "", [])
     said = " ".join(done.err.split())
     assert "the bundled demo model knows only its own reports [no_model]" in said
-    assert "kvcli models get qwen3-8b 15.3 GiB, takes 17.7 GiB, Apache-2.0" in said
+    assert "kvcli models get qwen3-8b 15.3 GiB, needs 17.7 GiB, Apache-2.0" in said
     assert "try: kvcli models get qwen3-4b, then -m qwen3-4b" in said
     assert "-m demo, to use the demo model anyway" in said
 
