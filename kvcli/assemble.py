@@ -119,7 +119,9 @@ def promise(lm: LM, profile: Profile) -> str:
     if lm.is_row_invariant and not is_apart:
         return "bit-exact"
     return (
-        "exact but for near ties" if profile.spec.method != "off" and (lm.batch_variant_reason or is_apart) else "exact"
+        "exact up to 16-bit rounding"
+        if profile.spec.method != "off" and (lm.batch_variant_reason or is_apart)
+        else "exact"
     )
 
 

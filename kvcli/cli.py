@@ -34,22 +34,21 @@ HOMES = {  # modules of commands with another name, or with several files
     "spec": "spec.command",
     "profile-heads": "heads.command",
     "models": "models.command",
-    "sessions": "chats",
 }
 COMMANDS = {
-    "chat": "Talk to a model, or ask it one question with -p.",
-    "pack": "Documents read once, to be asked many times.",
-    "summarize": "A summary of long documents, with page numbers that were checked.",
-    "fit": "Whether a model, a profile and a context fit, before loading.",
-    "bench": "Profiles side by side: speed, memory, agreement, quality.",
-    "spec": "Drafting: what it brings here, and settings that bring more.",
-    "profile-heads": "What each attention head does, and which need the whole past.",
-    "profiles": "Named settings: list, show, compare, check.",
-    "models": "Models on this machine, and real ones for it.",
-    "sessions": "Kept conversations: list, search, show, export, remove.",
-    "cache": "What is kept only to be faster the next time, and how to be rid of it.",
-    "config": "Where settings live, and the schemas of the JSON output.",
-    "doctor": "Versions, devices, memory, paths: for a bug report.",
+    "chat": "Chat with a model, or ask one question with -p.",
+    "pack": "Prefill documents once and save them with their KV cache.",
+    "summarize": "Summarize long documents, with verified page citations.",
+    "fit": "Estimate memory before loading: model, profile and context.",
+    "bench": "Compare profiles: speed, memory, agreement, quality.",
+    "spec": "Speculative decoding: measure and tune.",
+    "profile-heads": "Analyze attention heads: which need the full context.",
+    "profiles": "Profiles (named settings): list, show, compare, check.",
+    "models": "Models: list, suggest, download, check, remove.",
+    "chats": "Saved chats: list, search, show, export, remove.",
+    "cache": "Cached files: show their size, and remove them.",
+    "config": "Paths of config files, and the schemas of the JSON output.",
+    "doctor": "Versions, devices, memory and paths, for a bug report.",
 }
 HABITS = {
     "run": "chat",
@@ -66,34 +65,35 @@ HABITS = {
     "benchmark": "bench",
     "perf": "bench",
     "heads": "profile-heads",
-    "history": "sessions list",
+    "history": "chats list",
+    "sessions": "chats",
     "resume": "chat --resume",
     **dict.fromkeys(("pull", "get", "download", "import"), "models get"),
     **dict.fromkeys(("rm", "remove", "delete"), "models remove"),
     "show": "models show",
-    "logs": "sessions list",
+    "logs": "chats list",
     "create": "profiles new",
     "templates": "profiles list",
     "prompt": "chat -p",
 }
 ABSENT = {  # command names of other programs
-    **dict.fromkeys(("serve", "server", "start"), "there is no server: a command loads its model, and ends with it"),
-    **dict.fromkeys(("ps", "status", "load", "unload", "stop"), "no model stays loaded from one command to the next"),
-    **dict.fromkeys(("push", "cp"), "models are not copied or sent anywhere"),
-    "embed": "there are no embeddings",
+    **dict.fromkeys(("serve", "server", "start"), "there is no server: each command loads its own model"),
+    **dict.fromkeys(("ps", "status", "load", "unload", "stop"), "no model stays loaded between commands"),
+    **dict.fromkeys(("push", "cp"), "kvcli does not copy or upload models"),
+    "embed": "kvcli has no embeddings",
 }
 
 SHORT_HELP = """\
 kvcli {version}: chat with long documents on your own machine.
 
-  kvcli chat                             talk to the bundled demo, which knows only its own reports
+  kvcli chat                             chat with the bundled demo model, which knows only its own reports
   kvcli chat MODEL -f a.md -p "Why?"     one question about a file
-  kvcli summarize -m MODEL paper.pdf     a summary that names pages
+  kvcli summarize -m MODEL paper.pdf     a summary with page citations
   kvcli models suggest                   real models that fit this machine
 
 MODEL is a name that kvcli models suggest lists, a Hugging Face id, a folder, or a name from your config.
 
-kvcli --help lists all commands; kvcli chat --help what one takes, --help-all all of it.
+kvcli --help lists all commands; kvcli COMMAND --help lists the main options of one, --help-all all of them.
 """
 
 
@@ -134,7 +134,7 @@ app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Chat with long documents on your own machine: faster decoding with the same text, and memory you can see.",
+    help="Chat with long documents on your own machine: faster decoding with the same text, and visible memory use.",
 )
 
 

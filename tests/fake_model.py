@@ -105,7 +105,7 @@ class FakeModel:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if len(ids) > self.info.limit:
             raise ContextOverflow(
-                "the conversation is longer than the window",
+                "the chat is longer than the context window",
                 lines=[f"{len(ids):,} tokens of text > {self.info.limit:,}"],
                 detail={"prompt": len(ids), "reserve": 0, "limit": self.info.limit},
                 try_=["--ctx 4096", "/drop 1"],

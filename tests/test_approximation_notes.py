@@ -20,10 +20,10 @@ SHIPPED = {file.profile: Profile.load(file.profile) for file in builtin_files() 
 APPROX = [name for name, profile in SHIPPED.items() if profile.exactness == "approx"]
 EXACT = [name for name, profile in SHIPPED.items() if profile.exactness == "exact"]
 SAID = {  # what each loses, in words of its note
-    "balanced": "balanced holds keys and values in 8 bits",
+    "balanced": "balanced stores keys and values in 8 bits",
     "budget": "budget keeps what a budget of bytes has room for, by what repeating it looks at, "
-    "holds the rest in 8 and 4 bits",
-    "cpu": "cpu holds keys and values in 8 bits",
+    "stores the rest in 8 and 4 bits",
+    "cpu": "cpu stores keys and values in 8 bits",
     "expected": "expected keeps 50% of a prompt, by what later questions should look at",
     "fastgen": "fastgen keeps 50% of the tokens in each head, by what it looks at",
     "fastgen-paper": "fastgen-paper keeps what holds 95% of its attention in each head, by what it looks at",
@@ -32,7 +32,7 @@ SAID = {  # what each loses, in words of its note
     "lazy-fast": "lazy-fast reads 20% of a prompt of 1,024 tokens or more in the upper layers",
     "lazy-paper": "lazy-paper reads 10% of a prompt in the upper layers",
     "lean": "lean holds keys in 4 and values in 2 bits",
-    "max-context": "max-context holds keys and values in 4 bits, reads 3% of the text for each token",
+    "max-context": "max-context stores keys and values in 4 bits, reads 3% of the text for each token",
     "offload": "offload reads 3% of the text for each token",
     "snap": "snap keeps 50% of a prompt, by what its end looks at",
     "streaming": "streaming keeps the first 4 tokens and the newest 1,020",
@@ -65,8 +65,8 @@ def test_every_shipped_profile_is_one_or_the_other():
 def test_beyond_its_budget_the_note_the_figures_and_the_json_say_approx(name):
     turn, document = answered(name, 2500)
     note = turn.stats.approx
-    assert note.startswith(f"approx: {SAID[name]}")
-    assert note.endswith(": facts may be lost; -P exact loses none")
+    assert note.startswith(f"approximate answer: profile {SAID[name]}")
+    assert note.endswith(", so facts may be missing; -P exact uses the full text")
     for width in (200, 40):
         assert any("approx" in line for line in summary(turn, width))
         assert "approx" in one_line_summary(turn, width)[0]
@@ -102,12 +102,14 @@ def test_a_budget_that_was_typed_is_named_as_what_loses():
     for name in ("exact", "budget"):
         typed = load_profile(name, flags={key: (value, "--budget") for key, value in flags.items()})
         note = approximation_note(typed, ["forgotten"])
-        assert note.startswith(f"approx: {name} --budget 25% keeps what a budget of bytes has room for")
-        assert note.endswith("; -P exact without --budget loses none")
+        assert note.startswith(
+            f"approximate answer: profile {name} --budget 25% keeps what a budget of bytes has room for"
+        )
+        assert note.endswith("; -P exact without --budget uses the full text")
 
 
 def test_numbers_of_fewer_bits_than_the_models_are_a_loss():
-    for bits, lost in (("fp32", ""), ("bf16", "approx: own holds keys and values in bf16")):
+    for bits, lost in (("fp32", ""), ("bf16", "approximate answer: profile own stores keys and values in bf16")):
         changes = {"kv": {"dtype": bits}, "load": {"dtype": "fp32"}, "exactness": "approx", "name": "own"}
         model = kvcli.load("demo", profile=Profile.load("exact").replace(**changes))
         assert model.generate([7, 8, 9], max_new_tokens=1).stats.approx.startswith(lost)

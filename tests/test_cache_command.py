@@ -73,7 +73,7 @@ def test_prune_takes_kinds_and_an_age(machine: Machine):
     assert left(machine) == before - {"cache/summaries/old.json", "cache/summaries/new.json"}
     done = machine("cache", "prune", "benchmarks")
     assert done.exit == 2
-    assert "there is no kind 'benchmarks'" in done.err
+    assert "the cache has no kind 'benchmarks'" in done.err
 
 
 def test_chats_go_only_if_named(machine: Machine):

@@ -216,7 +216,7 @@ def test_a_short_look_is_kept_and_a_damaged_one_remade(demo, tmp_path, monkeypat
     (file,) = (tmp_path / "calibration").iterdir()
     file.write_text("{")
     assert quick_costs(demo, tmp_path, told.append)
-    assert told == ["timing a few passes"]
+    assert told == ["measuring a few forward passes"]
 
 
 def test_a_short_look_that_saw_nothing_is_not_taken_at_each_start(demo, tmp_path, monkeypatch):
@@ -224,7 +224,7 @@ def test_a_short_look_that_saw_nothing_is_not_taken_at_each_start(demo, tmp_path
     told: list[str] = []
     assert quick_costs(demo, tmp_path, told.append) == []
     assert quick_costs(demo, tmp_path, told.append) == []
-    assert told == ["timing a few passes"]
+    assert told == ["measuring a few forward passes"]
     (file,) = (tmp_path / "calibration").iterdir()
     os.utime(file, (0, 0))  # long ago
     assert quick_costs(demo, tmp_path, told.append) == []

@@ -55,7 +55,7 @@ def names(machine: Machine) -> list[str]:
 
 
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk without room: SQLite may not lengthen its file, and no file of ours is synced."""
+    """A disk dropped: SQLite may not lengthen its file, and no file of ours is synced."""
     begun = database._prepare
 
     def prepare(db: sqlite3.Connection) -> None:
@@ -95,7 +95,7 @@ def test_a_chat_goes_on_by_its_name_its_number_or_its_file(machine: Machine):
     for question in ("one", "two", "three"):
         machine("chat", "-p", question)
     one, _, three = names(machine)
-    machine("sessions", "export", "two", "-o", "two.json")
+    machine("chats", "export", "two", "-o", "two.json")
     assert machine("chat", "-r", one, "-p", "by name").exit == 0
     assert machine("chat", "-r", "two.json", "-p", "by file").exit == 0
     assert machine("chat", "-r", "./two.json", "-p", "and again").exit == 0  # with what came of it the first time
@@ -114,9 +114,9 @@ def test_a_chat_goes_on_by_its_name_its_number_or_its_file(machine: Machine):
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (["-c"], "no_chat", "no conversation is kept"),
-        (["-r", "2026"], "no_chat", "no conversation is kept"),
-        (["-r", "nowhere.json"], "file_missing", "no such conversation"),
+        (["-c"], "no_chat", "there are no saved chats"),
+        (["-r", "2026"], "no_chat", "there are no saved chats"),
+        (["-r", "nowhere.json"], "file_missing", "no such chat file"),
         (["-c", "-r", "x"], "usage", "exclude each other"),
     ],
 )
@@ -133,7 +133,7 @@ def test_a_name_that_several_have_lists_them(machine: Machine):
     done = machine("chat", "-r", "20", "-p", "Which?")  # years begin so
     assert done.exit == 3
     done = machine("chat", "-r", "202", "-p", "Which?")
-    assert "several conversations are called 202" in done.err
+    assert "several saved chats match 202" in done.err
     assert all(name in done.err for name in names(machine))
 
 
@@ -194,8 +194,8 @@ def test_one_question_says_which_chat_it_goes_on_with_and_with_v_where_it_is_kep
     assert "kept as" not in first.err
     done = machine("-v", "chat", "-c", "-p", "And now?")
     said = " ".join(done.err.split())
-    assert re.search("goes on with How deep. . 1 question", said)
-    assert f"kept as {names(machine)[0]}" in said
+    assert re.search("continues How deep. . 1 question", said)
+    assert f"saved as {names(machine)[0]}" in said
     assert done.out == f"{ANSWER}\n"
 
 
@@ -235,7 +235,7 @@ def test_a_full_disk_costs_no_answer(machine: Machine, monkeypatch):
     done = machine("chat", "-p", "How deep?")
     assert (done.exit, done.out) == (0, f"{ANSWER * 10_000}\n")
     said = " ".join(done.err.split())
-    assert re.search("this chat is not kept: cannot use .*: database or disk is full", said)
+    assert re.search("this chat is not saved: cannot use .*: database or disk is full", said)
     assert [texts(one)[0] for one in kept(machine)] == ["How wide?"]
     assert [p.name for p in (machine.folder / "home" / "data").iterdir() if ".part" in p.name] == []
 
@@ -349,17 +349,17 @@ def test_load_lists_and_opens(talk, tmp_path):
     assert "1 " in said
     assert "Second * 1 question" in said
     assert "one * 1 question" in said
-    assert "goes on with one * 1 question" in talk.type("/load 2", "again")
+    assert "continues one * 1 question" in talk.type("/load 2", "again")
     assert talk.saved() == ["one", "again"]
-    assert "that is this conversation" in talk.type("/load 1")
+    assert "this chat is open already" in talk.type("/load 1")
     assert "[no_chat]" in talk.type("/load nothing")
-    assert "no conversation is kept yet" in Talk(tmp_path / "other").type("/load")
+    assert "there are no saved chats yet" in Talk(tmp_path / "other").type("/load")
 
 
 def test_what_was_cleared_and_what_is_left_is_said_to_be_kept(talk):
     said = talk.type("one", "/clear", "two")
-    assert "forgot 1 question; it is kept, and /resume opens it again" in said
-    assert said.endswith("kept: kvcli chat -c goes on with it")
+    assert "removed 1 question; the chat is saved, and /resume opens it again" in said
+    assert said.endswith("saved; to continue: kvcli chat -c")
 
 
 def test_titles_and_lists_fit_a_narrow_terminal(talk):
@@ -374,7 +374,7 @@ def test_a_chat_that_is_not_kept_is_after_save(tmp_path):
     talk = Talk(tmp_path, keeps=False)
     talk.type("one")
     assert talk.names == []
-    assert "from now on with each turn" in talk.type("/save Wells", "two")
+    assert "from now on after each answer" in talk.type("/save Wells", "two")
     assert talk.saved() == ["one", "two"]
     talk.chat.close()
 
@@ -382,7 +382,7 @@ def test_a_chat_that_is_not_kept_is_after_save(tmp_path):
 def test_a_chat_that_somebody_else_changed_goes_on_in_a_session_of_its_own(talk):
     talk.type("one")
     Chat(FakeModel(), sessions=talk.sessions).load(talk.names[0]).save("mine")  # without asking for the lock
-    assert "was changed by another kvcli" in talk.type("two")
+    assert "another kvcli process changed" in talk.type("two")
     assert talk.sessions.read(talk.names[0])[0].title == "mine"
     assert (talk.saved(0), talk.saved()) == (["one"], ["one", "two"])
     assert "changed" not in talk.type("three")
@@ -429,7 +429,7 @@ def test_ctrl_c_while_a_turn_is_kept_costs_neither_the_turn_nor_the_chat(talk, m
 
 def test_a_disk_that_hangs_is_given_up_by_a_second_ctrl_c(talk, monkeypatch):
     monkeypatch.setattr(SavedChats, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert "this chat is not kept: stopped" in talk.type("one", "two")
+    assert "this chat is not saved: stopped" in talk.type("one", "two")
     monkeypatch.undo()
     talk.type("three")
     assert talk.saved() == ["one", "two", "three"]
@@ -457,7 +457,7 @@ def test_a_full_disk_costs_no_turn(talk, monkeypatch):
     talk.chat.model.answer = ANSWER * 10_000
     with monkeypatch.context() as patch:
         full(patch)
-        assert "this chat is not kept: cannot use" in talk.type("two")
+        assert "this chat is not saved: cannot use" in talk.type("two")
         assert talk.saved() == ["one"]
     talk.type("/tokens")
     assert talk.saved() == ["one", "two"]
@@ -676,7 +676,7 @@ def test_what_was_set_stays_with_another_profile(talk):
 
 def test_what_another_profile_cannot_take_is_left_out_and_said(talk):
     said = talk.type("/set sample.temperature 0.5", "/profile lean", "/profile")
-    assert "sample.temperature=0.5 was left out: lean has no temperature" in said
+    assert "sample.temperature=0.5 is not set: lean has no temperature" in said
     assert said.endswith(" lean")
 
 
@@ -690,5 +690,5 @@ def test_what_was_typed_at_the_start_stays_too(tmp_path):
 def test_a_file_is_attached_once_and_dropped_in_true_words(talk, tmp_path):
     (tmp_path / "p.txt").write_text("The report.")
     assert "p.txt is attached already, as 1 of /files" in talk.type("/file p.txt", "/file p.txt")
-    assert "dropped p.txt; it was not read yet" in talk.type("/drop 1")
-    assert "dropped p.txt; what followed it is read again" in talk.type("/file p.txt", "one", "/drop 1")
+    assert "removed p.txt; it was not read yet" in talk.type("/drop 1")
+    assert "removed p.txt; the text after it is read again" in talk.type("/file p.txt", "one", "/drop 1")

@@ -25,7 +25,7 @@ from tests.fakes import ClosedPipe, Machine, Stream
 
 KVCLI = [sys.executable, "-m", "kvcli"]
 ROOT = Path(__file__).parents[1]
-GROUPS = {"profiles", "models", "config", "spec", "cache", "sessions"}
+GROUPS = {"profiles", "models", "config", "spec", "cache", "chats"}
 
 
 @pytest.fixture
@@ -83,9 +83,7 @@ def test_kvcli_alone_shows_examples_and_that_documents_want_a_model(machine):
 
 def test_help_lists_what_exists_and_nothing_else(machine):
     listed = machine("--help").out.partition("Commands")[2]
-    assert [
-        name for name in ("chat", "summarize", "profiles", "models", "sessions", "doctor") if name not in listed
-    ] == []
+    assert [name for name in ("chat", "summarize", "profiles", "models", "chats", "doctor") if name not in listed] == []
     assert [name for name in ("serve",) if name in listed] == []
 
 
@@ -129,7 +127,7 @@ def test_what_only_looks_refuses_a_damaged_model_too(machine, tmp_path, command)
 @pytest.mark.parametrize("command", NAMING)
 def test_two_models_are_one_too_many(machine, command):
     done = machine(*command.split(), "demo", "-m", "other")
-    assert (done.exit, "demo and --model other are two models" in done.err) == (ExitStatus.USAGE, True)
+    assert (done.exit, "two models are named: demo and --model other" in done.err) == (ExitStatus.USAGE, True)
 
 
 # --- common options
@@ -216,7 +214,7 @@ def test_errors_as_json_go_to_stdout(machine):
         (["chat", "--stats", "loud"], "'--stats': 'loud' is not one of 'live'"),
         (["chat", "--temperature", "hot"], "'--temperature'"),
         (["chat", "-p"], "requires an argument"),
-        (["chat", "-f", "-", "-p", "Hi"], "leave it out"),
+        (["chat", "-f", "-", "-p", "Hi"], "leave out -f -"),
         (["chat", "--stream", "-p", "Hi"], "--stream needs --json"),
         (["chat", "--greedy", "-t", "0.7", "-p", "Hi"], "exclude each other"),
         (["chat", "--draft", "demo-small", "--spec", "ngram", "-p", "Hi"], "exclude each other"),
@@ -349,7 +347,7 @@ def test_a_name_too_long_for_a_file_is_said(machine, monkeypatch, tmp_path):
     done = machine("profile-heads", "demo", "--out", long)
     assert (done.exit, "[name_too_long]" in done.err, "try:" in done.err) == (3, True, True)
     there = Machine(tmp_path, environ={"KVCLI_HOME": str(tmp_path / long)})
-    for command in (("chat", "-p", "Hi"), ("profiles", "list"), ("models", "list"), ("sessions",)):
+    for command in (("chat", "-p", "Hi"), ("profiles", "list"), ("models", "list"), ("chats",)):
         done = there(*command)
         assert "internal" not in done.err
         assert "Traceback" not in done.err
@@ -453,7 +451,7 @@ def test_completion_scripts_are_printed(tmp_path):
         ("kvcli bench --vary spec.method=n", ["spec.method=ngram"]),
         ("kvcli cache prune cal", ["calibration"]),
         ("kvcli chat -r 2", ["CHAT"]),
-        ("kvcli sessions rm 2", ["CHAT"]),
+        ("kvcli chats rm 2", ["CHAT"]),
         ("kvcli chat -f ", []),  # the shell knows files
         ("kvcli chat --set nonsense=", []),
         ("kvcli chat --set policy.budget=", []),
@@ -490,7 +488,7 @@ def test_what_is_wrong_with_the_config_does_not_disturb_the_tab_key(tmp_path):
         ("rm", "kvcli models remove"),
         ("show", "kvcli models show"),
         ("list", "kvcli models list"),
-        ("logs", "kvcli sessions list"),
+        ("logs", "kvcli chats list"),
         ("run", "kvcli chat"),
         ("create", "kvcli profiles new"),
         ("templates", "kvcli profiles list"),
@@ -513,9 +511,7 @@ def test_what_others_do_and_we_do_not_is_said(machine, typed):
 
 
 @pytest.mark.parametrize("columns", [1, 30, 40, 59])
-@pytest.mark.parametrize(
-    "args", [("--help",), ("chat", "--help-all"), ("models", "--help"), ("sessions", "prune", "-h")]
-)
+@pytest.mark.parametrize("args", [("--help",), ("chat", "--help-all"), ("models", "--help"), ("chats", "prune", "-h")])
 def test_no_word_is_cut_in_narrow_help(machine, args, columns):
     machine.environ["COLUMNS"] = str(columns)
     os.environ.pop("COLUMNS", None)
@@ -532,3 +528,17 @@ def test_no_word_is_cut_in_narrow_help(machine, args, columns):
 def test_from_60_columns_on_help_has_its_boxes(machine):
     machine.environ["COLUMNS"] = "60"
     assert "╭" in machine("chat", "--help").out
+
+
+@pytest.mark.parametrize(
+    ("args", "new"),
+    [
+        (["summarize", "a.txt", "--fresh"], "--no-cache"),
+        (["summarize", "a.txt", "--mode", "map"], "--mode parts"),
+        (["sessions", "list"], "kvcli chats"),
+    ],
+)
+def test_a_former_name_is_refused_with_the_new_one(machine, args, new):
+    done = machine(*args, "--json")
+    error = json.loads(done.out)
+    assert (done.exit, error["code"], error["try"][0]) == (2, "usage", new)

@@ -157,7 +157,7 @@ def test_a_budget_is_refused_where_something_else_forgets_or_nothing_may(machine
     assert "--budget and memory.budget=30% (--set) exclude each other" in run.err
     assert machine(*asked, "--set", "memory.budget=25%").exit == 0
     run = machine(*asked, "--exact")
-    assert "--exact cannot be kept" in run.err
+    assert "--exact conflicts with profile" in run.err
     assert "try: leave --budget out\n" in run.err  # and nothing that cannot be typed beside it
     assert '"much" is not allowed' in machine("chat", "--dry-run", "--budget", "much").err
     for profile in ("balanced", "cpu", "lean", "max-context"):
@@ -187,7 +187,7 @@ def test_a_model_that_drafts_where_the_profile_drafts_nothing_is_said(machine):
     def said(profile):
         return " ".join(machine("chat", "-p", "How deep?", "-P", profile, "--draft", "demo").err.split())
 
-    assert "exact drafts nothing by itself: --draft has demo draft, the text is the same" in said("exact")
+    assert "exact does not draft; --draft adds draft model demo (same text)" in said("exact")
     assert "drafts nothing by itself" not in said("ngram") + said("draft")
 
 
@@ -277,7 +277,7 @@ def test_overflow_exits_6_with_the_numbers(machine):
 def test_a_window_beyond_the_model_is_refused_and_not_shrunk(machine):
     done = machine("chat", "--dry-run", "--ctx", "100k")
     assert done.exit == 9
-    assert "its limit is 8,192 tokens; --ctx asks for 102,400" in " ".join(done.err.split())
+    assert "the limit is 8,192 tokens; --ctx sets 102,400" in " ".join(done.err.split())
 
 
 @pytest.mark.parametrize("args", [["--no-input"], ["--json"]])
@@ -325,11 +325,11 @@ def test_a_thought_is_shown_and_kept_beside_the_answer(machine):
     assert machine("chat", "-q", "-p", "How deep?").err == ""
     machine("chat", "-c", "-p", "Why?")
     assert "Wells" not in asked(machine)
-    kept = json.loads(machine("sessions", "show", "--json").out)
+    kept = json.loads(machine("chats", "show", "--json").out)
     assert [message["thinking"] for message in kept["messages"]] == ["", THOUGHT, "", THOUGHT]
     assert [message["text"] for message in kept["messages"]][1::2] == [ANSWER, ANSWER]
-    assert json.loads(machine("sessions", "list", "--json").out)["sessions"][0]["documents"] == 0
-    assert f"*Wells are deep. But this one?*\n\n{ANSWER}" in machine("sessions", "show").out
+    assert json.loads(machine("chats", "list", "--json").out)["sessions"][0]["documents"] == 0
+    assert f"*Wells are deep. But this one?*\n\n{ANSWER}" in machine("chats", "show").out
 
 
 def test_a_thought_has_a_field_and_an_event_of_its_own(machine):
@@ -352,7 +352,7 @@ def test_an_answer_that_is_all_thought_says_so(machine):
             yield End(replace(event.turn, finish="length")) if isinstance(event, End) else event
 
     machine.model.stream = stream
-    assert "went into a thought" in machine("chat", "-p", "How deep?").err
+    assert "were used for thinking" in machine("chat", "-p", "How deep?").err
 
 
 @pytest.mark.parametrize("drafts", [True, False])
@@ -507,7 +507,7 @@ def test_an_answer_is_held_to_a_schema_or_said_to_be_cut(kvcli, tmp_path):
         out, err = cut.communicate(timeout=300)
         assert cut.returncode == 8, err
         said = "".join(err.decode().split())  # a long path is wrapped anywhere
-        assert "cutbeforeitwasallof" + "".join(str(tmp_path / name).split()) in said
+        assert "reacheditslengthlimitbeforeitwascomplete" + "".join(str(tmp_path / name).split()) in said
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_the_summary_alone_on_stdout(office):
     assert (done.exit, done.out) == (0, "\n".join(POINTS) + "\n")
     file, plan, *_ = done.err.split("\n")
     assert re.fullmatch(r"a\.txt · 3 pages · \d+ tokens", file)
-    assert plan.startswith("plan: whole, ")
+    assert plan.startswith("plan: one part, ")
     assert "\x1b" not in done.err
 
 
@@ -118,11 +118,11 @@ def test_a_summary_with_a_loop_in_it_is_no_success(office):
     office.clerk.answer = lambda _: f"{POINTS[0]}\n- It" + " goes on" * 60
     done = office("a.txt")
     assert (done.exit, done.out) == (8, f"{POINTS[0]}\n")
-    assert "note: the answer went round in a loop" in done.err
+    assert "note: the answer repeated itself" in done.err
     office.clerk.answer = lambda _: " goes on" * 60
-    done = office("a.txt", "--fresh")
+    done = office("a.txt", "--no-cache")
     assert (done.exit, done.out) == (8, "")
-    assert "its answer went round in a loop" in done.err
+    assert "its answer repeated itself" in done.err
 
 
 def test_quiet_says_nothing(office):
@@ -164,7 +164,7 @@ def test_a_citation_of_another_page_is_moved_and_said(office):
     office.clerk.answer = lambda prompt: "- The river rose by 12 metres in March [p. 3]."
     done = office("a.txt")
     assert done.out == POINTS[0] + "\n"
-    assert "1 of 1 citation named another place and was moved" in done.err
+    assert "1 of 1 citation named a wrong place and was moved" in done.err
 
 
 def test_unchecked_and_uncited(office):
@@ -187,7 +187,7 @@ def test_json_is_what_the_schema_says(office):
     for args in (["--json"], ["--format", "json"]):
         document = json.loads(office("a.txt", "--quotes", *args).out)
         TypeAdapter(DOCUMENTS["summary"]).validate_python(document, strict=False)
-        assert document["schema"] == "kvcli.summary/1"
+        assert document["schema"] == "kvcli.summary/2"
         assert document["source"]["path"] == "a.txt"
         assert [point["cites"][0]["page"] for point in document["points"]] == [1, 2, 3]
         assert document["turns"][0]["turn"]["model"]["id"] == "demo"
@@ -293,7 +293,7 @@ def test_a_file_is_read_once_however_it_is_spelt(office, again):
     (office.folder / "link.txt").symlink_to("r.txt")
     done = office("r.txt", again)
     assert (done.exit, done.out) == (2, "")
-    assert f"{again} is named twice, first as r.txt" in " ".join(done.err.split())
+    assert f"{again} is named twice (the first time as r.txt" in " ".join(done.err.split())
     assert office("r.txt:1", f"{again}:1").exit == 2
     assert office("r.txt:1", f"{again}:2-3").exit == 0, "other pages of it"
 
@@ -306,7 +306,7 @@ def test_a_file_is_replaced_at_the_end_and_kept_when_that_fails(office):
     assert office("a.txt", "-o", "out.md").exit == 8
     assert target.read_text() == "before"
     office.clerk.answer = first_sentences
-    assert office("a.txt", "-o", "out.md", "--fresh").exit == 0
+    assert office("a.txt", "-o", "out.md", "--no-cache").exit == 0
     assert target.read_text().splitlines() == POINTS
     assert target.stat().st_mode & 0o777 == 0o640
     assert [p.name for p in office.folder.iterdir() if "out.md" in p.name] == ["out.md"]
@@ -382,7 +382,7 @@ def test_a_missing_file_among_several(office):
     assert (done.exit, done.out.splitlines()) == (3, POINTS)
     assert "no such file: gone.pdf" in done.err
     document = json.loads(office("a.txt", "gone.pdf", "--json").out)
-    assert document["notes"] == ["gone.pdf is left out: no such file: gone.pdf"]
+    assert document["notes"] == ["gone.pdf is not in the summary: no such file: gone.pdf"]
 
 
 def test_each_file_by_itself(office):
@@ -394,7 +394,7 @@ def test_each_file_by_itself(office):
     assert "\n\n# b.txt\n\n- The mill burned down on Sunday [p. 1]." in done.out
     assert "cut.pdf cannot be read" in done.err
     lines = [json.loads(line) for line in office("a.txt", "cut.pdf", "b.txt", "--each", "--json").out.splitlines()]
-    assert [line["schema"] for line in lines] == ["kvcli.error/1", "kvcli.summary/1", "kvcli.summary/1"]
+    assert [line["schema"] for line in lines] == ["kvcli.error/1", "kvcli.summary/2", "kvcli.summary/2"]
 
 
 def test_of_each_what_fails_is_named_and_has_no_heading(office):
@@ -402,10 +402,10 @@ def test_of_each_what_fails_is_named_and_has_no_heading(office):
     args = ["huge.txt", "a.txt", "--each", "--mode", "whole"]
     done = office(*args)
     assert (done.exit, done.out) == (6, "# a.txt\n\n" + "\n".join(POINTS) + "\n")
-    assert "error: huge.txt: the document is longer than the window" in done.err
+    assert "error: huge.txt: the document is longer than the context window" in done.err
     error, summary = (json.loads(line) for line in office(*args, "--json").out.splitlines())
-    assert error["message"] == "huge.txt: the document is longer than the window"
-    assert summary["schema"] == "kvcli.summary/1"
+    assert error["message"] == "huge.txt: the document is longer than the context window"
+    assert summary["schema"] == "kvcli.summary/2"
     assert "huge.txt: the document" not in office("huge.txt", "--mode", "whole").err, "there is only one"
 
 
@@ -416,11 +416,11 @@ def test_of_each_a_plan_that_fails_leaves_the_others(tmp_path):
     args = ["summarize", "huge.txt", "a.txt", "--each", "--mode", "whole", "--dry-run"]
     done = machine(*args)
     assert done.exit == 6
-    assert "error: huge.txt: the document is longer than the window" in done.err
+    assert "error: huge.txt: the document is longer than the context window" in done.err
     assert "--ctx" not in done.err, "the model takes no more than it has"
     assert done.out.startswith("a.txt \u00b7 3 pages")
     lines = [json.loads(line)["schema"] for line in machine(*args, "--json").out.splitlines()]
-    assert lines == ["kvcli.error/1", "kvcli.summary_plan/1"]
+    assert lines == ["kvcli.error/1", "kvcli.summary_plan/2"]
 
 
 @pytest.mark.parametrize("more", [[], ["--each"], ["--extract-only"], ["--dry-run"]])
@@ -433,7 +433,7 @@ def test_no_file_can_be_read_is_one_error_as_json(office, more):
 
 def test_errors_of_each_stand_where_the_json_goes(office):
     (office.folder / "cut.pdf").write_bytes(b"%PDF-1.7\n1 0 obj")
-    schemas = ["kvcli.error/1", "kvcli.summary/1"]
+    schemas = ["kvcli.error/1", "kvcli.summary/2"]
     done = office("cut.pdf", "a.txt", "--each", "--format", "json")
     assert [json.loads(line)["schema"] for line in done.out.splitlines()] == schemas
     done = office("cut.pdf", "a.txt", "--each", "--json", "-o", "x.json")
@@ -442,7 +442,7 @@ def test_errors_of_each_stand_where_the_json_goes(office):
     written = (office.folder / "x.json").read_text()
     assert [json.loads(line)["schema"] for line in written.splitlines()] == schemas
     office.clerk.answer = lambda prompt: ""
-    done = office("cut.pdf", "a.txt", "--each", "--json", "-o", "x.json", "--fresh")
+    done = office("cut.pdf", "a.txt", "--each", "--json", "-o", "x.json", "--no-cache")
     assert (done.out, (office.folder / "x.json").read_text()) == ("", written), "errors alone replace nothing"
     assert "wrote no summary" in done.err
 
@@ -466,8 +466,8 @@ def test_a_terminal_gets_no_escapes_of_a_file(office):
 def test_dry_run_loads_no_weights(machine_plan):
     done, document = machine_plan
     assert done.exit == 0
-    assert "plan: whole, 4,599 tokens with the question" in done.out
-    assert (document["schema"], document["mode"], document["limit"]) == ("kvcli.summary_plan/1", "whole", 8192)
+    assert "plan: one part, prompt 4,599 tokens" in done.out
+    assert (document["schema"], document["mode"], document["limit"]) == ("kvcli.summary_plan/2", "whole", 8192)
     assert document["seconds"] is None, "nobody timed anything in this home"
 
 
@@ -486,14 +486,14 @@ def test_parts_are_told_and_kept(office):
     args = long_file(office)
     first = office(*args)
     assert first.exit == 0
-    assert re.search(r"plan: map, 5 parts of \N{LESS-THAN OR EQUAL TO} \d+ tokens with the question", first.err)
-    assert len(re.findall(r"part \d of 5 · page \d · 1 point · read", first.err)) == 5
+    assert re.search(r"plan: 5 parts, prompts up to \d+ tokens", first.err)
+    assert len(re.findall(r"part \d of 5 · page \d · 1 point · prompt", first.err)) == 5
     asked = len(office.clerk.asked)
     again = office(*args)
     assert again.out == first.out
     assert len(office.clerk.asked) == asked
-    assert "--fresh asks anew" in again.err
-    office(*args, "--fresh")
+    assert "--no-cache asks again" in again.err
+    office(*args, "--no-cache")
     assert len(office.clerk.asked) == 2 * asked
 
 
@@ -519,9 +519,9 @@ def test_ctrl_c_says_when_nothing_is_kept(office, in_third):
     done = office(*long_file(office))
     assert done.exit == 130
     said = " ".join(done.err.split())
-    assert said.count("note: parts cannot be kept in") == 1
-    assert said.index("cannot be kept") < said.index("part 1 of 5")
-    assert "stopped: parts 1 and 2 of 5 are done but could not be kept; run it again to begin anew" in said
+    assert said.count("note: results of parts cannot be saved in") == 1
+    assert said.index("cannot be saved") < said.index("part 1 of 5")
+    assert "stopped: parts 1 and 2 of 5 are done but could not be saved; the same command starts again" in said
 
 
 def test_ctrl_c_with_json_is_one_error_and_not_nothing(office, in_third):
@@ -530,8 +530,8 @@ def test_ctrl_c_with_json_is_one_error_and_not_nothing(office, in_third):
 
 
 def test_ctrl_c_after_fresh_says_how_to_go_on(office, in_third):
-    done = office(*long_file(office), "--fresh")
-    said = "stopped: parts 1 and 2 of 5 are kept; run it again without --fresh to go on"
+    done = office(*long_file(office), "--no-cache")
+    said = "stopped: parts 1 and 2 of 5 are saved; the same command without --no-cache continues"
     assert said in " ".join(done.err.split())
 
 
@@ -539,21 +539,21 @@ def test_what_cannot_be_kept_is_said_once(office):
     (office.folder / "home").mkdir(exist_ok=True)
     (office.folder / "home" / "cache").write_text("no folder")
     done = office(*long_file(office))
-    assert (done.exit, done.err.count("cannot be kept")) == (0, 1)
-    assert "cannot be kept" in json.loads(office(*long_file(office), "--json").out)["notes"][0]
+    assert (done.exit, done.err.count("cannot be saved")) == (0, 1)
+    assert "cannot be saved" in json.loads(office(*long_file(office), "--json").out)["notes"][0]
 
 
 def test_ctrl_c_in_the_third_part_keeps_two(office, monkeypatch, in_third):
     args, stream = long_file(office), in_third
     done = office(*args, "-o", "out.md")
     assert (done.exit, done.out) == (130, "")
-    assert "stopped: parts 1 and 2 of 5 are kept; run it again to go on" in done.err
+    assert "stopped: parts 1 and 2 of 5 are saved; the same command continues" in done.err
     assert not (office.folder / "out.md").exists()
     monkeypatch.setattr(office.clerk, "stream", stream)
     asked = len(office.clerk.asked)
     again = office(*args, "-o", "out.md")
     assert again.exit == 0
-    assert again.err.count("from an earlier run") == 3, "two parts, and the note"
+    assert again.err.count("saved by an earlier run") == 2, "two parts"
     assert len(office.clerk.asked) - asked in (3, 4), "three parts, and the merge if there is one"
 
 
@@ -576,7 +576,7 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
         assert office("a.txt", "b.txt", "--each", "-o", "out.md").exit == 130
     assert target.read_text() == "before"
     office.clerk.answer = lambda prompt: "" if "mill" in prompt else first_sentences(prompt)
-    assert office("b.txt", "a.txt", "--each", "-o", "out.md", "--fresh").exit == 8
+    assert office("b.txt", "a.txt", "--each", "-o", "out.md", "--no-cache").exit == 8
     assert target.read_text() == "# a.txt\n\n" + "\n".join(POINTS) + "\n", "no heading without its summary"
 
 
@@ -586,7 +586,7 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        ([], "usage", "which file"),
+        ([], "usage", "no file is named"),
         (["gone.pdf"], "file_missing", "no such file"),
         (["~nobody-here/x.pdf", "-o", "x.md"], "file_missing", "no such file: ~nobody-here/x.pdf"),
         (["a.txt", "-o", "~nobody-here/x.md"], "file_unwritable", "its folder does not exist"),
@@ -594,25 +594,25 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
         (["."], "is_a_folder", "is a folder"),
         (["empty.pdf"], "empty_file", "is empty"),
         (["a.txt", "a.txt"], "usage", "named twice"),
-        (["a.txt", "--extract-only", "--quotes"], "usage", "--extract-only goes without --quotes"),
-        (["a.txt", "--extract-only", "--format", "html"], "usage", "only a summary"),
+        (["a.txt", "--extract-only", "--quotes"], "usage", "--extract-only excludes --quotes"),
+        (["a.txt", "--extract-only", "--format", "html"], "usage", "only summaries"),
         (["a.txt", "--dry-run", "-o", "x.md"], "usage", "writes no file"),
         (["a.txt", "-o", "."], "file_unwritable", "it is a folder"),
-        (["a.txt", "-o", ""], "usage", "-o names no file"),
+        (["a.txt", "-o", ""], "usage", "-o needs a file name"),
         (["a.txt", "-o", "loop1.md"], "file_unwritable", "symbolic links"),
         (["a.txt", "-o", f"{'x' * 300}.md"], "file_unwritable", "name too long"),
         (["a.txt", "--focus", "caf\udce9"], "usage", "--focus is not UTF-8"),
         (["a.txt", "--lang", "\udcff"], "usage", "--lang is not UTF-8"),
-        (["a.txt", "--quotes", "--no-check"], "usage", "one of the two"),
+        (["a.txt", "--quotes", "--no-check"], "usage", "only one of them"),
         (["a.txt", "--overlap", "-1"], "usage", "0 or more"),
         (["a.txt", "-o", "no/x.md"], "file_unwritable", "does not exist"),
-        (["a.txt", "-o", "a.txt"], "usage", "would replace a file that is read"),
-        (["a.txt:1-2", "--extract-only", "-o", "a.txt"], "usage", "would replace a file that is read"),
-        (["a.txt", "--password-file", "pw.txt", "-o", "pw.txt"], "usage", "would replace a file that is read"),
+        (["a.txt", "-o", "a.txt"], "usage", "would overwrite an input file"),
+        (["a.txt:1-2", "--extract-only", "-o", "a.txt"], "usage", "would overwrite an input file"),
+        (["a.txt", "--password-file", "pw.txt", "-o", "pw.txt"], "usage", "would overwrite an input file"),
         (["a.txt", "--length", "huge"], "usage", "short, medium, long"),
-        (["a.txt", "--mode", "whole", "--chunk", "99"], "usage", "has no parts"),
+        (["a.txt", "--mode", "whole", "--chunk", "99"], "usage", "have no effect"),
         (["a.txt", "--pages", "9"], "no_such_page", "has no page 9"),
-        (["a.txt", "--pages", "x"], "bad_pages", "no range"),
+        (["a.txt", "--pages", "x"], "bad_pages", "is not a range"),
         (["a.txt", "--type", "doc"], "unknown_type", "no type"),
         (["a.txt", "--password-file", "gone"], "file_unreadable", "cannot read the password"),
     ],
@@ -633,7 +633,7 @@ def test_what_is_refused(office, args, code, words):
 
 
 def test_a_form_is_named_once(office):
-    assert "its ending names no format" in office("a.txt", "-o", "x.pdf").err
+    assert "unknown file name extension" in office("a.txt", "-o", "x.pdf").err
     for args in (["--format", "md"], ["-o", "x.md"]):
         done = office("a.txt", "--json", *args)
         assert (done.exit, "exclude each other" in done.out) == (2, True)

@@ -275,7 +275,7 @@ def test_the_context_by_message_says_what_is_in_fewer_slots() -> None:
     told(chat, 7)
     rows = dict(chat.tokens())
     assert rows["template"] > 0
-    assert rows["its beginning, in fewer slots"] < 0
+    assert rows["compressed start of the chat"] < 0
     assert sum(rows.values()) == len(chat.rendered(chat.messages).ids)
 
 

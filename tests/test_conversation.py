@@ -141,7 +141,7 @@ def test_dropping_counts_through_messages_and_what_waits(chat):
     assert chat.documents == [first, third]
     assert chat.drop(1) is third
     assert chat.pending == []
-    with pytest.raises(BadInput, match="no document 2"):
+    with pytest.raises(BadInput, match="document 2 does not exist"):
         chat.drop(1)
     chat.drop(0)
     with pytest.raises(BadInput, match="none is attached"):
@@ -262,7 +262,7 @@ def test_what_is_not_a_conversation_is_refused_and_changes_nothing(chat, tmp_pat
         chat.load(tmp_path / "x.json")
     assert caught.value.code == "not_a_chat"
     assert texts(chat) == ["How deep?", ANSWER]
-    with pytest.raises(BadInput, match="no such conversation"):
+    with pytest.raises(BadInput, match="no such chat file"):
         chat.load(tmp_path / "y.json")
 
 

@@ -55,7 +55,7 @@ def test_models_are_shown_with_those_that_can_draft_for_them(machine: Machine) -
 
 def test_auto_is_the_best_at_hand_or_says_what_to_get(machine: Machine) -> None:
     assert Setup(machine.world(), "demo").draft("auto").id == "tiny"
-    with pytest.raises(BadModel, match="no model at hand can draft for tiny") as found:
+    with pytest.raises(BadModel, match="no model on this machine can draft for tiny") as found:
         Setup(machine.world(), "tiny").draft("auto")
     assert found.value.code == "no_draft_model"
     assert "--draft MODEL" in found.value.try_

@@ -75,7 +75,7 @@ def test_passes_of_more_rows_than_a_gpu_serves_alike_are_not_called_exact(monkey
     of.install_kernels()
     few, many = Profile.load("ngram"), Profile.load("fafo-paper").replace(exactness="exact")
     assert few.spec.rows <= MOST < many.spec.rows
-    for is_apart, said in ((False, "bit-exact"), (True, "exact but for near ties")):
+    for is_apart, said in ((False, "bit-exact"), (True, "exact up to 16-bit rounding")):
         monkeypatch.setattr(of, "is_apart", is_apart)
         assert (assemble.promise(of, few), assemble.promise(of, many)) == ("bit-exact", said)
         profile, why = assemble.adapted_profile(of, many.replace(spec={"require_batch_invariance": True}))
@@ -86,7 +86,7 @@ def test_only_what_is_exact_is_called_so() -> None:
     def said(name: str, dtype: torch.dtype) -> str:
         return assemble.promise(LM.of(families.build("llama", dtype)), Profile.load(name))
 
-    assert {said(name, torch.bfloat16) for name in DRAFTING} == {"exact but for near ties"}
+    assert {said(name, torch.bfloat16) for name in DRAFTING} == {"exact up to 16-bit rounding"}
     assert {said(name, torch.float32) for name in DRAFTING} == {"exact"}
     assert (said("exact", torch.bfloat16), said("lean", torch.bfloat16)) == ("exact", "approx")
 

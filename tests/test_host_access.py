@@ -301,7 +301,7 @@ def test_the_seam_has_a_lane_where_there_are_no_streams() -> None:
     assert bus.pin(of)
 
 
-# ---- what recall reads of host memory ----
+# ---- what sparse attention reads of host memory ----
 
 
 def recalled(bus: FakeBus, far: HostTier | Dense) -> SparseTier:

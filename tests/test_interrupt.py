@@ -36,7 +36,7 @@ def swallow() -> None:
 
 
 def swallow_and_stumble() -> None:
-    """As an import goes on with half of a module."""
+    """As an import continues half of a module."""
     swallow()
     raise AttributeError("a module that is there in part")
 

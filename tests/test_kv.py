@@ -456,7 +456,7 @@ def test_what_packs_moves_away_or_recalls_takes_layers_of_any_size(key: str) -> 
             torch.testing.assert_close(ours, theirs, rtol=0, atol=within)
             one = merge_attention(
                 kv.attend(layer, q, AttentionParams(0.3), range(600, 603))
-            )  # where recall reads a part
+            )  # where sparse attention reads a part
             assert one.shape == ours.shape
 
 

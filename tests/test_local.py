@@ -161,7 +161,7 @@ def test_the_seed_is_the_streams_own_whatever_is_asked_before_it_starts() -> Non
 
 @pytest.mark.parametrize("new", [0, -3])
 def test_an_answer_without_tokens_is_refused(new: int) -> None:
-    with pytest.raises(BadConfig, match="in what was asked of an answer") as found:
+    with pytest.raises(BadConfig, match="in options of the answer") as found:
         model().generate(prompt(), max_new_tokens=new)
     assert "max_new_tokens" in str(found.value.lines)
 
@@ -239,7 +239,7 @@ def test_a_prompt_beyond_the_window_is_refused_with_the_numbers_before_it_is_rea
         m.stream(prompt(50), max_new_tokens=1000)
     assert caught.value.exit == ExitStatus.CONTEXT_OVERFLOW
     assert caught.value.detail == {"prompt": 50, "reserve": 16, "limit": 64}
-    assert "50 tokens of text + 16 for the answer > 64" in caught.value.lines[0]
+    assert "50 tokens + answer 16 tokens > 64" in caught.value.lines[0]
     assert "--max-new-tokens 14" in caught.value.try_
     assert m.session.ids == []
     turn = m.generate(prompt(48), max_new_tokens=1000)

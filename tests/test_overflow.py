@@ -100,16 +100,16 @@ def test_each_time_a_quarter_of_the_window_is_made_free(tmp_path):
 
 def test_what_is_left_out_is_said_each_time(chat):
     ask(chat, 50)
-    said = [note for note in chat.notes if "longer than the window" in note]
+    said = [note for note in chat.notes if "exceeds the context window" in note]
     assert len(said) > 1
-    assert said[0].startswith("longer than the window: the model is shown questions 1 to ")
+    assert said[0].startswith("the chat exceeds the context window; questions 1–")
 
 
 def test_where_nothing_of_it_is_at_hand_it_goes_and_the_line_says_why(tmp_path):
     chat = chat_of("compress", tmp_path)
     ask(chat, 50)
     assert chat.shown.left
-    assert "could not be made smaller" in chat.notes[0]
+    assert "could not be compressed" in chat.notes[0]
 
 
 def test_documents_stay_with_what_is_left(chat):
@@ -162,7 +162,7 @@ def test_whatever_makes_it_shorter_brings_back_what_fits(tmp_path, change):
 def test_the_table_of_tokens_says_what_is_not_shown(chat):
     ask(chat, 50)
     rows = chat.tokens()
-    assert rows[1] == (f"questions 1 to {chat.shown.left // 2}, not shown", 0)
+    assert rows[1] == (f"questions 1 to {chat.shown.left // 2}, not sent", 0)
     assert rows[2][0] == f"question {chat.shown.left // 2 + 1}"
     assert rows[-1][0] == "template"
     assert rows[-1][1] > 0
@@ -215,7 +215,7 @@ def test_a_chat_that_is_opened_again_knows_what_was_left_out_and_says_so(how, tm
     other = again(chat, tmp_path)
     assert other.shown == chat.shown
     assert bool(other.shown.notes) == (how == "summarize")
-    assert f"questions 1 to {chat.shown.left // 2}; it " in other.notes[0]
+    assert f"questions 1–{chat.shown.left // 2} are not sent; it " in other.notes[0]
     assert (other.messages, [d.name for d in other.pending]) == (chat.messages, ["r.md"])
     for each in (chat, other):
         each.send("And?")

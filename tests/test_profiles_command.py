@@ -103,7 +103,7 @@ def test_show_with_origins(shell: Shell) -> None:
     assert rows["spec.method"] == '"ngram"\tbuilt-in ngram'
     assert rows["spec.max"] == "6\tenv KVCLI_SPEC__MAX"
     assert rows["load.dtype"] == '"fp16"\t--set'
-    assert rows["sample.temperature"] == "the model's\tdefault"
+    assert rows["sample.temperature"] == "from the model\tdefault"
 
 
 def test_what_show_prints_is_a_profile_again(shell: Shell) -> None:
@@ -113,7 +113,7 @@ def test_what_show_prints_is_a_profile_again(shell: Shell) -> None:
 
     assert shell("diff", "kept", "ngram", "--plain") == 0
 
-    assert shell.out.splitlines() == ["key\tkept\tngram", "spec.max\t5\t15", "sample.top_p\t0.5\tthe model's"]
+    assert shell.out.splitlines() == ["key\tkept\tngram", "spec.max\t5\t15", "sample.top_p\t0.5\tfrom the model"]
 
 
 def test_show_without_a_name_is_what_chat_would_use(shell: Shell) -> None:
@@ -194,7 +194,7 @@ def test_every_line_that_new_comments_out_can_be_used(shell: Shell) -> None:
     [
         (["new", "../mine"], 2, "is not a profile name"),
         (["new", "exact"], 3, 'there is a profile "exact" already'),
-        (["new", "mine", "-o", "there.toml"], 3, "there.toml exists and is left as it is"),
+        (["new", "mine", "-o", "there.toml"], 3, "there.toml exists already"),
         (["new", "mine", "--extends", "exakt"], 9, 'did you mean "exact"?'),
         (["show", "exakt"], 9, 'did you mean "exact"?'),
         (["diff", "exact", "exakt"], 9, 'did you mean "exact"?'),

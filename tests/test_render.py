@@ -27,7 +27,7 @@ from kvcli.render.turn.turn_view import TurnView, loop_notes, show_turn
 from tests.fake_model import FakeModel, fake_info
 
 LOOK = RowOptions("fafo")
-RAM = ProcessMemory("ram", 431 << 20)
+RAM = ProcessMemory("RAM", 431 << 20)
 
 
 def some_stats(**changes):
@@ -51,12 +51,13 @@ def style_of(text, spans):
 # --- the live row
 
 
-FULL = " fafo  64 tok  21.9/s  accept 3.00·73% ▃▅█▇▄▆  kv 17.1M  ctx 96%  ram 431M"
+FULL = " fafo  64 tok  21.9 tok/s  2.46 tok/pass  KV 17.1 MiB  context 96%  RAM 431 MiB"
 
 
 def test_the_row_is_that_of_the_design():
     stats = some_stats(kv={"dense": 17_930_000}, kv_fp16=0)
-    assert row(80, stats) == FULL
+    assert row(81, stats) == FULL
+    assert row(80, stats) == FULL.replace(" fafo  ", " ")
     assert row(200, stats) == FULL
 
 
@@ -65,30 +66,31 @@ def test_fields_go_in_the_order_stated_as_the_terminal_narrows():
     shown = [(width, row(width, stats)) for width in range(90, 39, -1)]
     gone = []
     for _, text in shown:
-        for name, mark in (("spark", "█"), ("profile", "fafo"), ("ctx", "ctx"), ("memory", "ram"), ("kv", "kv")):
+        for name, mark in (("profile", "fafo"), ("ctx", "context"), ("memory", "RAM"), ("kv", "KV")):
             if mark not in text and name not in gone:
                 gone.append(name)
-        assert "21.9/s" in text
-        assert "accept 3.00·73%" in text
-    assert gone == ["spark", "profile", "ctx", "memory", "kv"]
+        assert "21.9 tok/s" in text
+        assert "2.46 tok/pass" in text
+    assert gone == ["profile", "ctx", "memory", "kv"]
     assert all(text_width(text) <= width - 2 for width, text in shown)
     assert row(39, stats) == ""
 
 
 def test_a_lossy_profile_shows_how_much_smaller_the_cache_is():
-    assert "kv 4.4M ×3.9" in row(100)
+    assert "KV 4.4 MiB (3.9× smaller)" in row(100)
 
 
 def test_several_tiers_are_told_apart():
-    assert "kv 4.4M+12.0M cpu " in row(120, some_stats(kv={"packed": 4_613_734, "cpu": 12 << 20}, kv_fp16=0))
-    assert f.tiers({"dense": 5 << 20, "cpu": 0}) == "5.0M"
+    assert "KV 4.4 MiB quantized + 12.0 MiB host " in row(
+        120, some_stats(kv={"packed": 4_613_734, "cpu": 12 << 20}, kv_fp16=0)
+    )
+    assert f.tiers({"dense": 5 << 20, "cpu": 0}) == "5.0 MiB"
+    assert f.tiers({"cuda": 5 << 20, "cpu": 1 << 20}) == "5.0 MiB GPU + 1.0 MiB host"
+    assert f.tiers({}) == "0 KiB"
 
 
-def test_what_is_unknown_is_a_dash_and_not_a_zero():
-    text = row(100, Stats(limit=2048))
-    assert "accept –" in text
-    assert "–/s" in text
-    assert "kv" not in text
+def test_an_unknown_speed_is_a_dash_and_no_field_is_shown_without_drafts_or_kv():
+    assert row(100, Stats(limit=2048)) == " fafo  0 tok  – tok/s  context 0%  RAM 431 MiB"
 
 
 @pytest.mark.parametrize(
@@ -97,8 +99,8 @@ def test_what_is_unknown_is_a_dash_and_not_a_zero():
         ({"context": 1740}, "85%", ""),
         ({"context": 1760}, "86%", "yellow"),
         ({"context": 2048}, "100%", "red"),
-        ({"plain": [0.04]}, "3.00", "yellow"),
-        ({"plain": []}, "3.00", ""),
+        ({"plain": [0.04]}, "2.46", "yellow"),
+        ({"plain": []}, "2.46", ""),
     ],
 )
 def test_thresholds_colour_the_figure(changes, text, style):
@@ -106,29 +108,23 @@ def test_thresholds_colour_the_figure(changes, text, style):
 
 
 def test_memory_near_its_limit_is_yellow():
-    spans = status_row(some_stats(), LOOK, ProcessMemory("gpu", 91, 100), 120)
-    assert spans[-2:] == [("gpu ", "dim"), ("0K", "yellow")]
-
-
-def test_the_sparkline_is_scaled_to_its_own_passes():
-    assert f.spark([1, 3, 5, 8, 7, 4, 6]) == "▃▅█▇▄▆"
-    assert f.spark([1, 1, 1]) == "▁▁▁"
-    assert f.spark([]) == ""
+    spans = status_row(some_stats(), LOOK, ProcessMemory("GPU", 91, 100), 120)
+    assert spans[-2:] == [("GPU ", "dim"), ("0 KiB", "yellow")]
 
 
 @pytest.mark.parametrize(
-    ("size", "short", "long"),
+    ("size", "text"),
     [
-        (0, "0K", "0 KiB"),
-        (312 << 10, "312K", "312 KiB"),
-        (4_613_734, "4.4M", "4.4 MiB"),
-        (431 << 20, "431M", "431 MiB"),
-        (1023 << 20, "1.0G", "1.0 GiB"),
-        (15_300 << 20, "14.9G", "14.9 GiB"),
+        (0, "0 KiB"),
+        (312 << 10, "312 KiB"),
+        (4_613_734, "4.4 MiB"),
+        (431 << 20, "431 MiB"),
+        (1023 << 20, "1.0 GiB"),
+        (15_300 << 20, "14.9 GiB"),
     ],
 )
-def test_sizes(size, short, long):
-    assert (f.short_size(size), f.long_size(size)) == (short, long)
+def test_sizes(size, text):
+    assert f.long_size(size) == text
 
 
 @pytest.mark.parametrize(
@@ -148,7 +144,7 @@ def bar(width, read):
 def test_the_bar_is_that_of_the_design():
     text = bar(80, Read(1480, 1912, 0, 0.841))
     assert text.startswith("⠋ reading 1,480 of 1,912 tokens ━━━━")
-    assert text.endswith("  77 %  1,760/s  0:00")
+    assert text.endswith("  77 %  1,760 tok/s  0:00")
 
 
 @pytest.mark.parametrize("width", range(1, 201))
@@ -166,30 +162,34 @@ def test_the_bar_tells_what_was_cached():
 
 def test_the_summary_is_that_of_the_design():
     assert summary(Turn("", (), "stop", some_stats()), 80) == [
-        "  64 tokens in 2.9 s · 21.9/s (×1.8 vs plain) · first token 0.88 s",
-        "  read 1,912 tokens (431 cached) in 0.84 s · accept 3.00 in 73% of 26 passes",
-        "  kv 4.4 MiB (17.4 MiB at fp16) · peak 418 MiB · context 1,976 of 2,048",
+        "  64 tokens in 2.9 s · 21.9 tok/s (1.8× plain) · first token 0.88 s",
+        "  prompt 1,912 tokens (431 from prefix cache) read in 0.84 s",
+        "  drafting: 73% of 26 passes, acceptance length 3.00, 2.46 tokens per pass",
+        "  KV 4.4 MiB (17.4 MiB at 16 bits) · peak 418 MiB · context 1,976 of 2,048",
     ]
 
 
 def test_what_was_taken_over_is_told_beside_what_was_cached():
     turn = Turn("", (), "stop", some_stats(reused=1200, approx="approx"))
-    assert "read 1,912 tokens (431 cached, 1,200 taken over) in 0.84 s" in summary(turn, 80)[1]
+    assert "(431 from prefix cache, 1,200 reused from other text)" in summary(turn, 120)[1]
     assert "approx · " in (line := one_line_summary(turn, 200)[0])
-    assert "cached 431, taken over 1,200 of 1,912" in line
+    assert "prompt 1,912 tokens, 431 from prefix cache, 1,200 reused from other text" in line
 
 
 def test_figures_that_are_missing_are_left_out():
     lines = summary(Turn("", (), "length", Stats(new=1, decode=0.5, passes=1)), 80)
-    assert lines == ["  1 token in 0.50 s", "  the answer's length limit was reached"]
+    assert lines == ["  1 token in 0.50 s", "  the answer reached its length limit (-n allows a longer one)"]
 
 
 @pytest.mark.parametrize(
     ("width", "line"),
     [
-        (40, "  64 tokens · 21.9/s (×1.8)"),
-        (80, "  64 tokens · 21.9/s (×1.8) · first token 0.88 s · cached 431 of 1,912"),
-        (100, "  64 tokens · 21.9/s (×1.8) · first token 0.88 s · cached 431 of 1,912 · accept 3.00 · kv 4.4M"),
+        (40, "  64 tokens · 21.9 tok/s (1.8× plain)"),
+        (80, "  64 tokens · 21.9 tok/s (1.8× plain) · first token 0.88 s · 2.46 tok/pass"),
+        (
+            104,
+            "  64 tokens · 21.9 tok/s (1.8× plain) · first token 0.88 s · prompt 1,912 tokens, 431 from prefix cache",
+        ),
     ],
 )
 def test_one_line_is_what_fits(width, line):
@@ -197,7 +197,9 @@ def test_one_line_is_what_fits(width, line):
 
 
 def test_an_answer_that_was_cut_is_said_whatever_fits():
-    assert one_line_summary(Turn("", (), "length", some_stats()), 80)[1:] == ["  the answer's length limit was reached"]
+    assert one_line_summary(Turn("", (), "length", some_stats()), 80)[1:] == [
+        "  the answer reached its length limit (-n allows a longer one)"
+    ]
 
 
 DRAWN = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
@@ -230,9 +232,9 @@ def test_no_rate_over_a_few_tokens(new, shown):
     stats.new = new
     turn = Turn("", (), "stop", stats)
     for text in (*one_line_summary(turn, 200), summary(turn, 200)[0], row(100, stats)):
-        speed = text.replace("–/s", "").partition("kv")[0]
-        assert ("/s" in speed, "×" in speed) == (shown, shown and "(" in text)
-    assert ("/s" in bar(100, Read(new, 2000, 0, 0.8))) == shown
+        speed = text.replace("– tok/s", "").partition("KV")[0]
+        assert ("tok/s" in speed, "×" in speed) == (shown, shown and "plain" in text)
+    assert ("tok/s" in bar(100, Read(new, 2000, 0, 0.8))) == shown
 
 
 @pytest.mark.parametrize("width", [40, 57, 80])
@@ -244,8 +246,8 @@ def test_the_summary_wraps_between_its_parts(width):
 def test_the_header():
     opening = HeaderFacts("0.1.0", "fafo", "exact", 2048, 425 << 20, 2)
     assert header(fake_info(), opening, 80) == [
-        "kvcli 0.1.0 · demo (bundled, toy answers) · fafo, exact · cpu, 2 threads",
-        "context 2,048 (model limit 2,048) · est. 425 MiB · /help",
+        "kvcli 0.1.0 · demo (bundled, toy answers) · fafo (exact) · cpu, 2 threads",
+        "context 2,048 (model limit 2,048) · estimated memory 425 MiB · /help",
     ]
 
 
@@ -294,14 +296,14 @@ def err(width=80, unicode=True):
 def test_an_error_is_that_of_the_design():
     terminal, stream = err()
     error = ContextOverflow(
-        "the conversation is longer than the window",
-        lines=["38,912 tokens of text + 1,024 for the answer > 26,112 (fitted for fafo on 11.6 GiB)"],
+        "the chat is longer than the context window",
+        lines=["prompt 38,912 tokens + answer 1,024 tokens > 26,112 (fitted for fafo on 11.6 GiB)"],
         try_=["-P lean --ctx 40960", "a smaller -n", "/drop 1"],
     )
     print_error(terminal, error)
     assert stream.getvalue().split("\n") == [
-        "error: the conversation is longer than the window            [context_overflow]",
-        "  38,912 tokens of text + 1,024 for the answer > 26,112 (fitted for fafo on",
+        "error: the chat is longer than the context window            [context_overflow]",
+        "  prompt 38,912 tokens + answer 1,024 tokens > 26,112 (fitted for fafo on",
         "  11.6 GiB)",
         "  try: -P lean --ctx 40960   ·   a smaller -n   ·   /drop 1",
         "",
@@ -330,8 +332,8 @@ def test_names_in_errors_cannot_steer_the_terminal():
 
 def test_ascii_where_the_stream_has_nothing_else():
     terminal, stream = err(unicode=False)
-    terminal.line((FULL, "dim"))
-    assert stream.getvalue() == " fafo  64 tok  21.9/s  accept 3.00*73% :=#*-+  kv 17.1M  ctx 96%  ram 431M\n"
+    terminal.line((f"{FULL} 3.9× ·", "dim"))
+    assert stream.getvalue() == f"{FULL} 3.9x *\n"
 
 
 # --- tables
@@ -341,14 +343,14 @@ MIXED = {"sources": {"suffix": 36, "scouts": 2, "stand": 0}, "scout_rows": 150, 
 
 
 def test_spec_is_that_of_the_design():
-    assert spec_table(some_stats(**MIXED), 100) == [
-        "accept 3.00 in 73% of passes → 2.46 tokens per pass     (26 passes, 7 without a draft)",
+    assert spec_table(some_stats(**MIXED), 110) == [
+        "drafting: 73% of passes, acceptance length 3.00 → 2.46 tokens per pass     (26 passes, 7 without a draft)",
         "accepted  0  ████ 4     position       1     2     3     4",
-        "          1  ███ 3      taken        79%   63%   42%   16%",
+        "          1  ███ 3      accepted     79%   63%   42%   16%",
         "          2  ████ 4",
-        "          3  █████ 5    guesses     38 of 61 (62%)",
-        "          4  ███ 3      from        suffix 36 · scouts 2",
-        "                        rows        9.1 a pass, 150 scouts in all; up to 8 cost a tenth at most",
+        "          3  █████ 5    drafts      38 of 61 (62%) accepted",
+        "          4  ███ 3      sources     suffix 36 · scouts 2",
+        "                        rows        9.1 per pass, 150 lookahead rows in all; up to 8 take at most 10% longer",
         "                        paused      0 passes",
     ]
 
@@ -360,13 +362,13 @@ def test_spec_breaks_between_words(width, why):
     lines = spec_table(stats, width)
     assert max(map(text_width, lines)) < width
     words = {word for line in lines for word in line.split()}
-    said = "150 scouts in all; up to 8 cost a tenth at most"
+    said = "150 lookahead rows in all; up to 8 take at most 10% longer"
     assert {*said.split(), *why.split()} <= words
 
 
 def test_spec_says_why_scouts_rest():
     lines = spec_table(some_stats(scouts_why="they cost too much"), 80)
-    assert any(line.endswith("scouts      rest: they cost too much") for line in lines)
+    assert any(line.endswith("lookahead   paused: they cost too much") for line in lines)
 
 
 @pytest.mark.parametrize("width", [40, 60, 76, 80, 120, 200])
@@ -378,7 +380,7 @@ def test_spec_fits(width, depth):
 
 def test_spec_without_drafts_says_so():
     assert spec_table(Stats(passes=20, paused_passes=5), 80) == [
-        "no pass carried a draft (20 passes; drafting was paused in 5 of them)"
+        "no pass carried a draft (20 passes; drafting was paused for 5)"
     ]
 
 
@@ -424,7 +426,7 @@ def test_a_long_name_is_cut_and_the_cut_is_marked():
 def test_the_guide_shows_what_is_shown():
     page = Path(__file__).parents[1].joinpath("docs", "chat.md").read_text(encoding="utf-8")
     assert f"\n{FULL}\n" in page
-    assert "\n".join(spec_table(some_stats(**MIXED), 100)) in page
+    assert "\n".join(spec_table(some_stats(**MIXED), 110)) in page
 
 
 # --- a turn, without a terminal and without a clock

@@ -239,11 +239,13 @@ def test_the_first_ctrl_c_is_a_flag_and_a_later_one_an_exception():
 def test_help_lists_every_command(talk):
     said = talk.type("/help")
     assert all(f"/{name}" in said for name in slash.COMMANDS)
-    assert talk.type("/help undo").strip() == "/undo [N]: forget the last question, or the last N"
+    assert talk.type("/help undo").strip() == "/undo [N]: remove the last question, or the last N"
     assert talk.type("/?") == said
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("/hlep", "/help"), ("/quitt", "/quit"), ("/sp", "/spec")])
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("/hlep", "/help"), ("/quitt", "/quit"), ("/sp", "/spec"), ("/sessions", "/chats")]
+)
 def test_an_unknown_command_asks_what_was_meant(talk, typed, meant):
     assert f"did you mean {meant}?" in talk.type(typed)
 
@@ -253,12 +255,12 @@ def test_an_unknown_command_that_is_a_path_can_be_sent_as_text(talk):
 
 
 def test_undo_and_retry(talk):
-    assert "forgot 1 question, 1 left" in talk.type("one", "two", "/undo")
+    assert "removed 1 question, 1 left" in talk.type("one", "two", "/undo")
     assert talk.asked == ["one"]
     talk.type("/retry")
     assert len(talk.model.prompts) == 3
     assert talk.model.prompts[2] == talk.model.prompts[0]
-    assert "forgot 1 question, 0 left" in talk.type("/undo 5")
+    assert "removed 1 question, 0 left" in talk.type("/undo 5")
     assert "[no_question]" in talk.type("/retry")
     assert "try: /undo 2" in talk.type("/undo x")
     assert "try: /undo 2" in talk.type("/undo " + "9" * 5000)
@@ -272,7 +274,7 @@ def test_edit_asks_the_changed_question_in_place_of_the_last(talk, tmp_path):
     talk.type("one", "/edit")
     assert talk.asked == ["one, please"]
     talk.world.environ["EDITOR"] = "true"
-    assert "nothing was changed" in talk.type("/edit")
+    assert "the question was not changed" in talk.type("/edit")
     talk.world.environ["EDITOR"] = "/no/such/editor"
     assert "[no_editor]" in talk.type("/edit")
 
@@ -290,9 +292,9 @@ def test_documents(talk, tmp_path):
     assert "1  a b␛.md  2 lines  10 tokens  with the next question" in talk.type("/files")
     talk.type("what is in it?")
     assert "with the next question" not in talk.type("/files")
-    assert "forgot 1 question, 0 left; with it went a b␛.md" in talk.type("/undo")
+    assert "removed 1 question, 0 left; also removed: a b␛.md" in talk.type("/undo")
     talk.type('/file "a b\x1b.md"')
-    assert "dropped a b␛.md" in talk.type("/drop 1")
+    assert "removed a b␛.md" in talk.type("/drop 1")
     assert "no document is attached" in talk.type("/files")
     assert "[no_such_document]" in talk.type("/drop 1")
     assert "[file_missing]" in talk.type("/file nothing.md")
@@ -304,7 +306,7 @@ def test_a_folder_and_a_pattern_attach_what_is_in_them(talk, tmp_path):
         (tmp_path / "notes" / name).write_bytes(data)
     said = talk.type("/file notes")
     assert [document.name for document in talk.chat.documents] == ["a.md", "b.txt"]
-    assert "left out: c.png" in said
+    assert "not used: c.png" in said
     assert "as 2 of /files" in talk.type("/file notes/*.txt")
     assert "[file_count]" in talk.type("/file notes/*.pdf")
     assert "[file_count]" in talk.type("/file notes/below")
@@ -315,7 +317,7 @@ def test_a_folder_and_a_pattern_attach_what_is_in_them(talk, tmp_path):
 def test_too_many_files_of_a_pattern_are_refused(talk, tmp_path):
     for i in range(201):
         (tmp_path / f"{i}.txt").write_text("x")
-    assert "*.txt has 201 documents, and 1 to 200" in " ".join(talk.type("/file *.txt").split())
+    assert "*.txt has 201 documents, and at most 200" in " ".join(talk.type("/file *.txt").split())
     assert talk.chat.documents == []
 
 
@@ -323,7 +325,7 @@ def test_another_model_answers_from_the_next_question_on(talk):
     assert "fake" in talk.type("/model") or talk.model.info.id in talk.type("/model")
     other = FakeModel(answer="of another", info=fake_info(id="other"))
     talk.repl.change_model = lambda repl, name: repl.chat.go_to(other, name)
-    assert "other answers from the next question on; the conversation is read again" in talk.type("one", "/model other")
+    assert "other answers from the next question on; it reads the chat again" in talk.type("one", "/model other")
     talk.type("two")
     assert [m.text for m in talk.chat.messages[1::2]] == ["an answer", "of another"]
     assert (talk.chat.called, talk.chat.heard.ids == talk.model.prompts) == ("other", False)
@@ -331,7 +333,7 @@ def test_another_model_answers_from_the_next_question_on(talk):
 
 def test_a_document_longer_than_the_window_is_announced(talk):
     (talk.world.cwd / "long.md").write_text("x" * 3000)
-    assert "warning: long.md alone is longer than the window of 2,048 tokens" in talk.type("/file long.md")
+    assert "warning: long.md alone is longer than the context window of 2,048 tokens" in talk.type("/file long.md")
 
 
 def test_the_system_text(talk):
@@ -345,13 +347,13 @@ def test_the_system_text(talk):
 
 def test_clear_keeps_the_system_text(talk):
     talk.chat.system = "Be brief."
-    assert "forgot 2 questions" in talk.type("one", "two", "/clear")
+    assert "removed 2 questions" in talk.type("one", "two", "/clear")
     assert (talk.asked, talk.chat.system) == ([], "Be brief.")
-    assert "nothing was asked" in talk.type("/spec")
+    assert "no question was asked" in talk.type("/spec")
 
 
 def test_another_profile_takes_over_with_the_next_question(talk):
-    assert "lean from the next question on; the conversation is read again" in talk.type("one", "/profile lean")
+    assert "lean from the next question on; the chat is read again" in talk.type("one", "/profile lean")
     assert talk.chat.model.profile.name == "lean"
     assert "lean with sample.temperature=0.2 from" in talk.type("/set sample.temperature 0.2")
     assert talk.type("/profile").strip() == "lean with sample.temperature=0.2"
@@ -371,7 +373,7 @@ def test_figures_can_be_switched(talk):
     assert "tokens in" not in talk.type("/stats off", "one")
     assert "tokens in" in talk.type("/stats last")
     assert "tokens in" in talk.type("/stats turn", "two")
-    assert "/stats knows no loud" in talk.type("/stats loud")
+    assert "/stats does not take 'loud'" in talk.type("/stats loud")
 
 
 def test_tables_of_the_last_turn(talk):
@@ -440,7 +442,7 @@ def completions(talk, text):
 def test_tab_completes_commands_and_their_arguments(talk, tmp_path):
     (tmp_path / "report.md").write_text("x")
     talk.chat.attach(Document("a", "a", ""))
-    assert completions(talk, "/s") == ["save ", "sessions ", "set ", "spec", "stats ", "system "]
+    assert completions(talk, "/s") == ["save ", "set ", "spec", "stats ", "system "]
     assert completions(talk, "/profile f") == ["fafo"]
     assert completions(talk, "/set ") == ["kv.dtype", "load.dtype", "sample.temperature"]
     assert completions(talk, "/set kv.dtype ") == []

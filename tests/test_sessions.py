@@ -123,9 +123,9 @@ def test_what_is_forgotten_is_in_no_file(machine: Machine, sessions: SavedChats)
     machine("chat", "-p", "Where is the xylophone?")
     machine("chat", "-c", "-p", "And the zither?")
     machine("chat", "-p", "Something else")
-    machine("sessions", "export", "xylophone", "-o", "x.md")
+    machine("chats", "export", "xylophone", "-o", "x.md")
     sessions.save(sessions.find("2"))
-    assert machine("sessions", "rm", "2", "-y").exit == 0
+    assert machine("chats", "rm", "2", "-y").exit == 0
     left = b"".join(p.read_bytes() for p in (machine.folder / "home" / "data").rglob("*") if p.is_file())
     assert b"lophone" not in left
     assert b"zither" not in left
@@ -172,48 +172,48 @@ def test_sessions_are_listed_shown_found_and_exported(machine: Machine, sessions
     (machine.folder / "r.md").write_text("The report.")
     machine("chat", "-f", "r.md", "-p", "How deep?")
     machine("chat", "-p", "How wide?")
-    listed = json.loads(machine("sessions", "list", "--json").out)
+    listed = json.loads(machine("chats", "list", "--json").out)
     assert (listed["schema"], listed["total"]) == ("kvcli.sessions/1", 2)
     assert [(s["title"], s["questions"], s["documents"]) for s in listed["sessions"]] == [
         ("How wide?", 1, 0),
         ("How deep?", 1, 1),
     ]
-    assert len(json.loads(machine("sessions", "list", "-n", "1", "--json").out)["sessions"]) == 1
-    assert "1 more: -n 2" in machine("sessions", "list", "-n", "1").err
-    assert machine("sessions", "show", "2").out.startswith("# How deep?\n\n## You\n\n*r.md, 1 line*")
-    shown = json.loads(machine("sessions", "show", "deep", "--json").out)
+    assert len(json.loads(machine("chats", "list", "-n", "1", "--json").out)["sessions"]) == 1
+    assert "1 more: -n 2" in machine("chats", "list", "-n", "1").err
+    assert machine("chats", "show", "2").out.startswith("# How deep?\n\n## You\n\n*r.md, 1 line*")
+    shown = json.loads(machine("chats", "show", "deep", "--json").out)
     assert shown["messages"][0]["documents"][0]["text"] == "The report."
     assert shown["messages"][1]["figures"]["new"] > 0
-    (found,) = json.loads(machine("sessions", "search", "deep", "--json").out)["sessions"]
+    (found,) = json.loads(machine("chats", "search", "deep", "--json").out)["sessions"]
     assert found["found"] == "How deep?"
-    assert "no conversation has zither" in machine("sessions", "search", "zither").err
-    assert machine("sessions", "export", "deep", "-o", "deep.json").exit == 0
-    assert "[file_exists]" in machine("sessions", "export", "deep", "-o", "deep.json").err
+    assert "no saved chat contains zither" in machine("chats", "search", "zither").err
+    assert machine("chats", "export", "deep", "-o", "deep.json").exit == 0
+    assert "[file_exists]" in machine("chats", "export", "deep", "-o", "deep.json").err
     assert machine("chat", "-r", "deep.json", "-p", "And now?").exit == 0
 
 
 @pytest.mark.parametrize("command", [["rm", "1"], ["prune", "--older-than", "0"]])
 def test_nothing_is_forgotten_unasked(machine: Machine, sessions: SavedChats, command: list[str]):
     machine("chat", "-p", "How deep?")
-    refused = machine("sessions", *command)
+    refused = machine("chats", *command)
     assert (refused.exit, len(sessions.entries())) == (2, 1)
-    assert f"kvcli sessions {command[0]}" in refused.err
+    assert f"kvcli chats {command[0]}" in refused.err
     assert "--yes" in refused.err
-    no = machine("sessions", *command, stdin=b"n\n", tty=("stdin", "stderr"))
+    no = machine("chats", *command, stdin=b"n\n", tty=("stdin", "stderr"))
     assert (no.exit, len(sessions.entries())) == (2, 1)
-    yes = machine("sessions", *command, stdin=b"y\n", tty=("stdin", "stderr"))
+    yes = machine("chats", *command, stdin=b"y\n", tty=("stdin", "stderr"))
     assert (yes.exit, sessions.entries()) == (0, [])
     assert "How deep? · 1 question" in yes.err
-    assert machine("sessions", "prune", "--older-than", "0", "--json").exit == 0
+    assert machine("chats", "prune", "--older-than", "0", "--json").exit == 0
 
 
 def test_prune_spares_what_is_young_and_says_what_would_go(machine: Machine, sessions: SavedChats):
     old, undated, _ = (hold_talk(sessions, text) for text in ("old", "undated", "young"))
     for name, date in ((old, "2020-01-01T00:00:00+01:00"), (undated, "")):
         sessions._db.run(lambda db, new=(date, name): db.execute("UPDATE sessions SET saved = ? WHERE name = ?", new))
-    assert [s["id"] for s in json.loads(machine("sessions", "prune", "--dry-run", "--json").out)["sessions"]] == [old]
+    assert [s["id"] for s in json.loads(machine("chats", "prune", "--dry-run", "--json").out)["sessions"]] == [old]
     assert len(sessions.entries()) == 3
-    assert machine("sessions", "prune", "-y").exit == 0
+    assert machine("chats", "prune", "-y").exit == 0
     assert old not in whole(sessions)
     assert len(sessions.entries()) == 2
 
@@ -221,7 +221,7 @@ def test_prune_spares_what_is_young_and_says_what_would_go(machine: Machine, ses
 def test_what_is_open_is_not_forgotten(machine: Machine, sessions: SavedChats):
     free, held = hold_talk(sessions, "one"), hold_talk(sessions, "two")
     opened = sessions.open(held, holds=True)
-    done = machine("sessions", "rm", free, held, "-y")
+    done = machine("chats", "rm", free, held, "-y")
     assert "[chat_in_use]" in done.err
     assert len(sessions.entries()) == 2, "all or none"
     told = machine("chat", "-r", held, "-p", "three")
@@ -229,7 +229,7 @@ def test_what_is_open_is_not_forgotten(machine: Machine, sessions: SavedChats):
     assert "--no-save" in told.err
     assert machine("chat", "-r", held, "-p", "three", "--no-save").out == f"{ANSWER}\n"
     opened.kept.close()
-    assert machine("sessions", "rm", free, held, "-y").exit == 0
+    assert machine("chats", "rm", free, held, "-y").exit == 0
 
 
 @pytest.mark.parametrize("width", [40, 200])
@@ -240,12 +240,12 @@ def test_lists_fit_and_what_others_wrote_steers_no_terminal(machine: Machine, se
     hold_talk(sessions, "井戸" * 60)
     machine.environ["COLUMNS"] = str(width)
     for args in (["list"], ["search", "well"], ["show", "2"]):
-        done = machine("sessions", *args, tty=("stdout",))
+        done = machine("chats", *args, tty=("stdout",))
         assert done.exit == 0
         assert not {"\x1b", "\x07", "\u202e"} & set(done.out)
         if args != ["show", "2"]:
             assert all(text_width(line) < width for line in done.out.split("\n")), done.out
-    assert "\x1b" not in machine("sessions", "show", "2", "--json").out
+    assert "\x1b" not in machine("chats", "show", "2", "--json").out
 
 
 # --- in the chat
@@ -253,12 +253,12 @@ def test_lists_fit_and_what_others_wrote_steers_no_terminal(machine: Machine, se
 
 def test_a_fork_goes_on_and_leaves_the_other_as_it_was(machine: Machine, sessions: SavedChats):
     machine.environ["TERM"] = "dumb"
-    typed = b"/fork\none\n/fork Mine\ntwo\n/sessions\n/sessions two\n/sessions zither\n/resume 2\n/resume 1\n/exit\n"
+    typed = b"/fork\none\n/fork Mine\ntwo\n/chats\n/chats two\n/chats zither\n/resume 2\n/resume 1\n/exit\n"
     done = machine("chat", stdin=typed, tty=("stdin", "stdout", "stderr"))
     said = " ".join(done.err.split())
-    assert "nothing is kept yet" in said
-    assert "no conversation has zither" in said
-    assert "that is this conversation" not in said.split("goes on with one")[0]
+    assert "this chat is not saved yet" in said
+    assert "no saved chat contains zither" in said
+    assert "this chat is open already" not in said.split("continues one")[0]
     assert [asked(sessions, entry.id) for entry in sessions.entries()] in (
         [["one"], ["one", "two"]],
         [["one", "two"], ["one"]],
@@ -269,7 +269,7 @@ def test_a_fork_goes_on_and_leaves_the_other_as_it_was(machine: Machine, session
 def test_save_writes_a_file_that_is_not_taken_in_again(machine: Machine, sessions: SavedChats):
     machine.environ["TERM"] = "dumb"
     done = machine("chat", "--no-save", stdin=b"one\n/save Wells\ntwo\n", tty=("stdin", "stdout", "stderr"))
-    assert "from now on with each turn" in " ".join(done.err.split())
+    assert "from now on after each answer" in " ".join(done.err.split())
     (file,) = (machine.folder / "home" / "data" / "chats").iterdir()
     assert (file.stat().st_mode & 0o777, json.loads(file.read_text())["title"]) == (0o600, "Wells")
     (entry,) = SavedChats(sessions.folder).entries()
@@ -345,14 +345,14 @@ def test_a_newer_form_is_refused_by_name_and_costs_no_answer(machine: Machine, s
     with sqlite3.connect(sessions.folder / NAME) as db:
         db.execute(f"PRAGMA user_version = {VERSION + 1}")
     before = (sessions.folder / NAME).read_bytes()
-    for args in (["sessions", "list"], ["chat", "-c", "-p", "two"]):
+    for args in (["chats", "list"], ["chat", "-c", "-p", "two"]):
         done = machine(*args)
         assert done.exit == 3
         assert "[newer_sessions]" in done.err
         assert "was written by a newer kvcli" in " ".join(done.err.split())
     done = machine("chat", "-p", "two")
     assert (done.exit, done.out) == (0, f"{ANSWER}\n")
-    assert "this chat is not kept" in done.err
+    assert "this chat is not saved" in done.err
     assert (sessions.folder / NAME).read_bytes() == before
 
 
@@ -362,7 +362,7 @@ def test_what_is_no_database_is_set_aside(machine: Machine, sessions: SavedChats
     (sessions.folder / NAME).write_bytes(data)
     done = machine("chat", "-p", "one")
     assert done.exit == 0
-    assert "is damaged: it is kept as" in " ".join(done.err.split())
+    assert "is damaged: it was renamed to" in " ".join(done.err.split())
     (aside,) = sessions.folder.glob(f"{NAME}.damaged-*")
     assert (aside.read_bytes(), aside.stat().st_mode & 0o777) == (data, 0o600)
     assert len(sessions.entries()) == 1
@@ -400,7 +400,7 @@ def test_what_is_kept_can_be_read_where_nothing_can_be_written(machine: Machine,
     assert (done.exit, done.out) == (0, f"{ANSWER}\n")
     assert "disk I/O error" in " ".join(done.err.split())
     assert "How deep?" in "".join(map(chr, machine.model.prompts[-1]))
-    assert machine("sessions", "rm", "1", "-y").exit == 3
+    assert machine("chats", "rm", "1", "-y").exit == 3
     monkeypatch.undo()
     assert asked(sessions, sessions.find(None)) == ["How deep?"]
 
@@ -457,7 +457,7 @@ def fuzz(library: Path, folder: Path, seeds: range, flips: int) -> tuple[int, in
             n_found = sum(map(len, kept.values()))
             asides = [path.read_bytes() for path in sessions.folder.glob(f"{NAME}.damaged-*")]
             assert (before in asides) == bool(told), seed
-            for name in kept:  # what goes on with one that has gaps takes no turn away
+            for name in kept:  # what continues one that has gaps takes no turn away
                 chat = Chat(model(), sessions=sessions).load(name)
                 chat.send("more")
                 chat.save()
@@ -591,12 +591,12 @@ def test_a_chat_is_found_by_the_name_of_its_document(sessions: SavedChats, machi
     assert sessions.find(typed) == name
     assert [entry.id for entry in sessions.search(typed)] == [name]
     if " " not in typed:
-        assert "goes on with What is in it?" in machine("chat", "-r", typed, "-p", "And?").err
+        assert "continues What is in it?" in machine("chat", "-r", typed, "-p", "And?").err
 
 
 def test_of_several_with_one_document_none_is_chosen(sessions: SavedChats):
     names = {with_documents(sessions, "faq.pdf") for _ in range(2)}
-    with pytest.raises(BadInput, match=r"several conversations are called faq\.pdf"):
+    with pytest.raises(BadInput, match=r"several saved chats match faq\.pdf"):
         sessions.find("faq.pdf")
     assert {entry.id for entry in sessions.search("faq.pdf")} == names
 
@@ -604,6 +604,6 @@ def test_of_several_with_one_document_none_is_chosen(sessions: SavedChats):
 def test_documents_are_named_in_the_list(sessions: SavedChats, machine: Machine):
     with_documents(sessions, "faq.pdf", "b.md", "c.md")
     hold_talk(sessions, "none")
-    assert "faq.pdf +2" in machine("sessions", "list").out
-    held = json.loads(machine("sessions", "list", "--json").out)["sessions"]
+    assert "faq.pdf +2" in machine("chats", "list").out
+    held = json.loads(machine("chats", "list", "--json").out)["sessions"]
     assert [(e["documents"], e["files"]) for e in held] == [(0, []), (3, ["faq.pdf", "b.md", "c.md"])]

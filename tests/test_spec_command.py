@@ -31,7 +31,7 @@ def document(done, name):
 def test_doctor_in_json(machine):
     found = document(machine("spec", "doctor", "demo", "-P", "fafo", *SHORT, "--json"), "spec")
     assert (found["model"], found["profile"], found["method"], found["new"]) == ("demo", "fafo", "mix", 16)
-    assert set(found["sources"]) == {"suffix", "scouts", "stand", "recycle"}
+    assert set(found["sources"]) == {"prompt-lookup", "lookahead", "stand", "token-recycling"}
     assert 1 <= found["tokens_per_pass"] <= 16
     assert found["ratio"]["low"] <= found["ratio"]["median"] <= found["ratio"]["high"]
     assert sum(found["accepted_by"].values()) > 0
@@ -44,7 +44,7 @@ def test_doctor_fits_the_terminal(machine, columns):
     done = machine("spec", "doctor", "demo", *SHORT)
     assert (done.exit, done.err) == (0, "")
     assert max(map(len, done.out.splitlines())) < int(columns)
-    assert "times the speed" in " ".join(done.out.split())
+    assert "plain decoding" in " ".join(done.out.split())
 
 
 def test_tune_writes_a_profile_that_can_be_used(machine, tmp_path):
@@ -53,7 +53,7 @@ def test_tune_writes_a_profile_that_can_be_used(machine, tmp_path):
     found = document(done, "spec_tune")
     assert found["file"] == str(file)
     assert found["tried"][0]["name"] == found["best"]
-    assert {"off", "ngram, 7 rows", "with scouts, window 4"} <= {one["name"] for one in found["tried"]}
+    assert {"off", "ngram, 7 rows", "with lookahead, window 4"} <= {one["name"] for one in found["tried"]}
     ratios = [one["ratio"]["median"] for one in found["tried"]]
     assert ratios == sorted(ratios, reverse=True)
     assert len({one["tokens_per_pass"] for one in found["tried"]}) > 1
@@ -102,13 +102,13 @@ def test_tune_to_stdout_is_the_profile_alone(machine):
 @pytest.mark.parametrize(
     ("args", "exit_", "words"),
     [
-        (("doctor", "demo", "-P", "exact", *SHORT), 2, "drafts nothing"),
+        (("doctor", "demo", "-P", "exact", *SHORT), 2, "does not draft"),
         (("doctor", "demo", "-w", "nonsense", *SHORT), 2, "no workload"),
-        (("doctor", "demo", "--ctx", "99k"), 6, "do not fit"),
-        (("doctor", "demo", "--ctx", "64", "-n", "60"), 2, "no room"),
+        (("doctor", "demo", "--ctx", "99k"), 6, "exceed the context window"),
+        (("doctor", "demo", "--ctx", "64", "-n", "60"), 2, "leaves no tokens"),
         (("doctor", "demo", "--ctx", "256", "-n", "1"), 2, "at least 2"),
         (("doctor", "demo", "--ctx", "256", "-n", "16", "-r", "0"), 2, "at least 1"),
-        (("tune", "demo", *SHORT, "-o", "/dev/null/x.toml"), 3, "no folder"),
+        (("tune", "demo", *SHORT, "-o", "/dev/null/x.toml"), 3, "not a writable folder"),
         (("tune", "demo", *SHORT, "--save", "no good"), 2, "not a profile name"),
         (("tune", "no/such/folder", *SHORT), 4, "no/such/folder"),
     ],
@@ -130,4 +130,4 @@ def test_a_profile_that_was_tuned_extends_the_one_it_was_tuned_under(machine, tm
 def test_a_profile_and_json_do_not_share_stdout(machine):
     done = machine("spec", "tune", "demo", *SHORT, "-o", "-", "--json")
     assert done.exit == 2
-    assert "would go to stdout" in json.loads(done.out)["message"]
+    assert "both go to stdout" in json.loads(done.out)["message"]

@@ -42,9 +42,9 @@ print(err.getvalue().splitlines()[-1])
     ("args", "word"),
     [
         (["chat", "demo", "-p", "Hello"], "loading demo"),
-        (["summarize", "demo:pdf", "--fresh"], "reading demo:pdf"),
+        (["summarize", "demo:pdf", "--no-cache"], "reading demo:pdf"),
         (["chat", "demo", "-f", "demo:pdf", "-p", "Hello"], "reading demo:pdf"),
-        (["fit", "demo"], "looking at demo"),
+        (["fit", "demo"], "reading the headers of demo"),
     ],
 )
 def test_a_word_stands_there_before_torch_and_ctrl_c_ends_with_one_line(tmp_path, args, word, term):

@@ -57,10 +57,10 @@ def test_a_document_is_not_answered_by_a_model_that_nobody_named(new, args):
     done = new(*args, stdin=b"" if "-" not in args else b"Text.")
     assert (done.exit, done.out, new.loaded) == (2, "", [])
     said = " ".join(done.err.split())
-    assert "the bundled demo knows only its own reports [no_model]" in said
-    assert "kvcli models get qwen3-8b 15.3 GiB, takes 17.7 GiB, Apache-2.0" in said
+    assert "the bundled demo model knows only its own reports [no_model]" in said
+    assert "kvcli models get qwen3-8b 15.3 GiB, needs 17.7 GiB, Apache-2.0" in said
     assert "try: kvcli models get qwen3-4b, then -m qwen3-4b" in said
-    assert "-m demo answers all the same" in said
+    assert "-m demo, to use the demo model anyway" in said
 
 
 def test_standard_input_beside_a_question_is_a_document_too(new):
@@ -87,7 +87,7 @@ def test_the_refusal_is_an_error_object_with_the_models(new):
 def test_who_names_the_demo_is_told_what_it_is(new, args):
     done = new("chat", *args, "-f", "a.md", "-p", "Where?")
     assert (done.exit, new.loaded) == (0, [("demo", "none")])
-    assert "note: demo knows only its own reports and makes things up about a.md" in done.err
+    assert "note: the demo model knows only its own reports; it invents answers about a.md" in done.err
 
 
 def test_a_default_model_is_a_name(new, tmp_path):
@@ -131,13 +131,13 @@ def test_on_a_terminal_it_is_asked(new, said, loaded):
     done = new("chat", "-f", "a.md", "-p", "Where?", stdin=said, tty=TTY)
     assert (done.exit, new.loaded) == (0 if loaded else 2, loaded)
     assert new.fetched == [name for name, _ in loaded if name != "demo"]
-    assert "1 to 3, d, or Enter to leave" in done.err
+    assert "1 to 3, d, or Enter to quit" in done.err
 
 
 def test_the_choice_brings_its_packed_weights(new, monkeypatch):
     monkeypatch.setattr(available_memory, "look", lambda: available_memory.AvailableMemory("cpu", 9 << 30))
     done = new("chat", "-f", "a.md", "-p", "Where?", stdin=b"3\n", tty=TTY)
-    assert "kvcli models get qwen3-4b 7.5 GiB, takes 6.5 GiB, Apache-2.0, --quant int8" in " ".join(done.err.split())
+    assert "kvcli models get qwen3-4b 7.5 GiB, needs 6.5 GiB, Apache-2.0, --quant int8" in " ".join(done.err.split())
     assert new.loaded == [("qwen3-4b", "int8")]
 
 
@@ -152,7 +152,7 @@ def test_a_file_attached_in_a_chat_is_refused_and_the_chat_goes_on(new):
     assert done.exit == 0
     assert "[no_model]" in done.err
     assert "no document is attached" in done.err
-    assert "note: demo knows only" in new("chat", "-m", "demo", stdin=b"/file a.md\n", tty=TTY).err
+    assert "note: the demo model knows only" in new("chat", "-m", "demo", stdin=b"/file a.md\n", tty=TTY).err
 
 
 def test_it_is_refused_before_torch_is_imported(tmp_path):

@@ -352,7 +352,7 @@ def test_what_is_free_is_for_as_many_texts_as_are_said() -> None:
     first.close()
     for _ in range(2):  # the one that came first goes on
         begun = first.answer("How deep?", max_new_tokens=2)  # and has read nothing when the other asks
-        with pytest.raises(DoesNotFit, match="and 1 have begun"):
+        with pytest.raises(DoesNotFit, match="and 1 are open"):
             second.answer("How deep?", max_new_tokens=2)
         assert any(isinstance(event, End) for event in iterate_events(begun))
 

@@ -119,23 +119,23 @@ def notes_of(document: BenchDocument) -> list[str]:
         was, now = env.load_before[0], env.load_after[0]
         notes.append(f"the machine was busy (load {was:.2f} before, {now:.2f} after, {env.cores} cores)")
     if args.reps == 1:
-        notes.append("one repetition has no spread, so nothing is called faster or slower")
+        notes.append("with one repetition no difference can be significant")
     elif args.reps < SURE:
         odds = 2 ** (args.reps - 1)
-        notes.append(f"only {args.reps} repetitions: of {odds} equal sides, one misses ≈ by luck; {SURE} are better")
+        notes.append(
+            f"only {args.reps} repetitions: 1 of {odds} equal profiles appears different by chance; use -r {SURE}"
+        )
     others = dict.fromkeys(row.profile for row in document.rows if row.exactness is None)
     if args.temperature and others:
-        notes.append(
-            f"{', '.join(others)}: other random numbers than kvcli's, so speeds are compared and texts are not"
-        )
+        notes.append(f"{', '.join(others)}: random numbers differ from kvcli's, so texts are not compared")
     if not args.interleave:
-        notes.append("sides ran one after the other: a machine that warms up slows the later ones")
+        notes.append("the profiles did not alternate, so a machine that slows down affects the later ones more")
     for row in document.rows:
         where = f"{row.profile}, {row.workload} {row.ctx:,}"
         if row.error:
             notes.append(f"{where}: {row.error}")
         if row.steady is False:
-            notes.append(f"{where}: its repetitions wrote different texts")
+            notes.append(f"{where}: the repetitions produced different texts")
     return [*notes, *_beyond(document.rows)]
 
 
@@ -146,7 +146,8 @@ def _beyond(rows: Sequence[BenchRow]) -> list[str]:
         if row.ends is not None and row.ends < row.new // 2:
             where = f"{row.workload} {row.ctx:,}"
             found.setdefault(
-                where, f"{where}: the answer ends after {row.ends} of {row.new} tokens, what follows is no answer"
+                where,
+                f"{where}: the answer ends after {row.ends} of {row.new} tokens; later tokens are no answer",
             )
     return list(found.values())
 

@@ -103,10 +103,10 @@ def candidates(profile: Profile) -> list[TunedSettings]:
         found.append(TunedSettings(f"ngram, {most} rows", {"method": "ngram", "max": most}))
     for most in (7, 15, 31):
         logits = {"method": "mix", "sources": ("prompt-lookup", "stand", "token-recycling"), "max": most}
-        found.append(TunedSettings(f"copies and logits, {most} rows", logits))
+        found.append(TunedSettings(f"prompt lookup and recycled logits, {most} rows", logits))
     for window in (4, 8):
         scouts = {"method": "mix", "view": "stream", "window": window}
-        found.append(TunedSettings(f"with scouts, window {window}", scouts))
+        found.append(TunedSettings(f"with lookahead, window {window}", scouts))
     if profile.spec.method not in ("off", "ngram", "mix"):
         found.append(TunedSettings(profile.name, {"method": profile.spec.method}))
     return found

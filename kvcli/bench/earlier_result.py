@@ -14,15 +14,15 @@ def unlike(name: str, earlier: BenchDocument, now: BenchDocument) -> Iterator[st
     was, is_ = _conditions(earlier), _conditions(now)
     other = [f"{what} {was[what]}, not {is_[what]}" for what in was if was[what] != is_[what]]
     if other:
-        yield f"{name} was measured with {'; '.join(other)}: × holds that difference too"
+        yield f"{name} was measured with {'; '.join(other)}: × includes that difference"
     rows = {(row.profile, row.ctx, row.workload): row for row in earlier.rows}
     for row in now.rows:
         where = f"{row.profile}, {row.workload} {row.ctx:,}"
         base = rows.get((row.profile, row.ctx, row.workload))
         if base is None:
-            yield f"{where}: {name} has no such row"
+            yield f"{where}: {name} has no such result"
         elif base.prompt_hash != row.prompt_hash:
-            yield f"{where}: {name} had another prompt there"
+            yield f"{where}: {name} was measured with another prompt"
 
 
 def _conditions(document: BenchDocument) -> Mapping[str, str]:

@@ -60,7 +60,7 @@ class Condition:
             near = get_close_matches(name, FIGURES, 1)
             known = f"figures: {', '.join(FIGURES)}"
             better = [f"--fail-if '{n}{text.strip().removeprefix(name)}'" for n in near]
-            raise UsageError(f"--fail-if knows no figure {name!r}", lines=[known], try_=better or EXAMPLES)
+            raise UsageError(f"--fail-if has no figure {name!r}", lines=[known], try_=better or EXAMPLES)
         value = float(direction + number)
         if unit == "%" and direction:
             return cls(text, name, sign, value / 100, True)
@@ -96,7 +96,7 @@ def words(check: Check) -> str:
     """Message for a failed check."""
     is_change = check.expression.rstrip().endswith("%") and re.search(r"[<>]=?\s*[+-]", check.expression)
     if check.value is None:
-        value = "there is nothing to compare with" if is_change else "there is no such figure"
+        value = "no result to compare with" if is_change else "the result has no such figure"
     elif is_change:
         value = f"it changed by {100 * check.value:+.1f} %"
     elif check.expression.lstrip().startswith("same"):
@@ -114,7 +114,7 @@ def _why(name: str, unit: str, number: str) -> str:
     if not unit:
         return f"a limit is positive, and a change is in per cent, as in -{number}%"
     units = ", ".join(filter(None, UNITS["peak" if name == "kv" else name]))
-    return f"{name} is counted in {units}" if units else f"{name} has no unit and is positive"
+    return f"the unit of {name} is {units}" if units else f"{name} has no unit and is positive"
 
 
 def _float(n: int | None) -> float | None:

@@ -64,21 +64,21 @@ def export(found: Source, dtype: str, cache: Path, tell: Callable[[str], None] |
 def refusal(found: Source, config: Any) -> str:
     """Reason why llama.cpp would compute something else than transformers; "" if it would not."""
     if found.family not in WRITTEN:
-        return f"{found.family} is none of {', '.join(WRITTEN)}"
+        return f"{found.family} is not one of {', '.join(WRITTEN)}"
     rope = config.rope_parameters
     kind = rope["rope_type"]
     if found.is_pickle:
         return "its weights are pickle files"
     if "quantization_config" in found.config:
-        return "its weights are quantized in a way that GGUF has no name for"
+        return "its weights are quantized in a way that GGUF does not support"
     if getattr(config, "sliding_window", None) or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        return "it attends through a sliding window, which llama.cpp leaves out for this architecture"
+        return "it has sliding-window attention, which llama.cpp does not support for this architecture"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}, llama.cpp's is silu"
     if kind == "longrope" or (kind not in ("default", "dynamic") and not WRITTEN[found.family].stretches):
         return f"its rope is {kind}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return "its rope turns only a part of each head"
+        return "its rotary embedding covers only a part of each head"
     return ""
 
 
@@ -121,7 +121,7 @@ def _plan(found: Source, config: Any, layout: Layout) -> Iterator[_Weight]:
     # unused: the second copy of a tied head, and frequencies that are computed
     if rest := [name for name in where if name != HEAD and not name.endswith("rotary_emb.inv_freq")]:
         raise BadModel(
-            f"llama.cpp cannot be compared on {found.id}: nothing there takes its tensor {rest[0]}",
+            f"llama.cpp cannot be compared on {found.id}: GGUF has no place for its tensor {rest[0]}",
             code="gguf_unsupported",
             try_=["leave --baseline llama.cpp out"],
         )

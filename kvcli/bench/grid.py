@@ -29,7 +29,7 @@ def _range(flag: str, part: str, first: str, last: str, kind: str | None, by: st
     low, high = _tokens(flag, first), _tokens(flag, last)
     step = _tokens(flag, by) if by else 2 if kind is None else 0
     if low > high or (kind != "+" and step < 2):
-        raise UsageError(f"{flag} {part}: a range goes up", try_=[f"{flag} 512-4k*2", f"{flag} 1k-4k+1k"])
+        raise UsageError(f"{flag} {part}: the range has its end first", try_=[f"{flag} 512-4k*2", f"{flag} 1k-4k+1k"])
     count = 0
     while low <= high:
         yield low
@@ -85,6 +85,6 @@ def check_keys(varies: Sequence[Vary], profiles: Mapping[str, Sequence[str]]) ->
             )
         if vary.key.startswith(("sample.", "context.")):
             raise UsageError(
-                f"--vary {vary.key}: all sides draw alike, and --ctx sets the context",
+                f"--vary {vary.key}: all profiles sample in the same way, and --ctx sets the context",
                 try_=["--set sample.temperature=0.8"],
             )

@@ -49,7 +49,7 @@ class KvPress:
         except OSError as error:
             self._errors.close()
             raise EngineUnreachable(
-                f"kvpress's own Python could not be started: {error}", code="kvpress_failed", try_=[COMMAND]
+                f"the Python of kvpress could not be started: {error}", code="kvpress_failed", try_=[COMMAND]
             ) from error
         asked = {"model": str(model), "dtype": dtype, "threads": threads, "device": device}
         try:
@@ -62,14 +62,14 @@ class KvPress:
     def setup(self) -> dict[str, str]:
         return {
             "engine": " · ".join(f"{name} {found}" for name, found in self._versions.items()),
-            "press": f"{self.press.kind}, drops {self.press.ratio:.0%} of the prompt's keys and values once it is read",
+            "press": f"{self.press.kind}, drops {self.press.ratio:.0%} of the prompt's KV cache after prefill",
             "exactness": "approx",
             "dtype": self.dtype,
             "weights": self.dtype,
             "device": self.device,
             "threads": str(self.threads),
             "attention": "sdpa",
-            "process": "its own",
+            "process": "separate",
         }
 
     def run(self, prompt: Sequence[int], new: int) -> TimedSample:
@@ -102,7 +102,7 @@ class KvPress:
             status = process.wait()
             self._errors.seek(0)
             last = [said.strip() for said in self._errors.read().splitlines() if said.strip()][-2:]
-            raise self._failed(f"its process ended with {status}", last)
+            raise self._failed(f"its process ended with status {status}", last)
         said: dict[str, Any] = json.loads(line)
         if "error" in said:
             raise self._failed(said["error"].splitlines()[0])

@@ -32,11 +32,11 @@ def interpreter(cache: Path) -> Path:
     """Return Python of the environment. Raises UsageError, with the command that makes it, if it is incomplete."""
     if not _done(cache).exists():
         raise UsageError(
-            "--baseline kvpress needs an environment of its own, and there is none yet",
+            "--baseline kvpress needs a separate Python environment, which is not installed yet",
             code="missing_extra",
             lines=[
-                "kvpress needs transformers older than 5.3, kvcli a newer one;",
-                f"the command below puts both it and torch {torch_version()} below {_folder(cache)}, about 1.5 GB",
+                "kvpress needs transformers older than 5.3, and kvcli a newer one;",
+                f"the command below installs it with torch {torch_version()} in {_folder(cache)}, about 1.5 GB",
             ],
             try_=[COMMAND],
         )
@@ -89,10 +89,10 @@ def _run(command: Sequence[str]) -> str:
     if done.returncode:
         said = [line for line in (done.stderr.strip() or done.stdout.strip()).splitlines() if line.strip()]
         raise UsageError(
-            "the environment of kvpress could not be made",
+            "the environment of kvpress could not be created",
             code="no_environment",
             lines=[f"{' '.join(map(str, command[1:]))} ended with {done.returncode}", *said[-4:]],
-            try_=[f"{COMMAND} --torch VERSION, one that your pip can find", "leave --baseline kvpress out"],
+            try_=[f"{COMMAND} --torch VERSION, with a version that your pip can find", "leave --baseline kvpress out"],
         )
     return done.stdout
 
@@ -101,9 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from kvcli.environment import Environment
 
     parser = argparse.ArgumentParser(
-        prog=COMMAND, description="Make the environment of `kvcli bench --baseline kvpress`."
+        prog=COMMAND, description="Create the environment of `kvcli bench --baseline kvpress`."
     )
-    parser.add_argument("--torch", default="", metavar="VERSION", help=f"default {torch_version()}, kvcli's own")
+    parser.add_argument("--torch", default="", metavar="VERSION", help=f"default {torch_version()}, as in kvcli")
     options = parser.parse_args(arguments)
     world = Environment.real()
 

@@ -34,7 +34,7 @@ class Press:
         if kind.lower() not in known:
             near = get_close_matches(kind.lower(), known, 1)
             raise UsageError(
-                f"--baseline {name}: there is no press {kind!r} here",
+                f"--baseline {name}: there is no press {kind!r}",
                 lines=[f"presses: {', '.join(PRESSES)}"],
                 try_=[f"--baseline kvpress:{known[n]}" for n in near] or ["--baseline kvpress:SnapKV:0.5"],
             )
@@ -52,8 +52,8 @@ def _share(name: str, kind: str, text: str) -> float:
         ratio = 0.0
     if not 0 < ratio < 1:
         raise UsageError(
-            f"--baseline {name}: {text!r} is no share of the prompt to drop",
-            lines=["a number between 0 and 1, both left out"],
+            f"--baseline {name}: {text!r} is not a share of the prompt to drop",
+            lines=["expected a number above 0 and below 1"],
             try_=[f"--baseline kvpress:{kind}:0.5"],
         )
     return ratio

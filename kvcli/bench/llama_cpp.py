@@ -43,10 +43,10 @@ def require() -> None:
     """Raise UsageError, with the command to install it, if the package of the extra is missing."""
     if find_spec("llama_cpp") is None:
         raise UsageError(
-            "--baseline llama.cpp needs llama-cpp-python, not installed",
+            "--baseline llama.cpp needs llama-cpp-python, which is not installed",
             code="missing_extra",
             lines=[
-                "llama-cpp-python comes as source: installing it builds llama.cpp with cmake and gcc,",
+                "installing llama-cpp-python builds llama.cpp from source with cmake and gcc,",
                 "about 10 minutes on 2 cores",
             ],
             try_=[pip(*EXTRAS["llama"])],
@@ -74,7 +74,7 @@ class LlamaCpp:
     ) -> None:
         """`dtype` (bfloat16, float16, float32) is the run's; the GGUF file remains below `cache` for the next time."""
         if dtype not in DTYPES:
-            raise UsageError(f"llama.cpp computes nothing in {dtype}", try_=["--dtype fp32, bf16 or fp16"])
+            raise UsageError(f"llama.cpp does not support {dtype}", try_=["--dtype fp32, bf16 or fp16"])
         require()
         self._lib: Any = import_module("llama_cpp")
         self.threads, self.device, self.clock = threads, device, clock
@@ -98,14 +98,14 @@ class LlamaCpp:
 
     @property
     def setup(self) -> dict[str, str]:
-        no_amx = "" if self._has_amx else "without AMX and repacked weights, with which this build crashes"
+        no_amx = "" if self._has_amx else "without AMX and repacked weights, because this build crashes with them"
         return {
             "engine": f"llama.cpp through llama-cpp-python {version('llama-cpp-python')}",
             "dtype": self._dtype,
             "kv": self._kv,
             "device": self.device,
             "threads": str(self.threads),
-            "attention": "plain: flash attention would round to float16" if self._is_exact else "flash",
+            "attention": "plain, because flash attention would round to float16" if self._is_exact else "flash",
             "batch": str(BATCH),
             **({"quant": self._quant} if self._is_own and self._quant else {}),
             "weights": ", ".join(filter(None, ["the GGUF file itself", self._quant, no_amx]))
@@ -183,7 +183,7 @@ class LlamaCpp:
         self._context = lib.llama_init_from_model(self._model, wants)
         if not self._context:
             raise BadModel(
-                f"llama.cpp could not make room for {tokens:,} tokens of {self._id}",
+                f"llama.cpp could not allocate {tokens:,} tokens of {self._id}",
                 code="gguf_unsupported",
                 lines=list(self._ear.said),
                 try_=["a smaller --ctx", "leave --baseline llama.cpp out"],
@@ -195,7 +195,7 @@ class LlamaCpp:
         code = self._lib.llama_decode(self._context, self._lib.llama_batch_get_one(array, len(ids)))
         if code:
             raise BadModel(
-                f"llama.cpp stopped in the middle of a text of {self._id}",
+                f"llama.cpp failed during a text of {self._id}",
                 code="gguf_unsupported",
                 lines=[f"llama_decode returned {code}", *self._ear.said],
                 try_=["a smaller --ctx", "leave --baseline llama.cpp out"],

@@ -116,9 +116,9 @@ class ProfileSide:
         limit = self.model.limit
         if len(prompt) + new > limit:
             raise ContextOverflow(
-                f"{len(prompt):,} tokens and {new:,} new ones do not fit profile {self.name}",
+                f"{len(prompt):,} prompt and {new:,} new tokens exceed the context window of {self.name}",
                 lines=[f"{len(prompt):,} + {new:,} > {limit:,}"],
                 try_=[f"--ctx {limit}"],
             )
         if outside := [i for i in prompt if not 0 <= i < self.model.lm.vocab]:
-            raise BadInput(f"token {outside[0]} is none of the model's {self.model.lm.vocab:,}", code="no_such_token")
+            raise BadInput(f"token {outside[0]} is outside the vocabulary", code="no_such_token")

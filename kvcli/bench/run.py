@@ -106,7 +106,7 @@ class Bench:
         profiles = [r.as_profile().replace(name=r.name) for r in self.ask.recipes if r.kind == "profile"]
         other = [profile.name for profile in profiles if profile.load != model.profile.load]
         if other:
-            self.notes.append(f"quality leaves out {', '.join(other)}: their weights are loaded otherwise")
+            self.notes.append(f"quality not measured for {', '.join(other)}: their weights are loaded differently")
         return [profile for profile in profiles if profile.load == model.profile.load]
 
     @property
@@ -132,12 +132,12 @@ class Bench:
             mine = series.samples[-1].ids if series.samples else ()
             at = first_difference(mine, other or ())
             if other is not None and at is not None:
-                self.tell(Progress(0, 0, f"looking at the texts of {series.side}"))
+                self.tell(Progress(0, 0, f"comparing the texts of {series.side}"))
                 text = [*series.case.prompt, *mine[:at]]
                 try:
                     self.ties[series.side, series.case] = tie_at(self.model, text, mine[at], other[at])
                 except Exception as error:  # any failure, as in `ask_questions`
-                    self.notes.append(f"{series.side}'s first difference was not looked at: {words_of(error)}")
+                    self.notes.append(f"{series.side}'s first difference was not checked: {words_of(error)}")
 
     def reference_ids(self, series: Series) -> Sequence[int] | None:
         """Return the text to compare with; None for the baseline itself, or if there is none."""
@@ -195,7 +195,7 @@ def refuse_unbuilt() -> None:
     """Raise UsageError in a checkout without built native kernels, because torch would be timed, at half the speed."""
     if native.is_unbuilt():
         why = "the native kernels of this checkout are not built"
-        lines = [native.why_not(), "torch would be timed in their place"]
+        lines = [native.why_not(), "the benchmark would measure torch instead"]
         raise UsageError(why, code="not_built", lines=lines, try_=[native.remedy()])
 
 
@@ -204,14 +204,14 @@ def check_room(ctx: Sequence[int], new: int, limit: int, model: str) -> None:
     for n in ctx:
         if n > limit:
             raise ContextOverflow(
-                f"--ctx {n:,} is more than {model} was made for",
-                lines=[f"its limit is {limit:,} tokens"],
+                f"--ctx {n:,} exceeds the context limit of {model}",
+                lines=[f"the limit is {limit:,} tokens"],
                 detail={"ctx": n, "limit": limit},
                 try_=[f"--ctx {limit}"],
             )
         if new >= n:
             raise UsageError(
-                f"-n {new:,} leaves no room for a prompt in --ctx {n:,}",
+                f"-n {new:,} leaves no tokens for a prompt in --ctx {n:,}",
                 lines=["--ctx counts the prompt and the new tokens together"],
                 try_=[f"-n {max(1, n // 4)}", *([f"--ctx {4 * new}"] if 4 * new <= limit else [])],
             )

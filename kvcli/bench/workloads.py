@@ -68,7 +68,7 @@ def prompt_of(
     raise BadInput(
         f"{name} is too short to fill the context",
         code="too_short",
-        lines=[f"its prompt has {length:,} tokens, {n:,} are needed beside the new ones"],
+        lines=[f"its prompt has {length:,} tokens, and {n:,} are needed in addition to new tokens"],
         detail={"tokens": length, "needed": n},
         try_=[f"--ctx {length + new}", "--workload with a longer text file"],
     )
@@ -91,7 +91,7 @@ def cut(tokenizer: PreTrainedTokenizerBase, text: str, ask: Ask, n: int) -> list
         raise BadInput(
             "the context is too short for this workload",
             code="too_short",
-            lines=[f"the question alone has {len(best):,} tokens, the prompt may have {n:,}"],
+            lines=[f"the question alone has {len(best):,} tokens, and the prompt can have {n:,}"],
             try_=["a larger --ctx", "a smaller -n"],
         )
     while low < high:
@@ -167,7 +167,7 @@ def of_table(about: str, text: str, ask: list[str]) -> Workload:
 
 WORKLOADS: Mapping[str, Workload] = {
     **{name: of_table(**row) for name, row in tomli.loads(TABLE.read_text(encoding="utf-8")).items()},
-    "summary": Workload("a field report and the wish for a summary", report, partial(turns, [SUMMARY])),
+    "summary": Workload("a field report and a request for a summary", report, partial(turns, [SUMMARY])),
     "chat": Workload("a field report, four questions with their answers, and a fifth", report, ask_chat),
     "copy": Workload("a field report of which one note is to be repeated word for word", report, ask_copy),
     "lookup": Workload("a field report and a question about one fact in its middle", report, ask_lookup),

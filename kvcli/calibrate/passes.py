@@ -40,7 +40,7 @@ def pass_times(lm: LM, tell: Callable[[str], None]) -> list[PassTime]:
     """Time the whole grid. Row counts alternate at each context, so that a machine that slows down affects all."""
     found: list[PassTime] = []
     for context in contexts(lm.limit):
-        tell(f"timing passes over {context:,} tokens")
+        tell(f"measuring passes over {context:,} tokens")
         kv = cache_of_length(lm, context)
         times: dict[int, list[float]] = {rows: [] for rows in ROWS if rows + context <= lm.limit}
         for rep in range(REPS + 1):

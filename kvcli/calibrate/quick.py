@@ -36,7 +36,7 @@ def quick_costs(model: Model, cache: Path, tell: Callable[[str], None]) -> list[
     file = file_of(cache, machine_fingerprint(model.info.device), f"{name}-quick")
     if (kept := _kept(file)) is not None:
         return kept
-    tell("timing a few passes")
+    tell("measuring a few forward passes")
     # empty for a model that is too slow, and saved, so that it is not tried at each start
     passes = quick_times(model.lm)
     times = QuickTimes.from_attributes(model.info, fingerprint=name, passes=passes)

@@ -33,7 +33,7 @@ def calibrate(model: Model, cache: Path, tell: Tell = lambda _: None) -> Calibra
     at = model.lm.device
     name = _name(at)
     folder_of(cache)
-    tell("measuring memory and products")
+    tell("measuring memory bandwidth and matrix products")
     found = CalibrationDocument(
         kvcli=__version__,
         date=datetime.now().astimezone().isoformat(timespec="seconds"),

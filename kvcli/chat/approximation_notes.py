@@ -16,29 +16,29 @@ def describe_losses(profile: Profile) -> dict[Loss, str]:
     words: dict[Loss, str] = {}
     kv, held = profile.kv, profile.policy.describe_kept
     demotes = bool(held) and profile.memory.demotes and not profile.memory.spends
-    kept = "forgets what its tiers have no room for" if demotes else held and f"keeps {held}"
-    outlives = profile.context.on_overflow == "compress" and "holds what is older than the window in fewer slots"
+    kept = "drops tokens beyond its capacity" if demotes else held and f"keeps {held}"
+    outlives = profile.context.on_overflow == "compress" and "compresses tokens older than the context window"
     if forgotten := [
         *filter(None, (kept, profile.prune.describe_read and f"reads {profile.prune.describe_read}", outlives))
     ]:
         words["forgotten"] = " and ".join(forgotten)
     if profile.memory.spends:
-        words["rounded"] = f"holds the rest in {' and '.join(map(str, profile.memory.bits))} bits"
+        words["rounded"] = f"stores the rest in {' and '.join(map(str, profile.memory.bits))} bits"
     elif min(kv.k_bits, kv.v_bits) < 16:
         alike = f"keys and values in {kv.k_bits} bits"
-        words["rounded"] = "holds " + (
+        words["rounded"] = "stores " + (
             alike if kv.k_bits == kv.v_bits else f"keys in {kv.k_bits} and values in {kv.v_bits} bits"
         )
     elif profile.kv_format.is_active(kv):
-        words["rounded"] = f"holds older keys and values in the form {profile.kv_format.method}"
+        words["rounded"] = f"stores older keys and values in KV format {profile.kv_format.method}"
     elif kv.dtype not in ("auto", profile.load.dtype):
-        words["rounded"] = f"holds keys and values in {kv.dtype}"
+        words["rounded"] = f"stores keys and values in {kv.dtype}"
     if read := profile.sparse.describe_read:
         words["unread"] = f"reads {read}"
     if profile.reuse.describe_reused:
         words["reused"] = profile.reuse.describe_reused
     if demotes and (last := "unread" if read else "rounded") in words:
-        words[last] += f", beside {held}"
+        words[last] += f", in addition to {held}"
     return words
 
 
@@ -52,11 +52,11 @@ def approximation_note(profile: Profile, lost: Collection[Loss], found: str = ""
     words = [words for kind, words in describe_losses(profile).items() if kind in lost]
     words += filter(None, [profile.reasoning_steps.takes])
     if found and not words:
-        return f"{profile.name} is {found}; nothing was lost"
+        return f"profile {profile.name}: {found}; no tokens were lost"
     words += filter(None, [found])
     if not words:
         return ""
     by, exact = profile.name, "-P exact"
     if profile.origins["memory.budget"] == "--budget":  # it applies to -P exact too
         by, exact = f"{by} --budget {profile.memory.budget}", f"{exact} without --budget"
-    return f"approx: {by} {', '.join(words)}: facts may be lost; {exact} loses none"
+    return f"approximate answer: profile {by} {', '.join(words)}, so facts may be missing; {exact} uses the full text"

@@ -20,7 +20,7 @@ def read_chat(path: Path) -> tuple[ChatDocument, str]:
     """Return the chat in a file and the file's digest. Raises BadInput if the file is missing, too large or no chat."""
     with reading(path):
         if not path.exists():
-            raise BadInput(f"no such conversation: {path}", code="file_missing")
+            raise BadInput(f"no such chat file: {path}", code="file_missing")
     try:
         data = read_small(path, MOST)
         return ChatDocument.model_validate_json(data), sha256(data).hexdigest()
@@ -29,7 +29,7 @@ def read_chat(path: Path) -> tuple[ChatDocument, str]:
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-        raise BadInput(f"{path} is not a saved conversation", code="not_a_chat", lines=[why]) from None
+        raise BadInput(f"{path} is not a saved chat", code="not_a_chat", lines=[why]) from None
 
 
 def write_chat(path: Path, saved: ChatDocument) -> str:

@@ -80,7 +80,7 @@ class Chat:
     def sessions(self) -> SavedChats:
         """Saved chats of the user. Raises BadInput if the chat was made without them."""
         if self._sessions is None:
-            raise BadInput("this chat has no place to be kept", code="no_place", try_=["Chat(..., sessions=...)"])
+            raise BadInput("this chat has no folder for saved chats", code="no_place", try_=["Chat(..., sessions=...)"])
         return self._sessions
 
     # --- asking
@@ -177,7 +177,7 @@ class Chat:
         """Remove document `i`, an index of `documents`, from the chat. Tokens after it are prefilled again."""
         if not 0 <= i < len(self.documents):
             have = f"{len(self.documents)} attached" if self.documents else "none is attached"
-            raise BadInput(f"there is no document {i + 1}: {have}", code="no_such_document")
+            raise BadInput(f"document {i + 1} does not exist: {have}", code="no_such_document")
         self.shown = VisibleMessages()
         dropped = self.documents[i]
         for at, message in enumerate(self.messages):
@@ -219,7 +219,7 @@ class Chat:
         if self.system:
             rows.append(("system", len(encode(tokenizer, self.system))))
         if self.shown.left:
-            rows.append((f"questions 1 to {self.shown.left // 2}, not shown", 0))
+            rows.append((f"questions 1 to {self.shown.left // 2}, not sent", 0))
         for i, message in enumerate(self.shown.of(self.messages), self.shown.left):
             rows += [(f"file {d.name}", d.tokens(tokenizer)) for d in message.documents]
             label = f"{'question' if message.role == 'user' else 'answer'} {i // 2 + 1}"
@@ -231,7 +231,7 @@ class Chat:
             whole = len(resume_ids(tokenizer, asked.text, ("", ()), special=not asked.has_template))
             rows.append(("template", whole - (sum(n for _, n in rows) - pending)))
             if self.heard.begins.ids:
-                rows.append(("its beginning, in fewer slots", len(asked.ids) - whole))
+                rows.append(("compressed start of the chat", len(asked.ids) - whole))
         return rows
 
     # --- saving

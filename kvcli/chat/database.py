@@ -101,9 +101,9 @@ class Database:
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version > VERSION:
                 raise BadInput(
-                    f"{self.path} was written by a newer kvcli: its form is {version}, this one knows {VERSION}",
+                    f"{self.path} was written by a newer kvcli: its format is {version}, this kvcli supports {VERSION}",
                     code="newer_sessions",
-                    try_=["install the newer kvcli", "KVCLI_HOME=FOLDER, for conversations of its own", "--no-save"],
+                    try_=["install the newer kvcli", "KVCLI_HOME=FOLDER, for a separate folder", "--no-save"],
                 )
             if version < VERSION:
                 raise Damaged("it has no form")
@@ -149,7 +149,7 @@ class Database:
                 Path(f"{self.path}{side}").unlink(missing_ok=True)
             _copy(new, self.path)
         if there:
-            self._tell(f"{self.path} is damaged: it is kept as {aside}, and {n:,} conversations in it can be read")
+            self._tell(f"{self.path} is damaged: it was renamed to {aside}; {n:,} chats were recovered")
 
 
 def _is_damage(error: Exception) -> bool:

@@ -78,7 +78,7 @@ class Pack:
             raise _bad(self.folder, f"{PAST} cannot be read: {error.strerror or error}") from None
         if session.ids[:n] != list(ids[:n]):
             session.rewind(0)
-            raise _bad(self.folder, f"{PAST} is of another text")
+            raise _bad(self.folder, f"{PAST} belongs to another text")
         session.resume(ids)  # as at the start of every question
 
     def differs(self, text: TextSession) -> list[str]:
@@ -98,14 +98,14 @@ class Pack:
     def _refuse(self, mine: Mapping[str, str], its: Mapping[str, str]) -> None:
         if not (fields := _unlike(mine, its)):
             return
-        again = f"kvcli pack FILE -o {shlex.quote(self.folder.name)}, to read the documents again"
+        again = f"kvcli pack FILE -o {shlex.quote(self.folder.name)}, to prefill the documents again"
         is_settings = all(key in self.about.settings or key not in its for key in fields)
         raise BadInput(
-            f"{self.folder.name} was read by another model, or under other settings: {fields[0]}",
+            f"{self.folder.name} was made with another model or other settings: {fields[0]}",
             code="other_pack",
             lines=[f"{key} was {its.get(key, 'not set')}, is {mine.get(key, 'not set')}" for key in fields],
             detail={"fields": fields},
-            try_=["leave out -P and --set of these: the pack brings its own", again] if is_settings else [again],
+            try_=["leave out -P and --set of these keys: the pack has its own", again] if is_settings else [again],
         )
 
     def _check(self, name: str) -> None:
@@ -115,7 +115,7 @@ class Pack:
             raise Unfit("it is a link")
         with open_regular(path) as file:
             if path.stat().st_size != said.bytes or hashlib.file_digest(file, "sha256").hexdigest() != said.sha256:
-                raise Unfit("it is not what the manifest says")
+                raise Unfit("its content does not match the manifest")
 
 
 def open_pack(folder: Path) -> Pack:
@@ -127,17 +127,17 @@ def open_pack(folder: Path) -> Pack:
         if set(about.files) != {CHAT, PAST}:
             raise Unfit(f"it names other files than {CHAT} and {PAST}")
         if not all(map(_is_of_past, about.settings)):
-            raise Unfit("it has settings that shape no past")
+            raise Unfit("it has settings that do not affect the KV cache")
         pack = Pack(folder, about, ChatDocument.model_construct())
         if about.files[CHAT].bytes > LARGE:
             raise Unfit("it is too large")
         pack._check(CHAT)
         chat = ChatDocument.model_validate_json(read_small(folder / CHAT, min(LARGE, about.files[CHAT].bytes)))
     except (Unfit, ValidationError, RecursionError) as error:
-        what = f"its {error.title} does not hold" if isinstance(error, ValidationError) else str(error)
+        what = f"its {error.title} is invalid" if isinstance(error, ValidationError) else str(error)
         raise _bad(folder, what) from None
     if chat.messages or not chat.pending:
-        raise _bad(folder, "it holds a conversation, and no documents that were read")
+        raise _bad(folder, "it contains a chat without documents")
     return Pack(folder, about, chat)
 
 
@@ -150,7 +150,7 @@ def make(talk: Chat, folder: Path, heard: Callable[[Read], None] = lambda _: Non
     (ids, contents), made_by = talk.begins(), cache_key(talk.model.model.lm)
     if len(ids) < FEW:
         raise BadInput(
-            "these documents are read in a moment: there is nothing to pack",
+            "these documents are too short for a pack",
             code="too_short",
             lines=[f"they have {len(ids):,} tokens"],
             try_=["kvcli chat -f FILE"],
@@ -160,7 +160,7 @@ def make(talk: Chat, folder: Path, heard: Callable[[Read], None] = lambda _: Non
     for event in talk.model.stream(ids, messages=contents, max_new_tokens=1, ignore_eos=True):
         if isinstance(event, Read):
             heard(event)
-    with writing(folder.name, try_=["-o NAME.kvs elsewhere"]):
+    with writing(folder.name, try_=["-o NAME.kvs in another folder"]):
         return _write(talk, folder, ids, made_by)
 
 
@@ -209,7 +209,7 @@ def _packed(path: Path) -> PackedFile:
 
 def _bad(folder: Path, why: str) -> BadInput:
     return BadInput(
-        f"{folder.name} is no pack that can be asked: {why}",
+        f"{folder.name} is not a usable pack: {why}",
         code="bad_pack",
-        try_=[f"kvcli pack FILE -o {folder.name}, to read the documents again", "kvcli chat -f FILE, without a pack"],
+        try_=[f"kvcli pack FILE -o {folder.name}, to prefill the documents again", "kvcli chat -f FILE"],
     )

@@ -61,6 +61,6 @@ def _of_another_method(wanted: DraftModelRef) -> BadModel:
     return BadModel(
         f"{wanted.model} is {what}",
         code="draft_head",
-        lines=["a model of its own drafts by spec.method = model, an assistant by spec.method = assistant"],
-        try_=[f"--set spec.method={other} --set spec.model={wanted.model}, in place of --draft", "--spec ngram"],
+        lines=["a complete model drafts with spec.method = model, an assistant with spec.method = assistant"],
+        try_=[f"--set spec.method={other} --set spec.model={wanted.model}, instead of --draft", "--spec ngram"],
     )

@@ -87,10 +87,10 @@ def load(
     lm.hashes = Hashes(cache, tell)
     told, usual = convert.conversion_notes(given, packs, lm.info.dtype), recommended(given.text_config, given.id)
     if lm.generation != (sampling := model_settings.generation_defaults(lm.model, lm.info.id, usual)):
-        told += (f"its files say nothing of sampling; kvcli takes {', '.join(f'{k} {v:g}' for k, v in usual.items())}",)
+        told += (f"the model has no sampling settings; kvcli uses {', '.join(f'{k} {v:g}' for k, v in usual.items())}",)
     notes = lm.info.notes
     if not given.is_gguf and any(given.path.glob("adapter_*")):
-        notes = (*notes, "an adapter lies beside the weights and is not applied: merge it into them first")
+        notes = (*notes, "the model folder has an adapter, which is not applied; merge it into the weights first")
     lm.generation, lm.info = sampling, replace(lm.info, details=told, notes=notes)
     find = find or partial(named, may_assist=True)
     second = partial(load_draft_model, words=tokenizer, load=wants, find=find, cache=cache, tell=tell)
@@ -178,7 +178,7 @@ class Model:
         """
         if self.profile.reasoning_steps.takes and not by_steps:
             raise BadConfig(
-                "only answers are written by steps, and this measures a text token by token",
+                "reasoning_steps works only for answers, not for measuring a text token by token",
                 code="only_answers",
                 try_=["--set reasoning_steps.method=none"],
             )
@@ -192,7 +192,7 @@ class Model:
             return self.profile
         if self.map_heads is None:
             raise BadConfig(
-                'policy.headmap = "auto" has nowhere to keep a map of this model',
+                'policy.headmap = "auto" has no folder for the head map of this model',
                 code="no_headmap",
                 try_=["set Model.map_heads", "policy.headmap=FILE, of kvcli profile-heads"],
             )
@@ -218,11 +218,11 @@ class Model:
         except Exception as error:
             if isinstance(error, KvcliError) and as_cache_full(error) is None:
                 raise
-            said = "there is no memory for it" if as_cache_full(error) else f"{type(error).__name__}: {error}"
+            said = "out of memory" if as_cache_full(error) else f"{type(error).__name__}: {error}"
             log.warning("%s cannot be loaded", wanted.model, exc_info=error)
         free_caches()
         self.profile = self.profile.replace(spec={"method": "off"}, reasoning_steps={"method": "none"})
-        self._unkept = f"no drafting: {wanted.model}, which was to draft, cannot be loaded: {said}"
+        self._unkept = f"no drafting: draft model {wanted.model} cannot be loaded: {said}"
         return None
 
     @property
@@ -259,17 +259,17 @@ class Model:
 
     @property
     def exactness_label(self) -> str:
-        """Exactness of the text: "bit-exact", "exact", "exact but for near ties", "certified", "approx"."""
+        """What may be said of the text: "bit-exact", "exact", "exact up to 16-bit rounding", "certified", "approx"."""
         return assemble.promise(self.lm, self.profile)
 
     def with_profile(self, profile: Profile) -> Model:
         """Return this model under another profile. Refuses a change of `load`."""
         if profile.load != self.profile.load:
             raise BadConfig(
-                "the weights are loaded already, and this changes how",
+                "this setting changes how weights are loaded, and they are loaded already",
                 code="needs_reload",
                 lines=_changes(asdict(self.profile.load), asdict(profile.load)),
-                try_=["leave and start again with --profile or --set"],
+                try_=["restart kvcli with --profile or --set"],
             )
         changed = self.under(profile)
         changed._draft()

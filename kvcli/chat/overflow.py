@@ -59,8 +59,8 @@ def shown_of(chat: Chat, saved: LeftOut | None) -> VisibleMessages:
         return VisibleMessages()
     if chat.messages and len(chat.rendered(chat.messages, VisibleMessages()).ids) <= KEPT * chat.model.limit:
         return VisibleMessages()
-    kept = "it has its notes on them" if saved.notes else "it knows nothing of them"
-    chat.note(f"longer than the window: the model is not shown questions 1 to {saved.messages // 2}; {kept}")
+    kept = "it has its notes on them" if saved.notes else "it does not know them"
+    chat.note(f"the chat exceeds the context window; questions 1–{saved.messages // 2} are not sent; {kept}")
     return VisibleMessages(saved.messages, saved.notes)
 
 
@@ -107,9 +107,7 @@ def leave_out(
         if heard is not None:
             n, fewer = heard.begins.ids, len(chat.heard.ids) - len(heard.ids)
             chat.heard = heard
-            chat.note(
-                f"longer than the window: its first {n + fewer:,} tokens go on as {n:,} a head; facts may be lost"
-            )
+            chat.note(f"the chat exceeds the context window; {n + fewer:,} tokens shrink to {n:,}; facts may be lost")
             return True
     of_notes = int(detail["limit"] * NOTES) if how == "summarize" else 0
     room = detail["limit"] - detail["reserve"] - of_notes
@@ -118,11 +116,11 @@ def leave_out(
         return False
     notes = (yield from _notes(chat, now.left, of_notes, options)) if of_notes else ""
     chat.shown = replace(now, notes=notes)
-    kept = "it wrote notes on them" if notes else "it knows nothing of them now"
+    kept = "it wrote notes on them" if notes else "it does not know them any more"
     if how == "compress":
-        kept += ", as what was read of them could not be made smaller"
+        kept += ", because their KV cache could not be compressed"
     if not cancel():  # after a cancel nothing is answered or changed
-        chat.note(f"longer than the window: the model is shown questions 1 to {now.left // 2} no more; {kept}")
+        chat.note(f"the chat exceeds the context window; questions 1–{now.left // 2} are not sent; {kept}")
     return True
 
 

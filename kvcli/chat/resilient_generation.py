@@ -75,7 +75,7 @@ class ResilientGeneration:
         steps, is_over = yield from recover_memory(self._text, phase)
         stats.limit = self._text.limit
         if steps:
-            stats.shortages.append(f"memory ran out at {at:,} tokens: {', '.join(steps)} from here on")
+            stats.shortages.append(f"out of memory at {at:,} tokens; continuing with {', '.join(steps)}")
         if not is_over:
             raise self._explained(lack)
 
@@ -85,7 +85,7 @@ class ResilientGeneration:
         held = sum(nbytes(session.cache, session.view).values())
         lines = list(lack.lines)
         if session.committed:
-            lines.append(f"keys and values of {session.committed:,} tokens take {held / (1 << 20):,.1f} MiB")
+            lines.append(f"the KV cache of {session.committed:,} tokens takes {held / (1 << 20):,.1f} MiB")
         detail = {**lack.detail, "tokens": session.committed, "kv_bytes": held, "answer": "".join(self.said)}
         ways = _shorter(lack.most or session.committed, self._prompt, profile)
         for changes in _larger(session, profile):

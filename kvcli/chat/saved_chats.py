@@ -107,7 +107,7 @@ class SavedChats:
         """Return a chat and its version."""
         found = self._run(lambda db: chat_tables.read(db, name), None)
         if found is None:
-            raise BadInput(f"there is no conversation {name}", code="no_chat", try_=["kvcli sessions list"])
+            raise BadInput(f"there is no saved chat {name}", code="no_chat", try_=["kvcli chats list"])
         return found
 
     def write(self, kept: SavedChat, made: Mapping[str, Any]) -> None:
@@ -119,7 +119,7 @@ class SavedChats:
         def work(db: sqlite3.Connection) -> int:
             version = chat_tables.version(db, kept.name)
             if version not in (None, kept.version):
-                raise BadInput(f"{kept.name} was changed by another kvcli and is left as it is", code="chat_changed")
+                raise BadInput(f"another kvcli process changed {kept.name}; not saved", code="chat_changed")
             latest = chat_tables.write(db, kept.name, made, kept.made if version is not None else {})
             if kept.origin:
                 chat_tables.note_file(db, "", kept.origin, kept.name)
@@ -168,14 +168,14 @@ class SavedChats:
         if len(found) == 1:
             return found[0].id
         if not entries:
-            raise BadInput(f"no conversation is kept in {self.folder}", code="no_chat", try_=["kvcli chat"])
+            raise BadInput(f"there are no saved chats in {self.folder}", code="no_chat", try_=["kvcli chat"])
         lines = [
             f"{entry.id}  {' '.join((entry.title or '').split())}".rstrip() for entry in (found or entries)[:SHOWN]
         ]
-        try_ = ["kvcli chat --continue, for the latest", "kvcli sessions list"]
+        try_ = ["kvcli chat --continue, for the latest", "kvcli chats list"]
         if found:
-            raise BadInput(f"several conversations are called {wanted}", code="no_chat", lines=lines, try_=try_)
-        raise BadInput(f"no conversation is called {wanted}", code="no_chat", lines=lines, try_=try_)
+            raise BadInput(f"several saved chats match {wanted}", code="no_chat", lines=lines, try_=try_)
+        raise BadInput(f"no saved chat matches {wanted}", code="no_chat", lines=lines, try_=try_)
 
     def search(self, text: str) -> list[SessionEntry]:
         """Return chats whose title and document names contain all words or words that begin so, then chats with such a
@@ -229,7 +229,7 @@ class SavedChats:
                 saved, digest = read_chat(path)
                 made = saved.document()
             except BadInput as error:
-                self._tell(f"{error.message}; the other conversations are taken in")
+                self._tell(f"{error.message}; the other chats are imported")
                 made, digest = {}, ""
             self._db.run(partial(_take_in, stamp=stamp, path=path, digest=digest, made=made))
         self._has_files = True

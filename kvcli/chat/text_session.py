@@ -134,7 +134,7 @@ class TextSession:
         """Explain why the prefix cache of this model is unusable, if the model was loaded differently then."""
         shelf = self.model.shelf
         fields = shelf.mismatch(self.session, assemble.cache_conditions(self.profile)) if shelf is not None else []
-        return [f"what was read before is of no use now: {', '.join(fields)}"] if fields else []
+        return [f"the saved KV cache cannot be used, because settings differ: {', '.join(fields)}"] if fields else []
 
     def with_profile(self, profile: Profile) -> TextSession:
         """Open a session with an empty KV cache under another profile. Refuses a change of `load`."""
@@ -198,7 +198,7 @@ class TextSession:
         """
         if constraint is not None and ignore_eos:
             raise BadInput(
-                "what an answer is held to needs the end that ignore_eos ignores",
+                "a constrained answer needs its end, and ignore_eos ignores it",
                 code="needs_end",
                 try_=["ignore_eos=False"],
             )
@@ -207,12 +207,12 @@ class TextSession:
             messages = [{"role": "user", "content": prompt}]
         if outside := [i for i in ids if not 0 <= i < model.lm.vocab]:
             kind = BadModel if messages else BadInput  # ids of messages come from the tokenizer
-            raise kind(f"token {outside[0]} is none of the model's {model.lm.vocab:,}", code="no_such_token")
+            raise kind(f"token {outside[0]} is outside the vocabulary of {model.lm.vocab:,}", code="no_such_token")
         profile = self.profile
         if profile.memory.budget == "fit" and not self.has_begun:
             self._refuse_crowd(profile.memory.sequences)
         if changes := {key: value for key, value in sample.items() if value is not None}:
-            profile = profile.changed({"sample": changes}, "what was asked of an answer")
+            profile = profile.changed({"sample": changes}, "options of the answer")
         fits = partial(model.fits, self.profile) if model.fits is not None else None
         window = ContextWindow(self.limit, model.lm.limit, profile.context.reserve, fits)
         asks, spans = self.session.pruning is not None or bool(model.lm.mixers), list[KindSpan]()
@@ -238,8 +238,8 @@ class TextSession:
         n = sum(one.has_begun and one.profile.memory.budget == "fit" for one in self.model.texts)
         if n + 1 > most:
             raise CacheFull(
-                f'memory.budget = "fit" is what {most} at a time may take (memory.sequences), and {n} have begun',
-                try_=[f"--set memory.sequences={n + 1}", "--set memory.budget=1GiB, of each", "close a text first"],
+                f'memory.budget = "fit" divides memory among {most} sequences (memory.sequences), and {n} are open',
+                try_=[f"--set memory.sequences={n + 1}", "--set memory.budget=1GiB, each", "close a session"],
             )
 
     def kv_table(self) -> list[dict[str, object]]:
@@ -254,7 +254,7 @@ class TextSession:
         self._answer = answer
         turn = yield from answer
         if turn is None:  # it was closed
-            raise BadInput("its text was closed, or another answer began, before this one ended", code="interleaved")
+            raise BadInput("the session was closed or another answer began before this one ended", code="interleaved")
         yield End(turn)
         return turn
 
@@ -267,7 +267,7 @@ class TextSession:
 def _close(answer: Coroutine[Event, Turn | None]) -> None:
     if getgeneratorstate(answer) == GEN_RUNNING:  # called by the answer's own `cancel`
         raise BadInput(
-            "the text is in the midst of an answer, which cannot be ended from within",
+            "this session is still generating an answer; close it from outside the event loop of the answer",
             code="interleaved",
             try_=["return True from cancel"],
         )

@@ -24,15 +24,15 @@ class ContextWindow:
     def room(self, prompt: int, new: int) -> int:
         """Return the tokens left for an answer of at most `new` tokens; refuses a prompt that leaves too few."""
         if not prompt:
-            raise BadInput("there is nothing to ask", code="empty_prompt")
+            raise BadInput("the question is empty", code="empty_prompt")
         if new < 1:
             raise BadInput(f"max_new_tokens = {new}: an answer has at least one token", code="bad_length")
         reserve = min(new, self.reserve)
         if prompt + reserve > self.limit:
-            fits = "" if self.limit < self.most else " (the model's limit)"
+            fits = "" if self.limit < self.most else " (the limit of the model)"
             raise ContextOverflow(
-                "the conversation is longer than the window",
-                lines=[f"{prompt:,} tokens of text + {reserve:,} for the answer > {self.limit:,}{fits}"],
+                "the chat is longer than the context window",
+                lines=[f"prompt {prompt:,} tokens + answer {reserve:,} tokens > {self.limit:,}{fits}"],
                 detail={"prompt": prompt, "reserve": reserve, "limit": self.limit},
                 try_=self._ways_out(prompt, reserve),
             )
@@ -55,8 +55,8 @@ def refuse_longer(text: str, tokenizer: PreTrainedTokenizerBase, limit: int) -> 
     if len(text) <= 16 * limit or (least := len(text) // max(map(len, tokenizer.get_vocab()))) <= limit:
         return
     raise ContextOverflow(
-        "the conversation is longer than the window",
-        lines=[f"{len(text):,} characters are at least {least:,} tokens > {limit:,}"],
+        "the chat is longer than the context window",
+        lines=[f"{len(text):,} characters, at least {least:,} tokens > {limit:,}"],
         detail={"prompt": least, "reserve": 0, "limit": limit},
         try_=["attach a shorter document", "kvcli summarize FILE, which reads it in parts"],
     )

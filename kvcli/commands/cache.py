@@ -1,4 +1,4 @@
-"""`kvcli cache`: files that only make later runs faster, with their size, and their removal."""
+"""`kvcli cache`: show the size of cached files, and remove them."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from kvcli.render.terminal.numbers import long_size
 if TYPE_CHECKING:
     from kvcli.environment import Environment
 
-app = typer.Typer(add_completion=False, help="What is kept only to be faster the next time.")
+app = typer.Typer(add_completion=False, help="Cached files: show their size, and remove them.")
 
 KINDS = {
-    "summaries": "answers about parts of documents, for a summary that was interrupted",
-    "kv": "keys and values of what was read, so that nothing is read twice",
-    "calibration": "how fast this machine and its models are",
-    "quality": "answers of bench --quality, for a run that was interrupted",
-    "gguf": "models made of GGUF files, and GGUF files that bench --baseline llama.cpp reads",
-    "hashes": "hashes of model files, so that each is read once for them",
-    "kvpress": "the environment of bench --baseline kvpress",
+    "summaries": "results of document parts, to continue an interrupted summary",
+    "kv": "prefix cache: KV cache of earlier prompts, so that they are not computed again",
+    "calibration": "measured speed of this machine and of models on it",
+    "quality": "answers of bench --quality, to continue an interrupted run",
+    "gguf": "models converted from GGUF files, and GGUF files for bench --baseline llama.cpp",
+    "hashes": "hashes of model files",
+    "kvpress": "Python environment of bench --baseline kvpress",
 }  # name of a folder -> its content
 BY_NAME = {  # in the data folder; they do more than speed up later runs
-    "chats": "files of conversations, as /save writes them; kept ones are for kvcli sessions",
-    "models": "what `kvcli models get` fetched from packages",
+    "chats": "chat files that /save writes (kvcli chats manages the saved chats themselves)",
+    "models": "models that `kvcli models get` downloaded from packages",
 }
 DAY = 86_400.0  # seconds
 
 Kinds = Annotated[
-    list[str] | None, typer.Argument(metavar="KIND", help="summaries, gguf, ...; none means all but chats and models.")
+    list[str] | None, typer.Argument(metavar="KIND", help="summaries, gguf, ... Default: all except chats and models.")
 ]
-Days = Annotated[int, option("--older-than", metavar="DAYS", help="Only what was not used for so long; default 30.")]
-Dry = Annotated[bool, option("--dry-run", help="Say what would go, and leave it.")]
+Days = Annotated[int, option("--older-than", metavar="DAYS", help="Only files not used for DAYS days. Default 30.")]
+Dry = Annotated[bool, option("--dry-run", help="List the files, and remove none.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,18 @@ class RemovableEntry:
 
 @app.command()
 def info(context: typer.Context) -> None:
-    """Show the number and the size of cached files by kind."""
+    """Show number and size of the cached files of each kind."""
     world: Environment = context.obj
     _show(world, list(KINDS), _kept(world.paths.cache))
 
 
 @app.command()
 def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dry_run: Dry = False) -> None:
-    """Remove cached files not used for 30 days; all can be made again. Chats and models only if named."""
+    """Remove cached files not used for 30 days. kvcli makes them again if needed; chats and models only if named."""
     world: Environment = context.obj
     if unknown := [kind for kind in kinds or [] if kind not in KINDS | BY_NAME]:
         try_ = [f"kvcli cache prune {kind}" for kind in KINDS | BY_NAME]
-        raise UsageError(f"there is no kind {unknown[0]!r} in the cache", try_=try_)
+        raise UsageError(f"the cache has no kind {unknown[0]!r}", try_=try_)
     kept = _kept(world.paths.cache)
     if "chats" in (kinds or ()):
         kept += [look(path, "chats") for path in world.paths.chats.glob("*.json")]
@@ -78,7 +78,7 @@ def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dr
     old = [one for one, age in ages.items() if age >= older_than * DAY]
     for one in () if dry_run else old:
         remove_path(one.path)
-    _show(world, kinds or list(KINDS), kept, old, "would go" if dry_run else "removed")
+    _show(world, kinds or list(KINDS), kept, old, "would be removed" if dry_run else "removed")
 
 
 def _kept(cache: Path) -> list[RemovableEntry]:
@@ -137,6 +137,6 @@ def _show(
     if world.options.json:
         print_json(world, document)
         return
-    rows = [["kind", "entries", "size", goes, "what it is"]]
+    rows = [["kind", "entries", "size", goes, "content"]]
     rows += [[k.kind, str(k.entries), long_size(k.bytes), long_size(k.freed_bytes), k.about] for k in document.kinds]
     print_table(world, rows if goes else [[*row[:3], row[4]] for row in rows])

@@ -1,4 +1,4 @@
-"""`kvcli sessions`: list, search, show, export and remove saved chats."""
+"""`kvcli chats`: list, search, show, export and remove saved chats."""
 
 from __future__ import annotations
 
@@ -24,25 +24,23 @@ from kvcli.schemas.sessions import SessionEntry, SessionsDocument
 if TYPE_CHECKING:
     from kvcli.environment import Environment
 
-app = typer.Typer(add_completion=False, help="Kept conversations: list, search, show, export, remove.")
+app = typer.Typer(add_completion=False, help="Saved chats: list, search, show, export, remove.")
 
-CHAT = "The beginning of its name, its number in the list, words of its title or of its files; none means the latest."
+CHAT = "Start of its name, number in the list, or words of its title or files. Default: the latest."
 LONG = 24  # columns of a document's name
 ENOUGH = 15  # columns of a text; narrower terminals drop other columns of the list
 Chat = Annotated[str | None, typer.Argument(metavar="CHAT", help=CHAT)]
-Chats = Annotated[list[str], typer.Argument(metavar="CHAT", help="As show takes them.")]
+Chats = Annotated[list[str], typer.Argument(metavar="CHAT", help="Chats, named as for show.")]
 Words = Annotated[
     list[str],
-    typer.Argument(
-        metavar="WORD", help="Beginnings of words, all in one turn, or in a title with the names of documents."
-    ),
+    typer.Argument(metavar="WORD", help="Starts of words that occur in one turn, or in the title and document names."),
 ]
-Most = Annotated[int, option("--number", "-n", metavar="N", help="How many are shown; default 20.")]
-Out = Annotated[str, option("--output", "-o", metavar="FILE", help="The file: .md, .json or .jsonl.")]
+Most = Annotated[int, option("--number", "-n", metavar="N", help="Number of chats shown. Default 20.")]
+Out = Annotated[str, option("--output", "-o", metavar="FILE", help="Output file: .md, .json or .jsonl.")]
 LONGEST = 100_000  # days
-Days = Annotated[int, option("--older-than", metavar="DAYS", help="Only what was kept so long ago; default 30.")]
-Dry = Annotated[bool, option("--dry-run", help="Say what would go, and leave it.")]
-Yes = Annotated[bool, option("--yes", "-y", help="Do not ask.")]
+Days = Annotated[int, option("--older-than", metavar="DAYS", help="Only chats not used for DAYS days. Default 30.")]
+Dry = Annotated[bool, option("--dry-run", help="List the chats, and remove none.")]
+Yes = Annotated[bool, option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 @app.command("list")
@@ -54,18 +52,18 @@ def list_sessions(context: typer.Context, number: Most = 20) -> None:
 
 @app.command()
 def search(context: typer.Context, words: Words, number: Most = 20) -> None:
-    """Find saved chats that contain these words, the best first."""
+    """List saved chats that contain these words, the best match first."""
     world: Environment = context.obj
     found = sessions_of(world).search(" ".join(words))
     if not found and not world.options.json:
-        tell(world, f"no conversation has {' '.join(words)}")
+        tell(world, f"no saved chat contains {' '.join(words)}")
     else:
         _print(world, found, number)
 
 
 @app.command()
 def show(context: typer.Context, chat: Chat = None) -> None:
-    """Print a saved chat as Markdown, documents by name; with --json all of it, with the figures of each answer."""
+    """Print a saved chat as Markdown, with document names; --json adds their text and the figures of each answer."""
     from kvcli.chat.transcript import markdown
 
     world: Environment = context.obj
@@ -79,7 +77,7 @@ def show(context: typer.Context, chat: Chat = None) -> None:
 
 @app.command()
 def export(context: typer.Context, output: Out, chat: Chat = None) -> None:
-    """Write a saved chat to a file for others to read, or for kvcli chat --resume FILE on another machine."""
+    """Write a saved chat to a file, for readers or for kvcli chat --resume FILE on another machine."""
     from os.path import expanduser
 
     from kvcli.chat.transcript import export_chat
@@ -92,7 +90,7 @@ def export(context: typer.Context, output: Out, chat: Chat = None) -> None:
 
 @app.command()
 def rm(context: typer.Context, chats: Chats, yes: Yes = False) -> None:
-    """Delete saved chats for good, and the files that /save and earlier versions wrote of them."""
+    """Delete saved chats, and the files that /save and earlier versions wrote of them."""
     world: Environment = context.obj
     kept = sessions_of(world)
     names = dict.fromkeys(kept.find(chat) for chat in chats)
@@ -101,7 +99,7 @@ def rm(context: typer.Context, chats: Chats, yes: Yes = False) -> None:
 
 @app.command()
 def prune(context: typer.Context, older_than: Days = 30, dry_run: Dry = False, yes: Yes = False) -> None:
-    """Delete saved chats that nothing was added to for 30 days."""
+    """Delete saved chats that were not used for 30 days."""
     world: Environment = context.obj
     if not 0 <= older_than <= LONGEST:
         raise UsageError(f"--older-than {older_than}: days, from 0 to {LONGEST:,}")
@@ -122,23 +120,23 @@ def _is_before(entry: SessionEntry, when: datetime) -> bool:
 
 
 def _remove(world: Environment, kept: SavedChats, entries: Sequence[SessionEntry], yes: bool, typed: str) -> None:
-    what = plural(len(entries), "conversation")
+    what = plural(len(entries), "saved chat")
     if len(entries) == 1:
         what = f"{entries[0].id}, {facts(entries[0].title, entries[0].questions, entries[0].documents)}"
-    if entries and not yes and not agrees(world, f"forget {what}?"):
-        raise UsageError(f"{what}: not forgotten", try_=[f"kvcli sessions {typed} --yes"])
+    if entries and not yes and not agrees(world, f"delete {what}?"):
+        raise UsageError(f"{what}: not deleted", try_=[f"kvcli chats {typed} --yes"])
     kept.remove([entry.id for entry in entries])
     if world.options.json:
         _print(world, entries, len(entries), removed=True)
     else:
-        tell(world, f"forgot {what}")
+        tell(world, f"deleted {what}")
 
 
 def _with_texts(world: Environment, rows: Sequence[Sequence[str]], texts: Sequence[str]) -> list[list[str]]:
     """Append a text to each row of a table; on a terminal, cut it to one line."""
     out = Terminal.of(world, "stdout")
     if out.is_tty and not world.options.plain:
-        rows = fitting(rows, out.width - ENOUGH, ["kept", "model", "files", "questions", ""])
+        rows = fitting(rows, out.width - ENOUGH, ["saved", "model", "files", "questions", ""])
         room = out.width - 1 - GAP - widest(columns(rows))
         texts = [clip(neutralise(text, one_line=True), room) for text in texts]
     return [[*row, text] for row, text in zip(rows, texts, strict=True)]
@@ -152,13 +150,13 @@ def _print(
         print_json(world, SessionsDocument(total=len(entries), removed=removed, sessions=list(shown)))
         return
     if not entries:
-        tell(world, "no conversation is kept")
+        tell(world, "there are no saved chats")
         return
-    rows = [["", "name", "questions", "files", "model", "kept"]]
+    rows = [["", "name", "questions", "files", "model", "saved"]]
     for i, e in enumerate(shown, 1):
         files = clip(e.files[0], LONG) + f" +{len(e.files) - 1}" * (len(e.files) > 1) if e.files else "–"
         rows.append([str(i), e.id, str(e.questions), files, e.model, e.saved[:16].replace("T", " ")])
-    texts = ["what", *(" ".join((e.found or e.title or "").split()) for e in shown)]
+    texts = ["title", *(" ".join((e.found or e.title or "").split()) for e in shown)]
     print_table(world, _with_texts(world, rows if numbered else [row[1:] for row in rows], texts))
     if len(entries) > len(shown):
         tell(world, f"{len(entries) - len(shown):,} more: -n {len(entries)}")

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from kvcli.environment import Environment
 
-app = typer.Typer(add_completion=False, help="Where settings live, and the schemas of the JSON.")
+app = typer.Typer(add_completion=False, help="Paths of config files, and the schemas of the JSON output.")
 
 
 @app.command()
 def path(context: typer.Context) -> None:
-    """Print the files and folders that kvcli reads and writes; a dash marks those that do not exist."""
+    """List files and folders that kvcli reads and writes; - marks a path that does not exist."""
     world: Environment = context.obj
     if world.options.json:
         from kvcli.schemas.listings import PathsDocument
@@ -38,7 +38,7 @@ def path(context: typer.Context) -> None:
 @app.command()
 def schema(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="turn, error, ...; none lists them.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="turn, error, ... Default: list them.")] = None,
 ) -> None:
     """Print the JSON Schema of a document."""
     from kvcli.schemas.documents import DOCUMENTS, json_schema
@@ -61,7 +61,7 @@ def places(world: Environment) -> dict[str, Path]:
         found["project"] = project
     if world.options.config:
         found["--config"] = world.options.config
-    found["sessions"] = world.paths.data / SESSIONS
+    found["chats"] = world.paths.data / SESSIONS
     found["chats"] = world.paths.chats
     found["runs"] = world.paths.data / RUNS
     found["benchmarks"] = world.paths.data / "bench"

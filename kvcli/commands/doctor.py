@@ -33,9 +33,9 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def doctor(
     context: typer.Context,
-    speed: Annotated[bool, typer.Option("--speed", help="Time one thread and all of them; some ten seconds.")] = False,
+    speed: Annotated[bool, typer.Option("--speed", help="Measure one and all threads; ten seconds.")] = False,
 ) -> None:
-    """Print versions, devices, memory and paths, to paste into a bug report."""
+    """Print versions, devices, memory and paths, for a bug report."""
     world: Environment = context.obj
     document = examine(world)
     if speed:
@@ -91,8 +91,8 @@ def speed_words(steps: dict[int, float]) -> list[str]:
     """Return lines on the speed of one thread and of all; none if nothing was timed."""
     one = steps.get(1, 0.0)
     found = [f"{n} thread{'s' if n > 1 else ''} {rate:.1f}" for n, rate in steps.items()]
-    more = [f"{rate / one:.2f} times one thread" for n, rate in steps.items() if n > 1]
-    return [f"speed         {', '.join([*found, *more])} (steps a second, random 86M Llama in bf16)"] if steps else []
+    more = [f"{rate / one:.2f}× one thread" for n, rate in steps.items() if n > 1]
+    return [f"speed         {', '.join([*found, *more])} (steps per second, random 86M Llama in bf16)"] if steps else []
 
 
 def hardware(world: Environment) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def redacted(text: str, world: Environment) -> str:
 def sandbox_words(means: Sequence[str]) -> str:
     """Describe the sandbox of the document parsers. "limits" is the weakest one."""
     if not means:
-        return "MISSING: no process for documents could be started"
+        return "MISSING: the process that parses documents did not start"
     return "limits only (no seccomp on this system)" if [*means] == ["limits"] else " + ".join(means)
 
 
@@ -146,12 +146,12 @@ def words(document: DoctorDocument) -> list[str]:
     from kvcli.render.terminal.numbers import long_size
 
     versions = [f"{name:<14}{number or '–'}" for name, number in document.versions.items()]
-    flags = ", ".join(document.cpu_flags) or "none of the flags that matter"
+    flags = ", ".join(document.cpu_flags) or "none of the flags that kernels use"
     machine = [
         f"system        {document.system}",
         f"cpu           {document.cpu or '–'}",
         f"              {flags}",
-        f"              cores for this process {document.cores}, threads {document.threads}",
+        f"              {document.cores} cores for this process, {document.threads} threads",
         f"sandbox       {sandbox_words(document.sandbox)}",
         f"memory        {long_size(document.memory_free)} free of {long_size(document.memory_total)}",
     ]
@@ -163,7 +163,7 @@ def words(document: DoctorDocument) -> list[str]:
     kernels += [f"{device:<6} {'quant':<13} {backend}" for device, backend in document.quant.items()]
     paths = [f"{name:<14}{path}" for name, path in document.paths.items()]
     environment = [f"{name}={value}" for name, value in document.environment.items()]
-    demo = ["demo model    " + ("here" if document.demo_model else "MISSING: install kvcli again")]
+    demo = ["demo model    " + ("installed" if document.demo_model else "MISSING: install kvcli again")]
     problems = [f"problem       {problem}" for problem in document.problems]
     sections = [problems, versions, machine, kernels, [*demo, *paths], environment]
     return [line for section in sections if section for line in [*section, ""]][:-1]

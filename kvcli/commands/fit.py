@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 
-_CTX = "Contexts in tokens, commas between; auto is the largest that fits."
-_RAM = "Memory of a machine you do not have."
+_CTX = "Context lengths in tokens, separated by commas; auto = the largest that fits."
+_RAM = "Memory of another machine."
 
 Ctx = Annotated[str | None, o.option("--ctx", metavar="N,..|auto", help=_CTX)]
-All = Annotated[bool, o.option("--all", help="Every profile.")]
-Names = Annotated[str | None, o.option("--profiles", metavar="A,B", help="These profiles.")]
-Explain = Annotated[bool, o.option("--explain", help="Say what takes the memory and what changes that.")]
-Vram = Annotated[str | None, o.option("--vram", metavar="SIZE", help="A GPU you do not have: 12GiB.")]
+All = Annotated[bool, o.option("--all", help="Compare all profiles.")]
+Names = Annotated[str | None, o.option("--profiles", metavar="A,B", help="Compare these profiles.")]
+Explain = Annotated[bool, o.option("--explain", help="Explain memory use and which settings reduce it.")]
+Vram = Annotated[str | None, o.option("--vram", metavar="SIZE", help="GPU memory of another machine: 12GiB.")]
 Ram = Annotated[str | None, o.option("--ram", metavar="SIZE", help=_RAM)]
 
 
@@ -51,16 +51,16 @@ def fit(
     draft: o.Draft = None,
     allow_pickle: o.Pickle = False,
 ) -> int:
-    """Check if a model, a profile and a context fit, before loading.
+    """Estimate memory before loading: model, profile and context.
 
-    Reads config.json and the headers of the weight files only. Exit 0: at
-    least one of the combinations fits; 5: none does.
+    Reads only config.json and the headers of the weight files. Exit code 0:
+    at least one combination fits; 5: none fits.
     """
     from kvcli.commands.common.run_setup import Setup
 
     world: Environment = context.obj
     if all_ and profiles is not None:
-        raise UsageError("--all and --profiles exclude each other", try_=["one of the two"])
+        raise UsageError("--all and --profiles exclude each other", try_=["only one of them"])
     setup = Setup(world, model, o.load_flags(context.params))
     contexts = list(dict.fromkeys(_context(part) for part in (ctx or "auto").split(",")))
     notes: list[str] = []
@@ -68,7 +68,7 @@ def fit(
     from kvcli.render.terminal.screen import Screen
     from kvcli.render.turn.turn_view import busy_word
 
-    with busy_word(Screen.of(world), f"looking at {setup.name}"):
+    with busy_word(Screen.of(world), f"reading the headers of {setup.name}"):
         outlook = look(setup, next(iter(chosen.values())), vram, ram, notes)
         plans = _plans(outlook, chosen, contexts, notes if all_ else None)
     return _print(setup, outlook, plans, contexts[0], notes, explain)
@@ -84,7 +84,7 @@ def _plans(
     refused: dict[str, UsageError | BadConfig | BadInput] = {}
     for name, profile in chosen.items():
         if name == "gpu" and notes is not None and len(outlook.found) == 1:
-            notes.append("gpu is left out: there is no GPU here")
+            notes.append("profile gpu is not shown: this machine has no GPU")
             continue
         try:
             if (path := profile.values.get("policy.headmap", "")) not in ("", "auto"):
@@ -95,7 +95,7 @@ def _plans(
     if refused and (notes is None or not plans):
         raise next(iter(refused.values()))
     if notes is not None:
-        notes += [f"{name} is left out: {error.message}" for name, error in refused.items()]
+        notes += [f"profile {name} is not shown: {error.message}" for name, error in refused.items()]
     return plans
 
 
@@ -109,7 +109,7 @@ def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, note
 
     found = rooms(size(vram, "--vram") if vram else None, size(ram, "--ram") if ram else None)
     if vram:
-        notes.append(f"of a card, CUDA itself takes {CONTEXT >> 20} MiB; the program's own memory is on the host")
+        notes.append(f"on a GPU, CUDA itself takes {CONTEXT >> 20} MiB; the program's own memory is in host memory")
     paths = setup.world.paths
     return Preflight(subject, setup.name, paths.data, found, base_memory.elsewhere(paths.cache), find=setup.sizes())
 
@@ -126,13 +126,13 @@ def _subject(setup: Setup, profile: Profile, notes: list[str]) -> PlannedModel:
         folder = Path(expanduser(setup.entry.path))
         if error.code != "model_incomplete" or not (folder / "config.json").is_file():
             raise
-        notes.append(f"{error.message}; their sizes follow from config.json")
+        notes.append(f"{error.message}; sizes are estimated from config.json")
         found = Source(setup.name, folder, "", read_config(folder, setup.name), (), False)
     from kvcli.fit.plan import subject_of
 
     subject = subject_of(found)
     if found.files and subject.is_assumed:
-        notes.append("the weight files do not say how large their tensors are: that follows from config.json")
+        notes.append("the weight files have no tensor sizes; sizes are estimated from config.json")
     return subject
 
 
@@ -157,7 +157,7 @@ def _chosen(setup: Setup, all_: bool, names: str | None, notes: list[str]) -> It
         except KvcliError as error:
             if not all_:
                 raise
-            notes.append(f"{name} is left out: {' '.join([error.message, *error.lines[:1]])}")
+            notes.append(f"profile {name} is not shown: {' '.join([error.message, *error.lines[:1]])}")
 
 
 def others_of(setup: Setup) -> Mapping[str, Profile]:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 ENDS = ".kvs"
-_FILES = "Documents; paper.pdf:3-9 for pages of one."
-_OUT = "The folder to make; its name ends in .kvs."
+_FILES = "Documents; paper.pdf:3-9 selects pages."
+_OUT = "Output folder; its name ends in .kvs."
 Files = Annotated[list[str], typer.Argument(metavar="FILE...", help=_FILES)]
 Out = Annotated[str, o.option("--output", "-o", metavar="NAME.kvs", help=_OUT)]
 
@@ -45,10 +45,10 @@ def pack(
     force: o.Force = False,
     allow_pickle: o.Pickle = False,
 ) -> int:
-    """Prefill documents once, so that later questions start at once.
+    """Prefill documents once and save their KV cache in a folder.
 
-    Saves their KV cache, compressed as the profile says, in a folder for
-    `kvcli chat --pack`. It contains the text, so it is readable by you only.
+    Later questions (kvcli chat --pack NAME.kvs) start without prefill. The
+    profile sets the compression. The folder contains the text, so keep it private.
     """
     from kvcli.commands.common.inputs import read_file, read_system, tell_notes
     from kvcli.commands.common.load_model import load_model
@@ -82,10 +82,10 @@ def output_folder(world: Environment, typed: str) -> Path:
     """Return the path of the new folder. Raises BadInput if the folder exists or cannot be made."""
     folder = world.cwd / expanduser(typed)
     if folder.suffix != ENDS:
-        raise BadInput(f"-o {typed}: a pack is a folder in {ENDS}", code="unknown_format", try_=[f"-o {typed}{ENDS}"])
+        raise BadInput(f"-o {typed}: a pack is named NAME{ENDS}", code="unknown_format", try_=[f"-o {typed}{ENDS}"])
     if folder.exists() or folder.is_symlink():
         raise BadInput(f"{typed} exists already", code="file_exists", try_=["another name, or remove it first"])
-    with writing(typed, try_=["-o NAME.kvs elsewhere"]):
+    with writing(typed, try_=["-o NAME.kvs in another folder"]):
         if not folder.parent.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "its folder does not exist")
         try_output(folder)
@@ -105,7 +105,7 @@ def packed(talk: Chat, folder: Path, screen: Screen) -> PackDocument:
         nonlocal at
         at = event
 
-    with busy_word(screen, f"reading for {folder.name}", lambda since, width: reading_bar(at, width, since)):
+    with busy_word(screen, f"prefilling {folder.name}", lambda since, width: reading_bar(at, width, since)):
         return make(talk, folder, heard)
 
 

@@ -30,7 +30,7 @@ app = typer.Typer(help="Named settings: list, show, compare, check.", add_comple
 
 @app.command("list")
 def list_(context: typer.Context) -> None:
-    """List all profiles by purpose, with the exactness of the text and the profile that each extends."""
+    """List all profiles by purpose, with the exactness of their text and the profiles they extend."""
     world: Environment = context.obj
     config, rules = load_config(sources(world)), Rules.shipped()
     found = [resolve_profile(name, config, rules) for name in config.names()]
@@ -43,12 +43,10 @@ def list_(context: typer.Context) -> None:
 @app.command()
 def show(
     context: typer.Context,
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Profile; without it, the one that chat would use.")
-    ] = None,
-    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Default: the profile that chat uses.")] = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Show the source of each value.")] = False,
 ) -> None:
-    """Print every setting of a profile, with the environment and --set on top, as TOML that can be saved."""
+    """Print all settings of a profile as TOML, with the environment and --set applied."""
     world: Environment = context.obj
     profile = load_profile(name or world.options.profile, sources=sources(world), sets=world.options.set)
     if world.options.json:
@@ -62,9 +60,9 @@ def show(
 @app.command()
 def check(
     context: typer.Context,
-    what: Annotated[str | None, typer.Argument(metavar="FILE|NAME", help="Without it: all files.")] = None,
+    what: Annotated[str | None, typer.Argument(metavar="FILE|NAME", help="Default: all config files.")] = None,
 ) -> None:
-    """Check profiles and print all problems, each with its line. Exits with 9 if there are any."""
+    """Check profiles and print all problems with their lines. Exit code 9: problems were found."""
     world: Environment = context.obj
     names, problems = checked(what, sources(world), Rules.shipped())
     if problems:
@@ -78,10 +76,10 @@ def check(
 @app.command()
 def diff(
     context: typer.Context,
-    a: Annotated[str, typer.Argument(metavar="A", help="One profile.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The other.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="First profile.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Second profile.")],
 ) -> None:
-    """Print the settings in which two profiles differ, as in their files: the environment is left out."""
+    """Compare two profiles, without settings from the environment."""
     world: Environment = context.obj
     files = replace(sources(world), environ={})
     one, two = (load_profile(name, sources=files) for name in (a, b))
@@ -98,11 +96,11 @@ def diff(
 @app.command()
 def new(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What it is called.")],
-    extends: Annotated[str | None, typer.Option("--extends", metavar="NAME", help="What it starts from.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where; - = stdout.")] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new profile.")],
+    extends: Annotated[str | None, typer.Option("--extends", metavar="NAME", help="Profile that it extends.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="File; - = stdout.")] = None,
 ) -> None:
-    """Write a profile with every key in it, commented out, to fill in."""
+    """Write a new profile file with all keys, commented out."""
     world: Environment = context.obj
     where = sources(world)
     config = load_config(where)
@@ -174,12 +172,12 @@ def checked(what: str | None, where: Sources, rules: Rules) -> tuple[list[str], 
 
 def write_new(path: Path, text: str, shown: str) -> None:
     """Write a file that must not exist yet."""
-    with writing(shown, try_=["-o FILE, for another place"]):
+    with writing(shown, try_=["-o FILE, another file"]):
         try:
             private_folder(path.parent)
             write_private(path, text, is_new=True)
         except FileExistsError:
-            raise BadInput(f"{shown} exists and is left as it is", try_=["-o FILE, for another place"]) from None
+            raise BadInput(f"{shown} exists already", try_=["-o FILE, another file"]) from None
 
 
 def _all_problems(
@@ -212,11 +210,11 @@ def _value(profile: Profile, key: str) -> str:
     if key not in profile.values:
         return "-"
     value = profile.values[key]
-    return "the model's" if value is None else toml_value(value)
+    return "from the model" if value is None else toml_value(value)
 
 
 def _assignment(key: str, value: object) -> str:
-    return f"# {key}: the model's" if value is None else f"{key} = {toml_value(value)}"
+    return f"# {key}: from the model" if value is None else f"{key} = {toml_value(value)}"
 
 
 def _document(profile: Profile) -> dict[str, Any]:

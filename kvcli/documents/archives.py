@@ -38,7 +38,7 @@ def open_zip(file: IO[bytes], name: str) -> zipfile.ZipFile:
         raise bomb(name, f"{total / 2**20:,.0f} MiB inflated, at most {MAX_TOTAL / 2**20:,.0f}")
     for member in members:
         if member.flag_bits & 1:
-            raise BadInput(f"{name} is encrypted", code="encrypted", lines=["its archive asks for a password"])
+            raise BadInput(f"{name} is encrypted", code="encrypted", lines=["its archive needs a password"])
         if _escapes(member.filename):
             raise damaged(name, "an archive (EPUB, DOCX)", f"a path in it leads outside: {member.filename[:80]!r}")
     return archive
@@ -81,7 +81,7 @@ def kind_of(file: IO[bytes], name: str) -> str:
         "a zip archive",
     )
     raise BadInput(
-        f"{name} is {what}; of archives only EPUB and DOCX are read",
+        f"{name} is {what}; the only supported archives are EPUB and DOCX",
         code="not_text",
         try_=[f"unzip {quote(name)}" if what == "a zip archive" else "save it as DOCX or PDF"],
     )
@@ -89,9 +89,9 @@ def kind_of(file: IO[bytes], name: str) -> str:
 
 def bomb(name: str, why: str) -> BadInput:
     return BadInput(
-        f"{name} is larger than it looks",
+        f"{name} is too large after decompression",
         code="document_too_heavy",
-        lines=[f"{why}; it may be made to fill memory"],
+        lines=[f"{why}; the file may be an attack (zip bomb)"],
     )
 
 

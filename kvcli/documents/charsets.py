@@ -68,17 +68,17 @@ def page_text(data: bytes, name: str, said: str = "") -> tuple[str, list[str]]:
     if codec in (None, "utf-8") and lost * 50 <= beyond:
         codec = "utf-8"  # a few broken bytes do not rule out UTF-8
     elif codec in (None, "utf-8"):
-        why = f"declares {said[:40]!r}, which it is not" if said else "does not declare its encoding"
+        why = f"declares {said[:40]!r}, but has another encoding" if said else "does not declare its encoding"
         label, codec = _guessed(data, name)
-        notes.append(f"{name} {why}: it was read as {label}, a guess by its letters")
+        notes.append(f"{name} {why}; read as {label}, guessed from its letters")
     elif beyond and not lost and SINGLE.fullmatch(codec):
         codec = "utf-8"
-        notes.append(f"{name} declares {said[:40]!r}, but is UTF-8 throughout: it was read as UTF-8")
+        notes.append(f"{name} declares {said[:40]!r}, but is valid UTF-8; read as UTF-8")
     if codec != "utf-8":
         text = data.decode(codec, "replace")
         lost = text.count("\ufffd")
     if lost:
-        notes.append(f"{name} has bytes that are no {codec.upper()}: {lost:,} of its characters are \ufffd")
+        notes.append(f"{name} has bytes that are not valid {codec.upper()}; {lost:,} became \ufffd")
     return text, notes
 
 
@@ -105,9 +105,9 @@ def _guessed(data: bytes, name: str) -> tuple[str, str]:
     second = next(other for other, with_ in tried if not (_is_latin(label) and _is_latin(with_)) and with_ != label)
     if share < LEAST or share - second < APART:
         raise BadInput(
-            f"{name} does not say its encoding, and its letters do not show it",
+            f"{name} does not declare its encoding, and the encoding could not be guessed",
             code="bad_encoding",
-            lines=[f"byte {start:,} is 0x{data[start]:02x}, which is no UTF-8"],
+            lines=[f"byte {start:,} is 0x{data[start]:02x}, which is not valid UTF-8"],
             detail={"offset": start},
             try_=[f"iconv -f ENCODING -t utf-8 {quote(name)} > utf8.html"],
         )

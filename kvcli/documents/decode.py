@@ -25,10 +25,10 @@ PDF_HEADER = re.compile(rb"\s{0,1024}%PDF-\d\.\d[ \t]*[\r\n]")
 CONVERT = "convert it to one of these first"
 KNOWN = (  # offset, magic bytes, kind of file, and the command to type; {} is the file name
     (0, b"PK\x03\x04", "a zip archive", "unzip {}"),
-    (0, b"\x1f\x8b", "packed by gzip", "gunzip < {} > unpacked"),
-    (4, b"1AY&SY", "packed by bzip2", "bunzip2 < {} > unpacked"),
-    (0, b"\xfd7zXZ\0", "packed by xz", "unxz < {} > unpacked"),
-    (0, b"\x28\xb5\x2f\xfd", "packed by zstd", "unzstd < {} > unpacked"),
+    (0, b"\x1f\x8b", "compressed with gzip", "gunzip < {} > unpacked"),
+    (4, b"1AY&SY", "compressed with bzip2", "bunzip2 < {} > unpacked"),
+    (0, b"\xfd7zXZ\0", "compressed with xz", "unxz < {} > unpacked"),
+    (0, b"\x28\xb5\x2f\xfd", "compressed with zstd", "unzstd < {} > unpacked"),
     (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", "7z x {}"),
     (0, b"Rar!\x1a\x07", "a RAR archive", "unrar x {}"),
     (257, b"ustar", "a tar archive", "tar xf {}"),
@@ -71,7 +71,7 @@ def _refuse_binary(data: bytes, name: str) -> None:
         raise BadInput(
             f"{name} is {kind}, not text",
             code="not_text",
-            lines=["read are PDF, HTML, EPUB, DOCX, mail, web archives (MHTML), notebooks, markdown and text"],
+            lines=["supported: PDF, HTML, EPUB, DOCX, mail, web archives (MHTML), notebooks, markdown and text"],
             try_=[command.format(quote(name)) if command else CONVERT],
         )
     head, zero = data[:SNIFFED], data.find(b"\0")

@@ -21,7 +21,7 @@ def read(file: IO[bytes], job: ParseJob) -> Parsed:
         headed = _headed(parts, job.name)
         about = [parts.tree(path) for kind, path in parts.relations("") if kind == "core-properties"]
     title = first_words(title for tree in about for title in tree.iter("{http://purl.org/dc/elements/1.1/}title"))
-    return headed_text(job, headed, "there are only pictures or empty paragraphs in it", title=title)
+    return headed_text(job, headed, "it has only pictures or empty paragraphs", title=title)
 
 
 def _headed(parts: Parts, name: str) -> list[tuple[str, str]]:

@@ -60,7 +60,7 @@ class Parts:
         """Return the path of the main document part."""
         found = next((path for kind, path in self.relations("") if kind == "officeDocument"), None)
         if found is None:
-            raise damaged(self._name, "a DOCX", "it does not say which of its files is the text")
+            raise damaged(self._name, "a DOCX", "it does not name its text file")
         return found
 
     def relations(self, source: str) -> list[tuple[str, str]]:
@@ -83,5 +83,5 @@ class Parts:
             return None
         data = member(self._archive, path, self._name)
         if b"<!DOCTYPE" in data.replace(b"\0", b""):
-            raise damaged(self._name, "a DOCX", "it declares a document type, which can be made to fill memory")
+            raise damaged(self._name, "a DOCX", "it declares a document type, which is refused for safety")
         return parse_xml(data, self._name, "a DOCX")

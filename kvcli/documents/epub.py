@@ -45,14 +45,14 @@ def read(file: IO[bytes], job: ParseJob) -> Parsed:
             size += sum(len(body) for _, body in headed)
             refuse_too_much(job.name, size, len(chapters), paged=False)
     title = first_words(book.iter("{*}title"))
-    return headed_text(job, chapters, "its chapters hold pictures only", unit="chapter", title=title, notes=notes)
+    return headed_text(job, chapters, "its chapters have only pictures", unit="chapter", title=title, notes=notes)
 
 
 def _package(archive: zipfile.ZipFile, name: str) -> str:
     roots = parse_xml(member(archive, CONTAINER, name), name, WHAT).iter("{*}rootfile")
     path = next((root.get("full-path") for root in roots), None)
     if not path:
-        raise damaged(name, WHAT, f"{CONTAINER} names no book")
+        raise damaged(name, WHAT, f"{CONTAINER} does not name a book")
     return _inside("", path, name)
 
 
@@ -97,7 +97,7 @@ def _refuse_locked(archive: zipfile.ZipFile, spine: list[str], name: str) -> Non
     root = parse_xml(member(archive, LOCKED, name), name, WHAT)
     locked = {unquote(e.get("URI", "")) for e in root.iter("{*}CipherReference")}
     if locked & set(spine):
-        raise BadInput(f"{name} is encrypted", code="encrypted", lines=["its chapters are under copy protection (DRM)"])
+        raise BadInput(f"{name} is encrypted", code="encrypted", lines=["its chapters are copy-protected (DRM)"])
 
 
 def _chapters(headed: list[tuple[str, str]], names: list[str], title: str) -> list[tuple[str, str]]:

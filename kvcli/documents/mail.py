@@ -36,8 +36,8 @@ def read(file: IO[bytes], job: ParseJob) -> Parsed:
         found += _message(message, job, notes, attached) if job.kind == "mail" else _archive(message, job, notes)
     if attached:
         more = f" and {len(attached) - NAMED:,} more" if len(attached) > NAMED else ""
-        notes.append(f"attached to {job.name} and not read: {', '.join(attached[:NAMED])}{more}")
-    return headed_text(job, found, "there are only attachments in it", title=title, notes=notes)
+        notes.append(f"attachments of {job.name}, not read: {', '.join(attached[:NAMED])}{more}")
+    return headed_text(job, found, "it has only attachments", title=title, notes=notes)
 
 
 def _message(message: Any, job: ParseJob, notes: list[str], attached: list[str]) -> Headed:

@@ -96,7 +96,7 @@ def read(file: IO[bytes], job: ParseJob) -> Parsed:
     """Return the text of a page as a browser without style sheets would show it."""
     notes: list[str] = []
     title, headed = read_markup(file.read(), job.name, "HTML", notes)
-    return headed_text(job, headed, "there are only tags, scripts or hidden parts in it", title=title, notes=notes)
+    return headed_text(job, headed, "it has only tags, scripts or hidden parts", title=title, notes=notes)
 
 
 def read_markup(
@@ -111,7 +111,7 @@ def read_markup(
     page, guessed = page_text(data, name, said)
     notes += guessed
     if ENTITY.search(_without(page[: 1 << 16], "<!--", "-->")):
-        raise damaged(name, what, "it declares entities of its own, which can be made to fill memory")
+        raise damaged(name, what, "it declares XML entities, which are refused for safety")
     try:
         soup = BeautifulSoup(page.replace(SIGN, ""), "lxml")
         title = clean(" ".join(soup.title.get_text().split())) if soup.title else None

@@ -18,14 +18,14 @@ def parse_pages(text: str) -> tuple[Span, ...]:
     """Parse `1-20,35` to spans; `7-` means from page 7 on. Refuse other text and a range that runs backwards."""
     compact = "".join(text.split())
     if not RANGES.fullmatch(compact):
-        raise UsageError(f"{text!r} is no range of pages", code="bad_pages", try_=["--pages 1-20,35"])
+        raise UsageError(f"{text!r} is not a range of pages", code="bad_pages", try_=["--pages 1-20,35"])
     spans: list[Span] = []
     for part in compact.split(","):
         first, dash, last = part.partition("-")
         span = int(first), (int(last) if last else None if dash else int(first))
         if span[0] < 1 or (span[1] is not None and span[1] < span[0]):
-            why = "pages count from 1" if span[0] < 1 else "its end is before its beginning"
-            raise UsageError(f"{part} is no range of pages: {why}", code="bad_pages", try_=["--pages 1-20,35"])
+            why = "page numbers start at 1" if span[0] < 1 else "its end is before its beginning"
+            raise UsageError(f"{part} is not a range of pages: {why}", code="bad_pages", try_=["--pages 1-20,35"])
         spans.append(span)
     return tuple(spans)
 

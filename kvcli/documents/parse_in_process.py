@@ -104,7 +104,7 @@ def _ended(status: int, job: ParseJob, limits: Limits) -> BadInput:
     if status < 0:
         name = signal.strsignal(-status) or f"signal {-status}"
         most = f"{limits.memory / 2**20:,.0f} MiB"
-        return crashed(job.name, f"its parser broke off ({name}): it is damaged, or needs more than {most} of memory")
+        return crashed(job.name, f"its parser was stopped ({name}): it is damaged, or needs more than {most} of memory")
     return crashed(job.name, f"its parser ended with status {status}")
 
 
@@ -112,7 +112,7 @@ def too_heavy(job: ParseJob, what: str, most: str) -> BadInput:
     return BadInput(
         f"{job.name} takes too {what} to read",
         code="document_too_heavy",
-        lines=[f"more than {most}; it may be damaged, or made to keep a reader busy"],
+        lines=[f"more than {most}; it may be damaged, or an attack"],
         try_=[part_of(job.kind == "pdf")],
     )
 

@@ -43,9 +43,9 @@ def refuse_too_much(name: str, characters: int, sections: int, *, paged: bool = 
     for n, most, what in ((characters, MAX_CHARACTERS, "characters of text"), (sections, MAX_SECTIONS, "sections")):
         if n > most:
             raise BadInput(
-                f"{name} holds too much text",
+                f"{name} has too much text",
                 code="document_too_large",
-                lines=[f"{n:,} {what} or more, at most {most:,} are read"],
+                lines=[f"{n:,} {what} or more; the limit is {most:,}"],
                 detail={"limit": most},
                 try_=[part_of(paged)],
             )
@@ -53,7 +53,7 @@ def refuse_too_much(name: str, characters: int, sections: int, *, paged: bool = 
 
 def part_of(paged: bool) -> str:
     """Return a hint on how to read less of a file."""
-    return "--pages for a part of it" if paged else "attach the part you ask about, as a file of its own"
+    return "--pages for a part of it" if paged else "attach only the relevant part, as a separate file"
 
 
 def refuse_pages(name: str, spans: Sequence[Span], what: str) -> None:
@@ -62,7 +62,7 @@ def refuse_pages(name: str, spans: Sequence[Span], what: str) -> None:
         raise BadInput(
             f"{name} has no pages to choose from",
             code="no_pages",
-            lines=[f"{what}; pages are a matter of PDF files and of texts with form feeds"],
+            lines=[f"{what}; only PDF files and texts with form feeds have pages"],
             try_=["leave the pages out"],
         )
 

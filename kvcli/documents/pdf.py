@@ -20,11 +20,11 @@ from kvcli.errors import BadInput
 
 SHOWN = 8  # names of attached files in a note
 NOTES = {  # attribute of a page -> note
-    "is_garbled": "a font on page {} does not say which letters it draws: parts are unreadable",
+    "is_garbled": "a font on page {} does not name its letters, so parts are unreadable",
     "is_broken": "page {} is damaged and could not be read",
-    "is_hidden": "page {}: text that nobody sees is left out (invisible, in the colour of the page, or hidden)",
-    "is_cut": "page {}: text beyond the edges of the page is left out",
-    "has_more": "page {}: a stamp or an attached file on it is not read",
+    "is_hidden": "page {}: invisible text was skipped (invisible, in the page colour, or covered)",
+    "is_cut": "page {}: text outside the page was skipped",
+    "has_more": "page {}: a stamp or an attached file was not read",
 }
 NEAR = 8  # pages around the chosen ones that are parsed too, to detect running headers and footers
 
@@ -52,13 +52,13 @@ def read(file: IO[bytes], job: ParseJob) -> Parsed:
     parsed.blank = len(empty) - len(parsed.without_text)
     parsed.notes += _notes(asked)
     if not seen.is_complete:
-        parsed.notes.append("it takes long to draw: white or covered text on its later pages may be in what is read")
+        parsed.notes.append("later pages were not checked for invisible text, because that took too long")
     if document.get_formtype() == raw.FORMTYPE_XFA_FOREGROUND and not any(page.fields for page in pages):
-        parsed.notes.append("it is an XFA form: its pages may only stand for those that another program makes of it")
+        parsed.notes.append("it is an XFA form, so its pages may be placeholders for pages made by another program")
     if n := raw.FPDFDoc_GetAttachmentCount(document):
         names = [clean(document.get_attachment(i).get_name()) for i in range(min(n, SHOWN))]
         more = f" and {n - SHOWN:,} more" if n > SHOWN else ""
-        parsed.notes.append(f"files in it, as a portfolio has them, are not read: {', '.join(names)}{more}")
+        parsed.notes.append(f"files inside this PDF portfolio were not read: {', '.join(names)}{more}")
     return parsed
 
 
@@ -94,11 +94,11 @@ def _nothing(job: ParseJob, pages: Sequence[Page]) -> BadInput:
     if all(page.is_broken for page in pages):
         return damaged(job.name, "a PDF", "none of its pages can be read")
     if any(page.is_hidden or page.is_cut for page in pages):
-        return no_text(job.name, f"all that {len(pages):,} pages have is invisible or beyond their edges")
+        return no_text(job.name, f"all text of its {len(pages):,} pages is invisible or outside the page")
     if not any(page.is_picture for page in pages):
-        return no_text(job.name, f"none of {len(pages):,} pages has text, nor a picture of one")
-    error = no_text(job.name, f"none of {len(pages):,} pages has a text layer: they look scanned")
-    error.try_ = ("a copy that went through text recognition (OCR), as ocrmypdf makes",)
+        return no_text(job.name, f"none of {len(pages):,} pages has text or a picture of text")
+    error = no_text(job.name, f"none of {len(pages):,} pages has a text layer: they seem to be scanned")
+    error.try_ = ("add text by OCR first: ocrmypdf IN.pdf OUT.pdf",)
     return error
 
 

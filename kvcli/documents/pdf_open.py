@@ -11,7 +11,7 @@ from kvcli.documents.parsed import ParseJob, damaged, no_text
 from kvcli.errors import BadInput
 
 TAIL = 4096  # bytes at the end in which a complete file has its end mark
-PRINT = "a PDF that the program which shows the form, as Adobe Reader, prints it into"
+PRINT = "print the form to a PDF, for example with Adobe Reader"
 BEHIND = 1 << 16  # bytes of padding and comments that may follow
 
 
@@ -24,15 +24,15 @@ def open_pdf(file: IO[bytes], job: ParseJob) -> Any:
     tail = file.read()
     file.seek(0)
     if b"%PDF-" not in file.read(1024 + 5):
-        raise damaged(job.name, "a PDF", "it does not begin as one")
+        raise damaged(job.name, "a PDF", "it has no PDF header")
     if not _is_whole(tail):
         # the rest could often be read, but the user would not know which pages are missing
-        raise damaged(job.name, "a PDF", "its end is missing: it was cut off")
+        raise damaged(job.name, "a PDF", "its end is missing")
     file.seek(0)
     try:
         document = pdfium.PdfDocument(file, password=job.password)
         if document.get_formtype() == raw.FORMTYPE_XFA_FULL:
-            why = "it is a dynamic XFA form: its page stands for those that another program makes"
+            why = "it is a dynamic XFA form; its page is a placeholder for pages made by another program"
             raise no_text(job.name, why, PRINT)
         document.init_forms()
         return document
@@ -57,8 +57,8 @@ def _why(job: ParseJob, error: int) -> BadInput:
         return BadInput(
             f"{job.name} is encrypted",
             code="encrypted",
-            lines=["it opens with a password only"],
-            try_=["kvcli summarize --password-file FILE", "a copy saved without its password"],
+            lines=["it needs a password"],
+            try_=["kvcli summarize --password-file FILE", "save a copy without a password"],
         )
     if error == raw.FPDF_ERR_PASSWORD:
         return BadInput(
@@ -66,9 +66,9 @@ def _why(job: ParseJob, error: int) -> BadInput:
         )
     if error == raw.FPDF_ERR_SECURITY:
         return BadInput(
-            f"{job.name} is encrypted in a way that cannot be read",
+            f"{job.name} uses an unsupported encryption",
             code="encrypted",
-            lines=["neither a password nor a missing one opens it"],
+            lines=["it cannot be opened with or without a password"],
             try_=["save a copy without protection in the program that opens it"],
         )
-    return damaged(job.name, "a PDF", "its table of contents for programs (xref) or its pages are damaged")
+    return damaged(job.name, "a PDF", "its cross-reference table (xref) or its pages are damaged")

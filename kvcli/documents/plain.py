@@ -28,7 +28,7 @@ def parse_plain(text: str, job: ParseJob) -> Parsed:
     is_headed = job.kind == "markdown"
     headed = list(itertools.islice(headed_markdown(text), MAX_SECTIONS + 2)) if is_headed else [("", text)]
     title = clean_label(headed[0][0] or headed[1][0]) if len(headed) > 1 else None
-    return headed_text(job, headed, "there are only empty lines in it", title=title)
+    return headed_text(job, headed, "it has only empty lines", title=title)
 
 
 def headed_text(

@@ -56,7 +56,7 @@ def read_document(
             raise BadInput(
                 f"{shown} is a folder, not a file",
                 code="is_a_folder",
-                try_=[f"a file in it: {shown}/FILE", f"chat -f {shown} attaches those in it"],
+                try_=[f"a file in it: {shown}/FILE", f"chat -f {shown} attaches the files in it"],
             )
         try:
             stream = found.open("rb")
@@ -97,7 +97,7 @@ def _place(path: str | Path, pages: str | None, shown: str) -> tuple[str, tuple[
     if suffix is None or os.path.lexists(os.path.expanduser(whole)):
         return whole, parse_pages(pages) if pages else ()
     if pages:
-        raise UsageError(f"pages are named twice: {shown} and {pages}", code="bad_pages", try_=["one of the two"])
+        raise UsageError(f"pages are named twice: {shown} and {pages}", code="bad_pages", try_=["only one of them"])
     return rest, parse_pages(suffix)
 
 
@@ -150,10 +150,10 @@ def _document(copy: tempfile.SpooledTemporaryFile[bytes], job: ParseJob, limits:
 def _text(data: bytes, job: ParseJob) -> tuple[str, Parsed]:
     text = decode(data, job.name)
     if not text.strip():
-        raise BadInput(f"{job.name} is empty", code="empty_file", lines=[f"{len(data):,} bytes, no text in them"])
+        raise BadInput(f"{job.name} is empty", code="empty_file", lines=[f"{len(data):,} bytes without text"])
     parsed = parse_plain(text, job)
     if not parsed.sections:
-        raise no_text(job.name, "there is none on the pages asked for")
+        raise no_text(job.name, "the requested pages have none")
     return prompt_text(text, parsed, job), parsed
 
 
@@ -176,22 +176,22 @@ def too_large(name: str, size: int, limit: int) -> BadInput:
     return BadInput(
         f"{name} is too large",
         code="file_too_large",
-        lines=[f"{size / 2**20:,.1f} MiB or more, at most {limit / 2**20:,.0f} MiB"],
+        lines=[f"{size / 2**20:,.1f} MiB or more; the limit is {limit / 2**20:,.0f} MiB"],
         detail={"bytes": size, "limit": limit},
-        try_=["attach the part you ask about"],
+        try_=["attach only the relevant part"],
     )
 
 
 def _address(shown: str) -> BadInput:
     fetch = f"curl -L -o page{'.pdf' if 'pdf' in shown else '.html'} {quote(shown)}"
-    return BadInput(f"{shown} is an address, and kvcli reads files", code="not_a_file", try_=[fetch])
+    return BadInput(f"{shown} is a web address, and kvcli reads only files", code="not_a_file", try_=[fetch])
 
 
 def changed(name: str) -> BadInput:
     return BadInput(
         f"{name} changed while it was read",
         code="file_changed",
-        lines=["something is still writing to it, so its pages may not belong together"],
+        lines=["another program is still writing to it"],
         try_=["wait until it is complete, or read a copy of it"],
     )
 

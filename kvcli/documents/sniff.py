@@ -98,7 +98,7 @@ def disagreement(name: str, kind: str) -> str | None:
     promised = named_kind(name)
     if promised in (None, kind) or {promised, kind} == {"markdown", "text"}:
         return None
-    return f"{name} is named {PurePath(name).suffix} but its content is {WORDS[kind]}: it was read as {WORDS[kind]}"
+    return f"{name} is named {PurePath(name).suffix} but its content is {WORDS[kind]}; read as {WORDS[kind]}"
 
 
 def _narrow(head: bytes) -> bytes:

@@ -65,7 +65,7 @@ def parse(file: IO[bytes], job: ParseJob, missing: Mapping[str, str] | None = No
         raise BadInput(f"there is no reader for {kind}", code="unknown_type")
     if missing and kind in missing:
         raise BadInput(
-            f"{job.name} is {WORDS[kind]}, whose reader is not installed",
+            f"{job.name} is {WORDS[kind]}, and the package that reads it is not installed",
             code="missing_extra",
             lines=[f"there is no module {missing[kind]}"],
             try_=[pip(*EXTRAS["docs"])],

@@ -24,10 +24,10 @@ def parse_xml(data: bytes, name: str, what: str) -> Any:
     try:
         root = etree.fromstring(data, parser)
     except (etree.XMLSyntaxError, ValueError) as error:
-        raise damaged(name, what, f"its XML is broken: {error}"[:200]) from None
+        raise damaged(name, what, f"its XML is invalid: {error}"[:200]) from None
     declared = root.getroottree().docinfo.internalDTD
     if declared is not None and list(declared.iterentities()):
-        raise damaged(name, what, "it declares entities of its own, which can be made to fill memory")
+        raise damaged(name, what, "it declares XML entities, which are refused for safety")
     return root
 
 

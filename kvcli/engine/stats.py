@@ -73,7 +73,7 @@ class Stats:
     scouts_why: str = ""  # reason, while lookahead is paused
     free_rows: int | None = None  # rows of a pass that takes at most 10 % longer than one row; None = not measured
     histogram: list[int] = field(default_factory=list)  # histogram[i]: drafted passes that accepted i tokens
-    recent: list[int] = field(default_factory=list)  # new tokens of each of the last passes, for the sparkline
+    recent: list[int] = field(default_factory=list)  # new tokens of each of the last passes
     kv: dict[str, int] = field(default_factory=dict)  # bytes by tier
     # share of the pages selected by sparse attention that were in the page cache already, of those in host memory or on
     # disk; None = no pages

@@ -66,24 +66,24 @@ def agreement_table(document: AgreementDocument) -> list[list[str]]:
 def notes(document: QualityDocument) -> list[str]:
     """Return notes on the numbers for the reader, one line each."""
     args, full = document.args, document.rows[0]
-    said = "after the question was read" if args.query_visible else "before the question was read"
+    said = "after the question is in the prompt" if args.query_visible else "before the question is in the prompt"
     lengths = ", ".join(count(n) for n in args.lengths)
     lines = [
         f"{count(document.contexts)} contexts of {lengths} tokens, seed {args.seed}; compressed {said}",
-        f"controls keep {args.budget}: random by lot, streaming the newest tokens",
+        f"controls keep {args.budget}: random keeps random tokens, streaming the newest",
         "vs full = mean score minus that of the full cache on the same contexts, with its 95 % bootstrap interval",
     ]
     beyond = [task.task for task in full.tasks if task.mean <= NOTHING]
     if beyond:
-        lines.append(f"beyond this model with the full cache too, so no measure of a profile: {', '.join(beyond)}")
+        lines.append(f"too hard for this model even with the full cache, so not comparable: {', '.join(beyond)}")
     whole = [row for row in document.rows if row.role == "profile" and row.kept > 0.995]
     if whole:
         names = ", ".join(_name(row) for row in whole)
-        lines.append(f"nothing was evicted at these lengths by {names}; --quality-lengths asks for longer texts")
+        lines.append(f"{names} evicted no tokens at these lengths; --quality-lengths sets longer texts")
     if any(row.difference and row.difference.low is None for row in document.rows):
-        lines.append("no intervals: they need two contexts of each task and length at least")
+        lines.append("no intervals: they need at least two contexts per task and length")
     if not document.complete:
-        lines.append("stopped before the end: scores cover the contexts that every row has done")
+        lines.append("stopped before the end: scores cover the contexts that all profiles completed")
     return lines
 
 

@@ -10,18 +10,18 @@ from kvcli.schemas.base import Bytes, Count, Json, Seconds, Share
 from kvcli.schemas.quality import QualityDocument
 
 Verdict = Literal["faster", "slower", "≈"]
-Rate = Annotated[float, Field(ge=0, description="tokens a second")]
+Rate = Annotated[float, Field(ge=0, description="tokens per second")]
 
 
 class BenchModel(Json):
     id: str
     path: str
-    revision: str | None = Field(description="commit of the hub")
+    revision: str | None = Field(description="commit on the Hugging Face hub")
     family: str
     parameters: Count
     dtype: str
     quant: str
-    limit: Count = Field(description="the model's own limit, tokens")
+    limit: Count = Field(description="context limit of the model, tokens")
 
 
 class BenchEnv(Json):
@@ -31,15 +31,15 @@ class BenchEnv(Json):
     system: str
     cpu: str | None
     gpus: list[str]
-    device: str = Field(description="what the model ran on")
+    device: str = Field(description="device of the model")
     cores: Count | None
     threads: Count | None
     memory_total: Bytes
     versions: dict[str, str | None]
-    commit: str | None = Field(description="of the checkout kvcli runs from; + behind it: with uncommitted changes")
+    commit: str | None = Field(description="commit of the kvcli checkout; a + at the end means uncommitted changes")
     load_before: list[float] | None = Field(description="the machine's load average over 1, 5 and 15 minutes")
     load_after: list[float] | None
-    quiet: bool | None = Field(description="no other program kept the cores busy; null where the system cannot tell")
+    quiet: bool | None = Field(description="true: no other program used the cores; null: unknown")
 
     @property
     def machine(self) -> str | None:
@@ -82,10 +82,8 @@ class BenchArgs(Json):
 class Samples(Json):
     """A number for each repetition, in the order they ran."""
 
-    tok_s: list[Rate] = Field(
-        description="decoding speed after the pass that gave the first token; 0 where nothing came after it"
-    )
-    read_tok_s: list[Rate] = Field(description="prompt tokens over the time to the first token")
+    tok_s: list[Rate] = Field(description="decoding speed after the first token; 0 if there was only one token")
+    read_tok_s: list[Rate] = Field(description="prompt tokens divided by the time to the first token")
     first_token: list[Seconds]
 
 
@@ -125,30 +123,30 @@ class Accept(Json):
     mean_acceptance_length: float = Field(description="1 + accepted_tokens / drafted_passes; 1 without a draft")
     tokens_per_pass: float
     acceptance_rate: Share = Field(description="accepted_tokens / draft_tokens")
-    histogram: list[Count] = Field(description="histogram[i]: drafted passes that accepted i guesses")
+    histogram: list[Count] = Field(description="histogram[i]: drafted passes that accepted i draft tokens")
     per_position: list[Share] = Field(description="per_position[i]: share of them that accepted more than i")
 
 
 class Same(Json):
     """Agreement with the baseline's text, token by token up to the first difference."""
 
-    tokens: Count = Field(description="equal ones before the first difference")
+    tokens: Count = Field(description="equal tokens before the first difference")
     of: Count
     share: Share
-    first_difference: Count | None = Field(description="place of the first token that differs, from 0")
-    near_tie: bool | None = Field(description="rounding may decide between the two tokens; null: equal, or not checked")
-    margin: float | None = Field(description="between the best logit there and that of the other token")
-    bound: float | None = Field(description="a margin up to this is a near tie")
+    first_difference: Count | None = Field(description="position of the first different token, from 0")
+    near_tie: bool | None = Field(description="true: rounding explains the difference; null: equal, or not checked")
+    margin: float | None = Field(description="difference between the highest logit and that of the other token")
+    bound: float | None = Field(description="largest margin that rounding explains")
 
 
 class BenchRow(Json):
     """Result of one side at one context length on one workload."""
 
-    profile: str = Field(description="the side: a profile, hf, hf-lookup, llama.cpp, kvpress, or a file's row")
+    profile: str = Field(description="a profile, hf, hf-lookup, llama.cpp, kvpress, or a result of a file")
     ctx: Count
     workload: str
     prompt: Count = Field(description="tokens of the prompt")
-    prompt_hash: str = Field(description="of its ids: equal prompts have equal hashes")
+    prompt_hash: str = Field(description="hash of the token ids of the prompt")
     new: Count
     samples: Samples
     median: Figures
@@ -157,16 +155,16 @@ class BenchRow(Json):
     mean: Figures
     sd: Figures = Field(description="standard deviation; null for one repetition")
     ratio: Ratios = Field(description="both null for the baseline itself")
-    accept: Accept | None = Field(description="null for a side that does not draft")
+    accept: Accept | None = Field(description="null: no drafting")
     kv_bytes: Bytes | None
-    peak_bytes: Bytes | None = Field(description="of a process that ran this row alone")
+    peak_bytes: Bytes | None = Field(description="peak memory, measured in a separate process")
     same: Same | None = Field(description="null for the baseline itself, or where texts cannot be compared")
-    steady: bool | None = Field(description="every repetition wrote the same text; null with fewer than two")
-    exactness: str | None = Field(description="what the profile promises; null for a side that is no profile")
-    setup: dict[str, str] = Field(description="what else a reader must know of this side")
-    ids: list[Count] = Field(description="the text of the last repetition")
-    ends: Count | None = Field(description="place of the first stop token in it; what follows is no answer")
-    error: str | None = Field(description="why there are no figures, or fewer than asked for")
+    steady: bool | None = Field(description="true: all repetitions gave the same text; null: fewer than two")
+    exactness: str | None = Field(description="exactness of the profile; null for other baselines")
+    setup: dict[str, str] = Field(description="other settings of this profile or baseline")
+    ids: list[Count] = Field(description="token ids of the last repetition")
+    ends: Count | None = Field(description="position of the first stop token; later tokens are not part of the answer")
+    error: str | None = Field(description="reason for missing figures")
 
 
 class BenchLine(BenchRow):
@@ -188,7 +186,7 @@ class Check(Json):
     profile: str
     ctx: Count
     workload: str
-    value: float | None = Field(description="null: the row has no such figure, which fails too")
+    value: float | None = Field(description="null: the result has no such figure; the check fails")
     limit: float
     failed: bool
 
@@ -202,7 +200,7 @@ class BenchDocument(Json):
     env: BenchEnv
     args: BenchArgs
     complete: bool = Field(description="false: stopped before the end")
-    baseline: str = Field(description="the side that `ratio` and `same` compare with")
+    baseline: str = Field(description="profile or baseline that `ratio` and `same` refer to")
     rows: list[BenchRow]
     checks: list[Check]
     quality: QualityDocument | None
@@ -222,8 +220,8 @@ class BenchPlanDocument(Json):
     args: BenchArgs
     baseline: str
     sides: list[PlannedSide]
-    runs: Count = Field(description="timed ones and warm-ups")
-    memory_runs: Count = Field(description="each in a process of its own")
+    runs: Count = Field(description="measured and warm-up runs")
+    memory_runs: Count = Field(description="runs in separate processes, for peak memory")
     notes: list[str]
 
 
@@ -238,7 +236,7 @@ class HistoryEntry(Json):
     workload: str
     tok_s: float | None = Field(description="median")
     first_token: float | None
-    ratio: float | None = Field(description="median, over the baseline of that run")
+    ratio: float | None = Field(description="median, relative to the baseline of that run")
     baseline: str
     verdict: Verdict | None
     same: Share | None

@@ -19,7 +19,7 @@ Whole = Annotated[int, Field(ge=0, lt=1 << 63)]  # the range of a database integ
 class SavedDocument(Json):
     model_config = KEPT
     name: str
-    sha256: str = Field(description="of the bytes the text was read from")
+    sha256: str = Field(description="hash of the file")
     text: str
 
 
@@ -28,11 +28,11 @@ class Figures(Json):
 
     model_config = KEPT
     prompt: Whole | None = Field(default=None, description="tokens of the prompt")
-    cached: Whole | None = Field(default=None, description="of these, read before")
+    cached: Whole | None = Field(default=None, description="prompt tokens from the prefix cache")
     new: Whole | None = Field(default=None, description="tokens of the answer")
-    first_token: float | None = Field(default=None, description="seconds until it began")
-    read_tok_s: float | None = Field(default=None, description="tokens of the prompt a second, cached ones left out")
-    decode_tok_s: float | None = Field(default=None, description="tokens of the answer a second")
+    first_token: float | None = Field(default=None, description="seconds to the first token")
+    read_tok_s: float | None = Field(default=None, description="computed prompt tokens per second")
+    decode_tok_s: float | None = Field(default=None, description="tokens of the answer per second")
 
 
 class SavedMessage(Json):
@@ -40,8 +40,8 @@ class SavedMessage(Json):
     role: Literal["user", "assistant"]
     text: str
     documents: list[SavedDocument]
-    finish: Finish | None = Field(description="of an answer: how it ended")
-    figures: Figures | None = Field(default=None, description="of an answer")
+    finish: Finish | None = Field(description="answers only: why it ended")
+    figures: Figures | None = Field(default=None, description="answers only")
     thinking: str = Field(default="", description="of an answer: what the model thought before it; it reads it no more")
 
 

@@ -40,47 +40,47 @@ class FitRuns(Json):
 class FitSplit(Json):
     """Split of a model larger than the GPU: the first layers and the embeddings are on the CPU."""
 
-    layers: Count = Field(description="on the GPU, the last ones")
+    layers: Count = Field(description="last layers, on the GPU")
     of: Count = Field(description="layers of the model")
-    read: Bytes = Field(description="weights, keys and values that the CPU reads for each token")
-    seconds: Seconds = Field(description="that this takes, beside the GPU's part: bytes over bandwidth")
-    bandwidth: Rate = Field(description="of host memory, bytes a second")
-    basis: Literal["machine", "assumed"] = Field(description="whether that was measured here")
+    read: Bytes = Field(description="bytes of weights and KV cache that the CPU reads per token")
+    seconds: Seconds = Field(description="added time per token: bytes divided by bandwidth")
+    bandwidth: Rate = Field(description="bandwidth of host memory, bytes per second")
+    basis: Literal["machine", "assumed"] = Field(description="machine: the bandwidth was measured")
 
 
 class FitRung(Json):
     """Precision level of `memory.budget`, from full precision to dropped."""
 
-    bits: Count = Field(description="16: as they come; 0: elsewhere or nowhere")
-    is_found: bool = Field(description="is it another place, whose bytes are not the device's?")
-    token: Bytes = Field(description="of all heads and layers; layers may differ")
-    room: Count = Field(description="tokens there is room for, were all of them here; 0 where they take nothing")
-    share: float = Field(ge=0, le=1, description="of the context, were all its tokens worth alike")
+    bits: Count = Field(description="16: full precision; 0: offloaded or dropped")
+    is_found: bool = Field(description="true: offloaded, so not in device memory")
+    token: Bytes = Field(description="bytes per token, all heads and layers")
+    room: Count = Field(description="maximum tokens at this level; 0: they take no memory")
+    share: float = Field(ge=0, le=1, description="share of the context at equal importance")
 
 
 class FitBudget(Json):
     """Division of `memory.budget`."""
 
-    asked: str = Field(description='memory.budget; "": only memory.max_loss says how much')
-    lose: float = Field(ge=0, lt=1, description="memory.max_loss: share of a text's worth that may go")
-    told: str = Field(description="the plan in a line")
-    bytes: Bytes = Field(description="that keys and values may take at a boundary")
-    whole: Bytes = Field(description="that the context would take in full")
-    always: Count = Field(description="first and newest tokens that stay in full, as do system prompt and tool text")
+    asked: str = Field(description='memory.budget; "": only memory.max_loss is set')
+    lose: float = Field(ge=0, lt=1, description="memory.max_loss: share of the total score that may be lost")
+    told: str = Field(description="summary of the plan")
+    bytes: Bytes = Field(description="maximum KV cache at a compression point")
+    whole: Bytes = Field(description="KV cache at full precision")
+    always: Count = Field(description="first and newest tokens at full precision, as system prompt and tool output")
     always_bytes: Bytes
-    is_late: bool = Field(description="nothing is placed before a prompt has been read: it lies in memory whole")
-    beside: Bytes = Field(description="of kv, what comes on top of it: a pass, and what is remembered of tokens")
+    is_late: bool = Field(description="true: the cache is compressed only after prefill")
+    beside: Bytes = Field(description="additional KV bytes: a forward pass, and the scores of tokens")
     rungs: list[FitRung]
-    layers: list[Bytes] = Field(description="of a token in full, by layer")
-    score: str = Field(description="method that says what a token is worth")
-    by: str = Field(description="what it goes by")
-    again: Count = Field(description="rows that run once more behind a prompt of this length")
-    headmap: str = Field(description='policy.headmap; "": heads weigh alike')
-    is_mapped: bool = Field(description="a map that this asks for is there")
-    passes: Count = Field(description="that making the model's own map takes: few rows each, behind 4 texts")
-    map_seconds: Seconds | None = Field(description="that these take; null: there is none, or passes were not timed")
-    recall: str = Field(description='how what is elsewhere is read; "": all of it, or there is no such place')
-    elsewhere: str = Field(description='place of what has no room; "": it is gone')
+    layers: list[Bytes] = Field(description="bytes per token at full precision, by layer")
+    score: str = Field(description="method that scores tokens")
+    by: str = Field(description="basis of the score")
+    again: Count = Field(description="prompt tokens that are computed twice")
+    headmap: str = Field(description='policy.headmap; "": all heads have equal weight')
+    is_mapped: bool = Field(description="true: the head map exists")
+    passes: Count = Field(description="forward passes to measure the head map of the model")
+    map_seconds: Seconds | None = Field(description="time of these passes; null: none, or not measured")
+    recall: str = Field(description='how offloaded tokens are read; "": all of them, or none are offloaded')
+    elsewhere: str = Field(description='place of tokens beyond the budget; "": they are dropped')
 
 
 class FitPart(Json):
@@ -88,7 +88,7 @@ class FitPart(Json):
 
     name: str
     bytes: Bytes
-    changes: list[FitChange] = Field(description="that make it smaller, each planned")
+    changes: list[FitChange] = Field(description="settings that reduce it")
 
 
 class FitPlan(Json):
@@ -100,34 +100,32 @@ class FitPlan(Json):
     ctx: Count = Field(description="tokens")
     fits: bool
     weights: Bytes
-    kv: Bytes = Field(
-        description="keys and values on the device, of the whole context, with spare room and recall's index"
-    )
-    kv_tiers: dict[str, Bytes] = Field(description="the same by where they lie: the device, host behind a GPU, disk")
+    kv: Bytes = Field(description="KV cache of the context on the device, with spare capacity and index")
+    kv_tiers: dict[str, Bytes] = Field(description="KV cache by place: device, host, disk")
     kv_per_token: Bytes
     draft: Bytes
-    working: Bytes = Field(description="one pass: activations, scores, logits, and what the allocator keeps")
-    base: Bytes = Field(description="the process without a model, correction included; on a GPU the correction alone")
-    loading: Bytes = Field(description="what the highest moment of loading takes beyond all these; 0 where it is lower")
-    mapped: Bytes = Field(description="while loading: pages of weight files, which the system can take back")
+    working: Bytes = Field(description="activations of one pass: hidden states, scores, logits, allocator overhead")
+    base: Bytes = Field(description="process without a model, with correction; on a GPU only the correction")
+    loading: Bytes = Field(description="additional memory at the peak of loading; 0: loading is not the peak")
+    mapped: Bytes = Field(description="pages of weight files during loading, which the system can free")
     total: Bytes = Field(description="peak: base, weights, kv, draft, working and loading together")
-    needed: Bytes = Field(description="that must be free: total without mapped pages")
-    missing: Bytes = Field(description="0 where it fits")
+    needed: Bytes = Field(description="required free memory: total without mapped pages")
+    missing: Bytes = Field(description="missing bytes; 0: it fits")
     max_ctx: Count = Field(description="the longest context that fits, tokens")
     correction: int = Field(
-        description="bytes that earlier runs took beyond their estimates, the middle of at least three; of fewer, "
-        "the missing ones count as 0"
+        description="median difference of earlier runs to their estimates, bytes; with fewer than three runs "
+        "missing ones count as 0"
     )
     runs: FitRuns | None
-    binding: str | None = Field(description="what it fails on; null where it fits")
-    order: Order = Field(description="what of a prompt is finished first while it is read: a chunk of it, or a layer")
-    chosen: dict[str, int | str] = Field(description="settings that nobody typed, by dotted key: what fits")
-    places: dict[str, Bytes] = Field(description="all of it by where it lies while it runs: a device, host, disk")
-    split: FitSplit | None = Field(description="null: all of the model runs on one device")
+    binding: str | None = Field(description="limiting memory; null: it fits")
+    order: Order = Field(description="prefill order: in chunks, or layer by layer")
+    chosen: dict[str, int | str] = Field(description="settings chosen automatically to fit, by dotted key")
+    places: dict[str, Bytes] = Field(description="memory by place: device, host, disk")
+    split: FitSplit | None = Field(description="null: the whole model runs on one device")
     changes: list[FitChange]
     speed: FitSpeed | None
-    budget: FitBudget | None = Field(description="null: the profile has none")
-    parts: list[FitPart] | None = Field(description="with --explain, of a profile without a budget")
+    budget: FitBudget | None = Field(description="null: the profile has no budget")
+    parts: list[FitPart] | None = Field(description="with --explain, for profiles without a budget")
 
 
 class FitDocument(Json):
@@ -139,15 +137,15 @@ class FitDocument(Json):
     layers: Count
     kv_heads: Count
     head_dim: Count
-    limit: Count = Field(description="the model's own context limit, tokens")
+    limit: Count = Field(description="context limit of the model, tokens")
     dtype: str
-    ctx: Count | None = Field(description="the first context asked for; null: each plan's own")
-    device: str = Field(description="of the first plan")
-    free_bytes: Bytes = Field(description="available on it")
-    kept_free: Bytes = Field(description="of these, what no plan uses")
-    described: bool = Field(description="not this machine, but one that --vram or --ram describes")
+    ctx: Count | None = Field(description="first requested context; null: each plan has its own")
+    device: str = Field(description="device of the first plan")
+    free_bytes: Bytes = Field(description="available memory of the device")
+    kept_free: Bytes = Field(description="part of it that stays free")
+    described: bool = Field(description="true: another machine, described by --vram or --ram")
     plans: list[FitPlan]
-    calibrated: str | None = Field(description="when times were measured here, ISO 8601; null: never")
+    calibrated: str | None = Field(description="date of the speed measurement, ISO 8601; null: never")
     notes: list[str]
 
 
@@ -189,11 +187,11 @@ class CalibrationDocument(Json):
     device: str
     threads: Count
     torch: str
-    bandwidth: Rate = Field(description="reading memory of the device, bytes a second")
-    gemm: dict[str, Rate] = Field(min_length=1, description="FLOP a second of a large product, by dtype")
-    launch: Seconds = Field(description="one operation on almost nothing")
-    links: dict[str, Rate] = Field(description="host to device and back, bytes a second; empty without a GPU")
-    disk: Rate | None = Field(description="reading a file that is not in memory, bytes a second")
+    bandwidth: Rate = Field(description="memory bandwidth of the device, bytes per second")
+    gemm: dict[str, Rate] = Field(min_length=1, description="FLOP/s of a large matrix product, by dtype")
+    launch: Seconds = Field(description="time of one minimal operation")
+    links: dict[str, Rate] = Field(description="host to device and back, bytes per second; empty without a GPU")
+    disk: Rate | None = Field(description="speed of reading an uncached file, bytes per second")
     model: ModelTimes | None
 
 
@@ -203,12 +201,12 @@ class RunEntry(Json):
     schema_: Literal["kvcli.run/2"] = Field(default="kvcli.run/2", alias="schema")
     kvcli: str
     date: str
-    run: str = Field(description="of one process, so that many turns of a long chat count once")
-    model: str = Field(description="as it was named: a hub id or a folder")
+    run: str = Field(description="process id of the run: answers of one chat count once")
+    model: str = Field(description="name as typed: a hub id or a folder")
     profile: str
     profile_hash: str
     device: str
-    ctx: Count = Field(description="tokens in memory")
-    build: str = Field(description="of torch and what else is imported: how much the program takes depends on it")
-    predicted: Bytes = Field(description="before any correction by earlier runs")
+    ctx: Count = Field(description="tokens in the KV cache")
+    build: str = Field(description="versions of torch and other imports, which determine the base memory")
+    predicted: Bytes = Field(description="estimate without correction by earlier runs")
     measured: Bytes

@@ -21,26 +21,26 @@ class HeadsPrompt(Json):
     name: str
     sha256: str = Field(description="of the token ids")
     tokens: Count
-    rows: Count = Field(description="positions whose queries were heard")
+    rows: Count = Field(description="number of recorded queries")
 
 
 class HeadsPolicy(Json):
     """FastGen's policy for each head on this prompt, and all candidates."""
 
-    criterion: str = Field(description="how recovered mass is read: cvar10 (worst tenth of rows), mean, p05")
-    recovery: Share | None = Field(description="mass that each head's policy recovers; null: a budget was given")
-    keep: Share | None = Field(description="share of tokens kept, over all heads; null: a recovery was given")
-    candidates: list[str] = Field(description="from cheap to the full cache")
+    criterion: str = Field(description="statistic of recovered mass: cvar10 (mean of the worst 10 %), mean, p05")
+    recovery: Share | None = Field(description="required recovered mass per head; null: `keep` is set")
+    keep: Share | None = Field(description="share of tokens kept over all heads; null: `recovery` is set")
+    candidates: list[str] = Field(description="policies, from the smallest to the full cache")
     chosen: list[list[int]] = Field(description="[layers][KV heads] index into candidates; -1: sees only a window")
-    forced: list[tuple[int, int]] = Field(description="(layer, KV head) that keep everything: a head map says so")
+    forced: list[tuple[int, int]] = Field(description="(layer, KV head) that keep the full cache because of a head map")
     mass: dict[str, list[ByHead]] = Field(description="criterion -> [candidates][layers][KV heads]")
     cost: list[ByHead] = Field(description="[candidates][layers][KV heads] tokens")
     guard: Count = Field(description="newest tokens that every candidate keeps")
-    local: Count = Field(description="newest tokens that those with local keep")
+    local: Count = Field(description="newest tokens that candidates with `local` keep")
     sinks: Count
-    kept: Share = Field(description="share of tokens kept by the choice, over all heads")
-    recovered: Share = Field(description="mass recovered by the choice, mean over heads and rows")
-    worst: Share = Field(description="the same by the worst tenth of rows")
+    kept: Share = Field(description="share of tokens kept by the chosen policies, over all heads")
+    recovered: Share = Field(description="recovered mass of the chosen policies, mean over heads and tokens")
+    worst: Share = Field(description="recovered mass of the worst 10 % of tokens")
 
 
 class HeadsTop(Json):
@@ -56,15 +56,15 @@ class HeadsKv(Json):
 
     context: Count
     whole: Bytes
-    policy: Bytes | None = Field(description="with the policies chosen; null: the prompt was not probed")
-    headmap: Bytes = Field(description="with the heads of `suggest` whole and first and newest tokens in the others")
+    policy: Bytes | None = Field(description="KV cache with the chosen policies; null: the prompt was not probed")
+    headmap: Bytes = Field(description="KV cache if only heads in `suggest` keep the full cache")
 
 
 class HeadsSuggest(Json):
     """Heads that keep all tokens; the others keep the first and the newest tokens."""
 
     full: list[tuple[int, int]] = Field(description="(layer, KV head), the most important first")
-    carried: Share = Field(description="share of all scores that these heads hold")
+    carried: Share = Field(description="share of all scores in these heads")
     sinks: Count
     window: Count
 
@@ -73,10 +73,10 @@ class HeadsCheck(Json):
     """Questions about hidden facts, answered with all heads full, and with only the suggested heads full."""
 
     of: Count
-    whole: Count = Field(description="right with everything kept")
-    restricted: Count = Field(description="right with the suggested heads whole and the others restricted")
-    without: Count = Field(description="right with only the suggested heads restricted")
-    kl: Annotated[float, Field(ge=0)] = Field(description="nats a token, suggested heads whole")
+    whole: Count = Field(description="correct answers with the full cache")
+    restricted: Count = Field(description="correct answers with full suggested heads and the others restricted")
+    without: Count = Field(description="correct answers with only the suggested heads restricted")
+    kl: Annotated[float, Field(ge=0)] = Field(description="KL divergence with full suggested heads, nats per token")
 
 
 class HeadsCompare(Json):
@@ -93,7 +93,7 @@ class HeadsStability(Json):
     """The prompt probe repeated while an answer is generated."""
 
     every: Count
-    tokens: list[Count] = Field(description="written when it was asked again")
+    tokens: list[Count] = Field(description="generated tokens at each repetition of the probe")
     changed: list[Count] = Field(description="heads with another policy than at the end of the prompt")
     drift: list[Share] = Field(description="mean change of recovered mass of the policy chosen first")
 
@@ -110,17 +110,17 @@ class HeadsDocument(Json):
     layers: Count
     kv_heads: Count
     query_heads: Count
-    probed: list[Count] = Field(description="the layers that were looked at")
-    windows: list[Count | None] = Field(description="tokens that each layer sees at all; null: all")
-    ctx: Count = Field(description="tokens read at most")
+    probed: list[Count] = Field(description="measured layers")
+    windows: list[Count | None] = Field(description="attention window per layer; null: full attention")
+    ctx: Count = Field(description="maximum prompt tokens")
     samples: Count = Field(description="texts with hidden facts")
     seed: Count
     probes: list[Probe]
-    ranked_by: Probe = Field(description="the probe that the head map is made of")
-    heads: list[list[Share]] = Field(description="the head map: from 0.5 on a head needs the whole past")
+    ranked_by: Probe = Field(description="probe of the head map")
+    heads: list[list[Share]] = Field(description="head map: from 0.5 a head needs the full context")
     scalars: dict[str, ByHead]
-    query: dict[str, ByHead] = Field(description="[layers][query heads]: scores before a group is taken together")
-    offsets: list[list[int]] | None = Field(description="where the needle was read, tokens from the one to be written")
+    query: dict[str, ByHead] = Field(description="[layers][query heads]: scores before grouping by KV head")
+    offsets: list[list[int]] | None = Field(description="distance of the read needle tokens from the next token")
     policy: HeadsPolicy | None
     distances: list[list[list[float]]] | None = Field(description="mass by distance: 0, 1, 2-3, 4-7, ... tokens")
     kinds: dict[str, ByHead] | None = Field(description="mass by kind of token")

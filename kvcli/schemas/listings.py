@@ -15,24 +15,24 @@ class SiblingEntry(Json):
 
     name: str
     how: Literal["same tokenizer", "by re-encoding"]
-    bytes: Bytes = Field(description="of its weights, or to fetch")
-    cost: float = Field(description="of a pass in passes of the one that writes, by their bytes")
-    here: bool = Field(description="false: kvcli models get fetches it")
+    bytes: Bytes = Field(description="size of its weights or of the download")
+    cost: float = Field(description="cost of its pass in passes of the model, by bytes")
+    here: bool = Field(description="false: kvcli models get downloads it")
 
 
 class ModelEntry(Json):
     name: str
     kind: Literal["demo", "config", "fetched", "cache", "folder", "file"]
     path: str | None
-    bytes: Bytes | None = Field(description="of the weights")
+    bytes: Bytes | None = Field(description="size of the weights")
     family: str | None
     dtype: str | None
-    context: Count | None = Field(description="the model's own limit, tokens")
-    supported: bool | None = Field(description="null when nothing on disk could be looked at")
-    reason: str | None = Field(description="why it is not supported")
-    profile: str | None = Field(description="profile that the config names for it")
-    drafts: list[SiblingEntry] = Field(default=[], description="models that can draft for it, the best first")
-    heads: list[str] = Field(default=[], description="what drafts in its own files, and how, or why it is not used")
+    context: Count | None = Field(description="context limit of the model, tokens")
+    supported: bool | None = Field(description="null: not on disk, so not checked")
+    reason: str | None = Field(description="reason if not supported")
+    profile: str | None = Field(description="profile set for it in the config")
+    drafts: list[SiblingEntry] = Field(default=[], description="usable draft models, the best first")
+    heads: list[str] = Field(default=[], description="draft layers in its own files, and why they are used or not")
 
 
 class ProblemEntry(Json):
@@ -49,11 +49,11 @@ class ProfileEntry(Json):
 
     name: str
     description: str
-    purpose: str = Field(description="what it is for; the list goes by it")
+    purpose: str = Field(description="purpose, by which the list is sorted")
     extends: list[str]
     chain: list[str] = Field(description="the profile and all it extends, nearest first")
     exactness: Literal["exact", "certified", "approx"]
-    level: str = Field(description="where it is defined")
+    level: str = Field(description="place of its definition")
     problems: list[ProblemEntry]
 
 
@@ -74,7 +74,7 @@ class ProfilesDocument(Json):
 
     schema_: Literal["kvcli.profiles/1"] = Field(default="kvcli.profiles/1", alias="schema")
     profiles: list[ProfileEntry] | list[ProfileDocument] | list[str]
-    default: str = Field(default="", description="list: the profile used when none is named")
+    default: str = Field(default="", description="list: the default profile")
     differences: Any = Field(default=None, description="diff: keys with unequal values")
     problems: list[ProblemEntry] = Field(default=[], description="check: always empty; problems end in kvcli.error/1")
     file: str = Field(default="", description="new: the file written")
@@ -91,7 +91,7 @@ class CheckMemory(Json):
     """Memory needed for a run of `ctx` tokens."""
 
     ctx: Count = Field(description="tokens")
-    bytes: Bytes = Field(description="that must be free")
+    bytes: Bytes = Field(description="required free memory")
     fits: bool
 
 
@@ -102,20 +102,20 @@ class CheckDocument(Json):
     model: str
     path: str
     family: str
-    is_decided: bool = Field(description="false: whether its attention is served shows when it is loaded")
-    context: Count | None = Field(description="the model's own limit, tokens")
-    numbers: str = Field(description="that it computes in")
-    quant: str = Field(description="load.quant of the profile, or what is chosen so that it fits")
-    packed: str | None = Field(description="how the weights of its files are packed; null where they are not")
-    unpacks: bool = Field(description="whether these become plain numbers while loading")
+    is_decided: bool = Field(description="false: support of its attention is known only after loading")
+    context: Count | None = Field(description="context limit of the model, tokens")
+    numbers: str = Field(description="number format of the computation")
+    quant: str = Field(description="load.quant of the profile, or chosen to fit")
+    packed: str | None = Field(description="quantization of the files; null: not quantized")
+    unpacks: bool = Field(description="true: they are dequantized during loading")
     file_bytes: Bytes
-    weight_bytes: Bytes = Field(description="once loaded")
+    weight_bytes: Bytes = Field(description="size after loading")
     device: str
     available_bytes: Bytes
     profile: str
-    memory: list[CheckMemory] = Field(description="at 8,192 and at 32,768 tokens, or at the model's own limit")
-    drafts: list[SiblingEntry] = Field(description="models that can draft for it, the best first")
-    heads: list[str] = Field(description="what drafts in its own files, and how, or why it is not used")
+    memory: list[CheckMemory] = Field(description="at 8,192 and 32,768 tokens, or at the limit of the model")
+    drafts: list[SiblingEntry] = Field(description="usable draft models, the best first")
+    heads: list[str] = Field(description="draft layers in its own files, and why they are used or not")
     notes: list[str]
 
 
@@ -126,20 +126,20 @@ class Suggestion(Json):
     """A model of the catalog, and its fit on this machine."""
 
     name: str
-    id: str = Field(description="of the hub")
+    id: str = Field(description="id on the Hugging Face hub")
     licence: str
-    terms: str | None = Field(description="where the terms are that have to be accepted")
-    about: str = Field(description="what it is good for")
+    terms: str | None = Field(description="address of terms that must be accepted")
+    about: str = Field(description="suitable tasks")
     parameters: Count
     download_bytes: Bytes
-    needs_bytes: Bytes = Field(description="memory with 8,192 tokens, its weights as `quant` says")
+    needs_bytes: Bytes = Field(description="memory with 8,192 tokens and weights quantized as in `quant`")
     quant: str
-    fits: bool = Field(description="into the memory of the device, whatever else takes some of it now")
-    group: Group = Field(description="with ease: into half of it")
-    recommended: bool = Field(description="true of one model at most")
-    context: Count = Field(description="tokens that fit here")
+    fits: bool = Field(description="true: fits the total memory of the device")
+    group: Group = Field(description="with ease: fits half of the memory")
+    recommended: bool = Field(description="true for at most one model")
+    context: Count = Field(description="maximum context that fits, tokens")
     fetched: bool
-    command: str | None = Field(description="what to type; null where it does not fit")
+    command: str | None = Field(description="command to use it; null: it does not fit")
 
 
 class SuggestionsDocument(Json):
@@ -148,7 +148,7 @@ class SuggestionsDocument(Json):
     schema_: Literal["kvcli.suggestions/1"] = Field(default="kvcli.suggestions/1", alias="schema")
     device: str
     available_bytes: Bytes
-    total_bytes: Bytes = Field(description="by which the models are ranked")
+    total_bytes: Bytes = Field(description="total memory, by which models are ranked")
     models: list[Suggestion]
 
 
@@ -160,12 +160,12 @@ class PlanDocument(Json):
     profile: str
     profile_hash: str
     exactness: str
-    context: Count | None = Field(description="the window, tokens")
-    kv_bytes: Bytes | None = Field(description="keys and values of a full window, wherever they lie")
-    estimate_bytes: Bytes | None = Field(description="peak memory with a full window")
+    context: Count | None = Field(description="context window, tokens")
+    kv_bytes: Bytes | None = Field(description="KV cache of a full context window, on all devices")
+    estimate_bytes: Bytes | None = Field(description="peak memory with a full context window")
     available_bytes: Bytes | None = Field(description="memory of the device")
     fits: bool | None
-    order: Order | None = Field(description="what of a prompt is finished first while it is read: a chunk, or a layer")
+    order: Order | None = Field(description="prefill order: in chunks, or layer by layer")
     documents: list[dict[str, Any]]
     settings: dict[str, Any]
     origins: dict[str, str]
@@ -183,7 +183,7 @@ class CacheKind(Json):
     about: str
     entries: Count
     bytes: Bytes
-    freed_entries: Count = Field(description="prune: how many of them went, or would go")
+    freed_entries: Count = Field(description="prune: number of entries removed, or to be removed")
     freed_bytes: Bytes
 
 
@@ -192,7 +192,7 @@ class CacheDocument(Json):
 
     schema_: Literal["kvcli.cache/1"] = Field(default="kvcli.cache/1", alias="schema")
     folder: str
-    removed: bool = Field(description="whether what is counted as freed is gone")
+    removed: bool = Field(description="true: the freed entries were removed")
     kinds: list[CacheKind]
 
 
@@ -224,12 +224,12 @@ class DoctorDocument(Json):
     memory_free: Bytes
     devices: list[Device]
     kernels: list[Kernel]
-    quant: dict[str, str] = Field(description="what runs quantized weights, by device")
+    quant: dict[str, str] = Field(description="implementation for quantized weights, by device")
     paths: dict[str, str]
     environment: dict[str, str]
-    sandbox: list[str] = Field(description="what shuts in the process that parses documents: seccomp, landlock, limits")
+    sandbox: list[str] = Field(description="restrictions of the document parser: seccomp, landlock, limits")
     demo_model: bool
     steps: dict[int, float] = Field(
-        description="with --speed: steps a second of a random 86M model in bf16, by threads"
+        description="with --speed: decoding steps per second of a random 86M model in bf16, by threads"
     )
     problems: list[str]

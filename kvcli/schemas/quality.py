@@ -15,7 +15,7 @@ class Difference(Json):
     """Mean score minus that of the full cache on the same contexts."""
 
     mean: float
-    low: float | None = Field(description="95 % paired bootstrap interval; null with a single context a task")
+    low: float | None = Field(description="95 % paired bootstrap interval; null: one context per task")
     high: float | None
 
 
@@ -23,7 +23,7 @@ class McNemar(Json):
     """Questions scored 0 or 1 on which this row and the full cache differ."""
 
     questions: Count
-    only_full: Count = Field(description="right with the full cache alone")
+    only_full: Count = Field(description="answered correctly only with the full cache")
     only_this: Count
     p: Share = Field(description="exact, two-sided")
 
@@ -37,7 +37,7 @@ class QualityTask(Json):
     questions: Count
     difference: Difference | None = Field(description="null for the full cache itself")
     by_length: dict[int, Share]
-    details: dict[str, Share] = Field(description="shares of questions that fulfil parts of the task")
+    details: dict[str, Share] = Field(description="shares of questions that pass parts of the task")
 
 
 class WorstTask(Json):
@@ -50,13 +50,13 @@ class WorstTask(Json):
 
 class GridCell(Json):
     length: Count
-    depth: Share = Field(description="place of the needle, 0 = at the start")
+    depth: Share = Field(description="position of the needle, 0 = start")
     score: Share
     contexts: Count
 
 
 class TurnScore(Json):
-    turn: Count = Field(description="of the conversation, from 1; later turns ask for earlier facts")
+    turn: Count = Field(description="turn of the chat, from 1; later turns ask about earlier facts")
     score: Share
     questions: Count
 
@@ -65,10 +65,10 @@ class QualityRow(Json):
     """Scores of one profile."""
 
     profile: str
-    role: Role = Field(description="control: evicts by lot or by age, with the memory of the profiles measured")
-    hash: str | None = Field(description="of the profile; null for a control, whose budget follows the context")
-    kept: Share = Field(description="slots held after compression over tokens read, mean over contexts")
-    mean: Share = Field(description="each task counts alike")
+    role: Role = Field(description="control: evicts randomly or by age, with the same memory")
+    hash: str | None = Field(description="hash of the profile; null: a control")
+    kept: Share = Field(description="share of the KV cache kept after compression, mean over contexts")
+    mean: Share = Field(description="mean over tasks with equal weight")
     worst: WorstTask
     difference: Difference | None = Field(description="null for the full cache itself")
     mcnemar: McNemar | None = Field(description="null for the full cache, or without tasks scored 0 or 1")
@@ -81,13 +81,13 @@ class QualityRow(Json):
 class QualityArgs(Json):
     """Arguments of the suite, with the defaults filled in."""
 
-    lengths: list[Count] = Field(description="tokens, prompt and answer together")
-    n: Count = Field(description="contexts for each task and length")
+    lengths: list[Count] = Field(description="tokens of prompt and answer together")
+    n: Count = Field(description="contexts per task and length")
     tasks: list[str]
     seed: int
-    query_visible: bool = Field(description="true: compressed behind the question; false: before it was read")
-    haystack: bool = Field(description="needles were hidden in the user's own text")
-    budget: str = Field(description="where the memory of the controls comes from")
+    query_visible: bool = Field(description="true: compressed after the question is in the prompt; false: before")
+    haystack: bool = Field(description="true: needles were hidden in the text of the user")
+    budget: str = Field(description="source of the memory budget of the controls")
 
 
 class Estimate(Json):
@@ -102,9 +102,9 @@ class AgreementRow(Json):
     profile: str
     role: Role
     kept: Share
-    agreement: Estimate = Field(description="share of tokens whose likeliest continuation is that of the full cache")
-    kl: Estimate = Field(description="nats a token from the full cache's distribution to this one's")
-    delta_nll: Estimate = Field(description="nats a token by which the text becomes less likely")
+    agreement: Estimate = Field(description="share of tokens with the same most likely next token as the full cache")
+    kl: Estimate = Field(description="KL divergence from the full cache, nats per token")
+    delta_nll: Estimate = Field(description="increase of the negative log likelihood, nats per token")
     nll: Annotated[float, Field(ge=0)]
 
 
@@ -113,8 +113,8 @@ class AgreementDocument(Json):
 
     schema_: Literal["kvcli.agreement/1"] = Field(default="kvcli.agreement/1", alias="schema")
     windows: Count
-    context: Count = Field(description="tokens read and compressed in each window")
-    scored: Count = Field(description="tokens predicted behind it")
+    context: Count = Field(description="tokens prefilled and compressed per text window")
+    scored: Count = Field(description="tokens predicted after it")
     rows: list[AgreementRow]
     complete: bool
 
@@ -124,7 +124,7 @@ class QualityDocument(Json):
 
     schema_: Literal["kvcli.quality/1"] = Field(default="kvcli.quality/1", alias="schema")
     args: QualityArgs
-    complete: bool = Field(description="false: stopped before the end; scores cover what every row has done")
-    contexts: Count = Field(description="done by every row")
+    complete: bool = Field(description="false: stopped early; scores cover contexts that all profiles completed")
+    contexts: Count = Field(description="contexts completed by all profiles")
     rows: list[QualityRow]
     agreement: AgreementDocument | None = None

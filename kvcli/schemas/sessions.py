@@ -12,18 +12,18 @@ from kvcli.schemas.base import Count, Json
 class SessionEntry(Json):
     id: str
     title: str | None
-    model: str = Field(description="as it is typed")
-    saved: str = Field(description="when")
+    model: str = Field(description="name of the model, as typed")
+    saved: str = Field(description="date of the last change")
     questions: Count
     documents: Count
-    files: list[str] = Field(default_factory=list, description="what its documents are called")
-    found: str | None = Field(default=None, description="search: the words, with their neighbours")
+    files: list[str] = Field(default_factory=list, description="names of its documents")
+    found: str | None = Field(default=None, description="search: text around the match")
 
 
 class SessionsDocument(Json):
-    """Saved chats that kvcli sessions lists, finds, or removes."""
+    """Saved chats that kvcli chats lists, finds, or removes."""
 
     schema_: Literal["kvcli.sessions/1"] = Field(default="kvcli.sessions/1", alias="schema")
-    total: Count = Field(description="how many there are of these, shown or not")
-    removed: bool = Field(default=False, description="whether they are gone")
+    total: Count = Field(description="number of matching chats, including those not listed")
+    removed: bool = Field(default=False, description="true: the chats were deleted")
     sessions: list[SessionEntry]

@@ -21,26 +21,26 @@ class Range(Json):
 class Kind(Json):
     """Top-1 draft tokens of one kind from a source, verified or only compared with the sampled token."""
 
-    kind: str = Field(description="tokens that matched, or nats between the best and the next")
+    kind: str = Field(description="match length in tokens, or confidence margin in nats")
     made: Count
-    share: Share = Field(description="of them right")
+    share: Share = Field(description="share of correct top-1 draft tokens")
 
 
 class ScoutFigures(Json):
-    rows: Count = Field(description="in a pass that carries scouts")
-    brought: float | None = Field(description="tokens a pass that only scouts had named; null: they never ran")
-    cost: float | None = Field(description="plain passes that a pass with them takes longer")
+    rows: Count = Field(description="rows of a pass with lookahead")
+    brought: float | None = Field(description="tokens per pass that only lookahead had drafted; null: not used")
+    cost: float | None = Field(description="added time of a pass with lookahead, in plain passes")
     rested_passes: Count
-    why: str = Field(description="they rest; empty while they do not")
+    why: str = Field(description="reason while lookahead is paused; else empty")
 
 
 class Difference(Json):
     """First difference between the texts with and without drafting."""
 
-    token: Count = Field(description="of the new ones, from 1")
-    near_tie: bool = Field(description="whether rounding explains it")
-    margin: float = Field(description="logits between the best token and the worse of the two")
-    bound: float = Field(description="how far rounding reaches")
+    token: Count = Field(description="position among the new tokens, from 1")
+    near_tie: bool = Field(description="true: rounding explains the difference")
+    margin: float = Field(description="logit difference of the two tokens")
+    bound: float = Field(description="largest difference that rounding explains")
 
 
 class SpecDocument(Json):
@@ -57,23 +57,23 @@ class SpecDocument(Json):
     reps: Count
     plain_tok_s: Range
     tok_s: Range
-    ratio: Range = Field(description="of drafting over plain decoding, repetition by repetition")
-    predicted: float | None = Field(description="tokens a pass over what rows should cost; null: a second model drafts")
+    ratio: Range = Field(description="speedup over plain decoding, by repetition")
+    predicted: float | None = Field(description="speedup from measured pass times; null: a draft model is used")
     tokens_per_pass: float
     mean_acceptance_length: float
     drafted_share: Share
     rows_per_pass: float
     free_rows: Count | None
-    passes: list[PassTime] = Field(description="what passes take here; empty: the look took too long")
-    accepted_by: dict[str, Count] = Field(description="accepted guesses by the source that was surest of them")
+    passes: list[PassTime] = Field(description="measured pass times; empty: the measurement took too long")
+    accepted_by: dict[str, Count] = Field(description="accepted draft tokens by the most confident source")
     sources: dict[str, list[Kind]]
     scouts: ScoutFigures | None
     paused: bool
-    reason: str = Field(description="drafting pauses; empty while it does not")
-    draft_pass: float | None = Field(description="passes of one row that one of the model which drafts takes")
-    view_bytes: Bytes = Field(description="of keys and values that scouts read a copy of")
-    same: bool = Field(description="whether both wrote the same tokens; in 16 bits near ties may fall either way")
-    difference: Difference | None = Field(description="null: none, or one text begins with the other")
+    reason: str = Field(description="reason while drafting is paused; else empty")
+    draft_pass: float | None = Field(description="time of a pass of the draft model, in plain passes")
+    view_bytes: Bytes = Field(description="KV copy for lookahead")
+    same: bool = Field(description="true: both produced the same tokens; in 16 bits rounding may change tokens")
+    difference: Difference | None = Field(description="null: no difference, or one text is a prefix of the other")
     verdict: str
 
 
@@ -82,7 +82,7 @@ class Tried(Json):
 
     name: str
     spec: dict[str, str | int | float | bool | list[str]]
-    ratio: Range = Field(description="of plain decoding, over texts and repetitions")
+    ratio: Range = Field(description="speedup over plain decoding, over texts and repetitions")
     by_workload: dict[str, float] = Field(description="median ratio")
     tokens_per_pass: float
 
@@ -93,12 +93,12 @@ class SpecTuneDocument(Json):
     schema_: Literal["kvcli.spec_tune/1"] = Field(default="kvcli.spec_tune/1", alias="schema")
     kvcli: str
     model: str
-    profile: str = Field(description="whose other settings were kept")
+    profile: str = Field(description="profile with the other settings")
     workloads: list[str]
     context: Count
     new: Count
     reps: Count
     tried: list[Tried]
     best: str
-    file: str | None = Field(description="where the profile was written")
+    file: str | None = Field(description="path of the saved profile")
     verdict: str

@@ -13,57 +13,55 @@ Unit = Literal["page", "heading", "chapter", "line"]
 
 
 class SourceFacts(Json):
-    path: str = Field(description="as the user named it")
-    name: str = Field(description="as citations name it where there are several")
-    sha256: str = Field(description="of the file's bytes")
+    path: str = Field(description="path as typed")
+    name: str = Field(description="name in citations, if there are several documents")
+    sha256: str = Field(description="hash of the file")
     kind: str
     title: str | None
-    unit: Unit = Field(description="what a citation names")
-    pages: Count | None = Field(description="of the file; null where it has none")
+    unit: Unit = Field(description="unit of citations")
+    pages: Count | None = Field(description="pages of the file; null: it has no pages")
     pages_without_text: list[int]
-    sections: Count = Field(description="pages, headings, chapters or blocks of lines that were read")
-    tokens: Count | None = Field(description="of the text as the model's tokenizer counts; null where nobody counted")
+    sections: Count = Field(description="number of pages, headings, chapters or blocks of lines read")
+    tokens: Count | None = Field(description="tokens of the text; null: not counted")
     notes: list[str]
 
 
 class CiteFacts(Json):
-    page: Count | None = Field(description="null where the place is no single page")
+    page: Count | None = Field(description="null: the place is not a single page")
     unit: Unit
-    label: str = Field(
-        description='the place as a citation names it: "12", "Methods", "41-80"; "" where none was named'
-    )
-    document_: str | None = Field(alias="document", description="null where there is only one")
-    confirmed: bool | None = Field(description="the place has the words of the claim; null with --no-check")
-    corrected: bool = Field(description="the model named another place; the claim stands at this one alone")
-    instead_of: str | None = Field(description="what the model wrote, where it was corrected")
-    quote: str | None = Field(description="the sentence that says so, with --quotes")
-    chars: tuple[int, int] | None = Field(description="first character of the quote in the section's text, and its end")
+    label: str = Field(description='place in a citation: "12", "Methods", "41-80"; "" = none')
+    document_: str | None = Field(alias="document", description="null: only one document")
+    confirmed: bool | None = Field(description="true: the place contains the words of the claim; null with --no-check")
+    corrected: bool = Field(description="true: the model cited another place, and the citation was moved to this one")
+    instead_of: str | None = Field(description="place that the model cited, if corrected")
+    quote: str | None = Field(description="confirming sentence, with --quotes")
+    chars: tuple[int, int] | None = Field(description="start and end of the quote in the text of the section")
 
 
 class PointFacts(Json):
-    text: str = Field(description="without citations")
-    marked: str = Field(description='with them, doubtful ones with "?"')
+    text: str = Field(description="text without citations")
+    marked: str = Field(description='text with citations; unconfirmed ones end in "?"')
     kind: Literal["bullet", "sentence", "heading"]
     level: Count = Field(description="depth in an outline")
-    opens: bool = Field(description="a sentence that begins a paragraph")
+    opens: bool = Field(description="true: the first sentence of a paragraph")
     cites: list[CiteFacts]
 
 
 class SummaryTurn(Json):
-    parts: tuple[int, int] = Field(description="the first and the last part it is about")
+    parts: tuple[int, int] = Field(description="first and last part of the request")
     merge: bool
-    cached: bool = Field(description="from an earlier run; the figures are of then")
+    cached: bool = Field(description="true: result and figures are from an earlier run")
     turn: TurnDocument
 
 
 class SummaryDocument(Json):
     """Summary of a text, with the places it cites."""
 
-    schema_: Literal["kvcli.summary/1"] = Field(default="kvcli.summary/1", alias="schema")
+    schema_: Literal["kvcli.summary/2"] = Field(default="kvcli.summary/2", alias="schema")
     kvcli: str
-    source: SourceFacts | None = Field(description="the only one; null where there are several")
+    source: SourceFacts | None = Field(description="the document; null: several documents")
     sources: list[SourceFacts]
-    mode: Literal["whole", "map"]
+    mode: Literal["whole", "parts"]
     parts: Count
     text: str = Field(description="the summary as markdown")
     points: list[PointFacts]
@@ -75,33 +73,33 @@ class SummaryDocument(Json):
 
 class PartFacts(Json):
     part: Count
-    first: str = Field(description="place it begins at")
+    first: str = Field(description="first place")
     last: str
-    document_: str | None = Field(alias="document", description="that it begins in; null where there is only one")
+    document_: str | None = Field(alias="document", description="first document; null: only one")
     prompt: Count = Field(description="tokens")
 
 
 class SummaryPlanDocument(Json):
     """Plan of a summary; printed by `kvcli summarize --dry-run`."""
 
-    schema_: Literal["kvcli.summary_plan/1"] = Field(default="kvcli.summary_plan/1", alias="schema")
+    schema_: Literal["kvcli.summary_plan/2"] = Field(default="kvcli.summary_plan/2", alias="schema")
     kvcli: str
     sources: list[SourceFacts]
-    mode: Literal["whole", "map"]
+    mode: Literal["whole", "parts"]
     why: str
     parts: list[PartFacts]
-    merges: Count = Field(description="turns after the parts, at most")
-    tokens: Count = Field(description="of all documents with their marks")
-    answer: Count = Field(description="tokens of an answer at most")
-    limit: Count = Field(description="the window in use")
-    seconds: Seconds | None = Field(description="about; null where nobody timed the model here")
+    merges: Count = Field(description="maximum number of merges")
+    tokens: Count = Field(description="tokens of all documents with page marks")
+    answer: Count = Field(description="maximum tokens of an answer")
+    limit: Count = Field(description="context window, tokens")
+    seconds: Seconds | None = Field(description="estimated time; null: the model was not measured here")
     estimate_bytes: Bytes | None
     available_bytes: Bytes | None
 
 
 class SectionFacts(Json):
-    number: Count = Field(description="of the page, else 1, 2, .. in order")
-    label: str = Field(description="what a citation of it says")
+    number: Count = Field(description="page number, else 1, 2, ...")
+    label: str = Field(description="label in citations")
     text: str
 
 

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 class ModelFacts(Json):
     id: str
-    revision: str | None = Field(description="commit of the hub")
+    revision: str | None = Field(description="commit on the Hugging Face hub")
     dtype: str
     quant: str
 
 
 class Tokens(Json):
     prompt: Count = Field(description="tokens of the prompt, cached ones included")
-    cached: Count = Field(description="of these, tokens that were in memory and not read again")
-    reused: Count = Field(default=0, description="of these, tokens taken over from other texts, as [reuse] says")
+    cached: Count = Field(description="prompt tokens from the prefix cache, not computed again")
+    reused: Count = Field(default=0, description="prompt tokens whose KV was reused from other text ([reuse])")
     new: Count
-    context: Count = Field(description="tokens in memory after the turn")
-    limit: Count = Field(description="the window in use")
+    context: Count = Field(description="tokens in the KV cache after the answer")
+    limit: Count = Field(description="context window, tokens")
 
 
 class Times(Json):
@@ -35,13 +35,13 @@ class Times(Json):
     read: Seconds
     first_token: Seconds | None
     decode: Seconds
-    total: Seconds = Field(description="reading and answering, without loading")
+    total: Seconds = Field(description="prefill and decoding, without loading")
 
 
 class Speed(Json):
     read_tok_s: float | None
     decode_tok_s: float | None
-    vs_plain: float | None = Field(description="decoding speed over the measured speed without drafts")
+    vs_plain: float | None = Field(description="decoding speed relative to the measured speed without drafting")
 
 
 class Spec(Json):
@@ -53,27 +53,27 @@ class Spec(Json):
     mean_acceptance_length: float | None = Field(description="1 + accepted_tokens / drafted_passes")
     tokens_per_pass: float | None
     acceptance_rate: Share | None = Field(description="accepted_tokens / draft_tokens")
-    sources: dict[str, Count] = Field(description="accepted guesses by the source that was surest of them")
-    rows_per_pass: float | None = Field(description="the pending token, guesses and scouts")
-    free_rows: Count | None = Field(description="rows of a pass that takes at most a tenth longer than one of one row")
-    histogram: list[Count] = Field(description="histogram[i]: drafted passes that accepted i guesses")
+    sources: dict[str, Count] = Field(description="accepted draft tokens by the most confident source")
+    rows_per_pass: float | None = Field(description="pending token, draft tokens and lookahead rows")
+    free_rows: Count | None = Field(description="rows of a pass that takes at most 10 % longer than one row")
+    histogram: list[Count] = Field(description="histogram[i]: drafted passes that accepted i draft tokens")
     per_position: list[Share] = Field(description="per_position[i]: share of them that accepted more than i")
 
 
 class Memory(Json):
     kv_bytes: Bytes
-    kv_bytes_fp16: Bytes | None = Field(description="the same keys and values at 16 bit")
+    kv_bytes_fp16: Bytes | None = Field(description="size of the same KV cache at 16 bits")
     kv_tiers: dict[str, Bytes]
-    near_hits: Share | None = Field(default=None, description="of what recall read of host memory: found near already")
-    host_reach: str | None = Field(default=None, description="how rows reach slots in host memory, in words")
+    near_hits: Share | None = Field(default=None, description="share of selected pages that were already on the device")
+    host_reach: str | None = Field(default=None, description="how attention reads KV in host memory")
     peak_bytes: Bytes | None
     used_bytes: Bytes | None = Field(
-        description="of a GPU, by all programs, as its driver says when the answer ends: context and libraries, which "
-        "the peak of torch's allocator lacks, included"
+        description="GPU memory used by all programs at the end of the answer, from the driver; CUDA context included, "
+        "which peak_bytes does not include"
     )
-    estimate_bytes: Bytes | None = Field(description="what kvcli fit says of the tokens in memory")
+    estimate_bytes: Bytes | None = Field(description="estimate of kvcli fit for the tokens in memory")
     device: str
-    limit_bytes: Bytes | None = Field(description="memory of the device that was available when the run began")
+    limit_bytes: Bytes | None = Field(description="available memory of the device at the start")
 
 
 class TurnDocument(Json):
@@ -87,18 +87,18 @@ class TurnDocument(Json):
     profile_hash: str | None
     exactness: str | None
     text: str
-    thinking: str = Field(description="what the model thought before its answer; no part of the text")
+    thinking: str = Field(description="reasoning before the answer; not part of the text")
     finish: Finish
-    order: Order = Field(description="what of the prompt was finished first while it was read: a chunk, or a layer")
-    approx: bool = Field(description="the answer stands on less than the text: facts may be lost")
-    sampling: dict[str, int | float] = Field(description="settings in use, whoever chose them, by their profile keys")
+    order: Order = Field(description="prefill order: in chunks, or layer by layer")
+    approx: bool = Field(description="true: the answer is approximate, so facts may be missing")
+    sampling: dict[str, int | float] = Field(description="sampling settings, by profile key")
     tokens: Tokens
     time: Times
     speed: Speed
     spec: Spec
     memory: Memory
     events: list[dict[str, Any]] = Field(
-        description="what to know: kind is note, caution (of the profile), shortage (a step was taken), approx or loop"
+        description="messages; kind is note, caution (of the profile), shortage (out of memory), approx or loop"
     )
 
 
@@ -109,8 +109,8 @@ class ErrorDocument(Json):
     code: str
     exit: int
     message: str
-    lines: list[str] = Field(description="details for people")
-    detail: dict[str, Any] = Field(description="the same for programs")
+    lines: list[str] = Field(description="details, as text")
+    detail: dict[str, Any] = Field(description="details, for programs")
     try_: list[str] = Field(alias="try")
 
 

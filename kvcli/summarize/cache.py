@@ -77,7 +77,7 @@ class Cache:
             private_folder(file.parent)
             write_private(file, json.dumps(entry, ensure_ascii=False))
         except OSError as error:
-            return f"parts cannot be kept in {self.folder}: {error.strerror or error}"
+            return f"results of parts cannot be saved in {self.folder}: {error.strerror or error}"
         return ""
 
     def _file(self, messages: Sequence[Mapping[str, str]], most: int) -> Path:

@@ -41,7 +41,7 @@ def extract_document(sources: Sequence[SourceFacts], documents: Sequence[Documen
 def summary_document(
     summary: Summary, sources: Sequence[SourceFacts], turns: Sequence[TurnDocument]
 ) -> SummaryDocument:
-    """Return `kvcli.summary/1`; `turns` are the documents of `summary.turns` in order."""
+    """Return `kvcli.summary/2`; `turns` are the documents of `summary.turns` in order."""
     told = [
         SummaryTurn(parts=answered.parts, merge=answered.is_merge, cached=answered.is_cached, turn=turn)
         for answered, turn in zip(summary.turns, turns, strict=True)

@@ -96,13 +96,13 @@ def make_plan(
     wording = wording or Wording()
     if read is not None and (wording.system is not None or wording.part is not None):
         raise UsageError(
-            "this model has words of its own before short passages: what was read without them is of no use to it",
+            "this model puts an instruction before short passages, so a pack without it cannot be used",
             code="not_followed",
             try_=["kvcli summarize FILE", "kvcli chat --pack NAME.kvs"],
         )
     pieces = pieces_of(documents)
     if not pieces:
-        raise BadInput("there is no text to summarise", code="no_text", try_=["another file"])
+        raise BadInput("there is no text to summarize", code="no_text", try_=["another file"])
     answer = min(request.tokens, window.most or request.tokens, wording.sentence or request.tokens)
     desk = _Desk(request, window, wording, pieces, answer, read)
     whole = Part(1, tuple(pieces), desk.marks, read)
@@ -111,27 +111,27 @@ def make_plan(
     size = desk.prompt(whole)
     most = request.chunk or wording.part_of(text, request.words)
     if (
-        request.mode != "map"
+        request.mode != "parts"
         and size + answer <= window.limit
         and (not most or text <= most or request.mode == "whole")
     ):
-        return desk.plan("whole", "all of it fits the window", [whole], text)
+        return desk.plan("whole", "fits the context window", [whole], text)
     if read is not None:
         error = _too_long(size, answer, window)
         error.try_ = ("--length short", *_wider(size + answer, window), "kvcli summarize FILE, which reads it in parts")
         raise error
     if request.mode == "whole":
         raise _too_long(size, answer, window)
-    return desk.plan("map", _why(request, is_longer=size + answer > window.limit), desk.cut(most), text)
+    return desk.plan("parts", _why(request, is_longer=size + answer > window.limit), desk.cut(most), text)
 
 
 def _why(request: Request, *, is_longer: bool) -> str:
     """Return the reason for reading in parts."""
-    if request.mode == "map":
-        return "as asked"
+    if request.mode == "parts":
+        return "as requested"
     if is_longer:
-        return "it is longer than the window"
-    return "as parts of that size were asked for" if request.chunk else "this model reads parts of that size best"
+        return "longer than the context window"
+    return "part size from --chunk" if request.chunk else "the part size that suits this model"
 
 
 @dataclass
@@ -236,18 +236,18 @@ def _wider(tokens: int, window: PlanWindow) -> list[str]:
 def _too_long(size: int, answer: int, window: PlanWindow) -> ContextOverflow:
     limit = window.limit
     return ContextOverflow(
-        "the document is longer than the window",
-        lines=[f"{size:,} tokens with the question + {answer:,} for the answer > {limit:,}"],
+        "the document is longer than the context window",
+        lines=[f"prompt {size:,} tokens + answer {answer:,} tokens > {limit:,}"],
         detail={"prompt": size, "reserve": answer, "limit": limit},
-        try_=["--mode map", *_wider(size + answer, window), "--pages for some of it"],
+        try_=["--mode parts", *_wider(size + answer, window), "--pages for fewer pages"],
     )
 
 
 def _no_room(around: int, answer: int, window: PlanWindow) -> ContextOverflow:
     limit = window.limit
     return ContextOverflow(
-        "the window leaves no room for any of the document",
-        lines=[f"{around:,} tokens of the question + {answer:,} for the answer, of {limit:,}"],
+        "the context window is too small for any part of the document",
+        lines=[f"question {around:,} tokens + answer {answer:,} tokens, of {limit:,}"],
         detail={"prompt": around, "reserve": answer, "limit": limit},
         try_=["--length short", *_wider(2 * (around + answer), window)],
     )

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from kvcli.errors import UsageError
 from kvcli.schemas.base import SURROGATE
 
-Wish = Literal["auto", "whole", "map"]
+Wish = Literal["auto", "whole", "parts"]
 Style = Literal["bullets", "prose", "outline", "abstract"]
 Length = Literal["short", "medium", "long"]
 
@@ -69,14 +69,12 @@ def _refuse(request: Request) -> None:
     if request.words < 10:
         raise UsageError(f"--length {request.words}: a summary has at least 10 words", try_=["--length 50"])
     if not request.cite and request.quotes:
-        raise UsageError("--quotes shows what stands at a citation, and --cite none has none", try_=["one of the two"])
+        raise UsageError("--quotes needs citations, and --cite none writes none", try_=["only one of them"])
     if not request.check and request.quotes:
-        raise UsageError(
-            "--quotes shows what the check found, and --no-check looks for nothing", try_=["one of the two"]
-        )
+        raise UsageError("--quotes shows what the check found, and --no-check skips it", try_=["only one of them"])
     for flag, text in (("--focus", request.focus), ("--lang", request.lang)):
         if text is not None and not text.strip():
-            raise UsageError(f"{flag} is empty", try_=[f"leave {flag} out"])
+            raise UsageError(f"{flag} is empty", try_=[f"leave out {flag}"])
         if text is not None and SURROGATE.search(text):  # a shell passes on bytes; a tokenizer takes only text
             raise UsageError(f"{flag} is not UTF-8, so no model can read it", try_=[f"{flag} in UTF-8"])
 
@@ -84,14 +82,15 @@ def _refuse(request: Request) -> None:
 def _refuse_making(request: Request) -> None:
     if request.chunk is not None and request.chunk < LEAST_CHUNK:
         raise UsageError(
-            f"--chunk {request.chunk}: a part has at least {LEAST_CHUNK} tokens", try_=["--chunk 2048", "leave it out"]
+            f"--chunk {request.chunk}: a part has at least {LEAST_CHUNK} tokens",
+            try_=["--chunk 2048", "no --chunk"],
         )
     if request.overlap < 0:
-        raise UsageError(f"--overlap {request.overlap}: tokens are 0 or more", try_=["--overlap 100", "leave it out"])
+        raise UsageError(f"--overlap {request.overlap}: at least 0 tokens", try_=["--overlap 100", "no --overlap"])
     if request.chunk is not None and request.overlap > request.chunk // 2:
         raise UsageError(
             f"--overlap {request.overlap}: a part repeats at most half of the one before it",
             try_=[f"--overlap {request.chunk // 4}"],
         )
     if request.mode == "whole" and (request.chunk is not None or request.overlap):
-        raise UsageError("--mode whole has no parts, so --chunk and --overlap say nothing", try_=["--mode map"])
+        raise UsageError("with --mode whole, --chunk and --overlap have no effect", try_=["--mode parts"])

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvcli.api import Turn
     from kvcli.summarize.citations import Place
 
-Mode = Literal["whole", "map"]
+Mode = Literal["whole", "parts"]
 PointKind = Literal["bullet", "sentence", "heading"]
 
 

@@ -134,7 +134,7 @@ class _Run:
     def _one(self, found: list[list[Point]]) -> Generator[Event, None, list[Point]]:
         """Merge the parts' summaries: joined in order if that is no longer than requested, or else by the model."""
         if silent := sum(not points for points in found):
-            self.note(f"of {silent} of {len(found)} parts nothing is told: the model wrote nothing about them")
+            self.note(f"{silent} of {len(found)} parts are not in the summary: the model wrote nothing about them")
         n_words = sum(point.n_words for point in unique(_flat(found)))
         if not self.plan.wording.merges or n_words <= self.request.words:
             return (yield from self._joined(found))
@@ -151,7 +151,7 @@ class _Run:
                     number += 1
                     points = yield from self._merge(points, passages, number, span, len(groups) == 1)
                     if not points:
-                        self.note(f"merge {number} wrote nothing, so the points of the parts are joined in order")
+                        self.note(f"merge {number} had no result, so the points of the parts are listed in order")
                         return (yield from self._joined([*merged, *found[group[0] :]]))
                 merged.append(points)
                 ends.append(span)
@@ -179,7 +179,7 @@ class _Run:
         checker = Checker(passages) if self.request.cite and self.request.check else None
         points = [point_of(Raw(text, "bullet"), checker, self.names, places=True) for text in quotes]
         if points:
-            self.note("the model told nothing of the text, so its first sentences stand here as quotes")
+            self.note("the model wrote nothing about the text, so the summary quotes its first sentences")
         yield from map(PointReady, points)
         return points
 
@@ -287,7 +287,7 @@ class _Run:
             self.note(self.plan.wording.cut_note(what, self.plan.answer))
         self.note(answered.turn.stats.approx)
         if answered.turn.finish == "loop":
-            self.note(f"{what} went round in a loop: stopped, and only what stands before that is taken")
+            self.note(f"{what} repeated itself and was stopped; only the text before the repetition is used")
         if repeated := _repeated(pen.repeated):
             self.note(f"{what}: {repeated}")
 

@@ -95,20 +95,20 @@ class Wording(BaseModel):
 
     def cut_note(self, what: str, tokens: int) -> str:
         """Return a note on an answer that reached its length limit; "" if only one sentence is used."""
-        more = "; a greater --length allows more" if "length" in self.follows else ""
+        more = "; a larger --length allows more" if "length" in self.follows else ""
         return f"{what} was cut at {tokens:,} tokens{more}" if self.cites else ""
 
     def refuse(self, request: Request, model: str) -> None:
         """Refuse options that the model does not follow, so that none is ignored silently."""
         asked = [name for name in get_args(Option) if getattr(request, name) is not None and name not in self.follows]
         if not request.cite and self.cites and self.own is not None:
-            raise UsageError(f"{model} cites pages whatever it is told", code="not_followed", try_=["leave --cite out"])
+            raise UsageError(f"{model} always cites pages", code="not_followed", try_=["leave --cite out"])
         if asked:
             flags = " and ".join(f"--{name}" for name in asked)
             raise UsageError(
-                f"{model} summarises in one way only: {flags} would change nothing",
+                f"{model} summarizes in only one way: {flags} would have no effect",
                 code="not_followed",
-                lines=[f"it is asked one question: {self.own}" if self.own else ""],
+                lines=[f"its only prompt: {self.own}" if self.own else ""],
                 detail={"options": asked},
                 try_=[f"leave {flags} out", "-m with a model that follows instructions"],
             )

@@ -110,7 +110,7 @@ def test_vary_leaves_alone_what_lacks_the_key_and_says_so(machine: Machine):
     result = machine("bench", "--dry-run", "--json", "--profiles", "exact,ngram", "--vary", "spec.max=2,4")
     plan = json.loads(result.out)
     assert [side["name"] for side in plan["sides"]] == ["exact", "ngram max=2", "ngram max=4"]
-    assert plan["notes"] == ["exact has no spec.max: it is not varied"]
+    assert plan["notes"] == ["profile exact has no key spec.max, so it is not varied"]
 
 
 def test_a_history_of_nothing_says_how_to_begin(machine: Machine):

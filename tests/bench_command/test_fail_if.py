@@ -64,8 +64,8 @@ def test_a_row_that_the_earlier_result_lacks_does_not_pass_unseen():
         [Paced("exact", [20]), Paced("ngram", [30])], earlier=earlier, earlier_name="old.json", fail_if=["tok_s<-10%"]
     )
     assert [(check.profile, check.value) for check in found.checks if check.failed] == [("ngram", None)]
-    assert "nothing to compare with" in words(next(check for check in found.checks if check.failed))
-    assert "ngram, summary 64: old.json has no such row" in found.notes
+    assert "no result to compare with" in words(next(check for check in found.checks if check.failed))
+    assert "ngram, summary 64: old.json has no such result" in found.notes
 
 
 def test_an_earlier_result_from_elsewhere_is_said_to_be_one():
@@ -76,7 +76,7 @@ def test_an_earlier_result_from_elsewhere_is_said_to_be_one():
     earlier = earlier.model_copy(update={"env": env, "rows": rows})
     notes = document([Paced("exact", [20])], reps=5, earlier=earlier, earlier_name="old.json").notes
     assert "old.json was measured with processor Another CPU" in notes[0]
-    assert notes[1].endswith("old.json had another prompt there")
+    assert notes[1].endswith("old.json was measured with another prompt")
 
 
 def test_against_an_earlier_result_every_row_meets_its_own():

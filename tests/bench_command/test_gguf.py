@@ -137,9 +137,9 @@ def test_a_disk_that_is_full_is_said_before_writing(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
-        ("gemma2", {}, "gemma2 is none of llama, mistral"),
-        ("mistral", {}, "sliding window"),
-        ("qwen2_windowed", {}, "sliding window"),
+        ("gemma2", {}, "gemma2 is not one of llama, mistral"),
+        ("mistral", {}, "sliding-window"),
+        ("qwen2_windowed", {}, "sliding-window"),
         ("llama", {"hidden_act": "gelu"}, "activation is gelu"),
         ("qwen2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope is linear"),
     ],

@@ -55,7 +55,7 @@ def test_a_key_that_no_profile_has_is_told_the_nearest():
 
 
 def test_what_a_benchmark_decides_is_not_varied():
-    with pytest.raises(UsageError, match="all sides draw alike"):
+    with pytest.raises(UsageError, match="all profiles sample in the same way"):
         check_keys([Vary.of("sample.top_p=0.9")], {"exact": ["sample.top_p"]})
 
 
@@ -64,7 +64,7 @@ def test_room_for_the_prompt_and_the_answer():
     with pytest.raises(ContextOverflow) as caught:
         check_room([1024, 2049], 128, 2048, "demo")
     assert caught.value.detail == {"ctx": 2049, "limit": 2048}
-    with pytest.raises(UsageError, match="no room"):
+    with pytest.raises(UsageError, match="leaves no tokens"):
         check_room([128], 128, 2048, "demo")
     with pytest.raises(UsageError) as caught:
         check_room([1024], 1024, 2048, "demo")

@@ -61,10 +61,10 @@ def test_an_answer_that_is_an_error_leaves_the_worker_running():
 
 def test_a_worker_that_dies_is_an_error_with_its_last_words():
     pressed = side()
-    with pytest.raises(KvcliError, match="ended with 9") as caught:
+    with pytest.raises(KvcliError, match="ended with status 9") as caught:
         pressed.run([13], 2)
     assert caught.value.lines == ("out of memory, says the system",)
-    with pytest.raises(KvcliError, match="ended with 9"):  # and again, with nobody at the other end
+    with pytest.raises(KvcliError, match="ended with status 9"):  # and again, with nobody at the other end
         pressed.run([1], 2)
     pressed.close()
 
@@ -122,7 +122,7 @@ def test_only_kvpress_takes_a_choice_behind_a_colon():
 
 
 def test_without_the_environment_the_one_command_is_named(tmp_path: Path):
-    with pytest.raises(UsageError, match="an environment of its own") as caught:
+    with pytest.raises(UsageError, match="a separate Python environment") as caught:
         interpreter(tmp_path)
     assert caught.value.try_ == (COMMAND,)
     assert torch_version() in " ".join(caught.value.lines)
@@ -169,7 +169,7 @@ def test_an_environment_that_was_broken_off_does_not_count_and_is_made_anew(tmp_
 
 def test_a_failing_install_ends_in_pips_last_words(monkeypatch: pytest.MonkeyPatch):
     code = "import sys; print('looking'); sys.exit('ERROR: no matching distribution')"
-    with pytest.raises(KvcliError, match="could not be made") as caught:
+    with pytest.raises(KvcliError, match="could not be created") as caught:
         kvpress_environment._run([sys.executable, "-c", code])
     assert caught.value.lines[-1] == "ERROR: no matching distribution"
     assert (caught.value.code, caught.value.exit) == ("no_environment", ExitStatus.USAGE)

@@ -105,7 +105,7 @@ def test_float64_is_refused_of_a_gguf_file_too(tmp_path: Path):
 def test_the_blocks_of_a_gguf_file_are_named(tmp_path: Path):
     gguf_files.write(tmp_path / "tiny.gguf", "llama", ("Q4_1",), ends="Q8_0")
     side = LlamaCpp(source.find(str(tmp_path / "tiny.gguf")), "bfloat16", 1, tmp_path / "cache")
-    without = ", without AMX and repacked weights, with which this build crashes"
+    without = ", without AMX and repacked weights, because this build crashes with them"
     assert side.setup["weights"].removesuffix(without) == "the GGUF file itself, Q4_1 and Q8_0"
     assert side.setup["quant"] == "Q4_1 and Q8_0"
     assert len(side.run(prompt(40), 2).ids) == 2  # with AMX some builds end the process here

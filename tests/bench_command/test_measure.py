@@ -207,7 +207,7 @@ def test_what_came_with_the_first_token_has_no_speed():
     assert ngram.median.read_tok_s is not None
 
 
-@pytest.mark.parametrize(("reps", "said"), [(2, "of 2 equal sides"), (3, "of 4 equal sides"), (5, None)])
+@pytest.mark.parametrize(("reps", "said"), [(2, "1 of 2 equal"), (3, "1 of 4 equal"), (5, None)])
 def test_few_repetitions_are_said_to_be_few(reps: int, said: str | None):
     notes = document([Paced("exact", [20]), Paced("same", [20])], reps=reps).notes
     assert [said in note for note in notes] == [True] if said else notes == []

@@ -48,9 +48,9 @@ def test_a_piped_pdf_and_a_page_under_another_name(machine, tmp_path):
     ("file", "code", "words"),
     [
         ("paper.pdf:9", "no_such_page", "it has 6 pages"),
-        ("scan.pdf", "no_text", "look scanned"),
+        ("scan.pdf", "no_text", "seem to be scanned"),
         ("locked.pdf", "encrypted", "--password-file"),
-        ("cut.pdf", "damaged_file", "cut off"),
+        ("cut.pdf", "damaged_file", "its end is missing"),
         ("folder", "file_count", "folder"),
         ("papr.pdf:3", "file_missing", "did you mean paper.pdf?"),
     ],

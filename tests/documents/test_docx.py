@@ -65,10 +65,13 @@ def test_a_style_sheet_of_the_strict_form_heads_sections():
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (zipped({"_rels/.rels": relations({"officeDocument": "word/gone.xml"}), "word/a.xml": "<a/>"}), "which of its"),
-        (zipped({"_rels/.rels": "<a", "word/a.xml": "<a/>"}), "XML is broken"),
+        (
+            zipped({"_rels/.rels": relations({"officeDocument": "word/gone.xml"}), "word/a.xml": "<a/>"}),
+            "name its text file",
+        ),
+        (zipped({"_rels/.rels": "<a", "word/a.xml": "<a/>"}), "XML is invalid"),
         (word("<w:p>", files={"word/document.xml": "<a/>"}), "no text in"),
-        (word(paragraph("x"), files={"word/styles.xml": "<w:styles"}), "XML is broken"),
+        (word(paragraph("x"), files={"word/styles.xml": "<w:styles"}), "XML is invalid"),
     ],
 )
 def test_a_damaged_one_says_why(data, words):

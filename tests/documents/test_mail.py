@@ -81,7 +81,7 @@ def test_of_two_forms_the_one_that_a_reader_sees_and_attachments_by_name():
         ("Price", f"{HEADERS}Price\nAttached: {attached}\n\nIt is € 4.200 for 10^6 bolts."),
         ("Inner", f"{HEADERS}Inner\n\nInner text."),
     ]
-    assert document.notes == (f"attached to a.eml and not read: {attached}",)
+    assert document.notes == (f"attachments of a.eml, not read: {attached}",)
 
 
 def test_a_box_of_messages_has_a_section_for_each():
@@ -111,7 +111,7 @@ def test_a_message_of_nothing_but_attachments_and_one_in_an_unknown_encoding():
     mail.set_content(b"\x00", maintype="application", subtype="pkcs7-mime", filename="smime.p7m")
     assert "smime.p7m (application/pkcs7-mime, 1 bytes)" in document_of(mail.as_bytes(), "a.eml").notes[0]
     raw = message("x").as_bytes().replace(b'charset="utf-8"', b'charset="klingon"').replace(b"\nx", b"\n\x81\x8d\x8f")
-    with pytest.raises(BadInput, match="does not say its encoding"):
+    with pytest.raises(BadInput, match="does not declare its encoding"):
         document_of(raw, "a.eml")
 
 

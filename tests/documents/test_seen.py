@@ -24,7 +24,7 @@ from tests.documents import made
 
 HELVETICA = {"/Type": "/Font", "/Subtype": "/Type1", "/BaseFont": "/Helvetica"}
 LINE = "BT /F1 12 Tf 100 700 Td (A line in view.) Tj ET "
-HIDDEN = "text that nobody sees is left out"
+HIDDEN = "invisible text was skipped"
 GREY = "q 595 0 0 842 0 0 cm BI /W 1 /H 1 /CS /G /BPC 8 ID \x80 EI Q "
 
 
@@ -120,7 +120,7 @@ def test_a_layer_that_is_off_is_not_read(state, text):
 )
 def test_text_beyond_the_edges_is_left_out_and_said(content, text):
     parsed = read(page(content, box=(50, 100, 545, 800)))
-    assert (parsed.sections[0].text, parsed.notes) == (text, ["page 1: text beyond the edges of the page is left out"])
+    assert (parsed.sections[0].text, parsed.notes) == (text, ["page 1: text outside the page was skipped"])
 
 
 def test_a_file_of_unseen_text_alone_says_so():
@@ -193,4 +193,4 @@ def test_a_font_that_does_not_say_its_letters_is_said():
         }
     )
     writer.pages[0]["/Resources"]["/Font"][NameObject("/F1")] = font
-    assert "does not say which letters" in read(made.written(writer)).notes[0]
+    assert "does not name its letters" in read(made.written(writer)).notes[0]

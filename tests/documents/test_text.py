@@ -98,7 +98,7 @@ def test_line_ends_become_newlines():
         (codecs.BOM_UTF8, "empty_file", "is empty"),
         (b"text\0text", "not_text", "zero byte at offset 4"),
         (bytes(range(1, 32)) * 9, "not_text", "control characters"),
-        (b"\x1f\x8b\x08rest", "not_text", "is packed by gzip"),
+        (b"\x1f\x8b\x08rest", "not_text", "is compressed with gzip"),
         (b"ok\nline two \xff\xfe\n", "bad_encoding", "byte 12, line 2"),
         (codecs.BOM_UTF8 + b"ok\n\xff\n", "bad_encoding", "byte 6, line 2"),
         (codecs.BOM_UTF16_LE + "ok\n".encode("utf-16-le") + b"a", "bad_encoding", "byte 8, line 2"),

@@ -47,7 +47,7 @@ def test_every_profile_in_one_table(machine):
     assert (done.exit, done.err) == (0, "")
     names = [line.split()[0] for line in done.out.splitlines()[3 : 3 + len(SHIPPED)]]
     assert names == SHIPPED
-    assert "only described cannot be calibrated" in done.out
+    assert "--ram/--vram describe another machine" in done.out
     assert "kvcli bench --calibrate" in machine("fit", "demo").out
     assert max(map(len, done.out.splitlines())) < 100
 
@@ -99,7 +99,7 @@ def test_json_is_the_schema_and_adds_up(machine):
 def test_what_does_not_fit_exits_5_and_says_what_would(machine):
     done = machine("fit", "demo", "--ctx", "8k", "--ram", "560MiB", "-P", "exact")
     assert done.exit == 5
-    assert "too much" in done.out
+    assert "more than available" in done.out
     assert "try: --set prefill.chunk=256" in done.out
     found = document(machine("fit", "demo", "--ctx", "8k", "--ram", "560MiB", "-P", "exact", "--json"))
     (plan,) = found["plans"]
@@ -122,17 +122,17 @@ def test_a_budget_is_explained(machine):
     assert (found["passes"], found["is_mapped"], plan["parts"]) == (0, False, None)
     machine.environ["COLUMNS"] = "120"
     out = machine(*args, "--set", "policy.headmap=auto").out
-    assert "were all 8,192 worth alike: 85% in 4 bits, 15% without room" in out
-    assert "a map of this model, made when it is first run: 60 short passes" in out
+    assert "at equal importance, of 8,192 tokens: 85% in 4 bits, 15% dropped" in out
+    assert "a map of this model, measured at its first run: 60 short passes" in out
     heads = machine.folder / "home" / "data" / "heads"
     heads.mkdir(parents=True)
     (heads / "a.json").write_text('{"model": "demo"}')
-    assert "a map of this model, which is there" in machine(*args, "--set", "policy.headmap=auto").out
+    assert "the saved map of this model" in machine(*args, "--set", "policy.headmap=auto").out
     loses = machine(*args, "--set", "memory.budget=", "--set", "memory.max_loss=0.01").out
-    assert "no more than 1.0% of what it is worth is lost" in loses
-    assert "worth alike" not in loses
+    assert "at most 1.0% of the total score is lost" in loses
+    assert "at equal importance" not in loses
     less = machine(*args, "--set", "memory.budget=0.1%").out
-    assert "always in full: 64 first and newest tokens, 194 KiB: more than the budget, by" in less
+    assert "always at full precision: 64 first and newest tokens, 194 KiB, which exceeds the budget by" in less
 
 
 def test_a_budget_is_explained_with_no_more_elsewhere_than_has_room_there(machine):
@@ -147,8 +147,8 @@ def test_a_budget_is_explained_with_no_more_elsewhere_than_has_room_there(machin
     assert found["1MiB"]["share"] < 0.1 < 0.9 < found["1GiB"]["share"]
     machine.environ["COLUMNS"] = "160"
     out = machine(*args, "--set", "memory.disk=1GiB").out
-    assert "what has no room lies on the disk: all of it is read" in out
-    assert "tokens elsewhere, " in out
+    assert "tokens beyond the budget are stored on the disk: all of them are read" in out
+    assert "offloaded: up to " in out
 
 
 def test_a_head_map_that_is_not_there_is_refused_and_no_budget_is_nothing(machine):
@@ -186,7 +186,7 @@ def test_one_that_fits_among_others_is_enough(machine):
 def test_beyond_the_models_limit(machine):
     done = machine("fit", "demo", "--ctx", "1m", "--ram", "64GiB")
     assert done.exit == 5
-    assert "the model was made for 8,192 tokens" in done.out
+    assert "the context limit is 8,192 tokens" in done.out
 
 
 def test_what_lies_on_the_disk_is_no_memory_and_is_listed(machine):
@@ -199,7 +199,7 @@ def test_what_lies_on_the_disk_is_no_memory_and_is_listed(machine):
     assert (spread["fits"], spread["max_ctx"], spread["kv_tiers"]["cpu"]) == (True, 8192, 16 << 20)
     (plain,) = document(machine("fit", *args[:-2], "--json"))["plans"]
     assert sum(spread["kv_tiers"].values()) == plain["kv"]
-    assert "on the disk" in machine("fit", *args, "--set", "memory.disk=1GiB").out
+    assert "on disk" in machine("fit", *args, "--set", "memory.disk=1GiB").out
 
 
 def test_a_card_that_is_described(machine):
@@ -235,7 +235,7 @@ def test_a_folder_with_its_config_alone_is_enough(machine):
     found = document(machine("fit", str(folder), "--json", "--ram", "8GiB"))
     whole = document(machine("fit", "demo", "--json", "--ram", "8GiB"))
     assert found["plans"][0]["weights"] == pytest.approx(whole["plans"][0]["weights"], rel=0.02)
-    assert any("their sizes follow from config.json" in note for note in found["notes"])
+    assert any("sizes are estimated from config.json" in note for note in found["notes"])
 
 
 CONFIG = {
@@ -281,7 +281,7 @@ def test_what_loading_would_refuse_is_not_planned(machine):
 
 def test_a_profile_that_names_no_model_to_draft_is_left_out_of_all(machine):
     found = document(machine("fit", "demo", "--all", "--json"))
-    assert any(note.startswith("draft is left out: spec.method") for note in found["notes"])
+    assert any(note.startswith("profile draft is not shown: spec.method") for note in found["notes"])
     assert machine("fit", "demo", "--profiles", "draft").exit == 9
     drafted = document(machine("fit", "demo", "--profiles", "draft", "--set", "spec.model=demo", "--json"))
     assert 0 < drafted["plans"][0]["draft"] < drafted["plans"][0]["weights"]  # which it shares
@@ -291,7 +291,9 @@ def test_a_profile_that_names_no_model_to_draft_is_left_out_of_all(machine):
 def test_the_profile_for_gpus_is_listed_where_there_is_one(machine, more, there):
     found = document(machine("fit", "demo", "--all", "--json", *more))
     assert ("gpu" in [plan["profile"] for plan in found["plans"]]) == there
-    assert any(note.startswith("gpu is left out: there is no GPU") for note in found["notes"]) == (not there)
+    assert any(note.startswith("profile gpu is not shown: this machine has no GPU") for note in found["notes"]) == (
+        not there
+    )
 
 
 def test_a_profile_that_the_device_refuses_is_left_out_of_all(machine):
@@ -299,7 +301,7 @@ def test_a_profile_that_the_device_refuses_is_left_out_of_all(machine):
     config.write_text('[profiles.card]\nextends = "exact"\nexactness = "approx"\n[profiles.card.load]\nquant = "nf4"\n')
     found = document(machine("fit", "demo", "--all", "--json", "--config", str(config)))
     assert "card" not in [plan["profile"] for plan in found["plans"]]
-    assert any(note.startswith("card is left out: load.quant = nf4") for note in found["notes"])
+    assert any(note.startswith("profile card is not shown: load.quant = nf4") for note in found["notes"])
     for args in (("-P", "card"), ("--all", "--quant", "nf4")):
         assert machine("fit", "demo", *args, "--config", str(config)).exit == 2
 
@@ -336,8 +338,10 @@ def test_a_profile_that_cannot_have_the_settings_is_left_out_of_all_and_refused_
     lossy = [name for name in SHIPPED if Profile.load(name).exactness == "approx"]
     left = ("budget", "lazy-paper")  # whose tokens come back where a policy would have dropped what they look at
     assert [plan["profile"] for plan in found["plans"]] == [name for name in lossy if name not in left]
-    assert any(note.startswith("exact is left out") for note in found["notes"])
-    assert any(note.startswith("budget is left out") for note in found["notes"])  # whose bytes a window does not spend
+    assert any(note.startswith("profile exact is not shown") for note in found["notes"])
+    assert any(
+        note.startswith("profile budget is not shown") for note in found["notes"]
+    )  # whose bytes a window does not spend
     assert machine("fit", "demo", "--profiles", "exact", "--set", "policy.name=window").exit == 9
 
 
@@ -350,7 +354,7 @@ def test_times_come_with_a_calibration_and_its_age(machine):
     save_calibration(machine.world().paths.cache, made(machine_fingerprint("cpu")))
     done = machine("fit", "demo", "-P", "exact")
     assert "calibrated" in done.out
-    assert "this machine's figures" in done.out
+    assert "figures of this machine" in done.out
     found = document(machine("fit", "demo", "-P", "exact", "--json"))
     plan = found["plans"][0]
     read = plan["weights"] + plan["ctx"] * plan["kv_per_token"]
@@ -368,7 +372,7 @@ def test_what_runs_took_is_added_to_the_program_of_every_profile_and_to_nothing_
         known = {"predicted": 500 * MIB, "measured": (500 + more) * MIB, "build": base_memory.build()}
         run_log.append(data, entry(profile=profile, **known))
     done = flat(machine(*asked))
-    assert "Your last 3 runs of this model took 2.0 MiB more to 320 MiB more than estimated, so program" in done
+    assert "Your last 3 runs of this model took 2.0 MiB more to 320 MiB more than estimated, so runtime" in done
     for plan in document(machine(*asked, "--json"))["plans"]:
         was = plain[plan["profile"]]
         assert plan["runs"] == {"runs": 3, "low": 2 * MIB, "high": 320 * MIB}
@@ -385,7 +389,7 @@ def flat(done):
 
 def test_a_calibration_under_other_threads_is_found_by_the_profile_that_has_them(machine):
     save_calibration(machine.world().paths.cache, made(machine_fingerprint("cpu", 3)))
-    assert "not calibrated" in machine("fit", "demo", "--set", "load.threads=2").out
+    assert "no speed estimate yet" in machine("fit", "demo", "--set", "load.threads=2").out
     assert "calibrated today" in machine("fit", "demo", "--set", "load.threads=3").out
 
 
@@ -427,7 +431,7 @@ def test_a_window_beyond_the_model_is_refused_before_it_loads(machine, monkeypat
     monkeypatch.setattr(Setup, "load", None)
     done = machine("chat", "-p", "hi", "--ctx", "1m")
     assert done.exit == 9
-    assert "its limit is 8,192" in done.err
+    assert "the limit is 8,192" in done.err
 
 
 def test_force_loads_all_the_same(machine, monkeypatch):
@@ -456,7 +460,7 @@ def test_where_only_layers_fit_prompts_are_read_so_and_that_is_said(machine, mon
     (plan,) = document(machine("fit", "demo", "-P", "exact", "--ctx", "2048", "--ram", "560MiB", "--json"))["plans"]
     assert (plan["order"], plan["fits"]) == ("layers", True)
     told = machine("fit", "demo", "-P", "exact", "--ctx", "2048", "--ram", "560MiB").out
-    assert "exact at 2,048: prompts are read layer by layer" in told
+    assert "exact at 2,048: prefill runs layer by layer" in told
 
 
 def test_a_turn_that_was_broken_off_does_not_note_the_one_before_again(tmp_path):
@@ -478,5 +482,5 @@ def test_a_dry_run_says_what_it_would_take(machine):
     assert found["estimate_bytes"] > 400 << 20
     assert found["fits"] is True
     assert found["order"] == "chunks"
-    assert "MiB at most" in machine("chat", "--dry-run").out
-    assert "reading  layer by layer" in machine("-P", "lazy", "chat", "--dry-run").out
+    assert "memory   up to " in machine("chat", "--dry-run").out
+    assert "prefill  layer by layer" in machine("-P", "lazy", "chat", "--dry-run").out

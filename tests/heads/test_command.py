@@ -187,7 +187,7 @@ def test_several_files_are_read_and_hide_the_facts(machine, tmp_path):
     ("args", "exit", "said"),
     [
         (("--probe", "prompts"), 2, "--probe ablate"),
-        (("--probe", ""), 2, "--probe names none"),
+        (("--probe", ""), 2, "--probe names no probe"),
         (("--recovery", "0.9", "--keep", "0.5"), 2, "exclude each other"),
         (("--recovery", "1.5"), 2, "--recovery 0.5"),
         (("--keep", "0"), 2, "a share above 0"),

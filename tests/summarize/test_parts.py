@@ -94,7 +94,7 @@ def test_no_prompt_is_longer_than_the_window():
     for limit in (1010, 1100, 1300, 2000):
         plan = make_plan([paged(*pages)], Request(), PlanWindow.of(Scribe(first_sentences, limit=limit)))  # type: ignore[arg-type]
         assert all(prompt + plan.answer <= limit for prompt in plan.prompts)
-        assert plan.mode == "map"
+        assert plan.mode == "parts"
 
 
 def test_an_estimate_of_time_needs_measured_passes():
@@ -107,7 +107,7 @@ def test_an_estimate_of_time_needs_measured_passes():
     assert timed.seconds == pytest.approx(reading + timed.answer // 2 * 0.01)
     model.profile.spec.method = "ngram"
     drafting = make_plan([paged(PARAGRAPHS)], Request(), PlanWindow.of(model, passes))  # type: ignore[arg-type]
-    assert [" ".join(plan_lines(plan, 100)).count("at most about 4 s") for plan in (timed, drafting)] == [0, 1]
+    assert [" ".join(plan_lines(plan, 100)).count("up to about 4 s") for plan in (timed, drafting)] == [0, 1]
     assert "  about 4 s" in plan_lines(timed, 100)
 
 

@@ -139,7 +139,7 @@ def test_a_pack_that_cannot_be_asked_whole_is_refused() -> None:
     with pytest.raises(ContextOverflow) as caught:
         make_plan([NOTES], Request(), PlanWindow.of(Scribe(str, limit=100)), read=read)
     assert "kvcli summarize FILE, which reads it in parts" in caught.value.try_
-    assert "--mode map" not in caught.value.try_
+    assert "--mode parts" not in caught.value.try_
 
 
 def test_a_pack_is_summarised_from_the_command_line(tmp_path: Path) -> None:
@@ -161,4 +161,4 @@ def test_a_pack_is_summarised_from_the_command_line(tmp_path: Path) -> None:
     assert (about["settings"]["kv.v_bits"], about["profile"]) == ("8", "balanced")
     assert found["turns"][0]["turn"]["tokens"]["cached"] == about["tokens"]
     both = typed("summarize", "--pack", "one.kvs", "demo:pdf")
-    assert (both.returncode, "--pack goes without files" in both.stderr) == (2, True)
+    assert (both.returncode, "--pack excludes files" in both.stderr) == (2, True)

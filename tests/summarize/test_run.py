@@ -57,7 +57,7 @@ def test_a_long_document_is_read_in_parts_and_joined():
     model = Scribe(first_sentences)
     events = list(summarize(model, [TEN]))
     plan = planned(events)
-    assert plan.mode == "map"
+    assert plan.mode == "parts"
     assert len(model.asked) == len(plan.parts) > 1
     assert plan.parts[0].span[0].label == "1"
     assert [cite.place.label for cite in done(events).cites] == [str(i) for i in range(1, 11)]
@@ -157,7 +157,7 @@ def test_a_merge_that_writes_nothing_leaves_the_points_of_the_parts(tmp_path: Pa
     summary = done(events)
     assert [cite.place.label for cite in summary.cites if cite.confirmed] == [str(i) for i in range(1, 11)]
     assert [e.point for e in events if isinstance(e, PointReady)] == list(summary.points)
-    assert summary.notes == ("merge 1 wrote nothing, so the points of the parts are joined in order",)
+    assert summary.notes == ("merge 1 had no result, so the points of the parts are listed in order",)
     model.answer = merging
     assert any(isinstance(e, MergeBegan) and not e.is_cached for e in summarize(model, [TEN], short, cache=cache))
 
@@ -172,7 +172,7 @@ def test_a_second_merge_that_writes_nothing_keeps_what_the_first_wrote():
     summary = summary_of(model, [TEN], Request(length=100))
     assert summary.points[0].text.startswith("The birch survey and the amber one")
     assert len(summary.points) > 2
-    assert "merge 2 wrote nothing, so the points of the parts are joined in order" in summary.notes
+    assert "merge 2 had no result, so the points of the parts are listed in order" in summary.notes
 
 
 def test_an_empty_answer_is_asked_for_again_but_an_empty_part_is_not(tmp_path: Path):
@@ -248,7 +248,9 @@ def test_what_a_loop_says_is_no_finding_and_the_loop_is_noted(tmp_path: Path, be
         summary = summary_of(model, [TEN], asked, cache=cache)
         assert [point.text for point in summary.points] == ["The pump leaks."]
         assert summary.turns[0].turn.finish == "loop"
-        assert summary.notes == ("the answer went round in a loop: stopped, and only what stands before that is taken",)
+        assert summary.notes == (
+            "the answer repeated itself and was stopped; only the text before the repetition is used",
+        )
     assert model.asked == []
 
 
@@ -280,7 +282,7 @@ def test_a_summary_that_looped_is_the_same_text_when_it_is_kept(tmp_path: Path, 
 def test_a_part_that_went_round_in_a_loop_is_named():
     model = Scribe(lambda p: ROUND if "cobalt" in p else first_sentences(p), stop_loops=60)
     summary = summary_of(model, [TEN], SMALL)
-    assert "part 2 of 5 went round in a loop" in summary.notes[0]
+    assert "part 2 of 5 repeated itself" in summary.notes[0]
     assert not any("hums" in point.text for point in summary.points)
 
 
@@ -401,7 +403,7 @@ def test_a_cache_that_cannot_be_written_is_noted_once(tmp_path: Path):
     cache = Cache(tmp_path / "file" / "c", "model", "profile")
     summary = summary_of(Scribe(first_sentences), [TEN], SMALL, cache=cache)
     assert len(summary.points) == 10
-    assert ["cannot be kept" in note for note in summary.notes] == [True]
+    assert ["cannot be saved" in note for note in summary.notes] == [True]
     model = Scribe(first_sentences)
     events = list(summarize(model, [TEN], SMALL, cache=cache, cancel=lambda: in_part(model, 3)))
     assert [event.why for event in events if isinstance(event, CacheWriteFailed)] == [summary.notes[0]]
@@ -443,7 +445,7 @@ def test_whole_that_does_not_fit_is_refused_in_numbers():
     with pytest.raises(ContextOverflow) as caught:
         summary_of(Scribe(first_sentences), [TEN], Request(mode="whole"))
     assert caught.value.detail["limit"] == 1400
-    assert "--mode map" in caught.value.try_
+    assert "--mode parts" in caught.value.try_
 
 
 def test_no_window_is_offered_that_the_model_has_not():
@@ -496,7 +498,7 @@ def test_what_a_model_does_not_follow_is_refused(tmp_path: Path, asked: dict[str
 def test_a_model_that_is_best_with_short_parts_gets_them(tmp_path: Path):
     wording(tmp_path, part=[420, 420])
     model = Scribe(first_sentences, limit=20_000, info=fake_info(path=str(tmp_path)))
-    assert planned(list(summarize(model, [TEN]))).mode == "map"
+    assert planned(list(summarize(model, [TEN]))).mode == "parts"
 
 
 DAMAGED = [

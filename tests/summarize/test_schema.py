@@ -25,7 +25,7 @@ def document(**options: object):  # type: ignore[no-untyped-def]
 
 def test_points_and_what_became_of_their_citations():
     found = document(quotes=True)
-    assert found["schema"] == "kvcli.summary/1"
+    assert found["schema"] == "kvcli.summary/2"
     cites = [point["cites"][0] for point in found["points"]]
     assert [(c["page"], c["confirmed"], c["corrected"], c["instead_of"]) for c in cites] == [
         (1, True, False, None),

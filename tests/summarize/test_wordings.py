@@ -72,7 +72,7 @@ def test_what_such_a_model_gets_wrong_is_marked():
 def test_what_is_no_statement_about_the_passage_is_no_point_and_that_is_said(answer: str):
     summary = summary_of(Scribe(lambda prompt: answer if "Cor" in prompt else copies(prompt), info=SMALL), [DOCUMENT])
     assert [cite.place.label for cite in summary.cites] == ["1", "2", "4"]
-    assert summary.notes == ("of 1 of 4 parts nothing is told: the model wrote nothing about them",)
+    assert summary.notes == ("1 of 4 parts are not in the summary: the model wrote nothing about them",)
 
 
 NOTE = (
@@ -93,7 +93,7 @@ def test_where_such_a_model_says_nothing_the_first_sentences_stand_as_quotes(tex
         for point in summary.points
     )
     assert all(cite.confirmed for cite in summary.cites)
-    assert summary.notes == ("the model told nothing of the text, so its first sentences stand here as quotes",)
+    assert summary.notes == ("the model wrote nothing about the text, so the summary quotes its first sentences",)
 
 
 def test_a_model_that_follows_the_general_wording_is_not_spoken_for():

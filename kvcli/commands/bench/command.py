@@ -59,8 +59,8 @@ def bench(
 ) -> int:
     """Compare profiles: speed, memory, agreement, quality.
 
-    All profiles continue the same prompts, greedily or with --set sample.temperature=0.8. They run in turns, so that a
-    machine that slows down slows all of them.
+    All profiles continue the same prompts, greedily or with --set sample.temperature=0.8. They alternate, so a slowdown
+    of the machine affects all of them.
     """
     from kvcli.commands.bench.output import outlet
     from kvcli.commands.common.run_setup import Setup

@@ -57,7 +57,7 @@ class BenchOutput:
             from kvcli.bench.fail_if import words
 
             raise Regression(
-                f"{plural(len(failed), 'condition')} of --fail-if came true",
+                f"{plural(len(failed), 'condition')} of --fail-if are true",
                 lines=[words(check) for check in failed],
                 detail={"checks": [check.document() for check in failed]},
             )
@@ -72,7 +72,7 @@ class BenchOutput:
                 yield error
         tables = {self.shown, self.written if self.file is not None else self.shown}
         if document.quality is not None and (lacking := tables & {"csv", "jsonl"}):
-            self._tell(f"{' and '.join(sorted(lacking))} has no place for the quality suite; json, md and html have")
+            self._tell(f"{' and '.join(sorted(lacking))} cannot contain the quality suite; json, md and html can")
 
     def _print(self, document: BenchDocument) -> None:
         out = Terminal.of(self.world, "stdout")
@@ -106,7 +106,7 @@ class BenchOutput:
 def outlet(world: Environment, format: Format | None, output: str | None, save: bool) -> BenchOutput:
     """Return the destination. Refuses files that cannot be written, before anything is measured."""
     if world.options.json and format not in (None, "json") and output is None:
-        raise UsageError(f"--json and --format {format} exclude each other", try_=["one of the two"])
+        raise UsageError(f"--json and --format {format} exclude each other", try_=["only one of them"])
     shown: Format = "json" if world.options.json else "table" if output else format or "table"
     if save:
         with writing(folder(world)):
@@ -166,7 +166,7 @@ def print_history(world: Environment, model: str, ctx: str | None, workload: str
         print_json(world, document)
         return ExitStatus.OK
     if not document.entries:
-        note(f"nothing is saved that fits; to begin: kvcli bench {model} --save")
+        note(f"no saved result matches; to save one: kvcli bench {model} --save")
     for i, table in enumerate(trend(document)):
         if i:
             world.stdout.write("\n")
@@ -202,9 +202,9 @@ def print_dry_run(world: Environment, asked: BenchArguments) -> int:
         f"model      {args.model}",
         f"baseline   {document.baseline}",
         f"workloads  {', '.join(args.workloads)}",
-        f"contexts   {', '.join(f'{n:,}' for n in args.ctx)} tokens, {args.new:,} of them new",
+        f"contexts   {', '.join(f'{n:,}' for n in args.ctx)} tokens, including {args.new:,} new tokens",
         f"runs       {document.runs}: {len(sides)} sides, {prompts}, {args.warmup} + {args.reps} repetitions",
-        f"memory     {document.memory_runs} runs in processes of their own",
+        f"memory     {document.memory_runs} runs in separate processes",
         f"quality    {args.quality}",
         *(f"note: {note}" for note in document.notes),
     ]

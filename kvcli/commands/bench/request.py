@@ -99,7 +99,7 @@ def temperature(setup: Setup) -> float:
     for item in typed:
         if (key := item.partition("=")[0].strip()) != "sample.temperature":
             raise UsageError(
-                f"--set {key}: all sides draw alike, by temperature and seed",
+                f"--set {key}: all profiles sample in the same way, by temperature and seed",
                 try_=["--set sample.temperature=0.8", "--seed 7"],
             )
     return (setup.resolve("exact", typed).sample.temperature or 0.0) if typed else 0.0
@@ -137,7 +137,7 @@ def _profiles(setup: Setup, asked: BenchArguments) -> list[tuple[str, str, Profi
     fixed = [] if names and is_plain else [plain.resolve("exact", loading)]  # plain decoding with the same weights
     found = [setup.resolve(name, setup.world.options.set) for name in names or ()] or [current]
     if names and fixed:
-        asked.notes.append("exact comes first as it is, beside what --profiles names under --budget")
+        asked.notes.append("profile exact runs first without --budget, for comparison")
     varies = [Vary.of(text) for text in asked.args.vary]
     check_keys(varies, {profile.name: list(profile.values) for profile in [*fixed, *found]})
     sides = [(profile.name, profile) for profile in fixed if names or varies or profile.hash != current.hash]
@@ -150,7 +150,7 @@ def _varied(setup: Setup, profile: Profile, varies: Sequence[Vary], asked: Bench
     has = [vary for vary in varies if vary.key in profile.values]
     for vary in varies:
         if vary not in has:
-            asked.notes.append(f"{profile.name} has no {vary.key}: it is not varied")
+            asked.notes.append(f"profile {profile.name} has no key {vary.key}, so it is not varied")
     if not has:
         return [(profile.name, profile)]
     typed = setup.world.options.set

@@ -35,7 +35,7 @@ class AnswerConstraint:
 
         if turn.finish != "length" or is_whole(self.constraint, turn.ids, self.stops):
             return ""
-        return f"the answer was cut before it was all of {self.name}; --max-new-tokens allows a longer one"
+        return f"the answer reached its length limit before it was complete {self.name}; use a larger --max-new-tokens"
 
 
 def constrain(model: Model, grammar: Grammar, screen: Screen) -> AnswerConstraint:
@@ -51,7 +51,7 @@ def read_grammar(world: Environment, schema: str | None, rules: str | None, json
     typed = [flag for flag, value in (("--schema", schema), ("--grammar", rules)) if value is not None]
     typed += ["--json-object"] if json_object else []
     if len(typed) > 1:
-        raise UsageError(f"{' and '.join(typed)} exclude each other", try_=["one of them"])
+        raise UsageError(f"{' and '.join(typed)} exclude each other", try_=["only one of them"])
     if schema is not None:
         raw = _read(world, schema, "bad_schema")
         try:

@@ -70,10 +70,10 @@ def chat(
     allow_pickle: o.Pickle = False,
     dry_run: o.DryRun = False,
 ) -> int:
-    """Talk to a model, or ask it one question with -p or through a pipe.
+    """Chat with a model, or ask one question with -p or through a pipe.
 
-    The answer goes to stdout, all else to stderr. "kv" in the figures is the
-    KV cache: keys and values of all tokens, so no token is computed twice.
+    The answer goes to stdout, everything else to stderr. "KV" in the figures
+    is the KV cache: keys and values of all tokens, computed only once.
     """
     from kvcli.commands.chat.answer_constraint import read_grammar
     from kvcli.commands.chat.pack_option import model_of as packed_model
@@ -119,7 +119,7 @@ def chat(
 def about_pack(question: Question, packed: Pack) -> Question:
     """Return the question with the documents and the system text of the pack."""
     if question.documents:
-        raise UsageError("--pack goes without documents from standard input", try_=["kvcli chat ... </dev/null"])
+        raise UsageError("--pack excludes documents from standard input", try_=["kvcli chat ... </dev/null"])
     return replace(question, documents=tuple(packed.documents), system=packed.chat.system)
 
 
@@ -127,7 +127,7 @@ def about_pack(question: Question, packed: Pack) -> Question:
 def kept(world: Environment, latest: bool, name: str | None, no_save: bool) -> Iterator[OpenedChat | None]:
     """Yield the saved chat to continue, if there is one. It is locked until the end, except with --no-save."""
     if latest and name is not None:
-        raise UsageError("--continue and --resume exclude each other", try_=["one of the two"])
+        raise UsageError("--continue and --resume exclude each other", try_=["only one of them"])
     if not latest and name is None:
         yield None
         return
@@ -178,13 +178,13 @@ def answer(
             del text  # so that only the chat refers to the weights
             return converse(setup, run, talk, screen, keeps, held, rules)
         if opened is not None:
-            tell(world, f"goes on with {about(talk)}")
+            tell(world, f"continues {about(talk)}")
         try:
             return ask_once(world, run, talk, question.text, screen, stream, held)
         finally:
             note = keep(talk) if keeps else ""
             if not note and talk.kept is not None and world.options.verbose:
-                note = f"kept as {talk.kept.name}"
+                note = f"saved as {talk.kept.name}"
             screen.note(note)
             screen.note(keep_read(talk.model) if keeps else "")
 
@@ -312,8 +312,8 @@ def converse(
             draft=text.drafts_by,
         )
         lines = header(text.info, opening, screen.err.width)
-        lines += [f"each answer is held to {held.name}"] if held is not None else []
-        lines += [f"goes on with {about(talk)}"] if talk.messages else []
+        lines += [f"answers are constrained to {held.name}"] if held is not None else []
+        lines += [f"continues {about(talk)}"] if talk.messages else []
         lines += [f"attached {d.name} · {size(d)}" for d in talk.documents]
         for line in lines:
             screen.err.line((line, ""))

@@ -29,15 +29,15 @@ def print_plan(setup: Setup, profile: Profile, files: Sequence[str]) -> int:
         return ExitStatus.OK
     out = setup.world.stdout
     model = document.model
-    out.write(f"model    {model.name}, {model.family}, {long_size(model.bytes or 0)} of weights in {model.dtype}\n")
+    out.write(f"model    {model.name}, {model.family}, {long_size(model.bytes or 0)} of weights, {model.dtype}\n")
     out.write(f"         {model.path}\n")
-    out.write(f"context  {count(document.context or 0)} tokens, {long_size(document.kv_bytes or 0)} when full\n")
+    out.write(f"context  {count(document.context or 0)} tokens, {long_size(document.kv_bytes or 0)} KV when full\n")
     if document.estimate_bytes is not None and document.available_bytes is not None:
         room = f"{long_size(document.available_bytes)} available"
         fits = "" if document.fits else f": does not fit, see kvcli fit {model.name}"
-        out.write(f"memory   {long_size(document.estimate_bytes)} at most, {room}{fits}\n")
+        out.write(f"memory   up to {long_size(document.estimate_bytes)}, {room}{fits}\n")
     if document.order is not None:
-        out.write(f"reading  {ORDERS[document.order]}\n")
+        out.write(f"prefill  {ORDERS[document.order]}\n")
     for file in document.documents:
         out.write(f"file     {file['name']}, {count(file['lines'])} lines, {count(file['characters'])} characters\n")
     out.write(f"profile  {document.profile}, {document.exactness}, hash {document.profile_hash}\n\n")
@@ -85,4 +85,4 @@ def _needs(setup: Setup, profile: Profile, found: Source, context: int) -> Plan 
 
 
 def _shown(value: object) -> str:
-    return "the model's own" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return "from the model" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -22,7 +22,7 @@ def pack_of(world: Environment, typed: str, others: Sequence[object], flags: str
 
     if any(others):
         raise UsageError(
-            f"--pack goes without {flags}: what was read is in the pack",
+            f"--pack excludes {flags}: the pack contains its documents",
             try_=["--pack NAME.kvs alone", "kvcli pack FILE... -o NAME.kvs, with all files and the system text"],
         )
     return open_pack(world.cwd / expanduser(typed))
@@ -47,5 +47,5 @@ def profile_of(setup: Setup, packed: Pack | None) -> Profile:
     packed.refuse_under(profile)
     if setup.taken:
         said = ", ".join(f"{key}={value}" for key, value in setup.taken.items())
-        tell(setup.world, f"settings of {packed.folder.name}: {said}")
+        tell(setup.world, f"settings from {packed.folder.name}: {said}")
     return profile

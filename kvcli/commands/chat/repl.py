@@ -99,7 +99,7 @@ class Repl:
                     self.handle(line)
                     self.keep()
         if self.keeps and self.chat.is_kept and not self.screen.quiet:
-            self.screen.err.line((f"kept: kvcli chat {self.chat.goes_on} goes on with it", "dim"))
+            self.screen.err.line((f"saved; to continue: kvcli chat {self.chat.goes_on}", "dim"))
         return ExitStatus.OK
 
     def _read(self) -> str:
@@ -145,7 +145,7 @@ class Repl:
             self._report(error)
 
     def _report(self, error: Exception) -> None:
-        lines = ["the conversation is as it was before"]
+        lines = ["the chat did not change"]
         if self.world.options.verbose > 1:
             lines += "".join(traceback.format_exception(error)).rstrip().split("\n")
         words = str(error).split("\n")[0]
@@ -170,7 +170,7 @@ class Repl:
             try:
                 done = self.last = show_turn(start(cancel=cancel, constraint=self.constraint), self.screen, look)
             except KeyboardInterrupt:
-                self.say("stopped at once; the conversation is read again with the next question")
+                self.say("stopped immediately; the chat is read again with the next question")
         for note in [*self.chat.notes, *([done.stats.approx] if done and done.stats.approx else [])]:
             if note not in self._told:
                 self.screen.note(note)
@@ -181,7 +181,7 @@ class Repl:
     def last_turn(self, what: str) -> Turn:
         """Return the last finished turn. Raises an error that names the purpose `what` if there is none."""
         if self.last is None:
-            raise BadInput(f"no {what} yet: nothing was asked", code="no_question")
+            raise BadInput(f"no {what} yet: no question was asked", code="no_question")
         return self.last
 
     # --- settings
@@ -200,7 +200,7 @@ class Repl:
     def reconfigure(self, name: str, said: Sequence[str]) -> None:
         """Continue under another profile with the same weights. If it is refused, nothing has changed."""
         if self.profiles is None:
-            raise BadInput("profiles cannot be changed in this chat", code="no_profiles")
+            raise BadInput("the profile cannot be changed in this chat", code="no_profiles")
         before = self.chat.model
         changed = before.with_profile(self.profiles.resolve(name, [*self.given, *said]))
         is_kept = changed.take_cache(before)
@@ -209,7 +209,7 @@ class Repl:
         self.chat.model = changed
         before.close()  # its remaining KV cannot be used under the other profile
         self.profile_name, self.said = name, list(said)
-        again = "; the conversation is read again with it" if self.chat.messages and not is_kept else ""
+        again = "; the chat is read again with it" if self.chat.messages and not is_kept else ""
         self.say(f"{self.settings} from the next question on{again}")
         for note in changed.cautions:
             self.screen.note(note)
@@ -263,7 +263,7 @@ class Repl:
                     try_=["export EDITOR=nano"],
                 ) from None
             if done.returncode:
-                raise BadInput(f"{command[0]} ended with status {done.returncode}", code="editor_failed")
+                raise BadInput(f"the editor {command[0]} ended with status {done.returncode}", code="editor_failed")
             return decode(file.read_bytes(), "the edited question")
 
     def _words(self) -> dict[str, line_editor.Words]:

@@ -41,7 +41,7 @@ def reopen(sessions: SavedChats, world: Environment, wanted: str | None, *, hold
         return sessions.open(wanted, holds=holds, cwd=world.cwd)
     except BadInput as error:
         if error.code == "chat_in_use":
-            error.try_ = ("close it there", "--no-save, for a copy that is not kept", "kvcli chat, for a new one")
+            error.try_ = ("close it there", "--no-save, for a copy that is not saved", "kvcli chat, for a new chat")
         raise
 
 
@@ -66,10 +66,10 @@ def known_here(world: Environment, name: str, file: str, own: str) -> str:
     except BadModel:
         pass
     raise BadInput(
-        f"{file} asks for the model {name}, and is none of your own {own}",
+        f"{file} names the model {name}, and is not one of your own {own}",
         code="foreign_model",
-        lines=["a file from elsewhere may name only a model that is known and complete here"],
-        try_=[f"-m {shlex.quote(name)}, if you agree", "-m MODEL, for another"],
+        lines=["a file from elsewhere may only name a model that is complete on this machine"],
+        try_=[f"-m {shlex.quote(name)}, if you agree", "-m MODEL, for another model"],
     )
 
 
@@ -84,12 +84,12 @@ def keep(chat: Chat) -> str:
         with Interrupt():
             chat.save()
     except KeyboardInterrupt:
-        return "this chat is not kept: stopped"
+        return "this chat is not saved: stopped"
     except BadInput as error:
         if error.code != "chat_changed":
-            return f"this chat is not kept: {error.message}"
+            return f"this chat is not saved: {error.message}"
         chat.close()
-        return keep(chat) or f"{error.message}; this chat goes on as {chat.save()}"
+        return keep(chat) or f"{error.message}; this chat is saved as {chat.save()}"
     return ""
 
 
@@ -108,7 +108,7 @@ def said_of(kept: Read) -> str:
     """Return the note on a save to the prefix cache."""
     if kept.why_not or kept.shelf is None:
         return kept.why_not
-    return f"keys and values of what is read are kept in {kept.shelf.folder}, up to {long_size(kept.shelf.most)}"
+    return f"prefix cache: {kept.shelf.folder} (limit {long_size(kept.shelf.most)}; see kvcli cache)"
 
 
 def about(talk: Chat) -> str:

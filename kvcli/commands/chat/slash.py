@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.commands.chat import slash_chats as kept
+from kvcli.commands.common.flags import FORMER
 from kvcli.commands.common.inputs import files_of, notes_of, read_file
 from kvcli.errors import BadConfig, BadInput, UsageError
 from kvcli.render.summarize.notes import size
@@ -59,6 +60,7 @@ def find(name: str) -> Slash:
             return command
     names = [n for command in COMMANDS.values() for n in (command.name, *command.also)]
     near = difflib.get_close_matches(name, names, 1) or [n for n in names if name and n.startswith(name)][:1]
+    near = [FORMER[f"/{name}"][1:]] if f"/{name}" in FORMER else near
     raise UsageError(
         f"there is no command /{name}",
         code="unknown_command",
@@ -99,7 +101,7 @@ def _help(repl: Repl, argument: str) -> None:
     repl.say("//text sends a text that begins with a slash. Ctrl-C stops an answer.")
 
 
-@slash("exit", "", "leave, as Ctrl-D does", also=("quit", "bye"))
+@slash("exit", "", "end the chat, as Ctrl-D does", also=("quit", "bye"))
 def _exit(repl: Repl, _: str) -> None:
     repl.is_over = True
 
@@ -107,13 +109,13 @@ def _exit(repl: Repl, _: str) -> None:
 # --- questions and answers
 
 
-@slash("clear", "", "begin anew; the system text stays")
+@slash("clear", "", "start a new chat with the same system text")
 def _clear(repl: Repl, _: str) -> None:
     n = len(repl.chat.messages) // 2
-    again = "; it is kept, and /resume opens it again" if repl.chat.is_kept else ""
+    again = "; the chat is saved, and /resume opens it again" if repl.chat.is_kept else ""
     repl.chat.clear()
     repl.last = None
-    repl.say(f"forgot {f.plural(n, 'question')}{again}")
+    repl.say(f"removed {f.plural(n, 'question')}{again}")
 
 
 @slash("retry", "", "ask the last question again")
@@ -121,16 +123,16 @@ def _retry(repl: Repl, _: str) -> None:
     repl.turn(repl.chat.retry)
 
 
-@slash("undo", "[N]", "forget the last question, or the last N")
+@slash("undo", "[N]", "remove the last question, or the last N")
 def _undo(repl: Repl, argument: str) -> None:
     documents = repl.chat.documents
     n = repl.chat.undo(_number(argument or "1", "/undo 2"))
     if not n:
-        repl.say("there is no question to forget")
+        repl.say("there is no question to remove")
         return
     gone = [d.name for d in documents if not any(d is kept for kept in repl.chat.documents)]
-    along = f"; with it went {', '.join(gone)}" if gone else ""
-    repl.say(f"forgot {f.plural(n, 'question')}, {len(repl.chat.messages) // 2} left{along}")
+    along = f"; also removed: {', '.join(gone)}" if gone else ""
+    repl.say(f"removed {f.plural(n, 'question')}, {len(repl.chat.messages) // 2} left{along}")
 
 
 @slash("edit", "", "change the last question in $EDITOR, and ask it")
@@ -138,7 +140,7 @@ def _edit(repl: Repl, _: str) -> None:
     before = repl.chat.last_question if repl.chat.messages else ""
     after = repl.edit_text(before).strip()
     if not after or after == before.strip():
-        repl.say("nothing was changed, so nothing is asked")
+        repl.say("the question was not changed, so it is not asked again")
     elif repl.chat.messages:
         repl.turn(lambda **options: repl.chat.edit(after, **options))
     else:
@@ -173,7 +175,7 @@ def _attach(repl: Repl, path: str) -> None:
     tokens = document.tokens(repl.chat.model.tokenizer)
     repl.say(f"attached {name} · {size(document)} · {f.plural(tokens, 'token')}")
     if repl.limit and tokens > repl.limit:
-        repl.warn(f"{name} alone is longer than the window of {f.count(repl.limit)} tokens")
+        repl.warn(f"{name} alone is longer than the context window of {f.count(repl.limit)} tokens")
 
 
 @slash("files", "", "list the attached documents")
@@ -190,12 +192,12 @@ def _files(repl: Repl, _: str) -> None:
     repl.lines(tables.columns(rows))
 
 
-@slash("drop", "N", "take document N out of the conversation", completes="document")
+@slash("drop", "N", "remove document N from the chat", completes="document")
 def _drop(repl: Repl, argument: str) -> None:
     pending = len(repl.chat.pending)
     document = repl.chat.drop(_number(argument, "/drop 1") - 1)
-    after = "what followed it is read again" if len(repl.chat.pending) == pending else "it was not read yet"
-    repl.say(f"dropped {document.name}; {after}")
+    after = "the text after it is read again" if len(repl.chat.pending) == pending else "it was not read yet"
+    repl.say(f"removed {document.name}; {after}")
 
 
 @slash("system", "[TEXT]", "set the system text, or show it; - removes it")
@@ -206,26 +208,26 @@ def _system(repl: Repl, argument: str) -> None:
         return
     repl.chat.system = None if argument == "-" else argument
     word = "removed" if argument == "-" else "set"
-    repl.say(f"system text {word}; the conversation is read again with the next question")
+    repl.say(f"system text {word}; the chat is read again with the next question")
 
 
 @slash(
     "set",
     "KEY VALUE",
-    "change a profile key from the next question on; its last part will do where that names one",
+    "change a setting from the next question on; the last part of a key is enough if it is unique",
     completes="key",
 )
 def _set(repl: Repl, argument: str) -> None:
     key, _, value = argument.replace("=", " ", 1).partition(" ")
     if not key or not value.strip():
-        raise UsageError("a key and a value are needed", try_=["/set sample.temperature 0.2"])
+        raise UsageError("/set needs a key and a value", try_=["/set sample.temperature 0.2"])
     ends = [one for one in (repl.profiles.keys() if repl.profiles else ()) if one.endswith(f".{key}")]
     key = ends[0] if len(ends) == 1 else key
     said = [item for item in repl.said if item.partition("=")[0] != key]
     repl.reconfigure(repl.profile_name, [*said, f"{key}={value.strip()}"])
 
 
-@slash("profile", "[NAME]", "go on under another profile, or show this one", completes="profile")
+@slash("profile", "[NAME]", "use another profile from the next question on, or show this one", completes="profile")
 def _profile(repl: Repl, argument: str) -> None:
     if not argument:
         repl.say(repl.settings)
@@ -237,23 +239,23 @@ def _profile(repl: Repl, argument: str) -> None:
             raise
         left = ", ".join(repl.said)
         repl.reconfigure(argument, [])
-        repl.warn(f"{left} was left out: {error.message}")
+        repl.warn(f"{left} is not set: {error.message}")
 
 
-@slash("model", "[NAME]", "go on with another model, or show this one", completes="model")
+@slash("model", "[NAME]", "use another model from the next question on, or show this one", completes="model")
 def _model(repl: Repl, name: str) -> None:
     if not name or repl.change_model is None:
         repl.say(f"{repl.chat.model.info.id}; to change it: /model NAME, one of kvcli models list")
         return
     repl.change_model(repl, name)
-    again = "; the conversation is read again with it" if repl.chat.messages else ""
+    again = "; it reads the chat again" if repl.chat.messages else ""
     repl.say(f"{repl.chat.model.info.id} answers from the next question on{again}")
 
 
 # --- figures
 
 
-@slash("stats", "live|turn|off|last", "when to show figures; or show the last ones", completes="stats")
+@slash("stats", "live|turn|off|last", "when to show figures, or show the last ones", completes="stats")
 def _stats(repl: Repl, argument: str) -> None:
     match argument:
         case "last":
@@ -265,22 +267,22 @@ def _stats(repl: Repl, argument: str) -> None:
             repl.say(f"stats {repl.screen.stats}")
         case _:
             raise UsageError(
-                f"/stats knows no {argument}", try_=["/stats live", "/stats turn", "/stats off", "/stats last"]
+                f"/stats does not take {argument!r}", try_=["/stats live", "/stats turn", "/stats off", "/stats last"]
             )
 
 
-@slash("spec", "", "how drafting went in the last answer")
+@slash("spec", "", "drafting in the last answer: acceptance by source and position")
 def _spec(repl: Repl, _: str) -> None:
     repl.lines(tables.spec_table(repl.last_turn("drafting").stats, repl.screen.err.width))
 
 
-@slash("kv", "", "what the cache holds, by layer and tier")
+@slash("kv", "", "contents of the KV cache, by layer and tier")
 def _kv(repl: Repl, _: str) -> None:
     rows = repl.chat.model.kv_table()
-    repl.lines(tables.columns(tables.kv_table(rows)) if rows else ["the cache is empty"])
+    repl.lines(tables.columns(tables.kv_table(rows)) if rows else ["the KV cache is empty"])
 
 
-@slash("tokens", "", "the context by message, and what is left")
+@slash("tokens", "", "tokens by message, and tokens left in the context window")
 def _tokens(repl: Repl, _: str) -> None:
     repl.lines(tables.token_table(repl.chat.tokens(), repl.limit, repl.screen.err.width))
 
@@ -288,13 +290,13 @@ def _tokens(repl: Repl, _: str) -> None:
 # --- saving
 
 
-slash("save", "[TITLE]", "keep the conversation, with a title if given, and write it to a file")(kept.save)
+slash("save", "[TITLE]", "save the chat, with a title if given, and write it to a file")(kept.save)
 slash("resume", "[CHAT]", kept.RESUME, ("load",), "chat")(kept.resume)
-slash("sessions", "[WORDS]", "list the kept conversations, or those with these words")(kept.sessions)
-slash("fork", "[TITLE]", "go on in a copy; the conversation so far stays as it is")(kept.fork)
+slash("chats", "[WORDS]", "list saved chats, or those that contain these words")(kept.chats)
+slash("fork", "[TITLE]", "continue in a copy; the saved chat does not change")(kept.fork)
 
 
-@slash("export", "FILE", "write the conversation: .md, .json or .jsonl", completes="path")
+@slash("export", "FILE", "write the chat to a file: .md, .json or .jsonl", completes="path")
 def _export(repl: Repl, argument: str) -> None:
     path = argument.strip("\"'")
     if not path:
@@ -304,5 +306,5 @@ def _export(repl: Repl, argument: str) -> None:
 
 def _number(text: str, example: str) -> int:
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise BadInput(f"a number from 1 is needed, not {text[:20] or 'nothing'}", code="not_a_number", try_=[example])
+        raise BadInput(f"expected a number from 1, not {text[:20] or 'nothing'}", code="not_a_number", try_=[example])
     return int(text)

@@ -1,4 +1,4 @@
-"""Slash commands that save the chat and continue saved chats."""
+"""The slash commands that save a chat and continue saved chats."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from kvcli.commands.chat.repl import Repl
     from kvcli.schemas.sessions import SessionEntry
 
-RESUME = "go on with a kept one: its number, name, title or file; or list them"
+RESUME = "continue a saved chat: its number, name, title or file; or list them"
 
 
 def save(repl: Repl, argument: str) -> None:
     name = repl.chat.save(argument or None)
-    repl.say(f"kept as {name}" + ("" if repl.keeps else ", from now on with each turn"))
+    repl.say(f"saved as {name}" + ("" if repl.keeps else "; from now on after each answer"))
     repl.keeps = True
     repl.say(f"wrote {repl.chat.sessions.save(name)}")
 
@@ -27,38 +27,38 @@ def resume(repl: Repl, argument: str) -> None:
         _list(repl, kept.entries())
         return
     if repl.chat.kept is not None and kept.name_of(wanted, repl.world.cwd) == repl.chat.kept.name:
-        repl.say("that is this conversation")
+        repl.say("this chat is open already")
         return
     opened = reopen(kept, repl.world, wanted, holds=repl.keeps)
     repl.chat.take(opened)
     repl.last = None
     was = opened.saved.model
-    under = f"; it was held with {was}" if was != repl.chat.called else ""
-    repl.say(f"goes on with {about(repl.chat)}{under}; it is read with the next question")
+    under = f"; its model was {was}" if was != repl.chat.called else ""
+    repl.say(f"continues {about(repl.chat)}{under}; it is read with the next question")
 
 
-def sessions(repl: Repl, argument: str) -> None:
+def chats(repl: Repl, argument: str) -> None:
     kept = repl.chat.sessions
     if not argument:
         _list(repl, kept.entries())
     elif found := kept.search(argument)[:FEW]:
         repl.listing([(entry.id, " ".join((entry.found or entry.title or "").split())) for entry in found])
     else:
-        repl.say(f"no conversation has {argument}")
+        repl.say(f"no saved chat contains {argument}")
 
 
 def fork(repl: Repl, argument: str) -> None:
     before = repl.chat.kept
     if before is None or not repl.chat.messages:
-        repl.say("nothing is kept yet, so there is nothing to stay as it is")
+        repl.say("this chat is not saved yet, so it cannot be copied")
         return
     repl.chat.save()
     repl.chat.close()
-    repl.say(f"goes on as {repl.chat.save(argument or None)}; {before.name} stays as it is")
+    repl.say(f"continues as {repl.chat.save(argument or None)}; {before.name} does not change")
 
 
 def _list(repl: Repl, entries: Sequence[SessionEntry]) -> None:
     if entries:
         repl.listing(choices(entries))
     else:
-        repl.say("no conversation is kept yet")
+        repl.say("there are no saved chats yet")

@@ -21,28 +21,29 @@ _option = partial(option, panel="Options of every command")
 
 
 def _common(
-    profile: Annotated[str | None, _option("--profile", "-P", metavar="NAME", help="Settings to use.")] = None,
+    profile: Annotated[str | None, _option("--profile", "-P", metavar="NAME", help="Profile (named settings).")] = None,
     set_: Annotated[
-        list[str] | None, _option("--set", metavar="KEY=VALUE", help="One profile key, as in TOML; repeatable.")
+        list[str] | None, _option("--set", metavar="KEY=VALUE", help="Set one profile key, as in TOML; repeatable.")
     ] = None,
     config: Annotated[
-        Path | None, _option("--config", metavar="FILE", help="One more config file, on top.", rare=True)
+        Path | None,
+        _option("--config", metavar="FILE", help="Additional config file; it overrides the others.", rare=True),
     ] = None,
     json: Annotated[bool, _option("--json", help="Print one JSON object.")] = False,
     plain: Annotated[
-        bool, _option("--plain", help="No colour, no wrapping, no live row; tabs in tables.", rare=True)
+        bool, _option("--plain", help="No colour, no wrapping, no status row; tables with tabs.", rare=True)
     ] = False,
-    quiet: Annotated[bool, _option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
+    quiet: Annotated[bool, _option("--quiet", "-q", help="Print only errors on stderr.")] = False,
     verbose: Annotated[
-        int, _option("--verbose", "-v", count=True, help="Say more on stderr; twice for tracebacks.")
+        int, _option("--verbose", "-v", count=True, help="Print more details on stderr; -vv adds tracebacks.")
     ] = 0,
     log_file: Annotated[
-        Path | None, _option("--log-file", metavar="FILE", help="Write the log there.", rare=True)
+        Path | None, _option("--log-file", metavar="FILE", help="Write the log to FILE.", rare=True)
     ] = None,
     no_color: Annotated[bool, _option("--no-color", help="No colour.", rare=True)] = False,
-    no_input: Annotated[bool, _option("--no-input", help="Never ask anything.", rare=True)] = False,
-    offline: Annotated[bool, _option("--offline", help="Use no network.", rare=True)] = False,
-    help_all: Annotated[bool, _option("--help-all", help="Help with every option there is.")] = False,
+    no_input: Annotated[bool, _option("--no-input", help="Never prompt for input.", rare=True)] = False,
+    offline: Annotated[bool, _option("--offline", help="Do not use the network.", rare=True)] = False,
+    help_all: Annotated[bool, _option("--help-all", help="Help with all options.")] = False,
 ) -> None:
     """Typer reads these annotations; the values go to the world, see `_take`."""
 
@@ -137,7 +138,7 @@ def _one_model(context: Any, param: Any, value: Any) -> Any:
     """Return the model of the argument MODEL or of --model, which must not differ."""
     named = context.meta.get("model")
     if value and named and value != named:
-        raise UsageError(f"{value} and --model {named} are two models", try_=["one of the two"])
+        raise UsageError(f"two models are named: {value} and --model {named}", try_=["only one of them"])
     return value or named
 
 

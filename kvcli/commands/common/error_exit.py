@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from kvcli.commands.common.flags import FORMER
 from kvcli.commands.common.log import write_traceback
 from kvcli.commands.common.stdout import print_json
 from kvcli.environment import Environment
@@ -36,19 +37,22 @@ def report_usage_error(world: Environment, args: Sequence[str], problem: Any) ->
         return ExitStatus.USAGE
     context = getattr(problem, "ctx", None)
     path = context.command_path if context is not None else "kvcli"
-    nearest = _nearest(problem.option_name, context.command.params) if is_option and context is not None else []
+    params, typed = context.command.params if context is not None else [], f"{' '.join(args)} ".replace("=", " ")
+    known = {name for param in params for name in param.opts}
+    former = {old: new for old, new in FORMER.items() if f" {old} " in typed and new.split()[0] in known}
+    nearest = _nearest(problem.option_name, params) if is_option else []
     question = re.search(r"extra arguments?(?:\(s\))? \((.*)\)$", message) if path.endswith(" chat") else None
     asks = [f"{path} MODEL -p {json.dumps(question[1], ensure_ascii=False)}"] if question else []
     # the shell expanded -f notes/* to many names, and the option takes one
-    takes_files = context is not None and any(param.name == "file" for param in context.command.params)
-    is_many = "extra argument" in message and takes_files
+    is_many = "extra argument" in message and any(param.name == "file" for param in params)
     try_ = [
         *asks,
         *(FILES if is_many else ()),
-        *(f"did you mean {option}?" for option in nearest),
+        *(former.values() or [f"did you mean {option}?" for option in nearest]),
         f"{path} --help-all",
     ]
-    return report_error(world, args, UsageError(message[:1].lower() + message[1:], try_=try_))
+    lines = [f"{old} is now {new}" for old, new in former.items()]
+    return report_error(world, args, UsageError(message[:1].lower() + message[1:], lines=lines, try_=try_))
 
 
 def _nearest(typed: str, params: Sequence[Any]) -> list[str]:
@@ -129,24 +133,26 @@ def machine_gave_out(error: Exception) -> KvcliError | None:
     # of a renamed file, the new name
     name = getattr(error, "filename2", None) or getattr(error, "filename", None)
     if number in CROWDED:
-        try_ = ["ulimit -n 1024", "ulimit -u shows how many processes you may have"]
-        return DoesNotFit(f"the system gives this command no more: {first}", code="too_few_handles", try_=try_)
+        try_ = ["ulimit -n 1024", "ulimit -u shows your limit of processes"]
+        return DoesNotFit(
+            f"the limit of open files or processes is reached: {first}", code="too_few_handles", try_=try_
+        )
     if number == errno.ENAMETOOLONG:
         return BadInput(
             f"a name is too long for this file system: {str(name)[:200]}",
             code="name_too_long",
-            try_=["a shorter name", "kvcli doctor says which folders are used"],
+            try_=["a shorter name", "kvcli doctor lists the folders in use"],
         )
     if (
         is_out_of_memory(error)
         or number == errno.ENOMEM
         or (isinstance(error, ImportError) and "failed to map" in first)
     ):
-        smaller = ["a smaller --ctx", "--quant int8", "close what else needs memory"]
+        smaller = ["a smaller --ctx", "--quant int8", "close other programs"]
         return DoesNotFit("out of memory", code="out_of_memory", lines=[first] if first else [], try_=smaller)
     if isinstance(error, OSError) and error.errno in FULL:
         where = f" {name}" if name else ""
         return KvcliError(f"cannot write{where}: {error.strerror}", code="cannot_write")
     if isinstance(error, PermissionError) and error.filename:
-        return BadInput(f"{name} is closed to you: {error.strerror}", code="no_permission")
+        return BadInput(f"no permission for {name}: {error.strerror}", code="no_permission")
     return None

@@ -33,60 +33,68 @@ _answer = partial(option, panel="The answer")
 _model = partial(option, panel="The model")
 
 MODEL = "demo, a name from kvcli models suggest or your config, a folder, a GGUF file, or a Hugging Face id."
-_PROMPT = "Ask this and end; - reads standard input."
+_PROMPT = "Ask this question and exit; - reads it from standard input."
 _FILE = "Attach a file, a folder of files or a quoted '*.txt'; paper.pdf:3-9 for pages of it. Repeatable."
-_MIN_P = "Leave out what is below this share of the best."
-_FIGURES = "Figures while answering, after it, or not at all."
-_PICKLE = "Load weights from pickle files, which can run code."
-_DRAFT = "A smaller model that guesses tokens, or auto; the text stays the same."
-_SPEC = "Guess tokens and check several at once; the text stays the same."
+_MIN_P = "Drop tokens less likely than F times the most likely one."
+_TOP_P = "Nucleus sampling: the smallest set of tokens with total probability F."
+_TOP_K = "Sample from the N most likely tokens; 0 = all."
+_PENALTY = "Above 1, tokens that occurred before become less likely."
+_FIGURES = "Show figures while generating (live), after the answer (turn), or never (off)."
+_BUDGET = "Limit the KV cache to 6GiB, 25% of its full size, or free memory (fit). Approximate: tokens get fewer bits."
+_EXACT = "Refuse settings that can change the text (also drafting, on models that are not batch invariant)."
+_PICKLE = "Allow weights in pickle files, which can run code."
+_DRAFT = "Draft model for speculative decoding, or auto (same text, fewer passes)."
+_SPEC = "Drafting method for speculative decoding (same text, fewer passes)."
 
 ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
 ModelOption = Annotated[str | None, _model("--model", "-m", metavar="MODEL", help=MODEL)]
 Prompt = Annotated[str | None, _ask("--prompt", "-p", metavar="TEXT", help=_PROMPT)]
 File = Annotated[list[str] | None, _ask("--file", "-f", metavar="PATH", help=_FILE)]
-Pack = Annotated[str | None, _ask("--pack", metavar="NAME.kvs", help="Ask what kvcli pack has read.")]
+Pack = Annotated[str | None, _ask("--pack", metavar="NAME.kvs", help="Ask about documents that kvcli pack saved.")]
 System = Annotated[str | None, _ask("--system", "-s", metavar="TEXT", help="System message.")]
-SystemFile = Annotated[str | None, _ask("--system-file", metavar="PATH", help="The same from a file.", rare=True)]
+SystemFile = Annotated[str | None, _ask("--system-file", metavar="PATH", help="System message from a file.", rare=True)]
 
-Continue = Annotated[bool, _ask("--continue", "-c", help="Go on with the latest chat.")]
+Continue = Annotated[bool, _ask("--continue", "-c", help="Continue the latest chat.")]
 Resume = Annotated[
-    str | None, _ask("--resume", "-r", metavar="CHAT", help="Go on with this one: name, title or document.")
+    str | None, _ask("--resume", "-r", metavar="CHAT", help="Continue this saved chat: name, title or document.")
 ]
-NoSave = Annotated[bool, _ask("--no-save", help="Do not keep this chat.")]
+NoSave = Annotated[bool, _ask("--no-save", help="Do not save this chat.")]
 
-Most = Annotated[str | None, _answer("--max-new-tokens", "-n", metavar="N", help="Longest answer; 4k is 4096 tokens.")]
-Temperature = Annotated[float | None, _answer("--temperature", "-t", metavar="F", help="0 takes the likeliest token.")]
-TopP = Annotated[
-    float | None, _answer("--top-p", metavar="F", help="Draw from the likeliest of this share.", rare=True)
+Most = Annotated[
+    str | None, _answer("--max-new-tokens", "-n", metavar="N", help="Maximum length in tokens; 4k = 4096.")
 ]
-TopK = Annotated[int | None, _answer("--top-k", metavar="N", help="Draw from this many tokens; 0 is all.", rare=True)]
+Temperature = Annotated[
+    float | None, _answer("--temperature", "-t", metavar="F", help="0 = always the most likely token.")
+]
+TopP = Annotated[float | None, _answer("--top-p", metavar="F", help=_TOP_P, rare=True)]
+TopK = Annotated[int | None, _answer("--top-k", metavar="N", help=_TOP_K, rare=True)]
 MinP = Annotated[float | None, _answer("--min-p", metavar="F", help=_MIN_P, rare=True)]
-Penalty = Annotated[float | None, _answer("--repetition-penalty", metavar="F", help="Above 1 repeats less.", rare=True)]
-Seed = Annotated[int | None, _answer("--seed", metavar="N", help="Same seed, same text.", rare=True)]
+Penalty = Annotated[float | None, _answer("--repetition-penalty", metavar="F", help=_PENALTY, rare=True)]
+Seed = Annotated[int | None, _answer("--seed", metavar="N", help="Random seed.", rare=True)]
 Greedy = Annotated[bool, _answer("--greedy", help="Short for --temperature 0 --repetition-penalty 1.", rare=True)]
 StatsMode = Literal["live", "turn", "off"]
-Schema = Annotated[str | None, _answer("--schema", metavar="FILE", help="Answer in JSON of this JSON schema.")]
+Schema = Annotated[str | None, _answer("--schema", metavar="FILE", help="Constrain the answer to this JSON schema.")]
 Rules = Annotated[
-    str | None, _answer("--grammar", metavar="FILE", help="Answer by this grammar, GBNF or Lark.", rare=True)
+    str | None,
+    _answer("--grammar", metavar="FILE", help="Constrain the answer to this grammar, GBNF or Lark.", rare=True),
 ]
-JsonObject = Annotated[bool, _answer("--json-object", help="Answer with a JSON object.", rare=True)]
+JsonObject = Annotated[bool, _answer("--json-object", help="Constrain the answer to a JSON object.", rare=True)]
 Figures = Annotated[StatsMode | None, _answer("--stats", help=_FIGURES, rare=True)]
 Lines = Annotated[bool, _answer("--stream", help="With --json: one line for each event.", rare=True)]
 
-Ctx = Annotated[str | None, _model("--ctx", metavar="N|auto|max", help="The window in tokens; 32k is 32768.")]
+Ctx = Annotated[str | None, _model("--ctx", metavar="N|auto|max", help="Context window in tokens; 32k = 32768.")]
 Device = Annotated[str | None, _model("--device", metavar="NAME", help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str | None, _model("--dtype", metavar="NAME", help="auto, bf16, fp16 or fp32.", rare=True)]
-Quant = Annotated[str | None, _model("--quant", metavar="NAME", help="Weights as none, int8, int4 or nf4.")]
-Budget = Annotated[
-    str | None, _model("--budget", metavar="SIZE", help="Keep what matters of a text in 6GiB, 25% of it, or what fits.")
-]
+Quant = Annotated[str | None, _model("--quant", metavar="NAME", help="Quantize weights: none, int8, int4 or nf4.")]
+Budget = Annotated[str | None, _model("--budget", metavar="SIZE", help=_BUDGET)]
 Spec = Annotated[str | None, _model("--spec", metavar="|".join(registries()["spec"]), help=_SPEC, rare=True)]
 Draft = Annotated[str | None, _model("--draft", metavar="MODEL", help=_DRAFT)]
-Exact = Annotated[bool, _model("--exact", help="Refuse every setting that can change the text.", rare=True)]
-Force = Annotated[bool, _model("--force", help="Load even if it does not seem to fit.", rare=True)]
+Exact = Annotated[bool, _model("--exact", help=_EXACT, rare=True)]
+Force = Annotated[bool, _model("--force", help="Load even if the memory estimate does not fit.", rare=True)]
 Pickle = Annotated[bool, _model("--allow-pickle", help=_PICKLE, rare=True)]
-DryRun = Annotated[bool, _model("--dry-run", help="Print the settings and what they need; load nothing.", rare=True)]
+DryRun = Annotated[bool, _model("--dry-run", help="Print the settings and their memory; load nothing.", rare=True)]
+
+FORMER = {"--fresh": "--no-cache", "--mode map": "--mode parts", "/sessions": "/chats"}  # renamed
 
 # flag -> key; `origin` names the flag wherever a setting is shown
 KEYS: Mapping[str, str] = {
@@ -116,13 +124,13 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
     if "--greedy" in given:
         given["--greedy"] = 0.0
         if given.get("--temperature", 0.0) != 0.0:
-            raise UsageError("--greedy and --temperature exclude each other", try_=["one of the two"])
+            raise UsageError("--greedy and --temperature exclude each other", try_=["only one of them"])
     if "--max-new-tokens" in given:
         given["--max-new-tokens"] = tokens(str(given["--max-new-tokens"]), "--max-new-tokens")
     if "--ctx" in given:
         given["--ctx"] = window(str(given["--ctx"]))
     if "--draft" in given and given.get("--spec", "model") != "model":
-        raise UsageError(f"--draft and --spec {given['--spec']} exclude each other", try_=["one of the two"])
+        raise UsageError(f"--draft and --spec {given['--spec']} exclude each other", try_=["only one of them"])
     found = {KEYS[flag]: (value, flag) for flag, value in given.items()}
     if "--greedy" in given:
         found.setdefault("sample.repetition_penalty", (1.0, "--greedy"))
@@ -142,8 +150,8 @@ def refuse_implied(flags: Mapping[str, tuple[object, str]], typed: Settings, set
         other = (sets if key == own else typed).get(tuple(key.split(".")))
         if flag in implying and other is not None and other.value != value:
             said = f"{key}={other.value} ({other.origin.name})"
-            instead = f"leave {flag} out" if key == own else f"--set {own}={flags[own][0]} in place of {flag}"
-            raise UsageError(f"{flag} and {said} exclude each other", try_=[instead, f"leave {key} out"])
+            instead = f"leave out {flag}" if key == own else f"--set {own}={flags[own][0]} instead of {flag}"
+            raise UsageError(f"{flag} and {said} exclude each other", try_=[instead, f"leave out {key}"])
 
 
 def load_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]:
@@ -177,4 +185,4 @@ def refuse_others(context: typer.Context, mode: str, allowed: set[str]) -> None:
         if source is not None and source.name == "COMMANDLINE" and parameter.name in ours - allowed:
             typed.append(parameter.opts[0])
     if typed:
-        raise UsageError(f"{mode} goes without {', '.join(typed)}", try_=[f"leave {' and '.join(typed)} out"])
+        raise UsageError(f"{mode} excludes {', '.join(typed)}", try_=[f"leave out {' and '.join(typed)}"])

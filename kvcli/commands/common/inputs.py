@@ -69,7 +69,7 @@ def read_file(
 ) -> Document:
     """Read a document by its path, relative to the user's folder, or the bundled one; `paper.pdf:3-9` selects pages."""
     if name == "-":
-        hint = "leave it out: with -p, standard input is attached by itself"
+        hint = "leave out -f -: with -p, standard input is attached automatically"
         raise UsageError("--file takes a path, not -", try_=[hint, "./- for a file of that name"])
     bundled = split_pages(name)[0] in BUNDLED
     from kvcli.render.terminal.screen import Screen
@@ -91,10 +91,7 @@ def files_of(world: Environment, names: Sequence[str]) -> list[str]:
                 left = [file.name for file in inside if not looks_readable(file)]
                 more = [os.path.join(name, file.name) for file in inside if file.name not in left]
                 if left:
-                    tell(
-                        world,
-                        f"{name}: no documents, and left out: {', '.join(left[:FEW])}{', ...' * (len(left) > FEW)}",
-                    )
+                    tell(world, f"{name}: no documents; not used: {', '.join(left[:FEW])}{', ...' * (len(left) > FEW)}")
             elif set(name) & set("*?[") and not os.path.lexists(path):
                 matching = sorted(glob(os.path.expanduser(name), root_dir=world.cwd, recursive=True))
                 more = [file for file in matching if (world.cwd / file).is_file()]
@@ -102,7 +99,7 @@ def files_of(world: Environment, names: Sequence[str]) -> list[str]:
                 more = [name]
         if not 0 < len(more) <= MOST:
             raise BadInput(
-                f"{name} has {len(more):,} documents, and 1 to {MOST} can be attached at once",
+                f"{name} has {len(more):,} documents, and at most {MOST} can be attached at once",
                 code="file_count",
                 try_=["-f FILE", "-f FOLDER", "-f 'FOLDER/*.txt'"],
             )
@@ -126,7 +123,7 @@ def tell_notes(world: Environment, document: Document) -> None:
 def read_system(world: Environment, text: str | None, file: str | None) -> str | None:
     """Return the system message from the flag or from a file."""
     if text is not None and file is not None:
-        raise UsageError("--system and --system-file exclude each other", try_=["one of the two"])
+        raise UsageError("--system and --system-file exclude each other", try_=["only one of them"])
     if file is not None:
         return read_file(world, file).text.rstrip("\n")
     return well_formed(text, "the system text") if text else None
@@ -158,7 +155,7 @@ def has_piped_input(world: Environment) -> bool:
 def read_stdin(world: Environment) -> bytes:
     """Read all of standard input. If nothing arrives for a while, tell the user what is missing."""
     if not world.is_tty("stdin") and _is_silent(world):
-        tell(world, "waiting for standard input; </dev/null if there is none")
+        tell(world, "waiting for standard input; use </dev/null if there is none")
     data = world.read_stdin(MAX_BYTES + 1)
     most = most_bytes(data[:HEAD], STDIN)
     if MAX_BYTES < len(data) <= most:  # a PDF may be larger than a text
@@ -187,7 +184,7 @@ def empty_prompt() -> BadInput:
     return BadInput(
         "the prompt is empty",
         code="empty_prompt",
-        lines=["there is no question in -p or on standard input"],
+        lines=["neither -p nor standard input has a question"],
         try_=['kvcli chat -p "..."', "echo ... | kvcli chat"],
     )
 

@@ -85,7 +85,7 @@ def prepare(setup: Setup, profile: Profile, wanted: MemoryWishes, tell: Callable
     except (DoesNotFit, BadConfig):
         raise
     except KvcliError as error:
-        return CheckedRun(profile, notes=(f"memory was not estimated: {error.message}",))
+        return CheckedRun(profile, notes=(f"no memory estimate: {error.message}",))
     setup.settled = dict(chosen(plan)) | ({"context.limit": plan.need.context} if note else {})
     notes = (*outlook.notes, *filter(None, (note, *told(plan))))
     return CheckedRun(setup.narrowed(profile), plan.total, notes, outlook)

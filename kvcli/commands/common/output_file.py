@@ -22,8 +22,8 @@ def output_file(world: Environment, typed: str, endings: Mapping[str, Form], for
     form = form or endings.get(file.suffix.lower())
     if form is None:
         names = dict.fromkeys(endings.values())
-        raise UsageError(f"-o {typed}: its ending names no format", try_=[f"--format {name}" for name in names])
-    with writing(typed, try_=["-o FILE elsewhere"]):
+        raise UsageError(f"-o {typed}: unknown file name extension", try_=[f"--format {name}" for name in names])
+    with writing(typed, try_=["-o FILE in another folder"]):
         if file.is_dir() or not file.parent.is_dir():
             what = "it is a folder" if file.is_dir() else "its folder does not exist"
             raise BadInput(f"cannot write {typed}: {what}", code="file_unwritable", try_=["-o FILE in a folder"])

@@ -98,7 +98,7 @@ def find(
         raise BadModel(
             f"{entry.path} is not on this machine",
             code="model_not_found",
-            lines=[f"it is on the list of models: {BY_NAME[entry.path].about}"],
+            lines=[f"it can be downloaded: {BY_NAME[entry.path].about}"],
             try_=[f"kvcli models get {entry.path}"],
         )
     if tell is not None and world.options.quiet:
@@ -272,7 +272,7 @@ class Setup:
         if profile.origins["spec.method"] != "--draft":
             return []
         said = self._said(profile, ("spec", "method"), "off")
-        about = f"{profile.name} drafts nothing by itself: --draft has {profile.spec.model} draft, the text is the same"
+        about = f"profile {profile.name} does not draft; --draft adds draft model {profile.spec.model} (same text)"
         return [about] if said == "off" else []
 
     # methods for the chat, when settings change during it
@@ -410,7 +410,7 @@ def refuse_inexact(profile: Profile) -> None:
         )
         sets = [f"--set {key}={set_value(wants[key])}" for key in wrong if profile.origins[key] not in flags]
         raise BadConfig(
-            f"--exact cannot be kept with profile {profile.name}",
+            f"--exact conflicts with profile {profile.name}",
             code="not_exact",
             lines=[f"{key} = {set_value(values[key])} ({profile.origins[key]}) can change the text" for key in wrong],
             detail={key: values[key] for key in wrong},
@@ -423,9 +423,9 @@ def refuse_beyond(profile: Profile, most: int, model: str) -> None:
     asked = profile.context.limit
     if asked != "auto" and int(asked) > most > 0:
         raise BadConfig(
-            f"context.limit = {asked:,} is more than {model} was made for",
+            f"context.limit = {asked:,} exceeds the context limit of {model}",
             code="beyond_model",
-            lines=[f"its limit is {most:,} tokens; {profile.origins['context.limit']} asks for {asked:,}"],
+            lines=[f"the limit is {most:,} tokens; {profile.origins['context.limit']} sets {asked:,}"],
             detail={"asked": asked, "limit": most},
             try_=["--ctx max", f"--ctx {most}"],
         )

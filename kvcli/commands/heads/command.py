@@ -26,36 +26,38 @@ app = typer.Typer(add_completion=False)
 
 Criterion = Literal["cvar10", "mean", "p05"]
 
-_PROMPT = "A text that the heads read. Repeatable; default a field report."
+_PROMPT = "Text for the measurement. Repeatable. Default: a field report."
 _PROBE = "prompt, ablate, needle, reason, repeat, or all. Default prompt."
-_CRITERION = "Recovery by the worst tenth of rows, their mean, or the 5th percentile."
-_CONTEXT = "Tokens read; further ones: contexts to reckon memory for. Default 2k."
-_SHOW = "What the grid draws: policy, retrieval, or any scalar of profile.json."
-_COMPARE = "An earlier run, or a DuoAttention table, to hold against this one."
-_EMIT = "Of html, json, npz, tsv, md, toml; none. Default json,html."
+_CRITERION = "Recovery over tokens: cvar10 (mean of the worst 10 %), mean, or p05 (5th percentile)."
+_CONTEXT = "Prompt length; further values: context lengths for the memory estimate. Default 2k."
+_SHOW = "Values in the grid: policy, retrieval, or any scalar of profile.json."
+_COMPARE = "Compare with an earlier run or a DuoAttention table."
+_EMIT = "Files to write: html, json, npz, tsv, md, toml, or none. Default json,html."
 
 Prompts = Annotated[list[str] | None, o.option("--prompt", metavar="FILE", help=_PROMPT)]
 Probes = Annotated[str, o.option("--probe", metavar="NAME,..", help=_PROBE)]
 By = Annotated[Criterion | None, o.option("--criterion", metavar="NAME", help=_CRITERION, rare=True)]
 Recovery = Annotated[
-    float | None, o.option("--recovery", metavar="F", help="Attention that a head's policy keeps.", rare=True)
+    float | None,
+    o.option("--recovery", metavar="F", help="Share of attention that the policy of a head must keep.", rare=True),
 ]
 Keep = Annotated[
-    float | None, o.option("--keep", metavar="F", help="Or the share of tokens that all heads keep.", rare=True)
+    float | None, o.option("--keep", metavar="F", help="Instead: share of tokens that all heads keep.", rare=True)
 ]
 Context = Annotated[str, o.option("--context", metavar="N,..", help=_CONTEXT)]
-Layers = Annotated[str | None, o.option("--layers", metavar="A-B", help="Layers to look at. Default all.", rare=True)]
+Layers = Annotated[str | None, o.option("--layers", metavar="A-B", help="Layers to measure. Default: all.", rare=True)]
 Show = Annotated[str | None, o.option("--show", metavar="NAME", help=_SHOW, rare=True)]
 Top = Annotated[int, o.option("--top", metavar="N", help="Heads listed below the grid. Default 10.", rare=True)]
 Stability = Annotated[
-    int, o.option("--stability", metavar="K", help="Write on, and look again each K tokens.", rare=True)
+    int, o.option("--stability", metavar="K", help="Repeat the probe every K generated tokens.", rare=True)
 ]
 Compare = Annotated[str | None, o.option("--compare", metavar="RUN", help=_COMPARE, rare=True)]
 Texts = Annotated[
-    int | None, o.option("--texts", metavar="N", help="Texts with four hidden facts each. Default 4.", rare=True)
+    int | None,
+    o.option("--texts", metavar="N", help="Texts with four hidden facts each. Default 4.", rare=True),
 ]
-Seed = Annotated[int, o.option("--seed", metavar="N", help="Draws texts, facts and tokens. Default 0.", rare=True)]
-Out = Annotated[str | None, o.option("--out", metavar="DIR", help="Where files go. Default ./heads-MODEL/.")]
+Seed = Annotated[int, o.option("--seed", metavar="N", help="Random seed of the texts. Default 0.", rare=True)]
+Out = Annotated[str | None, o.option("--out", metavar="DIR", help="Output folder. Default ./heads-MODEL/.")]
 Emit = Annotated[str, o.option("--emit", metavar="A,..", help=_EMIT, rare=True)]
 
 
@@ -83,12 +85,12 @@ def profile_heads(
     quant: o.Quant = None,
     allow_pickle: o.Pickle = False,
 ) -> None:
-    """Analyse attention heads: which need the full KV cache.
+    """Analyze attention heads: which need the full context.
 
-    Probes: where heads attend in a text (prompt), the loss if a head sees only
-    the first and the newest tokens (ablate), heads that find hidden facts
-    (needle) or facts by way of others (reason), heads that continue repeats
-    (repeat). Draws a grid, writes a report and a map for policy.headmap.
+    Probes: attention over a text (prompt), loss when a head sees only the
+    first and newest tokens (ablate), heads that read hidden facts (needle),
+    facts that other facts point to (reason), or continue repeats (repeat).
+    Draws a grid, writes a report and a head map (policy.headmap).
     """
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.heads.output import outlet
@@ -127,7 +129,7 @@ def _ask(
     if stability and "prompt" not in probes:
         raise UsageError("--stability needs --probe prompt", try_=["--probe prompt --stability 64"])
     if texts is not None and (texts < 1 or not {"ablate", "needle"} & set(probes)):
-        why = "at least 1" if texts < 1 else "only --probe ablate and needle hide facts in texts"
+        why = "at least 1" if texts < 1 else "only --probe ablate and needle use texts with hidden facts"
         raise UsageError(f"--texts {texts}: {why}", try_=["--probe ablate --texts 4"])
     return ProbeRequest(
         probes=probes,
@@ -150,7 +152,7 @@ def _probes(text: str) -> tuple[Probe, ...]:
         return PROBES
     unknown = [name for name in names if name not in PROBES]
     if unknown or not names:
-        said = f"there is no probe {unknown[0]!r}" if unknown else "--probe names none"
+        said = f"there is no probe {unknown[0]!r}" if unknown else "--probe names no probe"
         raise UsageError(said, try_=[f"--probe {name}" for name in (*PROBES, "all")])
     return tuple(name for name in PROBES if name in names)
 
@@ -163,7 +165,7 @@ def _settings(profile: Profile, chosen: dict[str, object]) -> FastGen:
         if isinstance(value, float) and not 0 < value <= 1:
             raise UsageError(f"--{name} {value:g}: a share above 0, at most 1", try_=[f"--{name} 0.5"])
     if "recovery" in given and "keep" in given:
-        raise UsageError("--recovery and --keep exclude each other", try_=["one of the two"])
+        raise UsageError("--recovery and --keep exclude each other", try_=["only one of them"])
     if "recovery" in given:
         given["keep"] = 0.0
     settings: FastGen
@@ -173,7 +175,7 @@ def _settings(profile: Profile, chosen: dict[str, object]) -> FastGen:
         settings = profile.replace(exactness="approx", policy={"name": "fastgen", **given}).policy.settings
     if settings.recovery == "auto":
         raise UsageError(
-            'policy.recovery = "auto" is found while a text is read under the profile: here it has to be a number',
+            'policy.recovery = "auto" is measured during prefill; profile-heads needs a number',
             try_=["--recovery 0.8", "--keep 0.5"],
         )
     return settings

@@ -123,7 +123,7 @@ def outlet(
     """Return the destination. Refuses what cannot be shown, read or written, before anything is measured."""
     chosen = show or ("policy" if "prompt" in ask.probes else "retrieval")
     if chosen not in SHOWN:
-        raise UsageError(f"--show knows no {chosen!r}", try_=[f"--show {' | '.join(SHOWN)}"])
+        raise UsageError(f"--show does not take {chosen!r}", try_=[f"--show {' | '.join(SHOWN)}"])
     if SHOWN[chosen] and SHOWN[chosen] not in ask.probes:
         raise UsageError(
             f"--show {chosen} needs --probe {SHOWN[chosen]}",
@@ -149,7 +149,7 @@ def _forms(text: str) -> tuple[str, ...]:
         return ()
     unknown = [name for name in names if name not in FORMS]
     if unknown or not names:
-        said = f"--emit knows no {unknown[0]!r}" if unknown else "--emit names nothing"
+        said = f"--emit does not take {unknown[0]!r}" if unknown else "--emit names no format"
         raise UsageError(said, try_=[f"--emit {','.join(FORMS)}", "--emit none"])
     if "toml" in names and "json" not in names:
         raise UsageError(f"--emit toml needs json: the profile points to {PROFILE}", try_=["--emit json,toml"])
@@ -162,7 +162,7 @@ def _check_folder(folder: Path, typed: str | None) -> None:
     above = next((p for p in (folder, *folder.parents) if p.exists()), folder)
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise BadInput(
-            f"cannot write to {folder}: {above} is closed to you", code="file_unwritable", try_=["--out DIR"]
+            f"cannot write to {folder}: no permission for {above}", code="file_unwritable", try_=["--out DIR"]
         )
 
 

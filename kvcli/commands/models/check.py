@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvcli.models.source import Source
     from kvcli.schemas.listings import CheckDocument
 
-Online = Annotated[bool, o.option("--online", help="Ask the Hugging Face hub for headers of what is not here.")]
+Online = Annotated[bool, o.option("--online", help="Download missing file headers from the Hugging Face hub.")]
 
 CONTEXTS = (8192, 32768)  # tokens
 
@@ -31,16 +31,15 @@ def check(
     allow_pickle: o.Pickle = False,
     online: Online = False,
 ) -> int:
-    """Check if a model runs here, with its precision, drafting methods and memory.
+    """Check whether a model runs here: precision, drafting and memory.
 
-    Reads config.json, the headers of the weight files and the tokenizer's
-    names, and no weights. Uses the network only with --online, and then for
-    these alone. A refused model gets the same message as when loading it.
-    Exit 4: it does not run; 5: it runs, but does not fit in memory.
+    Reads only config.json, the headers of the weight files and the names of
+    the tokenizer. Uses the network only with --online, for these files. Exit
+    code 4: the model is not supported; 5: it is supported, but does not fit.
     """
     world: Environment = context.obj
     if online and world.options.offline:
-        raise UsageError("--online and --offline exclude each other", try_=["one of the two"])
+        raise UsageError("--online and --offline exclude each other", try_=["only one of them"])
     document = checked(Setup(world, model, o.load_flags(context.params)), online)
     if world.options.json:
         print_json(world, document)
@@ -101,7 +100,7 @@ def _found(setup: Setup, allow_pickle: bool, online: bool) -> Source:
         if not hub.may_fetch(setup.entry.path, error):
             raise
         if not online:
-            error.try_ = (f"kvcli models check {setup.name} --online asks the hub for headers", *error.try_)
+            error.try_ = (f"kvcli models check {setup.name} --online downloads the headers", *error.try_)
             raise
     return source.look_up(setup.entry.path, setup.entry.revision or None)
 
@@ -112,16 +111,16 @@ def rows(document: CheckDocument) -> list[list[str]]:
     room = f"of {long_size(document.available_bytes)} on {document.device}"
     return [
         ["model", f"{document.model} ({document.family})"],
-        ["runs", "yes" if document.is_decided else "unless its attention is refused"],
+        ["runs", "yes" if document.is_decided else "unless its attention is not supported"],
         ["context", f"{count(document.context)} tokens" if document.context else "–"],
         ["weights", f"{long_size(document.weight_bytes)} in {_precision(document)}"],
         *(
             [f"{count(one.ctx)} tokens", f"{long_size(one.bytes)} {room}{'' if one.fits else ': does not fit'}"]
             for one in document.memory
         ),
-        *(["drafted by", drafted(one)] for one in document.drafts),
-        *([] if document.drafts else [["drafted by", "no model at hand; --spec ngram needs none"]]),
-        *(["its own", said] for said in document.heads),
+        *(["draft model", drafted(one)] for one in document.drafts),
+        *([] if document.drafts else [["draft model", "none on this machine; --spec ngram needs none"]]),
+        *(["draft layers", said] for said in document.heads),
         *(["note", note] for note in document.notes),
     ]
 

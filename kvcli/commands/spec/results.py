@@ -93,11 +93,11 @@ def predicted(passes: Sequence[PassTime], rows: float, tokens: float, context: i
 
 def verdict(ratio: Range, report: DraftReport) -> str:
     if ratio.low > CLEAR:
-        return f"it pays on this text: {ratio.median:.2f} times the speed of plain decoding"
+        return f"drafting is faster on this text: {ratio.median:.2f}× plain decoding"
     if ratio.high < 1:
         why = f": {report.reason}" if report.paused else ""
-        return f"it does not pay on this text: {ratio.median:.2f} times the speed of plain decoding{why}"
-    return f"it makes no clear difference on this text: {ratio.low:.2f} to {ratio.high:.2f} times the speed"
+        return f"drafting is slower on this text: {ratio.median:.2f}× plain decoding{why}"
+    return f"no significant difference on this text: {ratio.low:.2f}× to {ratio.high:.2f}× plain decoding"
 
 
 def tuned(
@@ -105,9 +105,9 @@ def tuned(
 ) -> SpecTuneDocument:
     """Return the document, without the file that may be written."""
     best = rivals[0]
-    gain = f"{best.score:.2f} times the speed of plain decoding"
+    gain = f"{best.score:.2f}× plain decoding"
     pays = best.name != "off" and best.score > CLEAR
-    said = f"fastest: {best.name}, {gain}" if pays else "nothing is clearly faster than plain decoding"
+    said = f"fastest: {best.name}, {gain}" if pays else "no setting is significantly faster than plain decoding"
     return SpecTuneDocument(
         kvcli=__version__,
         model=name,

@@ -43,7 +43,7 @@ def place(setup: Setup, save: str | None, output: Path | None) -> ProfileFile:
     while folder is not None and not folder.exists():
         folder = folder.parent
     if folder is not None and not (folder.is_dir() and access(folder, W_OK)):
-        raise BadInput(f"{where.shown(folder)} is no folder that can be written to", try_=["another -o", "--save NAME"])
+        raise BadInput(f"{where.shown(folder)} is not a writable folder", try_=["another -o", "--save NAME"])
     return ProfileFile(name, path if path is None or path == Path("-") else world.cwd / path)
 
 
@@ -51,7 +51,7 @@ def profile_text(base: Profile, best: TunedSettings, found: SpecTuneDocument) ->
     """Return a profile that extends the one of the run, with settings of the command line and the environment."""
     from kvcli.bench.drafting import laid_over
 
-    about = f"tuned for {found.model}: {best.score:.2f} times plain decoding"
+    about = f"tuned for {found.model}: {best.score:.2f}× plain decoding"
     lines = [
         f"# Written by kvcli spec tune: {best.name}, measured on {', '.join(found.workloads)} with "
         f"{found.context:,} tokens.",

@@ -38,7 +38,7 @@ def summarize(
     mode: o.Mode = "auto",
     chunk: o.Chunk = None,
     overlap: o.Overlap = 0,
-    fresh: o.Fresh = False,
+    no_cache: o.NoCache = False,
     output: o.Output = None,
     format: o.Format = None,
     model: f.ModelOption = None,
@@ -55,11 +55,11 @@ def summarize(
     stats: f.Figures = None,
     dry_run: o.DryRun = False,
 ) -> int:
-    """Summarize long documents, with page numbers that are checked.
+    """Summarize long documents, with verified page citations.
 
-    The summary goes to stdout, all else to stderr. A citation that could not
-    be confirmed ends in "?". Finished parts survive Ctrl-C: the same command
-    continues after them.
+    The summary goes to stdout, everything else to stderr. A citation that
+    could not be confirmed ends in "?". Finished parts are saved: after Ctrl-C
+    the same command continues with the next part.
     """
     from kvcli.commands.chat.pack_option import model_of, pack_of, profile_of
     from kvcli.commands.common.memory_check import MemoryWishes
@@ -76,11 +76,11 @@ def summarize(
         kept = {"files", "pages", "type_", "password_file", "extract_only", "output", "format"}
         f.refuse_others(context, "--extract-only", kept)
     if dry_run and output not in (None, "-"):
-        raise UsageError("--dry-run prints the plan and writes no file", try_=["leave -o out"])
+        raise UsageError("--dry-run prints the plan and writes no file", try_=["leave out -o"])
     request = o.request_of(context.params)
     out = outlet(world, format, output, [*(files or []), *([password_file] if password_file else [])])
     if out.form == "html" and (extract_only or dry_run):
-        raise UsageError("only a summary comes as html", try_=["--format md", "--format json"])
+        raise UsageError("only summaries can be written as HTML", try_=["--format md", "--format json"])
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
     others = [files, pages, type_, password_file, extract_only, each, mode != "auto", chunk, overlap]
     packed = pack_of(world, pack, others, ALONE) if pack is not None else None
@@ -94,6 +94,6 @@ def summarize(
     how = ReadOptions(pages, type_, password_of(world, password_file))
     shelf = of_pack(packed) if packed is not None else read_all(world, files or [], how)
     job = SummaryJob(
-        setup, profile, request, shelf, out, screen, MemoryWishes(force, ctx == "max"), each, fresh, packed
+        setup, profile, request, shelf, out, screen, MemoryWishes(force, ctx == "max"), each, no_cache, packed
     )
     return print_text(job) if extract_only else run(job, dry_run=dry_run)

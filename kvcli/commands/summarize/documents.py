@@ -58,7 +58,7 @@ def read_all(world: Environment, names: Sequence[str], how: ReadOptions) -> Inpu
     check_type(how.type)
     if not names:
         raise UsageError(
-            "which file?",
+            "no file is named",
             try_=["kvcli summarize paper.pdf", "kvcli summarize - < paper.pdf", "kvcli summarize demo:pdf"],
         )
     _refuse_twice(world, names)
@@ -90,8 +90,8 @@ def _refuse_twice(world: Environment, names: Sequence[str]) -> None:
     for name in names:
         file = _file_of(world, name)
         if file in first:
-            also = f", first as {first[file]}" if first[file] != name else ""
-            raise UsageError(f"{name} is named twice{also}", try_=["each file once"])
+            also = f" (the first time as {first[file]})" if first[file] != name else ""
+            raise UsageError(f"{name} is named twice{also}", try_=["name each file once"])
         first[file] = name
 
 

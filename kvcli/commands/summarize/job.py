@@ -38,7 +38,7 @@ class SummaryJob:
     screen: Screen
     wanted: MemoryWishes
     each: bool = False
-    fresh: bool = False
+    no_cache: bool = False
     packed: Pack | None = None  # the pack that the documents come from, if not from files
     status: int = field(default=ExitStatus.OK)
 

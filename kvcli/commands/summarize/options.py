@@ -16,37 +16,41 @@ Citing = Literal["page", "none"]
 
 _said = partial(option, panel="The summary")
 _read = partial(option, panel="The documents")
-_made = partial(option, panel="How it is made")
+_made = partial(option, panel="Reading in parts")
 _kept = partial(option, panel="The result")
 
-_FILES = "PDF, HTML, EPUB, DOCX, mail, text, ...; - is standard input, paper.pdf:3-9 pages of it, demo:pdf an example."
-_MODE = "Read it whole, in parts (map), or whole if it fits."
-_CHECK = "Hold every citation against the page it names."
-_QUOTES = "Under each point the sentence that confirms it."
-_ONLY = "Print the text as it is read, with page marks, and end; no model."
-_OUTPUT = "Write it there when it is complete, nothing on stdout; - is stdout."
-_EACH = "One summary for each file instead of one of all."
-_FRESH = "Ask anew about parts that an earlier run was told about."
-_CHUNK = "Parts of at most this many tokens."
-_OVERLAP = "Tokens that a part repeats of the one before it."
+_FILES = "PDF, HTML, EPUB, DOCX, mail, text, ...; - = standard input, paper.pdf:3-9 = pages, demo:pdf = an example."
+_MODE = "Read everything in one part (whole), summarize parts and merge (map-reduce), or whole if it fits (auto)."
+_CHECK = "Verify each citation against its page."
+_QUOTES = "Print the confirming sentence under each point."
+_ONLY = "Print the extracted text with page marks; no model is used."
+_OUTPUT = "Write the complete summary to FILE instead of stdout; - = stdout."
+_EACH = "Write one summary per file instead of one for all files."
+_NO_CACHE = "Ignore saved results of an earlier run."
+_CHUNK = "Maximum tokens of a part."
+_OVERLAP = "Tokens that a part repeats from the part before it."
 _DRY = "Print the plan; load no weights."
-_PASSWORD = "A file whose first line opens encrypted documents."
-_TYPE = "pdf, html, epub, docx, mail, mhtml, notebook, markdown or text, whatever the file looks like."
+_PASSWORD = "File whose first line is the password of encrypted documents."
+_TYPE = "Treat files as pdf, html, epub, docx, mail, mhtml, notebook, markdown or text."
 
 Files = Annotated[list[str] | None, typer.Argument(metavar="FILE", help=_FILES, show_default=False)]
 
-Length = Annotated[str | None, _said("--length", metavar="short|medium|long|N", help="N is a number of words.")]
-Styled = Annotated[Style | None, _said("--style", help="Bullets, prose, an outline or an abstract.")]
-Focus = Annotated[str | None, _said("--focus", metavar="TEXT", help="What the reader wants to know about.")]
-Lang = Annotated[str | None, _said("--lang", metavar="NAME", help="The language to write in.")]
+Length = Annotated[
+    str | None, _said("--length", metavar="short|medium|long|N", help="Length of the summary; N = number of words.")
+]
+Styled = Annotated[Style | None, _said("--style", help="Form of the summary.")]
+Focus = Annotated[str | None, _said("--focus", metavar="TEXT", help="Topic of the summary.")]
+Lang = Annotated[str | None, _said("--lang", metavar="NAME", help="Language of the summary.")]
 Cite = Annotated[
-    Citing, _said("--cite", help="Name pages (sections, lines where there are none), or nothing.", rare=True)
+    Citing, _said("--cite", help="Cite pages (sections or lines in files without pages), or nothing.", rare=True)
 ]
 Check = Annotated[bool, _said("--check/--no-check", help=_CHECK, rare=True)]
 Quotes = Annotated[bool, _said("--quotes", help=_QUOTES, rare=True)]
 
-Pack = Annotated[str | None, _read("--pack", metavar="NAME.kvs", help="What kvcli pack has read, instead of files.")]
-Pages = Annotated[str | None, _read("--pages", metavar="1-20,35", help="These pages only.")]
+Pack = Annotated[
+    str | None, _read("--pack", metavar="NAME.kvs", help="Documents that kvcli pack has saved, instead of files.")
+]
+Pages = Annotated[str | None, _read("--pages", metavar="1-20,35", help="Read only these pages.")]
 Kind = Annotated[str | None, _read("--type", metavar="NAME", help=_TYPE, rare=True)]
 Password = Annotated[str | None, _read("--password-file", metavar="FILE", help=_PASSWORD, rare=True)]
 Only = Annotated[bool, _read("--extract-only", help=_ONLY, rare=True)]
@@ -55,10 +59,10 @@ Each = Annotated[bool, _read("--each", help=_EACH)]
 Mode = Annotated[Wish, _made("--mode", help=_MODE, rare=True)]
 Chunk = Annotated[str | None, _made("--chunk", metavar="N", help=_CHUNK, rare=True)]
 Overlap = Annotated[int, _made("--overlap", metavar="N", help=_OVERLAP, rare=True)]
-Fresh = Annotated[bool, _made("--fresh", help=_FRESH, rare=True)]
+NoCache = Annotated[bool, _made("--no-cache", help=_NO_CACHE, rare=True)]
 
 Output = Annotated[str | None, _kept("--output", "-o", metavar="FILE", help=_OUTPUT)]
-Format = Annotated[Form | None, _kept("--format", help="Without it, as FILE ends, else md.")]
+Format = Annotated[Form | None, _kept("--format", help="Output format. Default: by the name of FILE, else md.")]
 
 DryRun = Annotated[bool, option("--dry-run", help=_DRY, panel="The model", rare=True)]
 

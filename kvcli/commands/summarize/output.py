@@ -124,18 +124,18 @@ class SummaryOutput:
 def outlet(world: Environment, form: Form | None, output: str | None, inputs: Sequence[str]) -> SummaryOutput:
     """Return the destination. Refuses files that cannot be written, before anything is read."""
     if world.options.json and form not in (None, "json"):
-        raise UsageError(f"--json and --format {form} exclude each other", try_=["one of the two"])
+        raise UsageError(f"--json and --format {form} exclude each other", try_=["only one of them"])
     form = "json" if world.options.json else form
     if output is None or output == "-":
         return SummaryOutput(world, form or "md")
     if not output:
-        raise UsageError("-o names no file", try_=["-o FILE", "-o - for standard output"])
+        raise UsageError("-o needs a file name", try_=["-o FILE", "-o - for standard output"])
     file = world.cwd / os.path.expanduser(output)
     if any(_same(file, world, name) for typed in inputs for name in (typed, split_pages(typed)[0])):
-        raise UsageError(f"-o {output} would replace a file that is read", try_=["another name"])
+        raise UsageError(f"-o {output} would overwrite an input file", try_=["another name"])
     ending = ENDINGS.get(file.suffix.lower())
     if world.options.json and file.suffix and ending not in (None, "json"):
-        raise UsageError(f"--json and -o {output} exclude each other", try_=["-o FILE.json", "leave --json out"])
+        raise UsageError(f"--json and -o {output} exclude each other", try_=["-o FILE.json", "leave out --json"])
     file, form = output_file(world, output, ENDINGS, form)
     return SummaryOutput(world, form, file)
 

@@ -102,4 +102,4 @@ def _print(job: SummaryJob, given: Sequence[InputDocument], plan: Plan, window: 
     if len(plan.parts) > 1:
         for part, prompt in zip(plan.parts, plan.prompts, strict=True):
             out.line((f"  part {part.number} · {stretch(part)} · {prompt:,} tokens", ""))
-    out.line((f"  answers of at most {plan.answer:,} tokens · window {plan.limit:,}", ""))
+    out.line((f"  answer length up to {plan.answer:,} tokens · context window {plan.limit:,}", ""))

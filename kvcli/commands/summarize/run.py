@@ -134,7 +134,7 @@ def _one(
         said = _plan(job, given, plan, window)
     for line in said:
         job.screen.err.line((line, ""))
-    cache = Cache.of(job.setup.world.paths.cache, text.info, prepared.profile, is_fresh=job.fresh)
+    cache = Cache.of(job.setup.world.paths.cache, text.info, prepared.profile, is_fresh=job.no_cache)
     look = RowOptions(prepared.profile.name, stopping=cancel)
     view = SummaryView(job.screen, look, plan, job.out.live(), tells=job.tells)
     events = summarize(text, documents, cache=cache, cancel=cancel, plan=plan)
@@ -150,8 +150,8 @@ def _one(
         is_loop = any(answered.turn.finish == "loop" for answered in view.summary.turns)
         raise EmptySummary(
             f"{text.info.id} wrote no summary",
-            lines=["its answer went round in a loop" if is_loop else "its answer is empty"],
-            try_=["-m with another model", "--fresh"],
+            lines=["its answer repeated itself" if is_loop else "its answer is empty"],
+            try_=["-m with another model", "--no-cache"],
         )
     _finish(job, prepared, text, given, view)
 
@@ -161,7 +161,7 @@ def _keep(job: SummaryJob, text: TextSession, turn: Turn, cancel: Interrupt) -> 
     from kvcli.commands.chat.save_chat import said_of
 
     if job.packed is not None and turn.stats.cached < job.packed.about.tokens:
-        job.tell(f"{job.packed.folder.name} was read again: this question joins with the last word of its text")
+        job.tell(f"{job.packed.folder.name} was read again: the question merges with the last token of its text")
     job.tell(said_of(text.keep(cancel)))
 
 
@@ -176,7 +176,7 @@ def _tell_stopped(job: SummaryJob, view: SummaryView) -> None:
     from kvcli.render.turn.turn_summary import joined
 
     err = job.screen.err
-    for line in joined([stopped(view.stopped, fresh=job.fresh)], err.width) if view.stopped and job.tells else ():
+    for line in joined([stopped(view.stopped, no_cache=job.no_cache)], err.width) if view.stopped and job.tells else ():
         err.line((line, ""))
 
 
@@ -197,7 +197,7 @@ def _finish(
     sources = facts(given, text.tokenizer)
     made = summary_document(summary, sources, [turn_document(a.turn, text.info, under) for a in summary.turns])
     if not job.each:
-        made.notes += [f"{name} is left out: {error.message}" for name, error in job.shelf.failed]
+        made.notes += [f"{name} is not in the summary: {error.message}" for name, error in job.shelf.failed]
     job.out.end(made, summary.points)
     named = {name: one.document for name, one in zip(job.names(given), given, strict=True)}
     for note in notes(summary, named, cited=job.request.cite):

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 _TEXT = {
     "base": ("the baseline", "square"),
-    "same": ("the same text", "circle"),
-    "tie": ("differs from a near tie on", "diamond"),
-    "differs": ("another text", "triangle"),
+    "same": ("identical text", "circle"),
+    "tie": ("difference explained by rounding", "diamond"),
+    "differs": ("different text", "triangle"),
     "unknown": ("texts not compared", "cross"),
 }
 _KINDS = _TEXT | quality.KINDS
@@ -71,15 +71,11 @@ def _facts(document: BenchDocument, rows: Sequence[BenchRow]) -> Iterator[tuple[
         small, large = held[0].kv_bytes or 0, held[-1].kv_bytes or 0
         alike = [row.profile for row in held if row.kv_bytes == small]
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-        yield (
-            "Smallest cache",
-            alike[0] + more,
-            f"{long_size(small)} of keys and values; the largest {long_size(large)}",
-        )
+        yield ("Smallest KV cache", alike[0] + more, f"{long_size(small)}; the largest has {long_size(large)}")
     compared = [row for row in rows if row.same is not None]
     if compared:
         equal = sum(row.same is not None and row.same.share == 1 for row in compared)
-        yield "Same text", f"{equal} of {len(compared)}", f"write token for token what {document.baseline} writes"
+        yield "Identical text", f"{equal} of {len(compared)}", f"produce the same tokens as {document.baseline}"
 
 
 def _headline(document: BenchDocument) -> Markup:
@@ -91,7 +87,7 @@ def _headline(document: BenchDocument) -> Markup:
     names = dict.fromkeys(row.profile for row in document.rows)
     lines = [[name, *(_headline_cell(held.get((name, *block)), document) for block in blocks)] for name in names]
     text = tag("p", b.legend(document, b.filled(document.rows, document)), class_="legendtext")
-    return section("Decoding, tokens a second", data_table(["", *head], lines), text)
+    return section("Decoding, tokens per second", data_table(["", *head], lines), text)
 
 
 def _headline_cell(row: BenchRow | None, document: BenchDocument) -> Markup:
@@ -165,13 +161,17 @@ def _memory(document: BenchDocument, rows: Sequence[BenchRow]) -> Markup:
         kind = _kind(document, row)
         words, shape = _KINDS[kind]
         used[kind] = None
-        title = f"{row.profile}: {number(span.median)} tok/s, {long_size(row.kv_bytes)} of keys and values, {words}"
+        title = f"{row.profile}: {number(span.median)} tok/s, KV cache {long_size(row.kv_bytes)}, {words}"
         points.append(charts.Point(row.profile, row.kv_bytes / 2**20, span, kind, shape, title))
     if not points:
         return Markup("")
     key = charts.legend([(*_KINDS[kind], kind) for kind in used])
-    rest = [tag("p", f"not drawn, its memory is not known: {', '.join(absent)}", class_="legendtext")] if absent else []
-    picture = charts.scatter(points, "keys and values, MiB", "tok/s; up and to the left is better")
+    rest = (
+        [tag("p", f"not drawn, because the memory is not known: {', '.join(absent)}", class_="legendtext")]
+        if absent
+        else []
+    )
+    picture = charts.scatter(points, "KV cache, MiB", "tok/s; up and to the left is better")
     return tag("div", tag("h3", "Speed and memory"), picture, key, rest)
 
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 LEAST = 0.1  # smallest range of the axis, so that noise does not fill it
 KINDS = {
-    "kept": ("no answers lost, as far as the suite can tell", "circle"),
-    "lost": ("loses answers", "triangle"),
+    "kept": ("no significant loss in the quality suite", "circle"),
+    "lost": ("lower score", "triangle"),
     "unasked": ("quality not measured", "cross"),
 }
 
@@ -68,10 +68,10 @@ def _reach(asked: QualityDocument) -> float:
 
 def _row(row: QualityRow, reach: float) -> Markup:
     role = " (control)" if row.role == "control" else ""
-    title = tag("h3", f"{row.profile}{role}, keeps {row.kept:.0%} of the slots")
+    title = tag("h3", f"{row.profile}{role}, keeps {row.kept:.0%} of the KV cache")
     compared = [(task, task.difference) for task in row.tasks if task.difference is not None]
     if not any(x for _, d in compared for x in (d.mean, d.low, d.high)):
-        return tag("div", title, tag("p", "every task scores as with the full cache"), class_="keep")
+        return tag("div", title, tag("p", "all tasks have the score of the full cache"), class_="keep")
     worst = row.worst.task if row.worst.difference else ""
     lines = [
         _bar(task.task, task.mean, difference, reach, "worst task" if task.task == worst else "")

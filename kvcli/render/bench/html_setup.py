@@ -40,7 +40,7 @@ def fine_print(document: BenchDocument) -> Markup:
     }
     command = tag("pre", tag("code", f"$ {command_of(document)}"), tabindex="0")
     differences = [tag("li", line) for line in b.differences(document)]
-    texts = [tag("h3", "Where texts part"), tag("ul", differences)] if differences else []
+    texts = [tag("h3", "First differences of texts"), tag("ul", differences)] if differences else []
     setups = {row.profile: row.setup for row in document.rows}
     sides = [tag("details", tag("summary", name), _pairs(setup)) for name, setup in setups.items()]
     return section("What was measured", command, _pairs(facts), texts, tag("h3", "Sides"), *sides)

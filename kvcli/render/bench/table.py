@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 NONE = "–"
 DTYPES = {theirs: ours for ours, theirs in NUMBERS.items()}
 # columns to drop one after the other if the terminal is too narrow
-DROPPED = ("peak", "kv MiB", "read/s", "1st tok", "accept", "same")
+DROPPED = ("peak", "kv MiB", "read/s", "1st tok", "accept", "identical text")
 
 Cell = Callable[["BenchRow", "BenchDocument"], str]
 
@@ -40,7 +40,7 @@ def table(document: BenchDocument, width: int) -> list[str]:
 def heading(document: BenchDocument) -> str:
     env, args, model = document.env, document.args, document.model
     where = f"cpu {threads(document)}" if env.device == "cpu" else ", ".join(env.gpus) or env.device
-    order = "interleaved" if args.interleave else "one side after the other"
+    order = "interleaved" if args.interleave else "not interleaved"
     parts = [
         model.id,
         DTYPES.get(model.dtype, model.dtype) + ("" if model.quant == "none" else f" {model.quant}"),
@@ -121,10 +121,10 @@ def _why(row: BenchRow, document: BenchDocument) -> str:
     on_case = (b for b in document.rows if (b.ctx, b.workload) == (row.ctx, row.workload))
     base = next((b for b in on_case if b.profile == document.baseline), row)
     if _promise(base) != "exact":
-        return f"as it may: {base.profile} is {_promise(base)}, not exact"
+        return f"expected, because {base.profile} is {_promise(base)}, not exact"
     if _numbers(row) != _numbers(base):
-        return f"as {_numbers(row)} may beside {_numbers(base)}"
-    return "a real mismatch"
+        return f"expected with {_numbers(row)} against {_numbers(base)}"
+    return "not explained by rounding"
 
 
 def _promise(row: BenchRow) -> str:
@@ -190,7 +190,7 @@ CELLS: Mapping[str, Cell] = {
     "accept": accept,
     "kv MiB": lambda row, _: _mib(row.kv_bytes, 1),
     "peak": lambda row, _: _mib(row.peak_bytes, 0),
-    "same": same,
+    "identical text": same,
 }
 
 
@@ -201,17 +201,17 @@ def legend(document: BenchDocument, shown: Collection[str]) -> str:
     ratios = [row.ratio.tok_s for row in document.rows if row.ratio.tok_s is not None]
     if ratios:
         how = "median of paired repetitions" if ratios[0].samples else "median over median"
-        near = "their range holds 1" if document.args.reps > 1 else "one repetition has no range"
-        said.append(f"× is decoding speed over {base}'s, {how}; ≈: {near}.")
+        near = "no significant difference" if document.args.reps > 1 else "one repetition has no range"
+        said.append(f"×: decoding speed relative to {base}, {how}; ≈: {near}.")
     if "accept" in shown:
-        said.append("accept: tokens per drafted pass · share of passes that drafted.")
-    if "same" in shown:
-        how = f"drawn with seed {document.args.seed}" if document.args.temperature else "greedy"
-        said.append(f"same: tokens equal to {base}'s, {how}, up to the first that differs.")
+        said.append("accept: acceptance length (tokens per drafted pass) · share of passes that drafted.")
+    if "identical text" in shown:
+        how = f"sampled with seed {document.args.seed}" if document.args.temperature else "greedy"
+        said.append(f"identical text: share of tokens before the first difference from {base}, {how}.")
         if any(_promise(row) == "approx" for row in document.rows):
-            said[-1] += " Of an approx side this says where, not how much: --quality all counts agreement by token."
+            said[-1] += " With approx, --quality all measures the agreement of all tokens."
     if "peak" in shown:
-        said.append("peak: MiB of a process that ran the row alone.")
+        said.append("peak: MiB, measured in a separate process.")
     return " ".join(said)
 
 
@@ -231,10 +231,12 @@ def differences(document: BenchDocument) -> Iterator[str]:
         same = row.same
         if same is None or same.first_difference is None:
             continue
-        where = f"{row.profile}, {row.workload} {row.ctx:,}: differs first at token {same.first_difference + 1}"
+        where = f"{row.profile}, {row.workload} {row.ctx:,}: first differs at token {same.first_difference + 1}"
         if same.near_tie is None or same.margin is None or same.bound is None:
             yield f"{where}, not checked"
-        elif same.near_tie and _promise(row) == "exact":
-            yield f"{where}, a near tie (logits {same.margin:.3g} apart, rounding reaches {same.bound:.3g})"
+            continue
+        logits = f"logit difference {same.margin:.3g}, rounding error up to {same.bound:.3g}"
+        if same.near_tie and _promise(row) == "exact":
+            yield f"{where}, explained by rounding ({logits})"
         else:
-            yield f"{where}, {_why(row, document)} (logits {same.margin:.3g} apart, rounding reaches {same.bound:.3g})"
+            yield f"{where}, {_why(row, document)} ({logits})"

@@ -22,13 +22,13 @@ from kvcli.render.bench.table import (
     weights,
     where,
 )
-from kvcli.render.terminal.numbers import BARS
 from kvcli.safe_output import escaped, neutralise
 from kvcli.schemas.bench import BenchLine
 
 if TYPE_CHECKING:
     from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchRow, HistoryEntry
 
+BARS = "▁▂▃▄▅▆▇█"
 TREND = 12  # results in a sparkline
 
 
@@ -107,7 +107,8 @@ def trend(document: BenchHistoryDocument) -> list[list[list[str]]]:
     tables = []
     for (profile, ctx, workload), entries in groups.items():
         speeds = [entry.tok_s for entry in entries if entry.tok_s is not None]
-        head = [f"{profile} · {workload} {ctx:,}", "tok/s", "×", "of", "1st tok", "same", "commit", bars(speeds)]
+        side = f"{profile} · {workload} {ctx:,}"
+        head = [side, "tok/s", "×", "of", "1st tok", "identical text", "commit", bars(speeds)]
         tables.append([head, *map(_trend_row, entries)])
     return tables
 

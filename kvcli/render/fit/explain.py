@@ -12,14 +12,14 @@ from kvcli.render.terminal.wrap import folded, styled
 if TYPE_CHECKING:
     from kvcli.schemas.fit import FitBudget, FitPart, FitPlan, FitRung
 
-GONE = "what has no room is gone: --set memory.disk=8GiB --set sparse.method=sketch finds it again"
+GONE = "dropped tokens are lost; to keep them on disk: --set memory.disk=8GiB --set sparse.method=sketch"
 
 
 def explained(plan: FitPlan, width: int) -> Iterator[list[Span]]:
     """Yield a title, then points of one or more lines, at most `width` columns wide."""
     budget, at = plan.budget, f"{plan.profile} at {f.count(plan.ctx)}"
     asked = f"memory.budget = {budget.asked}" if budget is not None and budget.asked else "memory.max_loss"
-    what = "what takes memory" if budget is None else f"how {asked} is spent"
+    what = "memory use" if budget is None else f"use of {asked}"
     yield from styled(f"{at}: {what}", width, "bold")
     for line in _parts(plan, plan.parts or []) if budget is None else _budget(plan, budget):
         for i, words in enumerate(folded(line, width, 4)):
@@ -29,56 +29,57 @@ def explained(plan: FitPlan, width: int) -> Iterator[list[Span]]:
 def _parts(plan: FitPlan, parts: list[FitPart]) -> Iterator[str]:
     for part in parts:
         ways = [f"{change.type} (peak {f.long_size(change.total)})" for change in part.changes]
-        yield f"{part.name} {f.long_size(part.bytes)}{', less with ' if ways else ''}{' or '.join(ways)}"
-    yield f"all together {f.long_size(plan.total)}"
+        yield f"{part.name} {f.long_size(part.bytes)}{', reduced by ' if ways else ''}{' or '.join(ways)}"
+    yield f"total {f.long_size(plan.total)}"
 
 
 def _budget(plan: FitPlan, of: FitBudget) -> Iterator[str]:
     if of.asked:
-        yield f"keys and values: {f.long_size(of.bytes)} of {f.long_size(of.whole)} that all of it takes in full"
+        yield f"KV cache: {f.long_size(of.bytes)} of {f.long_size(of.whole)} at full precision"
     if of.lose:
-        yield f"no more than {of.lose:.1%} of what it is worth is lost{', if that is enough' if of.asked else ''}"
+        yield f"at most {of.lose:.1%} of the total score is lost{', if the budget allows it' if of.asked else ''}"
     first, more = f"{f.count(of.always)} first and newest tokens, {f.long_size(of.always_bytes)}", ""
     if of.always_bytes > of.bytes:
-        more = f": more than the budget, by {f.long_size(of.always_bytes - of.bytes)}"
-    yield f"always in full: {first}{more}; and the system prompt and what tools said"
+        more = f", which exceeds the budget by {f.long_size(of.always_bytes - of.bytes)}"
+    yield f"always at full precision: {first}{more}; also the system prompt and tool output"
     if of.is_late:
-        yield f"until it has been read all of it is there: {f.long_size(plan.kv)} at most"
-    yield f"beside it: {f.long_size(of.beside)}, {'' if of.is_late else 'of a pass, and '}what is remembered of tokens"
+        yield f"during prefill the cache is uncompressed: up to {f.long_size(plan.kv)}"
+    yield f"in addition: {f.long_size(of.beside)} for {'' if of.is_late else 'a forward pass and '}the scores of tokens"
     for rung in of.rungs if of.asked else ():
         if rung.bits or rung.is_found:
-            yield f"room for {f.count(rung.room)} tokens {_lies(rung)}, {f.long_size(rung.token)} each"
+            yield f"{_lies(rung)}: up to {f.count(rung.room)} tokens, {f.long_size(rung.token)} each"
     if len(set(of.layers)) > 1:
-        yield f"bytes of a token in full by layer: {_runs(of.layers)}"
+        yield f"bytes per token at full precision, by layer: {_runs(of.layers)}"
     if of.asked:
         yield _shares(plan, of)
-    again = f"; {f.count(of.again)} rows run once more for it" if of.again else ""
-    yield f"a token's worth says {of.score}, by {of.by}{again}"
+    again = f"; {f.count(of.again)} prompt tokens are computed twice for it" if of.again else ""
+    yield f"importance of tokens: {of.score}, by {of.by}{again}"
     yield _heads(of)
-    read = f"recall reads {of.recall}" if of.recall else "all of it is read"
-    yield f"what has no room lies on {of.elsewhere}: {read}" if of.elsewhere else GONE
+    read = f"sparse attention reads {of.recall}" if of.recall else "all of them are read"
+    yield f"tokens beyond the budget are stored on {of.elsewhere}: {read}" if of.elsewhere else GONE
 
 
 def _shares(plan: FitPlan, of: FitBudget) -> str:
     shares = [f"{f.percent(rung.share)} {_lies(rung)}" for rung in of.rungs if rung.share]
-    return f"were all {f.count(plan.ctx)} worth alike: {', '.join(shares)}"
+    return f"at equal importance, of {f.count(plan.ctx)} tokens: {', '.join(shares)}"
 
 
 def _lies(rung: FitRung) -> str:
     if rung.is_found:
-        return "elsewhere"
-    return {16: "in full", 0: "without room"}.get(rung.bits, f"in {rung.bits} bits")
+        return "offloaded"
+    return {16: "at full precision", 0: "dropped"}.get(rung.bits, f"in {rung.bits} bits")
 
 
 def _heads(of: FitBudget) -> str:
     if of.headmap != "auto":
-        given = f"heads weigh as {of.headmap} says"
-        return given if of.headmap else "heads weigh alike: --set policy.headmap=auto finds out which need more"
+        given = f"head weights from {of.headmap}"
+        return (
+            given if of.headmap else "all heads have equal weight; --set policy.headmap=auto measures which need more"
+        )
     if of.is_mapped:
-        return "heads weigh by a map of this model, which is there"
+        return "head weights from the saved map of this model"
     takes = f"{f.count(of.passes)} short passes" if of.map_seconds is None else f"about {f.seconds(of.map_seconds)}"
-    made = f"made when it is first run: {takes}"
-    return f"heads weigh by a map of this model, {made}"
+    return f"head weights from a map of this model, measured at its first run: {takes}"
 
 
 def _runs(sizes: list[int]) -> str:

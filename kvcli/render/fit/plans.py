@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 GIB, MIB = 1 << 30, 1 << 20
 STEADY = 1.5  # on an undisturbed machine, slowest pass / fastest pass is below this
 TRY = "  try: "
-_AWAY = {"host": "in host memory", "disk": "on the disk"}
-MEASURE = "not calibrated, so no times: kvcli bench --calibrate"
-DESCRIBED = "no times: a machine that is only described cannot be calibrated"
+_AWAY = {"host": "in host memory", "disk": "on disk"}
+MEASURE = "no speed estimate yet: kvcli bench --calibrate measures this machine"
+DESCRIBED = "no speed estimate: --ram/--vram describe another machine"
 
 
 def fit_lines(document: FitDocument, width: int, explains: bool = False) -> Iterator[list[Span]]:
@@ -71,12 +71,13 @@ def _plans(document: FitDocument, width: int) -> Iterator[list[Span]]:
     def size(n: int) -> str:
         return f"{n / unit:,.2f}" if unit == GIB else f"{n / unit:,.{int(n < 100 * MIB)}f}"
 
-    names = ["profile", "ctx", "weights", "kv", "draft", "program", "working", "loading", "peak", "fits", "largest"]
+    names = ["profile", "ctx", "weights", "kv", "draft", "runtime", "activations", "loading", "peak"]
+    names += ["fits", "max context"]
     rows = [[*_cells(plan, size)] for plan in document.plans]
     if not any(plan.loading for plan in document.plans):
         names, rows = [n for n in names if n != "loading"], [[*row[:7], *row[8:]] for row in rows]
     yield from _table(names, rows, [plan.fits for plan in document.plans], width)
-    kept = f"{word}; {size(document.free_bytes)} available, of which {size(document.kept_free)} are kept free"
+    kept = f"in {word}; {size(document.free_bytes)} available, {size(document.kept_free)} of it stay free"
     yield from styled(kept, width, "dim")
 
 
@@ -124,10 +125,10 @@ def _cells(plan: FitPlan, size: object) -> Iterator[str]:
 
 def _refused(plan: FitPlan, document: FitDocument, width: int) -> Iterator[list[Span]]:
     if plan.ctx > document.limit:
-        why = f"{plan.profile} at {f.count(plan.ctx)}: the model was made for {f.count(document.limit)} tokens"
+        why = f"{plan.profile} at {f.count(plan.ctx)}: the context limit is {f.count(document.limit)} tokens"
     else:
-        size = f"needs {f.long_size(plan.needed)}, {f.long_size(plan.missing)} too much"
-        why = f"{plan.profile} at {f.count(plan.ctx)} {size}; bound by {plan.binding}"
+        size = f"needs {f.long_size(plan.needed)}, {f.long_size(plan.missing)} more than available"
+        why = f"{plan.profile} at {f.count(plan.ctx)} {size}; the limit is {plan.binding}"
     yield from styled(why, width, "yellow")
     for change in plan.changes:
         tokens = f" at {f.count(change.ctx)}" if change.ctx != plan.ctx and "--ctx" not in change.type else ""
@@ -146,10 +147,10 @@ def _refused(plan: FitPlan, document: FitDocument, width: int) -> Iterator[list[
 def _foot(document: FitDocument) -> Iterator[str]:
     timed = [(plan, plan.speed) for plan in document.plans if plan.speed is not None]
     for plan, speed in timed:
-        by = "" if speed.basis == "model" else ", from this machine's figures, not this model's passes"
+        by = "" if speed.basis == "model" else " (from figures of this machine, not measured on this model)"
         yield (
-            f"{plan.profile} at {f.count(plan.ctx)}: first token {f.seconds(speed.first_token)} when full, then "
-            f"{f.rate(speed.tok_s)} without drafts{by}"
+            f"{plan.profile} at {f.count(plan.ctx)}: first token {f.seconds(speed.first_token)} at full context, then "
+            f"{f.rate(speed.tok_s)} without drafting{by}"
         )
     if document.calibrated:
         yield f"calibrated {_age(document.calibrated)}"
@@ -166,9 +167,9 @@ def _foot(document: FitDocument) -> Iterator[str]:
             yield f"{plan.profile} at {f.count(plan.ctx)}: {plan.budget.told}"
         away = [f"{f.long_size(n)} {_AWAY[where]}" for where, n in plan.kv_tiers.items() if where in _AWAY]
         if away:
-            yield f"{plan.profile} at {f.count(plan.ctx)}: of keys and values, {' and '.join(away)} are not in kv"
+            yield f"{plan.profile} at {f.count(plan.ctx)}: {' and '.join(away)} of KV are not in column kv"
         if plan.order == "layers":
-            yield f"{plan.profile} at {f.count(plan.ctx)}: prompts are read {f.ORDERS[plan.order]}"
+            yield f"{plan.profile} at {f.count(plan.ctx)}: prefill runs {f.ORDERS[plan.order]}"
     if document.plans[0].runs:
         yield _past(document.plans[0])
     yield from (f"note: {note}" for note in document.notes)
@@ -177,18 +178,18 @@ def _foot(document: FitDocument) -> Iterator[str]:
 def _gave_way(plan: FitPlan, document: FitDocument) -> Iterator[str]:
     """Yield notes on weights that do not fit on the device: their place, and what that costs."""
     if (quant := plan.chosen.get("load.quant")) == "none":
-        yield "weights stay in the bits of their file: --quant int8, which packs them anew, takes more"
+        yield "weights keep the quantization of their file; --quant int8 would need more memory"
     elif quant:
-        yield f"weights in {quant}, which fit {document.device} (--quant none keeps them, with layers on the CPU)"
+        yield f"weights quantized to {quant} to fit {document.device} (--quant none: not quantized, layers on the CPU)"
     if (split := plan.split) is None:
         return
     if split.layers == split.of:
-        yield f"{f.long_size(plan.places.get('host', 0))} of embeddings are in host memory: a pass reads a few rows"
+        yield f"{f.long_size(plan.places.get('host', 0))} of embeddings are in host memory (few rows are read)"
         return
-    by = "" if split.basis == "machine" else ", as is assumed"
+    by = "" if split.basis == "machine" else " (assumed)"
     yield (
         f"{split.layers} of {split.of} layers on {document.device}, the first {split.of - split.layers} on the CPU: "
-        f"{f.long_size(plan.places.get('host', 0))} of host memory, and {f.seconds(split.seconds)} more a token "
+        f"{f.long_size(plan.places.get('host', 0))} of host memory, {f.seconds(split.seconds)} more per token "
         f"at {f.long_size(split.bandwidth)}/s{by}"
     )
 
@@ -197,8 +198,8 @@ def _past(plan: FitPlan) -> str:
     assert plan.runs is not None
     low, high = plan.runs.low, plan.runs.high
     took = _beyond(low) if low == high else f"{_beyond(low)} to {_beyond(high)}"
-    said = f"Your last {f.count(plan.runs.runs)} runs of this model" if plan.runs.runs > 1 else "Your last run of it"
-    added = f"so program is taken for {_beyond(plan.correction)}" if plan.correction else "which changes nothing yet"
+    said = f"Your last {f.count(plan.runs.runs)} runs of this model" if plan.runs.runs > 1 else "Your last run"
+    added = f"so runtime is corrected to {_beyond(plan.correction)}" if plan.correction else "not corrected yet"
     return f"{said} took {took} than estimated, {added}."
 
 
@@ -220,7 +221,7 @@ def calibration_lines(found: CalibrationDocument, width: int) -> list[str]:
         f.plural(found.threads, "thread"),
         f"memory {f.long_size(found.bandwidth)}/s",
         *gemm,
-        f"a call {found.launch * 1e6:.1f} µs",
+        f"{found.launch * 1e6:.1f} µs per call",
         *links,
         f"disk {f.long_size(found.disk)}/s" if found.disk else "",
     ]
@@ -232,7 +233,7 @@ def _doubt(found: CalibrationDocument, width: int) -> list[str]:
     apart = median(p.high / p.low for p in found.model.passes) if found.model else 1.0
     if apart < STEADY:
         return []
-    said = f"note: the slowest turn of a pass took {apart:.1f} times its fastest; were other programs running?"
+    said = f"note: the slowest repetition of a pass took {apart:.1f}× its fastest; other programs may have been running"
     return folded(said, width)
 
 
@@ -245,7 +246,7 @@ def pass_grid(passes: Sequence[PassTime], width: int) -> Sequence[str]:
     """Return one line per context: milliseconds of a pass by number of rows."""
     rows = sorted({p.rows for p in passes})
     times = {(p.context, p.rows): p.seconds for p in passes}
-    table = [["ms a pass", *(f"{n} rows" if n > 1 else "1 row" for n in rows)]]
+    table = [["ms per pass", *(f"{n} rows" if n > 1 else "1 row" for n in rows)]]
     for context in sorted({p.context for p in passes}):
         known = (times.get((context, n)) for n in rows)
         table.append([f"at {f.count(context)}", *("–" if t is None else f"{1000 * t:,.1f}" for t in known)])

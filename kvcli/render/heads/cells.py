@@ -14,7 +14,7 @@ WORDS = {
     "retrieval": "retrieval",
     "ablate": "loss when restricted",
     "needle": "weight on the needle",
-    "reason": "weight on a fact found by way of another",
+    "reason": "weight on a fact that another fact points to",
     "repeat": "induction",
     "sink": "mass on first tokens",
     "local": "mass on the newest tokens",

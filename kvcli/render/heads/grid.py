@@ -109,5 +109,5 @@ def next_step(document: HeadsDocument, folder: str | None) -> tuple[str, str]:
     if document.ranked_by == "prompt":
         return "rank heads", f"kvcli profile-heads {model} --probe ablate"
     if folder is None:
-        return "keep the map", f"kvcli profile-heads {model} --probe {document.ranked_by} --emit json"
+        return "save the map", f"kvcli profile-heads {model} --probe {document.ranked_by} --emit json"
     return "use it", f"kvcli chat {model} -P fastgen --set policy.headmap={folder}/profile.json"

@@ -85,8 +85,8 @@ def _cards(document: HeadsDocument) -> list[tuple[str, str, str]]:
         found.append(("Attention recovered", f"{policy.recovered:.3f}", f"{policy.worst:.3f} in the worst rows"))
     if document.ranked_by != "prompt":
         few = f"{len(document.suggest.full)} of {total}"
-        by = f"{100 * document.suggest.carried:.0f} % of what the probe “{document.ranked_by}” finds"
-        found.append(("Heads that need the whole past", few, f"{by}; {long_size(kv.headmap)} if only these keep it"))
+        by = f"{100 * document.suggest.carried:.0f} % of the scores of probe “{document.ranked_by}”"
+        found.append(("Heads that need the full context", few, f"{by}; {long_size(kv.headmap)} if only these are full"))
     if (check := document.check) is not None:
         found.append(
             (

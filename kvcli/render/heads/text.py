@@ -38,22 +38,22 @@ def facts(document: HeadsDocument, *, beside: bool = False) -> Iterator[str]:
     suggest, total = document.suggest, len(document.probed) * document.kv_heads
     if document.ranked_by != "prompt" and not beside:
         what = {
-            "ablate": "what is lost by restricting heads",
+            "ablate": "the loss from restricting heads",
             "needle": "the weight on hidden facts",
-            "reason": "the weight on facts found by way of others",
+            "reason": "the weight on facts that other facts point to",
         }.get(document.ranked_by, "the weight on repeats")
         yield (
             f"{len(suggest.full)} of {total} heads carry {100 * suggest.carried:.0f} % of {what}; "
-            f"the others restricted: first {suggest.sinks} and newest {suggest.window} tokens"
+            f"the others need only the first {suggest.sinks} and newest {suggest.window} tokens"
         )
     if (check := document.check) is not None and not beside:
         yield (
-            f"hidden facts answered right: {check.whole} of {check.of} with all heads whole, {check.restricted} with "
-            f"only these whole, {check.without} with only these restricted"
+            f"hidden facts answered correctly: {check.whole} of {check.of} with the full KV cache, "
+            f"{check.restricted} with it for these heads only, {check.without} with these heads restricted"
         )
     if (stability := document.stability) is not None and stability.tokens:
         said = ", ".join(f"{n} after {f.count(t)}" for n, t in zip(stability.changed, stability.tokens, strict=True))
-        yield f"another policy while writing: {said} tokens; mass moved by {max(stability.drift):.3f} at most"
+        yield f"policy changes during generation: {said} tokens; mass moved by up to {max(stability.drift):.3f}"
     if document.compare is not None:
         yield _compared(document)
 
@@ -62,7 +62,7 @@ def _memory(kv: HeadsKv, document: HeadsDocument) -> str:
     said = [f"{f.long_size(kv.policy)} with these policies"] if kv.policy is not None else []
     if document.ranked_by != "prompt":
         said.append(f"{f.long_size(kv.headmap)} with the head map")
-    return f"kv at {f.count(kv.context)} tokens: {f.long_size(kv.whole)} whole → {', '.join(said) or 'unknown'}"
+    return f"KV cache at {f.count(kv.context)} tokens: {f.long_size(kv.whole)} in full → {', '.join(said) or 'unknown'}"
 
 
 def _compared(document: HeadsDocument) -> str:
@@ -71,7 +71,7 @@ def _compared(document: HeadsDocument) -> str:
     rho = "no ranks to compare" if other.spearman is None else f"rank correlation {other.spearman:.2f}"
     flips = "" if other.changed is None else f", {other.changed} heads with another policy"
     largest = max((abs(value) for row in other.difference for value in row), default=0.0)
-    return f"against {other.name}, {other.scalar}: {rho}, up to {largest:.2g} apart{flips}"
+    return f"against {other.name}, {other.scalar}: {rho}, largest difference {largest:.2g}{flips}"
 
 
 def top_table(document: HeadsDocument, top: int) -> list[list[str]]:

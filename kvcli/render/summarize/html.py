@@ -93,7 +93,7 @@ def _cite(cite: CiteFacts) -> Markup:
     kind = {True: "confirmed", False: "doubtful", None: ""}[cite.confirmed]
     title = {"confirmed": "has the words of this point", "doubtful": "could not be confirmed", "": "not checked"}[kind]
     if cite.instead_of:
-        title += f"; the model named {cite.instead_of}"
+        title += f"; the model cited {cite.instead_of}"
     is_long = bool(cite.document_) or SIGNS[cite.unit] == "§"
     classes = " ".join(filter(None, ["cite", kind, "long" if is_long else ""]))
     return join([" ", tag("span", words + "?" * (kind == "doubtful"), class_=classes, title=title)])
@@ -106,7 +106,7 @@ def _facts(document: SummaryDocument) -> Iterator[str]:
     tokens = sum(source.tokens or 0 for source in document.sources)
     if tokens:
         yield f"{tokens:,} tokens"
-    yield "read whole" if document.mode == "whole" else f"read in {document.parts} parts"
+    yield "read in one part" if document.mode == "whole" else f"read in {document.parts} parts"
     if document.turns:
         model = document.turns[-1].turn.model
         yield f"by {model.id}" if model is not None else ""
@@ -127,9 +127,9 @@ def _check(document: SummaryDocument) -> Iterator[str]:
 def _footer(documents: Sequence[SummaryDocument]) -> Markup:
     checked = any(cite.confirmed is not None for d in documents for point in d.points for cite in point.cites)
     said = "Written by a language model. " + (
-        "A citation in green names a place that has the words of its point; that is no proof that the point follows."
+        "A green citation names a place that contains the words of its point; that does not prove the point."
         if checked
-        else "Nobody held its citations against the text."
+        else "Its citations were not verified."
     )
     return tag("footer", tag("p", said), tag("p", f"kvcli {documents[0].kvcli}" if documents else ""))
 

@@ -53,14 +53,14 @@ def about_file(name: str, document: Document, tokens: int | None = None) -> list
 
 
 def plan_lines(plan: Plan, width: int) -> list[str]:
-    """Return `plan: map, 5 parts of ≤ 29,600 tokens with the question · as asked`, and below it time and memory."""
+    """Return `plan: 5 parts, prompts up to 29,600 tokens · as requested`, and below it time and memory."""
     n = len(plan.parts)
     if plan.mode == "whole":
-        what = f"whole, {f.count(plan.longest)} tokens with the question"
+        what = f"one part, prompt {f.count(plan.longest)} tokens"
     else:
-        then = f", then {'at most ' * (plan.merges > 1)}{f.plural(plan.merges, 'merge')}" if plan.merges else ""
+        then = f", then {'up to ' * (plan.merges > 1)}{f.plural(plan.merges, 'merge')}" if plan.merges else ""
         then = then or (", joined in order" if n > 1 else "")
-        what = f"map, {f.plural(n, 'part')} of ≤ {f.count(plan.longest)} tokens with the question{then}"
+        what = f"{f.plural(n, 'part')}, prompts up to {f.count(plan.longest)} tokens{then}"
     cost = joined([about(plan.seconds, at_most=plan.drafts), _room(plan.estimate, plan.available)], width - 2)
     return [*hung([f"plan: {what}", plan.why], width), *(f"  {line}" for line in cost)]
 
@@ -68,15 +68,15 @@ def plan_lines(plan: Plan, width: int) -> list[str]:
 def about(seconds: float | None, *, at_most: bool = False) -> str:
     """Return `about 4 min`, without seconds, because the estimate is not that precise."""
     if seconds is None:
-        return "not timed"
-    word = "at most about" if at_most else "about"
+        return "time not estimated"
+    word = "up to about" if at_most else "about"
     if seconds < 90:
         return f"{word} {max(1, round(seconds))} s"
     return f"{word} {round(seconds / 60)} min" if seconds < 5400 else f"{word} {seconds / 3600:.1f} h"
 
 
 def _room(estimate: int, available: int) -> str:
-    return f"{estimate / GIB:.1f} of {available / GIB:.1f} GiB" if estimate and available else ""
+    return f"{estimate / GIB:.1f} GiB of {available / GIB:.1f} GiB free memory" if estimate and available else ""
 
 
 def stretch(part: Part) -> str:
@@ -103,24 +103,24 @@ def merge_done(event: MergeEnded) -> list[str]:
 
 def _work(answered: Answered, seconds: float) -> list[str]:
     if answered.is_cached:
-        return ["from an earlier run"]
+        return ["saved by an earlier run"]
     stats = answered.turn.stats
-    read = f"read {f.count(stats.prompt)} tokens"
+    read = f"prompt {f.count(stats.prompt)} tokens"
     pace = f" at {f.rate(stats.read_tok_s)}" if stats.read > 0 else ""
-    accept = f"accept {stats.mean_acceptance_length:.2f}" if stats.drafted_passes else ""
+    gain = f"{stats.tokens_per_pass:.2f} tok/pass" if stats.drafted_passes else ""
     wrote = f"wrote {f.count(stats.new)}" + (f" at {f.rate(stats.decode_tok_s)}" if stats.decode > 0 else "")
-    return [read + pace, wrote, accept, f.seconds(seconds)]
+    return [read + pace, wrote, gain, f.seconds(seconds)]
 
 
-def stopped(event: Stopped, *, fresh: bool) -> str:
+def stopped(event: Stopped, *, no_cache: bool) -> str:
     """Return the last line after Ctrl-C: which results the next run can use."""
     if not event.done:
-        return "stopped: nothing was complete yet; run it again to begin anew"
+        return "stopped before the first part was done; the same command starts again"
     parts = {1: "part 1", 2: "parts 1 and 2"}.get(event.done, f"parts 1 to {event.done}")
     which = f"{parts} of {event.of} {'is' if event.done == 1 else 'are'}"
     if not event.is_kept:
-        return f"stopped: {which} done but could not be kept; run it again to begin anew"
-    return f"stopped: {which} kept; run it again {'without --fresh ' * fresh}to go on"
+        return f"stopped: {which} done but could not be saved; the same command starts again"
+    return f"stopped: {which} saved; the same command {'without --no-cache ' * no_cache}continues"
 
 
 def notes(summary: Summary, documents: Mapping[str, Document], *, cited: bool) -> Iterator[str]:
@@ -128,18 +128,18 @@ def notes(summary: Summary, documents: Mapping[str, Document], *, cited: bool) -
     yield from summary.notes
     n = len(summary.cites)
     if cited and not n:
-        yield "the model named no pages, so nothing could be checked"
+        yield "the model cited no pages, so nothing could be verified"
     if summary.unconfirmed:
         yield f'{summary.unconfirmed} of {f.plural(n, "citation")} could not be confirmed, marked "?"'
     if summary.corrected:
         yield (
-            f"{summary.corrected} of {f.plural(n, 'citation')} named another place and "
-            f"{'was' if summary.corrected == 1 else 'were'} moved to the one that has the words"
+            f"{summary.corrected} of {f.plural(n, 'citation')} named a wrong place and "
+            f"{'was' if summary.corrected == 1 else 'were'} moved to the place that has the words"
         )
     if any(answered.is_cached for answered in summary.turns):
         kept = sum(answered.is_cached for answered in summary.turns)
         which = "the answer is" if len(summary.turns) == 1 else f"{kept} of {len(summary.turns)} answers are"
-        yield f"{which} from an earlier run; --fresh asks anew"
+        yield f"{which} from an earlier run; --no-cache asks again"
     for name, document in documents.items():
         if document.without_text:
             left = "they are" if len(document.without_text) > 1 else "it is"
@@ -156,7 +156,7 @@ def totals(summary: Summary) -> list[str]:
     estimate = max((s.estimate for s in fresh), default=0)
     return [
         f"{f.plural(summary.n_parts, 'part')}, {f.plural(len(fresh), 'question')}",
-        f"read {f.count(read)} tokens in {f.seconds(reading)}"
+        f"prompts {f.count(read)} tokens in {f.seconds(reading)}"
         + (f", {f.rate(read / reading)}" if reading and read >= FEW else ""),
         f"wrote {f.count(new)} in {f.seconds(writing)}"
         + (f", {f.rate(new / writing)}" if writing and new >= FEW else ""),

@@ -1,13 +1,12 @@
-"""Number formats for people: counts, sizes, times, and the sparkline."""
+"""Number formats for people: counts, sizes and times."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 KIB, UNITS = 1024, "KMGTP"
-BARS = "▁▂▃▄▅▆▇█"
-FEW = 6  # passes in the sparkline
-ORDERS = {"chunks": "chunk by chunk", "layers": "layer by layer"}
+TIERS = {"cpu": "host", "cuda": "GPU", "mps": "GPU", "packed": "quantized", "packed cuda": "quantized GPU"}
+ORDERS = {"chunks": "in chunks", "layers": "layer by layer"}
 
 
 def count(n: int) -> str:
@@ -19,37 +18,24 @@ def plural(n: int, noun: str) -> str:
     return f"{count(n)} {noun}{'' if n == 1 else 's'}"
 
 
-def _scaled(n: float) -> tuple[str, str]:
-    """Return the value in the largest unit that keeps it above 1, and the unit's letter; the smallest unit is a KiB."""
+def long_size(n: float) -> str:
+    """Return `17.1 MiB` in the largest unit that keeps the value above 1; the smallest unit is a KiB."""
     value, unit = n / KIB, UNITS[0]
     for unit in UNITS:
-        # 999.5, not 1024: "1,012M" is wider than any other figure and would make the layout jump
+        # 999.5, not 1024: "1,012 MiB" is wider than any other figure and would make the layout jump
         if value < 999.5 or unit == UNITS[-1]:
             break
         value /= KIB
     digits = 1 if unit != "K" and value < 99.95 else 0
-    return f"{value:.{digits}f}", unit
-
-
-def short_size(n: float) -> str:
-    """Return `17.1M`, `431M`, `312K`, for the live row."""
-    value, unit = _scaled(n)
-    return value + unit
-
-
-def long_size(n: float) -> str:
-    """Return `17.1 MiB`, for sentences and tables."""
-    value, unit = _scaled(n)
-    return f"{value} {unit}iB"
+    return f"{value:.{digits}f} {unit}iB"
 
 
 def tiers(kv: Mapping[str, int]) -> str:
-    """Return `17.1M` for one tier, `4.4M+12.0M cpu` for several; the first is the one that the model reads from."""
-    used = [(name, size) for name, size in kv.items() if size]
-    if not used:
-        return short_size(0)
-    parts = [short_size(used[0][1])] + [f"{short_size(size)} {name}" for name, size in used[1:]]
-    return "+".join(parts)
+    """Return `17.1 MiB` for one tier, `4.4 MiB GPU + 12.0 MiB host` for several."""
+    used = [(TIERS.get(name, name), size) for name, size in kv.items() if size]
+    if len(used) < 2:
+        return long_size(sum(size for _, size in used))
+    return " + ".join(f"{long_size(size)} {name}" for name, size in used)
 
 
 def seconds(s: float) -> str:
@@ -70,18 +56,9 @@ def clock(s: float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """Return `24.1/s` below a thousand, `1,760/s` above."""
-    return f"{per_second:.1f}/s" if per_second < 999.95 else f"{per_second:,.0f}/s"
+    """Return `24.1 tok/s` below a thousand, `1,760 tok/s` above."""
+    return f"{per_second:.1f} tok/s" if per_second < 999.95 else f"{per_second:,.0f} tok/s"
 
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f}%"
-
-
-def spark(recent: Sequence[int]) -> str:
-    """Draw tokens gained by the last passes as bars; the lowest bar is the minimum of one token."""
-    last = recent[-FEW:]
-    top = max(last, default=0)
-    if top < 2:
-        return BARS[0] * len(last)
-    return "".join(BARS[max(0, (n - 1) * (len(BARS) - 1) // (top - 1))] for n in last)

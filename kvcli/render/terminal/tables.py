@@ -24,10 +24,10 @@ SIDE_BY_SIDE = 76  # columns from which the two blocks of /spec are side by side
 def spec_table(stats: Stats, width: int) -> list[str]:
     """Return acceptance of the turn: acceptance length, accepted draft tokens per pass, and by draft position."""
     if not stats.drafted_passes:
-        why = f"; drafting was paused in {f.count(stats.paused_passes)} of them" if stats.paused_passes else ""
+        why = f"; drafting was paused for {f.count(stats.paused_passes)}" if stats.paused_passes else ""
         return [f"no pass carried a draft ({f.count(stats.passes)} passes{why})"]
     bare = stats.passes - stats.drafted_passes
-    said = f"accept {stats.mean_acceptance_length:.2f} in {f.percent(stats.drafted_share)} of passes"
+    said = f"drafting: {f.percent(stats.drafted_share)} of passes, acceptance length {stats.mean_acceptance_length:.2f}"
     gained = f"→ {stats.tokens_per_pass:.2f} tokens per pass"
     passes = f"({f.count(stats.passes)} passes, {f.count(bare)} without a draft)"
     first = joined(
@@ -67,10 +67,10 @@ def _positions(taken: Sequence[float], width: int) -> list[str]:
         fit = max(1, (width - label - 1 - len("  and 99 more")) // column)
         taken, more = taken[:fit], f"  and {len(taken) - fit} more"
     if not taken:
-        return ["no guess was accepted"]
+        return ["no draft token was accepted"]
     return [
         "position  " + "".join(f"{i:>{column}}" for i in range(1, len(taken) + 1)),
-        "taken     " + "".join(f"{f.percent(share):>{column}}" for share in taken) + more,
+        "accepted  " + "".join(f"{f.percent(share):>{column}}" for share in taken) + more,
     ]
 
 
@@ -78,14 +78,14 @@ def _drafts(stats: Stats) -> list[str]:
     taken = f"{f.count(stats.accepted_tokens)} of {f.count(stats.draft_tokens)} ({f.percent(stats.acceptance_rate)})"
     paused = f"{f.count(stats.paused_passes)} passes"
     sources = " · ".join(f"{name} {f.count(n)}" for name, n in stats.sources.items() if n)
-    scouts = f", {f.count(stats.scout_rows)} scouts in all" if stats.scout_rows else ""
-    free = f"; up to {stats.free_rows} cost a tenth at most" if stats.free_rows else ""
+    scouts = f", {f.count(stats.scout_rows)} lookahead rows in all" if stats.scout_rows else ""
+    free = f"; up to {stats.free_rows} take at most 10% longer" if stats.free_rows else ""
     return [
-        f"guesses     {taken}",
-        *([f"from        {sources}"] if sources else []),
+        f"drafts      {taken} accepted",
+        *([f"sources     {sources}"] if sources else []),
         *([f"model       {stats.drafts_by}"] if stats.drafts_by else []),
-        f"rows        {stats.rows_per_pass:.1f} a pass{scouts}{free}",
-        *([f"scouts      rest: {stats.scouts_why}"] if stats.scouts_why else []),
+        f"rows        {stats.rows_per_pass:.1f} per pass{scouts}{free}",
+        *([f"lookahead   paused: {stats.scouts_why}"] if stats.scouts_why else []),
         f"paused      {paused}" + (f": {stats.paused_why}" if stats.paused_why else ""),
     ]
 

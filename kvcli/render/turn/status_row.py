@@ -24,7 +24,7 @@ BAR = 28  # columns of the prefill bar on a terminal of 80
 class ProcessMemory:
     """Memory of the process."""
 
-    kind: str  # ram | gpu
+    kind: str  # RAM | GPU
     used: int  # bytes
     limit: int = 0  # bytes, 0 = unknown
 
@@ -46,7 +46,7 @@ def _process() -> tuple[psutil.Process, int]:
 def process_memory() -> ProcessMemory:
     """Return the RSS of this process."""
     process, total = _process()
-    return ProcessMemory("ram", process.memory_info().rss, total)
+    return ProcessMemory("RAM", process.memory_info().rss, total)
 
 
 def status_row(stats: Stats, look: RowOptions, memory: ProcessMemory | None, width: int) -> list[Span]:
@@ -54,7 +54,7 @@ def status_row(stats: Stats, look: RowOptions, memory: ProcessMemory | None, wid
     if width < NARROWEST:
         return []
     fields = _fields(stats, look, memory)
-    for dropped in ("", "spark", "profile", "ctx", "memory", "kv", "tokens", "approx"):
+    for dropped in ("", "profile", "ctx", "memory", "kv", "tokens", "approx"):
         fields.pop(dropped, None)
         spans = _joined(fields)
         # two columns stay free: one so that no row ends in the last column, one as a margin
@@ -73,45 +73,37 @@ def _fields(stats: Stats, look: RowOptions, memory: ProcessMemory | None) -> dic
     if stats.approx:
         fields["approx"] = [("approx", "yellow")]
     fields["tokens"] = [(f"{f.count(stats.new)}", ""), (" tok", "dim")]
-    speed = f.rate(stats.decode_tok_s)
-    fields["speed"] = (
-        [(speed.removesuffix("/s"), ""), ("/s", "dim")] if stats.new >= FEW else [("–", ""), ("/s", "dim")]
-    )
-    fields["accept"] = [("accept ", "dim"), *_acceptance(stats)]
-    bars = f.spark(stats.recent) if stats.drafted_passes else ""
-    if bars:
-        fields["spark"] = [(bars, "green")]
+    speed = f.rate(stats.decode_tok_s).removesuffix(" tok/s") if stats.new >= FEW else "–"
+    fields["speed"] = [(speed, ""), (" tok/s", "dim")]
+    if stats.drafted_passes:
+        fields["drafting"] = [_per_pass(stats), (" tok/pass", "dim")]
     if stats.kv_bytes:
-        fields["kv"] = [("kv ", "dim"), (f.tiers(stats.kv), ""), *_factor(stats)]
+        fields["kv"] = [("KV ", "dim"), (f.tiers(stats.kv), ""), *_factor(stats)]
     if stats.limit:
-        fields["ctx"] = [("ctx ", "dim"), _context(stats)]
+        fields["ctx"] = [("context ", "dim"), _context(stats)]
     if memory is not None:
         style = "yellow" if memory.limit and memory.used > MEMORY_HIGH * memory.limit else ""
-        fields["memory"] = [(f"{memory.kind} ", "dim"), (f.short_size(memory.used), style)]
+        fields["memory"] = [(f"{memory.kind} ", "dim"), (f.long_size(memory.used), style)]
     return fields
 
 
 def _joined(fields: dict[str, list[Span]]) -> list[Span]:
     spans: list[Span] = [(" ", "")]
-    for name, field in fields.items():
-        gap = "" if len(spans) == 1 else " " if name == "spark" else "  "
-        spans += [(gap, ""), *field]
+    for field in fields.values():
+        spans += [("" if len(spans) == 1 else "  ", ""), *field]
     return spans
 
 
-def _acceptance(stats: Stats) -> list[Span]:
-    """Return acceptance length and share of drafted passes; yellow if plain decoding is faster."""
-    if not stats.drafted_passes:
-        return [("–", "")]
+def _per_pass(stats: Stats) -> Span:
+    """Return tokens per pass, which limits the speedup; yellow if plain decoding is faster."""
     gain = stats.vs_plain
-    style = "yellow" if gain is not None and gain < 1 else ""
-    return [(f"{stats.mean_acceptance_length:.2f}·{f.percent(stats.drafted_share)}", style)]
+    return f"{stats.tokens_per_pass:.2f}", "yellow" if gain is not None and gain < 1 else ""
 
 
 def _factor(stats: Stats) -> list[Span]:
     """Return the ratio of the 16-bit size of the same slots to their size."""
     factor = stats.kv_fp16 / stats.kv_bytes
-    return [(f" ×{factor:.1f}", "")] if factor >= 1.05 else []
+    return [(f" ({factor:.1f}× smaller)", "")] if factor >= 1.05 else []
 
 
 def _context(stats: Stats) -> Span:
@@ -120,7 +112,7 @@ def _context(stats: Stats) -> Span:
 
 
 def reading_bar(read: Read, width: int, since: float = 0.0) -> list[Span]:
-    """Return `⠹ reading 1,480 of 1,912 tokens ━━━━━╺━━  77 %  1,760/s  0:00`, or as much of it as fits.
+    """Return `⠹ reading 1,480 of 1,912 tokens ━━━━━╺━━  77 %  1,760 tok/s  0:00`, or as much of it as fits.
 
     The spinner depends on `since`, the seconds so far, because the bar does not move during a long chunk.
     """
@@ -136,7 +128,7 @@ def reading_bar(read: Read, width: int, since: float = 0.0) -> list[Span]:
     end: list[Span] = [(f"  {100 * share:.0f} %", "")]
     pace: list[Span] = []
     if speed > 0 and read.done - read.cached >= FEW:
-        pace = [(f"  {speed:,.0f}/s  {f.clock((read.total - read.done) / speed)}", "dim")]
+        pace = [(f"  {speed:,.0f} tok/s  {f.clock((read.total - read.done) / speed)}", "dim")]
     for spans in (word + tokens + cached + end + pace, word + cached + end + pace, word + end + pace, word + end):
         room = width - 3 - text_width("".join(text for text, _ in spans))
         if room >= 8:
@@ -157,10 +149,10 @@ def _bar(share: float, width: int) -> Sequence[Span]:
 
 
 def fetching_bar(word: str, done: int, total: int, since: float, width: int) -> list[Span]:
-    """Return `⠹ fetching smollm2-135m  34.1M of 88.6M ━━━━━╺━━  38 %`, or as much of it as fits."""
+    """Return `⠹ fetching smollm2-135m  34.1 MiB of 88.6 MiB ━━━━━╺━━  38 %`, or as much of it as fits."""
     share = min(1.0, done / total) if total else 1.0
     start: list[Span] = [(spinner(since), "cyan"), (f" {word} ", "dim")]
-    sizes: list[Span] = [(f" {f.short_size(done)} of {f.short_size(total)} ", "")]
+    sizes: list[Span] = [(f" {f.long_size(done)} of {f.long_size(total)} ", "")]
     end: list[Span] = [(f"  {100 * share:.0f} %", "")]
     for spans in (start + sizes, start, start[:1]):
         room = width - 2 - text_width("".join(text for text, _ in spans + end))

@@ -31,7 +31,7 @@ class HeaderFacts:
 def header(info: ModelInfo, opening: HeaderFacts, width: int) -> list[str]:
     """Return two lines: model and profile, then context window and memory."""
     model = f"{info.id} (bundled, toy answers)" if info.id == "demo" else info.id
-    promise = f", {opening.exactness}" if opening.exactness else ""
+    promise = f" ({opening.exactness})" if opening.exactness else ""
     has_threads = opening.threads and info.device == "cpu"
     place = info.device + (f", {f.plural(opening.threads, 'thread')}" if has_threads else "")
     quant = "" if info.quant in ("", "none") else info.quant
@@ -39,8 +39,8 @@ def header(info: ModelInfo, opening: HeaderFacts, width: int) -> list[str]:
     first = [f"kvcli {opening.version}", model, f"{opening.profile}{promise}", quant, place]
     second = [
         f"context {f.count(opening.context or info.limit)}{limit}",
-        f"drafts by {opening.draft}" if opening.draft else "",
-        f"est. {f.long_size(opening.estimate)}" if opening.estimate else "",
+        f"draft model {opening.draft}" if opening.draft else "",
+        f"estimated memory {f.long_size(opening.estimate)}" if opening.estimate else "",
         "/help",
     ]
     return [*joined(first, width), *joined(second, width)]
@@ -52,13 +52,17 @@ def one_line_summary(turn: Turn, width: int) -> list[str]:
     parts = [
         _count(stats) if stats.new >= FEW else f"{_count(stats)} in {f.seconds(stats.decode)}",
         _approx(stats),
-        *_speed(stats, ""),
-        f"{found} of {f.count(stats.prompt)}" if (found := ", ".join(_unread(stats))) else "",
-        f"accept {stats.mean_acceptance_length:.2f}" if stats.drafted_passes else "",
-        f"kv {f.tiers(stats.kv)}" if stats.kv_bytes else "",
-        f"peak {f.short_size(stats.peak)}" if stats.peak else "",
+        *_speed(stats),
+        ", ".join([f"prompt {f.count(stats.prompt)} tokens", *found]) if (found := [*_unread(stats)]) else "",
+        f"{stats.tokens_per_pass:.2f} tok/pass" if stats.drafted_passes else "",
+        f"KV {f.tiers(stats.kv)}" if stats.kv_bytes else "",
+        f"peak {f.long_size(stats.peak)}" if stats.peak else "",
     ]
-    return [joined(parts, width, indent="  ")[0], *joined(_cut(turn), width, indent="  ")]
+    line = f"  {parts[0]}"
+    for part in filter(None, parts[1:]):
+        if text_width(longer := f"{line}{DOT}{part}") < width:
+            line = longer
+    return [line, *joined(_cut(turn), width, indent="  ")]
 
 
 def summary(turn: Turn, width: int) -> list[str]:
@@ -70,7 +74,7 @@ def summary(turn: Turn, width: int) -> list[str]:
 
 
 def _cut(turn: Turn) -> list[str]:
-    return ["the answer's length limit was reached"] if turn.finish == "length" else []
+    return ["the answer reached its length limit (-n allows a longer one)"] if turn.finish == "length" else []
 
 
 def _sampling(stats: Stats) -> list[str]:
@@ -88,9 +92,9 @@ def _count(stats: Stats) -> str:
     return f"{f.count(stats.new)} {'token' if stats.new == 1 else 'tokens'}"
 
 
-def _speed(stats: Stats, over: str = " vs plain") -> list[str]:
+def _speed(stats: Stats) -> list[str]:
     gain = stats.vs_plain
-    plain = "" if gain is None else f" (×{gain:.1f}{over})"
+    plain = "" if gain is None else f" ({gain:.1f}× plain)"
     return [
         f"{f.rate(stats.decode_tok_s)}{plain}" if stats.decode > 0 and stats.new >= FEW else "",
         f"first token {f.seconds(stats.first_token)}" if stats.first_token > 0 else "",
@@ -98,33 +102,36 @@ def _speed(stats: Stats, over: str = " vs plain") -> list[str]:
 
 
 def _work(stats: Stats) -> list[str]:
-    unread = f" ({found})" if (found := ", ".join(_unread(stats, is_after=True))) else ""
+    unread = f" ({found})" if (found := ", ".join(_unread(stats))) else ""
     how = f" {f.ORDERS[stats.order]}" if stats.order == "layers" else ""
     share = f"{f.percent(stats.drafted_share)} of {f.count(stats.passes)} passes"
+    length = f"acceptance length {stats.mean_acceptance_length:.2f}"
     return [
-        f"read {f.count(stats.prompt)} tokens{unread}{how} in {f.seconds(stats.read)}" if stats.prompt else "",
-        f"accept {stats.mean_acceptance_length:.2f} in {share}" if stats.drafted_passes else "",
-        f"drafting paused in {f.count(stats.paused_passes)}" if stats.paused_passes else "",
+        f"prompt {f.count(stats.prompt)} tokens{unread} read{how} in {f.seconds(stats.read)}" if stats.prompt else "",
+        f"drafting: {share}, {length}, {stats.tokens_per_pass:.2f} tokens per pass" if stats.drafted_passes else "",
+        f"drafting paused for {f.count(stats.paused_passes)} passes" if stats.paused_passes else "",
     ]
 
 
-def _unread(stats: Stats, *, is_after: bool = False) -> Iterator[str]:
+def _unread(stats: Stats) -> Iterator[str]:
     """Yield counts of prompt tokens that were not computed."""
-    for word, n in (("cached", stats.cached), ("taken over", stats.reused)):
+    for word, n in (("from prefix cache", stats.cached), ("reused from other text", stats.reused)):
         if n:
-            yield f"{f.count(n)} {word}" if is_after else f"{word} {f.count(n)}"
+            yield f"{f.count(n)} {word}"
 
 
 def _memory(stats: Stats) -> list[str]:
     fp16 = stats.kv_fp16
     guess = f", estimate {f.long_size(stats.estimate)}" if stats.estimate else ""
-    before = f" ({f.long_size(fp16)} at fp16)" if fp16 > 1.05 * stats.kv_bytes else ""
+    before = f" ({f.long_size(fp16)} at 16 bits)" if fp16 > 1.05 * stats.kv_bytes else ""
     return [
-        f"kv {f.long_size(stats.kv_bytes)}{before}" if stats.kv_bytes else "",
-        f"host memory: {stats.host_access}" if stats.host_access else "",
-        f"{f.percent(stats.page_hit_rate)} of it found near" if stats.page_hit_rate is not None else "",
+        f"KV {f.long_size(stats.kv_bytes)}{before}" if stats.kv_bytes else "",
+        f"host KV read: {stats.host_access}" if stats.host_access else "",
+        f"{f.percent(stats.page_hit_rate)} of selected pages were already on the device"
+        if stats.page_hit_rate is not None
+        else "",
         f"peak {f.long_size(stats.peak)}{guess}" if stats.peak else "",
-        f"{f.long_size(stats.used)} of the card's {f.long_size(stats.total)} in use" if stats.used else "",
+        f"GPU memory {f.long_size(stats.used)} of {f.long_size(stats.total)} in use" if stats.used else "",
         f"context {f.count(stats.context)} of {f.count(stats.limit)}" if stats.limit else "",
     ]
 

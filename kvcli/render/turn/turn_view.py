@@ -51,10 +51,10 @@ def loop_notes(turn: Turn) -> list[str]:
     """Return advice for an answer that ended in a loop or in a thought."""
     if turn.loop is None:
         is_cut = turn.finish == "length" and turn.thinking and not turn.text.strip()
-        return [f"all {len(turn.ids):,} tokens went into a thought: -n with more has room for an answer"] * bool(is_cut)
+        return [f"all {len(turn.ids):,} tokens were used for thinking; a larger -n allows an answer"] * bool(is_cut)
     penalty = f"{turn.stats.sampling.get('repetition_penalty', 1.0) + 0.1:.2g}"
-    more = f"--repetition-penalty {penalty} (in a chat /set sample.repetition_penalty {penalty}) repeats less"
-    return [f"stopped: {turn.loop}; {more}; or another model; --set sample.stop_loops=0 lets it go on"]
+    more = f"--repetition-penalty {penalty} (in a chat /set sample.repetition_penalty {penalty}) reduces repetition"
+    return [f"stopped: {turn.loop}; {more}; or use another model; --set sample.stop_loops=0 turns this check off"]
 
 
 def show_summary(turn: Turn, screen: Screen, *, always: bool = False) -> None:
