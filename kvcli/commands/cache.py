@@ -30,7 +30,7 @@ KINDS = {
     "quality": "answers of bench --quality, for a run that was interrupted",
     "gguf": "models made of GGUF files, and GGUF files that bench --baseline llama.cpp reads",
     "hashes": "hashes of model files, so that each is read once for them",
-    "kvpress": "the environment of bench --baseline kvpress",
+    "kvpress": "kvpress and its Python, for tests/recipes/bench.py",
 }  # name of the folder -> what is in it
 BY_NAME = {  # of the data folder, and not only to be faster
     "chats": "files of conversations, as /save writes them; kept ones are for kvcli sessions",

@@ -144,7 +144,7 @@ class Same(Json):
 class BenchRow(Json):
     """Result of one side at one context length on one workload."""
 
-    profile: str = Field(description="the side: a profile, hf, hf-lookup, llama.cpp, kvpress, or a file's row")
+    profile: str = Field(description="the side: a profile, hf, hf-lookup, llama.cpp, or a file's row")
     ctx: Count
     workload: str
     prompt: Count = Field(description="tokens of the prompt")

@@ -36,17 +36,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.bench.texts import TEXTS, text_of  # noqa: E402
-from kvcli.demo.report import write_report  # noqa: E402
-from kvcli.kv.slots import nbytes  # noqa: E402
-from kvcli.models.text import encode  # noqa: E402
-from kvcli.quality.agree import PredictionDistance, TextWindow, cuts, predicted  # noqa: E402
-from kvcli.quality.answer import kept  # noqa: E402
-from kvcli.quality.fingerprint import fingerprint  # noqa: E402
-from kvcli.quality.statistics import bootstrap  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.bench.known import Known, Outcome  # noqa: E402
-from tests.bench.kv_quality import BITS, Text, opened, published, rival  # noqa: E402
+from kvcli.bench.texts import TEXTS, text_of
+from kvcli.demo.report import write_report
+from kvcli.kv.slots import nbytes
+from kvcli.models.text import encode
+from kvcli.quality.agree import PredictionDistance, TextWindow, cuts, predicted
+from kvcli.quality.answer import kept
+from kvcli.quality.fingerprint import fingerprint
+from kvcli.quality.statistics import bootstrap
+from tests.bench.decode import machine
+from tests.bench.known import Known, Outcome
+from tests.bench.kv_quality import BITS, Text, opened, published, rival
 
 SCORED = 256  # tokens predicted behind a window
 BEHIND = ((1, 16), (17, 64), (65, SCORED))  # tokens behind the compressed text

@@ -26,20 +26,20 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.bench.gguf_export import export  # noqa: E402
-from kvcli.bench.llama_cpp import BATCH  # noqa: E402
-from kvcli.engine.engine import iterate_events, run_to_end  # noqa: E402
-from kvcli.engine.hf.lm import LM  # noqa: E402
-from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.engine.sequence.session import GenerationSession  # noqa: E402
-from kvcli.engine.threads import use_threads  # noqa: E402
-from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.methods.drafts.off import Off  # noqa: E402
-from kvcli.models.source import find  # noqa: E402
-from tests.bench.decode import Clock, machine, spread  # noqa: E402
-from tests.bench.kv_speed import pass_seconds  # noqa: E402
-from tests.bench.quantized import KINDS, llama_of, quantized  # noqa: E402
-from tests.bench.random_model import write  # noqa: E402
+from kvcli.bench.llama_cpp import BATCH
+from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.engine.threads import use_threads
+from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
+from kvcli.models.source import find
+from tests.bench.decode import Clock, machine, spread
+from tests.bench.kv_speed import pass_seconds
+from tests.bench.quantized import KINDS, llama_of, quantized
+from tests.bench.random_model import write
+from tests.recipes.gguf_export import export
 
 NAMES = {"none": "bf16", "int8": "int8", "int4": "int4"}
 ROWS = (1, 8, 16)

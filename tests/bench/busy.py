@@ -22,9 +22,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.engine import iterate_events  # noqa: E402
-from kvcli.engine.threads import use_threads  # noqa: E402
-from tests.bench.decode import build, machine, ours, ours_of  # noqa: E402
+from kvcli.engine.engine import iterate_events
+from kvcli.engine.threads import use_threads
+from tests.bench.decode import build, machine, ours, ours_of
 
 
 def count() -> None:

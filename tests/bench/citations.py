@@ -18,10 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.summarize.check import WITH_NUMBERS, WITHOUT, Checker  # noqa: E402
-from kvcli.summarize.citations import Bracket, Place  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.summarize.cases import PARTLY, SURE, Case, Wanted, cases  # noqa: E402
+from kvcli.summarize.check import WITH_NUMBERS, WITHOUT, Checker
+from kvcli.summarize.citations import Bracket, Place
+from tests.bench.decode import machine
+from tests.summarize.cases import PARTLY, SURE, Case, Wanted, cases
 
 GRID = (0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)
 

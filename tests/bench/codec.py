@@ -29,24 +29,24 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import numpy as np
+import torch
+from torch import Tensor
 
-import kvcli  # noqa: E402
-from kvcli import load  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from kvcli.documents import read_document  # noqa: E402
-from kvcli.engine.engine import run  # noqa: E402
-from kvcli.engine.forward_request import ForwardRequest  # noqa: E402
-from kvcli.engine.rows import Rows  # noqa: E402
-from kvcli.environment import Paths  # noqa: E402
-from kvcli.models.fetch import stands_for  # noqa: E402
-from kvcli.models.text import encode  # noqa: E402
-from kvcli.prefix_cache import block_file  # noqa: E402
-from kvcli.prefix_cache.block_file import LENGTH, Block  # noqa: E402
-from kvcli.prefix_cache.codec import Codec, Lossless, Uncompressed  # noqa: E402
-from kvcli.prefix_cache.prefix_cache import PrefixCache, _held  # noqa: E402
+import kvcli
+from kvcli import load
+from kvcli.chat.model import Model
+from kvcli.documents import read_document
+from kvcli.engine.engine import run
+from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.rows import Rows
+from kvcli.environment import Paths
+from kvcli.models.fetch import stands_for
+from kvcli.models.text import encode
+from kvcli.prefix_cache import block_file
+from kvcli.prefix_cache.block_file import LENGTH, Block
+from kvcli.prefix_cache.codec import Codec, Lossless, Uncompressed
+from kvcli.prefix_cache.prefix_cache import PrefixCache, _held
 
 CODECS: Mapping[str, Codec] = {"as is": Uncompressed(), "lossless": Lossless()}
 STEPS = {

@@ -21,14 +21,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.rows import Rows  # noqa: E402
-from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.engine.stats import Step  # noqa: E402
-from kvcli.methods.drafts.lookahead import Lookahead  # noqa: E402
-from kvcli.methods.drafts.mix import Mix  # noqa: E402
-from kvcli.methods.drafts.ngram import Ngram  # noqa: E402
-from tests.bench.decode import machine, spread  # noqa: E402
-from tests.bench.overhead import words  # noqa: E402
+from kvcli.engine.rows import Rows
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.stats import Step
+from kvcli.methods.drafts.lookahead import Lookahead
+from kvcli.methods.drafts.mix import Mix
+from kvcli.methods.drafts.ngram import Ngram
+from tests.bench.decode import machine, spread
+from tests.bench.overhead import words
 
 VOCAB = 16384
 

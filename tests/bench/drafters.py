@@ -31,16 +31,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import kvcli  # noqa: E402
-from kvcli.assemble import is_lossless  # noqa: E402
-from kvcli.engine.engine import iterate_events, run_to_end  # noqa: E402
-from kvcli.engine.forward_request import await_passes  # noqa: E402
-from kvcli.engine.stats import Stats  # noqa: E402
-from kvcli.kv.slots import nbytes  # noqa: E402
-from kvcli.prefix_cache.prefix_cache import PrefixCache  # noqa: E402
-from tests.bench.decode import machine, spread  # noqa: E402
-from tests.bench.fafo import looked_at  # noqa: E402
-from tests.bench.widened import write  # noqa: E402
+import kvcli
+from kvcli.assemble import is_lossless
+from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.forward_request import await_passes
+from kvcli.engine.stats import Stats
+from kvcli.kv.slots import nbytes
+from kvcli.prefix_cache.prefix_cache import PrefixCache
+from tests.bench.decode import machine, spread
+from tests.bench.fafo import looked_at
+from tests.bench.widened import write
 
 PLAIN = "plain"
 SMALL = "demo-small"

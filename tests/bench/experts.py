@@ -23,11 +23,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.engine import iterate_events, run_to_end  # noqa: E402
-from kvcli.engine.hf.lm import LM  # noqa: E402
-from kvcli.kernels.linear_quantized.experts import quantize_experts_  # noqa: E402
-from kvcli.kernels.linear_quantized.module import quantize_  # noqa: E402
-from tests.bench.decode import machine, ours  # noqa: E402
+from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.hf.lm import LM
+from kvcli.kernels.linear_quantized.experts import quantize_experts_
+from kvcli.kernels.linear_quantized.module import quantize_
+from tests.bench.decode import machine, ours
 
 LAYERS, VOCAB = 40, 248_320  # of the whole model
 KINDS = ("none", "int8", "int4")

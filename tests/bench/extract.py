@@ -27,8 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.documents import read_document  # noqa: E402
-from tests.documents.made import many_pages  # noqa: E402
+from kvcli.documents import read_document
+from tests.documents.made import many_pages
 
 # ru_maxrss of a process begins with that of the one which started it, so its own figure is read from the kernel's page
 MEASURE = """

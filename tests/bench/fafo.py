@@ -29,13 +29,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import kvcli  # noqa: E402
-from kvcli.bench.hf import HfSide  # noqa: E402
-from kvcli.bench.profile_side import ProfileSide  # noqa: E402
-from kvcli.calibrate.quick import quick_times  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from kvcli.fit.speed import units  # noqa: E402
-from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
+import kvcli
+from kvcli.bench.hf import HfSide
+from kvcli.bench.profile_side import ProfileSide
+from kvcli.calibrate.quick import quick_times
+from kvcli.chat.model import Model
+from kvcli.fit.speed import units
+from tests.bench.decode import build, machine, ours_of, spread
 
 PLAIN = "exact"
 SIDES: dict[str, dict[str, Any]] = {  # [spec] tables; the profiles of these names, and parts of the mix

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.bench.known import Known  # noqa: E402
+from tests.bench.known import Known
 
 NEW = 16
 AROUND = 64  # tokens of the chat template, the question and the answer, at most

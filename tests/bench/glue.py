@@ -27,7 +27,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.bench.decode import build, machine, ours_of  # noqa: E402
+from tests.bench.decode import build, machine, ours_of
 
 
 @contextmanager

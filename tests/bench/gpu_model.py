@@ -22,8 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.kernels.compiled import Compiled, compiled, variants  # noqa: E402
-from tests.kernels.variants import Variant  # noqa: E402
+from tests.kernels.compiled import Compiled, compiled, variants
+from tests.kernels.variants import Variant
 
 BANDWIDTH, MATRIX, ISSUE = 0.85, 0.6, 0.6  # of what a card has that kernels get
 LAUNCH, AROUND = 1.2e-6, 20e-6  # seconds of one, and of a pass beside its layers

@@ -21,13 +21,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.assemble import view as view_of  # noqa: E402
-from kvcli.calibrate.passes import cache_of_length  # noqa: E402
-from kvcli.engine.engine import run  # noqa: E402
-from kvcli.engine.forward_request import ForwardRequest  # noqa: E402
-from kvcli.engine.rows import Draft, Rows  # noqa: E402
-from kvcli.methods.drafts.lookahead import Lookahead  # noqa: E402
-from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
+from kvcli.assemble import view as view_of
+from kvcli.calibrate.passes import cache_of_length
+from kvcli.engine.engine import run
+from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.rows import Draft, Rows
+from kvcli.methods.drafts.lookahead import Lookahead
+from tests.bench.decode import build, machine, ours_of, spread
 
 GUESSES = 8
 

@@ -21,23 +21,23 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvcli.engine.drafting.drafter import Drafter  # noqa: E402
-from kvcli.engine.engine import iterate_events, run, run_to_end  # noqa: E402
-from kvcli.engine.forward_request import ForwardRequest  # noqa: E402
-from kvcli.engine.hf.lm import LM, quiet  # noqa: E402
-from kvcli.engine.rows import Draft, Rows  # noqa: E402
-from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.engine.sequence.session import GenerationSession  # noqa: E402
-from kvcli.engine.stats import Step  # noqa: E402
-from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.methods.drafts.ngram import Ngram  # noqa: E402
-from kvcli.methods.drafts.off import Off  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.drafters import Scripted  # noqa: E402
+from kvcli.engine.drafting.drafter import Drafter
+from kvcli.engine.engine import iterate_events, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.hf.lm import LM, quiet
+from kvcli.engine.rows import Draft, Rows
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.engine.stats import Step
+from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.ngram import Ngram
+from kvcli.methods.drafts.off import Off
+from tests.bench.decode import machine
+from tests.drafters import Scripted
 
 # so few words that n-grams of one token match, and are followed by something else
 VOCAB, CONTEXT, ROWS, ACCEPTED = 256, 256, 8, (8, 1, 2, 4, 6)

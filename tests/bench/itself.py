@@ -25,11 +25,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import kvcli  # noqa: E402
-from kvcli.bench.profile_side import ProfileSide  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from kvcli.settings.profile import Profile, load_profile  # noqa: E402
-from tests.bench.decode import build, machine, ours_of  # noqa: E402
+import kvcli
+from kvcli.bench.profile_side import ProfileSide
+from kvcli.chat.model import Model
+from kvcli.settings.profile import Profile, load_profile
+from tests.bench.decode import build, machine, ours_of
 
 HALVES = ["kv.split_codes=true"]
 SIDES: dict[str, tuple[str, list[str]]] = {  # profile, and settings beside those of drafting

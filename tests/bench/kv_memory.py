@@ -26,9 +26,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.engine import run_to_end  # noqa: E402
-from kvcli.engine.policy.policy import PerLayerPolicy  # noqa: E402
-from tests.bench.decode import build, machine, ours_of  # noqa: E402
+from kvcli.engine.engine import run_to_end
+from kvcli.engine.policy.policy import PerLayerPolicy
+from tests.bench.decode import build, machine, ours_of
 
 GOLDEN = 0.6180339887498949  # its multiples are spread evenly, so every head keeps just its share
 PACKED = {"k8v8": (8, 8), "k4v4": (4, 4), "k4v2": (4, 2)}  # bits of keys and values

@@ -42,26 +42,26 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli import load  # noqa: E402
-from kvcli.bench.texts import text_of  # noqa: E402
-from kvcli.engine.engine import run, run_to_end  # noqa: E402
-from kvcli.engine.forward_request import ForwardRequest  # noqa: E402
-from kvcli.engine.rows import Rows  # noqa: E402
-from kvcli.environment import Paths  # noqa: E402
-from kvcli.heads.request import ProbeRequest  # noqa: E402
-from kvcli.heads.run import probe  # noqa: E402
-from kvcli.heads.sample import ProbeSample, samples  # noqa: E402
-from kvcli.kv.slots import nbytes  # noqa: E402
-from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
-from kvcli.models import source  # noqa: E402
-from kvcli.models.fetch import stands_for  # noqa: E402
-from kvcli.models.gguf import convert  # noqa: E402
-from kvcli.quality.answer import kept  # noqa: E402
-from kvcli.quality.fingerprint import fingerprint  # noqa: E402
-from kvcli.quality.statistics import bootstrap  # noqa: E402
-from kvcli.quality.tasks import TASKS  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.bench.known import Known, Outcome  # noqa: E402
+from kvcli import load
+from kvcli.bench.texts import text_of
+from kvcli.engine.engine import run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.rows import Rows
+from kvcli.environment import Paths
+from kvcli.heads.request import ProbeRequest
+from kvcli.heads.run import probe
+from kvcli.heads.sample import ProbeSample, samples
+from kvcli.kv.slots import nbytes
+from kvcli.methods.policies.fastgen.policy import FastGen
+from kvcli.models import source
+from kvcli.models.fetch import stands_for
+from kvcli.models.gguf import convert
+from kvcli.quality.answer import kept
+from kvcli.quality.fingerprint import fingerprint
+from kvcli.quality.statistics import bootstrap
+from kvcli.quality.tasks import TASKS
+from tests.bench.decode import machine
+from tests.bench.known import Known, Outcome
 
 HELD_OUT = 5_000  # seed of the texts
 MAPPED = 1024  # tokens of the texts that the head map is made from

@@ -23,9 +23,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.kv.slots import nbytes  # noqa: E402
-from tests.bench.decode import build, machine, ours_of  # noqa: E402
-from tests.bench.kv_speed import session  # noqa: E402
+from kvcli.kv.slots import nbytes
+from tests.bench.decode import build, machine, ours_of
+from tests.bench.kv_speed import session
 
 
 def pass_seconds(session: Any) -> tuple[float, float]:

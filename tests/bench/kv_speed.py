@@ -25,15 +25,15 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.engine import run_to_end  # noqa: E402
-from kvcli.kv.cache.level import TierLevel  # noqa: E402
-from kvcli.kv.cache.tiered_cache import TieredCache  # noqa: E402
-from kvcli.kv.slots import Slots, nbytes  # noqa: E402
-from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.kv.tiers.disk import DiskTier  # noqa: E402
-from kvcli.kv.tiers.quantized import QuantizedTier  # noqa: E402
-from kvcli.settings.profile import load_profile  # noqa: E402
-from tests.bench.decode import build, machine, ours_of  # noqa: E402
+from kvcli.engine.engine import run_to_end
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.slots import Slots, nbytes
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.disk import DiskTier
+from kvcli.kv.tiers.quantized import QuantizedTier
+from kvcli.settings.profile import load_profile
+from tests.bench.decode import build, machine, ours_of
 
 RESIDUAL, GROUP, SINKS = 128, 64, 4  # slots that stay in full beside what is packed, and slots that are packed at once
 EVERY = 64  # tokens between two boundaries

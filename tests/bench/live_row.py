@@ -26,11 +26,11 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.api import End  # noqa: E402
-from kvcli.render.terminal.screen import Screen  # noqa: E402
-from kvcli.render.terminal.terminal import Terminal  # noqa: E402
-from kvcli.render.turn.status_row import RowOptions  # noqa: E402
-from kvcli.render.turn.turn_view import TurnView  # noqa: E402
+from kvcli.api import End
+from kvcli.render.terminal.screen import Screen
+from kvcli.render.terminal.terminal import Terminal
+from kvcli.render.turn.status_row import RowOptions
+from kvcli.render.turn.turn_view import TurnView
 
 SIDES = ("silent", "off", "live")
 

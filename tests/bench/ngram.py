@@ -24,9 +24,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import kvcli  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
+import kvcli
+from kvcli.chat.model import Model
+from tests.bench.decode import build, machine, ours_of, spread
 
 
 @dataclass(frozen=True)

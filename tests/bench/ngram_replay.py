@@ -18,13 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli import load  # noqa: E402
-from kvcli.bench.workloads import prompt_of  # noqa: E402
-from kvcli.environment import Paths  # noqa: E402
-from kvcli.methods.drafts.ngram import Ngram  # noqa: E402
-from kvcli.models.fetch import stands_for  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.drafts.conftest import PLAIN, Engine  # noqa: E402
+from kvcli import load
+from kvcli.bench.workloads import prompt_of
+from kvcli.environment import Paths
+from kvcli.methods.drafts.ngram import Ngram
+from kvcli.models.fetch import stands_for
+from tests.bench.decode import machine
+from tests.drafts.conftest import PLAIN, Engine
 
 COSTS: dict[str, Callable[[int], float]] = {  # rows -> plain passes
     "nearly free up to 8": lambda rows: 1 + 0.02 * (rows - 1) if rows <= 8 else 1.3 + 0.06 * (rows - 8),

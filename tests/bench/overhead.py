@@ -29,7 +29,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(HERE))
 
-from tests.bench.clocks import VOCAB, Checkout, Parts  # noqa: E402
+from tests.bench.clocks import VOCAB, Checkout, Parts
 
 METHODS = ("off", "ngram", "fafo", "scouts")
 FREE = ("model", "kernels", "bench")  # parts that are no overhead of the engine

@@ -42,7 +42,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "bench"))
 
-from extract import machine  # noqa: E402
+from extract import machine
 
 # the end of its path: (package, columns of its text, what it is there for)
 FILES = {

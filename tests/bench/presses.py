@@ -42,9 +42,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.heads.sample import samples  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.bench.kv_quality import HELD_OUT, Text, asked, opened  # noqa: E402
+from kvcli.heads.sample import samples
+from tests.bench.decode import machine
+from tests.bench.kv_quality import HELD_OUT, Text, asked, opened
 
 WINDOW, POOL = 64, 5  # kvpress's: newest queries that vote and stay, positions over which a vote is spread
 CHUNK, PIECE, LEAD = 20, 512, 8  # tokens judged together; repeated in one pass, begun by those before it

@@ -21,14 +21,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli import load  # noqa: E402
-from kvcli.engine.engine import run_to_end  # noqa: E402
-from kvcli.heads.query_probe import listening  # noqa: E402
-from kvcli.heads.sample import ProbeSample, samples  # noqa: E402
-from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
-from kvcli.methods.policies.fastgen.recovery import recover  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.bench.kv_quality import HELD_OUT, Text, answered  # noqa: E402
+from kvcli import load
+from kvcli.engine.engine import run_to_end
+from kvcli.heads.query_probe import listening
+from kvcli.heads.sample import ProbeSample, samples
+from kvcli.methods.policies.fastgen.policy import FastGen
+from kvcli.methods.policies.fastgen.recovery import recover
+from tests.bench.decode import machine
+from tests.bench.kv_quality import HELD_OUT, Text, answered
 
 LENGTH, KEEP = 2048, (0.5, 0.4)
 

@@ -23,15 +23,15 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.engine import run_to_end  # noqa: E402
-from kvcli.engine.forward_request import await_passes  # noqa: E402
-from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.engine.sequence.session import GenerationSession  # noqa: E402
-from kvcli.kv.slots import nbytes  # noqa: E402
-from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.methods.drafts.off import Off  # noqa: E402
-from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
-from tests.bench.decode import build, machine, ours_of  # noqa: E402
+from kvcli.engine.engine import run_to_end
+from kvcli.engine.forward_request import await_passes
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.kv.slots import nbytes
+from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
+from kvcli.methods.policies.fastgen.policy import FastGen
+from tests.bench.decode import build, machine, ours_of
 
 WARM = 512  # tokens
 

@@ -33,21 +33,21 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli import load  # noqa: E402
-from kvcli.bench.hf import load_hf  # noqa: E402
-from kvcli.engine.engine import iterate_events, run_to_end  # noqa: E402
-from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.environment import Paths  # noqa: E402
-from kvcli.models import source  # noqa: E402
-from kvcli.models.fetch import stands_for  # noqa: E402
-from kvcli.models.gguf import convert  # noqa: E402
-from kvcli.models.text import decode  # noqa: E402
-from kvcli.quality.statistics import bootstrap  # noqa: E402
-from kvcli.settings.profile import Profile  # noqa: E402
-from tests.bench import prune_asked  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.bench.prune_asked import Asked  # noqa: E402
-from tests.bench.random_model import write  # noqa: E402
+from kvcli import load
+from kvcli.bench.hf import load_hf
+from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.environment import Paths
+from kvcli.models import source
+from kvcli.models.fetch import stands_for
+from kvcli.models.gguf import convert
+from kvcli.models.text import decode
+from kvcli.quality.statistics import bootstrap
+from kvcli.settings.profile import Profile
+from tests.bench import prune_asked
+from tests.bench.decode import machine
+from tests.bench.prune_asked import Asked
+from tests.bench.random_model import write
 
 ONE_CUT = 0.5  # share of depth below which methods with one cut let all on
 THEIRS = ("sdpa", "eager")  # attentions of transformers

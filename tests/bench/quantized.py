@@ -24,12 +24,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.bench.gguf_export import export  # noqa: E402
-from kvcli.bench.llama_cpp import LlamaCpp  # noqa: E402
-from kvcli.engine.hf.lm import LM  # noqa: E402
-from kvcli.models.source import find  # noqa: E402
-from tests.bench.decode import machine, ours, theirs  # noqa: E402
-from tests.bench.random_model import write  # noqa: E402
+from kvcli.bench.llama_cpp import LlamaCpp
+from kvcli.engine.hf.lm import LM
+from kvcli.models.source import find
+from tests.bench.decode import machine, ours, theirs
+from tests.bench.random_model import write
+from tests.recipes.gguf_export import export
 
 KINDS = {"none": "BF16", "int8": "Q8_0", "int4": "Q4_0"}  # ours: llama.cpp's
 FTYPES = {"Q8_0": 7, "Q4_0": 2}  # llama.h

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.bench.decode import build  # noqa: E402
+from tests.bench.decode import build
 
 
 def write(folder: Path) -> None:

@@ -20,9 +20,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.kv.slots import nbytes  # noqa: E402
-from kvcli.settings.profile import Profile, load_profile  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
+from kvcli.kv.slots import nbytes
+from kvcli.settings.profile import Profile, load_profile
+from tests.bench.decode import machine
 
 STORES: dict[str, dict[str, dict[str, object]]] = {
     "dense": {},

@@ -21,16 +21,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli import load  # noqa: E402
-from kvcli.heads.headmap import full_heads  # noqa: E402
-from kvcli.heads.request import ProbeRequest  # noqa: E402
-from kvcli.heads.restricted_heads import HeadWindow  # noqa: E402
-from kvcli.heads.run import probe  # noqa: E402
-from kvcli.heads.sample import samples  # noqa: E402
-from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
-from kvcli.quality.statistics import bootstrap  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.heads.restrict import right_answers  # noqa: E402
+from kvcli import load
+from kvcli.heads.headmap import full_heads
+from kvcli.heads.request import ProbeRequest
+from kvcli.heads.restricted_heads import HeadWindow
+from kvcli.heads.run import probe
+from kvcli.heads.sample import samples
+from kvcli.methods.policies.fastgen.policy import FastGen
+from kvcli.quality.statistics import bootstrap
+from tests.bench.decode import machine
+from tests.heads.restrict import right_answers
 
 LENGTH = 1024  # tokens of a text
 HELD_OUT = 1_000  # seed of the texts that accuracy is measured on

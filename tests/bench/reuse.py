@@ -25,16 +25,16 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli import load  # noqa: E402
-from kvcli.engine.engine import run_to_end  # noqa: E402
-from kvcli.models.text import decode  # noqa: E402
-from kvcli.quality.fit import fitted  # noqa: E402
-from kvcli.quality.prompt import Prompts  # noqa: E402
-from kvcli.quality.prose import Prose  # noqa: E402
-from kvcli.quality.sample import SampleSeed  # noqa: E402
-from kvcli.quality.tasks import TASKS  # noqa: E402
-from kvcli.settings.profile import Profile  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
+from kvcli import load
+from kvcli.engine.engine import run_to_end
+from kvcli.models.text import decode
+from kvcli.quality.fit import fitted
+from kvcli.quality.prompt import Prompts
+from kvcli.quality.prose import Prose
+from kvcli.quality.sample import SampleSeed
+from kvcli.quality.tasks import TASKS
+from kvcli.settings.profile import Profile
+from tests.bench.decode import machine
 
 NAMES = ("niah_single", "passkey", "mqar", "copy_span")
 ANEW = "read anew"

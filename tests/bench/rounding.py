@@ -26,21 +26,21 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.bench.texts import text_of  # noqa: E402
-from kvcli.engine.engine import run  # noqa: E402
-from kvcli.engine.forward_request import ForwardRequest  # noqa: E402
-from kvcli.engine.rows import Rows  # noqa: E402
-from kvcli.heads.sample import samples  # noqa: E402
-from kvcli.kv.cache.precision_budget import keys_in  # noqa: E402
-from kvcli.kv.slots import AttentionParams, LayerShape, Slots  # noqa: E402
-from kvcli.kv.sparse.pages import PageBudget, Pages  # noqa: E402
-from kvcli.kv.sparse.sparse_tier import _choose  # noqa: E402
-from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.kv.tiers.quantized import QuantizedTier  # noqa: E402
-from kvcli.settings.registry import registries  # noqa: E402
-from kvcli.settings.resolve import method_class  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.bench.kv_quality import opened  # noqa: E402
+from kvcli.bench.texts import text_of
+from kvcli.engine.engine import run
+from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.rows import Rows
+from kvcli.heads.sample import samples
+from kvcli.kv.cache.precision_budget import keys_in
+from kvcli.kv.slots import AttentionParams, LayerShape, Slots
+from kvcli.kv.sparse.pages import PageBudget, Pages
+from kvcli.kv.sparse.sparse_tier import _choose
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.quantized import QuantizedTier
+from kvcli.settings.registry import registries
+from kvcli.settings.resolve import method_class
+from tests.bench.decode import machine
+from tests.bench.kv_quality import opened
 
 QUERIES = 32
 SINKS = 4  # first tokens, which always stay

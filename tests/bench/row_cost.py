@@ -17,11 +17,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-import kvcli  # noqa: E402
-from kvcli.calibrate.passes import cache_of_length, once  # noqa: E402
-from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
+import kvcli
+from kvcli.calibrate.passes import cache_of_length, once
+from tests.bench.decode import build, machine, ours_of, spread
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 

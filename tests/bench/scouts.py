@@ -17,11 +17,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-from kvcli.bench.profile_side import ProfileSide  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.bench.fafo import tasks  # noqa: E402
+from kvcli.bench.profile_side import ProfileSide
+from tests.bench.decode import machine
+from tests.bench.fafo import tasks
 
 BASE: dict[str, Any] = {"method": "lookahead", "adaptive": False, "ngram": 5, "window": 4, "key_max": 4, "view": "all"}
 STREAM = {"view": "stream", "sinks": 16}

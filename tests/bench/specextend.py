@@ -35,17 +35,17 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import kvcli  # noqa: E402
-from kvcli.bench.workloads import facts_in, report  # noqa: E402
-from kvcli.drafts.draft_models.chunk_retrieval import ChunkRetrievalModel, scored_layers  # noqa: E402
-from kvcli.drafts.draft_models.chunk_trigger import trigger  # noqa: E402
-from kvcli.engine.engine import iterate_events, run_to_end  # noqa: E402
-from kvcli.engine.rows import Rows  # noqa: E402
-from kvcli.engine.stats import Step  # noqa: E402
-from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.models.text import render_prompt  # noqa: E402
-from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
-from tests.bench.widened import write  # noqa: E402
+import kvcli
+from kvcli.bench.workloads import facts_in, report
+from kvcli.drafts.draft_models.chunk_retrieval import ChunkRetrievalModel, scored_layers
+from kvcli.drafts.draft_models.chunk_trigger import trigger
+from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.rows import Rows
+from kvcli.engine.stats import Step
+from kvcli.kv.tiers.dense import Dense
+from kvcli.models.text import render_prompt
+from tests.bench.decode import build, machine, ours_of, spread
+from tests.bench.widened import write
 
 SIDES = {"plain": None, "window": "off", "every:8": "every:8", "adaptive": "adaptive"}
 FOUR = {"adaptive": False, "depth": 4, "max": 4, "branches": 1}  # guesses in a row

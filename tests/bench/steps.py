@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli import assemble, load  # noqa: E402
-from kvcli.bench.workloads import prompt_of  # noqa: E402
-from kvcli.engine.drafting.drafter import ModelPair  # noqa: E402
-from kvcli.engine.engine import run_to_end  # noqa: E402
-from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.engine.sequence.session import GenerationSession  # noqa: E402
-from kvcli.environment import Paths  # noqa: E402
-from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.methods.drafts.off import Off  # noqa: E402
-from kvcli.methods.steps.lookahead_reasoning import LookaheadReasoning  # noqa: E402
-from kvcli.methods.steps.step_writer import Writer, ends  # noqa: E402
-from kvcli.models.fetch import stands_for  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
+from kvcli import assemble, load
+from kvcli.bench.workloads import prompt_of
+from kvcli.engine.drafting.drafter import ModelPair
+from kvcli.engine.engine import run_to_end
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.environment import Paths
+from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
+from kvcli.methods.steps.lookahead_reasoning import LookaheadReasoning
+from kvcli.methods.steps.step_writer import Writer, ends
+from kvcli.models.fetch import stands_for
+from tests.bench.decode import machine
 
 SIDES: dict[str, dict[str, Any]] = {
     "exact": {"judge": "exact"},

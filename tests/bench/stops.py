@@ -20,8 +20,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.bench.decode import machine  # noqa: E402
-from tests.drafts.test_model_draft import COSTS, Run  # noqa: E402
+from tests.bench.decode import machine
+from tests.drafts.test_model_draft import COSTS, Run
 
 TEXTS: dict[str, Callable[[int], float]] = {  # position -> share of guesses that are right
     "hard": lambda at: 0.4,

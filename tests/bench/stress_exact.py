@@ -23,13 +23,13 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import kvcli  # noqa: E402
-from kvcli.api import Turn  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from kvcli.engine.drafting.drafter import Costs  # noqa: E402
-from kvcli.models.text import render_prompt  # noqa: E402
-from kvcli.settings.profile import Profile  # noqa: E402
-from tests.demo_model.example import example_report  # noqa: E402
+import kvcli
+from kvcli.api import Turn
+from kvcli.chat.model import Model
+from kvcli.engine.drafting.drafter import Costs
+from kvcli.models.text import render_prompt
+from kvcli.settings.profile import Profile
+from tests.demo_model.example import example_report
 
 PROFILES = ("ngram", "lookahead", "fafo")
 _PART = {

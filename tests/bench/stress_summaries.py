@@ -25,20 +25,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import kvcli  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from kvcli.documents import Document, read_document  # noqa: E402
-from kvcli.engine.threads import use_threads  # noqa: E402
-from kvcli.environment import Paths  # noqa: E402
-from kvcli.models.fetch import stands_for  # noqa: E402
-from kvcli.settings.profile import Profile  # noqa: E402
-from kvcli.summarize.cache import Cache  # noqa: E402
-from kvcli.summarize.events import Done  # noqa: E402
-from kvcli.summarize.request import Request  # noqa: E402
-from kvcli.summarize.result import Summary  # noqa: E402
-from kvcli.summarize.run import summarize  # noqa: E402
-from tests.bench.stress_exact import PROFILES, costs, jumping_clock  # noqa: E402
-from tests.summarize.scribe import summary_of  # noqa: E402
+import kvcli
+from kvcli.chat.model import Model
+from kvcli.documents import Document, read_document
+from kvcli.engine.threads import use_threads
+from kvcli.environment import Paths
+from kvcli.models.fetch import stands_for
+from kvcli.settings.profile import Profile
+from kvcli.summarize.cache import Cache
+from kvcli.summarize.events import Done
+from kvcli.summarize.request import Request
+from kvcli.summarize.result import Summary
+from kvcli.summarize.run import summarize
+from tests.bench.stress_exact import PROFILES, costs, jumping_clock
+from tests.summarize.scribe import summary_of
 
 BUSY = "import os, sys\nos.nice(int(sys.argv[1]))\nwhile True:\n    pass"
 CHUNKS = (2048, 512, 97)  # tokens read at once

@@ -18,15 +18,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import kvcli  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from kvcli.demo.report import Finding  # noqa: E402
-from kvcli.documents import document_of  # noqa: E402
-from kvcli.summarize.request import Request  # noqa: E402
-from kvcli.summarize.result import Point, Summary  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.demo_model.sample import SEED, pdf_bytes, write_sample  # noqa: E402
-from tests.summarize.scribe import summary_of  # noqa: E402
+import kvcli
+from kvcli.chat.model import Model
+from kvcli.demo.report import Finding
+from kvcli.documents import document_of
+from kvcli.summarize.request import Request
+from kvcli.summarize.result import Point, Summary
+from tests.bench.decode import machine
+from tests.demo_model.sample import SEED, pdf_bytes, write_sample
+from tests.summarize.scribe import summary_of
 
 
 def is_told(finding: Finding, points: Sequence[Point]) -> Point | None:

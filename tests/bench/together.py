@@ -23,11 +23,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli import generate_together, load  # noqa: E402
-from kvcli.api import Text  # noqa: E402
-from kvcli.bench.workloads import prompt_of  # noqa: E402
-from kvcli.engine.engine import Engine  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
+from kvcli import generate_together, load
+from kvcli.api import Text
+from kvcli.bench.workloads import prompt_of
+from kvcli.engine.engine import Engine
+from tests.bench.decode import machine
 
 
 def texts(model: Any, n: int, ctx: int) -> list[list[int]]:

@@ -31,20 +31,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.assemble import view  # noqa: E402
-from kvcli.engine.cuda_graphs.capture import CudaGraphs  # noqa: E402
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses  # noqa: E402
-from kvcli.engine.engine import run_to_end  # noqa: E402
-from kvcli.engine.hf.lm import LM  # noqa: E402
-from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.engine.sequence.session import GenerationSession  # noqa: E402
-from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.methods.drafts.lookahead import Lookahead  # noqa: E402
-from kvcli.methods.drafts.ngram import Ngram  # noqa: E402
-from kvcli.methods.drafts.off import Off  # noqa: E402
-from kvcli.methods.policies.snapkv import Snap  # noqa: E402
-from tests import families  # noqa: E402
-from tests.fake_graphs import FakeGraphs  # noqa: E402
+from kvcli.assemble import view
+from kvcli.engine.cuda_graphs.capture import CudaGraphs
+from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses
+from kvcli.engine.engine import run_to_end
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.lookahead import Lookahead
+from kvcli.methods.drafts.ngram import Ngram
+from kvcli.methods.drafts.off import Off
+from kvcli.methods.policies.snapkv import Snap
+from tests import families
+from tests.fake_graphs import FakeGraphs
 
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2"}
 COPIES = {"lift_fresh", "lift"}

@@ -29,20 +29,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import kvcli  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from kvcli.documents import Document, document_of  # noqa: E402
-from kvcli.environment import Paths  # noqa: E402
-from kvcli.models.fetch import stands_for  # noqa: E402
-from kvcli.summarize.cache import Cache  # noqa: E402
-from kvcli.summarize.events import Done, PartEnded  # noqa: E402
-from kvcli.summarize.parts import Part  # noqa: E402
-from kvcli.summarize.plan import PlanWindow, make_plan  # noqa: E402
-from kvcli.summarize.request import Request  # noqa: E402
-from kvcli.summarize.result import Summary  # noqa: E402
-from kvcli.summarize.run import summarize  # noqa: E402
-from kvcli.summarize.wording import Wording, part_messages, wording_of  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
+import kvcli
+from kvcli.chat.model import Model
+from kvcli.documents import Document, document_of
+from kvcli.environment import Paths
+from kvcli.models.fetch import stands_for
+from kvcli.summarize.cache import Cache
+from kvcli.summarize.events import Done, PartEnded
+from kvcli.summarize.parts import Part
+from kvcli.summarize.plan import PlanWindow, make_plan
+from kvcli.summarize.request import Request
+from kvcli.summarize.result import Summary
+from kvcli.summarize.run import summarize
+from kvcli.summarize.wording import Wording, part_messages, wording_of
+from tests.bench.decode import machine
 
 COUNTS = ("points", "words", "confirmed", "doubtful", "uncited", "silent", "told", "copied", "loops")
 MOST = 9_000  # characters of a text without pages

@@ -11,9 +11,7 @@ _compared = partial(option, panel="What is compared")
 _measured = partial(option, panel="How it is measured")
 _told = partial(option, panel="What comes out")
 
-_BASELINE = (
-    "A profile, hf, hf-lookup, llama.cpp, kvpress[:PRESS[:RATIO]] or an earlier FILE.json; × compares with the first."
-)
+_BASELINE = "A profile, hf, hf-lookup, llama.cpp or an earlier FILE.json; × compares with the first."
 _WORKLOAD = (
     "prose, code, manual, article, rewrite, translate, talk; in the demo's language summary, chat, copy, lookup;"
     " random; a text file. Several with commas. Default article, for the demo summary."
