@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "load": "kvcli.door",
     "Model": "kvcli.chat.model",
-    "together": "kvcli.engine.engine",
+    "generate_together": "kvcli.engine.engine",
     "Chat": "kvcli.chat.conversation",
     "Document": "kvcli.documents",
     "read_document": "kvcli.documents",

@@ -44,8 +44,8 @@ from kvcli.quality.agree import PredictionDistance, TextWindow, cuts, predicted
 from kvcli.quality.answer import kept
 from kvcli.quality.fingerprint import fingerprint
 from kvcli.quality.statistics import bootstrap
-from tests.bench.decode import machine
-from tests.bench.known import Known, Outcome
+from tests.bench.harness import Known, machine
+from tests.bench.harness import Row as Outcome
 from tests.bench.kv_quality import BITS, Text, opened, published, rival
 
 SCORED = 256  # tokens predicted behind a window

@@ -24,7 +24,7 @@ from kvcli.kernels.attend_quantized import PackedHead
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.quantize_kv import pack_keys, pack_values
 from tests.bench.attend_invariant import interleaved
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 
 BYTES = 96 << 20  # of the bf16 slots in all copies
 HEADS = 4  # KV heads

@@ -35,7 +35,8 @@ from kvcli.engine.threads import use_threads
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.models.source import find
-from tests.bench.decode import Clock, machine, spread
+from tests.bench.decode import Clock
+from tests.bench.harness import machine, spread
 from tests.bench.kv_speed import pass_seconds
 from tests.bench.quantized import KINDS, llama_of, quantized
 from tests.bench.random_model import write

@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.engine.engine import iterate_events
 from kvcli.engine.threads import use_threads
-from tests.bench.decode import build, machine, ours, ours_of
+from tests.bench.decode import build, ours, ours_of
+from tests.bench.harness import machine
 
 
 def count() -> None:

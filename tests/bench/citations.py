@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.summarize.check import WITH_NUMBERS, WITHOUT, Checker
 from kvcli.summarize.citations import Bracket, Place
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 from tests.summarize.cases import PARTLY, SURE, Case, Wanted, cases
 
 GRID = (0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)

@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
-    from tests.bench.decode import machine
+    from tests.bench.harness import machine
 
     found: dict[str, Any] = {"environment": machine(), "blocks": [], "loss": [], "resume": []}
     only = args.only.split(",")

@@ -38,8 +38,8 @@ from kvcli.engine.forward_request import await_passes
 from kvcli.engine.stats import Stats
 from kvcli.kv.slots import nbytes
 from kvcli.prefix_cache.prefix_cache import PrefixCache
-from tests.bench.decode import machine, spread
 from tests.bench.fafo import looked_at
+from tests.bench.harness import machine, spread
 from tests.bench.widened import write
 
 PLAIN = "plain"

@@ -27,7 +27,8 @@ from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.kernels.linear_quantized.experts import quantize_experts_
 from kvcli.kernels.linear_quantized.module import quantize_
-from tests.bench.decode import machine, ours
+from tests.bench.decode import ours
+from tests.bench.harness import machine
 
 LAYERS, VOCAB = 40, 248_320  # of the whole model
 KINDS = ("none", "int8", "int4")

@@ -35,7 +35,8 @@ from kvcli.bench.profile_side import ProfileSide
 from kvcli.calibrate.quick import quick_times
 from kvcli.chat.model import Model
 from kvcli.fit.speed import units
-from tests.bench.decode import build, machine, ours_of, spread
+from tests.bench.decode import build, ours_of
+from tests.bench.harness import machine, spread
 
 PLAIN = "exact"
 SIDES: dict[str, dict[str, Any]] = {  # [spec] tables; the profiles of these names, and parts of the mix

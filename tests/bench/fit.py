@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.bench.known import Known
+from tests.bench.harness import Known
 
 NEW = 16
 AROUND = 64  # tokens of the chat template, the question and the answer, at most
@@ -120,7 +120,7 @@ def main() -> None:
     args = parser.parse_args()
 
     from kvcli.fit.base_memory import measured as program
-    from tests.bench.decode import machine
+    from tests.bench.harness import machine
     from tests.bench.random_model import write
 
     base = program()

@@ -27,7 +27,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.bench.decode import build, machine, ours_of
+from tests.bench.decode import build, ours_of
+from tests.bench.harness import machine
 
 
 @contextmanager

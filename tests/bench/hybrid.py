@@ -36,7 +36,7 @@ from kvcli.engine.stats import Step
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 from tests.drafters import Scripted
 
 # so few words that n-grams of one token match, and are followed by something else

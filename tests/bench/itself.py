@@ -29,7 +29,8 @@ import kvcli
 from kvcli.bench.profile_side import ProfileSide
 from kvcli.chat.model import Model
 from kvcli.settings.profile import Profile, load_profile
-from tests.bench.decode import build, machine, ours_of
+from tests.bench.decode import build, ours_of
+from tests.bench.harness import machine
 
 HALVES = ["kv.split_codes=true"]
 SIDES: dict[str, tuple[str, list[str]]] = {  # profile, and settings beside those of drafting

@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
-    from tests.bench.decode import machine
+    from tests.bench.harness import machine
 
     rows = commands(args.model, args.document.resolve(), args.reps)
     for row in rows:

@@ -60,8 +60,8 @@ from kvcli.quality.answer import kept
 from kvcli.quality.fingerprint import fingerprint
 from kvcli.quality.statistics import bootstrap
 from kvcli.quality.tasks import TASKS
-from tests.bench.decode import machine
-from tests.bench.known import Known, Outcome
+from tests.bench.harness import Known, machine
+from tests.bench.harness import Row as Outcome
 
 HELD_OUT = 5_000  # seed of the texts
 MAPPED = 1024  # tokens of the texts that the head map is made from

@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.kv.slots import nbytes
-from tests.bench.decode import build, machine, ours_of
+from tests.bench.decode import build, ours_of
+from tests.bench.harness import machine
 from tests.bench.kv_speed import session
 
 

@@ -33,7 +33,8 @@ from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import DiskTier
 from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.settings.profile import load_profile
-from tests.bench.decode import build, machine, ours_of
+from tests.bench.decode import build, ours_of
+from tests.bench.harness import machine
 
 RESIDUAL, GROUP, SINKS = 128, 64, 4  # slots that stay in full beside what is packed, and slots that are packed at once
 EVERY = 64  # tokens between two boundaries

@@ -26,7 +26,8 @@ sys.path.insert(0, str(ROOT))
 
 import kvcli
 from kvcli.chat.model import Model
-from tests.bench.decode import build, machine, ours_of, spread
+from tests.bench.decode import build, ours_of
+from tests.bench.harness import machine, spread
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from kvcli.bench.workloads import prompt_of
 from kvcli.environment import Paths
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.models.fetch import stands_for
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 from tests.drafts.conftest import PLAIN, Engine
 
 COSTS: dict[str, Callable[[int], float]] = {  # rows -> plain passes

@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.heads.sample import samples
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 from tests.bench.kv_quality import HELD_OUT, Text, asked, opened
 
 WINDOW, POOL = 64, 5  # kvpress's: newest queries that vote and stay, positions over which a vote is spread

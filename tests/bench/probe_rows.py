@@ -27,7 +27,7 @@ from kvcli.heads.query_probe import listening
 from kvcli.heads.sample import ProbeSample, samples
 from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.methods.policies.fastgen.recovery import recover
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 from tests.bench.kv_quality import HELD_OUT, Text, answered
 
 LENGTH, KEEP = 2048, (0.5, 0.4)

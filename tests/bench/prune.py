@@ -45,7 +45,7 @@ from kvcli.models.text import decode
 from kvcli.quality.statistics import bootstrap
 from kvcli.settings.profile import Profile
 from tests.bench import prune_asked
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 from tests.bench.prune_asked import Asked
 from tests.bench.random_model import write
 

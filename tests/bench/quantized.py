@@ -27,7 +27,8 @@ sys.path.insert(0, str(ROOT))
 from kvcli.bench.llama_cpp import LlamaCpp
 from kvcli.engine.hf.lm import LM
 from kvcli.models.source import find
-from tests.bench.decode import machine, ours, theirs
+from tests.bench.decode import ours, theirs
+from tests.bench.harness import machine
 from tests.bench.random_model import write
 from tests.recipes.gguf_export import export
 

@@ -26,7 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 
 ORDERS = ("chunks", "layers")
 MIB = 1 << 20

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.kv.slots import nbytes
 from kvcli.settings.profile import Profile, load_profile
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 
 STORES: dict[str, dict[str, dict[str, object]]] = {
     "dense": {},

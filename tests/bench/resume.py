@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
-    from tests.bench.decode import machine
+    from tests.bench.harness import machine
 
     rows = []
     for name in args.profiles.split(","):

@@ -29,7 +29,7 @@ from kvcli.heads.run import probe
 from kvcli.heads.sample import samples
 from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.quality.statistics import bootstrap
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 from tests.heads.restrict import right_answers
 
 LENGTH = 1024  # tokens of a text

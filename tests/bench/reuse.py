@@ -34,7 +34,7 @@ from kvcli.quality.prose import Prose
 from kvcli.quality.sample import SampleSeed
 from kvcli.quality.tasks import TASKS
 from kvcli.settings.profile import Profile
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 
 NAMES = ("niah_single", "passkey", "mqar", "copy_span")
 ANEW = "read anew"

@@ -39,7 +39,7 @@ from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.settings.registry import registries
 from kvcli.settings.resolve import method_class
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 from tests.bench.kv_quality import opened
 
 QUERIES = 32

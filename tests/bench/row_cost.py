@@ -21,7 +21,8 @@ import torch
 
 import kvcli
 from kvcli.calibrate.passes import cache_of_length, once
-from tests.bench.decode import build, machine, ours_of, spread
+from tests.bench.decode import build, ours_of
+from tests.bench.harness import machine, spread
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 

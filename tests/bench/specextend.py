@@ -44,7 +44,8 @@ from kvcli.engine.rows import Rows
 from kvcli.engine.stats import Step
 from kvcli.kv.tiers.dense import Dense
 from kvcli.models.text import render_prompt
-from tests.bench.decode import build, machine, ours_of, spread
+from tests.bench.decode import build, ours_of
+from tests.bench.harness import machine, spread
 from tests.bench.widened import write
 
 SIDES = {"plain": None, "window": "off", "every:8": "every:8", "adaptive": "adaptive"}

@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
-    from tests.bench.decode import machine
+    from tests.bench.harness import machine
 
     sides = {"ours": ROOT, **({"old": args.old.resolve()} if args.old else {})}
     times: dict[tuple[str, str], list[tuple[float, float]]] = {}

@@ -40,7 +40,7 @@ from kvcli.methods.drafts.off import Off
 from kvcli.methods.steps.lookahead_reasoning import LookaheadReasoning
 from kvcli.methods.steps.step_writer import Writer, ends
 from kvcli.models.fetch import stands_for
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 
 SIDES: dict[str, dict[str, Any]] = {
     "exact": {"judge": "exact"},

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 from tests.drafts.test_model_draft import COSTS, Run
 
 TEXTS: dict[str, Callable[[int], float]] = {  # position -> share of guesses that are right

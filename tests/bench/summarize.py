@@ -24,7 +24,7 @@ from kvcli.demo.report import Finding
 from kvcli.documents import document_of
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Point, Summary
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 from tests.demo_model.sample import SEED, pdf_bytes, write_sample
 from tests.summarize.scribe import summary_of
 

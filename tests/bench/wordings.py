@@ -42,7 +42,7 @@ from kvcli.summarize.request import Request
 from kvcli.summarize.result import Summary
 from kvcli.summarize.run import summarize
 from kvcli.summarize.wording import Wording, part_messages, wording_of
-from tests.bench.decode import machine
+from tests.bench.harness import machine
 
 COUNTS = ("points", "words", "confirmed", "doubtful", "uncited", "silent", "told", "copied", "loops")
 MOST = 9_000  # characters of a text without pages
