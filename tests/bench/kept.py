@@ -4,12 +4,11 @@
 
 Each round is two commands with a cache folder of their own, and two with nothing kept, by turns. Then, in one process
 and with a random model of 152M parameters: reading so many tokens against taking them from disk, first token to first
-token, and whether the logits are the same to the bit. Prints a table, then JSON on the last line.
+token, and whether the logits are the same to the bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.bench.harness import ROOT, Rows, measurement, spread
 
 QUESTIONS = ("What is this document about?", "Which commands does it name?")
 
@@ -66,16 +65,11 @@ def commands(model: str, document: Path, reps: int) -> list[dict[str, Any]]:
             "side": side,
             "prompt": all_of[0]["prompt"],
             "cached": all_of[0]["cached"],
-            "first token, s": _of([each["first_token"] for each in all_of]),
-            "command, s": _of([each["wall_s"] for each in all_of]),
+            "first token, s": spread((each["first_token"] for each in all_of), 3),
+            "command, s": spread((each["wall_s"] for each in all_of), 3),
         }
         for side, all_of in found.items()
     ]
-
-
-def _of(times: list[float]) -> list[float]:
-    """Least, median, most."""
-    return [round(x, 3) for x in (min(times), statistics.median(times), max(times))]
 
 
 def resumed(n: int, reps: int) -> dict[str, Any]:
@@ -114,41 +108,19 @@ def resumed(n: int, reps: int) -> dict[str, Any]:
     return {"tokens": n, **named, "gain": median["read"] / median["kept"]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "drafting.md")
-    parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=8000)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-
-    from tests.bench.harness import machine
-
-    rows = commands(args.model, args.document.resolve(), args.reps)
-    for row in rows:
-        share = f"cached {row['cached']:>6,} of {row['prompt']:>6,}"
-        print(f"{row['side']:<22} {share}  first token {row['first token, s']} s  command {row['command, s']} s")
-    taken = resumed(args.tokens, max(1, args.reps // 2))
+@measurement("Read once")
+def kept(
+    model: str = "smollm2-135m", document: Path = ROOT / "docs" / "drafting.md", reps: int = 5, tokens: int = 8000
+) -> Rows:
+    yield from commands(model, document.resolve(), reps)
+    taken = resumed(tokens, max(1, reps // 2))
     said = (
         f"{taken['tokens']:,} tokens of random-152M: read {taken['read_s']:.2f} s, kept in {taken['keeping_s']:.2f} s, "
         f"taken from disk {taken['kept_s']:.3f} s, {taken['gain']:.0f} times sooner, the same tokens."
     )
-    print(said)
-    about = machine()
-    result = {
-        "title": "Read once",
-        "command": f"python tests/bench/kept.py --model {args.model} --reps {args.reps} --tokens {args.tokens}",
-        "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, commit {about['commit']}",
-        "document": args.document.name,
-        "note": f"In brackets: least and most of {args.reps} rounds. In one process, {said}",
-        "rows": rows,
-        "resumed": taken,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    note = f"In brackets: least and most of {reps} rounds. In one process, {said}"
+    return {"document": document.name, "note": note, "resumed": taken}
 
 
 if __name__ == "__main__":
-    main()
+    kept.main()

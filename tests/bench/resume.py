@@ -9,8 +9,6 @@ a line for each profile, then JSON on the last line.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -18,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.bench.harness import Rows, Words, measurement
 
 
 def resumed(n: int, reps: int, profile: str) -> dict[str, Any]:
@@ -59,37 +57,14 @@ def resumed(n: int, reps: int, profile: str) -> dict[str, Any]:
     return {"profile": profile, "tokens": n, "bytes": nbytes, **named, "gain": median["read"] / median["kept"]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8000)
-    parser.add_argument("--reps", type=int, default=2)
-    parser.add_argument("--profiles", default="exact,lean,snap,fastgen")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-
-    from tests.bench.harness import machine
-
-    rows = []
-    for name in args.profiles.split(","):
-        rows.append(one := resumed(args.tokens, args.reps, name))
-        print(
-            f"{one['tokens']:,} tokens of random-152M, {name}: read {one['read_s']:.2f} s, "
-            f"kept in {one['keeping_s']:.2f} s as {one['bytes'] >> 20:,} MiB, "
-            f"taken from disk {one['kept_s']:.3f} s, {one['gain']:.0f} times sooner",
-            flush=True,
-        )
-    about = machine()
-    result = {
-        "title": f"A second question behind {args.tokens:,} tokens of a random 152M Llama: seconds to its first token",
-        "columns": ["profile", "bytes", "read_s", "kept_s", "gain"],
-        "command": f"python tests/bench/resume.py --tokens {args.tokens} --reps {args.reps} --profiles {args.profiles}",
-        "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, commit {about['commit']}",
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+@measurement(
+    "A second question behind {tokens:,} tokens of a random 152M Llama: seconds to its first token",
+    columns=["profile", "bytes", "read_s", "kept_s", "gain"],
+)
+def resume(tokens: int = 8000, reps: int = 2, profiles: Words = ("exact", "lean", "snap", "fastgen")) -> Rows:
+    for name in profiles:
+        yield resumed(tokens, reps, name)
 
 
 if __name__ == "__main__":
-    main()
+    resume.main()
