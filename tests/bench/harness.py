@@ -295,11 +295,18 @@ class Known:
 
 
 _known: Known | None = None  # of `--resume FILE`
+_owner = ""
+
+
+def belongs_to(key: str) -> None:
+    """From here on, results of `once` are those of this key alone, such as a model and the length of a text."""
+    global _owner
+    _owner = f"{key} "
 
 
 def once(key: str, make: Callable[[], T]) -> T:
     """Result of `make`, which is JSON. With `--resume FILE` it is computed once for this key, over several runs."""
-    return _known.of(key, make) if _known else make()
+    return _known.of(_owner + key, make) if _known else make()
 
 
 # ---- table ----

@@ -67,7 +67,7 @@ def on_disk(recall: str) -> Callable[[Any], Any]:
 def recalled(recall: str) -> Callable[[Any], Any]:
     def make(lm: Any) -> Any:
         store = dense(lm)
-        return settings(recall).bind_tier(store, lm.sights)
+        return settings(recall).bind(store, store, lm.sights)
 
     return make
 

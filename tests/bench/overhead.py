@@ -53,7 +53,7 @@ class Side:
         view = tree.build.view(lm, kv, drafter)
         self._session = tree.session.GenerationSession(lm, kv, drafter, sampler, view=view)
         self._session.seen.add = parts.timed("drawing", self._session.seen.add)
-        self._fold = parts.timed("statistics", tree.stats.Stats().fold)
+        self._fold = parts.timed("statistics", tree.stats.Stats().add_step)
         for _ in tree.events(self._session.read(text[:CONTEXT])):
             pass
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from kvcli.bench.profile_side import ProfileSide
-from tests.bench.fafo import tasks
+from tests.bench.fafo import tasks_of
 from tests.bench.harness import Rows, measurement
 
 BASE: dict[str, Any] = {"method": "lookahead", "adaptive": False, "ngram": 5, "window": 4, "key_max": 4, "view": "all"}
@@ -44,7 +44,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @measurement("Tokens a pass with scouts alone, fp32", is_counts=True)
 def scouts(new: int = 96) -> Rows:
-    chosen = tasks(("summary", "copy", "free"))
+    chosen = tasks_of(("summary", "copy", "free"))
     for name, changes in RUNS.items():
         row: dict[str, Any] = {"setting": name}
         for task in chosen:
