@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -133,6 +133,8 @@ class Measurement:
             if kind is bool:
                 action = argparse.BooleanOptionalAction if usual else "store_true"
                 parser.add_argument(flag, action=action, default=usual, help=about)
+            elif get_origin(kind) is Literal:
+                parser.add_argument(flag, choices=get_args(kind), default=usual, help=about)
             else:
                 parser.add_argument(flag, type=_reader(kind), default=usual, help=f"{about} (default: {usual})")
         parser.add_argument("--resume", type=Path, metavar="FILE", help="results so far; an interrupted run continues")

@@ -43,7 +43,7 @@ def profiles(stores: list[str], floor: int) -> Iterator[tuple[str, str, Profile]
             recall: dict[str, object] = {"method": method}
             if method != "none":
                 recall["floor"] = floor
-            yield store, method, plain.replace(exactness="approx", recall=recall, **STORES[store])
+            yield store, method, plain.replace(exactness="approx", sparse=recall, **STORES[store])
 
 
 @measurement(
