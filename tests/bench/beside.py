@@ -26,11 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kvcli.bench.llama_cpp import BATCH
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.threads import use_threads
-from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
 from kvcli.models.source import find
 from tests.bench.decode import Clock
 from tests.bench.harness import (
@@ -46,7 +42,7 @@ from tests.bench.harness import (
 )
 from tests.bench.kv_speed import pass_seconds
 from tests.bench.quantized import KINDS, llama_of, quantized
-from tests.bench.random_model import write
+from tests.bench.random_model import noise, opened, write
 from tests.recipes.gguf_export import export
 
 NAMES = {"none": "bf16", "int8": "int8", "int4": "int4"}
@@ -70,7 +66,7 @@ class Ours:
 
     def read(self, ids: list[int], room: int) -> float:
         began = time.perf_counter()
-        self.session = GenerationSession(self.lm, Dense(self.lm.shapes, self.lm.dtype), Off(), Sampler())
+        self.session = opened(self.lm)
         run_to_end(self.session.read(ids))
         list(iterate_events(self.session.stream(1)))
         return time.perf_counter() - began
@@ -137,7 +133,7 @@ class Transformers:
 
 def measure(sides: dict[str, Side], n: int, turns: int, new: int) -> dict[str, dict[str, list[float]]]:
     """Seconds by side of each reading, and the median of a token's by turn."""
-    ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = noise(n)
     readings = {name: partial(side.read, ids, (turns + 1) * (new + 1)) for name, side in sides.items()}
     read = in_turns(readings, max(1, min(5, READ // n)), 0)
     wrote = in_turns({name: lambda side=side: median(side.write(new)) for name, side in sides.items()}, turns)

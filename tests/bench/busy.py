@@ -15,14 +15,13 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.engine.engine import iterate_events
 from kvcli.engine.threads import use_threads
-from tests.bench.decode import build, ours, ours_of
+from tests.bench.decode import ours
 from tests.bench.harness import Rows, in_turns, measurement, quotients, spread
+from tests.bench.random_model import build, noise, ours_of
 
 
 def count() -> None:
@@ -36,7 +35,7 @@ def busy(prompt: int = 512, new: Annotated[int, "tokens of one turn"] = 12, reps
     cores = len(os.sched_getaffinity(0))
     use_threads(cores)
     lm = ours_of(build())
-    ids = torch.randint(8, 16384, (prompt,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = noise(prompt)
     _, _, session = ours(lm, ids, 4)
 
     def speed() -> float:

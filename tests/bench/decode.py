@@ -19,36 +19,8 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.bench.harness import Ints, Rows, alone, in_turns, measurement, quotients, ran, spread
-
-
-def build() -> Any:
-    """The model as transformers has it."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config = LlamaConfig(
-        hidden_size=1024,
-        num_hidden_layers=12,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=16384,
-        intermediate_size=2816,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-
-
-def ours_of(model: Any) -> Any:
-    """The same model as kvcli loads it."""
-    from kvcli.engine.hf.lm import LM
-
-    lm = LM.of(model)
-    lm.install_kernels()
-    return ran(lm)
+from tests.bench.harness import Ints, Rows, alone, in_turns, measurement, quotients, spread
+from tests.bench.random_model import build, noise, opened, ours_of
 
 
 class Clock:
@@ -76,12 +48,8 @@ def theirs(model: Any, ids: list[int], new: int) -> tuple[float, list[float], li
 def ours(lm: Any, ids: list[int], new: int) -> tuple[float, list[float], Any]:
     """The same by our engine, no drafting -> seconds to the first token, of each later token, the session."""
     from kvcli.engine.engine import iterate_events, run_to_end
-    from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.kv.tiers.dense import Dense
-    from kvcli.methods.drafts.off import Off
 
-    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
+    session = opened(lm)
     began = time.perf_counter()
     run_to_end(session.read(ids))
     steps = [step.seconds for step in iterate_events(session.stream(1))]
@@ -110,7 +78,7 @@ def peak(side: str, folder: str, n: int, new: int) -> float:
     """Peak resident memory of a process that loads the model, reads n tokens and decodes, MiB."""
     from kvcli.engine.process_memory import peak_bytes
 
-    ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = noise(n)
     if side == "kvcli":
         from kvcli.engine.hf.lm import LM
         from kvcli.models.source import find
@@ -124,7 +92,7 @@ def peak(side: str, folder: str, n: int, new: int) -> float:
 
 
 def measure(model: Any, lm: Any, n: int, new: int, reps: int) -> dict[str, Any]:
-    ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = noise(n)
     found = in_turns({"transformers": lambda: theirs(model, ids, new), "kvcli": lambda: ours(lm, ids, new)}, reps, 0)
     sides = {
         side: {"first": [first for first, _, _ in each], "step": [statistics.median(steps) for _, steps, _ in each]}

@@ -27,6 +27,7 @@ from kvcli.kernels.linear_quantized.experts import quantize_experts_
 from kvcli.kernels.linear_quantized.module import quantize_
 from tests.bench.decode import ours
 from tests.bench.harness import Rows, in_turns, measurement, quotients
+from tests.bench.random_model import noise, opened
 
 LAYERS, VOCAB = 40, 248_320  # of the whole model
 KINDS = ("none", "int8", "int4")
@@ -74,13 +75,7 @@ def unpacked(model: Any, kind: str) -> LM:
 
 
 def text(lm: LM, new: int) -> list[int]:
-    from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.kv.tiers.dense import Dense
-    from kvcli.methods.drafts.off import Off
-
-    ids = torch.randint(8, lm.vocab, (17,), generator=torch.Generator().manual_seed(1)).tolist()
-    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
+    ids, session = noise(17, lm.vocab), opened(lm)
     run_to_end(session.read(ids))
     list(iterate_events(session.stream(new)))
     return session.ids[len(ids) :]
@@ -109,7 +104,7 @@ def experts(
     del model
 
     def once(lm: LM) -> tuple[float, float]:
-        ids = torch.randint(8, lm.vocab, (prompt,), generator=torch.Generator().manual_seed(1)).tolist()
+        ids = noise(prompt, lm.vocab)
         first, steps, _ = ours(lm, ids, new)
         return first, median(steps)
 

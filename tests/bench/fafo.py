@@ -34,8 +34,8 @@ from kvcli.bench.profile_side import ProfileSide
 from kvcli.calibrate.quick import quick_times
 from kvcli.chat.model import Model
 from kvcli.fit.speed import units
-from tests.bench.decode import build, ours_of
 from tests.bench.harness import Floats, Rows, Words, in_turns, measurement, picked, quotients
+from tests.bench.random_model import build, ours_of
 
 PLAIN = "exact"
 SIDES: dict[str, dict[str, Any]] = {  # [spec] tables; the profiles of these names, and parts of the mix

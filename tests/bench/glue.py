@@ -25,8 +25,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.bench.decode import build, ours_of
 from tests.bench.harness import Rows, in_turns, measurement
+from tests.bench.random_model import build, noise, opened, ours_of
 
 
 @contextmanager
@@ -66,13 +66,9 @@ def products_inside(model: Any) -> Iterator[Any]:
 def session_of(lm: Any, n: int) -> Any:
     """A text of n random tokens, read."""
     from kvcli.engine.engine import run_to_end
-    from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.kv.tiers.dense import Dense
-    from kvcli.methods.drafts.off import Off
 
-    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
-    run_to_end(session.read(torch.randint(8, lm.vocab, (n,), generator=torch.Generator().manual_seed(1)).tolist()))
+    session = opened(lm)
+    run_to_end(session.read(noise(n, lm.vocab)))
     return session
 
 

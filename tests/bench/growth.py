@@ -25,8 +25,8 @@ from kvcli.engine.engine import run
 from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.rows import Draft
 from kvcli.methods.drafts.lookahead import Lookahead
-from tests.bench.decode import build, ours_of
 from tests.bench.harness import Ints, Rows, in_turns, measurement, seconds, spread
+from tests.bench.random_model import build, ours_of
 
 GUESSES = 8
 

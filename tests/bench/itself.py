@@ -26,8 +26,8 @@ import kvcli
 from kvcli.bench.profile_side import ProfileSide
 from kvcli.chat.model import Model
 from kvcli.settings.profile import Profile, load_profile
-from tests.bench.decode import build, ours_of
 from tests.bench.harness import Rows, Words, measurement
+from tests.bench.random_model import build, ours_of
 
 HALVES = ["kv.split_codes=true"]
 SIDES: dict[str, tuple[str, list[str]]] = {  # profile, and settings beside those of drafting

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.bench.harness import ROOT, Rows, measurement, spread
+from tests.bench.resume import resumed
 
 QUESTIONS = ("What is this document about?", "Which commands does it name?")
 
@@ -72,48 +72,12 @@ def commands(model: str, document: Path, reps: int) -> list[dict[str, Any]]:
     ]
 
 
-def resumed(n: int, reps: int) -> dict[str, Any]:
-    """Reading n tokens, and going on from what was kept of them."""
-    import torch
-
-    from kvcli import load
-    from kvcli.prefix_cache.prefix_cache import PrefixCache
-    from tests.bench.random_model import write
-
-    times: dict[str, list[float]] = {"read": [], "kept": [], "keeping": []}
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder, "random-152M"))
-        model = load(str(Path(folder, "random-152M")), "exact")
-        ids = torch.randint(10, 16_000, (n + 1,), generator=torch.Generator().manual_seed(1)).tolist()
-        said = {}
-        for i in range(reps + 1):
-            shelf = PrefixCache(Path(folder, f"kv{i}"), 1 << 34, model.lm)
-            for side in ("read", "kept"):
-                model.shelf = shelf if side == "kept" else None
-                with model.open() as text:
-                    turn = text.generate(ids, max_new_tokens=8, ignore_eos=True)
-                    said.setdefault(side, turn.ids)
-                    assert said[side] == turn.ids
-                    if side == "read":
-                        text.model.shelf = shelf
-                        began = time.perf_counter()
-                        assert not text.keep().why_not
-                        times["keeping"].append(time.perf_counter() - began)
-                    else:
-                        assert turn.stats.cached >= n - 1, turn.stats.cached
-                    times[side].append(turn.stats.first_token)
-        assert said["read"] == said["kept"]
-    median = {side: statistics.median(found[1:]) for side, found in times.items()}
-    named = {f"{side}_s": value for side, value in median.items()}
-    return {"tokens": n, **named, "gain": median["read"] / median["kept"]}
-
-
 @measurement("Read once")
 def kept(
     model: str = "smollm2-135m", document: Path = ROOT / "docs" / "drafting.md", reps: int = 5, tokens: int = 8000
 ) -> Rows:
     yield from commands(model, document.resolve(), reps)
-    taken = resumed(tokens, max(1, reps // 2))
+    taken = resumed(tokens, max(1, reps // 2), "exact")
     said = (
         f"{taken['tokens']:,} tokens of random-152M: read {taken['read_s']:.2f} s, kept in {taken['keeping_s']:.2f} s, "
         f"taken from disk {taken['kept_s']:.3f} s, {taken['gain']:.0f} times sooner, the same tokens."

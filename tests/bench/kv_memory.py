@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.policy.policy import PerLayerPolicy
-from tests.bench.decode import build, ours_of
 from tests.bench.harness import Rows, Words, alone, measurement, picked
+from tests.bench.random_model import build, noise, opened, ours_of
 
 GOLDEN = 0.6180339887498949  # its multiples are spread evenly, so every head keeps just its share
 PACKED = {"k8v8": (8, 8), "k4v4": (4, 4), "k4v2": (4, 2)}  # bits of keys and values
@@ -77,12 +77,8 @@ def resident() -> int:
 
 
 def session(lm: Any, side: str, chunk: int) -> Any:
-    from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.methods.drafts.off import Off
-
     policy = Shares(int(side.removeprefix("keep")) / 100) if side.startswith("keep") else None
-    return GenerationSession(lm, store(lm, side), Off(), Sampler(), policy=policy, chunk=chunk, every=64)
+    return opened(lm, store(lm, side), policy=policy, chunk=chunk, every=64)
 
 
 def measure(side: str, n: int, chunk: int) -> dict[str, Any]:
@@ -90,7 +86,7 @@ def measure(side: str, n: int, chunk: int) -> dict[str, Any]:
     from kvcli.kv.slots import nbytes
 
     lm = ours_of(build())
-    ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = noise(n)
     warm = session(lm, side, chunk)  # whatever is made once is made now
     run_to_end(warm.read(ids[: min(n, 2 * chunk)]))
     del warm

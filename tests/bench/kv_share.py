@@ -21,9 +21,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.kv.slots import nbytes
-from tests.bench.decode import build, ours_of
 from tests.bench.harness import Rows, Words, measurement
 from tests.bench.kv_speed import session
+from tests.bench.random_model import build, ours_of
 
 
 def pass_seconds(session: Any) -> tuple[float, float]:

@@ -31,8 +31,8 @@ from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import DiskTier
 from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.settings.profile import load_profile
-from tests.bench.decode import build, ours_of
 from tests.bench.harness import Rows, Words, in_turns, measurement, picked, quotients, spread
+from tests.bench.random_model import build, opened, ours_of
 
 RESIDUAL, GROUP, SINKS = 128, 64, 4  # slots that stay in full beside what is packed, and slots that are packed at once
 EVERY = 64  # tokens between two boundaries
@@ -100,10 +100,6 @@ USUAL = ("dense", "k8v8", "keep25", "two", "k4v4", "k4v2")
 
 def session(lm: Any, side: str, n: int) -> Any:
     """A session that has n slots of noise stored and one token pending."""
-    from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.methods.drafts.off import Off
-
     kv, noise = SIDES[side](lm), torch.Generator().manual_seed(0)
     for layer in range(lm.n_layers):
         k, v = (torch.randn(lm.n_kv_heads, n, lm.head_dim, generator=noise).to(lm.dtype) for _ in "kv")
@@ -111,7 +107,7 @@ def session(lm: Any, side: str, n: int) -> Any:
         if side == "keep25":
             share = torch.tensor([QUARTER[j % len(QUARTER)] for j in range(lm.n_kv_heads)]).unsqueeze(1)
             kv.keep(layer, torch.rand(lm.n_kv_heads, n, generator=noise) < share)
-    made = GenerationSession(lm, kv, Off(), Sampler(), every=EVERY)
+    made = opened(lm, kv, every=EVERY)
     made.ids = torch.randint(8, lm.vocab, (n + 1,), generator=noise).tolist()
     made.committed = n
     run_to_end(made.compress_cache())

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import kvcli
 from kvcli.chat.model import Model
-from tests.bench.decode import build, ours_of
 from tests.bench.harness import Rows, in_turns, measurement, quotients
+from tests.bench.random_model import build, ours_of
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from kvcli.kv.slots import nbytes
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.fastgen.policy import FastGen
-from tests.bench.decode import build, ours_of
 from tests.bench.harness import Ints, Rows, measurement
+from tests.bench.random_model import build, ours_of
 
 WARM = 512  # tokens
 

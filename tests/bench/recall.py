@@ -36,6 +36,7 @@ from kvcli.kv.sparse.pages import PageBudget, padded
 from kvcli.kv.sparse.sparse_cache import SparseCache
 from kvcli.kv.tiers.dense import Dense
 from tests.bench.harness import Rows, measurement
+from tests.bench.random_model import opened
 
 SPREADS = {"diffuse": 1.0, "mixed": 2.5, "peaked": 5.0}  # standard deviation of scores
 INDEXES: dict[str, Callable[[], PageIndex]] = {
@@ -142,15 +143,11 @@ def demo() -> tuple[Any, list[int]]:
 
 def answer(model: Any, prompt: list[int], index: PageIndex, budget: PageBudget) -> dict[str, float | None]:
     """Of the first tokens of the answer, all layers."""
-    from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.methods.drafts.off import Off
-
     lm = model.lm
     store = Dense(lm.shapes, lm.dtype)
     kv = Watched(store, index, budget, range(lm.n_layers))
     kv.watch()
-    session = GenerationSession(lm, kv, Off(), Sampler(), every=8)
+    session = opened(lm, kv, every=8)
     run_to_end(session.read(prompt))
     list(iterate_events(session.stream(ANSWER)))
     return kv.figures()

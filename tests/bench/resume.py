@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.bench.harness import Rows, Words, measurement
 
 
-def resumed(n: int, reps: int, profile: str) -> dict[str, Any]:
+def resumed(n: int, reps: int, profile: str, settings: dict[str, Any] | None = None) -> dict[str, Any]:
     """A second question behind n tokens: all of it read, and gone on from what was kept."""
     import torch
 
@@ -33,7 +33,7 @@ def resumed(n: int, reps: int, profile: str) -> dict[str, Any]:
     ids, more = (torch.randint(10, 16_000, (size,), generator=noise).tolist() for size in (n, 32))
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder, "random-152M"))
-        model = load(str(Path(folder, "random-152M")), profile)
+        model = load(str(Path(folder, "random-152M")), profile, settings)
         for i in range(reps + 1):
             shelf, said = PrefixCache(Path(folder, f"kv{i}"), 1 << 34, model.lm), {}
             with model.open() as text:

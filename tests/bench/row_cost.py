@@ -19,8 +19,8 @@ import torch
 
 import kvcli
 from kvcli.calibrate.passes import cache_of_length, once
-from tests.bench.decode import build, ours_of
 from tests.bench.harness import Ints, Rows, in_turns, measurement, quotients, ran, spread
+from tests.bench.random_model import build, ours_of
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 

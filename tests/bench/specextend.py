@@ -43,8 +43,8 @@ from kvcli.engine.rows import Rows as PassRows
 from kvcli.engine.stats import Step
 from kvcli.kv.tiers.dense import Dense
 from kvcli.models.text import render_prompt
-from tests.bench.decode import build, ours_of
 from tests.bench.harness import Ints, Rows, Words, measurement, quotients
+from tests.bench.random_model import build, ours_of
 from tests.bench.widened import write
 
 SIDES = {"plain": None, "window": "off", "every:8": "every:8", "adaptive": "adaptive"}
