@@ -103,8 +103,9 @@ class Measurement:
         environment = before | {"threads": torch.get_num_threads()} | _ran
         if self.is_counts:
             environment = {name: environment[name] for name in ("torch", "transformers", "commit")}
-        said = {"schema": self.schema, "title": self.title.format(**asked), "command": self.command(asked)}
-        said |= {"environment": environment, "columns": [*self.columns], "note": self.note.format(**asked)}
+        words = {name: ", ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in asked.items()}
+        said = {"schema": self.schema, "title": self.title.format(**words), "command": self.command(asked)}
+        said |= {"environment": environment, "columns": [*self.columns], "note": self.note.format(**words)}
         return {name: value for name, value in said.items() if value} | {"rows": rows} | more
 
     def command(self, asked: Mapping[str, Any]) -> str:

@@ -173,7 +173,7 @@ def prune(
             write(Path(name := str(Path(folder, name))))
         given = source.find(stands_for(name, Paths.of(os.environ).data) if name != "demo" else name)
         files = convert.convert_if_needed(given, "bf16", Path(folder), packs=False)
-        whole = load(files, "exact", {"load.threads": threads})
+        whole = load(str(files.path), "exact", {"load.threads": threads})
         ask = {"demo": prune_asked.of_demo, "random-152M": prune_asked.plain}.get(model, prune_asked.of_suite)
         asked = list(ask(whole, tokens, n))
         other = load_hf(files, whole.profile, Path(folder)) if hf else None

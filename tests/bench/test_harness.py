@@ -60,7 +60,7 @@ def test_options_are_parameters_and_the_json_stands_on_the_last_line(
     found = last_line(capsys)
     assert found == json.loads(out.read_text())
     assert [row["squared"] for row in found["rows"]] == [0, 1, 4]
-    assert (found["title"], found["note"]) == ("3 rows", "of ('x', 'y')")
+    assert (found["title"], found["note"]) == ("3 rows", "of x, y")
     assert found["more"] == [True, False, "me", [0.5, 2.0]]
     assert found["command"].split(" ", 2)[2] == " ".join(words)
     assert (found["rows"][0]["kinds"], found["rows"][0]["sizes"]) == (["x", "y"], [1, 2])
