@@ -1,7 +1,7 @@
 """Write the generated parts of README.md and docs/: `python docs/generate.py`, or `--check` to fail on a difference.
 
-With names of kinds (`python docs/generate.py keys exists source`) only those parts: seconds instead of minutes.
-A part stands between `<!-- generated: KIND ARGUMENT -->` and `<!-- end -->`; all other text is left alone.
+With names of kinds (`python docs/generate.py keys exists source`) only those parts are written, in seconds instead of
+minutes. A part stands between `<!-- generated: KIND ARGUMENT -->` and `<!-- end -->`; other text is not changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(args: list[str]) -> int:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     stale, kinds = 0, set(args) - {"--check"} or set(KINDS)
     if unknown := kinds - set(KINDS):
-        print(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+        print(f"no such kind: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
         return 2
     for page in pages:
         old = page.read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def _part(part: re.Match[str]) -> str:
 
 
 def _steady(page: str) -> str:
-    """The page without what differs from run to run: in samples, lines of figures (they are indented) and numbers."""
+    """The page without text that differs from run to run: in samples, lines of figures (indented) and numbers."""
 
     def blur(part: re.Match[str]) -> str:
         if part[2] not in ("run", "example"):
@@ -85,11 +85,11 @@ def run(command: str) -> str:
 
 
 def commands(_: str) -> str:
-    """Every command with its arguments and options; the options of every command stand at the end, once."""
+    """Every command with its arguments and options, and at the end the options that every command has."""
     import typer
     from typer.main import get_command
 
-    from kvcli.cli import COMMANDS
+    from kvcli.cli import COMMANDS, HOMES
     from kvcli.commands.common.common_options import show_rare, take_common, take_model
 
     @typer.Typer().command()
@@ -104,7 +104,7 @@ def commands(_: str) -> str:
 
     blocks = []
     for name in COMMANDS:
-        app = import_module(f"kvcli.commands.{name.replace('-', '_')}").app
+        app = import_module(f"kvcli.commands.{HOMES.get(name, name)}").app
         blocks += _command(f"kvcli {name}", full(get_command(app)))
     bare = typer.Typer(add_completion=False)
     bare.command()(none)
@@ -143,7 +143,7 @@ def _cell_text(text: str) -> str:
 
 
 def slash(_: str) -> str:
-    """What can be typed in a chat beside questions."""
+    """The commands of a chat."""
     from kvcli.commands.chat.slash import markdown
 
     return markdown()
@@ -173,7 +173,7 @@ def keys(_: str) -> str:
 
 
 def profiles(_: str) -> str:
-    """The shipped profiles by what they are for."""
+    """The shipped profiles, grouped by purpose."""
     from kvcli.settings.config import load_config
     from kvcli.settings.profile import Profile
     from kvcli.settings.sources import Sources
@@ -195,8 +195,7 @@ def workloads(_: str) -> str:
 
 
 def exists(_: str) -> str:
-    """What can be chosen today, from the registries; where keys and values may lie; which operations have more than
-    the reference."""
+    """The methods that profiles can name, the kinds of KV storage, and the operations with more than a reference."""
     from kvcli.settings.registry import registries
 
     rows = []
@@ -239,7 +238,7 @@ def _keys_of(table: type) -> str:
 
 
 def source(path: str) -> str:
-    """A file of ours, whole."""
+    """A whole source file of kvcli."""
     return f"```python\n# {path}\n{(ROOT / path).read_text(encoding='utf-8')}```"
 
 
@@ -255,12 +254,12 @@ def exits(_: str) -> str:
 
 
 def codes(_: str) -> str:
-    """The table of error codes: what the source can raise, and how it begins to say so."""
+    """The table of error codes: what the source can raise, and the beginning of each message."""
     found: dict[tuple[str, int], set[str]] = {}
     for kind, call in _raised():
         given = [word.value for word in call.keywords if word.arg == "code"]
         code = _words(given[0]) if given else kind.code
-        if code:  # else it is another process's, which is looked at where that makes it
+        if code:  # else it comes from another process, and is listed where that raises it
             words = filter(None, [_words(arg) for arg in call.args[:1]])
             found.setdefault((code, kind.exit.value), set()).update(words)
     rows = [f"| `{code}` | {status} | {'<br>'.join(sorted(says))} |" for (code, status), says in sorted(found.items())]
@@ -268,7 +267,7 @@ def codes(_: str) -> str:
 
 
 def _raised() -> Iterator[tuple[Any, ast.Call]]:
-    """Each place in the source that makes one of our errors, with the error's class."""
+    """Each call in the source that creates a kvcli error, with the error's class."""
     from kvcli import errors
 
     kinds = {name: kind for name, kind in vars(errors).items() if hasattr(kind, "exit")}
@@ -287,11 +286,11 @@ def _words(node: ast.expr) -> str:
 
 BENCHES = {  # schema -> what was measured, and the columns worth a reader's time
     "kvcli.bench.decode/1": (
-        "Plain decoding, times transformers' speed",
+        "Plain decoding, in multiples of transformers' speed",
         ["prompt", "decode_speedup", "read_speedup", "rows8_over_row1", "peak_mib"],
     ),
     "kvcli.bench.growth/1": (
-        "Milliseconds of a pass, and of each scout in it",
+        "Milliseconds of a pass, and of each lookahead row (scout) in it",
         [
             "context",
             "plain_ms",
@@ -303,27 +302,27 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         ],
     ),
     "kvcli.bench.draft_overhead/1": (
-        "Milliseconds of drafting a pass",
+        "Milliseconds of drafting for each pass",
         ["side", "temperature", "ms", "ms_p90", "rows", "tokens_per_pass"],
     ),
     "kvcli.bench.kv_memory/1": (
-        "Bytes of keys and values of 8,192 tokens on a random 152M Llama, each side in a process of its own",
+        "Bytes of the KV cache of 8,192 tokens on a random 152M Llama, each side in a separate process",
         ["side", "slots", "counted", "process", "freed"],
     ),
     "kvcli.bench.kv_speed/1": (
-        "Decoding over 16,384 stored tokens on a random 152M Llama, by how they are stored",
+        "Decoding over 16,384 stored tokens on a random 152M Llama, by KV storage",
         ["side", "mib", "step_ms", "step_speedup", "with_boundaries_speedup", "rows8_speedup"],
     ),
     "kvcli.bench.attend_packed/1": (
-        "Attention of one layer over slots in few bits, times as fast as over bf16",
+        "Attention of one layer over quantized slots, in multiples of the speed over bf16",
         ["size", "slots", "query_heads", "rows", "bf16_ms", "k8v8", "k4v4", "k4v2", "k2v2"],
     ),
     "kvcli.bench.extract/1": (
-        "Seconds until 200 pages of PDF are text, and MiB at most for 2,000 pages",
+        "Seconds to extract the text of 200 PDF pages, and peak MiB for 2,000 pages",
         ["side", "seconds", "best", "cpu", "parent_mib", "worker_mib"],
     ),
     "kvcli.bench.pdf_text/1": (
-        "Words of 33 PDFs against `pdftotext`: share found, share known to it, share in its order; and before",
+        "Words of 33 PDFs compared with `pdftotext`: recall, precision, share in its order; and of an earlier version",
         [
             "file",
             "columns",
@@ -337,16 +336,16 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         ],
     ),
     "kvcli.bench.recall_tiers/1": (
-        "Facts of a report of 4,400 tokens found again by the demo model, and bytes of a token",
+        "Facts of a report of 4,400 tokens found by the demo model, and bytes for each token",
         ["store", "recall", "right", "same", "bytes", "cpu", "packed", "disk", "index"],
     ),
     "kvcli.bench.wordings/1": (
-        "SmolLM2-135M over 20 real documents, asked as larger models are, and in words of its own",
+        "SmolLM2-135M over 20 real documents, with the prompt of larger models, and with its own",
         ["wording", "points", "words", "confirmed", "doubtful", "uncited", "silent", "told", "copied", "loops"],
     ),
-    "kvcli.bench.reliability/1": ("What was tried", ["what", "tried", "bad", "command", "commit", "date"]),
+    "kvcli.bench.reliability/1": ("Stress tests", ["what", "tried", "bad", "command", "commit", "date"]),
     "kvcli.bench.drafters/1": (
-        "Each drafter at each task; tokens/s and times are medians, accepted shares are of guessed tokens",
+        "Each drafter at each task; tokens/s and times are medians, accepted shares are of draft tokens",
         [
             "task",
             "temperature",
@@ -363,22 +362,22 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         ],
     ),
     "kvcli.bench.specextend/1": (
-        "A window, and what the model that writes looks at: speed, and guesses that came true of facts and of the rest",
+        "A recent window, and chunks that the target attends to: speed, and accepted tokens of facts and of the rest",
         ["task", "context", "side", "speedup", "tokens_per_pass", "of_facts", "of_others", "draft_bytes", "same"],
     ),
     "kvcli.bench.itself/1": (
-        "Guesses of the model itself: how many came true, bytes over those of the whole past, times plain decoding",
+        "Self-drafting: accepted share, bytes over those of the full cache, speed in multiples of plain decoding",
         ["task", "guesses_over", "accepted", "bytes", "speed", "paced", "same"],
     ),
     "kvcli.bench.ngram/1": (
-        "Drafting, times the speed of plain decoding",
+        "Drafting, in multiples of the speed of plain decoding",
         ["task", "tokens", "speedup", "tokens_per_pass", "drafted_share", "same_fp32"],
     ),
 }
 
 
 def bench(where: str) -> str:
-    """The tables of a result kept under docs/benchmarks, with the command and the machine of the measurement."""
+    """The tables of a result in docs/benchmarks, with the command and the machine of the measurement."""
     result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
     if result.get("schema") == "kvcli.bench/1":
         return _sides(result, Path(where).stem)
@@ -406,7 +405,7 @@ def bench(where: str) -> str:
 
 
 def summaries(where: str) -> str:
-    """The summaries of each document by each wording, side by side."""
+    """The summaries of each document by each prompt, side by side."""
     result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
     return "\n\n".join(_beside(one) for one in result["summaries"])
 
@@ -437,7 +436,7 @@ def _turned(result: dict[str, Any]) -> dict[str, Any]:
         rows.append(row)
     machine = ", ".join(f"{k} {v}" for k, v in result["environment"].items())
     command = "python tests/bench/fafo.py"
-    return {"title": "Times the speed of plain decoding", "machine": machine, "command": command, "rows": rows}
+    return {"title": "Speed in multiples of plain decoding", "machine": machine, "command": command, "rows": rows}
 
 
 def _task(row: dict[str, Any]) -> str:
@@ -445,8 +444,9 @@ def _task(row: dict[str, Any]) -> str:
 
 
 def order(where: str) -> str:
-    """Methods from the best on down, by what they do to a real model's predictions, and beside that what they do to
-    the demo model's, and to the answers of both: the files agreement, agreement of the demo, facts, facts of the demo.
+    """Methods in order of their effect on a real model's predictions, with the demo model's and the answers of both.
+
+    `where`: the files agreement, agreement of the demo, facts, facts of the demo.
     """
     tables = [
         {row["side"]: row for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]}
@@ -462,15 +462,15 @@ def order(where: str) -> str:
             cells = [f"{_cell(kl[side])} ({at[side]})" for kl, at in zip(kls, places, strict=True)]
             cells += [_cell(each.get(side, {}).get("accuracy")) for each in tables[2:]]
             lines.append(f"| {side} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", "In brackets: the place among those of that share."])
+    return "\n".join([*lines, "", "In brackets: the rank among those of that share."])
 
 
 def flops(where: str) -> str:
-    """Rows a token of each side of the FAFO benchmark: products with the weights, in multiples of plain decoding's."""
+    """Rows per token of each side of the FAFO benchmark: weight products in multiples of plain decoding's."""
     result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
     tasks = [(_task(row), row["sides"]) for row in result["rows"]]
     names = [name for name, side in tasks[0][1].items() if "rows_per_pass" in side]
-    lines = ["| rows a token | " + " | ".join(task for task, _ in tasks) + " |", "|" + "---|" * (len(tasks) + 1)]
+    lines = ["| rows per token | " + " | ".join(task for task, _ in tasks) + " |", "|" + "---|" * (len(tasks) + 1)]
     for name in names:
         each = [f"{sides[name]['rows_per_pass'] / sides[name]['tokens_per_pass']:.2f}" for _, sides in tasks]
         lines.append(f"| {name} | " + " | ".join(each) + " |")
@@ -478,7 +478,7 @@ def flops(where: str) -> str:
 
 
 def _sides(result: dict[str, Any], name: str) -> str:
-    """A document of `kvcli bench`: its command, its tables, and each row in which kvcli is not the fastest."""
+    """A result of `kvcli bench`: its command, its tables, and each row in which kvcli is not the fastest."""
     from kvcli.render.bench.text import markdown
     from kvcli.schemas.bench import BenchDocument
 
@@ -498,7 +498,7 @@ def _command_line(document: Any, name: str) -> str:
 
 
 def glance(where: str) -> str:
-    """A line a workload of a `kvcli bench`: each side in multiples of the baseline, tokens a pass in brackets."""
+    """A line for each workload of a `kvcli bench`: sides in multiples of the baseline, tokens per pass in brackets."""
     from kvcli.schemas.bench import BenchDocument
 
     document = BenchDocument.model_validate_json((ROOT / where).read_text(encoding="utf-8"))
@@ -528,8 +528,8 @@ def _cases(document: Any) -> Iterator[list[Any]]:
 
 
 def _lost(rows: list[Any], ours: set[str]) -> Iterator[str]:
-    """In words, each of our rows that another program decodes faster than, or reads faster than."""
-    for figure, verb in (("tok_s", "writes"), ("read_tok_s", "reads")):
+    """Each row of kvcli that another program beats in decoding or in prefill, in words."""
+    for figure, verb in (("tok_s", "decodes"), ("read_tok_s", "reads")):
         for row in (row for row in rows if row.profile in ours):
             for other in (other for other in rows if other.profile not in ours):
                 mine, theirs = getattr(row.median, figure), getattr(other.median, figure)
@@ -561,7 +561,7 @@ def families(_: str) -> str:
 
 
 def census(where: str) -> str:
-    """How each class of transformers that continues text ended, tiny and random: `python -m tests.all_families`."""
+    """The result of each class of transformers that continues text (`python -m tests.all_families`)."""
     result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
     by: dict[str, list[Any]] = {}
     for one in result["verdicts"]:
@@ -586,7 +586,7 @@ def _kinds(verdicts: list[Any]) -> str:
 
 
 def _reason(why: str) -> str:
-    """Of a refusal the part that others share: no name, no numbers, no layer."""
+    """The part of a refusal that others share: no name, no numbers, no layer."""
     said = re.sub(r"^\w+: ", "", why.partition(";")[0])
     for found, put in (
         (r"^\S+ \(\S+\) (is not supported: )?", ""),
@@ -602,7 +602,7 @@ def _reason(why: str) -> str:
 
 
 def bounds(_: str) -> str:
-    """The limits of reading documents, as the code has them."""
+    """The limits of document parsing, from the code."""
     from kvcli.documents import archives, parsed, read
     from kvcli.worker_process import Limits
 
@@ -610,10 +610,10 @@ def bounds(_: str) -> str:
     rows = [
         ("a PDF file", f"{read.MAX_PDF / mib:,.0f} MiB"),
         ("any other file", f"{read.MAX_BYTES / mib:,.0f} MiB"),
-        ("memory of the process that parses (address space)", f"{limits.memory / mib:,.0f} MiB"),
+        ("memory of the parser process (address space)", f"{limits.memory / mib:,.0f} MiB"),
         ("its processor time", f"{limits.cpu} s"),
         ("its time by the clock", f"{limits.wall:g} s"),
-        ("its answer", f"{limits.output / mib:,.0f} MiB"),
+        ("its output", f"{limits.output / mib:,.0f} MiB"),
         ("text of a document", f"{parsed.MAX_CHARACTERS:,} characters"),
         ("sections of a document", f"{parsed.MAX_SECTIONS:,}"),
         ("files in an archive", f"{archives.MAX_MEMBERS:,}"),
@@ -669,7 +669,7 @@ def _whence(known: Any) -> str:
 
 
 def fused(_: str) -> str:
-    """What runs in Triton on a GPU, by op, and in how many forms it is compiled by the tests."""
+    """The Triton kernels by operation, and how many variants of each the tests compile."""
     from tests.kernels.compiled import variants
 
     listed = variants()
@@ -678,15 +678,15 @@ def fused(_: str) -> str:
         op, says = path.parent.name, ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         first = _cell_text(says.split("\n\n")[0])
         rows.append(f"| `{op}` | {first} | {len(listed.get(op, []))} |")
-    return "\n".join(["| op | in Triton | forms compiled |", "|---|---|---|", *rows])
+    return "\n".join(["| op | in Triton | variants compiled |", "|---|---|---|", *rows])
 
 
 def forms(where: str) -> str:
-    """Kernels of the model of time: what they take by architecture, and how many instructions a card has to spare."""
+    """Kernels of the model of time: resources by architecture, and the instructions that a card has to spare."""
     result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
     first = result["kernels"][0]
     archs, cards = list(first["on"]), list(first["headroom"])
-    lines = ["| kernel, form | " + " | ".join(archs) + " | " + " | ".join(cards) + " |"]
+    lines = ["| kernel, variant | " + " | ".join(archs) + " | " + " | ".join(cards) + " |"]
     lines += ["|---|" + "---|" * (len(archs) + len(cards))]
     for one in result["kernels"]:
         takes = [
@@ -699,7 +699,7 @@ def forms(where: str) -> str:
 
 
 def spared(where: str) -> str:
-    """What one launch in place of several would bring in a pass, by card."""
+    """The time that one launch in place of several would save in a pass, by card."""
     rows: list[dict[str, Any]] = json.loads((ROOT / where).read_text(encoding="utf-8"))["spared"]
     whats = list(rows[0]["spared_ms"])
     lines = ["| card | launches a layer | ms a pass | " + " | ".join(whats) + " | over its bytes | with all of it |"]

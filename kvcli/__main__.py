@@ -1,8 +1,8 @@
-"""`python -m kvcli`, and the `kvcli` script: Ctrl-C while the command itself is still imported leaves no traceback."""
+"""Entry of `python -m kvcli` and of the `kvcli` script. Ctrl-C during the imports leaves no traceback."""
 
 import sys
 
-ERROR = (  # as commands/common/error_exit.py has it, of which nothing is imported yet
+ERROR = (  # the JSON of commands/common/error_exit.py, which is not imported yet
     '{"schema": "kvcli.error/1", "code": "interrupted", "exit": 130, "message": "interrupted before there was a result"'
     ', "lines": [], "detail": {}, "try": []}'
 )

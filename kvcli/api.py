@@ -1,4 +1,4 @@
-"""What an answer is made of: events of a stream, and the finished turn. Imports nothing heavy."""
+"""Events of a streamed answer, and the finished turn. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Finish = Literal["stop", "length", "interrupted", "loop"]
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Progress of reading the prompt, after each chunk."""
+    """Progress of the prefill, after each chunk."""
 
     done: int  # tokens, cached ones included
     total: int
@@ -25,7 +25,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A piece of the answer, whole characters only; `ids` are the tokens that came since the piece before."""
+    """A piece of the answer, whole characters only; `ids` are the tokens since the piece before."""
 
     text: str
     ids: tuple[int, ...]
@@ -33,7 +33,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """The same of what a model thinks, or writes for others than the user, before its answer or in it."""
+    """A piece of the model's thinking, or of other text not for the user, before or in its answer."""
 
     text: str
     ids: tuple[int, ...]
@@ -41,7 +41,7 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The turn's stats so far: one object that keeps counting, safe to read from another thread."""
+    """Statistics of the turn so far: one object that is updated in place, safe to read from another thread."""
 
     stats: Stats
 
@@ -58,23 +58,23 @@ Event = Read | Text | Thought | Live | End
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer."""
+    """A finished answer."""
 
     text: str
     ids: tuple[int, ...]  # tokens of the answer, the stop token included if one ended it
     finish: Finish
     stats: Stats
-    loop: Repetition | None = None  # in which it ended, where finish is "loop"
-    thinking: str = ""  # no part of the text
+    loop: Repetition | None = None  # the repetition that ended it, if finish is "loop"
+    thinking: str = ""  # not in the text
 
 
-Cancel = Callable[[], bool]  # asked between passes; True ends the turn and keeps the text
+Cancel = Callable[[], bool]  # called between passes; True ends the turn and keeps the text
 Prompt = str | Sequence[int]
 Events = Iterator[Event]
 
 
 def turn_of(events: Iterable[Event]) -> Turn:
-    """The answer that a stream comes to, all at once."""
+    """Consume a stream and return its answer."""
     for event in events:
         if isinstance(event, End):
             return event.turn

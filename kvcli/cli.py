@@ -1,4 +1,4 @@
-"""The command tree: which commands there are, and how whatever ends them becomes an exit code.
+"""The command tree: all commands, and the conversion of errors to exit codes.
 
 A command is imported when it runs, so `kvcli --help` imports neither torch nor transformers.
 """
@@ -27,7 +27,7 @@ from kvcli.errors import ExitStatus, KvcliError, UsageError
 from kvcli.safe_output import LibraryStream
 from kvcli.version import __version__
 
-HOMES = {  # where a command of another name, or of several files, is
+HOMES = {  # modules of commands with another name, or with several files
     "chat": "chat.command",
     "summarize": "summarize.command",
     "bench": "bench.command",
@@ -76,7 +76,7 @@ HABITS = {
     "templates": "profiles list",
     "prompt": "chat -p",
 }
-ABSENT = {  # of other programs
+ABSENT = {  # command names of other programs
     **dict.fromkeys(("serve", "server", "start"), "there is no server: a command loads its model, and ends with it"),
     **dict.fromkeys(("ps", "status", "load", "unload", "stop"), "no model stays loaded from one command to the next"),
     **dict.fromkeys(("push", "cp"), "models are not copied or sent anywhere"),
@@ -98,7 +98,7 @@ kvcli --help lists all commands; kvcli chat --help what one takes, --help-all al
 
 
 class Lazy(TyperCommand):
-    """Stands in the tree for a command that is not imported yet."""
+    """A command of the tree that is not imported yet."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         app = import_module(f"kvcli.commands.{HOMES.get(str(self.name), self.name)}").app
@@ -152,16 +152,16 @@ def root(
 
 
 def main() -> None:
-    """Entry of the `kvcli` script."""
-    if sys.stdout is None:  # started with >&-: there is nowhere to put an answer, and work for nothing is no answer
+    """Run the `kvcli` script."""
+    if sys.stdout is None:  # started with >&-: an answer could not be printed, so no work is done
         sys.exit(ExitStatus.CLOSED_PIPE)
-    # torch and transformers make a million objects that stay; looking for garbage among them took a sixth of the start
+    # torch and transformers make a million permanent objects, whose garbage collection took a sixth of the start
     gc.set_threshold(20_000)
     sys.unraisablehook = press_again
     world = Environment.real()
     status = run(sys.argv[1:], world)
     if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):
-        # End as a program does that never asked for anything else; also keeps Python from flushing into the pipe.
+        # Die of SIGPIPE, the default of programs; this also keeps Python from flushing into the pipe.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGPIPE)
     sys.exit(status)
@@ -176,22 +176,22 @@ def _invoke(command: Any, args: Sequence[str], world: Environment) -> int:
 
 
 def run(args: Sequence[str], world: Environment) -> int:
-    """Run one command line in a world and return its exit code. The one place where errors become exit codes."""
+    """Run one command line in an environment and return its exit code. Errors become exit codes only here."""
     from kvcli.commands.common import error_exit
 
     start_log(world)
     world.paths.sweep()
-    completes = "_KVCLI_COMPLETE" in world.environ  # the shell asks; Typer answers and exits
+    completes = "_KVCLI_COMPLETE" in world.environ  # completion: Typer prints words for the shell and exits
     command = take_common(typer.main.get_command(app), rare=completes, width=world.width())
     if completes:
         command.main(list(args), prog_name="kvcli", complete_var="_KVCLI_COMPLETE", obj=world)
     try:
         out, err = cast("TextIO", LibraryStream(world.stdout)), cast("TextIO", LibraryStream(world.stderr))
-        with redirect_stdout(out), redirect_stderr(err):  # libraries write to those of Python
+        with redirect_stdout(out), redirect_stderr(err):  # libraries write to Python's streams
             status = _invoke(command, args, world)
         world.stdout.flush()
         return status
-    except SystemExit:  # rich, which prints the help, ends the program like this when the reader has gone
+    except SystemExit:  # rich, which prints the help, raises this if the pipe is closed
         return ExitStatus.CLOSED_PIPE
     except (KeyboardInterrupt, typer.Abort):
         return error_exit.interrupted(world, args)

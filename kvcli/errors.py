@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class ExitStatus(IntEnum):
-    """Exit codes of every command; documented in docs/errors.md and never renumbered."""
+    """Exit codes of every command; documented in docs/reference/errors.md and never renumbered."""
 
     OK = 0  # done; includes leaving a chat, and --help
     INTERNAL = 1  # a fault of kvcli; the log's path is printed

@@ -2,8 +2,8 @@
 
     python -m tests.all_families [--only llama,gpt2] [--new 24] [--seconds 60] [--jobs 1] [--out docs/census.json]
 
-With `--out docs/census.json`, `python docs/generate.py census` then says it in docs/models.md; with `--only` the file
-keeps what it says of the others.
+With `--out docs/census.json`, `python docs/generate.py census` then says it in docs/reference/census.md; with
+`--only` the file keeps what it says of the others.
 
 Each class is built by its own config with the settings of TINY put in, has its weights sharpened, and writes greedily
 in float32: by `generate`, by kvcli, and by kvcli with an n-gram drafter. Classes that see or hear besides are saved and

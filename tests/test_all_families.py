@@ -95,7 +95,7 @@ def test_the_census_has_nothing_wrong_and_its_page_says_it() -> None:
     assert [one["kind"] for one in CENSUS["verdicts"] if one["outcome"] in ("wrong", "crashed")] == []
     if CENSUS["transformers"] == transformers.__version__:
         assert [one["kind"] for one in CENSUS["verdicts"]] == KINDS
-    page = (ROOT / "docs" / "models.md").read_text()
+    page = (ROOT / "docs" / "reference" / "census.md").read_text()
     part = page.partition("<!-- generated: census docs/census.json -->\n")[2].partition("\n<!-- end -->")[0]
     assert part == runpy.run_path(str(ROOT / "docs" / "generate.py"))["census"]("docs/census.json")
 

@@ -255,7 +255,7 @@ def test_models_whose_rows_cannot_be_stopped_are_refused_where_that_is_needed() 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("recompute", 1.5), ("recompute", -0.1), ("recompute", float("nan")), ("select", "v"), ("least", 7)],
+    [("recompute", 1.5), ("recompute", -0.1), ("recompute", float("nan")), ("select", "v"), ("min_span", 7)],
 )
 def test_values_that_mean_nothing_are_refused(key: str, value: object) -> None:
     with pytest.raises(kvcli.KvcliError):

@@ -23,7 +23,7 @@ from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.formats.quantization import by_slot, dequantize, of_slots, quantize
 from kvcli.kv.slots import AttentionParams, LayerShape, Slots, alike, compact, nbytes, visible
 from kvcli.kv.snapshot import SnapshotReader
-from kvcli.kv.tiers.block_tier import BlockTier
+from kvcli.kv.tiers.block_tier import BlockCodec, BlockTier
 from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.formats.cskv import Cskv
 from kvcli.methods.formats.freqkv import FreqKV
@@ -169,7 +169,8 @@ def test_bytes_are_those_that_are_foretold(name: str) -> None:
     kv.take(0, s)
     kv.take(1, s)
     held = nbytes(kv)["packed"]
-    codec = FORMS[name].codec(LayerShape(K, D, D), KV)
+    form = FORMS[name]
+    codec = BlockCodec(form, KV, (D, D), form.heads(K))
     assert held == L * (64 * 4 + K // codec.heads * sum(t.nbytes for t in codec.layout(8)))
     assert 0 <= L * 64 * FORMS[name].nbytes(LayerShape(K, D, D), KV, 4) - held < L * 64, "by whole bytes of a slot"
 

@@ -31,7 +31,7 @@ from tests.policies import Ragged
 
 GREEDY, SAMPLED = Sampler(), Sampler(temperature=0.9, top_k=40, seed=3)
 PENALTY = Sampler(temperature=0.7, repetition_penalty=1.3, seed=11)
-SOURCES = ("suffix", "scouts", "recycle", "stand")
+SOURCES = ("prompt-lookup", "lookahead", "token-recycling", "stand")
 MIXES = list(chain.from_iterable(combinations(SOURCES, n) for n in range(1, 5)))
 NEW = 48
 

@@ -90,28 +90,34 @@ def test_every_path_named_in_the_docs_exists():
         p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if p.name not in ("lab-log.md", "changelog.md")
     ]
     named = {
-        (p.name, path)
+        (_name(p), path)
         for p in pages
         for path in re.findall(r"`((?:kvcli|engine|drafts|kv|tests|docs|kernels)/[\w/.-]+)`", p.read_text())
     }
-    named |= {(p.name, path) for p in pages for path in re.findall(r"\]\((?!http)([\w/.-]+)[#)]", p.read_text())}
+    named |= {(_name(p), path) for p in pages for path in re.findall(r"\]\((?!http)([\w/.-]+)[#)]", p.read_text())}
     for p in ROOT.glob("kvcli/**/*.py"):
-        named |= {(p.name, path) for path in re.findall(r"\bdocs/[\w/-]+\.md", p.read_text(encoding="utf-8"))}
+        named |= {(_name(p), path) for path in re.findall(r"\bdocs/[\w/-]+\.md", p.read_text(encoding="utf-8"))}
     assert {(name, path) for name, path in named if not _exists(name, path)} == set()
 
 
 def test_every_page_is_in_the_index():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    assert [p.name for p in ROOT.glob("docs/*.md") if f"({p.name})" not in index and p.name != "index.md"] == []
+    pages = [p.relative_to(ROOT / "docs").as_posix() for p in ROOT.glob("docs/**/*.md")]
+    assert [page for page in pages if f"({page})" not in index and page != "index.md"] == []
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def _exists(page: str, path: str) -> bool:
-    return any((ROOT / of / path).exists() for of in ("", "docs", "kvcli"))
+    """A path from the page's folder (a link), or from one of the folders that code is named from."""
+    return any((ROOT / of / path).exists() for of in (Path(page).parent, "", "kvcli"))
 
 
 def test_every_test_named_in_the_docs_exists():
     """Of those that a page says hold something."""
-    named = {name for p in ROOT.glob("docs/*.md") for name in re.findall(r"`(test_\w+)`", p.read_text("utf-8"))}
+    named = {name for p in ROOT.glob("docs/**/*.md") for name in re.findall(r"`(test_\w+)`", p.read_text("utf-8"))}
     assert named
     there = "".join(p.read_text("utf-8") for p in ROOT.glob("tests/**/*.py"))
     assert {name for name in named if f"def {name}(" not in there} == set()

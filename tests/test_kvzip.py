@@ -25,7 +25,7 @@ N = 61
 
 
 def session(lm: LM = TINY, **more: object) -> GenerationSession:
-    policy = {"name": "kvzip", "piece": 25, "lead": 3, "sinks": 2, "guard": 4, **more}
+    policy = {"name": "kvzip", "piece": 25, "lead": 3, "sinks": 2, "recent": 4, **more}
     return assemble.session(lm, load_profile("exact").replace(exactness="approx", policy=policy, prefill={"chunk": 32}))
 
 

@@ -258,7 +258,7 @@ def test_with_every_ratio_one_logits_are_those_of_the_stock_model(name: str, wit
     )
     mine.load_state_dict(stock.state_dict())
     model, schedule = LM.of(mine), {"start_prune_layer": 0.4, "end_prune_layer": 0.7, "num_prune": 2}
-    every = {"recent": 1, "sinks": 0, "least": 1}
+    every = {"recent": 1, "sinks": 0, "min_prompt": 1}
     idle, half = (
         LazyLLM(**schedule, start_keep_ratio=ratio, end_keep_ratio=ratio, **every)  # type: ignore[arg-type]
         for ratio in (1.0, 0.5)

@@ -287,7 +287,7 @@ def test_a_past_of_latents_is_made_again_from_what_it_gave(kind: str) -> None:
     if kind == "ragged":
         s = Slots(s.k, s.v, s.pos.masked_fill(torch.arange(43).view(1, -1) % 5 == 0, -1))
     tier.take(0, s)
-    again.restore(SnapshotReader(tier.state(), 43))
+    again.restore(SnapshotReader(tier.snapshot(), 43))
     a, b = tier.slots(0), again.slots(0)
     assert torch.equal(a.k, b.k)
     assert torch.equal(a.pos, b.pos)

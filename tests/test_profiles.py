@@ -51,7 +51,7 @@ def test_the_page_has_the_keys_as_they_are() -> None:
     assert spec.loader is not None
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
-    page = (ROOT / "docs" / "profiles.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "profile-keys.md").read_text(encoding="utf-8")
 
     part = re.search(r"<!-- generated: keys -->\n(.*?)<!-- end -->", page, re.DOTALL)
 

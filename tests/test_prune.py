@@ -58,7 +58,7 @@ def session(model: LM, pruning: PromptPruning | None, chunk: int = 16, **more: o
 
 
 def settings(**changes: object) -> LazyLLM:
-    usual = {"start_prune_layer": 0.4, "end_prune_layer": 0.7, "num_prune": 2, "recent": 3, "sinks": 1, "least": 8}
+    usual = {"start_prune_layer": 0.4, "end_prune_layer": 0.7, "num_prune": 2, "recent": 3, "sinks": 1, "min_prompt": 8}
     return LazyLLM(**{**usual, **changes})  # type: ignore[arg-type]
 
 

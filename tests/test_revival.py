@@ -47,7 +47,7 @@ def lm(name: str = "llama", dtype: torch.dtype = torch.float64) -> LM:
 
 def lazy(**changes: Any) -> LazyLLM:
     """Hard enough that much stays behind, and comes back."""
-    cuts = {"start_prune_layer": 0.2, "end_prune_layer": 0.5, "num_prune": 3, "recent": 3, "sinks": 1, "least": 8}
+    cuts = {"start_prune_layer": 0.2, "end_prune_layer": 0.5, "num_prune": 3, "recent": 3, "sinks": 1, "min_prompt": 8}
     keep = {"start_keep_ratio": 0.5, "end_keep_ratio": 0.2}
     back = {"scope": "prefill+decode", "revive_every": 4, "revive_max": 4, "revive_min_mass": 0.0}
     return LazyLLM(**{**cuts, **keep, **back, **changes})

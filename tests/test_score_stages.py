@@ -37,7 +37,7 @@ torch.set_num_threads(1)
 TINY = LM.of(families.build("llama", torch.float64))
 SLIDING = LM.of(families.build("gemma3", torch.float64))
 L, K = TINY.n_layers, TINY.n_kv_heads
-SMALL: dict[str, Any] = {"sinks": 2, "guard": 5}
+SMALL: dict[str, Any] = {"sinks": 2, "recent": 5}
 SNAP: dict[str, Any] = {"name": "snap", **SMALL, "queries": 4, "pool": 3}
 
 

@@ -670,7 +670,7 @@ def test_a_promise_that_recall_cannot_keep_is_refused_by_name(exactness: str, me
 
 def test_a_profile_reads_through_its_table() -> None:
     model = exactness.lm("dense", "fp32")
-    small = {"page": 3, "floor": 4, "sinks": 1, "recent": 4, "every": 8, "dense_layers": 1}
+    small = {"page": 3, "floor": 4, "sinks": 1, "recent": 4, "selection_interval": 8, "dense_layers": 1}
     session = assemble.session(model, profile("certified", method="certified", epsilon=0.25, **small))
     run_to_end(session.read(exactness.prompt()))
     list(iterate_events(session.stream(30)))
@@ -681,9 +681,12 @@ def test_a_profile_reads_through_its_table() -> None:
 
 
 def test_a_profile_says_who_chooses_and_what_is_too_little() -> None:
-    model, small = exactness.lm("dense", "fp32"), {"floor": 4, "sinks": 1, "recent": 4, "every": 8, "dense_layers": 1}
+    model, small = (
+        exactness.lm("dense", "fp32"),
+        {"floor": 4, "sinks": 1, "recent": 4, "selection_interval": 8, "dense_layers": 1},
+    )
     tallies = []
-    for more in ({}, {"choice": "boundary"}, {"cutoff": 0.2}):
+    for more in ({}, {"choice": "interval"}, {"cutoff": 0.2}):
         session = assemble.session(model, profile(method="lowrank", page=3, rank=5, **small, **more))
         run_to_end(session.read(exactness.prompt()))
         list(iterate_events(session.stream(16)))

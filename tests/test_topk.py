@@ -37,7 +37,7 @@ torch.set_num_threads(1)
 TINY = LM.of(families.build("llama"))
 SLIDING = LM.of(families.build("gemma3"))
 L, K = TINY.n_layers, TINY.n_kv_heads
-SMALL = {"sinks": 2, "guard": 5}
+SMALL = {"sinks": 2, "recent": 5}
 NAMES: dict[str, dict[str, Any]] = {
     "snap": {"queries": 4, "pool": 3},
     "expected": {"samples": 30, "horizon": 40},
@@ -45,7 +45,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "knorm": {},
     "lag": {"part": 8},
     "tova": {},
-    "h2o": {"queries": 16, "every": 16},
+    "h2o": {"queries": 16, "compression_interval": 16},
     "vatp": {"queries": 4},
     "kvzip": {"piece": 40, "lead": 3},
 }
@@ -265,7 +265,7 @@ def plainly(name: str, alloc: str, full: bool) -> list[int]:
 
 def spoken(name: str, alloc: str, full: bool, drafter: Drafter) -> list[int]:
     """Two turns of a chat."""
-    lm, new = EXACT[full], {} if name == "kvzip" else {"keep_new": 9, "every": 7}
+    lm, new = EXACT[full], {} if name == "kvzip" else {"keep_new": 9, "compression_interval": 7}
     policy = _settings(name, keep=0.4, alloc=alloc, **new)
     kv = Dense(lm.shapes, lm.dtype)
     s = GenerationSession(
@@ -347,7 +347,7 @@ def test_a_boundary_that_failed_half_way_is_made_again(name: str, where: str, mo
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"name": "h2o", "queries": 16, "every": 32}, "queries = 16 is less than every = 32"),
+    ({"name": "h2o", "queries": 16, "compression_interval": 32}, "queries = 16 is less than compression_interval = 32"),
     ({"name": "snap", "pool": 4}, "pool = 4 has no middle"),
     ({"name": "snap", "budget": 10}, "budget = 10 is less than sinks + guard = 68"),
     ({"name": "snap", "keep_new": 10}, "keep_new = 10 is less than sinks + guard = 68"),

@@ -1,12 +1,12 @@
 """Attention of rows over slots on CPU: two products and a softmax for few rows over many slots, else a flash kernel.
 
-Measured on one thread, 4 KV heads of 64 with 4 query heads each (docs/lab-log.md): at 16k slots the products take half
-the time of the flash kernel for 1 row and two thirds for 8, because that kernel multiplies in small pieces. At 512
-slots the flash kernel is faster, because it is a single call. The products need a contiguous buffer (a batched product
-copies anything else), and in 16 bits they round scores as transformers' eager attention does. On a CPU that does not
-multiply bf16 they take 3 to 30 times as long as the flash kernel, at any length. KV heads of different lengths share
-the products, and each head's spare capacity is masked. For many rows each head is computed by itself, because a mask of
-rows and slots would be larger than the slots.
+Measured on one thread, 4 KV heads of 64 with 4 query heads each (docs/measurements/lab-log.md): at 16k slots the
+products take half the time of the flash kernel for 1 row and two thirds for 8, because that kernel multiplies in
+small pieces. At 512 slots the flash kernel is faster, because it is a single call. The products need a contiguous
+buffer (a batched product copies anything else), and in 16 bits they round scores as transformers' eager attention
+does. On a CPU that does not multiply bf16 they take 3 to 30 times as long as the flash kernel, at any length. KV
+heads of different lengths share the products, and each head's spare capacity is masked. For many rows each head is
+computed by itself, because a mask of rows and slots would be larger than the slots.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 x [..., I] bf16 -> x W^T + b [..., O] bf16, accumulated in float32 as `F.linear` does. If the CPU multiplies bf16, the
 weight is stored in the blocks of oneDNN's kernels. The library would rearrange a plain weight in every call, which
-costs most for few rows. On a 4096 x 4096 layer, one thread: 1 row 1.6x, 8 rows 1.5x, 512 rows 1.04x faster. If the CPU
-does not multiply bf16 (AVX2 alone), torch multiplies bf16 number by number. Several rows are then faster in float32, a
-part of the weight at a time: 4 rows 1.5x, 16 rows 4x, 512 rows 8x (docs/lab-log.md). Supported: `nn.Linear` in bf16 on
-a CPU; `why_not` gives the reason for others.
+costs most for few rows. On a 4096 x 4096 layer, one thread: 1 row 1.6x, 8 rows 1.5x, 512 rows 1.04x faster. If the
+CPU does not multiply bf16 (AVX2 alone), torch multiplies bf16 number by number. Several rows are then faster in
+float32, a part of the weight at a time: 4 rows 1.5x, 16 rows 4x, 512 rows 8x (docs/measurements/lab-log.md).
+Supported: `nn.Linear` in bf16 on a CPU; `why_not` gives the reason for others.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A model as people use it: texts, turns, conversations."""
+"""The Python API of a loaded model: text sessions, turns and chats."""

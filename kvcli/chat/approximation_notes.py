@@ -1,4 +1,4 @@
-"""What a profile keeps of a text, and what a run under it has lost, in words."""
+"""Notes for the user about KV that an approximate profile evicts, quantizes or skips."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def describe_losses(profile: Profile) -> dict[Loss, str]:
-    """How the profile loses what it loses, by kind; nothing where it keeps, rounds or reads all as it is."""
+    """Describe each kind of loss that the profile can cause. Kinds that it cannot cause are left out."""
     words: dict[Loss, str] = {}
     kv, held = profile.kv, profile.policy.describe_kept
     demotes = bool(held) and profile.memory.demotes and not profile.memory.spends
@@ -43,9 +43,9 @@ def describe_losses(profile: Profile) -> dict[Loss, str]:
 
 
 def approximation_note(profile: Profile, lost: Collection[Loss], found: str = "") -> str:
-    """What a user should know of an answer before which this was lost; "" = it stands on the whole text.
+    """Return a note on an answer computed after losses of the kinds `lost`; "" if the full KV cache was used.
 
-    A profile that bounds its error, or has none, promised so. `found`: what its policy found out about the text.
+    Profiles that are exact or error-bounded need no note. `found`: the eviction policy's report on this sequence.
     """
     if profile.exactness != "approx":
         return ""
@@ -57,6 +57,6 @@ def approximation_note(profile: Profile, lost: Collection[Loss], found: str = ""
     if not words:
         return ""
     by, exact = profile.name, "-P exact"
-    if profile.origins["memory.budget"] == "--budget":  # which goes with -P exact too
+    if profile.origins["memory.budget"] == "--budget":  # it applies to -P exact too
         by, exact = f"{by} --budget {profile.memory.budget}", f"{exact} without --budget"
     return f"approx: {by} {', '.join(words)}: facts may be lost; {exact} loses none"

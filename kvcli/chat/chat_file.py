@@ -1,4 +1,4 @@
-"""A conversation as a JSON file: what `/save` writes, what earlier versions kept, and what others send."""
+"""Saved chats as JSON files, written by `/save`, by earlier versions or by other users."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvcli.files import private_folder, write_private
 from kvcli.schemas.chat import ChatDocument
 from kvcli.settings.small_file import Unfit, read_small
 
-MOST = 512 << 20  # bytes that are read of a file; several times the largest document
+MOST = 512 << 20  # bytes of a file that is read, at most; several times the largest document
 
 
 def read_chat(path: Path) -> tuple[ChatDocument, str]:
-    """What it holds, and its digest. Raises BadInput for what is no file, too large, or no conversation."""
+    """Return the chat in a file and the file's digest. Raises BadInput if the file is missing, too large or no chat."""
     with reading(path):
         if not path.exists():
             raise BadInput(f"no such conversation: {path}", code="file_missing")
@@ -33,7 +33,7 @@ def read_chat(path: Path) -> tuple[ChatDocument, str]:
 
 
 def write_chat(path: Path, saved: ChatDocument) -> str:
-    """Returns the file's digest."""
+    """Write the chat to a file and return the file's digest."""
     data = (json.dumps(saved.document(), ensure_ascii=False, indent=1) + "\n").encode()
     with writing(path):
         private_folder(path.parent)

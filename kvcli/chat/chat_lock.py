@@ -1,4 +1,4 @@
-"""A session that one process works on at a time: a lock of the system's, gone with the process however that ends."""
+"""A file lock, so that one process at a time works on a saved chat. The system frees it when the process ends."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from pathlib import Path
 from kvcli.errors import BadInput, writing
 from kvcli.files import BEGINS, ENDS, lock, opened, private_folder
 
-ABOUT = 40  # bytes
-MOMENT = 0.05  # seconds; who sweeps holds the file of a dead process for less
+ABOUT = 40  # bytes of the note on the process that has the lock
+MOMENT = 0.05  # seconds; the cleanup of temporary files locks the file of a dead process for less
 
 
 class ChatLock:
-    """Nobody else can hold the session of this name until `close`. The file is swept after a kill, as others are."""
+    """An exclusive lock on the saved chat of this name until `close`. After a kill, the next start removes its file."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Raises BadInput if another process holds it, or nothing can be written there."""
+        """Take the lock. Raises BadInput if another process has it or the folder is not writable."""
         self._name, self._path, self._stack = name, folder / f"{BEGINS}{name}{ENDS}", ExitStack()
         with writing(self._path):
             private_folder(folder)
             handle = self._stack.enter_context(opened(self._path, os.O_RDWR | os.O_CREAT, self._take))
         self._stack.callback(self._leave)
-        with suppress(OSError):  # a full disk; who is told then is told less
+        with suppress(OSError):  # a full disk; then the error of another process names no process
             os.pwrite(handle, f"process {os.getpid()}, since {datetime.now():%H:%M}".ljust(ABOUT).encode(), 0)
 
     def close(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         self._stack.close()
 
     def _leave(self) -> None:
-        with suppress(OSError):  # else the next start sweeps it
+        with suppress(OSError):  # else the next start removes it
             self._path.unlink()
 
     def _take(self, handle: int) -> None:

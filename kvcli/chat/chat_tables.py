@@ -1,4 +1,4 @@
-"""A conversation as rows of the database's tables: functions of an open transaction."""
+"""Chats in the tables of the database: functions that run in an open transaction."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ from kvcli.api import Finish
 from kvcli.chat.database import SOUND, Damaged
 from kvcli.schemas.chat import SCHEMA, ChatDocument, Figures
 
-# instead of a turn's number: of documents that nothing was asked about yet; of notes on how many messages, that their
-# name says, the model is shown no more; of what it thought before it answered in turn n, -3 - n
+# numbers of documents that belong to no asked question: documents for the next question; notes on messages that the
+# model is not shown (their name is the count of messages); thinking of turn n, which has number -3 - n
 PENDING, LEFT_OUT, THOUGHT = -1, -2, -3
 ABOUT = ("title", "model", "system", "saved")
 FIGURES = tuple(Figures.model_fields)
 ID = "(SELECT id FROM sessions WHERE name = ?)"
-SAID = "question, answer"  # what is searched
+SAID = "question, answer"  # columns of the full-text index
 FROM = f"WHERE session = {ID} AND n >= ?"
-LATEST, NUMBER = (f"ifnull(CAST({key} AS INTEGER), 0)" for key in ("latest", "n"))  # numbers in a damaged file too
+# cast, because a damaged file may hold values of other types
+LATEST, NUMBER = (f"ifnull(CAST({key} AS INTEGER), 0)" for key in ("latest", "n"))
 
 
 def sound(name: object) -> str:
-    """A name that was read. It becomes one of files, so that none but ours will do."""
+    """Return a name read from the database. It becomes a file name, so only names that kvcli makes are accepted."""
     if not isinstance(name, str) or not SOUND.fullmatch(name):
         raise Damaged("a name")
     return name
 
 
 def version(db: sqlite3.Connection, name: str) -> int | None:
-    """Another one after each writing, and the greater the later; None for what is not there."""
+    """Return the version of a chat, which every write raises above all others; None if there is no such chat."""
     asked = f"SELECT {LATEST}, id FROM sessions WHERE"
     found = db.execute(f"{asked} name = ?", [name]).fetchall()
-    if found != db.execute(f"{asked} +name = ?", [name]).fetchall():  # by the table, without its index
+    if found != db.execute(f"{asked} +name = ?", [name]).fetchall():  # scans the table, not its index
         raise Damaged("the index of names")
     return int(found[0][0]) if found else None
 
 
 def read(db: sqlite3.Connection, name: str) -> tuple[ChatDocument, int] | None:
-    """The conversation, and its version. Of a damaged one what there is: a value of another kind is left out."""
+    """Return a chat and its version; None if there is no such chat. Damaged values of a wrong type are left out."""
     latest = version(db, name)
     if latest is None:
         return None
@@ -83,7 +84,7 @@ def read(db: sqlite3.Connection, name: str) -> tuple[ChatDocument, int] | None:
 
 
 def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mapping[str, Any]) -> int:
-    """Put a chat as `ChatDocument` has it in place of what it `had` here; returns its version."""
+    """Replace the stored chat `had` by `made`, both documents as dicts; returns the new version."""
     db.execute(
         f"INSERT INTO sessions (name, latest, {', '.join(ABOUT)}) VALUES (?, (SELECT coalesce(max(latest), 0) + 1"
         " FROM sessions), ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET latest = excluded.latest, "
@@ -93,9 +94,8 @@ def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mappi
     new, old = _turns(made), _turns(had)
     same = next((n for n, (a, b) in enumerate(zip(new, old, strict=False)) if a != b), min(len(new), len(old)))
     numbers = [n for (n,) in db.execute(f"SELECT {NUMBER} FROM turns WHERE session = {ID} ORDER BY n", [name])]
-    first = (
-        numbers[same] if same < len(numbers) else max(numbers, default=-1) + 1
-    )  # where turns were lost there are gaps
+    # numbers have gaps where damaged turns were lost
+    first = numbers[same] if same < len(numbers) else max(numbers, default=-1) + 1
     _forget(db, name, first)
     for n, (question, answer) in enumerate(new[same:], first):
         took = answer["figures"] or {}
@@ -119,7 +119,7 @@ def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mappi
 
 
 def remove(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
-    """Forget these, with all texts that no other has; returns the names of their files, which may still be there."""
+    """Delete these chats and texts that no other chat uses; returns the names of their files, which may still exist."""
     files = []
     for name in names:
         stamps = db.execute(f"SELECT stamp FROM files WHERE stamp <> '' AND session = {ID}", [name])
@@ -128,12 +128,12 @@ def remove(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
         _forget(db, name, 0)
         db.execute("DELETE FROM sessions WHERE name = ?", [name])
     _drop_texts(db)
-    db.execute("INSERT INTO words (words) VALUES ('optimize')")  # else forgotten words stay in the index for a while
+    db.execute("INSERT INTO words (words) VALUES ('optimize')")  # else deleted words stay in the index for a while
     return files
 
 
 def of_file(db: sqlite3.Connection, digest: str) -> str | None:
-    """The conversation that a file of this digest came from or went into."""
+    """Return the name of the chat that was exported to, or imported from, a file of this digest."""
     row = db.execute(
         "SELECT name FROM files JOIN sessions ON sessions.id = session WHERE sha256 = ?", [digest]
     ).fetchone()
@@ -141,7 +141,7 @@ def of_file(db: sqlite3.Connection, digest: str) -> str | None:
 
 
 def note_file(db: sqlite3.Connection, stamp: str, digest: str, name: str | None) -> None:
-    """Remember a file by how it looks from outside, and by its digest."""
+    """Record a file by its stamp (name, size and times) and digest, with the name of its chat."""
     db.execute(f"INSERT INTO files (stamp, sha256, session) VALUES (?, ?, {ID})", [stamp, digest, name])
 
 
@@ -166,7 +166,7 @@ def _attach(db: sqlite3.Connection, name: str, n: int, documents: Sequence[Mappi
 
 
 def _forget(db: sqlite3.Connection, name: str, first: int) -> None:
-    """Turns from this one on, and what waits for the next."""
+    """Delete the turns from number `first` on, and all documents with negative numbers."""
     db.execute(f"INSERT INTO words (words, rowid, {SAID}) SELECT 'delete', id, {SAID} FROM turns {FROM}", [name, first])
     db.execute(f"DELETE FROM turns {FROM}", [name, first])
     db.execute(f"DELETE FROM documents {FROM} OR session = {ID} AND n < 0", [name, first, name])

@@ -1,11 +1,11 @@
-"""A conversation in a text that is open over a model.
+"""A chat in a text session of a loaded model.
 
     chat = kvcli.load("demo").chat(system="Answer briefly.")
     chat.attach(read_document("report.md"))
     print(chat.send("What is the depth of well Bethden?").text)
 
-Nothing here is stored beside the messages: every turn renders the whole conversation, and the model skips the
-tokens it has already read. So undoing, editing and dropping a document are edits of a list.
+Only the messages are stored. Every turn renders the whole chat, and the session skips the prefill of tokens that are in
+its KV cache. So undoing, editing and dropping a document are edits of a list.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from kvcli.chat.text_session import TextSession
 
 
-PROBES = ("a", "7", "(", "\n")  # questions whose first letter joins with what stands before it, or does not
+PROBES = ("a", "7", "(", "\n")  # questions whose first letter merges, or does not, with the token before it
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Messages as the model is given them."""
+    """Messages rendered by the chat template, as text and as token ids."""
 
     contents: Messages
     text: str
@@ -45,7 +45,7 @@ class Rendered:
 
 
 class Chat:
-    """Questions and answers in turn; the last message is always an answer."""
+    """A chat: questions and answers in turn. The last message is always an answer."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class Chat:
         holds: bool = False,
         called: str = "",
     ) -> None:
-        """`model`: the text it is held in. `sessions`: where `save` keeps it; None = nowhere.
+        """`model`: the text session. `sessions`: the saved chats that `save` adds to; None = saving is refused.
 
-        `holds`: no other process can open it so until it is closed. `called`: how the model is named when the
-        conversation is opened again, if not by its id.
+        `holds`: lock the saved chat against other processes until `close`. `called`: the name of the model that is
+        saved with the chat, if not its id.
         """
         self.model = model
         self.system = system
@@ -68,17 +68,17 @@ class Chat:
         self._sessions = sessions
         self.holds = holds
         self.called = called
-        self.kept: SavedChat | None = None  # the session that it was saved as or loaded from
+        self.kept: SavedChat | None = None  # the saved chat that it was saved as or loaded from
         self.messages: list[Message] = []
-        self.pending: list[Document] = []  # attached, not asked about yet
-        self.shown = VisibleMessages()  # to the model, of the messages
-        self.notes: list[str] = []  # what the user should know about how the prompt was made, each once
+        self.pending: list[Document] = []  # attached to the next question
+        self.shown = VisibleMessages()  # the messages that the model is shown
+        self.notes: list[str] = []  # notes for the user on how the prompt was made, each once
         self._retries = 0
         self.heard = PromptTokens()
 
     @property
     def sessions(self) -> SavedChats:
-        """Where it is kept, and others are. Raises BadInput where nobody said."""
+        """Saved chats of the user. Raises BadInput if the chat was made without them."""
         if self._sessions is None:
             raise BadInput("this chat has no place to be kept", code="no_place", try_=["Chat(..., sessions=...)"])
         return self._sessions
@@ -86,15 +86,15 @@ class Chat:
     # --- asking
 
     def send(self, text: str, **options: Any) -> Turn:
-        """Ask and wait. Options are those of `stream`."""
+        """Ask, and return the whole answer. Options are those of `stream`."""
         return turn_of(self.stream(text, **options))
 
     def stream(self, text: str, **options: Any) -> Generator[Event]:
-        """Ask, and get the answer in events, `End` last. Options are those of `TextSession.answer`, `messages` aside.
+        """Ask, and yield the answer as events, `End` last. Options are those of `TextSession.answer` but `messages`.
 
-        A conversation longer than the window is refused, or shown in part, as `context.on_overflow` says (overflow.py).
-        If it fails, the conversation is as before. If it is cut short, by `cancel`, Ctrl-C, a lack of memory or by
-        closing the iterator, what was said so far is kept and marked "interrupted"; without any, it is as before.
+        A chat longer than the context window is refused or shown in part, see `context.on_overflow` (overflow.py). An
+        answer that fails leaves the chat unchanged. An answer that is cut short (by `cancel`, Ctrl-C, lack of memory or
+        closing the iterator) is added as "interrupted"; if it has no text yet, the chat is unchanged.
         """
         if not text.strip():
             raise BadInput("the question is empty", code="empty_prompt")
@@ -126,7 +126,7 @@ class Chat:
             try:
                 yield from self.stream(text, **options)
             finally:
-                if len(self.messages) == n:  # nothing was answered
+                if len(self.messages) == n:  # no answer was added
                     self.shown = shown
         except (KeyboardInterrupt, GeneratorExit, DoesNotFit):
             if not ended:
@@ -134,12 +134,12 @@ class Chat:
             raise
 
     def retry(self, **options: Any) -> Generator[Event]:
-        """Ask the last question again in place of its answer, with other noise: a sampled answer comes out anew."""
+        """Replace the last answer by a new one. The seed changes, so that a sampled answer differs."""
         self._retries += 1
         return self.edit(self.last_question, **{"seed": self.model.profile.sample.seed + self._retries, **options})
 
     def edit(self, text: str, **options: Any) -> Generator[Event]:
-        """Ask `text` in place of the last question, with the same documents. If it fails, nothing has changed."""
+        """Ask `text` in place of the last question, with the same documents. A failure leaves the chat unchanged."""
         before, waiting = list(self.messages), self.pending
         self.shown = VisibleMessages()
         *_, question, _ = self.messages[-2:] or self._nothing("edit")
@@ -160,21 +160,21 @@ class Chat:
     # --- changing
 
     def attach(self, document: Document) -> None:
-        """Put a document before the next question."""
+        """Attach a document to the next question."""
         self.pending.append(document)
 
     @property
     def documents(self) -> list[Document]:
-        """All documents, in the order they stand in the prompt, those of the next question last."""
+        """All documents in the order of the prompt, those of the next question last."""
         return [d for m in self.messages for d in m.documents] + self.pending
 
     def place(self, document: Document) -> int | None:
-        """Where in `documents` one with the same text stands, if it is attached already."""
+        """Return the index in `documents` of a document with the same text; None if there is none."""
         same = [i for i, d in enumerate(self.documents) if (d.sha256, d.text) == (document.sha256, document.text)]
         return same[0] if same else None
 
     def drop(self, i: int) -> Document:
-        """Take document `i` (as numbered by `documents`) out of the conversation. What follows it is read again."""
+        """Remove document `i`, an index of `documents`, from the chat. Tokens after it are prefilled again."""
         if not 0 <= i < len(self.documents):
             have = f"{len(self.documents)} attached" if self.documents else "none is attached"
             raise BadInput(f"there is no document {i + 1}: {have}", code="no_such_document")
@@ -190,7 +190,7 @@ class Chat:
         return dropped
 
     def undo(self, n: int = 1) -> int:
-        """Forget the last `n` questions with their answers and documents; returns how many there were to forget."""
+        """Remove the last `n` questions with their answers and documents; returns how many were removed."""
         n = max(0, min(n, len(self.messages) // 2))
         if n:
             del self.messages[-2 * n :]
@@ -198,22 +198,22 @@ class Chat:
         return n
 
     def clear(self) -> None:
-        """Forget all messages and documents; the system text stays."""
+        """Remove all messages and documents, but keep the system text."""
         self.messages.clear()
         self.pending.clear()
         self.shown, self.title = VisibleMessages(), None
         self.close()
 
-    # --- looking
+    # --- inspecting
 
     def begins(self) -> tuple[list[int], Messages]:
-        """The ids that prompts about what is attached now begin with, whatever is asked, and messages of such a one."""
+        """Return the ids that all prompts with the attached documents begin with, and messages of one prompt."""
         asked = [self.rendered([*self.messages, Message("user", text, tuple(self.pending))]) for text in PROBES]
         prompts = zip(*(one.ids for one in asked), strict=False)
         return [ids[0] for ids in takewhile(lambda each: len(set(each)) == 1, prompts)], asked[0].contents
 
     def tokens(self) -> list[tuple[str, int]]:
-        """The context by message, documents apart; the last entry is what the chat template adds."""
+        """Return token counts by message and document, then of the chat template and of a condensed beginning."""
         tokenizer = self.model.tokenizer
         rows: list[tuple[str, int]] = []
         if self.system:
@@ -234,31 +234,31 @@ class Chat:
                 rows.append(("its beginning, in fewer slots", len(asked.ids) - whole))
         return rows
 
-    # --- keeping
+    # --- saving
 
     @property
     def is_kept(self) -> bool:
-        """Whether something of it is: a file that was opened is not until it is saved."""
+        """True if the chat is saved. A chat opened from a file is not, until it is saved."""
         return self.kept is not None and self.kept.version > 0
 
     @property
     def goes_on(self) -> str:
-        """What `kvcli chat` takes to go on with it, once it is kept."""
+        """Return the option of `kvcli chat` that continues the chat once it is saved."""
         name = self.kept.name if self.kept is not None else ""
         return "-c" if self.sessions.find(None) == name else f"-r {name}"
 
     def save(self, title: str | None = None) -> str:
-        """Keep the conversation, the first time as a new session, and return the session's name."""
+        """Save the chat, the first time as a new saved chat, and return its name."""
         return save_chat(self, title)
 
     def load(self, session: str | Path) -> Chat:
-        """Become a session, by its name or words of its title, or what a JSON file holds. It is read with the next
-        question, but for what is kept of that.
+        """Become a saved chat, found by its name or words of its title, or the chat in a JSON file. The next question
+        prefills the tokens that are not in the prefix cache.
         """
         return self.take(self.sessions.open(str(session), holds=self.holds))
 
     def take(self, opened: OpenedChat) -> Chat:
-        """Become the conversation that was opened."""
+        """Become the opened chat."""
         self.close()
         self.kept, saved = opened.kept, opened.saved
         self.system, self.title = saved.system, saved.title
@@ -267,25 +267,23 @@ class Chat:
         return self
 
     def go_to(self, model: TextSession, called: str) -> None:
-        """Go on in another text, perhaps of another model; the one before is closed."""
+        """Continue in another text session, perhaps of another model, and close the present one."""
         before, self.model, self.called = self.model, model, called
-        self.heard, self.shown = (
-            PromptTokens(),
-            VisibleMessages(),
-        )  # ids of other tokens; and this window may be another one
+        # the other model may have another tokenizer and another context window
+        self.heard, self.shown = PromptTokens(), VisibleMessages()
         before.close()
 
     def close(self) -> None:
-        """Let other processes have its session; the next `save` makes a new one."""
+        """Release the saved chat for other processes. The next `save` makes a new saved chat."""
         if self.kept is not None:
             self.kept.close()
         self.kept = None
 
     def export(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the conversation for others to read: .md, .json or .jsonl."""
+        """Write the chat to a .md, .json or .jsonl file."""
         return export_chat(as_document(self), Path(path), overwrite=overwrite)
 
-    # --- inside
+    # --- internals
 
     def _keep(
         self, question: Message, answer: str, finish: Finish, took: Figures | None = None, thinking: str = ""
@@ -296,7 +294,7 @@ class Chat:
         self.pending = [d for d in self.pending if not any(d is used for used in question.documents)]
 
     def rendered(self, messages: Sequence[Message], shown: VisibleMessages | None = None) -> Rendered:
-        """What the model is given of these, the last of them a question; `shown`: another part of them than now."""
+        """Render messages that end with a question. `shown`: the part to show, if not the present one."""
         contents: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
         contents += [{"role": m.role, "content": m.content} for m in (shown or self.shown).of(messages)]
         text, has_template = render_text(self.model.tokenizer, contents, note=self.note)
@@ -304,7 +302,7 @@ class Chat:
         return Rendered(contents, text, ids, has_template)
 
     def note(self, note: str) -> None:
-        """Have the user know of something, once."""
+        """Add a note for the user, once."""
         if note not in self.notes:
             self.notes.append(note)
 

@@ -1,7 +1,7 @@
-"""The file that conversations are kept in: an SQLite database of a known form, for its owner alone.
+"""The file of saved chats: an SQLite database of a known schema that only its owner can read.
 
-It is opened for one piece of work and closed after it, so that a kill, a full disk or another process finds none open.
-What is damaged is left as it is beside the new one, which has all of it that can be read.
+The database is opened for one transaction and then closed, so that a kill, a full disk or another process finds no open
+database. A damaged database is kept unchanged beside a new database with all rows that can be read.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvcli.errors import BadInput
 from kvcli.files import BEGINS, ENDS, locked, private_folder, replacing, temporary_folder
 
 NAME, VERSION = "kvcli.db", 1
-PATIENCE = 5.0  # seconds that another process may be writing
-PAGE = 4096  # bytes; the first page is the same in all files of the form, but for what SQLite can do without:
-LENGTH, FREE = slice(28, 32), slice(32, 40)  # how many pages there are, and which are free; 0 = to be found out
-FAR = 10_000  # ids behind one that can be read, among which others are looked for one by one
-CORRUPT, NO_DATABASE, ERROR, CONSTRAINT = 11, 26, 1, 19  # of SQLite
-TROUBLE = (sqlite3.Error, UnicodeDecodeError)  # the latter where it names what is damaged
-DAMAGE = (CORRUPT, NO_DATABASE, ERROR, CONSTRAINT)  # no whole file of the form says so to statements of ours
-SOUND = re.compile(r"[\w-]{1,64}", re.ASCII)  # names of conversations
+PATIENCE = 5.0  # seconds to wait while another process writes
+PAGE = 4096  # bytes; the first page is the same in all databases of the schema, but for fields that SQLite can rebuild:
+LENGTH, FREE = slice(28, 32), slice(32, 40)  # number of pages, and the list of free pages; 0 = SQLite finds out
+FAR = 10_000  # ids after the last readable one that are tried one by one
+CORRUPT, NO_DATABASE, ERROR, CONSTRAINT = 11, 26, 1, 19  # error codes of SQLite
+TROUBLE = (sqlite3.Error, UnicodeDecodeError)  # the latter if an error message of SQLite quotes damaged bytes
+DAMAGE = (CORRUPT, NO_DATABASE, ERROR, CONSTRAINT)  # an undamaged database never answers kvcli's statements with these
+SOUND = re.compile(r"[\w-]{1,64}", re.ASCII)  # names of saved chats
 TABLES = ("sessions", "turns", "texts", "documents", "files")
 FORM = """
 CREATE TABLE sessions (
@@ -48,21 +48,21 @@ T = TypeVar("T")
 
 
 class Damaged(sqlite3.DatabaseError):
-    """What stands in the tables cannot be."""
+    """The tables hold values that kvcli cannot have written."""
 
     sqlite_errorcode = CORRUPT
 
 
 class Database:
-    """One in a folder. `tell` gets a sentence where one was damaged."""
+    """The database in a folder. `tell` receives a message if the database was damaged."""
 
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
         self.path, self._tell = Path(os.path.realpath(folder / NAME)), tell
 
     def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """What `work` makes of it in one transaction, which is on the disk when this returns, or has left no trace.
+        """Return the result of `work`, run in one transaction that is either on disk afterwards or has no effect.
 
-        Work that only reads is done on a full or closed disk too, if no other process is at work there.
+        Work that only reads also succeeds on a full or read-only disk, if no other process uses the database.
         """
         for is_last in (False, True):
             seen = self._seen()
@@ -114,7 +114,7 @@ class Database:
         return db
 
     def _renew(self, seen: tuple[int, int] | None) -> None:
-        """Make it anew of what can be read of the one that was `seen`, unless another process has."""
+        """Rebuild the database from readable rows of the file `seen`, unless another process has replaced that file."""
         guard = self.path.with_name(f"{BEGINS}{NAME}{ENDS}")
         try:
             private_folder(self.path.parent)
@@ -141,7 +141,7 @@ class Database:
             for side in there:
                 _copy(Path(f"{self.path}{side}"), Path(f"{old}{side}"), b"" if side else _first_page(new))
             n = _salvage(old, new) if there else 0
-            # by its content: on a disk that is full in the middle of this, each try leaves the same file
+            # named by its digest: if the disk is full halfway, each try leaves the same file
             aside = f"{self.path}.damaged-{_digest(self.path)[:12]}" if there else ""
             for side in there:
                 _copy(Path(f"{self.path}{side}"), Path(f"{aside}{side}"))
@@ -157,7 +157,7 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _copy(source: Path, target: Path, head: bytes = b"") -> None:
-    """Whole or not at all, with `head` in place of as many bytes."""
+    """Copy a file, whole or not at all. `head` replaces its first bytes."""
     with source.open("rb") as data, replacing(target) as stream:
         stream.write(head)
         data.seek(len(head))
@@ -184,12 +184,12 @@ def _prepare(db: sqlite3.Connection) -> None:
 
 
 def _text(raw: bytes) -> str:
-    """Of a damaged text the rest is still worth reading."""
+    """Decode text and replace damaged bytes, because the rest is still readable."""
     return raw.decode(errors="replace")
 
 
 def _salvage(old: Path, new: Path) -> int:
-    """Copy what can be read, row by row; returns how many conversations there are."""
+    """Copy all readable rows one by one; returns the number of chats."""
     with closing(sqlite3.connect(old)) as source, closing(sqlite3.connect(new)) as db, db:
         _prepare(db)
         source.text_factory = _text
@@ -198,7 +198,7 @@ def _salvage(old: Path, new: Path) -> int:
             put = f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(names))})"
             for row in _rows(source, f"SELECT {', '.join(names)} FROM {table}"):
                 if not db.execute(put, row).rowcount and table in ("turns", "documents"):  # nothing refers to their ids
-                    db.execute(put, (None, *row[1:]))  # of two rows with one id the damaged one is not known
+                    db.execute(put, (None, *row[1:]))  # two rows have one id, and either may be damaged
         db.execute(
             "INSERT OR IGNORE INTO sessions SELECT DISTINCT session, 'found-' || session, NULL, '', NULL, '', 0"
             " FROM turns WHERE session NOT IN (SELECT id FROM sessions)"
@@ -208,13 +208,13 @@ def _salvage(old: Path, new: Path) -> int:
                 db.execute("UPDATE sessions SET name = 'found-' || id WHERE id = ?", [session])
         db.execute("INSERT INTO words (words) VALUES ('rebuild')")
         db.execute("DELETE FROM documents WHERE text NOT IN (SELECT id FROM texts)")
-        db.execute("DELETE FROM files WHERE session NOT IN (SELECT id FROM sessions)")  # to be taken in again
+        db.execute("DELETE FROM files WHERE session NOT IN (SELECT id FROM sessions)")  # their files are imported again
         (n,) = db.execute("SELECT count(*) FROM sessions").fetchone()
         return int(n)
 
 
 def _rows(source: sqlite3.Connection, select: str) -> Iterator[tuple[Any, ...]]:
-    """Rows from both ends as far as each goes, and those between that answer by themselves."""
+    """Yield rows from both ends of a table up to the damage, then rows in between that can be read one by one."""
     first, last = 0, FAR
     try:
         for row in source.execute(f"{select} ORDER BY id"):

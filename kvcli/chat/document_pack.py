@@ -1,11 +1,11 @@
-"""A pack: documents that were read once, as a folder that answers many questions about them.
+"""A pack: a folder of documents with their KV cache, so that many questions start without prefill.
 
-    NAME.kvs/manifest.json   what it is (kvcli.schemas.pack)
-             chat.json       the documents as a chat that nothing was asked in yet (kvcli.schemas.chat)
-             past.kv         what the model had stored when it had read them (kvcli.prefix_cache.snapshot_file)
+    NAME.kvs/manifest.json   description of the pack (kvcli.schemas.pack)
+             chat.json       the documents, as a chat without questions (kvcli.schemas.chat)
+             past.kv         snapshot of the KV cache after the prefill (kvcli.prefix_cache.snapshot_file)
 
-It may come from elsewhere: names in the manifest are none but these, sizes are those of the files before they are
-read, and what is read is what was written, by its digest.
+A pack may come from another machine. So the manifest may name no other files, file sizes are checked before the files
+are read, and their content is checked by digest.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from kvcli.settings.profile import Profile
 
 MANIFEST, CHAT, PAST = "manifest.json", "chat.json", "past.kv"
-OF_MODEL = ("exactness", "load.quant", "load.dtype", "kv.dtype")  # what a past may be shaped under, and by what numbers
-SMALL, LARGE = 1 << 20, 1 << 30  # bytes, at most, of the manifest and of the documents
+OF_MODEL = ("exactness", "load.quant", "load.dtype", "kv.dtype")  # exactness and number formats of the KV cache
+SMALL, LARGE = 1 << 20, 1 << 30  # maximum bytes of the manifest and of the documents
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """One that was opened. Its past is read when a question comes."""
+    """An opened pack. Its KV cache is loaded when a question needs it."""
 
     folder: Path
     about: PackDocument
@@ -62,9 +62,9 @@ class Pack:
         return list(documents_of(self.chat.pending))
 
     def fetch(self, session: GenerationSession, ids: Sequence[int]) -> None:
-        """Have a session that is to read `ids` go on from here, where they begin as what was read does.
+        """Load the pack's KV cache into a session if the prompt `ids` begins with the pack's tokens.
 
-        Raises BadInput for a past that is not what was written.
+        Raises BadInput if the snapshot is damaged or of another token sequence.
         """
         n = self.about.tokens
         if session.committed >= n or len(ids) <= n or snapshot_file.digest(ids[:n]) != self.about.ids:
@@ -79,18 +79,18 @@ class Pack:
         if session.ids[:n] != list(ids[:n]):
             session.rewind(0)
             raise _bad(self.folder, f"{PAST} is of another text")
-        session.resume(ids)  # as every question begins
+        session.resume(ids)  # as at the start of every question
 
     def differs(self, text: TextSession) -> list[str]:
-        """In what the model, or what shapes a past, is not what it was read by."""
+        """Return the fields in which the model or its KV cache settings differ from those of the pack."""
         return _unlike(fingerprint(text, cache_key(text.model.lm)), self.about.fingerprint)
 
     def refuse_other(self, text: TextSession) -> None:
-        """Raises BadInput for a text under which it is of no use."""
+        """Raise BadInput if this text session cannot use the pack."""
         self._refuse(fingerprint(text, cache_key(text.model.lm)), self.about.fingerprint)
 
     def refuse_under(self, profile: Profile) -> None:
-        """The same of settings, before a model is loaded; of those that say "auto" that tells what they stand for."""
+        """Raise BadInput if settings differ; needs no model. `OF_MODEL` is skipped: loading resolves its "auto"."""
         of_past = {key: was for key, was in self.about.settings.items() if key not in OF_MODEL}
         mine = {key: set_value(profile.values[key]) for key in of_past if key in profile.values}
         self._refuse(mine, of_past)
@@ -109,7 +109,7 @@ class Pack:
         )
 
     def _check(self, name: str) -> None:
-        """Raises Unfit for a file that is none, or not as long or not what the manifest says."""
+        """Raise Unfit if the file is missing, a link, or differs in size or digest from the manifest."""
         path, said = self.folder / name, self.about.files[name]
         if path.is_symlink():
             raise Unfit("it is a link")
@@ -119,7 +119,7 @@ class Pack:
 
 
 def open_pack(folder: Path) -> Pack:
-    """The pack in that folder. Raises BadInput for what is none, or not whole."""
+    """Return the pack in a folder. Raises BadInput if the folder is no pack or is incomplete."""
     try:
         if (folder / MANIFEST).is_symlink():
             raise Unfit("it is a link")
@@ -142,9 +142,10 @@ def open_pack(folder: Path) -> Pack:
 
 
 def make(talk: Chat, folder: Path, heard: Callable[[Read], None] = lambda _: None) -> PackDocument:
-    """Have the model read the documents that wait in a conversation, and keep them with what it stored.
+    """Prefill the documents attached to a chat, and save them with their KV cache in `folder`.
 
-    `heard`: how far reading is. The folder is whole when it has its name. Raises BadInput for what is read in a moment.
+    `heard` receives the progress of the prefill. The folder gets its name once it is complete. Raises BadInput for
+    documents so short that a pack saves no time.
     """
     (ids, contents), made_by = talk.begins(), cache_key(talk.model.model.lm)
     if len(ids) < FEW:
@@ -155,7 +156,7 @@ def make(talk: Chat, folder: Path, heard: Callable[[Read], None] = lambda _: Non
             try_=["kvcli chat -f FILE"],
         )
     heard(Read(0, len(ids), 0, 0.0))
-    # a token is written behind them, as that is when their last one is stored
+    # one token is generated, because that pass commits the last prompt token
     for event in talk.model.stream(ids, messages=contents, max_new_tokens=1, ignore_eos=True):
         if isinstance(event, Read):
             heard(event)
@@ -164,7 +165,7 @@ def make(talk: Chat, folder: Path, heard: Callable[[Read], None] = lambda _: Non
 
 
 def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, str]) -> PackDocument:
-    """`made_by`: the identity of the model before it read."""
+    """Write the pack. `made_by`: the cache key of the model from before the prefill."""
     text = talk.model
     assert text.session.ids[: text.session.committed] == list(ids), "something else was read"
     shaping, values = assemble.cache_conditions(text.profile), text.profile.values
@@ -189,7 +190,7 @@ def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, s
 
 
 def fingerprint(text: TextSession, made_by: Mapping[str, str]) -> dict[str, str]:
-    """All that the past of a text depends on, by field."""
+    """Return everything that the KV cache of a text session depends on, by field."""
     return fields_of(made_by, text.session, assemble.cache_conditions(text.profile))
 
 

@@ -1,4 +1,4 @@
-"""The model that drafts for another one: found by name, and loaded with what their words have in common."""
+"""Loading of a draft model: found by name, and paired with the target model by the tokens that both know."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.errors import BadModel
-from kvcli.models.draft_heads import is_assistant
+from kvcli.models.refusals import is_assistant
 from kvcli.models.retokenizer import spelling
 from kvcli.models.tokenizer import load_tokenizer
 
@@ -33,10 +33,10 @@ def load_draft_model(
     cache: Path,
     tell: Tell | None = None,
 ) -> ModelPair:
-    """Load it beside `target`, whose words are given and which was loaded so; the same files are loaded once.
+    """Load a draft model beside `target`, whose tokenizer is `words` and whose settings are `load`.
 
-    Raises BadModel where it cannot draft. Neither its code nor its pickle files are trusted, whatever is of the
-    other's: a profile may name it, too.
+    A model that drafts for itself is loaded once. Raises BadModel if the model cannot draft. Its code and pickle files
+    are never trusted, even if those of the target are, because a profile may name the draft model.
     """
     from kvcli.engine.drafting.gemma4_assistant import load_assistant
     from kvcli.engine.hf.lm import LM
@@ -44,7 +44,7 @@ def load_draft_model(
     from kvcli.models.gguf import convert
 
     untrusted = replace(load, quant=wanted.quant, allow_pickle=False, trust_remote_code=False)
-    wants = replace(untrusted, layers_on_gpu="auto")  # what was chosen is for the other's layers
+    wants = replace(untrusted, layers_on_gpu="auto")  # the user's choice counts layers of the target
     found = convert.convert_if_needed(find(wanted.model), wants.dtype, cache, packs=keeps_quantized(wants), tell=tell)
     if is_assistant(found.config) != wanted.is_assistant:
         raise _of_another_method(wanted)

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, for event loops: tasks of a server share its passes and hear of their own texts."""
+"""An engine in a thread, for event loops: tasks of a server share its forward passes and get their own events."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from kvcli.engine.forward_request import Coroutine, E, T
 
 
 class EngineThread:
-    """Rounds as long as there is work. The one thread starts with the first work, and ends with the model."""
+    """A thread that runs engine steps while there is work. It starts with the first work and ends with the model."""
 
     def __init__(self) -> None:
         self._engine = Engine()
         self._pool: ThreadPoolExecutor | None = None
-        self._ident: int | None = None  # of its thread
+        self._ident: int | None = None  # id of the thread
         self._is_turning = False
 
     async def events(self, work: Coroutine[E, T]) -> AsyncGenerator[E]:
-        """What the work says; raises what ended it. Closing this, or cancelling its task, ends it between two passes.
+        """Yield the events of `work`; raises its error. Closing this, or cancelling its task, ends it between passes.
 
-        No text waits for a slow task: what its own has said meanwhile is kept, a whole answer at most.
+        A slow task delays no other sequence: its events are queued, a whole answer at most.
         """
         loop, said, failed = asyncio.get_running_loop(), asyncio.Queue[E | None](), list[BaseException]()
 
         def tell(what: E | None) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(said.put_nowait, what)
 
         def to_its_end() -> Coroutine[E, T | None]:
@@ -51,17 +51,17 @@ class EngineThread:
                 raise failed[0]
         finally:
             leaves = pool.submit(lambda: joined.result().cancel())
-            await asyncio.shield(asyncio.wrap_future(leaves))  # the text is free again when this is over
+            await asyncio.shield(asyncio.wrap_future(leaves))  # afterwards the text session is free again
 
     def between_rounds(self, act: Callable[[], object]) -> None:
-        """Do what changes a text that may be in a round, and wait for it."""
+        """Run `act`, which changes a sequence, between two engine steps and wait for it."""
         if self._pool is None or get_ident() == self._ident:
             act()
         else:
             self._pool.submit(act).result()
 
     async def apart(self, act: Callable[[], object]) -> None:
-        """The same for an event loop, which goes on meanwhile; a task that is cancelled leaves it to its end."""
+        """Like `between_rounds`, without blocking the event loop. Cancelling the task does not stop `act`."""
         if self._pool is None:
             act()
         else:
@@ -76,7 +76,7 @@ class EngineThread:
         return ticket
 
     def _round(self) -> None:
-        """One round, and the next behind whoever joins or leaves meanwhile."""
+        """Run one engine step, then queue the next after tasks that joined or left meanwhile."""
         try:
             self._is_turning = self._engine.step()
         finally:

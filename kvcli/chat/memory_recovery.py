@@ -1,7 +1,7 @@
-"""What is done when memory runs out: back to the last boundary between passes, then the next declared step.
+"""Recovery when memory runs out: undo the broken forward pass, then apply the next fallback step.
 
-Nothing that was generated is lost: the ids of the text are kept whatever happens, and keys and values that cannot be
-saved are computed again from them.
+No generated token is lost: token ids are always kept, and keys and values that cannot be saved are computed again from
+the ids.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def repair_session(session: GenerationSession) -> bool:
-    """Make store and ids agree after a pass that broke; returns whether a boundary was reached and not settled.
+    """Make KV cache and ids agree after a broken pass; True if a compression point was reached but not processed.
 
-    A pass breaks before anything is stored, between two layers, or behind its last token: rows that only some layers
-    stored go, and a text that was being read ends with what all of them did.
+    A pass breaks before anything is stored, between two layers, or after its last token. Slots that only some layers
+    stored are removed, and a prompt in prefill then ends with the last token that all layers stored.
     """
     session.committed = min(session.committed, max(0, len(session.ids) - 1))
     is_due = session.committed > 0 and session.committed == session.boundary
@@ -37,10 +37,10 @@ def repair_session(session: GenerationSession) -> bool:
 
 
 def recover_memory(text: TextSession, phase: Phase) -> Steps[tuple[list[str], bool]]:
-    """Mend the session, then take steps of the profile's `memory.fallbacks` until one leaves it ready for a pass.
+    """Repair the session, then apply steps of `memory.fallbacks` until it is ready for a forward pass.
 
-    The steps, and whether one did. Where the past could not be saved the session has forgotten it, and the caller reads
-    its ids again.
+    Returns the steps, and True if the last one succeeded. If the KV cache could not be saved, the session is empty, and
+    the caller prefills its ids again.
     """
     session, taken, is_due = text.session, list[str](), False
     free_caches()
@@ -59,7 +59,7 @@ def recover_memory(text: TextSession, phase: Phase) -> Steps[tuple[list[str], bo
 
 
 def next_fallback(profile: Profile, limit: int) -> Profile:
-    """The profile after its next step, such as "kv.v_bits=2" or "context.limit=-25%"."""
+    """Return the profile after its next fallback step, such as "kv.v_bits=2" or "context.limit=-25%"."""
     step, *rest = profile.memory.fallbacks
     key, _, value = step.partition("=")
     number: object = int(value) if value.isdigit() else value
@@ -70,7 +70,7 @@ def next_fallback(profile: Profile, limit: int) -> Profile:
 
 
 def _apply(session: GenerationSession, old: Profile, new: Profile) -> bool:
-    """Have the session go on under `new`; False if what that needs is not there, and nothing has changed."""
+    """Apply profile `new` to the session; False if there is no memory for its KV cache, and nothing has changed."""
     if _storage(old) != _storage(new):
         with catch_cache_full() as lacks:
             store = assemble.store(session.lm, new, nbytes(session.cache).get(session.lm.device.type, 0))
@@ -80,7 +80,7 @@ def _apply(session: GenerationSession, old: Profile, new: Profile) -> bool:
         with catch_cache_full() as lacks:
             move(session.cache, store, session.lm.storing)
             session.replace_cache(store)
-            session.rewind(session.committed + 1)  # the next boundary may be another
+            session.rewind(session.committed + 1)  # the next compression point may differ
         if lacks:
             _restart(session, new)
     session.chunk_rows = assemble.chunk(session.lm, new)
@@ -88,7 +88,7 @@ def _apply(session: GenerationSession, old: Profile, new: Profile) -> bool:
 
 
 def move(old: KVCache, new: KVCache, layers: Sequence[int]) -> None:
-    """What `old` holds in these goes to `new`, a layer at a time, so that no more than one lies in both."""
+    """Move slots of these layers from `old` to `new`, one layer at a time, so that only one layer is stored twice."""
     for layer in layers:
         slots = old.slots(layer)
         new.take(layer, slots)
@@ -96,12 +96,12 @@ def move(old: KVCache, new: KVCache, layers: Sequence[int]) -> None:
 
 
 def _storage(profile: Profile) -> tuple[object, ...]:
-    """All that decides how keys and values are stored."""
+    """Return all settings that decide how keys and values are stored."""
     return profile.kv, dataclasses.replace(profile.memory, fallbacks=())
 
 
 def _is_ready(session: GenerationSession, is_due: bool, phase: Phase) -> Steps[bool]:
-    """Settle the boundary that the failure came before, and have the drafter start anew; False if memory ran out."""
+    """Process the compression point that the failure preceded, and restart the drafter; False if memory ran out."""
     with catch_cache_full() as lacks:
         if is_due and session.committed:
             yield from session.compress_cache(phase)
@@ -110,7 +110,7 @@ def _is_ready(session: GenerationSession, is_due: bool, phase: Phase) -> Steps[b
 
 
 def _restart(session: GenerationSession, profile: Profile) -> None:
-    """Forget everything stored, in a new store: the old one may be torn."""
+    """Replace the KV cache by an empty one, because the old cache may be inconsistent."""
     session.committed = 0
-    session.rewind(0)  # first: should there be no room for another store, nothing refers to what is torn
+    session.rewind(0)  # first: if there is no memory for a new cache, nothing refers to inconsistent slots
     session.replace_cache(assemble.store(session.lm, profile))

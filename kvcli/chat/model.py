@@ -1,4 +1,4 @@
-"""A model loaded in this process: the Python API that the commands are a skin over.
+"""A model loaded in this process: the Python API that the commands are built on.
 
     import kvcli
     with kvcli.load("demo", profile="ngram", set={"sample.temperature": 0.0}) as model:
@@ -60,10 +60,10 @@ def load(
     offline: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> Model:
-    """Load `demo`, a folder, a GGUF file, a hub id, or files already found; nothing of a user's config is asked.
+    """Load `demo`, a folder, a GGUF file, a hub id, or files already found; config files of the user are not read.
 
-    A hub id is downloaded only with `offline=False` and a `tell` to say so to. A GGUF file is unpacked below `cache`.
-    `find`: by name, the files of a model that drafts; by default found as `model` is. Raises KvcliError subclasses.
+    A hub id is downloaded only with `offline=False` and a `tell` for messages. A GGUF file is unpacked below `cache`.
+    `find`: finds the files of a draft model by name; default: as for `model`. Raises KvcliError subclasses.
     """
     from kvcli.engine.hf import model_settings
     from kvcli.engine.hf.lm import LM
@@ -79,9 +79,9 @@ def load(
     found = named(model, allow_pickle=wants.allow_pickle) if isinstance(model, str) else model
     packs = keeps_quantized(wants)
     given, found = found, convert.convert_if_needed(found, wants.dtype, cache, packs=packs, tell=tell)
-    # first: what is wrong with it shows at once, and its chat template gets ready while the weights are read
+    # first: its errors show at once, and its chat template is compiled while the weights are loaded
     tokenizer = load_tokenizer(found, wants.trust_remote_code)
-    lm = LM.load(found, **asdict(wants))  # the table's keys are what a model is loaded by
+    lm = LM.load(found, **asdict(wants))  # the keys of [load] are the parameters
     ids, strings = ends(tokenizer, lm.vocab)
     lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
     lm.hashes = Hashes(cache, tell)
@@ -98,9 +98,9 @@ def load(
 
 
 class Model:
-    """Weights, tokenizer and facts, shared by all texts over them, and the profile of those that name none.
+    """Weights, tokenizer and facts of a model, shared by all its text sessions, with their default profile.
 
-    A context manager; closing frees the past of its own text. The weights go with the last who holds them.
+    A context manager; closing frees the KV cache of its own text session. The last reference frees the weights.
     """
 
     def __init__(
@@ -112,24 +112,24 @@ class Model:
         load_seconds: float = 0.0,
         second: Callable[[LM, DraftModelRef], ModelPair] | None = None,
     ) -> None:
-        """`second`: loads a model that drafts beside this one; None = none can be had."""
+        """`second`: loads a draft model for this one; None = draft models are not available."""
         self.lm, self.tokenizer = lm, tokenizer
         self.profile, self._unkept = assemble.adapted_profile(lm, profile)
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
-        self.engine = EngineThread()  # of the texts that event loops ask
-        self.data: Path | None = None  # the user's folder, where chats are kept; None = nobody said which
-        self.costs: Costs | None = None  # what passes take here; None = nobody measured it
-        self.time_passes: Callable[[Model], Costs | None] | None = None  # finds out what passes take; set by who may
-        self.map_heads: Callable[[Model], Path] | None = None  # its own head map, made at need; set as the one above
-        # profile, tokens in memory -> estimated peak and what was available; set by who made an estimate
+        self.engine = EngineThread()  # for text sessions used by event loops
+        self.data: Path | None = None  # the user's folder of saved chats; None = not set
+        self.costs: Costs | None = None  # pass times on this machine; None = not measured
+        self.time_passes: Callable[[Model], Costs | None] | None = None  # measures pass times; set by the caller
+        self.map_heads: Callable[[Model], Path] | None = None  # makes the model's head map; set by the caller
+        # profile, tokens in memory -> estimated peak and available memory; set by the caller that made an estimate
         self.foretell: Callable[[Profile, int], tuple[int, int]] | None = None
-        # profile -> tokens for which memory has room, by that estimate; None = nobody looked
+        # profile -> tokens that fit in memory by that estimate; None = not estimated
         self.fits: Callable[[Profile], int] | None = None
-        # what texts have read, and where they look before they read; set by who has a place for it
+        # prefix cache, where sessions save KV and look for prompt prefixes before prefill; set by the caller
         self.shelf: PrefixCache | None = None
-        self.texts: WeakSet[TextSession] = WeakSet()  # that are open over these weights, under any profile
+        self.texts: WeakSet[TextSession] = WeakSet()  # open over these weights, under any profile
         self._second = partial(second, lm) if second is not None else None
-        # loaded once while any text drafts with it, and no longer
+        # a draft model is loaded once, and freed when no text session drafts with it
         self._pairs: WeakValueDictionary[DraftModelRef, ModelPair] = WeakValueDictionary()
         self._pair: ModelPair | None = None
         self._draft()
@@ -147,23 +147,23 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Free the keys and values of its own text; one that was opened is closed by who opened it."""
+        """Free the KV cache of the model's own text session. Callers of `open` close their sessions themselves."""
         if "text" in vars(self):
             self.text.close()
 
     @cached_property
     def text(self) -> TextSession:
-        """Its own text, that of `generate`, `stream` and `chat`."""
+        """The model's own text session, used by `generate`, `stream` and `chat`."""
         return TextSession(self)
 
     def open(self, profile: str | Profile | None = None, set: Mapping[str, object] | None = None) -> TextSession:
-        """Another text over the same weights, with nothing read yet; a context manager.
+        """Open another text session over the same weights, with an empty KV cache; a context manager.
 
-        `profile` and `set` as of `kvcli.load`; without, under the model's. Refuses a change of `load`, and raises
-        DoesNotFit where there is no room for its past.
+        `profile` and `set` are as in `kvcli.load`; default: the model's profile. Refuses a change of `load`, and raises
+        DoesNotFit if there is no room for its KV cache.
         """
         chosen = self.profile if profile is None else profile
-        if isinstance(chosen, str):  # what it does not say about loading stays as it was loaded
+        if isinstance(chosen, str):  # load settings that the profile does not set keep their values
             chosen = type(self.profile).load(chosen)
             loaded, origins = asdict(self.profile.load), chosen.origins
             chosen = chosen.replace(load={key: loaded[key] for key in loaded if origins[f"load.{key}"] == "default"})
@@ -172,9 +172,9 @@ class Model:
         return TextSession(self if chosen is self.profile else self.with_profile(chosen))
 
     def new_session(self, *, by_steps: bool = False) -> GenerationSession:
-        """A session under this profile, with nothing read yet: ids in, ids out, for those who need no words.
+        """Return a generation session with an empty KV cache, for callers that need ids and no text.
 
-        `by_steps`: who asks has `new_writer` write it. Raises BadConfig where the profile wants that and nobody does.
+        `by_steps`: the caller generates with `new_writer`. Raises BadConfig if the profile needs that and it is False.
         """
         if self.profile.reasoning_steps.takes and not by_steps:
             raise BadConfig(
@@ -187,7 +187,7 @@ class Model:
         return assemble.session(self.lm, self.mapped(), self.costs, kinds, self._draft())
 
     def mapped(self) -> Profile:
-        """The profile with the file of the model's own head map, where it asks for that."""
+        """Return the profile with `policy.headmap = "auto"` replaced by the model's head map file."""
         if self.profile.values.get("policy.headmap") != "auto":
             return self.profile
         if self.map_heads is None:
@@ -199,13 +199,13 @@ class Model:
         return self.profile.replace(policy={"headmap": str(self.map_heads(self))})
 
     def new_writer(self) -> Writer | None:
-        """What writes a session's text by steps, under a profile that wants that."""
+        """Return the writer that generates by reasoning steps, if the profile asks for it."""
         return assemble.steps(self.lm, self.profile, self._draft(), self.tokenizer)
 
     def _draft(self) -> ModelPair | None:
-        """This model with the one that drafts under its profile, loaded when it is first asked for.
+        """Return this model paired with the draft model of its profile, loaded at the first call.
 
-        Where loading it runs out of memory or breaks, the profile drafts nothing, and `cautions` say so.
+        If loading fails or memory runs out, the profile stops drafting, and `cautions` reports it.
         """
         wanted = self.profile.spec.second or self.profile.reasoning_steps.second
         self._pair = self._pairs.get(wanted) if wanted is not None else None
@@ -213,7 +213,7 @@ class Model:
             return self._pair
         try:
             self._pair = self._pairs[wanted] = self._second(wanted)
-            self.lm.__dict__.pop("spare", None)  # of which it takes its part
+            self.lm.__dict__.pop("free_device_bytes", None)  # the draft model uses some of that memory
             return self._pair
         except Exception as error:
             if isinstance(error, KvcliError) and as_cache_full(error) is None:
@@ -227,7 +227,7 @@ class Model:
 
     @property
     def drafts_by(self) -> str:
-        """Name of a model that drafts, and how where that is no matter of course; "" = none does."""
+        """Name of the draft model, with its device and re-encoding if these are unusual; "" = no draft model."""
         if (pair := self._draft()) is None:
             return ""
         name = "itself" if pair.draft is self.lm else pair.draft.info.id
@@ -235,35 +235,35 @@ class Model:
         return f"{name} ({', '.join(how)})" if how else name
 
     def prepare(self) -> None:
-        """Find out what passes take here, if the profile drafts and nobody has found out yet. Before texts open."""
+        """Measure pass times if the profile drafts and they are unknown. Call it before text sessions are opened."""
         if self.costs is None and self.profile.spec.method != "off" and self.time_passes is not None:
             self.costs = self.time_passes(self)
 
     @property
     def limit(self) -> int:
-        """The window in use, tokens: the profile's, at most the model's."""
+        """Tokens of the context window in use: the profile's, at most the model's."""
         asked = self.profile.context.limit
         return self.lm.limit if asked == "auto" else min(int(asked), self.lm.limit)
 
     @property
     def on_overflow(self) -> str:
-        """What becomes of a conversation that is longer than the window."""
+        """Treatment of a chat that is longer than the context window."""
         return self.profile.context.on_overflow
 
     @property
     def cautions(self) -> list[str]:
-        """What the user should know of the profile on this device, one line each."""
+        """Warnings for the user about the profile on this device, one line each."""
         spends = assemble.plan(self.lm, self.profile).spending.describe if self.profile.memory.spends else ""
         said = self._unkept, self.profile.prune.describe(self.lm), spends
         return [*filter(None, said), *cautions(self.profile, self.lm.device.type)]
 
     @property
     def exactness_label(self) -> str:
-        """What may be said of the text: "bit-exact", "exact", "exact but for near ties", "certified", "approx"."""
+        """Exactness of the text: "bit-exact", "exact", "exact but for near ties", "certified", "approx"."""
         return assemble.promise(self.lm, self.profile)
 
     def with_profile(self, profile: Profile) -> Model:
-        """The same under another profile. Refuses a change of `load`."""
+        """Return this model under another profile. Refuses a change of `load`."""
         if profile.load != self.profile.load:
             raise BadConfig(
                 "the weights are loaded already, and this changes how",
@@ -277,22 +277,22 @@ class Model:
         return changed
 
     def under(self, profile: Profile) -> Model:
-        """The same, with nothing refused or measured: for a text that has to go on."""
+        """Return this model under another profile without refusals or measurements, for answers that must continue."""
         changed = copy(self)
         changed.profile, changed._unkept = assemble.adapted_profile(self.lm, profile)
         vars(changed).pop("text", None)
         return changed
 
     def chat(self, system: str | None = None) -> Chat:
-        """A conversation with this model, in its own text."""
+        """Start a chat in the model's own text session."""
         return self.text.chat(system)
 
     def constraint(self, grammar: Grammar) -> Constraint:
-        """What holds answers of this model to a grammar; the first takes a moment, for the vocabulary."""
+        """Return a constraint of answers to a grammar. The first call is slower, because it prepares the vocabulary."""
         return self._vocabulary().constraint(grammar)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Ids of a prompt: text becomes one user message of the chat template, ids stay as they are."""
+        """Return the ids of a prompt: text becomes one user message of the chat template, ids are unchanged."""
         if not isinstance(prompt, str):
             return list(prompt)
         from kvcli.models.text import render_prompt
@@ -301,21 +301,21 @@ class Model:
         return render_prompt(self.tokenizer, [{"role": "user", "content": prompt}])
 
     def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:
-        """One answer in its own text, all at once. Options are those of `TextSession.answer`."""
+        """Return one answer of the model's own text session. Options are those of `TextSession.answer`."""
         return self.text.generate(prompt, max_new_tokens, **options)
 
     def stream(self, prompt: Prompt, **options: Any) -> Events:
-        """The same in events: Live and Read first, then Text as it comes, End last."""
+        """Yield one answer as events: Live and Read first, then Text pieces, End last."""
         return self.text.stream(prompt, **options)
 
 
 def _elsewhere(pair: ModelPair) -> list[str]:
-    """Where its weights are, if that is not where the other's are."""
+    """Return the device of the draft model, if it is not the target's."""
     return [f"on {pair.draft.device}"] if pair.draft.device.type != pair.target.device.type else []
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, lm: LM) -> Vocabulary:
-    from kvcli.engine.sequence.constraint import Vocabulary  # late: its library is an extra
+    from kvcli.engine.sequence.constraint import Vocabulary  # late: its library is an optional extra
 
     return Vocabulary(tokenizer, lm.vocab, lm.stop_ids)
 

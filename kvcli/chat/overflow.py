@@ -1,8 +1,8 @@
-"""What the model is shown of a conversation that is longer than its window.
+"""Selection of the messages that the model is shown of a chat that is longer than the context window.
 
-The oldest questions go first, each with its answer; documents stay, before the first question that is left. Nothing
-leaves the conversation itself, and whatever makes it shorter brings back what then fits. A quarter of the window is
-made free at once: what is shown begins otherwise then, and is read again.
+The oldest questions are left out first, each with its answer. Documents are kept, before the first question shown. The
+chat itself keeps all messages, and edits that make it shorter show again the messages that fit. A quarter of the window
+is freed at once, because the shown part then begins differently and needs a new prefill.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
     from kvcli.schemas.chat import LeftOut
 
-KEPT = 3 / 4  # of the window, that a shortened conversation fills at most
-PAGE_MARK = 16  # tokens of the line that stands before a page
-NOTES = 1 / 8  # of the window at most, for what is written of what goes
+KEPT = 3 / 4  # share of the context window that a shortened chat fills, at most
+PAGE_MARK = 16  # tokens of the line before a page
+NOTES = 1 / 8  # share of the context window for notes on the messages left out, at most
 ASKED = (
     "Write notes for yourself on our conversation so far, in at most 120 words: facts, names, numbers, what was "
     "decided and what is open. Only the notes."
@@ -37,13 +37,13 @@ HEAD = "[What was said before this, in short]"
 
 @dataclass(frozen=True, slots=True)
 class VisibleMessages:
-    """All of a conversation but its beginning."""
+    """Messages that the model is shown: all of a chat except its beginning."""
 
-    left: int = 0  # messages from the first on that are not shown
-    notes: str = ""  # what stands in their place
+    left: int = 0  # number of messages from the first on that are not shown
+    notes: str = ""  # text in their place
 
     def of(self, messages: Sequence[Message]) -> list[Message]:
-        """What is shown of these messages, the last of which is a question."""
+        """Return the shown part of messages that end with a question."""
         gone, rest = messages[: self.left], list(messages[self.left :])
         if not gone or not rest:
             return rest
@@ -54,7 +54,7 @@ class VisibleMessages:
 
 
 def shown_of(chat: Chat, saved: LeftOut | None) -> VisibleMessages:
-    """What the model was shown of a conversation when it was kept; all of it where that fits the window now."""
+    """Return the part of a saved chat that the model was shown; the whole chat if it now fits the context window."""
     if saved is None:
         return VisibleMessages()
     if chat.messages and len(chat.rendered(chat.messages, VisibleMessages()).ids) <= KEPT * chat.model.limit:
@@ -67,9 +67,9 @@ def shown_of(chat: Chat, saved: LeftOut | None) -> VisibleMessages:
 def shorter(
     shown: VisibleMessages, n: int, size: Callable[[VisibleMessages], int], room: int
 ) -> VisibleMessages | None:
-    """With more of n messages left out, as few as the window of `room` tokens asks for; None where all are too few.
+    """Leave out more of n messages, as few as a window of `room` tokens needs; None if leaving out all is not enough.
 
-    `size`: tokens of the prompt then.
+    `size`: returns the tokens of the prompt for a selection.
     """
     choices = [VisibleMessages(left) for left in range(shown.left + 2, n + 1, 2)]
     for most in (int(room * KEPT), room):
@@ -79,7 +79,7 @@ def shorter(
 
 
 def fitting(chat: Chat, question: Message, detail: dict[str, Any]) -> list[str]:
-    """What to type in place of the question's longest document, if that is what is too long: pages of it that fit."""
+    """Return commands to type if the question's documents are too long: pages that fit, or `kvcli summarize`."""
     tokens = {d.name: d.tokens(chat.model.tokenizer) for d in question.documents}
     if not tokens or (over := detail["prompt"] + detail["reserve"] - detail["limit"]) <= 0:
         return []
@@ -94,9 +94,9 @@ def fitting(chat: Chat, question: Message, detail: dict[str, Any]) -> list[str]:
 def leave_out(
     chat: Chat, question: Message, detail: dict[str, Any], options: dict[str, Any]
 ) -> Generator[Event, None, bool]:
-    """Show the model less of a conversation from here on; whether that is any help.
+    """Show the model less of the chat from here on; False if that cannot make the prompt fit.
 
-    `detail`: of the error that said how far it is too long; `options`: those that the question is asked with.
+    `detail`: of the ContextOverflow error, with the lengths. `options`: the options of the question.
     """
     if (how := chat.model.on_overflow) == "error":
         return False
@@ -121,16 +121,16 @@ def leave_out(
     kept = "it wrote notes on them" if notes else "it knows nothing of them now"
     if how == "compress":
         kept += ", as what was read of them could not be made smaller"
-    if not cancel():  # then nothing is answered, and all is as before
+    if not cancel():  # after a cancel nothing is answered or changed
         chat.note(f"longer than the window: the model is shown questions 1 to {now.left // 2} no more; {kept}")
     return True
 
 
 def _notes(chat: Chat, left: int, n: int, options: dict[str, Any]) -> Generator[Event, None, str]:
-    """What the model writes on the first messages, in n tokens, behind what it has read of them already."""
+    """Generate notes of at most n tokens on the first `left` messages. Their KV in the cache is reused."""
     asked = chat.rendered([*chat.messages[:left], Message("user", ASKED)])
     own = {"max_new_tokens": n, "cancel": options.get("cancel")}
-    with suppress(ContextOverflow):  # what goes fills the window itself
+    with suppress(ContextOverflow):  # the messages left out fill the window alone
         for event in chat.model.stream(asked.ids, messages=asked.contents, **own):
             if isinstance(event, End):
                 return "" if event.turn.finish == "interrupted" else event.turn.text.strip()

@@ -1,8 +1,8 @@
-"""What a model has read of a chat, as text and as ids; beyond its window the beginning of that in fewer slots.
+"""Prompt tokens of a chat, as text and as ids. Beyond the context window, their beginning is condensed to fewer slots.
 
-What was said stays in the conversation, and its text is rendered whole. But the ids of its beginning are others: those
-that stand for it in the text that was read. They mean nothing to a text that did not read it, so whoever holds them
-asks first whether they still stand for anything.
+The chat keeps all messages, and their whole text is rendered. A condensed beginning has fewer ids than its text has
+tokens. These ids are valid only in the text session that condensed it, so callers first check that the session still
+has the condensed KV in its cache.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from kvcli.api import Cancel, Turn
     from kvcli.chat.text_session import TextSession
 
-LEAST = 64  # slots a head below which the beginning is as good as dropped
-NEWEST = 1 / 8  # of the window, of the newest tokens, at least: they stay as they are
-FILLED = 7 / 8  # of the window at most, then: the less is let go at once, the less is lost
+LEAST = 64  # slots per head; with fewer, the beginning is as good as dropped
+NEWEST = 1 / 8  # share of the context window: newest tokens that are not condensed, if possible
+FILLED = 7 / 8  # share of the context window filled afterwards, at most: evicting fewer slots at a time loses less
 
 
 @dataclass(frozen=True, slots=True)
 class PromptMark:
-    """How far a prompt of a conversation went."""
+    """The end of one prompt of a chat."""
 
     text: int  # characters
     ids: int  # tokens
@@ -34,15 +34,15 @@ class PromptMark:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """The last prompt with its answer, as text and as the ids that were read for it."""
+    """The last prompt with its answer, as text and as the ids that were prefilled."""
 
     text: str = ""
     ids: Sequence[int] = ()
-    marks: tuple[PromptMark, ...] = ()  # ends of the prompts in it that are not condensed, rising
-    begins: PromptMark = PromptMark(0, 0)  # what is
+    marks: tuple[PromptMark, ...] = ()  # ends of prompts that are not condensed, rising
+    begins: PromptMark = PromptMark(0, 0)  # end of the condensed beginning
 
     def after(self, before: PromptTokens, prompt: str, n: int) -> PromptTokens:
-        """The same, where it goes on from `before`; its last prompt had n ids."""
+        """Add the marks of `before` that this prompt shares, and its own mark; it had n ids."""
 
         def shares(end: PromptMark) -> bool:
             alike = prompt.startswith(before.text[: end.text])
@@ -53,18 +53,17 @@ class PromptTokens:
         return replace(self, marks=(*marks, PromptMark(len(prompt), n)), begins=begins)
 
     def of(self, text: str, model: TextSession) -> tuple[str, Sequence[int]]:
-        """What of it `text` begins with, and the ids for that."""
+        """Return the known beginning of `text` and its ids."""
         if self.begins.ids and not model.is_compressed_prefix(self.ids[: self.begins.ids]):
-            return "", ()  # what was read is gone
+            return "", ()  # the condensed KV is no longer in the cache
         if text.startswith(self.text):
             return self.text, self.ids
         return self.text[: self.begins.text], self.ids[: self.begins.ids]
 
     def condensed(self, model: TextSession, text: str, detail: dict[str, Any], cancel: Cancel) -> PromptTokens | None:
-        """With more of its beginning in fewer slots, so that a prompt of this text fits its window; None = nothing
-        helps.
+        """Condense more of the beginning, so that a prompt of this text fits the context window; None = impossible.
 
-        `detail`: of the error that said how far the prompt is too long.
+        `detail`: of the ContextOverflow error, with the lengths.
         """
         room = detail["limit"] - detail["reserve"]
         left = {mark: round(room * FILLED) - (detail["prompt"] - mark.ids) for mark in self.marks}
@@ -84,7 +83,7 @@ class PromptTokens:
 def tokens_of_turn(
     tokenizer: PreTrainedTokenizerBase, prompt: str, ids: Sequence[int], turn: Turn
 ) -> tuple[str, list[int]]:
-    """Prompt and answer as text and as the ids the model saw, without the stop token, which the template rewrites."""
+    """Return prompt and answer as text and as ids, without the stop token, which the template rewrites."""
     answer = list(turn.ids)
     if turn.finish == "stop" and answer and answer[-1] in special_ids(tokenizer):
         answer.pop()

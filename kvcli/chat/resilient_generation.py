@@ -1,6 +1,6 @@
-"""Reading and answering that survive a lack of memory: the declared steps are taken in turn, and said.
+"""Prefill and generation that survive a lack of memory: fallback steps are applied in turn and reported.
 
-What a pass was about to add is lost with it and made again; what was added before stays, in the text as in memory.
+Tokens of a failed forward pass are lost and computed again. Tokens added before it are kept, with their KV.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 
 class ResilientGeneration:
-    """One answer under way: its passes, each made again after a lack of memory."""
+    """The forward passes of one running answer. A pass that ran out of memory is repeated."""
 
     def __init__(self, text: TextSession, prompt: int, new: int, stats: Stats) -> None:
-        """A prompt of so many tokens, and at most `new` of an answer, for which the ways out leave room."""
-        self.said: list[str] = []  # the answer in words, as far as it goes; an error hands it back
+        """`prompt`, `new`: tokens of the prompt and, at most, of the answer. Suggested settings leave room for both."""
+        self.said: list[str] = []  # text of the answer so far, which an error returns
         self._text, self._prompt, self._end, self._stats = text, prompt, prompt + new, stats
-        self._lacks: list[CacheFull] = []  # the lack that ended the last pass, behind what that pass added
+        self._lacks: list[CacheFull] = []  # the error that ended the last pass, raised after its new tokens
 
     def chunk(self, ids: Sequence[int]) -> Steps[bool]:
-        """Have the session read on in `ids`, by a chunk; False once all is read."""
+        """Prefill the next chunk of `ids`; False once all are prefilled."""
         session = self._text.session
         while True:
             with catch_cache_full() as lacks:
@@ -48,19 +48,19 @@ class ResilientGeneration:
                 raise self._explained(lacks[0])
 
     def step(self, ids: Sequence[int], stop: Collection[int]) -> Steps[Sequence[int]]:
-        """One pass behind `ids`: the tokens that it added; none if memory has no room for more."""
+        """Run one forward pass after `ids` and return its new tokens; none if memory has no room for more."""
         session = self._text.session
         while len(ids) < self._end:
             if not self._lacks:
                 with catch_cache_full() as self._lacks:
-                    if len(session.ids) < len(ids):  # the past was lost; the last token is pending again after this
+                    if len(session.ids) < len(ids):  # the KV cache was lost; afterwards the last token is pending again
                         while (yield from session.prefill_chunk(ids)):
                             pass
                     most, writer = self._end - len(ids), self._text.writer
                     step = yield from session.step(stop, most) if writer is None else writer.step(session, stop, most)
                     self._stats.add_step(step)
                     return step.new
-            if rest := session.ids[len(ids) :]:  # added by the pass that broke, which nobody heard of
+            if rest := session.ids[len(ids) :]:  # added by the broken pass, but not reported
                 self._stats.passes += 1
                 self._stats.new += len(rest)
                 return rest
@@ -69,7 +69,7 @@ class ResilientGeneration:
         return ()
 
     def _relieve(self, lack: CacheFull, phase: Phase) -> Steps[None]:
-        """Take the next steps and say so; raises the lack, explained, when there are none."""
+        """Apply the next fallback steps and report them; raises the error, explained, if there are none."""
         session, stats = self._text.session, self._stats
         at = session.committed if phase == "reading" else len(session.ids)
         steps, is_over = yield from recover_memory(self._text, phase)
@@ -80,7 +80,7 @@ class ResilientGeneration:
             raise self._explained(lack)
 
     def _explained(self, lack: CacheFull) -> CacheFull:
-        """The lack with what there was room for, and what has room for the whole text."""
+        """Return the error with the memory that the KV takes, and settings with room for the whole answer."""
         session, profile = self._text.session, self._text.profile
         held = sum(nbytes(session.cache, session.view).values())
         lines = list(lack.lines)
@@ -95,7 +95,7 @@ class ResilientGeneration:
 
 
 def _larger(session: GenerationSession, profile: Profile) -> Iterator[dict[str, object]]:
-    """Changes of the profile that may leave more memory free."""
+    """Yield changes of the profile that may free memory."""
     if profile.memory.device != "auto":
         yield {"memory.device": "auto"}
     if profile.kv.k_bits == profile.kv.v_bits == 16:
@@ -108,7 +108,7 @@ def _larger(session: GenerationSession, profile: Profile) -> Iterator[dict[str, 
 
 
 def _holds(session: GenerationSession, profile: Profile, changes: dict[str, object], n: int) -> bool:
-    """Whether a store under the changed profile can be made, and has room for a text of n tokens."""
+    """True if a KV cache under the changed profile can be made and has room for n tokens."""
     with suppress(KvcliError), catch_cache_full():
         changed = profile.replace(**changes)
         plan = assemble.plan(session.lm, changed, nbytes(session.cache).get(session.lm.device.type, 0))
@@ -119,7 +119,7 @@ def _holds(session: GenerationSession, profile: Profile, changes: dict[str, obje
 
 
 def _shorter(most: int, prompt: int, profile: Profile) -> list[str]:
-    """A window of `most` tokens, if it leaves an answer to a prompt of so many."""
+    """Suggest a context window of `most` tokens, if it leaves room for an answer."""
     room = most - prompt
     if room < 1:
         return []

@@ -1,7 +1,7 @@
-"""The conversations of a user: in one database, found by name, title or words, open in one process at a time.
+"""Saved chats of a user: in one database, found by name, title or words, open in one process at a time.
 
-A text that is attached to ten of them is stored once. JSON files that lie in `chats` beside the database, as earlier
-versions wrote them, are taken in once and left where they are.
+A document attached to ten chats is stored once. JSON files in `chats` beside the database, which earlier versions
+wrote, are imported once and not changed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kvcli.schemas.chat import ChatDocument
 from kvcli.schemas.sessions import SessionEntry
 
 NAMES = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
-PARTS = re.compile(r"[\W_]+")  # what parts the words of a file's name
-AT_ONCE = 100  # locks, each an open file
-SHOWN = 10  # of a list of which one is to be chosen
-AROUND = 40  # characters before and behind what was searched, where it is no word
+PARTS = re.compile(r"[\W_]+")  # separators of words in a file name
+AT_ONCE = 100  # locks held at a time, each an open file
+SHOWN = 10  # entries of a list to choose from
+AROUND = 40  # characters shown before and after a literal match
 LISTED = (
     "SELECT name, title, model, saved, (SELECT count(*) FROM turns WHERE session = sessions.id),"
     " (SELECT group_concat(name, char(10)) FROM"
@@ -44,40 +44,40 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class SavedChat:
-    """Where a chat is kept, and what stands there. With version 0 that is nothing yet."""
+    """The database entry of a chat: its name and its stored content. Version 0 means that nothing is stored yet."""
 
     name: str
     version: int = 0
     made: Mapping[str, Any] = field(default_factory=dict)
     hold: ChatLock | None = None
-    origin: str = ""  # digest of the file of somebody else that it comes of
+    origin: str = ""  # digest of the JSON file that it was read from
 
     def close(self) -> None:
-        """Let other processes have it."""
+        """Release the lock."""
         if self.hold is not None:
             self.hold.close()
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedChat:
-    """A conversation, and its place."""
+    """A chat that was read, and its database entry."""
 
     saved: ChatDocument
     kept: SavedChat
 
 
 class SavedChats:
-    """Those in a folder. Methods raise BadInput for what is not there, and where the database cannot be used."""
+    """The saved chats in a folder. Methods raise BadInput for missing chats and for an unusable database."""
 
     def __init__(self, folder: Path, tell: Callable[[str], None] = warnings.warn) -> None:
-        """`tell` gets a sentence about a damaged database, or a file that cannot be taken in."""
+        """`tell` receives messages about a damaged database or a file that cannot be imported."""
         self.folder, self.files, self._tell = folder, folder / "chats", tell
         self._db, self._has_files = Database(folder, tell), False
 
-    # --- one conversation
+    # --- one chat
 
     def open(self, wanted: str | None = None, *, holds: bool = False, cwd: Path = Path()) -> OpenedChat:
-        """One by what `find` takes, or by the path of a JSON file. With `holds` no other process can open it so."""
+        """Open a chat, named as for `find` or by the path of a JSON file. `holds`: lock it against other processes."""
         name = self.name_of(wanted, cwd)
         kept = self.begin(name, holds=holds)
         try:
@@ -92,28 +92,28 @@ class SavedChats:
         return OpenedChat(saved, kept)
 
     def name_of(self, wanted: str | None, cwd: Path = Path()) -> str | None:
-        """The name of what `open` would open; None for a file that was not seen before."""
+        """Return the name of the chat that `open` would open; None for a file that was not imported before."""
         if wanted is None or not ("/" in wanted or wanted.endswith(".json")):
             return self.find(wanted)
         _, digest = read_chat(cwd / expanduser(wanted))
         return self._run(lambda db: chat_tables.of_file(db, digest), None)
 
     def begin(self, name: str | None = None, *, holds: bool) -> SavedChat:
-        """The place of this name, or for a new conversation; nothing is read or written."""
+        """Return the entry of this name, or one for a new chat. Nothing is read from or written to the database."""
         name = name or _new_name()
         return SavedChat(name, hold=ChatLock(self.folder, name) if holds else None)
 
     def read(self, name: str) -> tuple[ChatDocument, int]:
-        """A conversation, and its version."""
+        """Return a chat and its version."""
         found = self._run(lambda db: chat_tables.read(db, name), None)
         if found is None:
             raise BadInput(f"there is no conversation {name}", code="no_chat", try_=["kvcli sessions list"])
         return found
 
     def write(self, kept: SavedChat, made: Mapping[str, Any]) -> None:
-        """Keep `made`, a chat as `ChatDocument` has it, in place of what stands there. Turns that differ are written.
+        """Store `made`, a `ChatDocument` as a dict, in place of the stored chat. Only turns that differ are written.
 
-        Raises BadInput if another process has written meanwhile. What somebody removed is written anew.
+        Raises BadInput if another process has written meanwhile. A chat that was removed meanwhile is stored again.
         """
 
         def work(db: sqlite3.Connection) -> int:
@@ -129,14 +129,14 @@ class SavedChats:
         kept.version, kept.made, kept.origin = self._db.run(work), made, ""
 
     def save(self, name: str) -> Path:
-        """Write it to a file in `chats`, which is not taken in again."""
+        """Write the chat to a file in `chats`, which is not imported again."""
         path = self.files / f"{name}.json"
         digest = write_chat(path, self.read(name)[0])
         self._run(lambda db: chat_tables.note_file(db, _stamp(path), digest, name), None)
         return path
 
     def remove(self, names: Sequence[str]) -> None:
-        """Forget these, their files in `chats` too, so many at once; BadInput, and none of these, if one is open."""
+        """Delete chats and their files in `chats`. If a chat is open, raise BadInput and delete none of its batch."""
         for some in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
             with ExitStack() as holds, writing(self.files):
                 for name in some:
@@ -148,12 +148,12 @@ class SavedChats:
     # --- finding
 
     def entries(self) -> list[SessionEntry]:
-        """All, that which was kept last first."""
+        """Return all saved chats, the last saved first."""
         return self._run(lambda db: list(map(_entry, db.execute(f"{LISTED} ORDER BY latest DESC"))), [])
 
     def find(self, wanted: str | None) -> str:
-        """The name of one: a name or its beginning, a number of the list, words of its title or of what its documents
-        are called; the latest for None.
+        """Return the name of one chat. `wanted`: a name or its beginning, a number of the list, or words of its title
+        and document names; None = the latest.
         """
         entries = self.entries()
         if wanted is None:
@@ -178,8 +178,8 @@ class SavedChats:
         raise BadInput(f"no conversation is called {wanted}", code="no_chat", lines=lines, try_=try_)
 
     def search(self, text: str) -> list[SessionEntry]:
-        """Those whose title, with the names of documents, has the beginnings of all words, then those with a turn that
-        has, the best first. Where there is none of either, those with a turn that has the text as it stands.
+        """Return chats whose title and document names contain all words or words that begin so, then chats with such a
+        turn, the best first. If there are none, return chats with a turn that contains the text literally.
         """
         text = SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text.replace("\0", " ")).strip()
         if not text:
@@ -207,19 +207,19 @@ class SavedChats:
             if name in entries
         ]
 
-    # --- inside
+    # --- internals
 
     def _run(self, work: Callable[[sqlite3.Connection], T], nothing: T) -> T:
-        """Without a database there is `nothing`, and none is made."""
+        """Run `work` in the database. Without a database, return `nothing` and create none."""
         try:
             self._take_in()
-        except BadInput:  # a full disk, of which what is there can be read
+        except BadInput:  # on a full disk an existing database can still be read
             if not self._db.path.exists():
                 raise
         return self._db.run(work) if self._db.path.exists() else nothing
 
     def _take_in(self) -> None:
-        """The first time: files of `chats` that are not in yet, oldest first. One that cannot be read is named once."""
+        """Import new files of `chats` at the first call, oldest first. An unreadable file is reported once."""
         files = {} if self._has_files else dict(_by_age(self.files))
         known = self._db.run(chat_tables.stamps) if files else set()
         for stamp, path in files.items():
@@ -252,7 +252,7 @@ def _take_in(db: sqlite3.Connection, stamp: str, path: Path, digest: str, made: 
 
 
 def _by_age(folder: Path) -> list[tuple[str, Path]]:
-    """Files of conversations with how they look from outside, the oldest first."""
+    """Return chat files with their stamps, the oldest first."""
     dated = []
     for path in folder.glob("*.json"):
         with suppress(OSError):  # removed meanwhile
@@ -261,7 +261,7 @@ def _by_age(folder: Path) -> list[tuple[str, Path]]:
 
 
 def _stamp(path: Path) -> str:
-    """The file's name, and how it looks from outside."""
+    """Return the file's name, size and times."""
     about = path.stat()
     return f"{SURROGATE.sub(chr(0xFFFD), path.name)} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
 
@@ -271,7 +271,7 @@ def _new_name() -> str:
 
 
 def _titled(entries: Iterable[SessionEntry], text: str) -> list[SessionEntry]:
-    """Those with all these words, or beginnings of them, in their title and the names of their documents."""
+    """Return chats whose title and document names contain all these words, or words that begin so."""
     wanted, found = text.casefold().split(), []
     for entry in entries:
         names = " ".join(entry.files)

@@ -1,4 +1,4 @@
-"""A text open over a model: what was read of it, and the answer that is being written behind it."""
+"""A text session: one token sequence of a loaded model, with its KV cache and its running answer."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 
 class TextSession:
-    """One text, with a past of its own. A context manager, for `with` and `async with`; closing frees the past.
+    """A sequence with its own KV cache. A context manager, for `with` and `async with`; closing frees the cache.
 
-    What the past holds of a prompt is not read again. It has one answer at a time: another one ends that before it.
+    Prompt tokens in the cache are not prefilled again. One answer runs at a time: a new answer ends the one before it.
     """
 
     def __init__(self, model: Model) -> None:
         self.switch_profile(model)
         self.session = model.new_session(by_steps=True)
-        self._answer: Coroutine[Event, Turn | None] | None = None  # the last that began
-        self.pack: Pack | None = None  # what was read of the documents that it is asked about
-        self._is_unkept = False  # what was read last could not be kept
-        self.has_begun = False  # with an answer: of what memory.budget = "fit" means, a part is its own
+        self._answer: Coroutine[Event, Turn | None] | None = None  # the answer that began last
+        self.pack: Pack | None = None  # the pack of the documents that questions are about
+        self._is_unkept = False  # the last save to the prefix cache failed
+        self.has_begun = False  # with an answer: it then owns a share of memory.budget = "fit"
         model.texts.add(self)
 
     def __enter__(self) -> TextSession:
@@ -58,18 +58,18 @@ class TextSession:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """The same as `close` in a coroutine: the event loop goes on while a pass comes to its end."""
+        """Close without blocking the event loop while a forward pass ends."""
         await self.model.engine.apart(self.close)
 
     def close(self) -> None:
-        """End the answer under way, and free the keys and values."""
+        """End the running answer, and free the KV cache."""
         self._end()
         self.has_begun = False
         self.session = self.model.new_session(by_steps=True)
         self.session.lm.release()
 
     def switch_profile(self, model: Model) -> None:
-        """Go on over the same weights under another profile, for which the session was made ready."""
+        """Continue over the same weights under another profile, for which the generation session is prepared."""
         self.model, self.profile, self.limit = model, model.profile, model.limit
         self.info, self.tokenizer = model.info, model.tokenizer
         self.cautions, self.promise, self.foretell = model.cautions, model.exactness_label, model.foretell
@@ -78,11 +78,11 @@ class TextSession:
         self.on_overflow = model.profile.context.on_overflow
 
     def fetch(self, ids: Sequence[int]) -> int:
-        """Take from the pack and the shelf what lies there of a prompt; returns how many tokens need no reading."""
+        """Load KV of the prompt from the pack and the prefix cache; returns how many tokens need no prefill."""
         if self.pack is not None:
             self.pack.fetch(self.session, ids)
         if (shelf := self.model.shelf) is not None and not self.session.condensed:
-            with catch_cache_full():  # then it is read
+            with catch_cache_full():  # without room, the prompt is prefilled
                 for shaping in (ways := assemble.shapings(self.profile)):
                     shelf.load_prefix(self.session, ids, shaping)
                 if self.session.spare is not None and ways[-1].is_whole:
@@ -90,21 +90,21 @@ class TextSession:
         return self.session.committed
 
     def has_read(self, ids: Sequence[int]) -> bool:
-        """Whether what it has stored begins with these."""
+        """True if the KV cache begins with these ids."""
         n, session = len(ids), self.session
         return n <= session.committed and session.ids[:n] == list(ids)
 
     def is_compressed_prefix(self, ids: Sequence[int]) -> bool:
-        """Whether these stand for more, as it condensed it."""
+        """True if these ids are the condensed beginning in this KV cache, which stands for more tokens."""
         return self.session.condensed == len(ids) and self.has_read(ids)
 
     def can_condense(self, ids: Sequence[int]) -> bool:
-        """Whether it has read these, and has room to judge what of them is to stay."""
+        """True if the KV cache begins with these ids and memory has room to score their slots."""
         return self.has_read(ids) and assemble.can_condense(self.session, len(ids))
 
     def condense(self, end: int, most: int, cancel: Cancel) -> list[int] | None:
-        """Have the first `end` tokens take `most` slots a head; the ids that stand for them then. None: they cannot, or
-        `cancel()` said otherwise."""
+        """Condense the first `end` tokens to `most` slots per head; returns the ids that then stand for them. None = it
+        is impossible, or `cancel()` returned True."""
         self._end()
         with catch_cache_full():
             if run_to_end(run_until_cancelled(assemble.condense(self.session, end, most), cancel)):
@@ -112,11 +112,11 @@ class TextSession:
         return None
 
     def keep(self, cancel: Cancel = lambda: False) -> SaveResult:
-        """Put what was read on the shelf, if there is one, for later runs; between answers.
+        """Save the KV cache to the prefix cache, if there is one, for later runs. Call it between answers.
 
-        Why it cannot be kept is said once, until it can.
+        The reason of a failure is returned once, until a save succeeds.
         """
-        if self.model.shelf is None or self.session.condensed:  # its ids are no text that anybody reads
+        if self.model.shelf is None or self.session.condensed:  # condensed ids are the prefix of no prompt
             return SaveResult()
         ways = assemble.shapings(self.profile)
         shaping = ways[0 if "reused" in self.session.approximations else -1]
@@ -125,24 +125,24 @@ class TextSession:
         return replace(kept, why_not="") if was else kept
 
     def idle(self, cancel: Cancel) -> None:
-        """Between answers: what prompts left behind goes on, if the profile wants that, until `cancel()` says so."""
+        """Revive deferred tokens between answers, if the profile asks for it, until `cancel()` returns True."""
         session = self.session
-        with catch_cache_full():  # then the next prompt finds less of it
+        with catch_cache_full():  # without room, the next prompt has fewer revived tokens
             run_to_end(run_until_cancelled(session.behind.before_prompt(session.cache, session.ids), cancel))
 
     def why_again(self) -> list[str]:
-        """Why what this model read before is of no use to this text, if it was loaded another way then."""
+        """Explain why the prefix cache of this model is unusable, if the model was loaded differently then."""
         shelf = self.model.shelf
         fields = shelf.mismatch(self.session, assemble.cache_conditions(self.profile)) if shelf is not None else []
         return [f"what was read before is of no use now: {', '.join(fields)}"] if fields else []
 
     def with_profile(self, profile: Profile) -> TextSession:
-        """A text over the same weights under another profile, with nothing read yet. Refuses a change of `load`."""
+        """Open a session with an empty KV cache under another profile. Refuses a change of `load`."""
         return self.model.open(profile)
 
     def take_cache(self, other: TextSession) -> bool:
-        """Go on with what `other` has read, if both profiles read and keep it alike; `other` then has nothing read."""
-        leaves = ("spec", "reasoning_steps", "sample", "context")  # the past alone
+        """Take over the KV cache of `other`, if both profiles fill and store it alike; `other` is then empty."""
+        leaves = ("spec", "reasoning_steps", "sample", "context")  # tables that do not change the KV cache
         kept = [table for table in ORDER if table not in leaves]
         mine, its = self.profile, other.profile
         if other.model.lm is not self.model.lm or any(getattr(mine, table) != getattr(its, table) for table in kept):
@@ -156,22 +156,22 @@ class TextSession:
         return True
 
     def chat(self, system: str | None = None) -> Chat:
-        """A conversation in this text."""
+        """Start a chat in this session."""
         from kvcli.chat.conversation import Chat
         from kvcli.chat.saved_chats import SavedChats
 
         return Chat(self, system, sessions=SavedChats(self.model.data) if self.model.data else None)
 
     def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:
-        """One answer, all at once. Options are those of `answer`."""
+        """Return one answer. Options are those of `answer`."""
         return turn_of(self.stream(prompt, max_new_tokens=max_new_tokens, **options))
 
     def stream(self, prompt: Prompt, **options: Any) -> Events:
-        """One answer in events: Live and Read first, then Text as it comes, End last."""
+        """Yield one answer as events: Live and Read first, then Text pieces, End last."""
         return iterate_events(self.answer(prompt, **options))
 
     def astream(self, prompt: Prompt, **options: Any) -> AsyncGenerator[Event]:
-        """The same in a coroutine, beside the answers of other texts of the model that event loops wait for.
+        """Yield one answer as events in a coroutine, batched with other sessions of the model used by event loops.
 
         Passes run in a thread of the model. Leaving the loop by `aclose()`, or cancelling its task, ends the answer.
         """
@@ -188,13 +188,13 @@ class TextSession:
         constraint: Constraint | None = None,
         **sample: object,
     ) -> Coroutine[Event, Turn]:
-        """One answer as work for an engine, alone or beside other texts (`kvcli.generate_together`).
+        """Return one answer as a coroutine for an engine, alone or with other sequences (`kvcli.generate_together`).
 
-        `sample`: settings of the profile's table of that name for this answer alone, `temperature=0.2, seed=7`; None
-        leaves one as it is. Raises BadConfig for one that does not exist, or cannot have that value. `messages`: what
+        `sample`: settings of the `[sample]` table for this answer alone, such as `temperature=0.2, seed=7`; None keeps
+        the profile's value. Raises BadConfig for an unknown setting or an invalid value. `messages`: the messages that
         the ids of `prompt` were rendered from, so that a policy can tell system text from the rest.
-        `constraint`: what the answer is held to, as of `model.constraint`; it says itself where the answer may end.
-        Raises ContextOverflow before reading anything.
+        `constraint`: structured output, as from `model.constraint`; it decides where the answer may end.
+        Raises ContextOverflow before the prefill.
         """
         if constraint is not None and ignore_eos:
             raise BadInput(
@@ -206,7 +206,7 @@ class TextSession:
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
         if outside := [i for i in ids if not 0 <= i < model.lm.vocab]:
-            kind = BadModel if messages else BadInput  # of text, the tokenizer made it
+            kind = BadModel if messages else BadInput  # ids of messages come from the tokenizer
             raise kind(f"token {outside[0]} is none of the model's {model.lm.vocab:,}", code="no_such_token")
         profile = self.profile
         if profile.memory.budget == "fit" and not self.has_begun:
@@ -230,11 +230,11 @@ class TextSession:
             0 if ignore_eos else profile.sample.stop_loops,
             constraint,
         )
-        self.has_begun = True  # before it reads: others ask meanwhile
+        self.has_begun = True  # before the prefill, as other sessions check it meanwhile
         return self._only(TurnRun(self, asked).events())
 
     def _refuse_crowd(self, most: int) -> None:
-        """Raises CacheFull where as many others have begun on what is free as may, which is divided among these."""
+        """Raise CacheFull if as many sessions as `memory.texts` allows already share the free memory."""
         n = sum(one.has_begun and one.profile.memory.budget == "fit" for one in self.model.texts)
         if n + 1 > most:
             raise CacheFull(
@@ -243,13 +243,13 @@ class TextSession:
             )
 
     def kv_table(self) -> list[dict[str, object]]:
-        """Slots and bytes by layer and tier, and what scouts read as one more."""
+        """Return slots and bytes by layer and tier. The cache view of lookahead rows is one more tier."""
         view = self.session.view.usage() if self.session.view is not None else []
         table = [asdict(use) for use in [*self.session.cache.usage(), *view]]
         return [{key: value for key, value in row.items() if key != "lost"} for row in table]
 
     def _only(self, answer: Coroutine[Event, Turn | None]) -> Coroutine[Event, Turn]:
-        """The answer as the one that the text has: once another began, this one ends with an error that says so."""
+        """Run the session's only answer. If another answer begins, this one ends with an error."""
         self._end()
         self._answer = answer
         turn = yield from answer
@@ -259,13 +259,13 @@ class TextSession:
         return turn
 
     def _end(self) -> None:
-        """End the answer under way; what it has stored stays."""
+        """End the running answer. Its committed KV is kept."""
         if self._answer is not None:
             self.model.engine.between_rounds(partial(_close, self._answer))
 
 
 def _close(answer: Coroutine[Event, Turn | None]) -> None:
-    if getgeneratorstate(answer) == GEN_RUNNING:  # its own `cancel` asks for it
+    if getgeneratorstate(answer) == GEN_RUNNING:  # called by the answer's own `cancel`
         raise BadInput(
             "the text is in the midst of an answer, which cannot be ended from within",
             code="interleaved",

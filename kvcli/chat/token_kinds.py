@@ -1,7 +1,7 @@
-"""What kind each token of a tokenizer is, and where in a chat the template's own text and the system text stand.
+"""Token kinds: the kind of each id of a tokenizer, and the spans of template text and system text in a chat.
 
-Kinds by id come from how each token reads. Chat templates also write words and line ends that are no control tokens
-("user", "[INST]"): they are what stands around the messages, wherever the template laid these out.
+The kind of an id comes from the token's text. Chat templates also write words and line ends that are no control tokens
+("user", "[INST]"): these are the text around the messages, wherever the template puts the messages.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 ENDS = frozenset(".!?…\u3002\uff01\uff1f\u061f\u0964")  # marks that end a sentence
 SIGNS = frozenset({"Sm", "Sc", "Sk"})  # categories of < = > | + $ ^ and their like; emoji are none of them
-KINDS = {"system": SYSTEM, "tool": TOOLS}  # of what a role says
-LONG = 256  # tokens of a question at most: a longer paragraph is what is asked about
+KINDS = {"system": SYSTEM, "tool": TOOLS}  # of messages, by role
+LONG = 256  # tokens of a question at most; a longer last paragraph is the text that the question is about
 
 
 def kinds_by_id(tokenizer: PreTrainedTokenizerBase, vocab: int) -> bytes:
-    """[V] one byte for each id, as `kvcli.engine.sequence.token_kinds` numbers them; ids without a token are text."""
+    """Return the kind of each id as one byte, [V] (see `kvcli.engine.sequence.token_kinds`). Unused ids are text."""
     special, known = special_ids(tokenizer), len(tokenizer)
     return bytes(
         SPECIAL if i in special else kind_of(decode(tokenizer, [i])) if i < known else TEXT for i in range(vocab)
@@ -47,7 +47,7 @@ def kinds_by_id(tokenizer: PreTrainedTokenizerBase, vocab: int) -> bytes:
 
 
 def kind_of(token: str) -> int:
-    """The kind of a token that reads like this. Spaces alone are text, and so is half a character."""
+    """Return the kind of a token with this text. Spaces alone are text, and so is half a character."""
     bare = token.strip()
     if not all(map(_is_mark, bare)):
         return TEXT
@@ -69,12 +69,11 @@ def _is_mark(char: str) -> bool:
 def chat_spans(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, ids: Sequence[int], marks: Collection[int] = ()
 ) -> list[KindSpan]:
-    """Where the template's own text (SPECIAL), system text (SYSTEM) and what tools said (TOOLS) stand in the ids of a
-    rendered chat.
+    """Return the spans of template text (SPECIAL), system text (SYSTEM) and tool output (TOOLS) in a rendered chat.
 
-    `marks`: and, where they are among these, where the last message asks (QUESTION): its last paragraph, unless that is
-    longer than questions are; and the first token of each paragraph of what was said (SHOT). Nothing is said of what
-    cannot be found, such as an answer that the template changed and all that follows it.
+    `marks`: further kinds to return. QUESTION is the last paragraph of the last message, unless it is longer than
+    `LONG`; SHOT is the first token of each paragraph of a message. Spans that cannot be found are left out, such as an
+    answer that the template changed and all text after it.
     """
     text, laid = lay_out(tokenizer, messages, lambda _: None)
     parts = list(_parts(laid, text))
@@ -82,15 +81,15 @@ def chat_spans(
     spans = [KindSpan(cuts[start], cuts[end], kind) for start, end, kind in parts if start in cuts and end in cuts]
     longest = LONG if QUESTION in marks else 0
     spans = [s for s in spans if s.start < s.end and (s.kind != QUESTION or s.end - s.start <= longest)]
-    return (_shots(tokenizer, text, ids, parts) if SHOT in marks else []) + spans  # the later ones count
+    return (_shots(tokenizer, text, ids, parts) if SHOT in marks else []) + spans  # later spans override earlier ones
 
 
 def _shots(
     tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int], parts: Sequence[tuple[int, int, int]]
 ) -> list[KindSpan]:
-    """The first token of each paragraph outside the template's own text."""
+    """Return the first token of each paragraph outside the template text."""
     own = [(start, end) for start, end, kind in parts if kind == SPECIAL]
-    if not own:  # of a template that begins otherwise with other words nothing is known
+    if not own:  # no template text was found: it begins differently for other messages
         return []
     told = [(a, b) for (_, a), (b, _) in zip(own, [*own[1:], (len(text), 0)], strict=True) if a < b]
     begins = {a for a, _ in told} | {
@@ -101,7 +100,7 @@ def _shots(
 
 
 def _parts(laid: Layout, text: str) -> Iterator[tuple[int, int, int]]:
-    """(start, end, kind) in characters of `text`, in order."""
+    """Yield (start, end, kind) in characters of `text`, in order."""
     at = 0
     for own, i, place in zip(laid.own, laid.order, laid.stands, strict=False):
         start, end = place or (at + len(own), at)
@@ -122,10 +121,10 @@ def _parts(laid: Layout, text: str) -> Iterator[tuple[int, int, int]]:
 def _tokens_at(
     tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int], places: Sequence[int]
 ) -> Mapping[int, int]:
-    """Character of `text` -> index in `ids` of the token that begins there or next, where that is certain.
+    """Map characters of `text` to the index in `ids` of the token that begins there or next, if that is certain.
 
-    An answer may have been written in other tokens than the tokenizer would choose: what the two ways of spelling
-    share before and behind it is certain.
+    A generated answer may have other tokens than the tokenizer would choose. The tokens that both tokenizations share
+    before and after it are certain.
     """
     fresh, starts = _starts(tokenizer, text, places)
     before = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(fresh, ids, strict=False)))
@@ -142,10 +141,10 @@ def _tokens_at(
 
 
 def _starts(tokenizer: PreTrainedTokenizerBase, text: str, places: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The ids of `text`, and for each place in it how many tokens begin before."""
+    """Return the ids of `text`, and for each position in it the number of tokens that begin before."""
     special = not getattr(tokenizer, "chat_template", None)
     if not getattr(tokenizer, "is_fast", False) or OPEN in text or special:
-        # no offsets, or not of the whole text: the tokens of what stands before
+        # there are no offsets of the whole text: count the tokens of the text before each position
         return encode(tokenizer, text, special), [len(encode(tokenizer, text[:at], special)) for at in places]
     ids, spans = encode_with_places(tokenizer, text)
     begins = [start for start, _ in spans]

@@ -1,4 +1,4 @@
-"""What was said, as a document: what is kept of it, and the markdown or JSON it is exported as."""
+"""Messages of a chat as a document: its saved form, and its export as markdown or JSON."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ FINISH_MARKS = {
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one side said. Documents stand before the text of the question they came with."""
+    """A message of a chat. Its documents precede its text in the prompt."""
 
     role: Role
     text: str
     documents: tuple[Document, ...] = ()
     finish: Finish | None = None  # of an answer: how it ended
-    figures: Figures | None = None  # of an answer: what it took
-    thinking: str = ""  # of an answer: kept, and read no more
+    figures: Figures | None = None  # of an answer: its times and token counts
+    thinking: str = ""  # of an answer: saved, but left out of later prompts
 
     @property
     def content(self) -> str:
-        """What the model reads."""
+        """Text of the message in the prompt, with its documents."""
         return with_documents(self.text, self.documents)
 
 
@@ -55,7 +55,7 @@ def documents_of(saved: Sequence[SavedDocument]) -> tuple[Document, ...]:
 
 
 def figures_of(stats: Stats) -> Figures:
-    """What a turn took, as it is kept; what was not measured is left out."""
+    """Return the saved figures of a turn. Figures that were not measured are None."""
     return Figures.from_attributes(
         stats,
         first_token=stats.first_token or None,
@@ -65,7 +65,7 @@ def figures_of(stats: Stats) -> Figures:
 
 
 def save_chat(chat: Chat, title: str | None = None) -> str:
-    """Keep `chat` as it is, the first time as a new session; returns its name. What is as it was is not written."""
+    """Save `chat`, the first time as a new saved chat, and return its name. An unchanged chat is not written."""
     chat.title = title or chat.title or first_words(chat.messages)
     made = as_document(chat).document()
     if chat.kept is not None and made | {"saved": ""} == {**chat.kept.made, "saved": ""}:
@@ -81,7 +81,7 @@ def save_chat(chat: Chat, title: str | None = None) -> str:
 
 
 def export_chat(saved: ChatDocument, path: Path, *, overwrite: bool = False) -> Path:
-    """Write it to `path`, in the form its name asks for."""
+    """Write the chat to `path`, in the format of its suffix."""
     path = Path(expanduser(path))
     write = {".md": markdown, ".json": _pretty, ".jsonl": json_lines}.get(path.suffix.lower())
     if write is None:
@@ -100,7 +100,7 @@ def export_chat(saved: ChatDocument, path: Path, *, overwrite: bool = False) -> 
 
 
 def as_document(chat: Chat) -> ChatDocument:
-    """Everything needed to go on later, documents included."""
+    """Return the chat as a document that can be continued later, with its attached documents."""
     return ChatDocument(
         schema=SCHEMA,
         title=chat.title,
@@ -117,14 +117,14 @@ def as_document(chat: Chat) -> ChatDocument:
 
 
 def json_lines(saved: ChatDocument) -> str:
-    """One message a line with `role` and `content`, as training and evaluation tools read them."""
+    """Return one message per line with `role` and `content`, as training and evaluation tools read them."""
     rows = [{"role": "system", "content": saved.system}] if saved.system else []
     rows += [{"role": m.role, "content": m.content} for m in messages_of(saved)]
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def markdown(saved: ChatDocument) -> str:
-    """For people: headings by speaker; documents by name only."""
+    """Return markdown for people: headings by speaker, documents by name only."""
     parts = [f"# {saved.title or first_words(saved.messages) or 'Conversation'}"]
     if saved.system:
         parts.append(f"## System\n\n{saved.system}")
@@ -140,7 +140,7 @@ def markdown(saved: ChatDocument) -> str:
 
 
 def first_words(messages: Sequence[Message] | Sequence[SavedMessage], width: int = 60) -> str | None:
-    """A title from the first question."""
+    """Return a title made of the first question."""
     if not messages:
         return None
     words = " ".join(messages[0].text.split())

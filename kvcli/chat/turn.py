@@ -1,4 +1,4 @@
-"""A turn: a prompt is read and an answer written, in events, with figures of what that took."""
+"""A turn: the prefill of a prompt and the generation of an answer, as events with measured figures."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.token_kinds import KindSpan
 
-MEASURE_EVERY = 0.1  # seconds
+MEASURE_EVERY = 0.1  # seconds between two memory measurements
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """A prompt, and when its answer ends."""
+    """A prompt, and the conditions that end its answer."""
 
     ids: list[int]
-    spans: list[KindSpan]  # what kinds of text they are
+    spans: list[KindSpan]  # kinds of the tokens
     new: int  # tokens of the answer, at most
     stops: Collection[int]
     strings: StopStrings
     cancel: Cancel
     sampler: Sampler
-    stop_loops: int = 0  # tokens of one cycle that end it; 0 = none do
+    stop_loops: int = 0  # tokens of one repeated cycle that end the answer; 0 = never
     constraint: Constraint | None = None
 
 
 class TurnRun:
-    """One answer under way."""
+    """A running answer."""
 
     def __init__(self, text: TextSession, asked: TurnRequest) -> None:
         self._text, self._asked = text, asked
@@ -54,14 +54,14 @@ class TurnRun:
         self._stats.sampling = asdict(asked.sampler)
         self._steady = ResilientGeneration(text, len(asked.ids), asked.new, self._stats)
         self._cancel = _latched(asked.cancel)
-        self._measured = 0.0  # when memory was last looked at
-        self._fetched = 0.0  # seconds for what was read before and lay elsewhere
+        self._measured = 0.0  # time of the last memory measurement
+        self._fetched = 0.0  # seconds to load KV from the pack and the prefix cache
 
     def events(self) -> Coroutine[Event, Turn]:
-        """Live and Read first, then Text as it comes. The session survives whatever ends it."""
+        """Yield Live and Read first, then Text pieces. The session stays usable however the answer ends."""
         session, asked = self._text.session, self._asked
         try:
-            with catch_cache_full():  # then it is read
+            with catch_cache_full():  # without room, matching spans are prefilled
                 session.save(asked.ids)
             session.start_answer(asked.ids, asked.sampler, asked.constraint, asked.spans)
             began = time.perf_counter()
@@ -72,10 +72,10 @@ class TurnRun:
             with malloc_tuning.return_large_blocks():
                 yield from self._read()
             return (yield from self._write())
-        except (GeneratorExit, CacheFull):  # the session survives a lack of memory
+        except (GeneratorExit, CacheFull):  # the session stays usable after a lack of memory
             raise
         except BaseException:
-            session.rewind(0)  # whatever broke, the next question starts from a past that is right
+            session.rewind(0)  # after any other error, the next question starts with an empty KV cache
             raise
 
     def _read(self) -> Coroutine[Event, None]:
@@ -97,7 +97,7 @@ class TurnRun:
         before = self._text.session.drafter.report()
         loops, loop = RepetitionDetector(asked.stop_loops, asked.ids), None
         finish: Finish = "length"
-        shown = 0  # tokens of the answer that went out with a piece
+        shown = 0  # tokens of the answer that were already sent with a piece
         while len(answer) < asked.new and not self._cancel():
             added = yield from self._steady.step(text, asked.stops)
             if not added:
@@ -106,7 +106,7 @@ class TurnRun:
             stats.first_token = stats.first_token or self._fetched + stats.read + stats.decode
             self._measure()
             pieces = list[Piece]()
-            for i in added:  # one by one: behind a stop string nothing counts, however many tokens a pass gave
+            for i in added:  # one by one: tokens after a stop string do not count, even those of the same pass
                 answer.append(i)
                 pieces += words.push(i) if i not in asked.stops else []
                 loop = loops.hear(i) if i not in asked.stops and not asked.strings.is_hit else None
@@ -129,7 +129,7 @@ class TurnRun:
         return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip())
 
     def _tell(self, pieces: Sequence[Piece], ids: Sequence[int]) -> Iterator[Event]:
-        """Pieces side by side of one channel as one event; the ids go with the first."""
+        """Yield neighbouring pieces of one channel as one event. The ids belong to the first event."""
         for thinks, group in groupby(pieces, key=lambda piece: piece[0]):
             piece = "".join(text for _, text in group)
             self._steady.said += [] if thinks else [piece]
@@ -137,7 +137,7 @@ class TurnRun:
             ids = ()
 
     def _measure(self, at_once: bool = False) -> None:
-        """Memory as it is now; as often as people can read it, since asking takes a tenth of a small model's pass."""
+        """Measure memory, at most each `MEASURE_EVERY` seconds: it takes a tenth of a small model's pass time."""
         stats, session = self._stats, self._text.session
         lm = session.lm
         stats.context = len(session.ids)
@@ -155,7 +155,7 @@ class TurnRun:
 
 
 def _latched(cancel: Cancel) -> Cancel:
-    """The same, but what was cancelled once stays cancelled: a text that was half read must not be continued."""
+    """Return a `cancel` that remains True once it was True, because a half prefilled prompt must not be continued."""
     is_over = False
 
     def asked() -> bool:

@@ -1,4 +1,4 @@
-"""The window: how many tokens a prompt leaves to its answer, and the ways out when they are too few."""
+"""The context window: tokens that a prompt leaves for its answer, and advice when they are too few."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ContextWindow:
-    """Tokens."""
+    """Limits of the context window, in tokens."""
 
     limit: int  # of prompt and answer, by the profile
     most: int  # by the model
-    reserve: int  # left to an answer, unless it is to be shorter
-    fits: Callable[[], int] | None = None  # for which memory has room, asked when needed; None = nobody looked
+    reserve: int  # for the answer, unless it is to be shorter
+    fits: Callable[[], int] | None = None  # tokens that fit in memory, computed on demand; None = not estimated
 
     def room(self, prompt: int, new: int) -> int:
-        """How long an answer to be of `new` tokens may get; refuses a prompt that leaves too little."""
+        """Return the tokens left for an answer of at most `new` tokens; refuses a prompt that leaves too few."""
         if not prompt:
             raise BadInput("there is nothing to ask", code="empty_prompt")
         if new < 1:
@@ -39,7 +39,7 @@ class ContextWindow:
         return min(new, self.limit - prompt)
 
     def _ways_out(self, prompt: int, reserve: int) -> list[str]:
-        """What is enough when it is typed: for this prompt, in this model and in this machine's memory."""
+        """Return options that make this prompt fit, within the model's limit and this machine's memory."""
         ways, most = [], self.most if self.fits is None else min(self.most, self.fits())
         if prompt + reserve <= most:
             ways.append(f"--ctx {prompt + reserve}")
@@ -51,7 +51,7 @@ class ContextWindow:
 
 
 def refuse_longer(text: str, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
-    """Raises ContextOverflow for text that a window cannot hold in the longest tokens there are, before it is cut."""
+    """Raise ContextOverflow, before tokenizing, for text that exceeds the window even in the longest tokens."""
     if len(text) <= 16 * limit or (least := len(text) // max(map(len, tokenizer.get_vocab()))) <= limit:
         return
     raise ContextOverflow(

@@ -1,1 +1,1 @@
-"""One file per command."""
+"""Commands of the command line: one file or folder per command."""

@@ -1,4 +1,4 @@
-"""`kvcli cache`: what kvcli keeps only to be faster the next time, how large it is, and how to be rid of it."""
+"""`kvcli cache`: files that only make later runs faster, with their size, and their removal."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ KINDS = {
     "gguf": "models made of GGUF files, and GGUF files that bench --baseline llama.cpp reads",
     "hashes": "hashes of model files, so that each is read once for them",
     "kvpress": "kvpress and its Python, for tests/recipes/bench.py",
-}  # name of the folder -> what is in it
-BY_NAME = {  # of the data folder, and not only to be faster
+}  # name of a folder -> its content
+BY_NAME = {  # in the data folder; they do more than speed up later runs
     "chats": "files of conversations, as /save writes them; kept ones are for kvcli sessions",
     "models": "what `kvcli models get` fetched from packages",
 }
@@ -47,24 +47,24 @@ Dry = Annotated[bool, option("--dry-run", help="Say what would go, and leave it.
 
 @dataclass(frozen=True, slots=True)
 class RemovableEntry:
-    """One thing that can be removed: a file, or an environment as a whole."""
+    """A file or a whole environment that can be removed."""
 
     path: Path
     kind: str
     nbytes: int
-    used: float  # when, seconds since 1970
+    used: float  # time of the last use, seconds since 1970
 
 
 @app.command()
 def info(context: typer.Context) -> None:
-    """How much there is of each kind."""
+    """Show the number and the size of cached files by kind."""
     world: Environment = context.obj
     _show(world, list(KINDS), _kept(world.paths.cache))
 
 
 @app.command()
 def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dry_run: Dry = False) -> None:
-    """Remove what was not used for 30 days. All of it can be made again; chats and models go only if named."""
+    """Remove cached files not used for 30 days; all can be made again. Chats and models only if named."""
     world: Environment = context.obj
     if unknown := [kind for kind in kinds or [] if kind not in KINDS | BY_NAME]:
         try_ = [f"kvcli cache prune {kind}" for kind in KINDS | BY_NAME]
@@ -87,20 +87,21 @@ def _kept(cache: Path) -> list[RemovableEntry]:
         folder = cache / kind
         entries = [folder] if kind == "kvpress" and folder.is_dir() else sorted(folder.glob("[!.]*"))
         for path in entries:
-            with suppress(FileNotFoundError):  # another kvcli removed it
+            with suppress(FileNotFoundError):  # another kvcli removed the file
                 found.append(look(path, kind))
     return found
 
 
 def look(path: Path, kind: str) -> RemovableEntry:
-    files = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]  # looking at a folder uses it
+    # files only, because listing a folder updates its access time
+    files = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
     stats = [p.lstat() for p in files]
     used = max((max(s.st_mtime, s.st_atime) for s in stats), default=0.0)
     return RemovableEntry(path, kind, sum(s.st_size for s in stats), used)
 
 
 def remove_path(path: Path) -> None:
-    """A file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists."""
     try:
         if path.is_dir():
             shutil.rmtree(path)
@@ -118,7 +119,7 @@ def _show(
     gone: Sequence[RemovableEntry] = (),
     goes: str = "",
 ) -> None:
-    """What there is, or was, and what of it `goes`, by kind."""
+    """Print the entries by kind, with those that `goes` names: removed, or to be removed."""
     from kvcli.schemas.listings import CacheDocument, CacheKind
 
     def of(kind: str) -> CacheKind:

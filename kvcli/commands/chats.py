@@ -1,4 +1,4 @@
-"""`kvcli sessions`: conversations that are kept, to look at, to search, to export and to be rid of."""
+"""`kvcli sessions`: list, search, show, export and remove saved chats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ app = typer.Typer(add_completion=False, help="Kept conversations: list, search, 
 
 CHAT = "The beginning of its name, its number in the list, words of its title or of its files; none means the latest."
 LONG = 24  # columns of a document's name
-ENOUGH = 15  # columns of a text, for which other columns of a list go
+ENOUGH = 15  # columns of a text; narrower terminals drop other columns of the list
 Chat = Annotated[str | None, typer.Argument(metavar="CHAT", help=CHAT)]
 Chats = Annotated[list[str], typer.Argument(metavar="CHAT", help="As show takes them.")]
 Words = Annotated[
@@ -47,14 +47,14 @@ Yes = Annotated[bool, option("--yes", "-y", help="Do not ask.")]
 
 @app.command("list")
 def list_sessions(context: typer.Context, number: Most = 20) -> None:
-    """Kept conversations, the latest first."""
+    """List saved chats, the latest first."""
     world: Environment = context.obj
     _print(world, sessions_of(world).entries(), number, numbered=True)
 
 
 @app.command()
 def search(context: typer.Context, words: Words, number: Most = 20) -> None:
-    """Those in which these words stand, the best first."""
+    """Find saved chats that contain these words, the best first."""
     world: Environment = context.obj
     found = sessions_of(world).search(" ".join(words))
     if not found and not world.options.json:
@@ -65,7 +65,7 @@ def search(context: typer.Context, words: Words, number: Most = 20) -> None:
 
 @app.command()
 def show(context: typer.Context, chat: Chat = None) -> None:
-    """Print one as Markdown, documents by name; with --json all of it, with the figures of each answer."""
+    """Print a saved chat as Markdown, documents by name; with --json all of it, with the figures of each answer."""
     from kvcli.chat.transcript import markdown
 
     world: Environment = context.obj
@@ -79,7 +79,7 @@ def show(context: typer.Context, chat: Chat = None) -> None:
 
 @app.command()
 def export(context: typer.Context, output: Out, chat: Chat = None) -> None:
-    """Write one to a file for others to read, or for kvcli chat --resume FILE on another machine."""
+    """Write a saved chat to a file for others to read, or for kvcli chat --resume FILE on another machine."""
     from os.path import expanduser
 
     from kvcli.chat.transcript import export_chat
@@ -92,7 +92,7 @@ def export(context: typer.Context, output: Out, chat: Chat = None) -> None:
 
 @app.command()
 def rm(context: typer.Context, chats: Chats, yes: Yes = False) -> None:
-    """Forget conversations for good, and what /save and earlier versions wrote of them."""
+    """Delete saved chats for good, and the files that /save and earlier versions wrote of them."""
     world: Environment = context.obj
     kept = sessions_of(world)
     names = dict.fromkeys(kept.find(chat) for chat in chats)
@@ -101,7 +101,7 @@ def rm(context: typer.Context, chats: Chats, yes: Yes = False) -> None:
 
 @app.command()
 def prune(context: typer.Context, older_than: Days = 30, dry_run: Dry = False, yes: Yes = False) -> None:
-    """Forget all that nothing was added to for 30 days."""
+    """Delete saved chats that nothing was added to for 30 days."""
     world: Environment = context.obj
     if not 0 <= older_than <= LONGEST:
         raise UsageError(f"--older-than {older_than}: days, from 0 to {LONGEST:,}")
@@ -114,7 +114,7 @@ def prune(context: typer.Context, older_than: Days = 30, dry_run: Dry = False, y
 
 
 def _is_before(entry: SessionEntry, when: datetime) -> bool:
-    """What has no date, as in a file that was mended, is not old."""
+    """True if a chat was saved before `when`. A chat without a date, as in a repaired database, is not old."""
     try:
         return datetime.fromisoformat(entry.saved).astimezone(UTC) <= when
     except (ValueError, OverflowError):
@@ -135,7 +135,7 @@ def _remove(world: Environment, kept: SavedChats, entries: Sequence[SessionEntry
 
 
 def _with_texts(world: Environment, rows: Sequence[Sequence[str]], texts: Sequence[str]) -> list[list[str]]:
-    """Rows with a text at the end of each, on a terminal as much of it as one line has room for."""
+    """Append a text to each row of a table; on a terminal, cut it to one line."""
     out = Terminal.of(world, "stdout")
     if out.is_tty and not world.options.plain:
         rows = fitting(rows, out.width - ENOUGH, ["kept", "model", "files", "questions", ""])

@@ -1,4 +1,4 @@
-"""`kvcli config`: where things lie, and the schemas of the JSON that kvcli prints."""
+"""`kvcli config`: paths of files and folders, and the schemas of the JSON that kvcli prints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False, help="Where settings live, and the schem
 
 @app.command()
 def path(context: typer.Context) -> None:
-    """Files and folders that kvcli reads and writes; a dash marks what does not exist."""
+    """Print the files and folders that kvcli reads and writes; a dash marks those that do not exist."""
     world: Environment = context.obj
     if world.options.json:
         from kvcli.schemas.listings import PathsDocument
@@ -54,7 +54,7 @@ def schema(
 
 
 def places(world: Environment) -> dict[str, Path]:
-    """What lies where, in the order in which settings are read."""
+    """Return paths by name, in the order in which settings are read."""
     found = {"system": SYSTEM_CONFIG, "user": world.paths.config / "config.toml"}
     found["profiles"] = world.paths.config / "profiles"
     if project := sources(world).project():

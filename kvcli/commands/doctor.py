@@ -1,4 +1,4 @@
-"""`kvcli doctor`: what a bug report needs, without names of people or secrets."""
+"""`kvcli doctor`: facts that a bug report needs, without names of people or secrets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def doctor(
     context: typer.Context,
     speed: Annotated[bool, typer.Option("--speed", help="Time one thread and all of them; some ten seconds.")] = False,
 ) -> None:
-    """Versions, devices, memory, paths: paste it into a bug report."""
+    """Print versions, devices, memory and paths, to paste into a bug report."""
     world: Environment = context.obj
     document = examine(world)
     if speed:
@@ -47,13 +47,13 @@ def doctor(
 
         out = Terminal.of(world, "stdout")
         lines = words(document)
-        if out.is_tty:  # elsewhere a line is one for what reads it
+        if out.is_tty:  # in a pipe, lines are not wrapped
             lines = [piece for line in lines for piece in wrapped(line, out.width)]
         out.write("\n".join(lines) + "\n")
 
 
 def examine(world: Environment) -> DoctorDocument:
-    """Look at everything; takes the seconds that importing torch takes."""
+    """Collect all facts. This takes as long as importing torch, some seconds."""
     import psutil
 
     from kvcli.demo import weights_dir
@@ -80,7 +80,7 @@ def examine(world: Environment) -> DoctorDocument:
 
 
 def steps_by_threads() -> dict[int, float]:
-    """Of one thread and of all."""
+    """Measure decoding steps per second with one thread and with all threads."""
     from kvcli.bench.scaling import random_model, steps_a_second
     from kvcli.models import machine
 
@@ -88,7 +88,7 @@ def steps_by_threads() -> dict[int, float]:
 
 
 def speed_words(steps: dict[int, float]) -> list[str]:
-    """What one thread does and what more give; nothing where nothing was timed."""
+    """Return lines on the speed of one thread and of all; none if nothing was timed."""
     one = steps.get(1, 0.0)
     found = [f"{n} thread{'s' if n > 1 else ''} {rate:.1f}" for n, rate in steps.items()]
     more = [f"{rate / one:.2f} times one thread" for n, rate in steps.items() if n > 1]
@@ -96,7 +96,7 @@ def speed_words(steps: dict[int, float]) -> list[str]:
 
 
 def hardware(world: Environment) -> dict[str, Any]:
-    """What torch sees. A torch that cannot be imported is a finding, not a reason to say nothing."""
+    """Return the devices that torch finds. A torch that cannot be imported is reported, not raised."""
     from kvcli.schemas.listings import Device, Kernel
 
     try:
@@ -121,7 +121,7 @@ def hardware(world: Environment) -> dict[str, Any]:
 
 
 def redacted(text: str, world: Environment) -> str:
-    """Without the home folder, the user's name in it, and anything that looks like a token."""
+    """Return text without the home folder, the user's name in it, and anything that looks like an access token."""
     for home in {world.environ.get("HOME", ""), str(Path.home())}:
         if len(home) > 1:
             text = re.sub(rf"{re.escape(home.rstrip('/'))}(?=/|:|$)", "~", text)
@@ -129,20 +129,20 @@ def redacted(text: str, world: Environment) -> str:
 
 
 def sandbox_words(means: Sequence[str]) -> str:
-    """How what parses documents is shut in, "limits" being the least there is."""
+    """Describe the sandbox of the document parsers. "limits" is the weakest one."""
     if not means:
         return "MISSING: no process for documents could be started"
     return "limits only (no seccomp on this system)" if [*means] == ["limits"] else " + ".join(means)
 
 
 def wrapped(line: str, width: int) -> list[str]:
-    """Cut between words; paths stay whole."""
+    """Wrap a line between words; paths stay in one piece."""
     cut = TextWrapper(width, subsequent_indent=" " * 14, break_long_words=False, break_on_hyphens=False)
     return cut.wrap(line) or [""]
 
 
 def words(document: DoctorDocument) -> list[str]:
-    """The same for people."""
+    """Return the document as lines for people."""
     from kvcli.render.terminal.numbers import long_size
 
     versions = [f"{name:<14}{number or '–'}" for name, number in document.versions.items()]

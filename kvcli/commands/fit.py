@@ -1,4 +1,4 @@
-"""`kvcli fit`: whether a model, a profile and a context fit, before anything is loaded."""
+"""`kvcli fit`: estimate if a model, a profile and a context fit in memory, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def fit(
     draft: o.Draft = None,
     allow_pickle: o.Pickle = False,
 ) -> int:
-    """Whether a model, a profile and a context fit, before loading.
+    """Check if a model, a profile and a context fit, before loading.
 
     Reads config.json and the headers of the weight files only. Exit 0: at
-    least one of what was asked fits; 5: nothing does.
+    least one of the combinations fits; 5: none does.
     """
     from kvcli.commands.common.run_setup import Setup
 
@@ -77,7 +77,7 @@ def fit(
 def _plans(
     outlook: Preflight, chosen: Mapping[str, Profile], contexts: Sequence[int | None], notes: list[str] | None
 ) -> list[Plan]:
-    """Each profile at each context. With `notes`, one that this model or device refuses is left out if any is left."""
+    """Plan each profile at each context. With `notes`, refused profiles are left out, unless all are refused."""
     from kvcli.policies.scoring.headmap import read_headmap
 
     plans: list[Plan] = []
@@ -100,8 +100,8 @@ def _plans(
 
 
 def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, notes: list[str]) -> Preflight:
-    """The model's sizes and the machine's, or of the machine that was described."""
-    subject = _subject(setup, profile, notes)  # before anything large is imported: a typing error is quick
+    """Return the sizes of the model and of this machine, or of the machine described by --vram and --ram."""
+    subject = _subject(setup, profile, notes)  # before large imports: a typing error shows at once
     from kvcli.fit import base_memory
     from kvcli.fit.available_memory import rooms, size
     from kvcli.fit.cuda_overhead import CONTEXT
@@ -115,7 +115,7 @@ def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, note
 
 
 def _subject(setup: Setup, profile: Profile, notes: list[str]) -> PlannedModel:
-    """From the model's files; from config.json alone where the weights are not here."""
+    """Return the model's sizes from its files, or from config.json alone if the weights are missing."""
     from kvcli.commands.common.run_setup import find
     from kvcli.models.config_file import read_config
     from kvcli.models.source import Source
@@ -142,7 +142,7 @@ def _context(text: str) -> int | None:
 
 
 def _chosen(setup: Setup, all_: bool, names: str | None, notes: list[str]) -> Iterator[tuple[str, Profile]]:
-    """The profiles to plan for, by name. With --all, one that cannot have the settings typed is left out, and said."""
+    """Yield the profiles to plan for, by name. With --all, those that conflict with the settings become notes."""
     sets = setup.world.options.set
     if not all_ and names is None:
         profile = setup.profile()
@@ -161,12 +161,12 @@ def _chosen(setup: Setup, all_: bool, names: str | None, notes: list[str]) -> It
 
 
 def others_of(setup: Setup) -> Mapping[str, Profile]:
-    """Every profile that can have the settings typed: what a plan that does not fit may be changed to."""
+    """Return every profile that allows the settings typed: alternatives for a plan that does not fit."""
     return dict(_chosen(setup, True, None, []))
 
 
 def _calibrations(setup: Setup, outlook: Preflight, plans: Sequence[Plan]) -> Mapping[str, CalibrationDocument]:
-    """What was measured here, for each profile; nothing for a machine that was described."""
+    """Return the measurements of this machine for each profile; none for a described machine."""
     from kvcli.calibrate.run import fingerprint_in
     from kvcli.fit.calibration import load_calibration, machine_fingerprint
 
@@ -183,7 +183,7 @@ def _calibrations(setup: Setup, outlook: Preflight, plans: Sequence[Plan]) -> Ma
 
 
 def _host(setup: Setup, outlook: Preflight, plans: Sequence[Plan]) -> CalibrationDocument | None:
-    """What was measured of this machine's CPU, where one of the plans has it run layers behind a GPU."""
+    """Return the measurements of this machine's CPU, if a plan splits the layers between GPU and CPU."""
     from kvcli.fit.calibration import load_calibration, machine_fingerprint
 
     if all(plan.run.on_card is None for plan in plans) or outlook.found["cpu"].is_described:
@@ -192,7 +192,7 @@ def _host(setup: Setup, outlook: Preflight, plans: Sequence[Plan]) -> Calibratio
 
 
 def _has_map(setup: Setup, plans: Sequence[Plan]) -> bool:
-    """Whether the model's own head map was made before, where a plan asks for it."""
+    """True if a plan uses the model's own head map and the map exists."""
     if all(plan.profile.values.get("policy.headmap") != "auto" for plan in plans):
         return False
     from kvcli.heads.auto_headmap import was_made

@@ -1,4 +1,4 @@
-"""`kvcli pack`: documents read once and kept with their keys and values, to be asked many times."""
+"""`kvcli pack`: prefill documents once and save them with their KV cache, for many questions."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def pack(
     force: o.Force = False,
     allow_pickle: o.Pickle = False,
 ) -> int:
-    """Read documents once, to ask about them at once whenever you like.
+    """Prefill documents once, so that later questions start at once.
 
-    Keeps what the model stores of them, compressed as the profile says, in a
-    folder that `kvcli chat --pack` asks. It holds the text: private to you.
+    Saves their KV cache, compressed as the profile says, in a folder for
+    `kvcli chat --pack`. It contains the text, so it is readable by you only.
     """
     from kvcli.commands.common.inputs import read_file, read_system, tell_notes
     from kvcli.commands.common.load_model import load_model
@@ -79,7 +79,7 @@ def pack(
 
 
 def output_folder(world: Environment, typed: str) -> Path:
-    """The folder to make, which is not there yet but can be. Raises BadInput."""
+    """Return the path of the new folder. Raises BadInput if the folder exists or cannot be made."""
     folder = world.cwd / expanduser(typed)
     if folder.suffix != ENDS:
         raise BadInput(f"-o {typed}: a pack is a folder in {ENDS}", code="unknown_format", try_=[f"-o {typed}{ENDS}"])
@@ -93,7 +93,7 @@ def output_folder(world: Environment, typed: str) -> Path:
 
 
 def packed(talk: Chat, folder: Path, screen: Screen) -> PackDocument:
-    """The pack, with a bar while the model reads."""
+    """Make the pack, with a progress bar during the prefill."""
     from kvcli.api import Read
     from kvcli.chat.document_pack import make
     from kvcli.render.turn.status_row import reading_bar
@@ -110,7 +110,7 @@ def packed(talk: Chat, folder: Path, screen: Screen) -> PackDocument:
 
 
 def show(world: Environment, folder: Path, about: PackDocument) -> None:
-    """What was made, how large it is, and what to type."""
+    """Print the pack, its size, and the command to use it."""
     from kvcli.commands.common.inputs import tell
     from kvcli.commands.common.stdout import print_json
     from kvcli.render.terminal.numbers import long_size, plural

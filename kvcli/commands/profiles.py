@@ -1,4 +1,4 @@
-"""`kvcli profiles`: which named settings there are, what they come to, and whether they are sound."""
+"""`kvcli profiles`: list, show, check, compare and write profiles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ app = typer.Typer(help="Named settings: list, show, compare, check.", add_comple
 
 @app.command("list")
 def list_(context: typer.Context) -> None:
-    """All profiles by what they are for, with what each promises about the text and what it extends."""
+    """List all profiles by purpose, with the exactness of the text and the profile that each extends."""
     world: Environment = context.obj
     config, rules = load_config(sources(world)), Rules.shipped()
     found = [resolve_profile(name, config, rules) for name in config.names()]
@@ -48,7 +48,7 @@ def show(
     ] = None,
     origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
 ) -> None:
-    """Every setting of a profile, with the environment and --set on top, as TOML that can be kept."""
+    """Print every setting of a profile, with the environment and --set on top, as TOML that can be saved."""
     world: Environment = context.obj
     profile = load_profile(name or world.options.profile, sources=sources(world), sets=world.options.set)
     if world.options.json:
@@ -64,7 +64,7 @@ def check(
     context: typer.Context,
     what: Annotated[str | None, typer.Argument(metavar="FILE|NAME", help="Without it: all files.")] = None,
 ) -> None:
-    """Look for problems and print all of them, each with its line. Exits with 9 if there are any."""
+    """Check profiles and print all problems, each with its line. Exits with 9 if there are any."""
     world: Environment = context.obj
     names, problems = checked(what, sources(world), Rules.shipped())
     if problems:
@@ -81,7 +81,7 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="One profile.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The other.")],
 ) -> None:
-    """The settings in which two profiles differ, as their files have them: the environment is left out."""
+    """Print the settings in which two profiles differ, as in their files: the environment is left out."""
     world: Environment = context.obj
     files = replace(sources(world), environ={})
     one, two = (load_profile(name, sources=files) for name in (a, b))
@@ -128,7 +128,7 @@ def new(
 
 
 def list_rows(found: Iterable[Outcome], config: Config) -> list[list[str]]:
-    """Header and one row a profile; the default one is marked."""
+    """Return a header and one table row per profile; the default profile is marked."""
     rows = [["profile", "for", "text", "", "extends", ""]]
     for outcome in found:
         name = outcome.profile.name
@@ -142,19 +142,19 @@ def list_rows(found: Iterable[Outcome], config: Config) -> list[list[str]]:
 
 
 def show_rows(profile: Profile, origin: bool) -> list[list[str]]:
-    """Key, value and where it comes from."""
+    """Return table rows of key, value and, with `origin`, the origin of the value."""
     return [[key, _value(profile, key), *([profile.origins[key]] if origin else [])] for key in profile.values]
 
 
 def show_toml(profile: Profile) -> list[str]:
-    """The profile as dotted TOML keys under a line of comment."""
+    """Return the profile as dotted TOML keys below a comment line."""
     first = f"# {' -> '.join(profile.chain)}, hash {profile.hash}"
     about = [f"description = {toml_value(profile.description)}"] if profile.description else []
     return [first, *about, *(_assignment(key, value) for key, value in profile.values.items())]
 
 
 def checked(what: str | None, where: Sources, rules: Rules) -> tuple[list[str], list[Problem]]:
-    """The profiles that were looked at, and the problems of them and of their files."""
+    """Return the profiles that were checked, and the problems of the profiles and their files."""
     if what is None:
         config = read_config(where)
         return _all_problems(config, sorted(config.profiles), config.problems, rules)
@@ -165,7 +165,7 @@ def checked(what: str | None, where: Sources, rules: Rules) -> tuple[list[str], 
             raise no_such_profile(what, config)
         return _all_problems(config, [what], [], rules)
     path = path if where.cwd is None else where.cwd / path
-    is_project = path.name == PROJECT_FILE  # has rules of its own
+    is_project = path.name == PROJECT_FILE  # project files have their own rules
     config = read_config(replace(where, cwd=path.parent) if is_project else replace(where, config=path))
     source = where.shown(path)
     named = [name for name, settings in config.profiles.items() if _is_from(source, settings.values())]
@@ -173,7 +173,7 @@ def checked(what: str | None, where: Sources, rules: Rules) -> tuple[list[str], 
 
 
 def write_new(path: Path, text: str, shown: str) -> None:
-    """Write a file that must not be there yet."""
+    """Write a file that must not exist yet."""
     with writing(shown, try_=["-o FILE, for another place"]):
         try:
             private_folder(path.parent)
@@ -208,7 +208,7 @@ def _entry(outcome: Outcome, config: Config) -> dict[str, Any]:
 
 
 def _value(profile: Profile, key: str) -> str:
-    """The value as TOML, for a cell."""
+    """Return the value as TOML, for a table cell."""
     if key not in profile.values:
         return "-"
     value = profile.values[key]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 MOST = 3
 ROUND = 1024  # long suggested contexts are rounded down to a multiple of this many tokens
-SMALL = 256  # rows per pass above which matrix products gain no more speed (docs/lab-log.md)
+SMALL = 256  # rows per pass above which matrix products gain no more speed (docs/measurements/lab-log.md)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ LT, LT_LARGE, LT_HOPPER = 1 << 20, 4 << 20, 32 << 20
 LARGE = 20 << 30
 
 NODE = 64 << 10  # driver memory of one launch in a captured pass: an estimate, which python -m tests.gpu can measure
-LAUNCHES = 39  # per layer, at most (docs/gpu.md)
+LAUNCHES = 39  # per layer, at most (docs/design/gpu.md)
 
 
 def libraries(capability: tuple[int, int] | None, total: int) -> int:

@@ -1,6 +1,6 @@
-"""How many slots a head a device, host memory and a disk have room for, from the budgets of `[memory]`.
+"""Capacity of a KV cache: slots per head that fit a device, host memory and a disk under the budgets of `[memory]`.
 
-A store is made with it, and a plan of memory counts with the same.
+Both the KV cache and the memory plan use this computation.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ if TYPE_CHECKING:
     from kvcli.kv.sparse.settings import SparseMethod
     from kvcli.settings.schema import Kv, Memory
 
-EVERY = 64  # tokens between two boundaries of a ladder, where no policy wants them closer
+EVERY = 64  # compression interval of a tiered cache, if no policy needs a shorter one
 
 
 @dataclass(frozen=True)
 class CacheCapacity:
-    """Bytes are those of a slot of all heads and layers."""
+    """Capacity of a KV cache. Bytes per slot are summed over all heads and layers."""
 
     memory: Memory
     layers: Sequence[int]  # by layer: bytes of a slot in full precision
-    wide: int  # bytes of a slot in the top, and on the disk: of all of them
+    wide: int  # bytes of a slot in the top and on disk, all layers
     narrow: int  # bytes of a slot below the top
-    index: int  # bytes of recall's index beside a slot on the device that it reads a part of
-    far: int  # bytes on the device beside a slot that lies elsewhere: the same, and what a pass keeps of such slots
-    between: int  # slots a head that are in the top before they can go anywhere
-    newest: int  # of these, the ones that came since the last boundary
-    always: int  # slots a head in full precision at a boundary, whatever else goes down
-    is_packed: bool  # the device has a rung of few bits below the top
-    free: int  # bytes of the device that keys and values may take where memory.device gives no size
-    host: int  # bytes of host memory behind it, where memory.host gives no size
+    index: int  # bytes of the sparse attention index per slot on the device
+    far: int  # device bytes per offloaded slot: index and page cache
+    between: int  # most slots per head in the top between two compression points
+    newest: int  # slots among `between` stored since the last compression point
+    always: int  # slots per head that stay in full precision at a compression point
+    is_packed: bool  # the device has a quantized level below the top
+    free: int  # device bytes for KV if `memory.device` gives no size
+    host: int  # bytes of host memory if `memory.host` gives no size
 
     @cached_property
     def max_slots(self) -> int | None:
-        """Slots a head that all places together have room for; None = no limit."""
+        """Most slots per head of all levels together; None = no limit."""
         if self.on_device is None:
             return None
         return self.always + self.on_device + self.in_host + self.on_disk
 
     def holds(self, slots: int) -> bool:
-        """Whether so many a head have room at a boundary, however the room was limited."""
+        """True if `slots` per head fit at a compression point, with or without a set limit."""
         try:
             most = (self.free - self.between * self.wide) // self.narrow if self.max_slots is None else self.max_slots
         except CacheFull:
@@ -61,50 +61,50 @@ class CacheCapacity:
 
     @cached_property
     def on_device(self) -> int | None:
-        """Slots beside the top, or in the top itself where nothing is packed; None = no limit."""
+        """Slots below the top on the device, or in the top if no level is quantized; None = no limit."""
         if self._left is None:
             return None
         left = self._left - (self.in_host + self.on_disk) * self.far
-        is_indexed = self.is_packed or not self.has_more  # a top with rungs below is read in full
+        is_indexed = self.is_packed or not self.has_more  # a top with levels below is read in full
         tokens = left // (self.narrow + (self.index if is_indexed else 0))
         return tokens * SLACK // (SLACK + 1) if self.has_more else tokens
 
     @cached_property
     def in_host(self) -> int:
-        """Slots for which there is room in host memory, and on the device for what reaches them."""
+        """Slots that fit in host memory, with index and page cache on the device."""
         return self._indexed(self.host_bytes // self.narrow)
 
     @cached_property
     def on_disk(self) -> int:
-        """The same on the disk."""
+        """Slots that fit on the disk, with index and page cache on the device."""
         own = [each for each in self.layers if each]
         parts = zip(parts_of(size_of(self.memory.disk), own), own, strict=True)
         return self._indexed(min(part // each for part, each in parts), self.in_host)
 
     @property
     def elsewhere(self) -> int | None:
-        """Slots for which the first place beside the device has room; None = there is none."""
+        """Slots that fit the first offload tier; None = no offload."""
         return (self.in_host or self.on_disk) if self.has_more else None
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory, for what a GPU has no room for."""
+        """Bytes of host memory for slots offloaded from a GPU."""
         return self.host if self.memory.host == "auto" else size_of(self.memory.host)
 
     @property
     def has_more(self) -> bool:
-        """Is there a place beside the device?"""
+        """True if slots can be offloaded to host memory or disk."""
         return self.host_bytes > 0 or size_of(self.memory.disk) > 0
 
     def _indexed(self, slots: int, before: int = 0) -> int:
-        """So many slots, or as many as half of the device's room is enough to reach, beside those `before`."""
+        """Limit `slots` so that index and page cache, with those of `before`, take at most half of the device."""
         if not slots or not self.far:
             return slots
         return max(1, min(slots, (self._left or 0) // 2 // self.far - before))
 
     @cached_property
     def _left(self) -> int | None:
-        """Bytes of the device beside the top; None = no limit."""
+        """Device bytes without the top; None = no limit."""
         room = self._of_device()
         if room is None:
             return None
@@ -123,12 +123,12 @@ class CacheCapacity:
         return left
 
     def _smaller(self, room: int) -> list[str]:
-        """A chunk so much smaller that as much room is left to a text as what comes between two boundaries takes."""
+        """Suggest a prefill chunk so small that the top takes at most half of the capacity."""
         most = room // (2 * self.wide) - (self.between - self.newest)
         return [f"--set prefill.chunk={1 << most.bit_length() - 1}"] if most >= EVERY else []
 
     def _of_device(self) -> int | None:
-        """Bytes that keys and values may take; None = no limit."""
+        """Return the device bytes for KV; None = no limit."""
         if self.memory.device != "auto":
             return size_of(self.memory.device)
         return self.free if self.has_more else None
@@ -152,10 +152,10 @@ def room(
     free: int,
     host: int,
 ) -> CacheCapacity:
-    """Room for keys and values under these tables.
+    """Compute the capacity of the KV cache under these tables.
 
-    `number`: bytes of a number as it comes. `chunk`: tokens read in one pass, at most. `free`, `host`: bytes where no
-    size is given; a CPU has no memory beside its own.
+    `number`: bytes of an element in full precision. `chunk`: most tokens of a prefill pass. `free`, `host`: bytes if no
+    size is set; on a CPU there is no separate host memory.
     """
     read = [shapes[layer] for layer in recall.layers(storing(sights, shapes))]
     each = [full_bytes(shape, number) for shape in shapes]

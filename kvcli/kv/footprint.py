@@ -1,4 +1,4 @@
-"""What keys and values take under `[kv]` and `[memory]`, for planning: bytes of slots, and which of them are packed."""
+"""Memory of the KV cache under `[kv]` and `[memory]`, for planning: bytes of slots in full precision and quantized."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvcli.kv.sparse.settings import SparseMethod
     from kvcli.settings.schema import Kv, Memory
 
-STEP = 64  # slots by which the top of a ladder grows: it is short, or has little room
+STEP = 64  # slots by which the top of a tiered cache grows: it is short, or memory is scarce
 POSITION = 4  # bytes
 FIRST = 256  # slots of the first extent of a layer, in a file or on the host
 
@@ -24,36 +24,36 @@ def packs_by_age(kv: Kv, form: KVFormat, memory: Memory) -> bool:
 
 
 def is_ladder(kv: Kv, form: KVFormat, memory: Memory) -> bool:
-    """Whether these keys ask for more than one dense tier that grows as it likes."""
+    """True if these settings need more than one dense tier of unlimited size."""
     return memory.device != "auto" or not is_one_tier(kv, form, memory)
 
 
 def is_one_tier(kv: Kv, form: KVFormat, memory: Memory) -> bool:
-    """Whether all of a past lies in one dense tier, at every moment."""
+    """True if the whole KV cache is always in one dense tier."""
     has_lower = memory.host == "auto" or size_of(memory.host) > 0 or size_of(memory.disk) > 0
     return not form.is_active(kv) and not has_lower and not memory.demotes and not memory.spends
 
 
 def layer_bytes(kv: Kv, form: KVFormat, memory: Memory, number: int, shape: LayerShape, slots: int, fresh: int) -> int:
-    """What a layer takes in memory with so many slots a head, for planning.
+    """Return the bytes of a layer with `slots` slots per head, for planning.
 
-    `number`: bytes of a number as it comes; `fresh`: slots that came since the last boundary.
+    `number`: bytes of an element in full precision; `fresh`: slots stored since the last compression point.
     """
     step, top = (STEP if is_ladder(kv, form, memory) else Dense.STEP), in_top(kv, form, memory, slots, fresh)
     return -(-top // step) * step * full_bytes(shape, number) + (slots - top) * quantized_bytes(kv, form, shape, number)
 
 
 def lower_bytes(kv: Kv, form: KVFormat, memory: Memory, shape: LayerShape, number: int, *, is_cpu: bool) -> int:
-    """What a slot that a policy moves down takes on the device, of all heads of a layer; 0 where it goes elsewhere."""
+    """Return the device bytes of a demoted slot of all heads of a layer; 0 if it is offloaded."""
     has_host = not is_cpu and (memory.host == "auto" or size_of(memory.host) > 0)
     is_away = not form.is_active(kv) and (has_host or size_of(memory.disk) > 0)
     return 0 if is_away else quantized_bytes(kv, form, shape, number)
 
 
 def index_bytes(kv: Kv, form: KVFormat, memory: Memory, per_slot: float, slots: int, fresh: int) -> int:
-    """What recall knows slots by, for planning; layers that read everything have no index.
+    """Return the bytes of the sparse attention index, for planning; layers that read all slots have no index.
 
-    `per_slot`: bytes beside a slot of all heads of the other layers, by `profile.recall.per_slot(head_dim, number)`.
+    `per_slot`: index bytes per slot of all heads of the other layers, by `profile.recall.per_slot(head_dim, number)`.
     """
     below = slots - in_top(kv, form, memory, slots, fresh) if packs_by_age(kv, form, memory) else slots
     return int(below * per_slot)
@@ -62,15 +62,15 @@ def index_bytes(kv: Kv, form: KVFormat, memory: Memory, per_slot: float, slots: 
 def far_slot_bytes(
     recall: SparseMethod, is_lower: bool, shapes: Sequence[LayerShape], read: Container[int], number: int, kind: str
 ) -> tuple[list[float], list[float]]:
-    """By layer: bytes of the device beside a slot of one head that lies elsewhere, and beside a head, empty or not.
+    """Return, by layer, the device bytes per offloaded slot of one head, and the constant device bytes per head.
 
-    `is_lower`: there is another place; else the second is empty. `read`: layers that have an index there.
-    `kind`: of the device.
+    `is_lower`: slots can be offloaded; otherwise the second list is empty. `read`: layers with an index there.
+    `kind`: type of the device.
     """
     slot = [recall.per_slot(of.k_dim, number) if i in read else 0.0 for i, of in enumerate(shapes)]
     if not is_lower:
         return slot, []
-    is_here = kind == "cpu"  # the positions of a file are here, too, and its extents grow by as many
+    is_here = kind == "cpu"  # positions of a file are in memory too, and its extents double
     near = [
         2.0 * POSITION if is_here else recall.page_cache_bytes(of.k_dim, number) * (i in read)
         for i, of in enumerate(shapes)
@@ -81,15 +81,15 @@ def far_slot_bytes(
 
 
 def in_top(kv: Kv, form: KVFormat, memory: Memory, slots: int, fresh: int) -> int:
-    """Of so many slots a head, those in full precision: where a policy says who goes down, all that it keeps."""
+    """Return how many of `slots` per head are in full precision; all, if a policy chooses the slots to demote."""
     return min(slots, kv.sinks + kv.residual + kv.group - 1 + fresh) if packs_by_age(kv, form, memory) else slots
 
 
 def full_bytes(shape: LayerShape, number: int) -> int:
-    """Bytes of a dense slot of all heads of a layer; none where it reads another's."""
+    """Return the bytes of a dense slot of all heads of a layer; 0 if it reads another layer's slots."""
     return shape.numbers * number + POSITION if shape.numbers else 0
 
 
 def quantized_bytes(kv: Kv, form: KVFormat, shape: LayerShape, number: int) -> int:
-    """Bytes of a slot of all heads below the top."""
+    """Return the bytes of a slot of all heads below the top."""
     return form.nbytes(shape, kv, number) if form.is_active(kv) and shape.numbers else full_bytes(shape, number)

@@ -1,4 +1,4 @@
-"""Memory has run out: how that is told from other errors, and said."""
+"""Out-of-memory errors of the KV cache: detection and messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcli.errors import DoesNotFit, is_out_of_memory
 
 
 class CacheFull(DoesNotFit):
-    """There is no room for more keys and values. `most`: tokens there is room for, where that is known."""
+    """The KV cache has no memory or disk space left. `most`: tokens that fit, if known."""
 
     code = "out_of_memory"
 
@@ -24,7 +24,7 @@ class CacheFull(DoesNotFit):
 
 
 def as_cache_full(error: Exception) -> CacheFull | None:
-    """The error as a lack of room, in memory or on the disk; None if it is anything else."""
+    """Convert an out-of-memory or disk-full error to CacheFull; None for other errors."""
     if isinstance(error, CacheFull):
         return error
     first = str(error).strip().split("\n")[0]
@@ -37,9 +37,9 @@ def as_cache_full(error: Exception) -> CacheFull | None:
 
 @contextmanager
 def catch_cache_full() -> Iterator[list[CacheFull]]:
-    """Goes on behind the block where it runs out of room; the list then has the lack.
+    """Catch CacheFull in a `with` block and append it to the yielded list.
 
-    Without the frames that it came through: they hold on to the tensors of a pass.
+    Its traceback is removed, because the stack frames keep the tensors of a pass in memory.
     """
     found: list[CacheFull] = []
     try:
@@ -52,7 +52,7 @@ def catch_cache_full() -> Iterator[list[CacheFull]]:
 
 
 def free_caches() -> None:
-    """Give back what only the garbage collector and torch's allocator still hold."""
+    """Free memory held by the garbage collector and torch's allocator."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

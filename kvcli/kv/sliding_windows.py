@@ -1,7 +1,7 @@
-"""Sliding windows: slots that no row to come can see, which a store gives back at boundaries.
+"""Sliding windows: eviction, at compression points, of slots that no later row attends to.
 
-A slot behind the window of every later row is hidden from them all, so no number changes when it goes. What was read
-cannot be undone beyond it: a text that goes back further is read again.
+A slot outside the window of every later row is hidden from them all, so evicting it changes no result. A sequence that
+is rolled back further is prefilled again, because the evicted slots are missing.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What rows of a layer see, and what is kept behind it."""
+    """Sliding window of a layer, and the margin kept before it."""
 
     size: int  # tokens: a row at position p sees positions > p - size
-    back: int = 192  # tokens that may be undone all the same, on disk too: a last question, and another in its place
+    back: int = 192  # tokens that can be rolled back, on disk too: enough to replace the last question
 
     def window_start(self, end: int) -> int:
-        """The position below which slots may go when no row stands before `end`."""
+        """Return the position below which slots can be evicted if no later row is before `end`."""
         return max(0, (end - self.size - self.back) // self.step * self.step)
 
     def most(self, answer: int, chunk: int) -> int:
-        """Slots a head at most, behind a prompt that is read in chunks of so many and an answer of so many tokens."""
+        """Return the most slots per head for prefill chunks of `chunk` tokens and an answer of `answer` tokens."""
         return max(self.size + self.back + self.step + answer, chunk + BLOCK)
 
     @property
     def step(self) -> int:
-        """Slots that go together, at most a block, as rows read them."""
+        """Slots evicted together, at most one kernel block."""
         return min(self.back, BLOCK)
 
 
 class Windows:
-    """The windows of a store's layers, and how far each was given back."""
+    """Sliding windows of the layers of a KV cache, and the eviction position of each."""
 
     def __init__(self, of: Mapping[int, Window]) -> None:
-        self._of = dict(of)  # by layer; others keep everything
+        self._of = dict(of)  # by layer; other layers keep all slots
         self._opened: dict[int, int] = {}  # by layer: position
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._of
 
     def evict_below(self, layer: int, end: int) -> int:
-        """The position below which slots are to go now, when no row stands before `end`; 0 = none are."""
+        """Return the position below which to evict slots if no later row is before `end`; 0 = evict none."""
         low = self._of[layer].window_start(end) if layer in self._of else 0
         if low <= self._opened.get(layer, 0):
             return 0
@@ -59,12 +59,12 @@ class Windows:
         return low
 
     def came(self, layer: int, start: int) -> None:
-        """Slots at positions from `start` on were stored: of a long chunk the first may be hidden already."""
+        """Note that slots from `start` on were stored. The first slots of a long chunk may already be hidden."""
         if start < self._opened.get(layer, 0):
             del self._opened[layer]
 
     def reaches(self, n: int, stored: Callable[[int], Iterable[Tensor]]) -> bool:
-        """Whether a row at position n finds all that it sees; `stored`: of a layer, positions [K, S] by tier."""
+        """True if all slots in the windows of a row at n exist; `stored`: positions [K, S] of a layer, by tier."""
 
         def has_all(layer: int, first: int) -> bool:
             found = sum(((pos >= first) & (pos < n)).sum(1) for pos in stored(layer))
@@ -73,12 +73,12 @@ class Windows:
         return all(has_all(layer, max(0, n - window.size + 1)) for layer, window in self._of.items())
 
     def clear(self) -> None:
-        """Slots were undone: what comes next may have to give back again."""
+        """Reset after a rollback, because later slots must be evicted again."""
         self._opened.clear()
 
 
 def windows_of(shapes: Sequence[LayerShape], sights: Sequence[AttentionParams]) -> dict[int, Window]:
-    """By layer that stores: the window of the rows that look furthest back in it; none where one sees all."""
+    """Return the largest window of each storing layer; layers with full attention are left out."""
     size: dict[int, int | None] = {}
     for layer, (shape, sight) in enumerate(zip(shapes, sights, strict=True)):
         holder = layer if shape.shared_from is None else shape.shared_from

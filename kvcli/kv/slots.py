@@ -17,33 +17,33 @@ from kvcli.kv.tiers.device_tables import DeviceCache
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer stores of a token."""
+    """Sizes of the KV that one layer stores per token."""
 
     n_kv_heads: int
-    k_dim: int  # numbers of a key
-    v_dim: int  # of a value
-    shared_from: int | None = None  # an earlier layer, whose slots this one reads: it stores none of its own
-    device: torch.device | None = None  # where it computes; None = where the model does
-    rank: int = 0  # > 0: a key is a latent with a turned part behind it, and the value too, of which so many count
+    k_dim: int  # elements of a key
+    v_dim: int  # elements of a value
+    shared_from: int | None = None  # an earlier layer whose slots this layer reads; this layer then stores none
+    device: torch.device | None = None  # device of the layer; None = device of the model
+    rank: int = 0  # > 0: MLA; key and value are one latent of `rank` elements plus a rotary part for the key
 
     @property
     def numbers(self) -> int:
-        """Of keys and values that it stores of a token: none where they are another layer's."""
+        """Count of key and value elements stored per token; 0 if the layer reads another layer's slots."""
         return 0 if self.shared_from is not None else self.n_kv_heads * (self.k_dim + (0 if self.rank else self.v_dim))
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Numbers that are rounded as a key and as a value: of a latent its turned part, and the others."""
+        """Elements quantized as a key and as a value. For a latent: its rotary part, and the other elements."""
         return (self.k_dim - self.rank, self.rank) if self.rank else (self.k_dim, self.v_dim)
 
 
 def alike(n_layers: int, n_kv_heads: int, head_dim: int) -> tuple[LayerShape, ...]:
-    """Layers that all store the same."""
+    """Return n_layers equal layer shapes."""
     return (LayerShape(n_kv_heads, head_dim, head_dim),) * n_layers
 
 
 def spans(shapes: Sequence[LayerShape]) -> list[range]:
-    """The layers of a model in runs that share no slots with others, each as short as that allows."""
+    """Split the layers into the shortest ranges that share no slots with layers of other ranges."""
     ends = [0]
     for layer in range(1, len(shapes)):
         if all(shape.shared_from is None or shape.shared_from >= layer for shape in shapes[layer:]):
@@ -52,32 +52,32 @@ def spans(shapes: Sequence[LayerShape]) -> list[range]:
 
 
 def storing_layer_of(shapes: Sequence[LayerShape]) -> list[int]:
-    """By layer: which one stores the slots that it reads."""
+    """Return, for each layer, the layer that stores the slots it reads."""
     return [layer if of.shared_from is None else of.shared_from for layer, of in enumerate(shapes)]
 
 
 def storing(sights: Sequence[AttentionParams], shapes: Sequence[LayerShape]) -> list[AttentionParams | None]:
-    """How each layer looks at slots of its own; None where it reads another's."""
+    """Return the attention parameters of each layer; None for a layer that reads another layer's slots."""
     return [sight if of.shared_from is None else None for sight, of in zip(sights, shapes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class LevelSpan:
-    """Columns of slots side by side that lie on one rung of a ladder."""
+    """Adjacent columns of slots that are stored in one level of a tiered cache."""
 
     rung: int  # 0 = the top
     n: int  # columns
-    unit: int  # slots of a head in a row that go down together; those behind its last whole one go one by one
+    unit: int  # consecutive slots of a head demoted together; slots after the last full unit are demoted singly
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """What one layer of a tier holds. Slot order means nothing; position means everything."""
+    """Slots of one layer of a tier. Their order is arbitrary; `pos` holds the position of each."""
 
     k: Tensor  # [K, S, D]
-    v: Tensor  # [K, S, D], of a size of their own where a layer's values have one; where keys are values, `k` itself
-    pos: Tensor  # [K, S] int, -1 = empty (heads may hold different numbers of slots)
-    spans: Sequence[LevelSpan] = field(default=(), kw_only=True)  # of what a ladder shows, the lowest rung first
+    v: Tensor  # [K, S, D]; D may differ from that of the keys. If values equal keys (MLA), `k` itself
+    pos: Tensor  # [K, S] int, -1 = empty (heads may have different numbers of slots)
+    spans: Sequence[LevelSpan] = field(default=(), kw_only=True)  # levels of a tiered cache, the lowest level first
 
     @property
     def n_slots(self) -> int:
@@ -85,78 +85,78 @@ class Slots:
         return self.pos.shape[1]
 
     def each(self, to: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """What `to` makes of keys and of values: once where they are the same."""
+        """Apply `to` to keys and to values, only once if they are the same tensor."""
         k = to(self.k)
         return k, k if self.v is self.k else to(self.v)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """How a layer looks at slots: what its attention does to scores, and how far back it sees."""
+    """Attention parameters of a layer: score scaling, sliding window and purpose of the rows."""
 
     scale: float
-    softcap: float = 0.0  # > 0: scores are bent by softcap * tanh(score / softcap) (Gemma 2)
-    window: int | None = None  # tokens: a row at position p sees positions > p - window; None = all
-    is_prompt: bool = False  # the rows are of a text being read: nothing stored is left out for them
-    is_guess: bool = False  # what they find is checked later: a store may show them a cheaper account of itself
+    softcap: float = 0.0  # > 0: attention scores become softcap * tanh(score / softcap) (Gemma 2)
+    window: int | None = None  # tokens: a row at position p attends to positions > p - window; None = all
+    is_prompt: bool = False  # the rows are a prefill: they attend to all stored slots
+    is_guess: bool = False  # the rows draft: as results are verified later, the cache may use a cheaper approximation
 
 
-# what an answer may miss: slots were let go, are kept in fewer bits, are not all read, or know of another text
+# approximation: slots were evicted, quantized, not all read (sparse), or reused from another sequence
 Loss = Literal["forgotten", "rounded", "unread", "reused"]
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one layer takes in one tier."""
+    """Memory use of one layer in one tier."""
 
     layer: int
-    tier: str  # where: cpu, cuda, ...
+    tier: str  # cpu, cuda, ...
     slots: int  # of the longest head
-    nbytes: int  # allocated, spare room included
-    lost: Loss | None = None  # of these slots
-    how: str = ""  # rows reach them, in words, where there are several ways
-    asked: int = 0  # slots that rows wanted of those kept near, of all heads, since the text began
-    found: int = 0  # of them, how many were there
+    nbytes: int  # allocated, spare capacity included
+    lost: Loss | None = None  # approximation of these slots
+    how: str = ""  # access path of rows to these slots, in words, if there are several
+    asked: int = 0  # slots of all heads requested through the page cache since the sequence began
+    found: int = 0  # requested slots that were in the page cache
 
 
-# by layer: which of its slots stay, bool [K, S]; or on which rung of a ladder each is to lie, int8 [K, S]: 0 = the top,
-# one more than the lowest = nowhere; None = all stay
+# by layer: bool [K, S], True = keep the slot; or int8 [K, S], the target level of each slot in a tiered cache: 0 = top,
+# one more than the lowest level = evict; None = keep all slots
 Masks = Sequence[Tensor | None]
 
 
 class HasUsage(Protocol):
-    """Something that takes memory."""
+    """An object that reports its memory use."""
 
     def usage(self) -> list[Usage]:
-        """What is allocated, by layer; nothing where it only reads what another one holds."""
+        """Return the allocated memory, by layer; empty if the object only reads slots of another one."""
 
 
 class Attendable(HasUsage, Protocol):
-    """Something rows can attend to: a tier, a ladder, a view."""
+    """Slots that rows can attend to: a tier, a tiered cache or a cache view."""
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> parts over what is stored, the oldest first; none if nothing is.
+        """Return partial attention of q [H, N, D] at positions pos [N] over stored slots, oldest first; [] if empty.
 
-        With `own`, over what their pass made of them too: in one part with the newest slots where these can be read so.
-        Positions of rows are the host's: no pass waits for the device to say where it is.
+        With `own`, the new KV of the pass is included, in one partial result with the newest slots if possible.
+        Positions of rows are on the host, so that no pass synchronizes with the device.
         """
 
 
 class CacheReader(Attendable, Protocol):
-    """What rows of a pass attend to: a store, or a way to read one."""
+    """A KV cache, or a way to read one, that the rows of a pass attend to."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Numbers that a pass reads its own fresh rows in, as it does those stored."""
+        """Data type in which a pass reads its new KV and the stored slots."""
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """Where a device finds all of it by itself, with room for `rows` slots a head; or why it cannot.
+        """Return tables for a captured pass to address all slots, with capacity for `rows` slots per head, or why not.
 
-        Asked before a pass that is recorded once (engine/cuda_graphs/captured_pass.py); what is stored or forgotten in
-        between it tells. `more`: slots that may come before anything of it moves or the text ends, for which room is
-        made in large steps.
+        It is called before a captured pass (engine/cuda_graphs/captured_pass.py); slots stored or evicted since are
+        included. `more`: slots that may be added before slots move or the sequence ends; capacity for them grows in
+        large steps.
         """
 
 
@@ -165,80 +165,80 @@ class Tier(Attendable, Snapshottable, Protocol):
 
     @property
     def batch_variant_reason(self) -> str:
-        """Which setting has rows read it by kernels whose bits depend on who shares the pass; "" = none has."""
+        """Name of the setting that makes attention over this tier batch variant; "" if it is batch invariant."""
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store accepted rows: k, v [K, M, D] at positions start, start + 1, ..."""
 
     def take(self, layer: int, slots: Slots) -> None:
-        """Store slots that another tier let go, after rotary embedding; heads may bring different numbers."""
+        """Store slots demoted from another tier, keys after rotary embedding; heads may have different slot counts."""
 
     def n_slots(self, layer: int) -> int:
-        """Slots of the longest head."""
+        """Return the number of slots of the longest head."""
 
     def slots(self, layer: int) -> Slots:
-        """What is stored; the tensors must not be written to.
+        """Return the stored slots of a layer; the tensors must not be written to.
 
-        They are the tier's own where it has them in this form, else a copy of one layer (heads of unequal length are
-        padded to the longest): ask at boundaries, not in every pass.
+        If the tier does not store them in this layout, they are a copy (heads of unequal length are padded to the
+        longest). Because of the copy, call this at compression points, not in every pass.
         """
 
     def newest(self, layer: int, n: int) -> Slots:
-        """The n slots that each head stored last, in the order of storing: what joined since somebody looked."""
+        """Return the n slots that each head stored last, in the order of storing."""
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
-        """Forget slots whose mask [K, S] is False; returns what fell out. Heads may keep different numbers."""
+        """Evict slots whose mask [K, S] is False and return them. Heads may keep different numbers of slots."""
 
 
 class KVCache(Tier, CacheReader, Protocol):
-    """The whole past: a ladder of tiers or a bare one."""
+    """The KV cache of a sequence: a tiered cache or a single tier."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Numbers that newly accepted rows are stored in; a pass reads its own fresh rows in them too."""
+        """Data type of newly committed rows; a pass also reads its new KV in it."""
 
     @property
     def changes(self) -> int:
-        """How often slots were forgotten or moved: a copy made before is stale. Appending is no change."""
+        """Counter of evictions and moves of slots. Copies made at a lower count are stale. Appending does not count."""
 
     @property
     def forgets(self) -> bool:
-        """Is what masks let go gone, or some of it? Else it only moves down, out of what `slots` shows."""
+        """True if some slots dropped by masks are evicted for good; False if all are only demoted out of `slots`."""
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
-        """Make room for n slots a head in these layers, None = all, so that growing moves nothing."""
+        """Allocate capacity for n slots per head in these layers (None = all), so that growth copies nothing."""
 
     def crop(self, n: int) -> None:
-        """Forget every slot at position n or later: an undo, not an eviction."""
+        """Remove every slot at position n or later (rollback, not eviction)."""
 
     def reaches(self, n: int) -> bool:
-        """Whether a row at position n finds all that it sees, once `crop(n)` has made it the next one.
+        """True if, after `crop(n)`, a row at position n finds every slot inside its sliding windows.
 
-        Not where a layer gave back what its window hid from the rows behind n. Of what masks let go it knows nothing.
+        False if a layer has evicted slots that its window hid from later rows. Slots dropped by masks are not counted.
         """
 
     def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
-        """A boundary of these layers, None = all: of what `slots` shows, the masks let some go; () = nothing. True if
-        they did.
+        """Run a compression point of these layers (None = all): drop the slots of `slots` that masks name (() = none).
 
-        What windows hide from every row at position `end` and later goes too, and is no loss.
+        Returns True if slots were dropped. Slots that windows hide from all rows at `end` and later are evicted too,
+        without loss.
         """
 
 
 class CacheView(Attendable, Protocol):
-    """A view: a part of a store, chosen by a policy."""
+    """A read-only subset of a KV cache, chosen by a policy."""
 
     def rebind(self, store: KVCache) -> CacheView:
-        """The same choice from another store, with nothing held yet."""
+        """Return a view with the same selection rule over another KV cache, with no slots copied yet."""
 
 
 def attend_new_only(q: Tensor, sight: AttentionParams, own: NewRows | None) -> list[PartialAttention]:
-    """Rows over their pass alone: the last parts of a store whose slots are not read in one sequence with it."""
+    """Return partial attention of rows over the new KV alone, for tiers that cannot merge it with stored slots."""
     return [] if own is None else own.parts(q, sight.scale, sight.softcap)
 
 
 def nbytes(*held: HasUsage | None) -> dict[str, int]:
-    """Bytes allocated, by kind of tier."""
+    """Return allocated bytes by kind of tier."""
     total: dict[str, int] = {}
     for holder in held:
         for use in holder.usage() if holder is not None else ():
@@ -247,34 +247,34 @@ def nbytes(*held: HasUsage | None) -> dict[str, int]:
 
 
 def hit_rate(held: Iterable[HasUsage | None]) -> float | None:
-    """Of the slots that rows wanted of tiers far away, the share that was near already; None = they wanted none."""
+    """Return the page cache hit rate: the share of requested offloaded slots found there; None = none requested."""
     uses = [use for holder in held if holder is not None for use in holder.usage()]
     asked = sum(use.asked for use in uses)
     return sum(use.found for use in uses) / asked if asked else None
 
 
 def empty(of: LayerShape, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Keys and values [K, 0, ..] of no slots."""
+    """Return empty keys and values [K, 0, ..]."""
     k, v = (torch.empty(of.n_kv_heads, 0, dim, dtype=dtype, device=device) for dim in (of.k_dim, of.v_dim))
     return k, k if of.rank else v
 
 
 def empty_like(s: Slots) -> Slots:
-    """No slots, in the types of `s`."""
+    """Return zero slots of the data types of `s`."""
     return Slots(*s.each(lambda t: t[:, :0]), s.pos[:, :0])
 
 
 def last(s: Slots, n: int) -> Slots:
-    """`newest` from `slots` that lie in the order of storing: the n that each head stored last."""
+    """Return the n slots that each head stored last, from slots in the order of storing."""
     first = max(0, s.n_slots - n)
-    if bool((s.pos[:, first:] < 0).any()):  # shorter heads end earlier
+    if bool((s.pos[:, first:] < 0).any()):  # shorter heads are padded at the end
         held = s.pos >= 0
         return compact(s, held.sum(1, keepdim=True) - held.cumsum(1) < n)
     return Slots(*s.each(lambda t: t[:, first:]), s.pos[:, first:])
 
 
 def picked(s: Slots, index: Tensor) -> Slots:
-    """Slots index [K, M] of each head, -1 = none (its numbers are any slot's): copied head by head, rows as a whole."""
+    """Copy slots index [K, M] of each head, head by head; -1 = empty (its key and value are arbitrary)."""
     at = index.clamp(min=0)
 
     def of(t: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ def picked(s: Slots, index: Tensor) -> Slots:
 
 
 def concat_slots(found: Sequence[Slots]) -> Slots:
-    """Slots side by side, in the numbers and on the device of the last ones."""
+    """Concatenate slots in the data type and on the device of the last ones."""
     held = [s for s in found[:-1] if s.n_slots]
     end = found[-1]
     if not held:
@@ -298,9 +298,9 @@ def concat_slots(found: Sequence[Slots]) -> Slots:
 
 
 def compact(s: Slots, mask: Tensor) -> Slots:
-    """The slots whose mask [K, S] is True, in their order, padded to the longest head with pos = -1.
+    """Return the slots whose mask [K, S] is True, in their order, padded to the longest head with pos = -1.
 
-    Mask and positions may lie on the host, for slots of any device: then nothing is asked of it.
+    Mask and positions may be on the host for slots of any device; the device is then not synchronized.
     """
     mask = mask & (s.pos >= 0)
     count = mask.sum(1)  # [K]
@@ -312,7 +312,7 @@ def compact(s: Slots, mask: Tensor) -> Slots:
 
 
 def on_host(of: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """These tensors of one type on the host, for which the device is waited for once."""
+    """Copy tensors of one data type to the host with a single device synchronization."""
     if not of:
         return {}
     flat = torch.cat([t.flatten() for t in of.values()]).cpu()
@@ -321,9 +321,9 @@ def on_host(of: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
 
 def visible(pos: Tensor, rows: Sequence[int], window: int | None) -> Tensor | None:
-    """Which slots [K, S] rows at positions [N] may see: [K, N, S] bool, or None when all of them.
+    """Return which slots [K, S] are visible to rows at positions [N]: [K, N, S] bool, or None if all are.
 
-    Slots are older than rows by construction, so only empty slots and a sliding window hide anything.
+    Slots are older than rows by construction, so only empty slots and a sliding window hide slots.
     """
     hidden = pos < 0
     shown = None if not bool(hidden.any()) else ~hidden.unsqueeze(1)
@@ -334,10 +334,10 @@ def visible(pos: Tensor, rows: Sequence[int], window: int | None) -> Tensor | No
 
 
 def window_start(rows: Sequence[int], window: int, device: torch.device) -> Tensor:
-    """[N, 1]: the last position that a sliding window hides from each row."""
+    """Return [N, 1]: the last position that a sliding window hides from each row."""
     return torch.tensor([row - window for row in rows], dtype=torch.int32, device=device).unsqueeze(1)
 
 
 def run_of(start: int, n: int, heads: int, device: torch.device) -> Tensor:
-    """[K, n]: positions from start on, the same in all heads."""
+    """Return [K, n]: n positions from `start`, the same in all heads."""
     return torch.arange(start, start + n, dtype=torch.int32, device=device).expand(heads, -1)

@@ -1,7 +1,8 @@
-"""State: a past as a named tree of tensors and numbers, which a store gives out and is made from again.
+"""Snapshot: a KV cache as a tree of named tensors and numbers, from which the cache can be restored.
 
-A tree may come from a file that somebody else wrote. Who takes from it says what each thing must be, and is given that
-or nothing: no size is computed from another one that the tree claims, and no position lies behind the text.
+A snapshot may come from an untrusted file. Therefore the reader states the type, shape and range of each entry and gets
+exactly that or SnapshotMismatch: no size is computed from another size in the tree, and positions are below the
+sequence length.
 """
 
 from __future__ import annotations
@@ -13,50 +14,50 @@ from typing import NoReturn, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-# names have no "/" in them
+# names contain no "/"
 State: TypeAlias = "Mapping[str, Tensor | int | float | State]"
 Leaf: TypeAlias = "Tensor | int | float"
 
-DEEPEST = 16  # trees within trees
+DEEPEST = 16  # nested trees
 
 
 class SnapshotMismatch(Exception):
-    """The tree is not of what was to be made from it."""
+    """The snapshot does not fit the object to be restored."""
 
 
 class Snapshottable(Protocol):
-    """What a text goes on from."""
+    """State of a sequence that can be saved and restored."""
 
     def snapshot(self) -> State:
-        """All that what comes next depends on. Its tensors are views: use them before the text goes on."""
+        """Return all state that later passes depend on. Tensors are views, valid until the sequence continues."""
 
     def restore(self, given: SnapshotReader) -> None:
-        """Become what gave this, in something just made under the same settings. Raises SnapshotMismatch, Shortage."""
+        """Restore a snapshot into a new object of the same settings. Raises SnapshotMismatch, CacheFull."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReader:
-    """A part of a tree of a text of n tokens, which is taken from by name. Each method raises SnapshotMismatch."""
+    """Checked access to a subtree of the snapshot of n tokens. Each method raises SnapshotMismatch."""
 
     tree: State
-    n: int  # every position is below
+    n: int  # every position is below n
     where: str = ""
 
     def __contains__(self, name: str) -> bool:
         return name in self.tree
 
     def part(self, name: str) -> SnapshotReader:
-        """A smaller tree; an empty one where there is none, as a file knows no empty trees."""
+        """Return a subtree; an empty one if missing, because files do not store empty trees."""
         found = self.tree.get(name, {})
         return SnapshotReader(found, self.n, self._named(name)) if isinstance(found, Mapping) else self._lacks(name)
 
     def parts(self, most: int) -> list[SnapshotReader]:
-        """Smaller trees "0", "1", .. and no more than so many."""
+        """Return the subtrees "0", "1", .., at most `most`."""
         names = [str(i) for i in range(len(self.tree))]
         return [self.part(name) for name in names] if len(names) <= most else self._lacks(f"{most} parts at most")
 
     def tensor(self, name: str, dtype: torch.dtype, *shape: int | None) -> Tensor:
-        """Of this type and shape; None = any size."""
+        """Return a tensor of this data type and shape; None = any size."""
         found = self.tree.get(name)
         if not isinstance(found, Tensor) or found.dtype != dtype or found.dim() != len(shape):
             self._lacks(name)
@@ -65,36 +66,36 @@ class SnapshotReader:
         return found
 
     def floats(self, name: str, *shape: int | None) -> Tensor:
-        """Single or double precision, as measured."""
+        """Return a tensor in single or double precision, as stored."""
         found = self.tree.get(name)
         dtype = found.dtype if isinstance(found, Tensor) and found.dtype == torch.float64 else torch.float32
         return self.tensor(name, dtype, *shape)
 
     def like(self, name: str, other: Tensor) -> Tensor:
-        """Of the type and the shape of another."""
+        """Return a tensor of the data type and shape of `other`."""
         return self.tensor(name, other.dtype, *other.shape)
 
     def indices(self, name: str, below: int, n: int | None) -> Tensor:
-        """int64 [n], from 0 on."""
+        """Return int64 [n] in 0 <= x < below."""
         found = self.tensor(name, torch.int64, n)
         if found.numel() and not 0 <= int(found.min()) <= int(found.max()) < below:
             self._lacks(f"{name} below {below}")
         return found
 
     def positions(self, name: str, *shape: int | None, least: int = 0) -> Tensor:
-        """int32, from `least` (-1 = empty slots may be among them) to the last token."""
+        """Return int32 positions from `least` (-1 = empty slots allowed) to the last token."""
         found = self.tensor(name, torch.int32, *shape)
         if found.numel() and not least <= int(found.min()) <= int(found.max()) < self.n:
             self._lacks(f"{name} within the text")
         return found
 
     def number(self, name: str, most: int, least: int = 0) -> int:
-        """A whole one."""
+        """Return an integer from `least` to `most`."""
         found = self.tree.get(name)
         return int(found) if isinstance(found, int) and least <= found <= most else self._lacks(name)
 
     def share(self, name: str) -> float:
-        """From 0 to 1."""
+        """Return a number from 0 to 1."""
         found = self.tree.get(name)
         return float(found) if isinstance(found, int | float) and 0 <= found <= 1 else self._lacks(name)
 
@@ -106,7 +107,7 @@ class SnapshotReader:
 
 
 def leaves(state: State, where: str = "") -> Iterator[tuple[str, Leaf]]:
-    """All of a tree, each by its names joined by "/"."""
+    """Yield all leaves of a tree with their names joined by "/"."""
     for name, found in state.items():
         if isinstance(found, Mapping):
             yield from leaves(found, f"{where}{name}/")
@@ -115,8 +116,7 @@ def leaves(state: State, where: str = "") -> Iterator[tuple[str, Leaf]]:
 
 
 def tree_of(found: Mapping[str, Leaf]) -> State:
-    """The inverse of `leaves`. Raises SnapshotMismatch where a name is a leaf and a tree, or trees lie in trees beyond
-    reason."""
+    """Build a tree from leaves. Raises SnapshotMismatch if a name is a leaf and a tree, or nesting exceeds DEEPEST."""
     tree: dict[str, object] = {}
     for path, leaf in found.items():
         *above, name = path.split("/")

@@ -8,30 +8,19 @@ of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvcli.errors import BadModel
 from kvcli.models.config_file import read_json
+from kvcli.models.refusals import is_assistant
 
 if TYPE_CHECKING:
     from kvcli.models.source import Source
 
 # names that families use for the number of MTP layers
 _MTP = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
-_SIGNS = {  # lower-case parts of architectures, types and algorithms -> kind of head
-    "eagle3": "an EAGLE-3 head",
-    "eagle": "an EAGLE head",
-    "dflash": "a DFlash head",
-    "medusa": "Medusa heads",
-    "muse_glimmer_assistant": "a DFlash head",
-    "_assistant": "an assistant that shares the past of the model it was made for",
-    "mlp_speculator": "an MLP speculator",
-}
 # families whose MTP layers transformers builds, by text model type; it drops those of other families
 _BUILT = {"bailing_hybrid", "deepseek_v3", "glm4_moe", "mellum", "step3p7"}
 _BUILT |= {"qwen3_5_text", "qwen3_5_moe_text"}  # built because `_name_layers` configures them
-WHY = "it reads hidden states of several layers of the model that writes: kvcli hands those to no drafter"
-_ASSISTANTS = {"gemma4_assistant", "gemma4_unified_assistant"}
 
 
 def found_in(source: Source) -> list[str]:
@@ -87,11 +76,6 @@ def _is_built(source: Source) -> bool:
     return kind in _BUILT or f"{kind}_text" in _BUILT
 
 
-def is_assistant(config: Mapping[str, Any]) -> bool:
-    """True if `spec.method = "assistant"` can use the model."""
-    return config.get("model_type") in _ASSISTANTS
-
-
 def assistant_for(found: Source, here: Mapping[str, Source]) -> str:
     """Name of the smallest of these models that, by its config, may be this model's assistant; "" if none is."""
     of = found.text_config
@@ -106,27 +90,3 @@ def assistant_for(found: Source, here: Mapping[str, Source]) -> str:
 
     able = {name: one for name, one in here.items() if is_assistant(one.config) and sizes_of(one) == sizes}
     return min(able, key=lambda name: able[name].nbytes, default="")
-
-
-def refuse_head(config: Mapping[str, Any], name: str, *, may_assist: bool = False) -> None:
-    """Raise BadModel for a draft head, which is no complete model. `may_assist`: allow a Gemma 4 assistant."""
-    if may_assist and is_assistant(config):
-        return
-    kinds = [config.get(key) for key in ("model_type", "speculators_model_type")]
-    listed = config.get("architectures")
-    signs = " ".join(str(s) for s in [*kinds, *(listed if isinstance(listed, list) else [])]).lower()
-    keys = {"eagle3": "draft_vocab_size", "dflash": "dflash_config", "medusa": "medusa_num_heads"}
-    signs += "".join(f" {sign}" for sign, key in keys.items() if key in config)
-    if (what := next((what for sign, what in _SIGNS.items() if sign in signs), None)) is None:
-        return
-    stated = config.get("speculators_config")
-    verifier = stated.get("verifier") if isinstance(stated, dict) else None
-    made_for = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    ours = is_assistant(config)
-    instead = "--draft MODEL, a small model of the same family: kvcli models show MODEL lists them"
-    raise BadModel(
-        f"{name} is {what}, and no model that writes text by itself",
-        code="draft_head",
-        lines=[*([] if ours else [WHY]), *([f"it was made for {str(made_for)[:80]}"] if made_for else [])],
-        try_=[f"-m MODEL --draft {name}, with the Gemma 4 that it was made for" if ours else instead, "--spec ngram"],
-    )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvcli.errors import BadModel, UsageError
-from kvcli.models.draft_heads import refuse_head
 
 Config = dict[str, Any]
 
@@ -27,6 +26,17 @@ _STATE_FAMILIES = {
     "zamba",
     "zamba2",
 }
+_SIGNS = {  # lower-case parts of architectures, types and algorithms -> kind of head
+    "eagle3": "an EAGLE-3 head",
+    "eagle": "an EAGLE head",
+    "dflash": "a DFlash head",
+    "medusa": "Medusa heads",
+    "muse_glimmer_assistant": "a DFlash head",
+    "_assistant": "an assistant that shares the past of the model it was made for",
+    "mlp_speculator": "an MLP speculator",
+}
+WHY = "it reads hidden states of several layers of the model that writes: kvcli hands those to no drafter"
+_ASSISTANTS = {"gemma4_assistant", "gemma4_unified_assistant"}
 _WRITES_TEXT = ("CausalLM", "ForConditionalGeneration", "LMHead", "ForImageTextToText")
 
 
@@ -51,6 +61,35 @@ def refuse(config: Config, name: str, *, may_assist: bool = False) -> None:
                 detail={"family": family},
                 try_=["docs/models.md lists what runs", "vLLM or llama.cpp may serve this model"],
             )
+
+
+def is_assistant(config: Mapping[str, Any]) -> bool:
+    """True if `spec.method = "assistant"` can use the model."""
+    return config.get("model_type") in _ASSISTANTS
+
+
+def refuse_head(config: Mapping[str, Any], name: str, *, may_assist: bool = False) -> None:
+    """Raise BadModel for a draft head, which is no complete model. `may_assist`: allow a Gemma 4 assistant."""
+    if may_assist and is_assistant(config):
+        return
+    kinds = [config.get(key) for key in ("model_type", "speculators_model_type")]
+    listed = config.get("architectures")
+    signs = " ".join(str(s) for s in [*kinds, *(listed if isinstance(listed, list) else [])]).lower()
+    keys = {"eagle3": "draft_vocab_size", "dflash": "dflash_config", "medusa": "medusa_num_heads"}
+    signs += "".join(f" {sign}" for sign, key in keys.items() if key in config)
+    if (what := next((what for sign, what in _SIGNS.items() if sign in signs), None)) is None:
+        return
+    stated = config.get("speculators_config")
+    verifier = stated.get("verifier") if isinstance(stated, dict) else None
+    made_for = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    ours = is_assistant(config)
+    instead = "--draft MODEL, a small model of the same family: kvcli models show MODEL lists them"
+    raise BadModel(
+        f"{name} is {what}, and no model that writes text by itself",
+        code="draft_head",
+        lines=[*([] if ours else [WHY]), *([f"it was made for {str(made_for)[:80]}"] if made_for else [])],
+        try_=[f"-m MODEL --draft {name}, with the Gemma 4 that it was made for" if ours else instead, "--spec ngram"],
+    )
 
 
 def refuse_device(name: str) -> None:

@@ -30,7 +30,7 @@ def evict_lru(folder: Path, most: int, fresh: int = 0) -> None:
         total -= stat.st_size
 
 
-def touch(paths: Sequence[Path]) -> None:
+def mark_used(paths: Sequence[Path]) -> None:
     """Mark files as used now, later blocks slightly earlier, because they are useless without those before."""
     now = time.time()
     for i, path in enumerate(paths):

@@ -3,7 +3,7 @@
 Signs and mantissas of keys and values are noise, but their exponents have about a dozen values. Each exponent is stored
 as its distance below the greatest; those too far below are stored separately. Huffman coding (zlib) saves another
 twelfth of the bytes and decodes at a tenth of the speed, other coders of the standard library at less
-(docs/lab-log.md).
+(docs/measurements/lab-log.md).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from kvcli.prefix_cache.block_file import Block, CorruptFile, read, read_tokens
 from kvcli.prefix_cache.block_tree import BlockMatch, BlockTree
 from kvcli.prefix_cache.cache_key import cache_key
 from kvcli.prefix_cache.codec import Codec, Uncompressed
-from kvcli.prefix_cache.disk_quota import evict_lru, touch
+from kvcli.prefix_cache.disk_quota import evict_lru, mark_used
 from kvcli.prefix_cache.span_lookup import BlockIndexEntry, find_spans
 from kvcli.prefix_cache.tensor_codec import coded_state, decoded_state
 from kvcli.settings.small_file import Unfit, parse_object, read_small
@@ -109,7 +109,7 @@ class PrefixCache:
                 continue  # the corrupt file was deleted: try the blocks before it
             except OSError:  # the file remains and would be found again
                 break
-            touch([one.path for one in found])
+            mark_used([one.path for one in found])
             break
         return session.committed
 
@@ -156,7 +156,7 @@ class PrefixCache:
             fresh = sum(one.nbytes for one in new)
             if size > self.most or fresh > shutil.disk_usage(folder).free - SPARE:
                 return SaveResult(0, f"{size >> 20:,} MiB of keys and values have no room in {self.folder}")
-            touch(here)
+            mark_used(here)
             evict_lru(self.folder, self.most, fresh)
             if not (folder / FIELDS).exists():
                 about = {MODEL: self._lm.info.id, **self._of(session, shaping)}
@@ -166,7 +166,7 @@ class PrefixCache:
                     return SaveResult(written, STOPPED)
                 written += one.write()
                 one.drop()
-            touch(here)
+            mark_used(here)
             evict_lru(self.folder, self.most)
         except OSError as error:
             return SaveResult(written, f"{UNKEPT}: {error.strerror or error}")
@@ -228,7 +228,7 @@ class PrefixCache:
                     session.rewind(0)
                     raise SnapshotMismatch("it is of another text")
                 session.resume(ids)  # as each question starts
-                return touch([path])
+                return mark_used([path])
             except (CorruptFile, SnapshotMismatch):
                 path.unlink(missing_ok=True)
             except OSError:  # the file remains

@@ -22,7 +22,7 @@ from kvcli.engine.prefill.matching_spans import MatchingSpan, find_matching_span
 from kvcli.engine.prefill.span_reuse import Found, Held, SpanSourceGone
 from kvcli.prefix_cache.block_file import LENGTH, CorruptFile, read, read_tokens
 from kvcli.prefix_cache.block_tree import ROOT, BlockTree, name_of
-from kvcli.prefix_cache.disk_quota import touch
+from kvcli.prefix_cache.disk_quota import mark_used
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
@@ -74,7 +74,7 @@ class BlockChain:
                 raise SpanSourceGone from error
             except OSError as error:  # the file remains
                 raise SpanSourceGone from error
-        touch([seen.path for seen in self.blocks[:last]])
+        mark_used([seen.path for seen in self.blocks[:last]])
         each = {layer: zip(*parts, strict=True) for layer, parts in found.items()}
         device = self.lm.device
         return {layer: (torch.cat(k, 1).to(device), torch.cat(v, 1).to(device)) for layer, (k, v) in each.items()}

@@ -61,7 +61,7 @@ KV = Mapping[int, tuple[Tensor, Tensor]]
 
 def texts(model: Model, name: str, n: int) -> Iterator[list[int]]:
     """Ids of pieces of a document."""
-    file = "demo:report" if name == "demo" else ROOT / "docs" / "drafting.md"
+    file = "demo:report" if name == "demo" else ROOT / "docs" / "design" / "drafting.md"
     ids = encode(model.tokenizer, read_document(file).text)
     for start in list(range(0, len(ids) - PAST - NEXT, PAST + NEXT))[:n]:
         yield ids[start : start + PAST + NEXT]

@@ -66,7 +66,9 @@ def compare(file: Path, tokens: int, without: list[str]) -> dict[str, Any]:
 
 def text() -> str:
     """Prose and tables of this project."""
-    return "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("docs/memory.md", "docs/models.md"))
+    return "\n\n".join(
+        (ROOT / name).read_text(encoding="utf-8") for name in ("docs/design/kv-cache.md", "docs/models.md")
+    )
 
 
 def logits(lm: LM, ids: list[int]) -> Tensor:

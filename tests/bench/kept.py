@@ -74,7 +74,10 @@ def commands(model: str, document: Path, reps: int) -> list[dict[str, Any]]:
 
 @measurement("Read once")
 def kept(
-    model: str = "smollm2-135m", document: Path = ROOT / "docs" / "drafting.md", reps: int = 5, tokens: int = 8000
+    model: str = "smollm2-135m",
+    document: Path = ROOT / "docs" / "design" / "drafting.md",
+    reps: int = 5,
+    tokens: int = 8000,
 ) -> Rows:
     yield from commands(model, document.resolve(), reps)
     taken = resumed(tokens, max(1, reps // 2), "exact")

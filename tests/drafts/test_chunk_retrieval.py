@@ -286,8 +286,8 @@ def test_looks_come_by_the_number_of_rounds() -> None:
 
 def test_what_is_asked_for_is_what_is_set() -> None:
     assert rounds(trigger("every:5"), [True] * 11) == [0, 5, 10]
-    assert [*guesser(drafter(looks=2))._sights] == [lm().n_layers - 2, lm().n_layers - 1]
-    near, far = (guesser(drafter(shelf=shelf)) for shelf in ("device", "host"))
+    assert [*guesser(drafter(scored_layers=2))._sights] == [lm().n_layers - 2, lm().n_layers - 1]
+    near, far = (guesser(drafter(chunk_device=shelf)) for shelf in ("device", "host"))
     assert (near._is_far, far._is_far) == (False, True)
 
 

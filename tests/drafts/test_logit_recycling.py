@@ -34,7 +34,7 @@ def test_the_host_noise_is_the_reference():
 
 
 def test_the_newest_successors_of_a_token_replace_the_old():
-    source = RecycledLogits("recycle", 1, 1)
+    source = RecycledLogits("token-recycling", 1, 1)
     source.add([1], [2, 3], logs(0.6, 0.3))
     source.add([1], [4, 2], logs(0.7, 0.2))
     source.start([9, 1])
@@ -62,7 +62,7 @@ def test_the_longest_known_key_decides():
 
 
 def test_a_path_follows_its_own_guesses():
-    source = RecycledLogits("recycle", 1, 1)
+    source = RecycledLogits("token-recycling", 1, 1)
     for token in range(5):
         source.add([token], [token + 1], logs(0.99))
     source.start([0])
@@ -87,7 +87,7 @@ def test_what_is_guessed_first_is_what_the_sampler_draws(settings: dict[str, flo
 
 def test_keys_are_limited(monkeypatch):
     monkeypatch.setattr("kvcli.drafts.sources.logit_recycling.KEYS", 3)
-    source = RecycledLogits("recycle", 1, 1)
+    source = RecycledLogits("token-recycling", 1, 1)
     for token in range(9):
         source.add([token], [0], [0.0])
     source.start([5])

@@ -17,18 +17,18 @@ def test_without_scouts_neither_rows_nor_a_view_are_planned_for():
     assert with_scouts.rows == 1 + 7 + 15
     assert with_scouts.view_slots(1000) == 124
     assert with_scouts.view_slots(50) == 50
-    without = Mix(max=7, view="stream", sources=("suffix", "recycle"))
+    without = Mix(max=7, view="stream", sources=("prompt-lookup", "token-recycling"))
     assert without.rows == 8
     assert without.view_slots(1000) == 0
     assert without.drafter().view is None
 
 
 def test_what_a_model_keeps_beside_its_guesses_is_planned_for_as_in_a_mix():
-    beside = SeparateModelDraft(sources=("stand", "recycle"))
-    learned = Mix(sources=("stand", "recycle")).index_bytes(100)
+    beside = SeparateModelDraft(sources=("stand", "token-recycling"))
+    learned = Mix(sources=("stand", "token-recycling")).index_bytes(100)
     assert learned == 400 * logit_recycling.KEY_BYTES
     assert beside.index_bytes(100) == SeparateModelDraft().index_bytes(100) + learned
-    assert SelfDraft(sources=("recycle",), copies=False).index_bytes(100) == 100 * logit_recycling.KEY_BYTES
+    assert SelfDraft(sources=("token-recycling",), copies=False).index_bytes(100) == 100 * logit_recycling.KEY_BYTES
 
 
 def test_a_mix_of_nothing_is_refused():
@@ -49,7 +49,7 @@ def test_logits_rest_where_listening_takes_longer_than_it_brings(
 
     for module in (tree_drafter, logit_recycling):
         monkeypatch.setattr(module, "perf_counter", clock)
-    config = Mix(sources=("suffix", "stand", "recycle"))
+    config = Mix(sources=("prompt-lookup", "stand", "token-recycling"))
     run = engine(config.drafter(), copied_ids(3000, 1), 400, hook_output=lambda row: [7000.0, 7001.0, 1.0, 0.0]).run(
         100
     )

@@ -277,7 +277,7 @@ def test_one_tree_is_no_slower_than_what_is_best_in_it(
 def test_others_go_on_behind_what_only_the_model_named(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, 0.1, lambda at: 1.0)
     run.truth = run.known.truth = [i % 40 for i in range(2000)]
-    config = SeparateModelDraft(adaptive=False, depth=2, branches=1, copies=False, sources=("stand", "recycle"))
+    config = SeparateModelDraft(adaptive=False, depth=2, branches=1, copies=False, sources=("stand", "token-recycling"))
     run.drafter = config.mixer(ModelDraft(run.known, depth=2, vocab=30000, share=0.1), PromptLookup(1, 32))  # type: ignore[arg-type]
     list(run.drafter.start(run.truth[: run.at]) or ())  # type: ignore[call-overload]
     for source in run.drafter._successors:

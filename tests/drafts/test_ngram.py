@@ -87,7 +87,7 @@ def test_refused_guesses_lose_credit_and_confirmed_ones_gain_it():
             text = [1000 + turn, 1, 2, 3, 2000 + turn, 1, 2]
             drafter.start(text)
             observe(drafter, text, drafter.propose(text, 9), [3] if right else [4000 + turn])
-        chances.append(next(a.share for a in drafter.report().by_source["suffix"] if a.match == "2-3"))
+        chances.append(next(a.share for a in drafter.report().by_source["prompt-lookup"] if a.match == "2-3"))
     assert chances[0] > 0.8 > 0.4 > chances[1]
 
 

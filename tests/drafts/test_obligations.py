@@ -1,6 +1,6 @@
 """What drafting owes the text beside the table of exactness: nothing of a refused guess is left anywhere.
 
-docs/drafting.md lists all obligations and the tests that hold them.
+docs/design/exactness.md lists all obligations and the tests that hold them.
 """
 
 from __future__ import annotations

@@ -209,20 +209,20 @@ DRAFTERS: dict[str, Make] = {
         for name in ("foreign", "constant")
     },
     # itself, over what the store shows to guesses, by two of three layers; tests/drafts/test_self_draft.py has more
-    "self": lambda truth: drafters.Itself(skip="clasp", skipped=1.0, sources=("recycle",)),
+    "self": lambda truth: drafters.Itself(skip="clasp", skipped=1.0, sources=("token-recycling",)),
     # the same without its last layers, and without those that an earlier text of the table did not need
     "self-early": lambda truth: drafters.Itself(skip="early", skipped=1.0),
     "self-knn": lambda truth: drafters.Itself(skip="knn", skipped=1.0),
     # an MTP layer over its hidden states, that guesses well and that is at random
     "mtp": lambda truth: drafters.Headed(truth, depth=4, branches=2),
-    "mtp-random": lambda truth: drafters.Headed(branches=3, sources=("recycle",)),
+    "mtp-random": lambda truth: drafters.Headed(branches=3, sources=("token-recycling",)),
     # an assistant that reads what the model has stored, in whichever way that lies
     "assistant": lambda truth: drafters.Assisted(truth, depth=4, branches=2),
-    "assistant-random": lambda truth: drafters.Assisted(branches=3, sources=("recycle",)),
+    "assistant-random": lambda truth: drafters.Assisted(branches=3, sources=("token-recycling",)),
     "model-tree": lambda truth: trees(TREES[sum(truth) % len(TREES)]),  # each cell has one of the kinds
     # a second model, copies and what the model that writes thought likely, in one tree
     "model-mix": lambda truth: SeparateModelDraft(
-        adaptive=False, depth=2, branches=2, sources=("stand", "recycle")
+        adaptive=False, depth=2, branches=2, sources=("stand", "token-recycling")
     ).drafter([STOP], ModelPair(lm("dense", "fp32"), sibling())),
     "chain": lambda truth: Ngram(adaptive=False, branches=1, min_match=1).drafter(),
     # one some of whose layers keep a state: copies in its passes come true in part

@@ -1,4 +1,4 @@
-"""The arithmetic of docs/fit.md on published configs: no model is loaded, no file read."""
+"""The arithmetic of docs/design/fit.md on published configs: no model is loaded, no file read."""
 
 from __future__ import annotations
 

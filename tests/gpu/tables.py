@@ -1,4 +1,4 @@
-"""What `python -m tests.gpu` found, as the tables of docs/gpu.md.
+"""What `python -m tests.gpu` found, as the tables of docs/measurements/gpu.md.
 
     python -m tests.gpu.tables NAME FILE ..      writes docs/benchmarks/gpu-{checks,steps,kernels}-NAME.json
 

@@ -273,7 +273,7 @@ def test_an_unknown_name_in_front_does_not_stand_for_the_one_of_the_page(said: s
 
 
 def test_the_docs_name_every_kind_of_claim():
-    text = (Path(__file__).parents[2] / "docs/summarize.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/design/citations.md").read_text(encoding="utf-8")
     assert [kind for kind in KINDS if kind not in " ".join(text.split())] == []
 
 

@@ -1,4 +1,4 @@
-"""`kvcli bench --calibrate`: what this machine does in which time."""
+"""`kvcli bench --calibrate`: measure the speed of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def print_calibration(setup: Setup) -> int:
-    """Measure, and print the document: an object with --json, one line for each figure with --plain, else in words."""
+    """Measure, and print a JSON object with --json, one line per figure with --plain, else sentences."""
     from kvcli.bench.run import refuse_unbuilt
     from kvcli.calibrate.run import run_calibration
     from kvcli.render.bench.progress import progress
@@ -42,7 +42,7 @@ def print_calibration(setup: Setup) -> int:
 
 
 def flat(name: str, value: object) -> Iterator[tuple[str, str]]:
-    """Dotted names of everything in a document."""
+    """Yield all values of a document with their dotted names."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from flat(f"{name}.{key}" if name else str(key), inner)

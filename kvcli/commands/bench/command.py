@@ -1,4 +1,4 @@
-"""`kvcli bench`: profiles side by side on the same prompts, all in one run."""
+"""`kvcli bench`: compare profiles on the same prompts in one run."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def bench(
     fail_if: o.FailIf = None,
     dry_run: o.DryRun = False,
 ) -> int:
-    """Profiles side by side: speed, memory, agreement, quality.
+    """Compare profiles: speed, memory, agreement, quality.
 
-    Every side continues the same prompts, greedily or by --set sample.temperature=0.8, and they take turns, so that a
-    machine that slows down slows all.
+    All profiles continue the same prompts, greedily or with --set sample.temperature=0.8. They run in turns, so that a
+    machine that slows down slows all of them.
     """
     from kvcli.commands.bench.output import outlet
     from kvcli.commands.common.run_setup import Setup
@@ -82,7 +82,7 @@ def bench(
 
 
 def run(setup: Setup, typed: Mapping[str, Any], out: BenchOutput, dry_run: bool) -> int:
-    """Check everything that can be checked, then measure."""
+    """Check all options and models first, then measure."""
     from kvcli.bench.run import check_room, refuse_unbuilt
     from kvcli.commands.bench.quality import suite
     from kvcli.commands.bench.request import parse_request
@@ -106,7 +106,7 @@ def run(setup: Setup, typed: Mapping[str, Any], out: BenchOutput, dry_run: bool)
 
 
 def prepare(setup: Setup, asked: BenchArguments, found: Source, quality: Quality | None, bar: Bar) -> Bench:
-    """The benchmark, with nothing loaded yet."""
+    """Return the benchmark, with no model loaded yet."""
     bar.show(0, 0, f"loading {setup.name}")
     from kvcli.commands.common.interrupt import insisting
 
@@ -122,7 +122,7 @@ def prepare(setup: Setup, asked: BenchArguments, found: Source, quality: Quality
 
 
 def measure(bench: Bench) -> int:
-    """Run it. Ctrl-C keeps what there is."""
+    """Run the benchmark. After Ctrl-C, the results so far are kept."""
     try:
         bench.run()
     except KeyboardInterrupt:
@@ -130,5 +130,5 @@ def measure(bench: Bench) -> int:
             raise
         return ExitStatus.INTERRUPTED
     finally:
-        bench.close()  # a side may have a process of its own
+        bench.close()  # a baseline may run in a process of its own
     return ExitStatus.OK if bench.complete else ExitStatus.INTERRUPTED

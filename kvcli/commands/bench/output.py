@@ -1,4 +1,4 @@
-"""What `kvcli bench` prints, writes and keeps, and how it ends."""
+"""Output of `kvcli bench`: printed tables, files, saved results, and the exit code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Regression(KvcliError):
 
 @dataclass(frozen=True)
 class BenchOutput:
-    """Where the result goes. With a file, standard output still gets the table (or, with --json, the object)."""
+    """Destination of the result. With a file, the table (or, with --json, the object) is also printed."""
 
     world: Environment
     shown: Format  # on standard output
@@ -44,13 +44,13 @@ class BenchOutput:
     save: bool = False
 
     def finish(self, bench: Bench, status: int) -> int:
-        """Print, write, save, and say which conditions failed; returns the exit code."""
+        """Print, write and save the result, and report failed conditions; returns the exit code."""
         from kvcli.bench.document import document_of
 
         document = document_of(bench)
         missed = [*self._keep(document)]
         self._print(document)
-        if missed:  # said last: by now the figures are on the screen
+        if missed:  # last, when the figures are on the screen
             raise missed[0]
         failed = [check for check in document.checks if check.failed]
         if failed and status == ExitStatus.OK:
@@ -64,7 +64,7 @@ class BenchOutput:
         return status
 
     def _keep(self, document: BenchDocument) -> Iterator[BadInput]:
-        """Write and save; what cannot be kept, as errors."""
+        """Write and save the result; yields the errors of failed writes."""
         for keep in (self._write, self._save):
             try:
                 keep(document)
@@ -104,7 +104,7 @@ class BenchOutput:
 
 
 def outlet(world: Environment, format: Format | None, output: str | None, save: bool) -> BenchOutput:
-    """Refuses what cannot be written before anything is measured."""
+    """Return the destination. Refuses files that cannot be written, before anything is measured."""
     if world.options.json and format not in (None, "json") and output is None:
         raise UsageError(f"--json and --format {format} exclude each other", try_=["one of the two"])
     shown: Format = "json" if world.options.json else "table" if output else format or "table"
@@ -118,12 +118,12 @@ def outlet(world: Environment, format: Format | None, output: str | None, save: 
 
 
 def folder(world: Environment) -> Path:
-    """Where saved results lie."""
+    """Return the folder of saved results."""
     return world.paths.data / "bench"
 
 
 def table_lines(document: BenchDocument, width: int) -> list[str]:
-    """The table, and the quality suite's below it."""
+    """Return the lines of the table, with that of the quality suite below."""
     from kvcli.render import quality as q
     from kvcli.render.bench.table import table
 
@@ -134,7 +134,7 @@ def table_lines(document: BenchDocument, width: int) -> list[str]:
 
 
 def rendered(document: BenchDocument, format: Format, width: int, world: Environment) -> str:
-    """The document in one of the formats, its last newline included."""
+    """Return the document in one of the formats, with a newline at the end."""
     from kvcli.render.bench import text
 
     if format == "json":
@@ -153,7 +153,7 @@ def rendered(document: BenchDocument, format: Format, width: int, world: Environ
 
 
 def print_history(world: Environment, model: str, ctx: str | None, workload: str | None) -> int:
-    """Earlier results of a model."""
+    """Print earlier results of a model."""
     from kvcli.bench.grid import contexts
     from kvcli.bench.history import history
     from kvcli.render.bench.text import trend
@@ -175,7 +175,7 @@ def print_history(world: Environment, model: str, ctx: str | None, workload: str
 
 
 def print_dry_run(world: Environment, asked: BenchArguments) -> int:
-    """The sides, the prompts and how many runs that makes."""
+    """Print the profiles and baselines, the prompts and the number of runs."""
     from kvcli.schemas.bench import BenchPlanDocument, PlannedSide
 
     args = asked.args

@@ -20,7 +20,7 @@ Suite = Callable[["Model", "list[Profile]"], "QualityDocument | None"]
 
 
 def suite(world: Environment, asked: BenchArguments, bar: Bar) -> Suite | None:
-    """What runs once the speeds are measured; None for --quality off and agree. Unknown tasks are refused here."""
+    """Return the suite that runs after the speed runs; None for --quality off and agree. Refuses unknown tasks."""
     typed = asked.args
     tasks = listed(typed.quality)
     if tasks in (["off"], ["agree"]):
@@ -48,7 +48,7 @@ def suite(world: Environment, asked: BenchArguments, bar: Bar) -> Suite | None:
         file = next(iter(asked.files.values()), None)
         agreed = None
         with Interrupt() as cancel:
-            if file is not None:  # first: a text that is too short is refused before minutes of work
+            if file is not None:  # first: refuse a text that is too short, before minutes of work
                 agreed = agreement(model, profiles, file.text, seed=typed.seed, tell=bar.show, cancel=cancel)
             result = run_quality(
                 model,

@@ -1,4 +1,4 @@
-"""From the options of `kvcli bench` to what is measured: every name checked before anything is loaded."""
+"""Parsing of the options of `kvcli bench`: every name is checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvcli.settings.profile import Profile
 
 
-# options that a result notes as they were typed
+# options that are recorded in the result as they were typed
 AS_TYPED = (
     "reps", "warmup", "interleave", "memory", "seed", "quality", "device", "dtype", "quant", "budget", "allow_pickle",
     "query_visible", "quality_n", "quality_lengths",
@@ -37,17 +37,17 @@ AS_TYPED = (
 
 @dataclass
 class BenchArguments:
-    """What is measured, the first of `sides` being the baseline unless `earlier` is."""
+    """The runs to measure. The baseline is `earlier`, or else the first of `sides`."""
 
     args: BenchArgs
-    sides: list[tuple[str, str, Profile]]  # name, kind, and the profile it is or has to be like
+    sides: list[tuple[str, str, Profile]]  # name, kind, and the profile that it is or has to match
     files: Mapping[str, Document]
     earlier: BenchDocument | None = None
     earlier_name: str = ""
     notes: list[str] = field(default_factory=list)
 
     def recipes(self, folder: str, cache: Path, draft: Callable[[str], Source]) -> list[Recipe]:
-        """`draft`: a model that drafts by its name, which another process would look for without our config."""
+        """Return the recipe of each side. `draft`: finds a draft model by name, as other processes lack the config."""
         drawn, where, found = (self.args.temperature, self.args.seed), (folder, str(cache)), []
         for name, kind, profile in self.sides:
             same = drawing(profile, *drawn)
@@ -58,7 +58,7 @@ class BenchArguments:
 
 
 def parse_request(setup: Setup, typed: Mapping[str, Any]) -> BenchArguments:
-    """Check and complete what was typed, by the names of the options. Raises KvcliError subclasses."""
+    """Check and complete the options typed, given by name. Raises KvcliError subclasses."""
     for name, least in (("reps", 1), ("warmup", 0), ("seed", 0), ("quality_n", 1)):
         flag, value = f"--{name.replace('_', '-')}", typed[name]
         if value is not None and value < least:
@@ -75,7 +75,7 @@ def parse_request(setup: Setup, typed: Mapping[str, Any]) -> BenchArguments:
 
 
 def _args(setup: Setup, typed: Mapping[str, Any], names: list[str]) -> BenchArgs:
-    """What was typed, complete enough to type it again."""
+    """Return the options typed, complete enough to repeat the command."""
     return BenchArgs(
         model=setup.name,
         profiles=[],
@@ -94,7 +94,7 @@ def _args(setup: Setup, typed: Mapping[str, Any], names: list[str]) -> BenchArgs
 
 
 def temperature(setup: Setup) -> float:
-    """What `--set` says, else 0: what a profile or a config says of drawing is not measured."""
+    """Return the temperature from `--set`, else 0. Sampling settings of profiles and config files are ignored."""
     typed = [item for item in setup.world.options.set if item.strip().startswith("sample.")]
     for item in typed:
         if (key := item.partition("=")[0].strip()) != "sample.temperature":
@@ -106,7 +106,7 @@ def temperature(setup: Setup) -> float:
 
 
 def read_workloads(setup: Setup, text: str | None, most: int = 1) -> tuple[list[str], dict[str, Document]]:
-    """Their names, and the documents of those that are files; with no text, so many usual ones."""
+    """Return workload names, and documents for those that are files. `most`: number of default workloads."""
     names = list(dict.fromkeys(usual(setup.entry.path)[:most] if text is None else listed(text)))
     files = {}
     for name in names:
@@ -127,14 +127,14 @@ def read_workloads(setup: Setup, text: str | None, most: int = 1) -> tuple[list[
 
 
 def _profiles(setup: Setup, asked: BenchArguments) -> list[tuple[str, str, Profile]]:
-    """The profiles, each with its varied forms."""
+    """Return the profiles, each with its --vary variants."""
     current, names = setup.profile(), asked.args.named
     if names == []:
         raise UsageError("--profiles names none", try_=["--profiles exact,ngram"])
     loading = [item for item in setup.world.options.set if item.strip().startswith(("load.", "sample."))]
     plain = replace(setup, flags={key: flag for key, flag in setup.flags.items() if key.startswith("load.")})
-    is_plain = setup.flags == plain.flags  # a flag that changes the text changes it on every side that is named
-    fixed = [] if names and is_plain else [plain.resolve("exact", loading)]  # the yardstick: the same weights alone
+    is_plain = setup.flags == plain.flags  # a flag that changes the text applies to every named profile
+    fixed = [] if names and is_plain else [plain.resolve("exact", loading)]  # plain decoding with the same weights
     found = [setup.resolve(name, setup.world.options.set) for name in names or ()] or [current]
     if names and fixed:
         asked.notes.append("exact comes first as it is, beside what --profiles names under --budget")
@@ -158,7 +158,7 @@ def _varied(setup: Setup, profile: Profile, varies: Sequence[Vary], asked: Bench
 
 
 def _distinct(sides: Sequence[tuple[str, Profile]]) -> list[tuple[str, Profile]]:
-    """A profile that is named twice runs twice: that shows how far two equal sides differ."""
+    """Number repeated names. A profile named twice runs twice, which shows how far equal runs differ."""
     seen: dict[str, int] = {}
     found = []
     for name, profile in sides:
@@ -170,7 +170,7 @@ def _distinct(sides: Sequence[tuple[str, Profile]]) -> list[tuple[str, Profile]]
 def _with_baselines(
     setup: Setup, names: Sequence[str], profiles: list[tuple[str, str, Profile]], asked: BenchArguments
 ) -> list[tuple[str, str, Profile]]:
-    """The first baseline first, the others last, profiles that are one already where they are."""
+    """Return all sides: the first baseline, then profiles, then other baselines, each name once."""
     first: list[tuple[str, str, Profile]] = []
     last: list[tuple[str, str, Profile]] = []
     for i, name in enumerate(dict.fromkeys(names)):

@@ -1,4 +1,4 @@
-"""What answers are held to: the grammar of --schema, --grammar or --json-object, read before a model loads."""
+"""Structured output: the grammar of --schema, --grammar or --json-object, read before a model loads."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from kvcli.environment import Environment
     from kvcli.render.terminal.screen import Screen
 
-LARGEST = 1 << 20  # bytes of a schema or a grammar
+LARGEST = 1 << 20  # bytes of a schema or a grammar, at most
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerConstraint:
-    """What the answers of this run are held to."""
+    """The constraint on the answers of this run."""
 
     name: str
     constraint: Constraint
     stops: Collection[int]
 
     def missed(self, turn: Turn) -> str:
-        """What to say of an answer that its length limit cut before it was whole; nothing of others."""
+        """Return a note if the length limit cut the answer before it was complete; else ""."""
         from kvcli.engine.sequence.constraint import is_whole
 
         if turn.finish != "length" or is_whole(self.constraint, turn.ids, self.stops):
@@ -39,7 +39,7 @@ class AnswerConstraint:
 
 
 def constrain(model: Model, grammar: Grammar, screen: Screen) -> AnswerConstraint:
-    """The model's answers to the grammar."""
+    """Constrain the model's answers to the grammar."""
     from kvcli.render.turn.turn_view import busy_word
 
     with busy_word(screen, "reading the vocabulary"):
@@ -47,7 +47,7 @@ def constrain(model: Model, grammar: Grammar, screen: Screen) -> AnswerConstrain
 
 
 def read_grammar(world: Environment, schema: str | None, rules: str | None, json_object: bool) -> Grammar | None:
-    """The one that was asked for, if any."""
+    """Return the grammar of the options, if there is one."""
     typed = [flag for flag, value in (("--schema", schema), ("--grammar", rules)) if value is not None]
     typed += ["--json-object"] if json_object else []
     if len(typed) > 1:

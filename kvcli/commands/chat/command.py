@@ -1,4 +1,4 @@
-"""`kvcli chat`: one question with -p or from a pipe, a conversation on a terminal."""
+"""`kvcli chat`: one question with -p or from a pipe, an interactive chat on a terminal."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def chat(
     """Talk to a model, or ask it one question with -p or through a pipe.
 
     The answer goes to stdout, all else to stderr. "kv" in the figures is the
-    cache: keys and values of every token read, so nothing is read twice.
+    KV cache: keys and values of all tokens, so no token is computed twice.
     """
     from kvcli.commands.chat.answer_constraint import read_grammar
     from kvcli.commands.chat.pack_option import model_of as packed_model
@@ -117,7 +117,7 @@ def chat(
 
 
 def about_pack(question: Question, packed: Pack) -> Question:
-    """The question behind what was packed."""
+    """Return the question with the documents and the system text of the pack."""
     if question.documents:
         raise UsageError("--pack goes without documents from standard input", try_=["kvcli chat ... </dev/null"])
     return replace(question, documents=tuple(packed.documents), system=packed.chat.system)
@@ -125,7 +125,7 @@ def about_pack(question: Question, packed: Pack) -> Question:
 
 @contextmanager
 def kept(world: Environment, latest: bool, name: str | None, no_save: bool) -> Iterator[OpenedChat | None]:
-    """The chat to go on with, if there is one; until the end nobody else has it, unless it is only read."""
+    """Yield the saved chat to continue, if there is one. It is locked until the end, except with --no-save."""
     if latest and name is not None:
         raise UsageError("--continue and --resume exclude each other", try_=["one of the two"])
     if not latest and name is None:
@@ -150,7 +150,7 @@ def answer(
     rules: Grammar | None = None,
     packed: Pack | None = None,
 ) -> int:
-    """Load the model and ask it, or let the user talk to it."""
+    """Load the model and answer one question, or start the interactive chat."""
     from kvcli.commands.chat.answer_constraint import constrain
     from kvcli.commands.chat.save_chat import about, keep, keep_read, sessions_of
     from kvcli.commands.common.inputs import tell
@@ -159,13 +159,13 @@ def answer(
 
     world = setup.world
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
-    setup.reuses = setup.keeps_chats  # --no-save keeps nothing, and reads what is kept
+    setup.reuses = setup.keeps_chats  # --no-save saves nothing, but uses the prefix cache
     run, text = load_model(setup, profile, wanted, screen)
     from kvcli.chat.conversation import Chat
 
     talk = Chat(text, sessions=sessions_of(world), holds=True, called=setup.lasting_name)
     with ExitStack() as ends:
-        ends.callback(lambda: talk.model.close())  # /model may have put another one there
+        ends.callback(lambda: talk.model.close())  # /model may have changed the session
         ends.callback(talk.close)
         if packed is not None:
             packed.refuse_other(text)
@@ -175,7 +175,7 @@ def answer(
             tell(world, note)
         held = constrain(text.model, rules, screen) if rules is not None else None
         if question.text is None:
-            del text  # so that nothing but the chat holds the weights
+            del text  # so that only the chat refers to the weights
             return converse(setup, run, talk, screen, keeps, held, rules)
         if opened is not None:
             tell(world, f"goes on with {about(talk)}")
@@ -190,7 +190,7 @@ def answer(
 
 
 def begin(world: Environment, talk: Chat, question: Question, opened: OpenedChat | None, keeps: bool) -> None:
-    """What the chat starts from: one that was kept, what was typed over it, and documents that it has not yet."""
+    """Prepare the chat: a saved chat, options that override its settings, and documents that are new to it."""
 
     if opened is not None:
         talk.take(opened)
@@ -216,7 +216,7 @@ def ask_once(
     stream: bool,
     held: AnswerConstraint | None = None,
 ) -> int:
-    """One question. Ctrl-C ends the answer after the pass it is in; what was said stays."""
+    """Answer one question. Ctrl-C ends the answer after the current pass; the text so far is kept."""
     from kvcli.commands.common.inputs import tell
     from kvcli.commands.common.interrupt import Interrupt
 
@@ -247,7 +247,7 @@ def ask_once(
 
 
 def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[Event]:
-    """The same events; what had to be done to the prompt is said before the next."""
+    """Yield the events, and show notes on the prompt before the next event."""
     said = 0
     for event in events:
         for note in talk.notes[said:]:
@@ -265,7 +265,7 @@ def converse(
     held: AnswerConstraint | None = None,
     rules: Grammar | None = None,
 ) -> int:
-    """The interactive chat."""
+    """Run the interactive chat."""
     from kvcli.commands.chat.answer_constraint import constrain
     from kvcli.commands.chat.repl import run_repl
     from kvcli.commands.chat.save_chat import about

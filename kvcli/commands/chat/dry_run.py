@@ -1,4 +1,4 @@
-"""`kvcli chat --dry-run`: the settings of a run and what it would need, with nothing loaded."""
+"""`kvcli chat --dry-run`: the settings of a run and the memory it needs, with nothing loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def print_plan(setup: Setup, profile: Profile, files: Sequence[str]) -> int:
-    """The plan in words, or as `kvcli.plan/1`."""
+    """Print the plan in words, or as `kvcli.plan/1`."""
     document = plan(setup, profile, files)
     if setup.world.options.json:
         print_json(setup.world, document)
@@ -47,7 +47,7 @@ def print_plan(setup: Setup, profile: Profile, files: Sequence[str]) -> int:
 
 
 def plan(setup: Setup, profile: Profile, files: Sequence[str]) -> PlanDocument:
-    """Look at files and settings only."""
+    """Return the plan, from files and settings only."""
     world = setup.world
     documents = [read_file(world, name) for name in files]
     entry = look_at(world, setup.name, kind_of(world, setup.name), profile.load.allow_pickle, strict=True)
@@ -77,7 +77,7 @@ def plan(setup: Setup, profile: Profile, files: Sequence[str]) -> PlanDocument:
 
 
 def _needs(setup: Setup, profile: Profile, found: Source, context: int) -> Plan | None:
-    """The estimate of `kvcli fit` for a full window; None for a model whose config does not say how large it is."""
+    """Return the estimate of `kvcli fit` for a full context window; None if the config does not give the sizes."""
     try:
         return outlook_of(setup, found).plan(profile, context or None)
     except KvcliError:

@@ -1,4 +1,4 @@
-"""The line a user types in the chat: editing, history, completion, and texts of several lines."""
+"""Line editor of the chat: editing, history, completion, and texts of several lines."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ Words = Callable[[], Sequence[str]]
 
 
 class LineReader(Protocol):
-    """Where questions come from. Raises EOFError at the end and KeyboardInterrupt for Ctrl-C."""
+    """Source of the typed lines. Raises EOFError at the end and KeyboardInterrupt for Ctrl-C."""
 
     def read(self, default: str = "") -> str: ...
 
 
 def reader(world: Environment, words: dict[str, Words], history: Path | None) -> LineReader:
-    """An editor on a terminal that can move its cursor, plain lines on one that cannot."""
+    """Return an editor on a terminal that can move its cursor, else a reader of plain lines."""
     if world.environ.get("TERM") == "dumb":
         return Plain(world)
     return Editor(world, words, history)
 
 
 def unblocked(text: str) -> str:
-    '''The text without the `"""` around it.'''
+    '''Return the text without the `"""` around it.'''
     text = text.strip()
     if text.startswith(BLOCK):
         text = text.removeprefix(BLOCK).removesuffix(BLOCK).strip("\n")
@@ -53,13 +53,13 @@ def unblocked(text: str) -> str:
 
 
 def is_open(text: str) -> bool:
-    '''Whether a `"""` block was begun and not ended.'''
+    '''True if a `"""` block was begun and not ended.'''
     text = text.strip()
     return text.startswith(BLOCK) and not (len(text) >= 2 * len(BLOCK) and text.endswith(BLOCK))
 
 
 class Plain:
-    """Lines as they come, for TERM=dumb."""
+    """Reader of plain lines, for TERM=dumb."""
 
     def __init__(self, world: Environment) -> None:
         self.world = world
@@ -80,21 +80,21 @@ class Plain:
 
 
 class Editor:
-    """prompt_toolkit's line editor with our keys."""
+    """The line editor of prompt_toolkit, with key bindings of kvcli."""
 
     def __init__(self, world: Environment, words: dict[str, Words], history: Path | None) -> None:
         screen = world.stdout if world.is_tty("stdout") else world.stderr
-        # an editor moves the cursor as it likes: it gets the bare stream, and its texts are made harmless one by one
+        # the editor needs the raw stream to move the cursor, so its texts are escaped one by one
         output = create_output(cast("SafeStream", screen).stream)
         output.write = _harmless(output.write)  # type: ignore[assignment, method-assign]
         if isinstance(output, Vt100_Output):
-            # asking the terminal where its cursor is only serves menus, and the reply may land in what is typed
+            # the cursor position is needed for menus only, and the terminal's reply may mix with typed text
             output.enable_cpr = False
         self.session: PromptSession[str] = PromptSession(
             history=open_history(history),
             completer=SlashCompleter(words, world.cwd),
             complete_while_typing=False,
-            # a menu would keep empty lines below the prompt for itself
+            # a menu would reserve empty lines below the prompt
             complete_style=CompleteStyle.READLINE_LIKE,
             key_bindings=_keys(),
             multiline=True,
@@ -111,12 +111,12 @@ class Editor:
 
 
 def _harmless(write: Callable[[str], None]) -> Callable[[str], None]:
-    """For names that a folder offers as completions: those of others, with what they like in them."""
+    """Escape control characters in texts, because completions contain file names of other people."""
     return lambda text: write("\r\n".join(map(neutralise, text.split("\r\n"))))
 
 
 def _keys() -> KeyBindings:
-    """Enter sends unless a block is open; Alt-Enter begins a line."""
+    """Return key bindings: Enter sends unless a block is open; Alt-Enter begins a new line."""
     keys = KeyBindings()
 
     @keys.add("enter")
@@ -135,7 +135,7 @@ def _keys() -> KeyBindings:
 
 
 def open_history(path: Path | None) -> History:
-    """The history file, readable by its owner only; kept in memory where there is none or it cannot be written."""
+    """Open the history file, readable by its owner only; without a writable file, use memory."""
     if path is None:
         return InMemoryHistory()
     try:
@@ -148,7 +148,7 @@ def open_history(path: Path | None) -> History:
 
 
 class KeptHistory(FileHistory):
-    """The file of prompt_toolkit's form, written through our door. A line that cannot be kept is remembered for now."""
+    """A history file in the format of prompt_toolkit, readable by its owner only. Unwritable lines stay in memory."""
 
     def store_string(self, string: str) -> None:
         lines = "".join(f"+{line}\n" for line in string.split("\n"))
@@ -157,7 +157,7 @@ class KeptHistory(FileHistory):
 
 
 class SlashCompleter(Completer):
-    """Slash commands, and what their arguments can be. `words` gives the choices by kind."""
+    """Completer of slash commands and their arguments. `words` gives the choices by kind."""
 
     def __init__(self, words: dict[str, Words], folder: Path) -> None:
         self.words = words
@@ -169,7 +169,7 @@ class SlashCompleter(Completer):
             return
         name, space, argument = text[1:].partition(" ")
         if not space:
-            # a space goes in as well where an argument follows
+            # insert a space too if an argument follows
             names = sorted(n + " " * bool(c.usage) for c in COMMANDS.values() for n in (c.name, *c.also))
             yield from _matching(name, names)
             return

@@ -1,4 +1,4 @@
-"""A pack that was named on a command line: its model, the settings that it was read under, and what may go with it."""
+"""The --pack option: the pack's model and settings, and options that may be combined with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def pack_of(world: Environment, typed: str, others: Sequence[object], flags: str) -> Pack:
-    """The pack to ask, which says itself what was read. Raises UsageError where one of `others` was typed as well."""
+    """Open the pack, which has its own documents. Raises UsageError if one of the options `others` is typed too."""
     from kvcli.chat.document_pack import open_pack
 
     if any(others):
@@ -29,16 +29,16 @@ def pack_of(world: Environment, typed: str, others: Sequence[object], flags: str
 
 
 def model_of(world: Environment, packed: Pack) -> str:
-    """The model that it was read by. Raises BadInput for one that is not known here."""
+    """Return the model that made the pack. Raises BadInput if the model is not known here."""
     from kvcli.commands.chat.save_chat import known_here
 
     return known_here(world, packed.about.model, packed.folder.name, "packs")
 
 
 def profile_of(setup: Setup, packed: Pack | None) -> Profile:
-    """The profile that was typed, or else that of the pack with the settings that shape its past; these are said.
+    """Return the profile typed, or else that of the pack with the settings of its KV cache, which are printed.
 
-    Raises BadInput for what was typed and contradicts them.
+    Raises BadInput if the options typed contradict the settings of the pack.
     """
     if packed is None:
         return setup.profile()

@@ -1,4 +1,4 @@
-"""The chat on a terminal: a prompt, the answer as it comes, and slash commands, until the user leaves."""
+"""The interactive chat: a prompt, streamed answers, and slash commands, until the user leaves."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from kvcli.render.turn.turn_view import show_turn
 if TYPE_CHECKING:
     from kvcli.engine.sequence.constraint import Constraint
 
-LEAVE_WITHIN = 2.0  # seconds between two Ctrl-C at the prompt that leave
+LEAVE_WITHIN = 2.0  # seconds between two Ctrl-C at the prompt that end the chat
 HINT = "Ctrl-D or /exit to leave"
 
 
 class Profiles(Protocol):
-    """What the settings files offer. Handed in by the command that read them."""
+    """Settings from profiles and config files, passed in by the command that read them."""
 
     def names(self) -> Sequence[str]: ...
     def models(self) -> Sequence[str]: ...
     def keys(self) -> Sequence[str]:
-        """Keys that /set can complete."""
+        """Return the keys that /set can complete."""
         ...
 
     def resolve(self, name: str, sets: Sequence[str]) -> Any:
-        """The profile of that name with KEY=VALUE settings on top; raises BadConfig."""
+        """Return the profile of that name with KEY=VALUE settings on top; raises BadConfig."""
         ...
 
 
 class Repl:
-    """One chat on one terminal."""
+    """An interactive chat on a terminal."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class Repl:
         keeps: bool = False,
         constraint: Constraint | None = None,
     ) -> None:
-        """`before_file` may refuse a document; `change_model` puts another model under the chat; `after_turn` is handed
-        the last turn. With `keeps` the chat is on the disk whenever a line can be typed. `memory` is shown in the live
-        row (default: the process's RSS). Every answer is held to `constraint`.
+        """`before_file` may refuse a document; `change_model` changes the model of the chat; `after_turn` receives the
+        last turn. `keeps`: save the chat before each prompt. `memory` is shown in the live row (default: the process's
+        RSS). `constraint` restricts every answer.
         """
         self.keeps, self.constraint = keeps, constraint
         self.chat, self.screen, self.world = chat, screen, world
@@ -83,14 +83,14 @@ class Repl:
         self.reader = line_editor.reader(world, self._words(), history)
         self.last: Turn | None = None
         self.is_over = False
-        self.draft = ""  # put back at the prompt: a question that was stopped before its answer began
+        self.draft = ""  # a question stopped before its answer began, shown again at the prompt
         self._told: set[str] = set()  # notes already shown
-        self._left_at: float | None = None  # when Ctrl-C was last pressed at the prompt
+        self._left_at: float | None = None  # time of the last Ctrl-C at the prompt
 
     # --- the loop
 
     def run(self) -> ExitStatus:
-        """Until the user leaves."""
+        """Run the chat until the user leaves."""
         while not self.is_over:
             self.say("")
             line = self._read()
@@ -122,13 +122,13 @@ class Repl:
         return line
 
     def keep(self) -> None:
-        """Write what has changed since the last time, if this chat is to be kept."""
+        """Save changes since the last save, if this chat is to be saved."""
         for note in (keep(self.chat), keep_read(self.chat.model)) if self.keeps else ():
             if note:
                 self.warn(note)
 
     def handle(self, line: str) -> None:
-        """Ask a question or run a slash command. Nothing that goes wrong here ends the chat."""
+        """Ask a question or run a slash command. No error in it ends the chat."""
         try:
             well_formed(line, "what was typed")
             if line.startswith("//"):
@@ -141,7 +141,7 @@ class Repl:
             print_error(self.screen.err, error)
         except KeyboardInterrupt:
             self.say("stopped")
-        except Exception as error:  # a bug of ours must not cost the user the conversation
+        except Exception as error:  # a bug of kvcli must not end the chat
             self._report(error)
 
     def _report(self, error: Exception) -> None:
@@ -156,7 +156,7 @@ class Repl:
     # --- turns
 
     def ask(self, text: str) -> None:
-        """One question; if it was stopped before the answer began it is put back at the prompt."""
+        """Ask a question. If it is stopped before the answer begins, the prompt shows it again."""
         n = len(self.chat.messages)
         self.turn(lambda **options: self.chat.stream(text, **options))
         if self.last is not None and self.last.finish == "interrupted" and len(self.chat.messages) == n:
@@ -176,10 +176,10 @@ class Repl:
                 self.screen.note(note)
                 self._told.add(note)
         if self.after_turn is not None:
-            self.after_turn(done)  # None: it was not finished, and the one before is noted already
+            self.after_turn(done)  # None: not finished, and the turn before is already noted
 
     def last_turn(self, what: str) -> Turn:
-        """The last finished turn, or an error naming what was wanted of it."""
+        """Return the last finished turn. Raises an error that names the purpose `what` if there is none."""
         if self.last is None:
             raise BadInput(f"no {what} yet: nothing was asked", code="no_question")
         return self.last
@@ -188,17 +188,17 @@ class Repl:
 
     @property
     def limit(self) -> int:
-        """The window in use, tokens."""
+        """Tokens of the context window in use."""
         return self.chat.model.limit
 
     @property
     def settings(self) -> str:
-        """The profile and what was set over it, of each key the last."""
+        """The profile and the last setting of each key on top."""
         last = {item.partition("=")[0]: item for item in (*self.given, *self.said)}
         return " with ".join(filter(None, [self.profile_name, ", ".join(last.values())]))
 
     def reconfigure(self, name: str, said: Sequence[str]) -> None:
-        """Go on under another profile with the same weights. Refused, and nothing changed, if it does not work."""
+        """Continue under another profile with the same weights. If it is refused, nothing has changed."""
         if self.profiles is None:
             raise BadInput("profiles cannot be changed in this chat", code="no_profiles")
         before = self.chat.model
@@ -207,7 +207,7 @@ class Repl:
         if before.pack is not None and not before.pack.differs(changed):
             changed.pack = before.pack
         self.chat.model = changed
-        before.close()  # what keys and values it still has are of no use to the other profile
+        before.close()  # its remaining KV cannot be used under the other profile
         self.profile_name, self.said = name, list(said)
         again = "; the conversation is read again with it" if self.chat.messages and not is_kept else ""
         self.say(f"{self.settings} from the next question on{again}")
@@ -217,19 +217,19 @@ class Repl:
     # --- showing
 
     def say(self, text: str) -> None:
-        """A line on stderr, folded at the terminal's edge."""
+        """Print a line on stderr, wrapped at the terminal width."""
         self.lines(folded(text, self.screen.err.width))
 
     def warn(self, text: str) -> None:
         print_warning(self.screen.err, text)
 
     def lines(self, lines: Sequence[str]) -> None:
-        """Lines of a table, as they are."""
+        """Print lines of a table unchanged."""
         for line in lines:
             self.screen.err.line((line, ""))
 
     def listing(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Names at the left and sentences beside them, or below them on a narrow terminal."""
+        """Print names at the left with sentences beside them, or below them on a narrow terminal."""
         err = self.screen.err
         left = max(text_width(name) for name, _ in rows) + 2
         beside = err.width - left - 1 >= 36
@@ -247,7 +247,7 @@ class Repl:
     # --- the user's editor
 
     def edit_text(self, text: str) -> str:
-        """The text after the user's $EDITOR is done with it."""
+        """Return the text after editing in the user's $EDITOR."""
         environ = self.world.environ
         command = shlex.split(environ.get("VISUAL") or environ.get("EDITOR") or "vi")
         with tempfile.TemporaryDirectory(prefix="kvcli-") as folder:  # 0700
@@ -279,5 +279,5 @@ class Repl:
 
 
 def run_repl(chat: Chat, screen: Screen, world: Environment, **options: Any) -> ExitStatus:
-    """Chat until the user leaves. Options are those of Repl."""
+    """Run the interactive chat until the user leaves. Options are those of Repl."""
     return Repl(chat, screen, world, **options).run()

@@ -1,4 +1,4 @@
-"""Keeping a chat, turn by turn, and how it is shown where one is chosen."""
+"""Saving of a chat after each turn, and its line in lists of saved chats."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from kvcli.prefix_cache.prefix_cache import SaveResult as Read
     from kvcli.schemas.sessions import SessionEntry
 
-FEW = 10  # of a list to choose from
+FEW = 10  # entries of a list to choose from
 
 
 def sessions_of(world: Environment) -> SavedChats:
-    """The user's."""
+    """Return the user's saved chats."""
 
     def warn(text: str) -> None:
         from kvcli.render.terminal.errors import print_warning
@@ -36,7 +36,7 @@ def sessions_of(world: Environment) -> SavedChats:
 
 
 def reopen(sessions: SavedChats, world: Environment, wanted: str | None, *, holds: bool) -> OpenedChat:
-    """The conversation that is called so; with `holds` no other kvcli can have it meanwhile."""
+    """Open the saved chat of this name. `holds`: lock it against other kvcli processes."""
     try:
         return sessions.open(wanted, holds=holds, cwd=world.cwd)
     except BadInput as error:
@@ -46,14 +46,14 @@ def reopen(sessions: SavedChats, world: Environment, wanted: str | None, *, hold
 
 
 def model_of(world: Environment, opened: OpenedChat) -> str | None:
-    """The model that a chat was held with. A file from elsewhere may name only what is known and whole here."""
+    """Return the model of a saved chat. A file from elsewhere may name only models known and complete here."""
     if not opened.kept.origin:
         return opened.saved.model or None
     return known_here(world, opened.saved.model, "this file", "chats")
 
 
 def known_here(world: Environment, name: str, file: str, own: str) -> str:
-    """The model that a file from elsewhere names. Raises BadInput for one that is not known and complete here."""
+    """Return the model that a file from elsewhere names. Raises BadInput if it is not known and complete here."""
     from kvcli.commands.common.run_setup import config_of, find
     from kvcli.commands.models.model_names import known
 
@@ -74,9 +74,9 @@ def known_here(world: Environment, name: str, file: str, own: str) -> str:
 
 
 def keep(chat: Chat) -> str:
-    """Keep the conversation as it is now; why that did not work, if it did not. A lost file costs no turn.
+    """Save the chat; returns the reason if that failed. A failure does not end the chat.
 
-    Nor does Ctrl-C: the first is not heard, and one a second later, on a disk that hangs, gives up.
+    The first Ctrl-C is ignored. One a second later, as on a disk that hangs, stops saving.
     """
     if not chat.messages and not chat.is_kept:
         return ""
@@ -94,7 +94,7 @@ def keep(chat: Chat) -> str:
 
 
 def keep_read(text: TextSession) -> str:
-    """Keep what the model has read, for later runs; what there is to say of it."""
+    """Save the KV cache to the prefix cache for later runs; returns a note for the user, or ""."""
     from kvcli.prefix_cache.prefix_cache import STOPPED
 
     try:
@@ -105,14 +105,14 @@ def keep_read(text: TextSession) -> str:
 
 
 def said_of(kept: Read) -> str:
-    """What there is to say of keeping what was read."""
+    """Return the note on a save to the prefix cache."""
     if kept.why_not or kept.shelf is None:
         return kept.why_not
     return f"keys and values of what is read are kept in {kept.shelf.folder}, up to {long_size(kept.shelf.most)}"
 
 
 def about(talk: Chat) -> str:
-    """One line: its title and how much there is."""
+    """Return one line with the chat's title and numbers of questions and documents."""
     return facts(talk.title, len(talk.messages) // 2, len(talk.documents))
 
 
@@ -122,7 +122,7 @@ def facts(title: str | None, questions: int, documents: int) -> str:
 
 
 def choices(entries: Sequence[SessionEntry]) -> list[tuple[str, str]]:
-    """Names and contents of the latest of these, numbered as /resume takes them."""
+    """Return names and contents of the latest chats, numbered as for /resume."""
     return [
         (f"{i}  {entry.id}", facts(entry.title, entry.questions, entry.documents))
         for i, entry in enumerate(entries[:FEW], 1)

@@ -1,4 +1,4 @@
-"""The slash commands of the chat: one small function each, listed with its usage and its help."""
+"""Slash commands of the chat: one function each, with its usage and its help."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Handler = Callable[["Repl", str], None]
 
 @dataclass(frozen=True, slots=True)
 class Slash:
-    """One command. `completes` names what its argument is, for the Tab key."""
+    """A slash command. `completes`: kind of its argument, for completion with the Tab key."""
 
     name: str
     usage: str  # its argument, as shown in /help
@@ -43,7 +43,7 @@ COMMANDS: dict[str, Slash] = {}
 def slash(
     name: str, usage: str, help: str, also: tuple[str, ...] = (), completes: str = ""
 ) -> Callable[[Handler], Handler]:
-    """Put a function on the list."""
+    """Register a function as a slash command."""
 
     def add(run: Handler) -> Handler:
         COMMANDS[name] = Slash(name, usage, help, run, also, completes)
@@ -53,7 +53,7 @@ def slash(
 
 
 def find(name: str) -> Slash:
-    """The command of that name or other name, or an error that guesses which was meant."""
+    """Return the command of that name or alias. Raises an error that suggests a similar name."""
     for command in COMMANDS.values():
         if name == command.name or name in command.also:
             return command
@@ -73,13 +73,13 @@ def run(repl: Repl, line: str) -> None:
 
 
 def table() -> list[tuple[str, str]]:
-    """Call and help of every command, in the order of the list."""
+    """Return usage and help of every command, in order of registration."""
     also = {c.name: f" ({', '.join('/' + n for n in c.also)})" if c.also else "" for c in COMMANDS.values()}
     return [(c.call, c.help + also[c.name]) for c in COMMANDS.values()]
 
 
 def markdown(_: str = "") -> str:
-    """The table of docs/chat.md."""
+    """Return the table of docs/chat.md."""
     rows = [f"| `{call}` | {help} |".replace(call, call.replace("|", "\\|")) for call, help in table()]
     return "\n".join(["| command | what it does |", "|---|---|", *rows])
 
@@ -285,7 +285,7 @@ def _tokens(repl: Repl, _: str) -> None:
     repl.lines(tables.token_table(repl.chat.tokens(), repl.limit, repl.screen.err.width))
 
 
-# --- keeping
+# --- saving
 
 
 slash("save", "[TITLE]", "keep the conversation, with a title if given, and write it to a file")(kept.save)

@@ -1,4 +1,4 @@
-"""The slash commands that keep a conversation and go on with kept ones."""
+"""Slash commands that save the chat and continue saved chats."""
 
 from __future__ import annotations
 

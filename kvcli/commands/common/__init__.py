@@ -1,1 +1,1 @@
-"""What commands share: options, setup, input, output and errors."""
+"""Code shared by commands: options, setup, input, output and errors."""

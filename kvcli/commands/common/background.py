@@ -1,4 +1,4 @@
-"""Work that is done while somebody types."""
+"""Background work while the user types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcli.api import Cancel
 
 @contextmanager
 def in_background(work: Callable[[Cancel], object], tell: Callable[[Exception], object]) -> Iterator[None]:
-    """In a thread, until the block ends: then its `cancel()` says so. What breaks it is told behind the block."""
+    """Run `work` in a thread until the block ends; then `cancel()` is True. Its error goes to `tell` afterwards."""
     is_over = Event()
     with ThreadPoolExecutor(1, "kvcli-idle") as pool:
         done = pool.submit(work, is_over.is_set)

@@ -1,4 +1,4 @@
-"""The options every command takes, before or after its name: defined once, attached to all."""
+"""Options of every command, before or after its name: defined once, attached to all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcli.commands.common.log import start_log
 from kvcli.environment import Environment
 from kvcli.errors import UsageError
 
-NARROW, LEAST = 60, 20  # columns below which help has no boxes, and that it has at least
+NARROW, LEAST = 60, 20  # columns: below NARROW, help has no boxes; LEAST is its minimum width
 
 _option = partial(option, panel="Options of every command")
 
@@ -48,13 +48,13 @@ def _common(
 
 
 def _named(model_: ModelOption = None) -> None:
-    """What stands beside MODEL in every command that has one."""
+    """The option --model of every command that has an argument MODEL."""
 
 
 def take_common(command: Any, *, rare: bool = False, width: int = NARROW) -> Any:
-    """Give a command, and all commands below it, the common options. `rare`: its help is to have the rare ones, too.
+    """Add the common options to a command and all its subcommands. `rare`: show rare options in the help, too.
 
-    `width`: columns that its help is for.
+    `width`: columns of the help.
     """
     if width < NARROW:
         _one_below_the_other(command, width)
@@ -76,17 +76,17 @@ def take_common(command: Any, *, rare: bool = False, width: int = NARROW) -> Any
 
 
 def _one_below_the_other(command: Any, width: int) -> None:
-    """Help without boxes, which would cut the names of options: each on a line of its own, and what it does below."""
+    """Set the help to a form without boxes, which would cut option names: each option's help is below its name."""
     usual, formatter = command.context_class, command.context_class.formatter_class
     below = {"write_dl": lambda self, rows, *_: formatter.write_dl(self, rows, col_max=2)}
     command.context_class = type("Context", (usual,), {"formatter_class": type("Formatter", (formatter,), below)})
     command.context_settings = {**command.context_settings, "terminal_width": max(LEAST, width - 1)}
     command.rich_markup_mode = None
-    command.short_help = (command.help or "").partition("\n")[0]  # whole, in the list of the command above
+    command.short_help = (command.help or "").partition("\n")[0]  # uncut in the list of the parent command
 
 
 def take_model(command: Any) -> None:
-    """Where MODEL is an argument, -m MODEL says the same."""
+    """Add -m MODEL to commands with an argument MODEL, with the same meaning."""
     for model in [param for param in command.params if param.opts == ["model"]]:
         (named,) = _params_of(_named)
         named.expose_value, named.callback, model.callback = False, _note_model, _one_model
@@ -94,7 +94,7 @@ def take_model(command: Any) -> None:
 
 
 def _complete(command: Any) -> None:
-    """Have the Tab key complete what the option parser cannot know."""
+    """Add completion with the Tab key for values that the option parser does not know."""
     from kvcli.commands.common.completion import complete
 
     for param in command.params:
@@ -130,11 +130,11 @@ def _help_all(context: Any, param: Any, value: Any) -> None:
 
 
 def _note_model(context: Any, param: Any, value: Any) -> None:
-    context.meta["model"] = value  # the parser comes to arguments after all options
+    context.meta["model"] = value  # the parser handles arguments after all options
 
 
 def _one_model(context: Any, param: Any, value: Any) -> Any:
-    """MODEL and --model MODEL are one thing."""
+    """Return the model of the argument MODEL or of --model, which must not differ."""
     named = context.meta.get("model")
     if value and named and value != named:
         raise UsageError(f"{value} and --model {named} are two models", try_=["one of the two"])
@@ -142,14 +142,14 @@ def _one_model(context: Any, param: Any, value: Any) -> Any:
 
 
 def _take(context: Any, param: Any, value: Any) -> None:
-    """Add what was typed to the world's options: lists grow, counts add up, of two values the later one wins."""
+    """Add the typed options to `world.options`: lists grow, counts add up, of two values the later one wins."""
     world = context.obj
     if not isinstance(world, Environment) or value in (None, False, 0, []) or context.resilient_parsing:
         return
     name = param.name.rstrip("_")
     before = getattr(world.options, name)
     if name in ("config", "log_file"):
-        value = Path(value)  # older Typers leave that to the function that these parameters do not have
+        value = Path(value)  # older Typers leave the conversion to the function, which these parameters do not have
     elif isinstance(before, list):
         value = [*before, *map(str, value)]
     elif isinstance(before, int) and not isinstance(before, bool):
@@ -158,4 +158,4 @@ def _take(context: Any, param: Any, value: Any) -> None:
     if name in ("verbose", "log_file"):
         start_log(world)
     elif name == "offline":
-        world.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it then
+        world.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads the variable when it is imported

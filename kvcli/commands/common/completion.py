@@ -1,4 +1,4 @@
-"""What the Tab key of a shell completes: names of models, profiles and chats, and values that a setting may have."""
+"""Shell completion with the Tab key: names of models, profiles and chats, and values of settings."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from kvcli.settings.values import keys_of, words
 if TYPE_CHECKING:
     from kvcli.environment import Environment
 
-Found = Mapping[str, str] | Iterable[str]  # words, with what they are where something says it
+Found = Mapping[str, str] | Iterable[str]  # words, with descriptions if there are any
 
 
 def complete(param: Any, context: Any, incomplete: str) -> list[Any]:
-    """Words for a parameter, in the form that the option parser hands to the shell. None = it completes file names."""
+    """Return the words for a parameter as the option parser passes them to the shell; none = complete file names."""
     world: Environment = context.find_root().obj
     metavar, name = param.metavar or "", param.opts[0]
     last = incomplete.rpartition(",")[2] if "," in metavar else incomplete
     before = incomplete[: len(incomplete) - len(last)]
     found: Found = [word for word in metavar.split("|") if word.islower()] if "|" in metavar else []
     kind = KINDS.get(f"{context.command_path.partition(' ')[2]} {metavar}") or KINDS.get(metavar) or KINDS.get(name)
-    with suppress(KvcliError, OSError):  # what is wrong with the files is for the command to say
+    with suppress(KvcliError, OSError):  # the command itself reports errors of the files
         if kind is not None:
             found = kind(world)
         elif name in ("--set", "--vary"):
@@ -50,13 +50,13 @@ def complete(param: Any, context: Any, incomplete: str) -> list[Any]:
 
 
 def values(key: str) -> list[str]:
-    """What a profile key may be, where that is one of some words."""
+    """Return the values of a profile key that accepts only certain words."""
     table, _, name = key.partition(".")
     if table in METHODS and METHODS[table][0] == name:
         return list(registries()[table])
     if key == "load.device":
         return ["auto", "cpu", "cuda", "mps"]
-    its = keys_of(TABLES[table]) if table in TABLES else {}  # those of a method are its own
+    its = keys_of(TABLES[table]) if table in TABLES else {}  # keys of methods are not in the table
     return words(its[name].hint) if name in its else []
 
 
@@ -76,9 +76,8 @@ def _models(world: Environment) -> Found:
     return dict(known(config_of(world), world.paths.data))
 
 
-KINDS: Mapping[
-    str, Callable[[Environment], Found]
-] = {  # by what stands for a value in the help, behind a command's name
+# by the placeholder of a value in the help, after a command's name if it depends on that
+KINDS: Mapping[str, Callable[[Environment], Found]] = {
     **dict.fromkeys(("MODEL", "models remove NAME"), _models),
     **dict.fromkeys(("A", "B", "--profile", "--profiles", "--extends", "profiles show NAME"), _profiles),
     "CHAT": _chats,

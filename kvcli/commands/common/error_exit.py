@@ -1,4 +1,4 @@
-"""How a command that went wrong ends: the error in words or as JSON, and its exit code."""
+"""Errors of commands: printed in words or as JSON, with an exit code."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from kvcli.commands.common.stdout import print_json
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, DoesNotFit, ExitStatus, KvcliError, UsageError, is_out_of_memory
 
-# The root of what the option parser raises; Typer carries its own copy of Click, or uses the real one when older.
+# The base class of the option parser's errors. Typer has its own copy of Click; older versions use the real Click.
 UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 FILES = ["-f FOLDER, for the documents in it", "-f 'notes/*.txt', in quotes"]
-# what a disk says that is full, failing, limited, or not to be written to
+# error numbers of a disk that is full, failing, over quota, or read-only
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EBADF)
-CROWDED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)  # no file, or no process, may be opened beside those there are
+CROWDED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)  # too many open files or processes
 
 
 def report_usage_error(world: Environment, args: Sequence[str], problem: Any) -> int:
-    """What the option parser found, as one of our errors."""
+    """Report an error of the option parser as a UsageError; returns the exit code."""
     is_option = hasattr(problem, "option_name")
     message = str(problem.message if is_option else problem.format_message())
-    message = message.replace("Value error, ", "").strip().rstrip(".")  # the words of a validator inside the parser
-    if not message:  # a group without a command, and its help was printed
+    message = message.replace("Value error, ", "").strip().rstrip(".")  # added by the validator in the parser
+    if not message:  # a group without a command: its help was printed
         return ExitStatus.USAGE
     context = getattr(problem, "ctx", None)
     path = context.command_path if context is not None else "kvcli"
     nearest = _nearest(problem.option_name, context.command.params) if is_option and context is not None else []
     question = re.search(r"extra arguments?(?:\(s\))? \((.*)\)$", message) if path.endswith(" chat") else None
     asks = [f"{path} MODEL -p {json.dumps(question[1], ensure_ascii=False)}"] if question else []
-    # a shell has made many names of -f notes/*, of which the option takes one
+    # the shell expanded -f notes/* to many names, and the option takes one
     takes_files = context is not None and any(param.name == "file" for param in context.command.params)
     is_many = "extra argument" in message and takes_files
     try_ = [
@@ -52,7 +52,7 @@ def report_usage_error(world: Environment, args: Sequence[str], problem: Any) ->
 
 
 def _nearest(typed: str, params: Sequence[Any]) -> list[str]:
-    """Options that may be meant: those that begin so, else the most alike. Dashes are alike in all, and say nothing."""
+    """Return options that may be meant: those that begin so, else the most similar. Leading dashes are ignored."""
     names = {name.lstrip("-"): name for param in params for name in param.opts if name.startswith("--")}
     word = typed.lstrip("-")
     near = [name for name in names if name.startswith(word)] or get_close_matches(word, names, 2)
@@ -60,9 +60,9 @@ def _nearest(typed: str, params: Sequence[Any]) -> list[str]:
 
 
 def report_error(world: Environment, args: Sequence[str], error: KvcliError) -> int:
-    """Say what went wrong, on stdout as `kvcli.error/1` with --json, else on stderr; returns the exit code."""
+    """Print an error, on stdout as `kvcli.error/1` with --json, else on stderr; returns the exit code."""
     try:
-        # the parser may have failed before it came to --json
+        # the parser may have failed before --json
         if not (world.options.json or "--json" in args) or not _as_json(world, args, error):
             from kvcli.render.terminal.errors import print_error
             from kvcli.render.terminal.terminal import Terminal
@@ -76,7 +76,7 @@ def report_error(world: Environment, args: Sequence[str], error: KvcliError) -> 
 
 
 def _as_json(world: Environment, args: Sequence[str], error: KvcliError) -> bool:
-    """False where standard output takes nothing any more: on a full disk the error is the output's own."""
+    """Print an error as JSON. False if standard output cannot be written, as on a full disk."""
     from kvcli.schemas.turn import ErrorEvent, error_document
 
     document = error_document(error)
@@ -94,18 +94,18 @@ class Interrupted(KvcliError):
 
 
 def interrupted(world: Environment, args: Sequence[str]) -> int:
-    """Ctrl-C where nothing was left to be kept: one line for people, with --json the one object that is promised."""
+    """Report Ctrl-C without a result: one line for people, one object with --json; returns the exit code."""
     if world.options.json or "--json" in args:
         if "--stream" in args or not getattr(world.stdout, "has_written", False):
             return report_error(world, args, Interrupted("interrupted before there was a result"))
     elif not world.options.quiet:
-        with suppress(OSError, ValueError):  # the terminal may have gone with the key
+        with suppress(OSError, ValueError):  # the terminal may be closed
             world.stderr.write("interrupted\n")
     return ExitStatus.INTERRUPTED
 
 
 def report_bug(world: Environment, args: Sequence[str], error: Exception) -> int:
-    """A bug, or something nobody thought of: one line for people, the traceback in the log."""
+    """Report a bug or an unforeseen error: one line for people, the traceback in the log."""
     known = machine_gave_out(error)
     if known is not None:
         known.__cause__ = error
@@ -123,10 +123,10 @@ def report_bug(world: Environment, args: Sequence[str], error: Exception) -> int
 
 
 def machine_gave_out(error: Exception) -> KvcliError | None:
-    """An error that is neither a bug nor a wrong command: no memory, no room on the disk, no permission."""
+    """Return a KvcliError for failures of the machine (no memory, disk full, no permission); None for others."""
     first = str(error).strip().split("\n")[0]
     number = error.errno if isinstance(error, OSError) else None
-    # of a file that is renamed, the name it was to have
+    # of a renamed file, the new name
     name = getattr(error, "filename2", None) or getattr(error, "filename", None)
     if number in CROWDED:
         try_ = ["ulimit -n 1024", "ulimit -u shows how many processes you may have"]

@@ -1,4 +1,4 @@
-"""Options of commands, as types for their signatures, and the profile keys that many of them stand for."""
+"""Options of commands, as types for their signatures, and the profile keys that many of them set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def option(
     rare: bool = False,
     count: bool = False,
 ) -> Any:
-    """An option, in the part of a command's help that `panel` names; a rare one is shown by --help-all alone."""
+    """Return an option, shown in the help below the heading `panel`; --help-all alone shows rare options."""
     return typer.Option(
         *names, help=help, metavar=metavar, rich_help_panel=panel, show_default=False, hidden=rare, count=count
     )
@@ -88,7 +88,7 @@ Force = Annotated[bool, _model("--force", help="Load even if it does not seem to
 Pickle = Annotated[bool, _model("--allow-pickle", help=_PICKLE, rare=True)]
 DryRun = Annotated[bool, _model("--dry-run", help="Print the settings and what they need; load nothing.", rare=True)]
 
-# the flag is what `origin` names wherever a setting is shown
+# flag -> key; `origin` names the flag wherever a setting is shown
 KEYS: Mapping[str, str] = {
     "--device": "load.device",
     "--dtype": "load.dtype",
@@ -110,7 +110,7 @@ KEYS: Mapping[str, str] = {
 
 
 def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]:
-    """Dotted key -> value and flag, from a command's parameters; those not typed are None or False."""
+    """Return dotted key -> value and flag for the parameters of a command that were typed (not None or False)."""
     given = {flag: params.get(flag[2:].replace("-", "_")) for flag in KEYS}
     given = {flag: value for flag, value in given.items() if value is not None and value is not False}
     if "--greedy" in given:
@@ -134,8 +134,8 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
 
 
 def refuse_implied(flags: Mapping[str, tuple[object, str]], typed: Settings, sets: Settings) -> None:
-    """Raises UsageError where a flag implies another value of a key than was typed elsewhere, or `--set` gives its own
-    key another one: advice that names the key would change nothing."""
+    """Raise UsageError if a flag implies another value of a key than the value typed elsewhere, or if `--set` gives the
+    flag's own key another value. Advice to set that key would change nothing."""
     implying = {flag for key, (_, flag) in flags.items() if KEYS[flag] != key}
     for key, (value, flag) in flags.items():
         own = KEYS[flag]
@@ -147,30 +147,30 @@ def refuse_implied(flags: Mapping[str, tuple[object, str]], typed: Settings, set
 
 
 def load_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]:
-    """The same of those that say how a model and its past are held, where a command's other options are its own."""
+    """Return `profile_flags` of weights and KV cache alone, for commands with other options of their own."""
     names = ("device", "dtype", "quant", "allow_pickle", "budget")
     return profile_flags({name: params.get(name) for name in names})
 
 
 def listed(text: str) -> list[str]:
-    """The names between commas."""
+    """Return the names between commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def window(text: str) -> int | str:
-    """`auto`, `max` or a number of tokens. Both words are the model's limit; auto gives way where that does not fit."""
+    """Parse `auto`, `max` or a number of tokens. Both words mean the model's limit; auto is reduced if memory lacks."""
     return "auto" if text in ("auto", "max") else tokens(text, "--ctx", 'tokens, "auto" or "max"')
 
 
 def tokens(text: str, flag: str, kind: str = "tokens") -> int:
-    """`4096`, `4k` (4,096), `1.5k`, `1m`."""
+    """Parse a number of tokens: `4096`, `4k` (4,096), `1.5k`, `1m`."""
     if n := tokens_of(text):
         return n
     raise UsageError(f"{flag} takes {kind}, not {text!r}", try_=[f"{flag} 4096", f"{flag} 4k"])
 
 
 def refuse_others(context: typer.Context, mode: str, allowed: set[str]) -> None:
-    """No option is dropped in silence: those of this command that say nothing in a mode are refused."""
+    """Refuse options of this command that have no effect in this mode, because none is ignored silently."""
     ours, typed = set(context.params), []
     for parameter in context.command.params:
         source = context.get_parameter_source(str(parameter.name))

@@ -1,4 +1,4 @@
-"""What is asked: the question and its documents from flags, files and standard input, checked before a model loads."""
+"""Inputs of a command: question and documents from flags, files and standard input, checked before a model loads."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from kvcli.environment import Environment
 from kvcli.errors import BadInput, UsageError, reading
 
 STDIN = "standard input"
-MOST = 200  # documents that a folder or a pattern may stand for
-FEW = 5  # names of others that are said
-PATIENCE = 1.0  # seconds before the user is told what we wait for
+MOST = 200  # documents in a folder or pattern, at most
+FEW = 5  # similar names that an error lists
+PATIENCE = 1.0  # seconds of waiting for standard input before a message
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question; `text` is None when the user is to be asked on the terminal."""
+    """A question with its documents. `text` is None if the user types it on the terminal."""
 
     text: str | None
     documents: tuple[Document, ...]
@@ -42,7 +42,7 @@ class Question:
 def read_question(
     world: Environment, prompt: str | None, files: Sequence[str], system: str | None, system_file: str | None
 ) -> Question:
-    """Collect what was given. Documents first: a wrong name should not wait for standard input."""
+    """Read question and documents. Documents come first, so that a wrong name does not wait for standard input."""
     documents = [read_file(world, name) for name in files]
     for document in documents:
         tell_notes(world, document)
@@ -67,7 +67,7 @@ def read_question(
 def read_file(
     world: Environment, name: str, *, pages: str | None = None, type: str | None = None, password: str | None = None
 ) -> Document:
-    """A document by its path, relative to where the user is, or the bundled one; `paper.pdf:3-9` for pages of it."""
+    """Read a document by its path, relative to the user's folder, or the bundled one; `paper.pdf:3-9` selects pages."""
     if name == "-":
         hint = "leave it out: with -p, standard input is attached by itself"
         raise UsageError("--file takes a path, not -", try_=[hint, "./- for a file of that name"])
@@ -81,7 +81,7 @@ def read_file(
 
 
 def files_of(world: Environment, names: Sequence[str]) -> list[str]:
-    """Files by name; for a folder the documents that lie in it, for a pattern like `notes/*.txt` what it matches."""
+    """Return files by name. A folder stands for its documents, a pattern like `notes/*.txt` for its matches."""
     found: list[str] = []
     for name in names:
         path = world.cwd / os.path.expanduser(name)
@@ -111,7 +111,7 @@ def files_of(world: Environment, names: Sequence[str]) -> list[str]:
 
 
 def notes_of(document: Document) -> list[str]:
-    """What the user should know of a document as it was read, a sentence each."""
+    """Return notes for the user on how a document was read, one sentence each."""
     from kvcli.render.summarize.notes import scanned
 
     empty = document.without_text
@@ -124,7 +124,7 @@ def tell_notes(world: Environment, document: Document) -> None:
 
 
 def read_system(world: Environment, text: str | None, file: str | None) -> str | None:
-    """The system message from the flag or from a file."""
+    """Return the system message from the flag or from a file."""
     if text is not None and file is not None:
         raise UsageError("--system and --system-file exclude each other", try_=["one of the two"])
     if file is not None:
@@ -133,7 +133,7 @@ def read_system(world: Environment, text: str | None, file: str | None) -> str |
 
 
 def well_formed(text: str, what: str) -> str:
-    """Arguments that were not UTF-8 arrive with stand-ins that no tokenizer takes."""
+    """Return the text; refuses arguments that were not UTF-8, which contain surrogates that no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -144,19 +144,19 @@ def well_formed(text: str, what: str) -> str:
 
 
 def has_piped_input(world: Environment) -> bool:
-    """Whether standard input was redirected on purpose: a pipe or a file, not a terminal and not /dev/null.
+    """True if standard input was redirected on purpose: a pipe or a file, not a terminal and not /dev/null.
 
     A program that starts kvcli often leaves its own standard input open, and reading that would wait for ever.
     """
     try:
         mode = os.fstat(world.stdin.fileno()).st_mode
-    except (OSError, ValueError, AttributeError):  # a stand-in without a file behind it
+    except (OSError, ValueError, AttributeError):  # a replaced stream without a file descriptor
         return not world.is_tty("stdin")
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
 def read_stdin(world: Environment) -> bytes:
-    """All of standard input; if nothing comes for a while, the user learns what is missing."""
+    """Read all of standard input. If nothing arrives for a while, tell the user what is missing."""
     if not world.is_tty("stdin") and _is_silent(world):
         tell(world, "waiting for standard input; </dev/null if there is none")
     data = world.read_stdin(MAX_BYTES + 1)
@@ -193,14 +193,14 @@ def empty_prompt() -> BadInput:
 
 
 def agrees(world: Environment, question: str) -> bool:
-    """A yes to a question on the terminal; no where nobody can be asked."""
+    """Ask a yes-or-no question on the terminal; False if no user can be asked."""
     if not (world.may_ask and world.is_tty("stderr")) or world.options.json:
         return False
     return answer_to(world, f"{question} [y/N] ") in ("y", "yes")
 
 
 def answer_to(world: Environment, question: str) -> str:
-    """What is typed on the terminal, in small letters."""
+    """Ask on the terminal, and return the answer in lower case."""
     from kvcli.render.terminal.keyboard import forget_typed
 
     forget_typed(world.stdin)

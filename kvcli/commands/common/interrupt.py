@@ -1,4 +1,4 @@
-"""Ctrl-C as a flag that the decoding loop asks for between passes, and as an error that nobody swallows."""
+"""Ctrl-C as a flag that the decoding loop checks between passes, and as an error that libraries cannot suppress."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-IMPATIENT = 1.0  # seconds after the first Ctrl-C; a second one before that is the same wish
+IMPATIENT = 1.0  # seconds after the first Ctrl-C in which a second one is ignored
 
 
 class Interrupt:
-    """Inside the block, the first Ctrl-C makes the object, called as `cancel`, answer True.
+    """A handler of Ctrl-C for a block. After the first Ctrl-C, the object, called as `cancel`, returns True.
 
-    A later one does not wait for the pass to end: it raises KeyboardInterrupt, and the model reads its past again. So
-    does one while another process is waited for, which asks no `cancel`.
+    A later Ctrl-C does not wait for the end of the pass: it raises KeyboardInterrupt, and the model prefills again. So
+    does Ctrl-C while kvcli waits for a worker process, which checks no `cancel`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,7 +31,7 @@ class Interrupt:
         return self.since is not None
 
     def hear(self, _signal: int = signal.SIGINT, frame: FrameType | None = None) -> None:
-        """The handler."""
+        """Handle SIGINT."""
         now = self.clock()
         waits = False
         while frame is not None and not waits:
@@ -54,10 +54,10 @@ class Interrupt:
 
 @contextmanager
 def insisting() -> Iterator[None]:
-    """Ctrl-C ends the block, at its end at the latest.
+    """Make sure that Ctrl-C ends the block, at its end at the latest.
 
-    For loading: what is imported there has callbacks and bare excepts, in which a KeyboardInterrupt is lost, and what
-    goes on after one may end in any other error.
+    This is for loading models: imported libraries have callbacks and bare excepts that lose a KeyboardInterrupt, and
+    code that continues after one may raise any other error.
     """
     if not _is_ours():
         yield
@@ -82,16 +82,16 @@ def insisting() -> Iterator[None]:
 
 
 def press_again(lost: sys.UnraisableHookArgs) -> None:
-    """For `sys.unraisablehook`: Ctrl-C that fell into a `__del__` or a callback, where Python drops it, comes again."""
+    """Repeat a Ctrl-C that Python dropped in a `__del__` or a callback; for `sys.unraisablehook`."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
-        with suppress(RuntimeError):  # the program is over
+        with suppress(RuntimeError):  # the program has ended
             threading.Timer(0.05, _thread.interrupt_main).start()
     else:
         sys.__unraisablehook__(lost)
 
 
 def _is_ours() -> bool:
-    """Whether Ctrl-C is heard: by the main thread, and not where a shell has it ignored, behind `&` or `nohup`."""
+    """True in the main thread, unless the shell ignores Ctrl-C, as after `&` or `nohup`."""
     return (
         threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     )

@@ -1,4 +1,4 @@
-"""From settings to a loaded model, with a word on the screen meanwhile."""
+"""Loading of a model from settings, with a message on the screen meanwhile."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def load_model(setup: Setup, profile: Profile, wanted: MemoryWishes, screen: Screen) -> tuple[CheckedRun, TextSession]:
-    """A text over the model, and the run as it was found to fit, perhaps in a narrower window. Raises DoesNotFit."""
+    """Return the checked run, perhaps with a smaller context window, and a text session. Raises DoesNotFit."""
     from kvcli.commands.common.interrupt import insisting
     from kvcli.commands.common.memory_check import prepare
     from kvcli.render.turn.turn_view import busy_word
 
     with insisting(), busy_word(screen, f"loading {setup.name}") as busy:
 
-        def tell(text: str) -> None:  # of a download, which draws bars of its own
+        def tell(text: str) -> None:  # for a download, which draws its own progress bars
             if busy is not None:
                 busy.stop()
             screen.note(text)
@@ -28,6 +28,6 @@ def load_model(setup: Setup, profile: Profile, wanted: MemoryWishes, screen: Scr
         run = prepare(setup, profile, wanted, tell)
         model = setup.load(run.profile, tell)
     run.notes = (*setup.overruled(run.profile), *run.notes, *(model.info.details if screen.verbose else ()))
-    run.profile = model.profile  # as this model can keep it
+    run.profile = model.profile  # the profile adapted to this model
     model.foretell, model.fits = run.estimate_memory, run.fits
     return run, model.open()

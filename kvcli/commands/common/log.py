@@ -1,4 +1,4 @@
-"""Where the details go: stderr with -v, a file with --log-file, and the log of the user when something breaks."""
+"""Logging: to stderr with -v, to a file with --log-file, and to the user's log after an internal error."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvcli.errors import writing
 from kvcli.files import append, private_folder
 from kvcli.version import __version__
 
-LARGEST = 1 << 20  # bytes; beyond that the older half goes
+LARGEST = 1 << 20  # bytes; beyond that the older half is deleted
 FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def start_log(world: Environment) -> None:
-    """Set up the logger `kvcli` as the options say. Prompts and answers are never logged."""
+    """Set up the logger `kvcli` from the options. Prompts and answers are never logged."""
     logger, options = logging.getLogger("kvcli"), world.options
     kept = [h for h in logger.handlers if options.log_file and getattr(h, "path", None) == options.log_file]
     for handler in [h for h in logger.handlers if h not in kept]:
@@ -42,14 +42,14 @@ def start_log(world: Environment) -> None:
 
 
 class LogFile(logging.FileHandler):
-    """The file of --log-file. What it cannot take is said once, and the work goes on."""
+    """The file of --log-file. A failed write is reported once, and the command continues."""
 
     def __init__(self, path: Path, world: Environment) -> None:
         super().__init__(path, encoding="utf-8")
         self.path, self.world, self.is_told = path, world, False
 
     def close(self) -> None:
-        with suppress(OSError):  # told already
+        with suppress(OSError):  # already reported
             super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -67,12 +67,12 @@ class LogFile(logging.FileHandler):
 
 
 def log_path(world: Environment) -> Path:
-    """The file that gets the traceback of an internal error."""
+    """Return the file for tracebacks of internal errors."""
     return world.options.log_file or world.paths.state / "kvcli.log"
 
 
 def write_traceback(world: Environment, error: BaseException) -> Path | None:
-    """Append the traceback to the log; None when even that fails."""
+    """Append the traceback to the log and return its path; None if that fails."""
     path = log_path(world)
     text = "".join(traceback.format_exception(error))
     try:

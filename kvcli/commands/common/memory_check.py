@@ -1,4 +1,4 @@
-"""Before a chat loads its model: does it fit, with which window, and how much memory will it take?"""
+"""Memory check before a model is loaded: its estimated memory, and the context window that fits."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemoryWishes:
-    """What the user said about fitting."""
+    """Options of the user about fitting into memory."""
 
-    force: bool = False  # load whatever the estimate says
+    force: bool = False  # load even if the estimate does not fit
     whole: bool = False  # --ctx max: the model's own limit or nothing
 
 
 @dataclass
 class CheckedRun:
-    """A run that fits as far as anybody can tell."""
+    """A run that fits into memory by the estimate, or has no estimate."""
 
     profile: Profile
-    estimate: int = 0  # bytes with a full window; 0 = no estimate
+    estimate: int = 0  # bytes with a full context window; 0 = no estimate
     notes: tuple[str, ...] = ()
     outlook: Preflight | None = None
-    _is_noted: bool = False  # that the log cannot be written, said once
+    _is_noted: bool = False  # the note that the log cannot be written was shown
 
     @property
     def estimate_memory(self) -> Callable[[Profile, int], tuple[int, int]] | None:
@@ -43,7 +43,7 @@ class CheckedRun:
         return self.outlook.fits if self.outlook is not None else None
 
     def record(self, profile: Profile, turn: Turn) -> str:
-        """Log what a turn used beside its estimate; the first time that does not work, a note that says so."""
+        """Log the memory of a turn with its estimate; returns a note the first time that logging fails."""
         if self.outlook is None:
             return ""
         note = self.outlook.record(profile, turn.stats)
@@ -52,7 +52,7 @@ class CheckedRun:
 
 
 def outlook_of(setup: Setup, found: Source) -> Preflight:
-    """On this model, for a command that loads nothing."""
+    """Return the preflight of this model, for a command that loads nothing."""
     from kvcli.fit import base_memory
     from kvcli.fit.plan import subject_of
     from kvcli.fit.preflight import Preflight
@@ -63,9 +63,9 @@ def outlook_of(setup: Setup, found: Source) -> Preflight:
 
 
 def prepare(setup: Setup, profile: Profile, wanted: MemoryWishes, tell: Callable[[str], None]) -> CheckedRun:
-    """Raises BadModel where there is none, DoesNotFit, and BadConfig for a window beyond the model's limit.
+    """Check that the run fits. Raises BadModel for a missing model, DoesNotFit, and BadConfig for a too large window.
 
-    A model whose sizes nobody can tell has no estimate; loading it will say what is wrong.
+    A model of unknown size has no estimate; loading it reports the problem.
     """
     found = setup.fetch(profile, tell)
     from kvcli.commands.common.run_setup import refuse_beyond

@@ -1,4 +1,4 @@
-"""The file that `-o` names: refused before any work is done for it, where it could not be written after."""
+"""The output file of `-o`. A file that cannot be written is refused before the work starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Form = TypeVar("Form", bound=str)
 
 
 def output_file(world: Environment, typed: str, endings: Mapping[str, Form], form: Form | None) -> tuple[Path, Form]:
-    """The file, and the form it gets: as said by --format, else as its name ends."""
+    """Return the file and its format: that of --format, else that of the file's suffix."""
     file = world.cwd / expanduser(typed)
     form = form or endings.get(file.suffix.lower())
     if form is None:

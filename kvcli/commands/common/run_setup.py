@@ -1,4 +1,4 @@
-"""From what was typed to a loaded model: the profile with its flags, then the model under it."""
+"""Setup of a run from the command line: the profile with its flags, then the model loaded under it."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from kvcli.schemas.fit import PassTime
     from kvcli.settings.schema import Model as Entry
 
-Flags = Mapping[str, tuple[object, str]]  # dotted key -> value and the flag that says so
+Flags = Mapping[str, tuple[object, str]]  # dotted key -> value and its flag
 SYSTEM_CONFIG = Path("/etc/xdg/kvcli/config.toml")
 
-# What --exact insists on: with these, the text is the one the model writes by itself.
+# Values that --exact requires: with these, the text is that of plain decoding.
 EXACT = {
     "exactness": "exact",
     "load.quant": "none",
@@ -51,15 +51,15 @@ EXACT = {
     "reuse.method": "none",
 }
 
-SMALLER = {"kv.k_bits", "kv.v_bits", "policy.name", "sparse.method"}  # of these, those that make a past smaller
+SMALLER = {"kv.k_bits", "kv.v_bits", "policy.name", "sparse.method"}  # keys of these that make the KV cache smaller
 
-WHOLE = ("kv.k_bits=16", "kv.v_bits=16")  # what a profile that packs by age needs beside --budget
+WHOLE = ("kv.k_bits=16", "kv.v_bits=16")  # needed with --budget by a profile that quantizes by age
 
 log = logging.getLogger("kvcli.setup")
 
 
 def sources(world: Environment) -> Sources:
-    """Where settings are looked for in this world."""
+    """Return the sources of settings for this environment."""
     home, config = world.environ.get("HOME"), world.options.config
     return Sources(
         system=SYSTEM_CONFIG,
@@ -72,12 +72,12 @@ def sources(world: Environment) -> Sources:
 
 
 def config_of(world: Environment) -> Config:
-    """What its config files say. Raises BadConfig."""
+    """Return the settings of the config files. Raises BadConfig."""
     return load_config(sources(world))
 
 
 def entry_of(world: Environment, config: Config, name: str | None) -> Entry:
-    """What a name stands for in the config files; one that they do not have, on the list of models."""
+    """Return the entry of a model name in the config files, or else in the list of models."""
     entry = config.model(name)
     return replace(entry, path=stands_for(entry.path, world.paths.data))
 
@@ -91,7 +91,7 @@ def find(
     may_assist: bool = False,
     revision: str | None = None,
 ) -> source.Source:
-    """The checked files of a model by any of its names, downloaded only with a `tell` to say so to. Raises BadModel."""
+    """Return the checked files of a model by any of its names. Downloads only with a `tell`. Raises BadModel."""
     config = config_of(world)
     entry, offline = entry_of(world, config, name), world.options.offline
     if entry.path in BY_NAME and not exists(expanduser(entry.path)):
@@ -124,36 +124,36 @@ def find(
 
 
 def at_hand(world: Environment, *, may_assist: bool = False) -> dict[str, source.Source]:
-    """The checked files of all models that have a name here, by that; not of those with which something is wrong."""
+    """Return the checked files of all models with a name on this machine, by name; models with errors are left out."""
     from kvcli.commands.models.model_names import known
 
     found = dict[str, source.Source]()
     for name, _ in known(config_of(world), world.paths.data):
-        with suppress(KvcliError):  # `kvcli models list` says what
+        with suppress(KvcliError):  # `kvcli models list` reports the error
             found[name] = find(world, name, allow_pickle=False, may_assist=may_assist)
     return found
 
 
 @dataclass(slots=True)
 class Setup:
-    """A model by name and the settings it runs with. Nothing is loaded before `load`."""
+    """A model name and the settings of its run. Nothing is loaded before `load`."""
 
     world: Environment
-    model: str | None = None  # as typed, or as a saved chat has it; None = the default model
+    model: str | None = None  # as typed, or from a saved chat; None = the default model
     flags: Flags = field(default_factory=dict)
     exact: bool = False
-    revision: str | None = None  # of a hub id, instead of what the config says
-    is_typed: bool = True  # of `model`: who opens a saved chat again names no model
-    most: int = 0  # tokens the loaded model can hold; 0 before it is loaded
-    found: source.Source | None = None  # its files, once they were looked for
-    reuses: bool = False  # whether texts look for what was read before; a measurement reads
-    usual: str | None = None  # the profile where none is typed: what a pack was read under
-    packed: Mapping[str, str] = field(default_factory=dict)  # and the settings then, as `--set` takes them
-    taken: Mapping[str, str] = field(default_factory=dict)  # of these, what the profile does not say by itself
+    revision: str | None = None  # of a hub id, in place of the config's
+    is_typed: bool = True  # False if `model` comes from a saved chat
+    most: int = 0  # limit of the loaded model, tokens; 0 before it is loaded
+    found: source.Source | None = None  # the model's files, once they were found
+    reuses: bool = False  # True if sessions use the prefix cache; measurements prefill
+    usual: str | None = None  # the profile if none is typed: that of a pack
+    packed: Mapping[str, str] = field(default_factory=dict)  # the pack's settings, as values of `--set`
+    taken: Mapping[str, str] = field(default_factory=dict)  # those of them that the profile does not have itself
     _named: str | None = None  # the profile that was chosen first
-    settled: Mapping[str, object] = field(default_factory=dict)  # dotted key -> what fits, where nobody says it
+    settled: Mapping[str, object] = field(default_factory=dict)  # dotted key -> value that fits, if not set by the user
     _config: Config | None = None
-    _absent: str = ""  # what is to draft and was not found here: an assistant shows by its files alone
+    _absent: str = ""  # draft model that was not found; only its files show if it is an assistant
 
     @property
     def config(self) -> Config:
@@ -163,12 +163,12 @@ class Setup:
 
     @property
     def entry(self) -> Entry:
-        """What the name stands for."""
+        """The entry of the model's name."""
         return entry_of(self.world, self.config, self.model)
 
     @property
     def lasting_name(self) -> str:
-        """What names the model wherever kvcli is started."""
+        """Name of the model that is valid in any working folder."""
         name = self.name
         is_folder = name not in BUNDLED and self.entry.path == name and exists(expanduser(name))
         return str(Path(expanduser(name)).absolute()) if is_folder else name
@@ -179,7 +179,7 @@ class Setup:
 
     @property
     def is_named(self) -> bool:
-        """Did anybody say which model: typed, or as `default_model` of a config file?"""
+        """True if the user chose the model: typed, or as `default_model` of a config file."""
         return self.is_typed if self.model is not None else "default_model" in self.config.top
 
     @property
@@ -187,7 +187,7 @@ class Setup:
         return self.model or self.config.default_model
 
     def profile(self) -> Profile:
-        """The profile that the command line asks for."""
+        """Return the profile of the command line."""
         options = self.world.options
         name = options.profile or (self.usual if self.usual in self.names() else None)
         if self.packed and not options.profile:
@@ -206,14 +206,14 @@ class Setup:
             profile = read(sets=sets)
         except BadConfig as error:
             if "memory.budget" in flags:
-                with suppress(BadConfig):  # then bits are not all that is in its way
+                with suppress(BadConfig):  # another error remains with 16 bits
                     read(sets=[*sets, *WHOLE])
                     error.try_ = (" ".join(f"--set {one}" for one in WHOLE), "leave --budget out", *error.try_)
             raise
         self._refuse_other_policy(profile)
         if self.exact:
             refuse_inexact(profile)
-            profile = profile.replace(load={"quant": "none"})  # said, so that nothing else is chosen
+            profile = profile.replace(load={"quant": "none"})  # set explicitly, so that no other value is chosen
             if profile.spec.method != "off":
                 profile = profile.replace(spec={"require_batch_invariance": True})
         profile = self.suited(profile)
@@ -223,10 +223,10 @@ class Setup:
         return profile
 
     def suited(self, profile: Profile) -> Profile:
-        """The same, where "auto" is to draft and the model's files bring a layer for it: nothing else is as cheap. Or
-        where what is to draft is an assistant, or one that was made for the model is at hand.
-
-        Not where more is said of the model that drafts than its name."""
+        """Return the profile with the drafting method that suits its draft model. "auto" selects "mtp", the cheapest
+        drafter, if the model's files contain a layer for it, or else an assistant on this machine made for the model.
+        A draft model that is an assistant is used as one.
+        A profile that sets more of the draft model than its name is unchanged."""
         said = {key for key, at in profile.origins.items() if key.startswith("spec.") and at != "default"}
         if profile.spec.method != "model" or said - {
             "spec.method",
@@ -235,10 +235,11 @@ class Setup:
             "spec.quant",
         }:
             return profile
-        from kvcli.models.draft_heads import assistant_for, has_mtp, is_assistant
+        from kvcli.models.draft_heads import assistant_for, has_mtp
+        from kvcli.models.refusals import is_assistant
 
         wanted = {"method": "assistant", "model": profile.spec.model, "quant": profile.spec.quant}
-        with suppress(KvcliError):  # said where the model is wanted
+        with suppress(KvcliError):  # reported when the model is loaded
             if profile.spec.model != "auto" or "auto" in self.config.models:
                 self._absent = profile.spec.model
                 found = find(self.world, profile.spec.model, allow_pickle=False, may_assist=True)
@@ -253,7 +254,7 @@ class Setup:
         return profile
 
     def _refuse_other_policy(self, profile: Profile) -> None:
-        """Raises UsageError where --budget replaces what a profile says of forgetting."""
+        """Raise UsageError if --budget replaces the eviction policy of a profile."""
         said = self._said(profile, ("policy", "name"), "none")
         if profile.origins["policy.name"] == "--budget" and said not in ("none", "budget"):
             raise UsageError(
@@ -262,19 +263,19 @@ class Setup:
             )
 
     def _said(self, profile: Profile, key: tuple[str, str], usual: str) -> object:
-        """What the files of a profile say, whatever was typed."""
+        """Return the value of a key in the files of a profile, without the command line."""
         files = (self.config.profiles[name].get(key) for name in profile.chain)
         return next((setting.value for setting in files if setting is not None), usual)
 
     def overruled(self, profile: Profile) -> list[str]:
-        """What a flag did that the chosen profile does not: it says that nothing drafts."""
+        """Return a note if --draft makes a profile draft that does not draft by itself."""
         if profile.origins["spec.method"] != "--draft":
             return []
         said = self._said(profile, ("spec", "method"), "off")
         about = f"{profile.name} drafts nothing by itself: --draft has {profile.spec.model} draft, the text is the same"
         return [about] if said == "off" else []
 
-    # what the chat asks for when settings change on the way
+    # methods for the chat, when settings change during it
 
     def names(self) -> list[str]:
         return config_of(self.world).names()
@@ -288,30 +289,31 @@ class Setup:
         return list(self.profile().values)
 
     def resolve(self, name: str, sets: Sequence[str]) -> Profile:
-        """Another profile on the way. What was set in the chat wins over the flags it was started with."""
+        """Return another profile during a chat. Settings of the chat override the flags that it was started with."""
         typed = self.world.options.set
         new = sets[len(typed) :] if list(sets[: len(typed)]) == typed else sets
         changed = {item.partition("=")[0].strip() for item in new}
-        other = {table for table, (key, _) in METHODS.items() if f"{table}.{key}" in changed}  # flags of the old one go
+        # a new method drops the flags of the old one
+        other = {table for table, (key, _) in METHODS.items() if f"{table}.{key}" in changed}
         flags = {key: flag for key, flag in self.flags.items() if key not in changed and key.split(".")[0] not in other}
         profile = self._profile(name, sets, flags)
         refuse_beyond(profile, self.most, self.name)
         return self.narrowed(profile)
 
     def narrowed(self, profile: Profile) -> Profile:
-        """The profile with what fits (window, order of reading, chunks, weights) where it leaves the choice."""
+        """Return the profile with values that fit (window, prefill order, chunks, weights) for keys not set."""
         changes: dict[str, object] = {}
         judges = profile.policy.compression_interval is not None or profile.prune.describe_read
         for key, value in self.settled.items():
             is_open = profile.values[key] == "auto" or profile.origins[key] == DEFAULT.name
             packs_anew = key == "load.quant" and profile.origins[key].startswith("built-in ")
-            is_open = is_open or (packs_anew and value == "none")  # what lies packed in the file
+            is_open = is_open or (packs_anew and value == "none")  # weights that are quantized in the file
             if is_open and not (judges and key == "prefill.order"):
                 changes[key] = value
         return profile.changed(changes, BY) if changes else profile
 
     def look(self, profile: Profile) -> None:
-        """Find the model, or know that it may be downloaded: before documents are read and anything is imported."""
+        """Find the model, or check that it can be downloaded, before documents are read and anything is imported."""
         try:
             self.found = find(self.world, self.model, profile.load.allow_pickle)
         except BadModel as error:
@@ -319,12 +321,12 @@ class Setup:
                 raise
 
     def fetch(self, profile: Profile, tell: Callable[[str], None] | None = None) -> source.Source:
-        """The model's checked files; `tell` hears of a download."""
+        """Return the model's checked files; `tell` receives messages about a download."""
         self.found = self.found or find(self.world, self.model, profile.load.allow_pickle, tell, revision=self.revision)
         return self.found
 
     def draft(self, name: str, tell: Callable[[str], None] | None = None) -> source.Source:
-        """The checked files of a model that drafts, "auto" = one that is at hand; its pickle files are not trusted."""
+        """Return the checked files of a draft model; "auto" = one on this machine. Pickle files are not trusted."""
         if name == "auto" and name not in self.config.models:
             from kvcli.commands.models.draft_candidates import choose
 
@@ -332,21 +334,21 @@ class Setup:
         return replace(find(self.world, name, allow_pickle=False, tell=tell, may_assist=True), id=name)
 
     def sizes(self, tell: Callable[[str], None] | None = None) -> Callable[[str], PlannedModel]:
-        """The same as a plan has it, by name."""
+        """Return a function from a draft model's name to its sizes for a plan."""
         from kvcli.fit.plan import subject_of
 
         return cache(lambda name: subject_of(self.draft(name, tell)))
 
     def load(self, profile: Profile, tell: Callable[[str], None] | None = None, *, times: bool = True) -> Model:
-        """Load the model; `tell` hears of a download, and of methods that are not ours. With `times`, what passes take
-        here is measured."""
+        """Load the model; `tell` receives messages about a download and about methods of other packages. `times`:
+        measure pass times."""
         found = self.fetch(profile, tell)
         for note in profile.foreign:
             (tell or log.info)(note)
         if self._absent and profile.spec.model == self._absent:
             self.draft(self._absent, tell)
             profile = self.suited(profile)
-        # transformers reads it when imported; its warnings are about what kvcli checks itself
+        # transformers reads it when imported; kvcli itself checks what its warnings are about
         self.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         with insisting():
             from kvcli.chat.model import load
@@ -367,20 +369,20 @@ class Setup:
         return model
 
     def map_heads(self, model: Model, tell: Callable[[str], None] = log.info) -> Path:
-        """The file of the model's own head map, made where there is none."""
+        """Return the file of the model's own head map, and make it if it is missing."""
         from kvcli.heads.auto_headmap import auto_headmap
 
         return auto_headmap(model, self.world.paths.data / "heads", tell)
 
     def costs(self, model: Model, tell: Callable[[str], None] = log.info) -> Costs | None:
-        """What passes take here, for a drafter to start from; None = nobody could measure it."""
+        """Return initial pass times for drafters; None = they could not be measured."""
         from kvcli.fit.speed import units
 
         passes = self.pass_times(model, tell)
         return (lambda context: units(passes, context)) if passes else None
 
     def pass_times(self, model: Model, tell: Callable[[str], None] = log.info) -> list[PassTime]:
-        """As `kvcli bench --calibrate` measured them for this model, or from a short look at it."""
+        """Return pass times of this model from `kvcli bench --calibrate`, or from a short measurement."""
         from kvcli.calibrate.quick import quick_costs
         from kvcli.calibrate.run import fingerprint_of
         from kvcli.fit.calibration import load_calibration, machine_fingerprint
@@ -392,15 +394,15 @@ class Setup:
 
 
 def refuse_inexact(profile: Profile) -> None:
-    """--exact: no key may change the text."""
+    """Raise BadConfig if a key can change the text (--exact)."""
     values, wants = profile.whole.values, dict[str, object](EXACT)
     if profile.spec.method != "off" and profile.origins["spec.require_batch_invariance"] != "default":
-        wants["spec.require_batch_invariance"] = True  # whoever wants guesses that round otherwise cannot have both
+        wants["spec.require_batch_invariance"] = True  # drafts that round differently contradict --exact
     wrong = [key for key, value in wants.items() if values[key] != value]
     if wrong:
         origins = dict.fromkeys(profile.origins[key] for key in wrong)
-        flags = [flag for flag in origins if flag.startswith("--") and flag != "--set"]  # --set does not win over these
-        # what a smaller past would lose, a whole one may check
+        flags = [flag for flag in origins if flag.startswith("--") and flag != "--set"]  # --set does not override these
+        # drafts from the smaller cache can be verified with the full cache
         checked = (
             ["--set exactness=exact --set spec.method=self"]
             if wrong[0] == "exactness" and {*wrong[1:]} <= SMALLER and not flags
@@ -417,7 +419,7 @@ def refuse_inexact(profile: Profile) -> None:
 
 
 def refuse_beyond(profile: Profile, most: int, model: str) -> None:
-    """A window that the model cannot hold is not made smaller in silence."""
+    """Raise BadConfig if the context window exceeds the model's limit, instead of shrinking it silently."""
     asked = profile.context.limit
     if asked != "auto" and int(asked) > most > 0:
         raise BadConfig(

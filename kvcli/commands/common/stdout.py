@@ -1,4 +1,4 @@
-"""What commands print on stdout beside answers: JSON documents and tables."""
+"""Printing of JSON documents and tables on stdout."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from kvcli.schemas.base import Json
 
 
-GLUE = "\ue000"  # between two words that stay together
+GLUE = "\ue000"  # between two words that are not wrapped apart
 
 
 def print_json(world: Environment, document: Json | dict[str, object]) -> None:
-    """One document on one line; what the stream cannot write or what would steer a terminal is escaped."""
+    """Print a document on one line. Characters that the stream cannot write or that control a terminal are escaped."""
     plain = document if isinstance(document, dict) else document.document()
     text = escaped(json.dumps(plain, ensure_ascii=not world.is_utf8("stdout")))
     Terminal.of(world, "stdout").write(f"{text}\n")
@@ -28,10 +28,10 @@ def print_json(world: Environment, document: Json | dict[str, object]) -> None:
 def print_table(
     world: Environment, rows: Sequence[Sequence[str]], drop: Sequence[str] = (), unbroken: Collection[str] = ()
 ) -> None:
-    """Rows under their header; with --plain, tabs between the cells and nothing else.
+    """Print table rows under their header; with --plain, only with tabs between the cells.
 
-    On a terminal, words wrap inside their cells, but for those of the columns `unbroken`, and where one would be cut,
-    columns go in the order of `drop`.
+    On a terminal, words wrap inside their cells, except in the columns `unbroken`. If a word would be cut, columns are
+    dropped in the order of `drop`.
     """
     if world.options.plain:
         print_cells(world, rows)
@@ -41,19 +41,19 @@ def print_table(
     clean = [[neutralise(cell, one_line=True) for cell in row] for row in rows]
     clean = [[c.replace(" ", GLUE) if h in unbroken else c for c, h in zip(row, rows[0], strict=True)] for row in clean]
     rows = fitting(clean, width, drop, wraps=True)
-    # a word that is too long, a path mostly, is the terminal's to break: so it can be copied
+    # the terminal breaks words that are too long, mostly paths, so that they can be copied
     for line in columns(rows, width if least(rows) <= width else 0, left=range(len(rows[0]))):
         out.line((line.replace(GLUE, " "), ""))
 
 
 def print_lines(world: Environment, lines: Iterable[str]) -> None:
-    """Lines as they are."""
+    """Print lines unchanged."""
     out = Terminal.of(world, "stdout")
     for line in lines:
         out.line((line, ""))
 
 
 def print_cells(world: Environment, rows: Sequence[Sequence[str]]) -> None:
-    """Rows for programs: a tab between two cells, and none in them."""
+    """Print table rows for programs: a tab between two cells, and none in them."""
     for row in rows:
         Terminal.of(world, "stdout").write("\t".join(neutralise(cell, one_line=True) for cell in row) + "\n")

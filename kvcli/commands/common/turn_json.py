@@ -1,4 +1,4 @@
-"""A turn as JSON: one document at its end, or a line for each event as it comes."""
+"""A turn as JSON: one document at its end, or a line for each event."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ EVERY = 0.5  # seconds between two stats lines
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a turn ran under, beside the model."""
+    """Settings and notes of a turn, besides the model."""
 
     profile: str
-    method: str = "off"  # how drafts are made
+    method: str = "off"  # drafting method
     profile_hash: str | None = None
     exactness: str | None = None
     number: int = 1
-    cautions: Sequence[str] = ()  # what a user should know of the profile
-    notes: Sequence[str] = ()  # what had to be done differently; may still grow while the turn runs
+    cautions: Sequence[str] = ()  # warnings about the profile
+    notes: Sequence[str] = ()  # deviations from the settings; may grow during the turn
 
 
 def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
-    """`kvcli.turn/1` of a finished turn."""
+    """Return the document `kvcli.turn/1` of a finished turn."""
     stats = turn.stats
     load, first, total = stats.load or info.load_seconds or None, stats.first_token or None, stats.read + stats.decode
     return TurnDocument.from_attributes(
@@ -75,7 +75,7 @@ def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
 
 
 def spec_figures(stats: Stats, method: str) -> Spec:
-    """Acceptance; figures that would divide by nothing are null."""
+    """Return figures of drafting; ratios with a zero denominator are null."""
     of_drafts = () if stats.drafted_passes else ("mean_acceptance_length", "acceptance_rate")
     of_passes = () if stats.passes else ("tokens_per_pass", "rows_per_pass")
     return Spec.from_attributes(stats, method=method, **dict.fromkeys((*of_drafts, *of_passes)))
@@ -101,14 +101,14 @@ def model_facts(info: ModelInfo) -> ModelFacts:
 
 
 def print_turn(world: Environment, events: Iterable[Event], info: ModelInfo, run: Run) -> Turn:
-    """One document when the turn is over."""
+    """Print one document when the turn has ended."""
     turn = turn_of(events)
     print_json(world, turn_document(turn, info, run))
     return turn
 
 
 def print_events(world: Environment, events: Iterable[Event], info: ModelInfo, run: Run) -> Turn:
-    """A line for each event, `start` first and `end` with the whole document last."""
+    """Print a line for each event, `start` first and `end` with the whole document last."""
     print_json(world, Start(event="start", kvcli=__version__, model=model_facts(info), profile=run.profile))
     tell_stats, tokens = _stats_lines(world), 0
     for event in events:
@@ -128,7 +128,7 @@ def print_events(world: Environment, events: Iterable[Event], info: ModelInfo, r
 
 
 def _stats_lines(world: Environment) -> Callable[[Stats | None], None]:
-    """Remembers the counting object of the turn and prints it now and then."""
+    """Return a function that stores the statistics object of the turn and prints it each `EVERY` seconds."""
     seen: list[Stats] = []
     last = [world.clock()]
 

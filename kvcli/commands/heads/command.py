@@ -1,4 +1,4 @@
-"""`kvcli profile-heads`: what each attention head of a model does, and which of them need the whole past."""
+"""`kvcli profile-heads`: analysis of the attention heads of a model, and which need the full KV cache."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def profile_heads(
     quant: o.Quant = None,
     allow_pickle: o.Pickle = False,
 ) -> None:
-    """What each attention head does, and which need the whole past.
+    """Analyse attention heads: which need the full KV cache.
 
-    Where heads look in a text (prompt), what is lost when one sees only the
-    first and the newest tokens (ablate), which read hidden facts (needle) or
-    facts found by way of others (reason), which continue repeats (repeat).
-    Draws a grid, writes a report and a map that profiles use as policy.headmap.
+    Probes: where heads attend in a text (prompt), the loss if a head sees only
+    the first and the newest tokens (ablate), heads that find hidden facts
+    (needle) or facts by way of others (reason), heads that continue repeats
+    (repeat). Draws a grid, writes a report and a map for policy.headmap.
     """
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.heads.output import outlet
@@ -116,7 +116,7 @@ def _ask(
     seed: int,
     stability: int,
 ) -> ProbeRequest:
-    """What was typed, checked before anything is loaded."""
+    """Return the checked options, before anything is loaded."""
     from kvcli.bench.grid import contexts
     from kvcli.commands.common.inputs import read_file
     from kvcli.heads.request import ProbeRequest
@@ -156,7 +156,7 @@ def _probes(text: str) -> tuple[Probe, ...]:
 
 
 def _settings(profile: Profile, chosen: dict[str, object]) -> FastGen:
-    """The profile's own [policy] where that is FastGen, else its defaults; with what was typed."""
+    """Return the profile's [policy] if it is FastGen, else the defaults of FastGen, with the typed options on top."""
     given = {name: value for name, value in chosen.items() if value is not None}
     for name in ("recovery", "keep"):
         value = given.get(name)
@@ -180,7 +180,7 @@ def _settings(profile: Profile, chosen: dict[str, object]) -> FastGen:
 
 
 def _layers(text: str | None) -> tuple[int, ...]:
-    """`0-11`, `3`, `0-3,8`."""
+    """Parse layer numbers: `0-11`, `3`, `0-3,8`."""
     found: set[int] = set()
     for part in (text or "").split(",") if text is not None else []:
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -202,7 +202,7 @@ def _run(setup: Setup, profile: Profile, ask: ProbeRequest, outlet: HeadsOutput)
             from kvcli.heads.report import document, strip
             from kvcli.heads.run import probe
 
-        # nothing is drafted here, so that nothing need be measured for drafts
+        # no pass times are measured, because nothing is drafted here
         with setup.load(profile.replace(spec={"method": "off"}), bar.screen.note) as model:
             found = probe(model, ask, _tell(bar, cancel))
             made, tokens = document(model, ask, found), strip(model, found.reading)

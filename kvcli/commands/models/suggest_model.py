@@ -1,4 +1,4 @@
-"""What to do about a document that nobody named a model for: the bundled demo knows only its own reports."""
+"""Suggestion of a model for a document if none is named: the bundled demo knows only its own reports."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from kvcli.environment import Environment
     from kvcli.fit.available_memory import AvailableMemory
 
-FEW = 3  # models of this machine that are named
+FEW = 3  # models of this machine in a suggestion
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSuggestion:
-    """A model that would read it."""
+    """A suggested model."""
 
     model: str
     quant: str = "none"
@@ -33,17 +33,17 @@ class ModelSuggestion:
 
     @property
     def line(self) -> str:
-        """Whom to name, or what to type first, and what it takes."""
+        """One line: the option or the command to type, and the model's size."""
         if self.is_here:
             return f"  {self.typed}  {self.about}"
         return f"  kvcli models get {self.model}  {self.about}" + (f", --quant {self.quant}" * (self.quant != "none"))
 
 
 def find_model(setup: Setup, names: Sequence[str], *, may_ask: bool = True) -> None:
-    """See to it that documents of these names, as typed, are not answered by a toy that nobody asked for.
+    """Prevent the demo model from answering about other documents, unless the user named the demo.
 
-    Who named the demo is told what it is. Else this raises, or on a terminal asks and then names the chosen model in
-    `setup`. Reads no document, and imports nothing heavy.
+    A user who named the demo gets a note. Otherwise this raises, or on a terminal asks for a model and sets it in
+    `setup`. Reads no document, and imports nothing heavy. `names`: the documents as typed.
     """
     foreign = [name for name in names if split_pages(name)[0] not in BUNDLED]
     if not foreign or setup.entry.path != "demo":
@@ -65,13 +65,13 @@ def find_model(setup: Setup, names: Sequence[str], *, may_ask: bool = True) -> N
 
 
 def tell_toy(setup: Setup) -> None:
-    """To somebody who asks the demo without a document, and may not know whom."""
+    """Tell a user without a document that the demo answers, unless the user named it."""
     if not setup.is_named and setup.entry.path == "demo":
         tell(setup.world, "demo, the bundled model, answers: it knows only its own reports; -m names another")
 
 
 def suggest_models(setup: Setup) -> tuple[AvailableMemory, list[ModelSuggestion]]:
-    """The memory there is, and what fits in it: models that are here first, then real ones in several sizes."""
+    """Return the memory of this machine and models that fit: models on it first, then downloads in several sizes."""
     from kvcli.fit import available_memory
     from kvcli.models import catalog
     from kvcli.render.terminal.numbers import long_size
@@ -92,7 +92,7 @@ def suggest_models(setup: Setup) -> tuple[AvailableMemory, list[ModelSuggestion]
 
 
 def _here(setup: Setup, usable: int) -> list[ModelSuggestion]:
-    """Names of the config files and the cache whose model is whole and fits, the largest first."""
+    """Return models of the config files and the cache that are complete and fit, the largest first."""
     from kvcli.commands.common.run_setup import find
     from kvcli.commands.models.model_names import known
     from kvcli.demo import BUNDLED
@@ -107,7 +107,7 @@ def _here(setup: Setup, usable: int) -> list[ModelSuggestion]:
                 continue
             source = find(setup.world, name, allow_pickle=False)
             needs = catalog.needs(source.nbytes, shape_of(source.text_config, name))
-        except KvcliError:  # not all of it is here, or it cannot be used
+        except KvcliError:  # the model is incomplete or unusable
             continue
         if needs <= usable:
             found.append((needs, ModelSuggestion(name, about=f"is here, takes {long_size(needs)}")))
@@ -151,7 +151,7 @@ def _refusal(names: Sequence[str], room: AvailableMemory, offers: Sequence[Model
 def _ask(
     names: Sequence[str], room: AvailableMemory, offers: Sequence[ModelSuggestion], world: Environment
 ) -> ModelSuggestion:
-    """One question on the terminal; raises UsageError for anything but a choice."""
+    """Ask for a choice on the terminal; raises UsageError for any other answer."""
     from kvcli.render.terminal.terminal import Terminal
     from kvcli.render.terminal.wrap import folded
 

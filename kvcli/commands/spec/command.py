@@ -1,4 +1,4 @@
-"""`kvcli spec`: what drafting brings on this machine, why, and which settings bring most."""
+"""`kvcli spec`: measure and tune speculative decoding on this machine."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def doctor(
     quant: o.Quant = None,
     allow_pickle: o.Pickle = False,
 ) -> None:
-    """How drafting under a profile fares on a model here, and why.
+    """Measure speculative decoding under a profile on a model here.
 
-    Plain decoding and the profile take turns on one text. Shows what passes
-    of many rows cost, which guesses come true, and what scouts bring.
+    Plain decoding and the profile take turns on one text. Shows pass times by
+    draft size, acceptance by draft source, and the gain by lookahead.
     """
     from kvcli.commands.common.stdout import print_json, print_lines
     from kvcli.render.spec import doctor_lines
@@ -84,9 +84,9 @@ def tune(
     quant: o.Quant = None,
     allow_pickle: o.Pickle = False,
 ) -> None:
-    """Which settings of [spec] are fastest on this model here; writes them as a profile.
+    """Find the fastest settings of [spec] for a model here; write them as a profile.
 
-    Each text is read once, then all settings continue it in turns.
+    Each text is prefilled once, then all settings continue it in turns.
     """
     from kvcli.commands.common.stdout import print_json, print_lines
     from kvcli.commands.spec.tuned_profile import place, write
@@ -96,7 +96,7 @@ def tune(
     world = setup.world
     if world.options.json and output == Path("-"):
         raise UsageError("both the profile and the JSON would go to stdout", try_=["-o FILE --json", "-o -"])
-    where = place(setup, save, output)  # refused before minutes of measuring, not after
+    where = place(setup, save, output)  # refuse before minutes of measuring, not after
     with _model(setup) as (loaded, bar):
         from kvcli.bench.drafting import tune as measure
         from kvcli.commands.spec.results import tuned
@@ -119,7 +119,7 @@ def _setup(context: typer.Context) -> Setup:
 
 @contextmanager
 def _model(setup: Setup) -> Iterator[tuple[Model, Bar]]:
-    """Loaded under its profile, which draws as a benchmark does."""
+    """Load the model under its profile, with sampling as in a benchmark."""
     from kvcli.bench.recipe import drawing
     from kvcli.commands.bench.request import temperature
     from kvcli.commands.common.interrupt import insisting
@@ -137,7 +137,7 @@ def _model(setup: Setup) -> Iterator[tuple[Model, Bar]]:
 def _prompts(
     setup: Setup, model: Model, text: str | None, ctx: str, new: int, most: int = 3
 ) -> Mapping[str, Sequence[int]]:
-    """Each workload's prompt; prompt and new tokens fill the context. `most` of them where none is named."""
+    """Return a prompt per workload; with the new tokens it fills the context. `most`: number of default workloads."""
     from kvcli.bench.grid import contexts
     from kvcli.bench.workloads import prompt_of
     from kvcli.commands.bench.request import read_workloads
@@ -155,7 +155,7 @@ def _prompts(
 
 
 def _at_least(least: int, n: int, instead: str) -> int:
-    """Of new tokens two are needed, as the first one's time is that of reading."""
+    """Refuse fewer than `least` new tokens: two are needed, because the first one's time is that of the prefill."""
     if n < least:
         raise UsageError(f"at least {least} needed, not {n}", try_=[instead])
     return n

@@ -1,4 +1,4 @@
-"""From turns that were decoded to the documents of `kvcli spec`."""
+"""Documents of `kvcli spec`, made from decoded turns."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from kvcli.render.bench.progress import Bar
     from kvcli.schemas.fit import PassTime
 
-CLEAR = 1.02  # a factor below which drafting is not worth a word of praise
+CLEAR = 1.02  # speedup below which drafting is not called faster
 
 
 def examine(
     name: str, model: Model, passes: list[PassTime], workload: str, prompt: Sequence[int], new: int, reps: int, bar: Bar
 ) -> SpecDocument:
-    """Decode the prompt with and without drafting, in turns. `passes`: what the drafter was told of their times."""
+    """Decode the prompt with and without drafting, in turns. `passes`: the pass times given to the drafter."""
     profile = model.profile
     plain = profile.replace(spec={"method": "off"}, name="plain")
     bar.show(0, 0, f"reading {workload}")
@@ -47,7 +47,7 @@ def examine(
         plain_tok_s=spread([turn.tok_s for turn in without]),
         tok_s=spread([turn.tok_s for turn in with_]),
         ratio=spread(ratios),
-        # null where some of a step goes into another model's passes
+        # null if a step also takes passes of a draft model
         predicted=None
         if report.ahead is not None
         else predicted(passes, stats.rows_per_pass, stats.tokens_per_pass, len(prompt)),
@@ -68,7 +68,7 @@ def examine(
 def _difference(
     plain: Model, prompt: Sequence[int], without: Sequence[TimedRun], with_: Sequence[TimedRun]
 ) -> Difference | None:
-    """Where the texts part first, and whether rounding explains it."""
+    """Return the first difference of the texts, and if a near tie explains it; None if they are equal."""
     from kvcli.bench.text_agreement import first_difference, tie_at
 
     for a, b in zip(without, with_, strict=True):
@@ -83,7 +83,7 @@ def spread(values: Sequence[float]) -> Range:
 
 
 def predicted(passes: Sequence[PassTime], rows: float, tokens: float, context: int) -> float | None:
-    """Speed over plain decoding if a pass took what a pass of so many rows was timed at; None if none was timed."""
+    """Return the speedup over plain decoding by the measured time of passes of `rows` rows; None if not measured."""
     from kvcli.fit.speed import at, units
 
     if not (known := units(passes, context)):
@@ -103,7 +103,7 @@ def verdict(ratio: Range, report: DraftReport) -> str:
 def tuned(
     name: str, model: Model, rivals: Sequence[TunedSettings], workloads: list[str], new: int, reps: int, context: int
 ) -> SpecTuneDocument:
-    """The document, without the file that may be written."""
+    """Return the document, without the file that may be written."""
     best = rivals[0]
     gain = f"{best.score:.2f} times the speed of plain decoding"
     pays = best.name != "off" and best.score > CLEAR

@@ -1,4 +1,4 @@
-"""Where `kvcli spec tune` writes its profile, and what stands in it."""
+"""The profile file of `kvcli spec tune`: its path and its content."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfileFile:
-    """A profile's name and file; no file = it is not written."""
+    """Name and file of a profile; no file = the profile is not written."""
 
     name: str
     path: Path | None
 
 
 def place(setup: Setup, save: str | None, output: Path | None) -> ProfileFile:
-    """Refuses a name or a file that is taken."""
+    """Return name and file of the profile. Refuses a name or a file that exists."""
     world, where = setup.world, sources(setup.world)
     name = save or (output.stem if output is not None and output != Path("-") else "tuned")
     if not NAME.fullmatch(name):
@@ -48,7 +48,7 @@ def place(setup: Setup, save: str | None, output: Path | None) -> ProfileFile:
 
 
 def profile_text(base: Profile, best: TunedSettings, found: SpecTuneDocument) -> str:
-    """A profile that extends the one it was tuned under, with what the command line and the environment had set."""
+    """Return a profile that extends the one of the run, with settings of the command line and the environment."""
     from kvcli.bench.drafting import laid_over
 
     about = f"tuned for {found.model}: {best.score:.2f} times plain decoding"
@@ -72,7 +72,7 @@ def profile_text(base: Profile, best: TunedSettings, found: SpecTuneDocument) ->
 
 
 def write(setup: Setup, where: ProfileFile, best: TunedSettings, found: SpecTuneDocument) -> SpecTuneDocument:
-    """Write the profile if that was asked for; the document says where."""
+    """Write the profile if requested; returns the document with its path."""
     if where.path is None:
         return found
     text = profile_text(setup.profile(), best, found)

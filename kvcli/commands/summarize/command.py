@@ -1,4 +1,4 @@
-"""`kvcli summarize`: documents in short, with the places where it says so."""
+"""`kvcli summarize`: summaries of documents, with citations."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def summarize(
     stats: f.Figures = None,
     dry_run: o.DryRun = False,
 ) -> int:
-    """A summary of long documents, with page numbers that were checked.
+    """Summarize long documents, with page numbers that are checked.
 
     The summary goes to stdout, all else to stderr. A citation that could not
-    be confirmed ends in "?". Parts that are done survive Ctrl-C: the same
-    command goes on from there.
+    be confirmed ends in "?". Finished parts survive Ctrl-C: the same command
+    continues after them.
     """
     from kvcli.commands.chat.pack_option import model_of, pack_of, profile_of
     from kvcli.commands.common.memory_check import MemoryWishes
@@ -86,7 +86,7 @@ def summarize(
     packed = pack_of(world, pack, others, ALONE) if pack is not None else None
     named = model_of(world, packed) if packed is not None and model is None else model
     setup = Setup(world, named, f.profile_flags(context.params), exact, is_typed=model is not None)
-    if not extract_only:  # which asks no model
+    if not extract_only:  # extraction needs no model
         find_model(setup, files or [])
     profile = profile_of(setup, packed)
     if not extract_only:

@@ -1,4 +1,4 @@
-"""The documents of `kvcli summarize`: read before a model loads; one that cannot be read does not stop the others."""
+"""Documents of `kvcli summarize`, read before a model loads. An unreadable document does not stop the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How files are read."""
+    """Options for reading files."""
 
     pages: str | None = None
     type: str | None = None
@@ -30,20 +30,20 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class InputDocument:
-    """A document, and what the user called it."""
+    """A document, with its name as typed."""
 
     typed: str
     document: Document
 
     @property
     def heading(self) -> str:
-        """What heads its summary: as it was typed, so that two files of one name differ."""
+        """Heading of its summary: the name as typed, so that two files of one name differ."""
         return self.document.name if self.typed == "-" else self.typed
 
 
 @dataclass
 class InputDocuments:
-    """What was read, and what could not be."""
+    """Documents that were read, and errors of the others."""
 
     given: list[InputDocument] = field(default_factory=list)
     failed: list[tuple[str, KvcliError]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class InputDocuments:
 
 
 def read_all(world: Environment, names: Sequence[str], how: ReadOptions) -> InputDocuments:
-    """All files in the order typed. Raises BadInput where none can be read; of several, the rest is read."""
+    """Read all files in the order typed. A single unreadable file raises BadInput; else errors are collected."""
     check_type(how.type)
     if not names:
         raise UsageError(
@@ -74,7 +74,7 @@ def read_all(world: Environment, names: Sequence[str], how: ReadOptions) -> Inpu
 
 
 def of_pack(packed: Pack) -> InputDocuments:
-    """The documents of a pack: pages by the marks in their text, headings of markdown, else lines."""
+    """Return the documents of a pack, divided by page marks in their text, by markdown headings, or else by lines."""
     given = []
     for document in packed.documents:
         data = document.text.encode(errors="replace")
@@ -85,7 +85,7 @@ def of_pack(packed: Pack) -> InputDocuments:
 
 
 def _refuse_twice(world: Environment, names: Sequence[str]) -> None:
-    """The same pages of the same file, however it is spelt."""
+    """Refuse the same pages of the same file, however its path is written."""
     first: dict[object, str] = {}
     for name in names:
         file = _file_of(world, name)
@@ -96,7 +96,7 @@ def _refuse_twice(world: Environment, names: Sequence[str]) -> None:
 
 
 def _file_of(world: Environment, name: str) -> object:
-    """Device, inode and pages; the name alone where nothing like that is there."""
+    """Return device, inode and pages of a file, or the name alone if the file does not exist."""
     path, pages = split_pages(name)
     if name == "-" or path in BUNDLED:
         return name
@@ -116,7 +116,7 @@ def _read(world: Environment, name: str, how: ReadOptions) -> Document:
 
 
 def facts(given: Sequence[InputDocument], tokenizer: Counter | None = None) -> list[SourceFacts]:
-    """The sources of one summary, under the names of its citations; with their tokens if there is who counts them."""
+    """Return the sources of one summary by the names in its citations, with token counts if there is a tokenizer."""
     from kvcli.summarize.document import source_facts
     from kvcli.summarize.parts import names_of
 
@@ -127,7 +127,7 @@ def facts(given: Sequence[InputDocument], tokenizer: Counter | None = None) -> l
 
 
 def password_of(world: Environment, file: str | None) -> str | None:
-    """The first line of the file."""
+    """Return the first line of the file."""
     if file is None:
         return None
     path = world.cwd / expanduser(file)

@@ -1,4 +1,4 @@
-"""One command line of `kvcli summarize`: what was asked, where it goes, and what went wrong so far."""
+"""One command line of `kvcli summarize`: the request, the output, and errors so far."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EmptySummary(KvcliError):
 
 @dataclass
 class SummaryJob:
-    """One command line."""
+    """One command line of `kvcli summarize`."""
 
     setup: Setup
     profile: Profile
@@ -39,18 +39,18 @@ class SummaryJob:
     wanted: MemoryWishes
     each: bool = False
     fresh: bool = False
-    packed: Pack | None = None  # where the documents come from, if from none of their files
+    packed: Pack | None = None  # the pack that the documents come from, if not from files
     status: int = field(default=ExitStatus.OK)
 
     @property
     def groups(self) -> list[list[InputDocument]]:
-        """The documents of each summary."""
+        """Documents of each summary."""
         given = self.shelf.given
         return [[one] for one in given] if self.each else [given]
 
     @property
     def read(self) -> AsRead | None:
-        """The documents as the pack's model has read them."""
+        """Documents as in the prompt of the pack."""
         from kvcli.documents import with_documents
         from kvcli.summarize.parts import AsRead
 
@@ -59,7 +59,7 @@ class SummaryJob:
         return AsRead(with_documents("", self.packed.documents), self.packed.chat.system)
 
     def names(self, given: Sequence[InputDocument]) -> list[str]:
-        """What the screen calls the documents of one summary: as its citations do, so no two are the same."""
+        """Return the names of the documents of one summary: those of its citations, so no two are the same."""
         from kvcli.summarize.parts import names_of
 
         if self.each:
@@ -69,7 +69,7 @@ class SummaryJob:
 
     @property
     def tells(self) -> bool:
-        """Whether what is to know is said on stderr; in JSON it stands in the document."""
+        """True if notes are printed on stderr; with JSON they are in the document."""
         return not self.screen.quiet and not self.setup.world.options.json
 
     def tell(self, text: str) -> None:
@@ -78,7 +78,7 @@ class SummaryJob:
 
     @contextmanager
     def attempt(self, given: Sequence[InputDocument]) -> Iterator[None]:
-        """One summary. With --each, what goes wrong with it is said and the others go on."""
+        """Run one summary in the block. With --each, an error is reported and the other summaries continue."""
         try:
             yield
         except (BadInput, ContextOverflow, EmptySummary) as error:
@@ -88,7 +88,7 @@ class SummaryJob:
             self.failed(error)
 
     def failed(self, error: KvcliError) -> None:
-        """One file went wrong; the others go on, and the exit code is of the first that did."""
+        """Report the error of one file. The other files continue, and the first error gives the exit code."""
         self.status = self.status or int(error.exit)
         in_lines = self.out.form == "json" and self.each
         if in_lines:
@@ -99,7 +99,7 @@ class SummaryJob:
             print_error(self.screen.err, error)
 
     def tell_failed(self) -> None:
-        """What could not be read. As JSON there is one document for all if nothing could: the error."""
+        """Report unreadable files. With JSON, if no file could be read, one error document stands for all."""
         failed = [error for _, error in self.shelf.failed]
         if failed and not self.shelf.given and self.out.form == "json":
             first, *others = failed

@@ -1,4 +1,4 @@
-"""Options of `kvcli summarize`, as types for its signature, and what they ask for."""
+"""Options of `kvcli summarize`, as types for its signature, and the request made from them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ DryRun = Annotated[bool, option("--dry-run", help=_DRY, panel="The model", rare=
 
 
 def request_of(params: Mapping[str, Any]) -> Request:
-    """What is asked for. Raises UsageError for what excludes each other."""
+    """Return the request. Raises UsageError for options that exclude each other."""
     length, chunk = params["length"], params["chunk"]
     return Request(
         mode=params["mode"],

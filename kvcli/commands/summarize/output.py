@@ -1,4 +1,4 @@
-"""Where summaries go: standard output as they come, or a file when all of them are complete."""
+"""Output of summaries: streamed to standard output, or written to a file when all of them are complete."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ ENDINGS: dict[str, Form] = {
 
 @dataclass
 class SummaryOutput:
-    """One place, one form."""
+    """Destination and format of the summaries of one run."""
 
     world: Environment
     form: Form
     file: Path | None = None
-    held: list[SummaryDocument] = field(default_factory=list)  # of a page
-    texts: list[str] = field(default_factory=list)  # of a file
-    head: str = ""  # of the text that is to come in the file
-    has_any: bool = False  # of what was asked for, if only its beginning; errors alone replace no file
+    held: list[SummaryDocument] = field(default_factory=list)  # of an HTML page
+    texts: list[str] = field(default_factory=list)  # of a text file
+    head: str = ""  # heading of the next text in the file
+    has_any: bool = False  # there is some requested output, perhaps incomplete; errors alone replace no file
 
     @property
     def writer(self) -> Callable[[Sequence[Point]], str] | None:
-        """Points as text; None where the form needs all of them first."""
+        """Function that formats points as text; None if the format needs all points first."""
         from kvcli.render.summarize.text import WIDTH, plain_text
         from kvcli.summarize.result import written
 
@@ -58,7 +58,7 @@ class SummaryOutput:
         return lambda points: plain_text(points, width)
 
     def live(self) -> Callable[[Sequence[Point]], str] | None:
-        """The writer of what goes to standard output as it comes; what heads it comes with the first point."""
+        """Return the formatter of streamed output; the heading is printed with the first point."""
         writer, head = self.writer, self.head
         if self.file is not None or writer is None:
             return None
@@ -70,7 +70,7 @@ class SummaryOutput:
         return said
 
     def begin(self, name: str) -> None:
-        """With --each, the name of the file heads its summary."""
+        """Begin a summary. With --each, its heading is the name of the file."""
         if self.form in ("json", "html"):
             return
         clean = neutralise(name, one_line=True)
@@ -78,7 +78,7 @@ class SummaryOutput:
         self.head = ("\n" if self.has_any else "") + head
 
     def end(self, document: SummaryDocument, points: Sequence[Point]) -> None:
-        """A summary is complete."""
+        """Add a complete summary."""
         self.has_any = True
         if self.form == "html":
             self.held.append(document)
@@ -88,12 +88,12 @@ class SummaryOutput:
             self._say(self.writer(points))
 
     def text(self, text: str) -> None:
-        """A text that is no summary."""
+        """Output a text that is no summary."""
         self.has_any = True
         self._say(text)
 
     def json(self, document: Json, *, counts: bool = True) -> None:
-        """`counts`: it is what was asked for, and no error."""
+        """Output a JSON document. `counts`: it is requested output, and no error."""
         self.has_any = self.has_any or counts
         if self.file is None:
             print_json(self.world, document)
@@ -101,7 +101,7 @@ class SummaryOutput:
             self.texts.append(escaped(json.dumps(document.document(), ensure_ascii=False)) + "\n")
 
     def close(self) -> None:
-        """Write the file, or the page. Only a run that came to its end calls this."""
+        """Write the file or the page. Only a run that was not interrupted calls this."""
         if self.form == "html" and self.held:
             from kvcli.render.summarize.html import html
 
@@ -122,7 +122,7 @@ class SummaryOutput:
 
 
 def outlet(world: Environment, form: Form | None, output: str | None, inputs: Sequence[str]) -> SummaryOutput:
-    """Refuses what cannot be written before anything is read."""
+    """Return the destination. Refuses files that cannot be written, before anything is read."""
     if world.options.json and form not in (None, "json"):
         raise UsageError(f"--json and --format {form} exclude each other", try_=["one of the two"])
     form = "json" if world.options.json else form
@@ -143,5 +143,5 @@ def outlet(world: Environment, form: Form | None, output: str | None, inputs: Se
 def _same(file: Path, world: Environment, name: str) -> bool:
     try:
         return file.samefile(world.cwd / os.path.expanduser(name))
-    except (OSError, BadInput):  # not there
+    except (OSError, BadInput):  # the input does not exist
         return False

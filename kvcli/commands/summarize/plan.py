@@ -1,4 +1,4 @@
-"""`kvcli summarize --dry-run`: how a summary would be made. The tokenizer is loaded, the weights are not."""
+"""`kvcli summarize --dry-run`: the plan of a summary. The tokenizer is loaded, the weights are not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def print_plans(job: SummaryJob) -> None:
-    """A plan for each group of documents that would become one summary."""
+    """Print a plan for each group of documents that would become one summary."""
     from kvcli.summarize.plan import make_plan
 
     window, wording = look(job.setup, job.profile, job.wanted)
@@ -40,7 +40,7 @@ def print_plans(job: SummaryJob) -> None:
 
 
 def look(setup: Setup, profile: Profile, wanted: MemoryWishes) -> tuple[PlanWindow, Wording]:
-    """What a plan must know of the model, from its files."""
+    """Return the facts about the model that a plan needs, from its files."""
     from kvcli.commands.common.memory_check import outlook_of
     from kvcli.commands.common.run_setup import refuse_beyond
     from kvcli.commands.fit import others_of
@@ -69,7 +69,7 @@ def look(setup: Setup, profile: Profile, wanted: MemoryWishes) -> tuple[PlanWind
 
 
 def _passes(setup: Setup, outlook: Preflight, fitted: Fitted) -> list[PassTime]:
-    """What was measured before, by `kvcli bench --calibrate` or by an earlier run."""
+    """Return pass times measured by `kvcli bench --calibrate` or by an earlier run."""
     from kvcli.calibrate.quick import kept_times
     from kvcli.calibrate.run import fingerprint_in
     from kvcli.fit.calibration import load_calibration, machine_fingerprint
@@ -85,7 +85,7 @@ def _passes(setup: Setup, outlook: Preflight, fitted: Fitted) -> list[PassTime]:
 def plan_words(
     job: SummaryJob, given: Sequence[InputDocument], plan: Plan, window: PlanWindow, width: int
 ) -> list[str]:
-    """The files and the plan, in lines."""
+    """Return the files and the plan as lines."""
     from kvcli.render.summarize.notes import about_file, hung, plan_lines
 
     named = zip(given, job.names(given), strict=True)

@@ -1,4 +1,4 @@
-"""From documents that were read to summaries on their way out."""
+"""The run of `kvcli summarize`: summaries of the documents, printed or written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def run(job: SummaryJob, *, dry_run: bool) -> int:
-    """All summaries; the exit code."""
+    """Make all summaries; returns the exit code."""
     _refuse_early(job)
     job.tell_failed()
     if not job.shelf.given:
@@ -42,12 +42,12 @@ def run(job: SummaryJob, *, dry_run: bool) -> int:
     if status != ExitStatus.INTERRUPTED:
         job.out.close()
     elif job.setup.world.options.json:
-        raise KeyboardInterrupt  # said as an error
+        raise KeyboardInterrupt  # reported as an error
     return status
 
 
 def print_text(job: SummaryJob) -> int:
-    """--extract-only: the documents as a model would read them."""
+    """Print the documents as in a prompt, for --extract-only; returns the exit code."""
     from kvcli.commands.common.inputs import notes_of
     from kvcli.documents import marked
 
@@ -72,13 +72,13 @@ def print_text(job: SummaryJob) -> int:
 
 
 def _refuse_early(job: SummaryJob) -> None:
-    """What the model does not follow is refused before minutes of loading, if its files are here."""
+    """Refuse requests that the model cannot follow, before minutes of loading, if the model's files are here."""
     from kvcli.summarize.wording import wording_of
 
     try:
         found = job.setup.fetch(job.profile)
     except KvcliError:
-        return  # not here yet, or damaged: loading says so
+        return  # missing or damaged files: loading reports them
     wording_of(found).refuse(job.request, job.setup.name)
 
 
@@ -90,7 +90,7 @@ def _summarize(job: SummaryJob) -> int:
 
     job.setup.reuses = job.setup.keeps_chats
     prepared, text = load_model(job.setup, job.profile, job.wanted, job.screen)
-    cancel = Interrupt(job.setup.world.clock)  # heard while the model works; before that Ctrl-C ends the command
+    cancel = Interrupt(job.setup.world.clock)  # active while the model works; before that Ctrl-C ends the command
     with text:
         if job.packed is not None:
             job.packed.refuse_other(text)
@@ -119,7 +119,7 @@ def _one(
     wording: Wording,
     cancel: Interrupt,
 ) -> None:
-    """One summary, from its plan to its last note."""
+    """Make one summary, from its plan to its last note."""
     from kvcli.render.summarize.view import SummaryView
     from kvcli.render.turn.status_row import RowOptions
     from kvcli.render.turn.turn_view import busy_word
@@ -157,7 +157,7 @@ def _one(
 
 
 def _keep(job: SummaryJob, text: TextSession, turn: Turn, cancel: Interrupt) -> None:
-    """Keep what was read of a part for later runs, before the next takes its place."""
+    """Save the KV cache of a part for later runs, before the next part replaces it."""
     from kvcli.commands.chat.save_chat import said_of
 
     if job.packed is not None and turn.stats.cached < job.packed.about.tokens:
@@ -183,7 +183,7 @@ def _tell_stopped(job: SummaryJob, view: SummaryView) -> None:
 def _finish(
     job: SummaryJob, prepared: CheckedRun, text: TextSession, given: Sequence[InputDocument], view: SummaryView
 ) -> None:
-    """The document, the notes, the figures, and a line in the log of memory."""
+    """Output the document, the notes and the figures, and log the memory."""
     from kvcli.commands.common.turn_json import Run, turn_document
     from kvcli.commands.summarize.documents import facts
     from kvcli.render.summarize.notes import notes, totals

@@ -36,7 +36,7 @@ def _register() -> Any:
     """Register the quantizer, once per process."""
 
     @register_quantization_config(METHOD)
-    class Config(QuantizationConfigMixin):  # type: ignore[misc]  # Any to mypy, as all of transformers
+    class ExpertConfig(QuantizationConfigMixin):  # type: ignore[misc]  # Any to mypy, as all of transformers
         def __init__(self, bits: Bits = 8, native: bool = True) -> None:
             """`native`: in the layout of the CPU kernel; otherwise in the order of files, for any device."""
             self.quant_method, self.bits, self.native = METHOD, bits, native
@@ -61,7 +61,7 @@ def _register() -> Any:
             self.remove_quantization_config(model)
             return model
 
-    return Config
+    return ExpertConfig
 
 
 class QuantizeExperts(ConversionOps):  # type: ignore[misc]  # the same

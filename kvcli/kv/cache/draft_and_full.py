@@ -1,8 +1,8 @@
-"""A whole past, and beside it what a lossy profile keeps of it: that one guesses, this one checks.
+"""A full KV cache for verification and a compressed KV cache for drafting, both of one sequence.
 
-The text is that of the whole past, to the bit. How often guesses come true says what the other one is worth (any
-compression of the past as a draft: MagicDec, arXiv 2408.11049; TriForce, arXiv 2404.11912). Policies judge the part
-that is kept, which is what such a store shows.
+The generated text is that of the full cache, to the bit. The acceptance rate measures the quality of the compressed
+cache (drafting with a compressed KV cache: MagicDec, arXiv 2408.11049; TriForce, arXiv 2404.11912). Eviction policies
+score the compressed cache, which is also the one that `slots` returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class DraftAndFullCache:
-    """Two stores of one text. Rows whose finds are checked later read `kept`; all others the `whole` one."""
+    """Two KV caches of one sequence. Draft rows attend to `kept`; all other rows attend to `whole`."""
 
     forgets = False
 
@@ -34,7 +34,7 @@ class DraftAndFullCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Numbers of the whole past."""
+        """Data type of the full cache."""
         return self._whole.dtype
 
     @property
@@ -43,74 +43,74 @@ class DraftAndFullCache:
 
     @property
     def batch_variant_reason(self) -> str:
-        """What the whole past says: the other one makes guesses."""
+        """Reason of the full cache. The compressed cache only drafts."""
         return self._whole.batch_variant_reason
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """Why it needs the host."""
+        """Return the reason why no captured pass can read this cache."""
         return DeviceCache(why_not="two stores hold one text")
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> parts over one of the two."""
+        """q [H, N, D] of rows at positions pos [N] -> partial attention over one of the two caches."""
         return (self._kept if sight.is_guess else self._whole).attend(layer, q, sight, pos, own)
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
-        """Store k, v [K, M, D] at positions from `start` on in both."""
+        """Store k, v [K, M, D] at positions from `start` on in both caches."""
         self._whole.append(layer, k, v, start)
         self._kept.append(layer, k, v, start)
 
     def take(self, layer: int, slots: Slots) -> None:
-        """Store these slots in both."""
+        """Store slots in both caches."""
         self._whole.take(layer, slots)
         self._kept.take(layer, slots)
 
     def n_slots(self, layer: int) -> int:
-        """Slots of the longest head that are kept."""
+        """Return the number of slots of the longest head of the compressed cache."""
         return self._kept.n_slots(layer)
 
     def slots(self, layer: int) -> Slots:
-        """What is kept."""
+        """Return the slots of the compressed cache."""
         return self._kept.slots(layer)
 
     def newest(self, layer: int, n: int) -> Slots:
-        """Of what is kept, the n slots that each head stored last."""
+        """Return the n slots that each head of the compressed cache stored last."""
         return self._kept.newest(layer, n)
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
-        """Of what is kept, forget slots whose mask [K, S] is False; returns what fell out."""
+        """Evict slots of the compressed cache whose mask [K, S] is False and return them."""
         return self._kept.keep(layer, mask)
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
-        """Room for n slots a head; where a policy lets go of some, nobody asks for it."""
+        """Allocate capacity for n slots per head in both caches. It is not called if a policy evicts slots."""
         self._whole.reserve(n, layers)
         self._kept.reserve(n, layers)
 
     def crop(self, n: int) -> None:
-        """Forget every slot at position n or later."""
+        """Remove every slot at position n or later."""
         self._whole.crop(n)
         self._kept.crop(n)
 
     def reaches(self, n: int) -> bool:
-        """Whether a row at position n finds all that it sees: in the whole past."""
+        """True if a row at position n finds every slot inside its sliding windows in the full cache."""
         return self._whole.reaches(n)
 
     def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
-        """The masks are of what is kept; windows give back in both."""
+        """Apply the masks to the compressed cache; evict slots outside sliding windows from both caches."""
         layers = None if layers is None else list(layers)
         self._whole.compress((), end, layers)
         return self._kept.compress(masks, end, layers)
 
     def snapshot(self) -> State:
-        """Both."""
+        """Return the snapshots of both caches."""
         return {"whole": self._whole.snapshot(), "kept": self._kept.snapshot()}
 
     def restore(self, given: SnapshotReader) -> None:
-        """Each what it had."""
+        """Restore both caches."""
         self._whole.restore(given.part("whole"))
         self._kept.restore(given.part("kept"))
 
     def usage(self) -> list[Usage]:
-        """What is kept, as a tier of its own, of which no answer misses anything."""
+        """Return the memory use of both. The compressed cache is tier "draft", without loss in the answer."""
         return [*self._whole.usage(), *(replace(use, tier="draft", lost=None) for use in self._kept.usage())]

@@ -1,4 +1,4 @@
-"""A rung of a ladder: a tier, and how much of the past stays in it at a boundary."""
+"""A level of a tiered cache: a tier and the number of slots that it keeps at a compression point."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvcli.kv.sliding_windows import Windows
 from kvcli.kv.slots import AttentionParams, Slots, Tier, last
 from kvcli.kv.tiers.device_tables import DeviceCache
 
-SLACK = 16  # a rung with others below may hold this part more than it has to
+SLACK = 16  # a level with others below may exceed its limit by 1/SLACK
 Ask = Callable[[int, Tensor, AttentionParams, Sequence[int]], Answer]
 
 
 class CroppableTier(Tier, Protocol):
-    """A tier that can be undone, which is all that a rung needs beside a tier's own verbs."""
+    """A tier with rollback, the one method that a level needs beyond the `Tier` protocol."""
 
     def crop(self, n: int) -> None:
-        """Forget every slot at position n or later."""
+        """Remove every slot at position n or later."""
 
 
 class TopTier(CroppableTier, Protocol):
-    """The first rung: new rows go there."""
+    """The first level, in which new rows are stored."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -35,55 +35,55 @@ class TopTier(CroppableTier, Protocol):
     def windows(self) -> Windows: ...
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """As of a store."""
+        """Return device tables, as `CacheReader.fixed` does."""
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
-        """Room for n slots a head in these layers, None = all."""
+        """Allocate capacity for n slots per head in these layers, None = all."""
 
     def put(self, layer: int, slots: Slots) -> None:
-        """Hold these slots instead, in no more room than they need; their tensors become the tier's own."""
+        """Replace the slots of a layer, without spare capacity. The tier keeps the given tensors."""
 
     def evict_below(self, layer: int, end: int) -> int:
-        """Forget positions that a window hides from rows at `end` and later: those below the answer; 0 = none."""
+        """Evict positions that a window hides from rows at `end` and later: those below the return value; 0 = none."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierLevel:
-    """Slots are counted a head."""
+    """A level of a tiered cache. Slots are counted per head."""
 
     tier: CroppableTier
-    holds: int | None = None  # slots, sinks aside (up to SLACK more); None = all. Of the last: its room
-    group: int = 1  # what is older moves down in multiples of so many slots
-    name: str = ""  # of its bytes, where the top's are called as its tier's are
-    attend_async: Ask | None = None  # where the tier can be read while the device reads others: how it is asked
+    holds: int | None = None  # slots without sinks (1/SLACK more allowed); None = all. Last level: its capacity
+    group: int = 1  # older slots are demoted in multiples of `group`
+    name: str = ""  # tier name in reports, if the tier of the top has the same name
+    attend_async: Ask | None = None  # starts attention that runs in parallel with the other levels, if the tier can
 
     def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
-        """q [H, N, D] of rows at positions pos [N] -> the parts, when they are called for."""
+        """q [H, N, D] of rows at positions pos [N] -> a function that returns the partial attention."""
         if self.attend_async is not None:
             return self.attend_async(layer, q, sight, pos)
         parts = self.tier.attend(layer, q, sight, pos)
         return lambda: parts
 
     def is_full(self, layer: int, *, is_last: bool) -> bool:
-        """Whether what it holds too much is worth moving: a long rung is copied when its oldest go."""
+        """True if the level exceeds its limit by its slack. The slack is there because demotion copies a long level."""
         if self.holds is None:
             return False
         slack = self.group if is_last else max(self.group, self.holds // SLACK)
         return self.tier.n_slots(layer) >= self.holds + slack
 
     def has_room(self, layer: int, n: int) -> bool:
-        """For n slots more."""
+        """True if the level has capacity for n more slots per head."""
         return self.holds is None or self.tier.n_slots(layer) + n <= self.holds
 
     def forget(self, layer: int, s: Slots) -> Slots:
-        """What came first, until all of these have room, or the newest of them: those are returned."""
+        """Evict the oldest stored slots until `s` fits. Returns the slots of `s` that fit (the newest)."""
         most, n = self.holds or 0, s.n_slots
-        while (held := self.tier.n_slots(layer)) and held + n > most:  # a tier may give room back by the piece
+        while (held := self.tier.n_slots(layer)) and held + n > most:  # a tier may free capacity only in whole blocks
             there = self.tier.slots(layer).pos >= 0
             gone = max(held + n - most, most // SLACK)
             self.tier.keep(layer, there & (there.cumsum(1) > gone))
         return s if n <= most else last(s, most)
 
     def __str__(self) -> str:
-        """What it has room for, for people."""
+        """Return tier and capacity for messages."""
         return f"{self.tier.usage()[0].tier}: {'all the rest' if self.holds is None else f'{self.holds:,} tokens'}"

@@ -1,7 +1,7 @@
-"""From a profile's keys to tiers: one dense tier, or a ladder of what `[kv]` packs and `[memory]` moves away.
+"""Build the KV cache of a profile: one dense tier, or a tiered cache that `[kv]` quantizes and `[memory]` offloads.
 
-Where `memory.evicted` is "demote", the policy says what goes down to the first of them; where there is none, recall
-makes one on the same device.
+If `memory.evicted` is "demote", the policy chooses the slots to demote to the first lower level. If there is no
+lower level, sparse attention gets one on the same device.
 """
 
 from __future__ import annotations
@@ -45,24 +45,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """What a store is made for."""
+    """Settings, model sizes and memory from which a KV cache is built."""
 
     shapes: Sequence[LayerShape]  # by layer
-    dtype: torch.dtype  # of newly stored rows
-    device: torch.device  # that computes
+    dtype: torch.dtype  # of newly committed rows
+    device: torch.device  # device of the model
     kv: Kv
     memory: Memory
-    recall: SparseMethod  # how the rungs below the top are read, or the one tier where there is no other
+    recall: SparseMethod  # sparse attention for the levels below the top, or for a single tier
     sights: Sequence[AttentionParams]  # by layer
-    chunk: int  # tokens read in one pass, at most
-    held: int = 0  # bytes of the device that the store in use takes, which this one is to replace
-    working: int = 0  # bytes of the device that a pass takes beside keys and values
-    form: KVFormat = field(default_factory=Kivi)  # how slots lie that are packed
-    rotaries: Callable[[], Sequence[Rotary | None]] = tuple  # how layers turn their keys, for forms that ask
-    spare: int = 0  # bytes of the device that texts share whose budget is what is free
+    chunk: int  # most tokens of one prefill pass
+    held: int = 0  # device bytes of the KV cache that this one replaces
+    working: int = 0  # device bytes of a forward pass, KV aside
+    form: KVFormat = field(default_factory=Kivi)  # format of quantized slots
+    rotaries: Callable[[], Sequence[Rotary | None]] = (
+        tuple  # rotary embeddings of the layers, for formats that need them
+    )
+    spare: int = 0  # device bytes shared by sequences whose budget is "fit"
 
     def store(self) -> KVCache:
-        """The store; raises BadConfig or Shortage where what is asked for cannot be."""
+        """Build the KV cache. Raises BadConfig or CacheFull if the settings cannot be met."""
         if self.device.type == "cpu":
             self._refuse_host()
         self._check_steps()
@@ -86,7 +88,9 @@ class CachePlan:
         if self.memory.demotes and not below:
             self._refuse_all_alike()
             below.append(TierLevel(self.recall.bind_tier(self._dense(self.device, STEP), self._sights), name="demoted"))
-        on_device = None if self.memory.spends else self.room.on_device  # there a policy says what stays
+        on_device = (
+            None if self.memory.spends else self.room.on_device
+        )  # with a precision budget the policy chooses the slots
         ladder = TieredCache(
             top,
             below,
@@ -94,7 +98,7 @@ class CachePlan:
             group=self.kv.group if below and not self.memory.spends else 1,
             sinks=self.kv.sinks,
             demotes=self.memory.demotes and not self.memory.spends,
-            drops=self.memory.drops and not self.memory.spends,  # there a policy says what has room
+            drops=self.memory.drops and not self.memory.spends,  # with a precision budget the policy chooses the slots
         )
         return ladder if below else self.recall.bind(ladder, top, self._sights)
 
@@ -102,7 +106,7 @@ class CachePlan:
         return TierLevel(self.recall.bind_tier(tier, self._sights), holds, group)
 
     def _far_rung(self, tier: HostTier, holds: int | None, group: int = 1) -> TierLevel:
-        """One that is read in full is asked before the device's own rungs are, and answers behind them."""
+        """Return a level in host memory. If it is read in full, its attention runs in parallel with the device's."""
         later = None if self.recall.layers(self._sights) else tier.attend_async
         return replace(self._rung(tier, holds, group), attend_async=later)
 
@@ -127,21 +131,21 @@ class CachePlan:
             )
 
     def _check_steps(self) -> None:
-        """Steps that pack must suit the model: better said now than when memory has run out."""
+        """Check that fallback steps that quantize suit the model, before memory runs out."""
         for kv in self._packings():
             replace(self, kv=kv)._packed(self.device)
 
     @property
     def batch_variant_reason(self) -> str:
-        """What the first tier says that says anything, of those it may have: `memory.fallbacks` may pack.
+        """Name of the setting that makes attention over the cache batch variant; "" if it is batch invariant.
 
-        Which setting has rows read it by kernels whose bits depend on who shares the pass; "" = none has.
+        All possible tiers are checked, because a fallback step of `memory.fallbacks` may quantize later.
         """
         found = next(filter(None, (tier.batch_variant_reason for tier in self._tiers())), "")
         return "memory.bits" if self.memory.spends and found == "kv.k_bits" else found
 
     def _tiers(self) -> Iterator[Tier]:
-        """One of each kind, whether or not there is room for it."""
+        """Yield one tier of each kind that the settings allow, even without capacity for it."""
         dense = self._dense(self.device)
         yield self.recall.bind(dense, dense, self._sights)
         for kv in (self.kv, *self._packings()):
@@ -153,7 +157,7 @@ class CachePlan:
             yield self.recall.bind_tier(self._disk(), self._sights)
 
     def _packings(self) -> Iterator[Kv]:
-        """What the steps of `memory.fallbacks` that pack make of `[kv]`, each by itself."""
+        """Yield `[kv]` as changed by each step of `memory.fallbacks` that quantizes."""
         for step in self.memory.fallbacks:
             key, _, value = step.partition("=")
             if key in ("kv.k_bits", "kv.v_bits"):
@@ -162,7 +166,7 @@ class CachePlan:
 
     @property
     def _sights(self) -> list[AttentionParams | None]:
-        """Of the layers that store."""
+        """Attention parameters of storing layers, None for other layers."""
         return storing(self.sights, self.shapes)
 
     @property
@@ -171,13 +175,13 @@ class CachePlan:
 
     @cached_property
     def room(self) -> CacheCapacity:
-        """What these keys and the machine leave to keys and values."""
+        """Capacity of the KV cache under these settings on this machine."""
         is_gpu, free = self.device.type == "cuda", int(psutil.virtual_memory().available)
         behind = free - kept_free(free) if is_gpu else 0
         taken = card = 0
         if is_gpu:
             free, card = map(int, torch.cuda.mem_get_info(self.device))
-            taken = self.working + 2 * PIECE  # a pass, and the buffers that slots of elsewhere are copied into
+            taken = self.working + 2 * PIECE  # a forward pass, and the buffers for offloaded slots
         free += self.held
         return room(
             self.kv,
@@ -198,10 +202,9 @@ class CachePlan:
 
     @cached_property
     def spending(self) -> PrecisionBudget:
-        """What `memory.budget` is spent on."""
-        newest = self.chunk * sum(
-            full_bytes(shape, self.dtype.itemsize) for shape in self.shapes
-        )  # before it is placed
+        """Precision budget of `memory.budget`."""
+        # a prefill chunk before its slots are assigned to levels
+        newest = self.chunk * sum(full_bytes(shape, self.dtype.itemsize) for shape in self.shapes)
         of_kv = self.memory, self.kv, self.recall, self.sights, self.shapes, self.dtype.itemsize
         return spending(
             *of_kv,
@@ -212,7 +215,7 @@ class CachePlan:
         )
 
     def _packed(self, device: torch.device, bits: int | None = None) -> PageTier:
-        """In so many bits; None = as `[kv]` says."""
+        """Return a quantized tier of `bits`; None = the bits of `[kv]`."""
         of_rung: dict[str, Any] = {"k_bits": keys_in(bits), "v_bits": bits} if bits else {}
         kv = replace(self.kv, **of_rung)
         return self.form.tier(FormatContext(self.shapes, self.dtype, self.sights, self.rotaries), device, kv)
@@ -231,7 +234,7 @@ class CachePlan:
         return HostTier(tier, self.device, self._way())
 
     def _way(self) -> Way:
-        """How rows reach what lies in host memory; raises BadConfig where they cannot as `memory.host_access` asks."""
+        """Return how rows read slots in host memory. Raises BadConfig if `memory.host_access` is not possible."""
         from kvcli.kv.offload.host_access import AutoAccess, CpuAttention, StreamedCopy
         from kvcli.kv.offload.link_rates import rates
 
@@ -250,7 +253,7 @@ class CachePlan:
         return partial(AutoAccess, unserved=unserved, rates=partial(rates, self.device) if asked == "auto" else None)
 
     def _unserved(self) -> str:
-        """Why no kernel of the device reads host memory in these numbers; "" = one does."""
+        """Return why no device kernel can read host memory in this data type; "" if one can."""
         if why := triton_support.why_not(self.device, self.dtype):
             return why
         bends = {sight.softcap > 0 for sight in self.sights}

@@ -1,8 +1,8 @@
-"""What `memory.budget` is spent on: rungs of fewer and fewer bits, and the bytes that slots take on each.
+"""Precision budget: `memory.budget` is divided among slots at fewer and fewer bits, each with its bytes per slot.
 
-At fixed bytes more tokens in fewer bits beat fewer tokens in full (More Tokens, Lower Precision, arXiv 2412.12706): so
-there are rungs between staying whole and being gone, and a policy says which slot lies on which. One of them may be a
-file or host memory, in which recall finds slots again by an index of a few bytes.
+At fixed bytes more tokens in fewer bits beat fewer tokens in full (More Tokens, Lower Precision, arXiv 2412.12706).
+Therefore levels of fewer bits lie between full precision and eviction, and a policy assigns each slot to a level. One
+level may be a file or host memory, where sparse attention finds slots by an index of a few bytes.
 """
 
 from __future__ import annotations
@@ -22,57 +22,57 @@ if TYPE_CHECKING:
     from kvcli.kv.sparse.settings import SparseMethod
     from kvcli.settings.schema import Kv, Memory
 
-SCALE = 2  # bytes of a scale, and of a zero beside it
-NOTED = 24  # bytes that a head of its own length is found by
-WORTH = 8  # bytes that are remembered of a token of a head, gone or not: what its score and its worth are
-PLACED = 10  # and that its worth, its rung and their order take beside these while slots are placed
+SCALE = 2  # bytes of a scale; a zero point takes as many
+NOTED = 24  # bytes of the tables that locate one head
+WORTH = 8  # bytes per token and head for the two stored scores, evicted tokens included
+PLACED = 10  # more bytes per token and head for score, level and order while slots are assigned to levels
 FINDS = ", where recall finds them again"
-TINY = 1e-6  # of a token, which rounding may cost
+TINY = 1e-6  # of a token; absorbs floating-point error
 
 
 @dataclass(frozen=True)
 class PrecisionBudget:
-    """Rung 0 is the top, i the i-th of `bits`, then comes another place where there is one, and the last is nowhere."""
+    """Precision budget. Level 0 is the top, level i the i-th of `bits`, then offload (if any), and last eviction."""
 
     asked: str  # memory.budget
-    free: int  # bytes that "fit" means, with what is remembered of tokens
+    free: int  # bytes that "fit" stands for, stored scores included
     shapes: Sequence[LayerShape]
-    number: int  # bytes of one as it comes
-    bits: Sequence[int]  # of the rungs below the top
-    group: int  # keys that share scales below 8 bits, and numbers of a value that do
-    beyond: Sequence[float]  # by layer: bytes of the device beside a slot of one head that lies elsewhere
-    apart: Sequence[float] = ()  # by layer: those beside a head, whatever lies there; () = there is no other place
-    is_read: bool = False  # is all of that place read? else recall finds what lies there
-    holds: int | None = None  # slots a head that have room there, None = all
-    lose: float = 0.0  # share of a text's worth that may be lost, for as few bytes as that takes; 0 = bytes alone say
+    number: int  # bytes of an element in full precision
+    bits: Sequence[int]  # of the levels below the top
+    group: int  # keys (and elements of a value) that share a scale below 8 bits
+    beyond: Sequence[float]  # by layer: device bytes per offloaded slot of one head
+    apart: Sequence[float] = ()  # by layer: constant device bytes per head for offloading; () = no offload
+    is_read: bool = False  # True: all offloaded slots are read; False: sparse attention selects them
+    holds: int | None = None  # offload capacity in slots per head, None = all
+    lose: float = 0.0  # share of the total score that may be lost to save bytes; 0 = only bytes limit
 
     @property
     def is_share(self) -> bool:
-        """Of what the text would take in full, instead of bytes?"""
+        """True if the budget is a share of the full KV cache, not a number of bytes."""
         return self.asked.endswith("%")
 
     @property
     def share(self) -> float:
-        """Of what the text would take in full; where nothing is asked, all of it."""
+        """Return the share of the full KV cache; 1.0 if no share is set."""
         return float(self.asked[:-1]) / 100 if self.is_share else 1.0
 
     @property
     def is_late(self) -> bool:
-        """Are the bytes known only when a text has been read, as of a share, or of a quality?"""
+        """True if the bytes are known only after prefill, because a share or `memory.max_loss` sets them."""
         return self.is_share or not self.asked
 
     @property
     def last(self) -> int:
-        """The rung of what is gone."""
+        """Level of evicted slots."""
         return len(self.bits) + (2 if self.has_place else 1)
 
     @property
     def has_place(self) -> bool:
-        """Is the rung behind those of bits another place, as a file is?"""
+        """True if the level after those of `bits` is offloaded (host memory or a file)."""
         return bool(self.apart)
 
     def most(self, n: int) -> int:
-        """Bytes that a text of n tokens may take."""
+        """Return the bytes that the KV cache of n tokens may take."""
         if self.asked == "fit":
             return max(0, self.free - WORTH * self.heads * n)
         if not self.is_late:
@@ -81,21 +81,21 @@ class PrecisionBudget:
 
     @property
     def of_token(self) -> int:
-        """Bytes of a token in full."""
+        """Bytes of a token in full precision."""
         return sum(self.whole(layer) for layer in range(len(self.shapes)))
 
     @property
     def heads(self) -> int:
-        """Of all layers, those that store."""
+        """Number of KV heads of all storing layers."""
         return sum(of.n_kv_heads for of in self.shapes if of.numbers)
 
     def whole(self, layer: int) -> int:
-        """Bytes of a token of all heads in full."""
+        """Return the bytes of a token in one layer, all heads, full precision."""
         shape = self.shapes[layer]
         return shape.numbers * self.number + POSITION if shape.numbers else 0
 
     def each(self, layer: int) -> list[float]:
-        """Bytes of a slot of one head, by rung."""
+        """Return the bytes of a slot of one head, by level."""
         k, v = self.shapes[layer].parts
         found: list[float] = [self._full(layer)]
         for bits in self.bits:
@@ -105,13 +105,13 @@ class PrecisionBudget:
 
     @property
     def by_rung(self) -> list[float]:
-        """Bytes of a token of all heads and layers, by rung."""
+        """Bytes of a token of all heads and layers, by level."""
         each = [(of.n_kv_heads, self.each(i)) for i, of in enumerate(self.shapes) if of.numbers]
         return [sum(n * costs[rung] for n, costs in each) for rung in range(self.last + 1)]
 
     @property
     def describe(self) -> str:
-        """The plan in a line: how many tokens there is room for, were all of them on one rung, or what may be lost."""
+        """One line for the user: the tokens that fit if all were at one level, or the loss allowed."""
         loses = f"memory.max_loss = {self.lose}: as few bytes as leave {1 - self.lose:.1%} of what a text is worth"
         if not self.asked:
             return f"{loses}, known once it has been read"
@@ -128,8 +128,8 @@ class PrecisionBudget:
         )
 
     def nbytes(self, layer: int, counts: Sequence[Sequence[int]]) -> float:
-        """counts[rung][head] -> bytes that these slots take at most, with room to grow and keys that wait for their
-        group."""
+        """Return the most bytes that counts[level][head] slots take, with spare capacity and keys of incomplete
+        groups in full precision."""
         k, v = self.shapes[layer].parts
         total: float = sum(room_of(n, STEP) * self._full(layer) + NOTED for n in counts[0])
         for bits, each in zip(self.bits, counts[1:], strict=False):
@@ -149,8 +149,8 @@ class PrecisionBudget:
         return total + self.beyond[layer] * sum(counts[len(self.bits) + 1]) + apart
 
     def _room(self, one: float, each: float) -> str:
-        """Whole tokens, of so many bytes one, for which there is room; or of a text how many in a hundred, where there
-        are `each` for one."""
+        """Return the number of tokens of `one` bytes that fit; for a share, the percentage of tokens, given
+        `each` bytes per token."""
         if self.is_share:
             return f"{min(100, int(100 * each / max(one, TINY) + TINY))}%"
         return f"{int(self.most(0) / max(one, TINY) + TINY):,}"
@@ -173,8 +173,8 @@ def spending(
     has_more: bool,
     holds: int | None,
 ) -> PrecisionBudget:
-    """What `memory.budget` is spent on, on a device of such a kind; `has_more`: there is a place beside it, which
-    `holds` so many slots a head."""
+    """Return the precision budget of `memory.budget` on a device of type `kind`. `has_more`: slots can be offloaded,
+    up to `holds` slots per head."""
     read = recall.layers(storing(sights, shapes)) if has_more else ()
     index, apart = far_slot_bytes(recall, has_more, shapes, read, number, kind)
     of_kv = shapes, number, memory.bits, kv.group, index, apart, not recall.describe_read
@@ -182,15 +182,15 @@ def spending(
 
 
 def keys_in(bits: int) -> int:
-    """Bits of keys on a rung of so many: in two, slots do more harm than left out (tests/bench/rounding.py)."""
+    """Return the bits of keys: at least 4, as 2-bit keys hurt more than eviction (tests/bench/rounding.py)."""
     return max(bits, 4)
 
 
 def unit(bits: int, group: int) -> int:
-    """Slots of a head that go down from so many bits together, as their keys share scales."""
+    """Return how many slots of a head are demoted together from a level of `bits`, because their keys share scales."""
     return group if bits < 8 else 1
 
 
 def _groups(v_dim: int, group: int) -> int:
-    """Scales of a value."""
+    """Return the number of scales of a value."""
     return v_dim // width_of(v_dim, group)

@@ -1,14 +1,14 @@
-"""A ladder: tiers in order. What is old, or what a policy lets go, moves down a rung at boundaries; each rung answers.
+"""A tiered KV cache. At compression points, old slots or slots that the policy drops are demoted to a lower tier.
 
-Attention over the whole past is the merge of the rungs' parts, which is exact over everything that is stored
-(FlashAttention, arXiv 2205.14135): a ladder of two dense rungs gives what one dense tier gives. Only a rung that stores
-fewer bits rounds, and only when slots come down to it. KIVI (arXiv 2402.02750) keeps a residual of newest tokens in
-full precision and packs older ones in groups: that is a first rung that holds `residual` slots.
+Attention runs on every level and the partial results are merged, which is exact over all stored slots (FlashAttention,
+arXiv 2205.14135): two dense levels give the result of one dense tier. Only a level of fewer bits is lossy, because
+slots are quantized when they are demoted to it. KIVI (arXiv 2402.02750) keeps a residual of newest tokens in full
+precision and quantizes older tokens in groups: the residual is a first level of `residual` slots.
 
-Who leaves a rung is one question: the oldest beyond what it holds and, where the ladder `demotes`, what the masks of a
-policy let go of the top. Such a policy governs the top alone, so the top is what the store shows, and views are made
-of; what lies below is read in the way of its rung, and let go by nobody. A policy that answers with levels governs all
-rungs, which it is shown side by side: slots go down to any lower one, and none comes up, as what was rounded stays so.
+A level demotes its oldest slots beyond its limit. If the cache `demotes`, the top also demotes the slots that the masks
+of a policy drop. Such a policy sees the top alone, so `slots` and cache views cover only the top; lower levels are read
+as their tier reads them, and no policy evicts their slots. A policy that returns levels sees the slots of all levels
+concatenated. It may demote slots to any lower level; no slot is promoted, because quantization cannot be undone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvcli.kv.tiers.device_tables import DeviceCache
 
 
 class TieredCache:
-    """A store of tiers. New rows are stored in `top`; `below` are the rungs under it, nearest first."""
+    """A KV cache of tiers. New rows are stored in `top`; `below` are the lower levels, nearest first."""
 
     def __init__(
         self,
@@ -42,53 +42,53 @@ class TieredCache:
         demotes: bool = False,
         drops: bool = False,
     ):
-        """`top` keeps `holds` slots a head at a boundary and the first `sinks` tokens of the text beside them.
+        """Set up the levels. At a compression point `top` keeps `holds` slots per head plus the first `sinks` tokens.
 
-        `demotes`: what masks let go moves down. `drops`: where the last rung is full, what came to it first is
-        forgotten; else CacheFull is raised.
+        `demotes`: slots dropped by masks are demoted. `drops`: if the last level is full, its oldest slots are
+        evicted; otherwise CacheFull is raised.
         """
         assert below or not demotes, "there is nowhere to go"
         self._top, self._sinks = top, sinks
         self._rungs = [TierLevel(top, holds, group), *below]
         self._shown = self._rungs[:1] if demotes else self._rungs
         self._demotes, self._drops = demotes, drops
-        self._layers = sorted({use.layer for use in top.usage()})  # that store
+        self._layers = sorted({use.layer for use in top.usage()})  # layers that store slots
         self._waits = any(rung.attend_async is not None for rung in below)
-        self._twice: set[tuple[int, int, int]] = set()  # rung and layer whose slots another, lower one may hold too
+        self._twice: set[tuple[int, int, int]] = set()  # (level, layer, lower level) that may both hold a slot
         self._has_dropped = False
         self.changes = 0
 
     @property
     def dtype(self) -> torch.dtype:
-        """Numbers that new rows are stored in: those of the top."""
+        """Data type of new rows: that of the top."""
         return self._top.dtype
 
     @property
     def forgets(self) -> bool:
-        """Is what masks let go gone, or some of it?"""
+        """True if some slots dropped by masks are evicted for good."""
         return not self._demotes or self._has_dropped
 
     @property
     def batch_variant_reason(self) -> str:
-        """What the first rung says that says anything."""
+        """Return the reason of the first level that is batch variant, or ""."""
         return next(filter(None, (rung.tier.batch_variant_reason for rung in self._rungs)), "")
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> the parts of every rung that holds something, the top's last."""
+        """q [H, N, D] of rows at positions pos [N] -> partial attention over each non-empty level, the top last."""
         asked = [rung.ask(layer, q, sight, pos) for rung in self._rungs[:0:-1]]
-        if own is None or self._waits:  # the device reads its own while others are read elsewhere
+        if own is None or self._waits:  # the device attends to the top while other levels run in parallel
             above = self._top.attend(layer, q, sight, pos, own)
             return [*(part for answer in asked for part in answer()), *above]
         below = [part for answer in asked for part in answer()]
         return self._top.attend(layer, q, sight, pos, replace(own, before=below))
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """The top, where there is nothing below it."""
+        """Return the device tables of the top if there is no lower level."""
         if len(self._rungs) > 1:
             return DeviceCache(why_not="slots lie in several tiers (kv.k_bits, memory.host)")
-        most = self._rungs[0].holds  # which the host looks at where it is due
+        most = self._rungs[0].holds  # the host checks this limit at compression points
         return self._top.fixed(rows, more if most is None else min(more, max(0, most - self._top.n_slots(0))))
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
@@ -96,24 +96,24 @@ class TieredCache:
         self._top.append(layer, k, v, start)
 
     def take(self, layer: int, slots: Slots) -> None:
-        """Store these slots and send the old ones down at once: how a past moves from one store to another."""
+        """Store slots and demote the old ones at once. Used to move a KV cache into another one."""
         self._top.take(layer, slots)
         self._demote(layer)
 
     def n_slots(self, layer: int) -> int:
-        """Slots of the longest head, heads padded in each rung that is shown."""
+        """Return the number of slots of the longest head, with the padding of each level in `slots`."""
         return sum(rung.tier.n_slots(layer) for rung in self._shown)
 
     def slots(self, layer: int) -> Slots:
-        """Slots of all rungs side by side, the lowest first, in the numbers and on the device of the top.
+        """Return the slots of all levels, the lowest first, in the data type and on the device of the top.
 
-        Of the top alone where the ladder demotes.
+        If the cache demotes slots that masks drop, only those of the top.
         """
         found = [rung.tier.slots(layer) for rung in reversed(self._shown)]
         return replace(concat_slots(found), spans=self._spans(layer))
 
     def newest(self, layer: int, n: int) -> Slots:
-        """The n slots that each head stored last."""
+        """Return the n slots that each head stored last."""
         if n <= self._top.n_slots(layer) - self._sinks:
             return self._top.newest(layer, n)
         s = self.slots(layer)
@@ -121,14 +121,14 @@ class TieredCache:
         return compact(s, (rank < n) & (s.pos >= 0))
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
-        """Forget slots whose mask [K, S] is False, in the order of `slots`; returns what fell out."""
+        """Evict slots whose mask [K, S] is False, in the order of `slots`, and return them."""
         fell = [self._rungs[at].tier.keep(layer, part) for at, part in self._by_rung(layer, mask) if part.shape[1]]
         if any(s.n_slots for s in fell):
             self.changes += 1
         return concat_slots(fell) if fell else empty_like(self._top.slots(layer))
 
     def crop(self, n: int) -> None:
-        """Forget every slot at position n or later, in every rung; ends what a failure left half done."""
+        """Remove slots at position n or later from every level and finish demotions that a failure interrupted."""
         self.changes += 1
         self._has_dropped &= n > 0
         for at, layer, to in sorted(self._twice):
@@ -137,7 +137,7 @@ class TieredCache:
             rung.tier.crop(n)
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
-        """Room for n slots a head, as far as they stay in the top; raises CacheFull where all rungs have too little."""
+        """Allocate capacity in the top for its share of n slots per head. Raises CacheFull if n exceeds all levels."""
         if not self._drops and all(rung.holds is not None for rung in self._rungs):
             most = self._sinks + sum(rung.holds or 0 for rung in self._rungs)
             if n > most:
@@ -146,12 +146,12 @@ class TieredCache:
         self._top.reserve(n if holds is None else min(n, self._sinks + holds), layers)
 
     def reaches(self, n: int) -> bool:
-        """Whether a row at position n finds all that it sees, once `crop(n)` has made it the next one."""
+        """True if, after `crop(n)`, a row at position n finds every slot inside its sliding windows."""
         return self._top.windows.reaches(n, lambda layer: [rung.tier.slots(layer).pos for rung in self._rungs])
 
     def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
-        """Layer by layer: evict what the masks let go, or have it go down, send down what is old, and give back what
-        windows hide from rows at `end` and later."""
+        """For each layer, evict or demote slots that masks drop, demote old slots, and evict slots that windows hide
+        from rows at `end` and later."""
         lets_go = False
         for layer in self._layers if layers is None else filter(self._layers.__contains__, layers):
             mask = masks[layer] if masks else None
@@ -165,20 +165,20 @@ class TieredCache:
         return lets_go
 
     def snapshot(self) -> State:
-        """By rung."""
+        """Return the snapshots of all levels."""
         assert not self._twice, "what a failure left half done is mended by `crop`"
         rungs: State = {str(i): rung.tier.snapshot() for i, rung in enumerate(self._rungs)}
         return {"rungs": rungs, "has_dropped": self._has_dropped}
 
     def restore(self, given: SnapshotReader) -> None:
-        """Each rung what it had."""
+        """Restore all levels."""
         for i, rung in enumerate(self._rungs):
             rung.tier.restore(given.part("rungs").part(str(i)))
         self._has_dropped = bool(given.number("has_dropped", 1))
         self.changes += 1
 
     def usage(self) -> list[Usage]:
-        """What each rung holds, newest rung first."""
+        """Return the memory use of each level, the top first."""
         top = self._top.usage()
         taken = {use.tier for use in top}
         below = [
@@ -189,11 +189,11 @@ class TieredCache:
         return [*top, *below]
 
     def _spans(self, layer: int) -> list[LevelSpan]:
-        """How the slots lie that `slots` shows."""
+        """Return the levels of the slots that `slots` returns."""
         return [LevelSpan(at, rung.tier.n_slots(layer), rung.group) for at, rung in enumerate(self._shown)][::-1]
 
     def _by_rung(self, layer: int, said: Tensor) -> list[tuple[int, Tensor]]:
-        """What is said [K, S] of slots in the order of `slots`, by their rung."""
+        """Split a tensor [K, S] in the order of `slots` by level."""
         spans = self._spans(layer)
         assert said.shape[1] == sum(span.n for span in spans), "it is not of the slots that are shown"
         parts = said.split_with_sizes([span.n for span in spans], dim=1)
@@ -203,14 +203,14 @@ class TieredCache:
         if low := self._top.evict_below(layer, end):
             for rung in [rung for rung in self._rungs[1:] if rung.tier.n_slots(layer)]:
                 pos = rung.tier.slots(layer).pos
-                # by whole groups: what shares scales with a slot that stays does so too, and nothing is rounded again
+                # by whole groups: a group with a remaining slot is kept, so that no slot is quantized again
                 rung.tier.keep(layer, ~slots_to_demote(pos, 0, int((pos >= low).sum(1).max()), rung.group))
             self.changes += 1
 
     def _demote(self, layer: int, stays: Tensor | None = None) -> bool:
-        """Send down what leaves each rung. `stays` [K, S]: what a policy keeps of the top, None = all of it.
+        """Demote slots of each level. `stays` [K, S]: slots of the top that a policy keeps, None = all.
 
-        True if it lets go of any.
+        Returns True if the policy dropped slots.
         """
         lets_go = False
         for at, rung in enumerate(self._rungs):
@@ -231,9 +231,9 @@ class TieredCache:
         return lets_go
 
     def _move(self, layer: int, levels: Tensor) -> bool:
-        """Send slots to the rungs that levels [K, S] name, in the order of `slots`: those of the lowest rung first.
+        """Demote slots to the levels in levels [K, S], in the order of `slots`; slots of the lowest level move first.
 
-        True if any went.
+        Returns True if any slot moved.
         """
         goes = False
         for at, part in self._by_rung(layer, levels):
@@ -243,18 +243,18 @@ class TieredCache:
                 if bool((to > at).any()):
                     self._send(at, layer, slots, to)
                     goes = True
-        top = self._top.slots(layer)  # in no more room than it needs: who says levels counts bytes
+        top = self._top.slots(layer)  # without spare capacity, because the precision budget counts bytes
         self._top.put(layer, compact(top, top.pos >= 0))
         return goes
 
     def _send(self, at: int, layer: int, slots: Slots, to: Tensor) -> None:
-        """The slots of rung `at` go to the lower ones that `to` [K, S] names; those behind the last are forgotten."""
+        """Demote slots of level `at` to the levels in `to` [K, S]; slots with a level after the last are evicted."""
         sent = set()
         for rung in range(at + 1, len(self._rungs)):
             if bool((leaves := to == rung).any()):
                 going = self._room_for(rung, layer, compact(slots, leaves))
                 sent.add((at, layer, rung))
-                self._twice |= sent  # until they are gone up here; `crop` mends a failure in between
+                self._twice |= sent  # until the upper copy is removed; `crop` repairs a failure in between
                 self._rungs[rung].tier.take(layer, going)
         self._rungs[at].tier.keep(layer, to <= at)
         self._has_dropped |= bool((to == len(self._rungs)).any())
@@ -262,9 +262,9 @@ class TieredCache:
         self.changes += 1
 
     def _room_for(self, at: int, layer: int, s: Slots) -> Slots:
-        """Of these, which come down to rung `at`, those that have room there once it has let go of others, if it may.
+        """Return the slots of `s` that fit level `at`, after evicting older slots there if the cache `drops`.
 
-        Raises CacheFull. A rung with others below hands down its own.
+        Raises CacheFull. Only the last level is checked, because other levels demote their own slots.
         """
         if at + 1 < len(self._rungs) or self._rungs[at].has_room(layer, s.n_slots):
             return s
@@ -277,7 +277,7 @@ class TieredCache:
         return CacheFull("keys and values have outgrown their memory", lines=list(map(str, self._rungs)))
 
     def _once(self, at: int, layer: int, to: int) -> None:
-        """What two rungs hold stays in the lower one."""
+        """Remove slots from level `at` that level `to` stores too."""
         upper, lower = self._rungs[at].tier, self._rungs[to].tier.slots(layer)
         pos = upper.slots(layer).pos
         there = [torch.isin(a, b.to(a.device)) for a, b in zip(pos, lower.pos, strict=True)]
@@ -286,9 +286,9 @@ class TieredCache:
 
 
 def slots_to_demote(pos: Tensor, sinks: int, holds: int, group: int) -> Tensor:
-    """Which slots move down, [K, S] bool for positions pos [K, S]: of each head its oldest past `holds`, by groups."""
-    may = pos >= sinks  # empty slots have position -1, and no store has a negative number of sinks
+    """Return slots to demote, [K, S] bool for pos [K, S]: the oldest of each head beyond `holds`, in whole groups."""
+    may = pos >= sinks  # empty slots have position -1, and sinks >= 0
     n = (may.sum(1, keepdim=True) - holds).clamp(min=0) // group * group  # [K, 1]
-    late = torch.where(may, pos, torch.iinfo(pos.dtype).max)  # what may not move comes last
+    late = torch.where(may, pos, torch.iinfo(pos.dtype).max)  # slots that must not move are sorted last
     age = late.argsort(dim=1, stable=True).argsort(dim=1)  # [K, S] 0 = oldest
     return may & (age < n)

@@ -1,10 +1,10 @@
-"""Forms that write old slots in blocks: a pair of functions over blocks, and the tier and the bytes that follow."""
+"""KV formats of blocks: each is a pair of functions over blocks; tier and byte counts are shared."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvcli.errors import BadConfig
 
@@ -12,39 +12,34 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kvcli.kv.formats.format import FormatContext
+    from kvcli.kv.formats.format import Codes, FormatContext
     from kvcli.kv.slots import LayerShape
     from kvcli.kv.sparse.page_source import PageTier
-    from kvcli.kv.tiers.block_tier import BlockCodec
     from kvcli.settings.schema import Kv
-
-Codes: TypeAlias = (
-    "tuple[Tensor, ...]"  # [B, ..] each: so many blocks, whose sizes follow from the settings and the model alone
-)
 
 APART = {"kv.rotate": "which spreads over all channels the outliers that are kept apart"}
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """What such forms share. A block is `kv.group` slots, of one head or of several that are rounded together.
+    """Base of KV formats of blocks. A block is `kv.group` slots of one head, or of several heads quantized together.
 
-    `quantize` and `dequantize` are pure, work on each block by itself, and ask the device nothing; numbers that come
-    back have the same bits whichever blocks they are asked for with: no products of matrices, whose sums depend on
-    that.
+    `quantize` and `dequantize` are pure, process each block separately, and do not synchronize with the device.
+    Dequantized slots have the same bits whichever blocks are dequantized together. Therefore no matrix products are
+    used, because their sums depend on the batch.
     """
 
     rope: Literal["after", "before"] = "after"  # keys are rounded as attention reads them, or as before their turning
 
-    own: ClassVar[Mapping[str, str]] = {}  # keys of [kv] -> why this form does not go with them
-    rounds: ClassVar[bool] = True  # to kv.k_bits and kv.v_bits; else it keeps fewer numbers, of 16 bits
+    own: ClassVar[Mapping[str, str]] = {}  # keys of [kv] -> why this format does not support them
+    rounds: ClassVar[bool] = True  # quantizes to kv.k_bits and kv.v_bits; otherwise it stores fewer elements of 16 bits
 
     def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
-        """k [B, h, g, D], v [B, h, g, E] in float32 or wider -> what is stored of them."""
+        """k [B, h, g, D], v [B, h, g, E] in float32 or wider -> their codes."""
         raise NotImplementedError
 
     def dequantize(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The inverse, but for rounding: k [B, h, g, D] and v [B, h, g, E] of type `exact`, for `dims` (D, E)."""
+        """Dequantize to k [B, h, g, D] and v [B, h, g, E] of type `exact`, for `dims` (D, E)."""
         raise NotImplementedError
 
     def is_active(self, kv: Kv) -> bool:
@@ -63,11 +58,11 @@ class BlockFormat:
         return False
 
     def heads(self, n: int) -> int:
-        """Of n KV heads, those that are rounded together."""
+        """Return how many of n KV heads are quantized together."""
         return 1
 
     def refuse(self, shape: LayerShape, kv: Kv) -> None:
-        """Raise BadConfig where slots of this shape cannot be held."""
+        """Raise BadConfig if the format does not support slots of this shape."""
         for key, bits, dim in zip(("kv.k_bits", "kv.v_bits"), (kv.k_bits, kv.v_bits), shape.parts, strict=True):
             if self.rounds and dim * bits % 8:
                 why = f"its heads have {dim} numbers, and a byte holds {8 // bits}"
@@ -82,13 +77,8 @@ class BlockFormat:
 
     def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
         from kvcli.kv.footprint import POSITION
-
-        codec = self.codec(shape, kv)
-        taken = sum(t.nbytes for t in codec.layout(1))
-        return -(-shape.n_kv_heads * taken // (codec.heads * kv.group)) + POSITION
-
-    def codec(self, shape: LayerShape, kv: Kv, **more: Any) -> BlockCodec:
-        """How a layer of this shape is written."""
         from kvcli.kv.tiers.block_tier import BlockCodec
 
-        return BlockCodec(self, kv, shape.parts, self.heads(shape.n_kv_heads), **more)
+        codec = BlockCodec(self, kv, shape.parts, self.heads(shape.n_kv_heads))
+        taken = sum(t.nbytes for t in codec.layout(1))
+        return -(-shape.n_kv_heads * taken // (codec.heads * kv.group)) + POSITION

@@ -1,4 +1,4 @@
-"""Eigenvectors of products of keys or values, which exist only where these are numbers."""
+"""Eigenvectors of products of keys or values, with a check that these are finite."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvcli.errors import BadModel
 
 
 def eigenvectors(x: Tensor) -> Tensor:
-    """Of symmetric x [.., n, n]: in columns, that of the largest value last. Raises BadModel where x is not finite."""
-    # of which LAPACK says nothing at most sizes
+    """Return eigenvectors of symmetric x [.., n, n] as columns, largest last. Raises BadModel if x is not finite."""
+    # LAPACK reports no error for NaN at most sizes
     if not x.is_meta and not bool(x.isfinite().all()):
         raise BadModel(
             "the model's keys or values are not numbers",

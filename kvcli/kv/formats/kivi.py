@@ -1,4 +1,4 @@
-"""Few bits as they are read where they lie: keys by channel, values by slot (KIVI, arXiv 2402.02750;
+"""KIVI format: keys quantized by channel, values by slot; kernels read the codes directly (arXiv 2402.02750;
 kv/tiers/quantized.py)."""
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kvcli.kv.formats.block_format import Codes
-    from kvcli.kv.formats.format import FormatContext
+    from kvcli.kv.formats.format import Codes, FormatContext
     from kvcli.kv.slots import LayerShape
     from kvcli.kv.sparse.page_source import PageTier
     from kvcli.settings.schema import Kv
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 class Kivi(BlockFormat):
     """Round keys by channel in groups of slots, values by slot; `kv.k_bits` and `kv.v_bits` say to how many bits.
 
-    Keys before the rotary embedding are in no form that kernels read as it lies: they are read back first.
+    Keys quantized before the rotary embedding are dequantized first, because no kernel reads their codes.
     """
 
     def is_active(self, kv: Kv) -> bool:
@@ -42,7 +41,7 @@ class Kivi(BlockFormat):
         return QuantizedTier(of.shapes, of.dtype, device, **keys, rotate=kv.rotate, halves=kv.split_codes)
 
     def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
-        """With 8 bits a scale of 16 bit each, with fewer, or in halves, two per group."""
+        """Return bytes per slot: at 8 bits a 16-bit scale per key and value; at fewer or in halves, two per group."""
         if self.rope == "before":
             return super().nbytes(shape, kv, number)
         from kvcli.kv.footprint import POSITION

@@ -1,8 +1,8 @@
-"""How rows of a device reach slots in host memory: the query goes down, the device reads across, or slots come up.
+"""Access of device rows to slots in host memory: attention on the CPU, zero-copy kernels, or streamed copies.
 
-Which way is best is a matter of rates: a query is kilobytes where slots are gigabytes, but the CPU has to keep up with
-the link; and for the many rows of a prompt it cannot, so these have the slots copied past them. The rows of an answer
-all go one way, chosen by what is stored at a boundary and never by who else is in the pass: a row keeps its bits.
+The best method depends on transfer rates: a query is kilobytes where slots are gigabytes, but the CPU must keep up
+with the link. For the many rows of a prefill it cannot, so slots are streamed to the device. All decoding rows use one
+method, chosen by the slots stored at a compression point, never by the batch, so that rows are batch invariant.
 """
 
 from __future__ import annotations
@@ -19,59 +19,59 @@ from kvcli.kv.offload.transfer import DeviceEvent, DeviceLink
 from kvcli.kv.slots import AttentionParams
 
 Answer = Callable[[], list[PartialAttention]]
-ALIGNED = 16  # bytes, as kernels load them
+ALIGNED = 16  # bytes, the load size of kernels
 
 
 class HostAccess(Protocol):
-    """A way to the slots of a tier."""
+    """Access method of device rows to the slots of a host tier."""
 
     def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
-        """q [H, N, D] of rows at positions pos [N], on the device -> the parts there, once they are called for.
+        """q [H, N, D] of rows at positions pos [N], on the device -> a function that returns partial attention there.
 
-        What the device is told in between it does meanwhile.
+        Device work that is queued before its call runs in parallel.
         """
 
     def wait_idle(self) -> None:
-        """Wait until nothing of the tier is being read: it is about to change."""
+        """Wait until no read of the tier is pending, before the tier changes."""
 
     @property
     def how(self) -> str:
-        """The way, in words."""
+        """Name of the method, in words."""
 
     @property
     def nbytes(self) -> int:
-        """What it holds on the device."""
+        """Bytes of its buffers on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostChunk:
-    """Slots of a layer that are read in one go."""
+    """Slots of a layer that are read at once."""
 
-    tensors: tuple[Tensor, ...]  # what is read, in host memory
-    read: Callable[..., PartialAttention]  # of the same tensors, wherever they or their copies lie; q, sight, pos
-    unreached: str = ""  # why kernels of the device cannot read it where it lies; "" = they can
+    tensors: tuple[Tensor, ...]  # slots, in host memory
+    read: Callable[..., PartialAttention]  # attention over these tensors or copies of them; q, sight, pos
+    unreached: str = ""  # why device kernels cannot read the slots in place; "" = they can
 
     @property
     def nbytes(self) -> int:
-        """Room that copies of it take."""
+        """Bytes of a copy, with alignment."""
         return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors)
 
 
 class HostTierReader(Protocol):
-    """A tier in host memory, as far as it is read."""
+    """Read access to a tier in host memory."""
 
     def attend(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> list[PartialAttention]:
-        """On the CPU."""
+        """Compute partial attention on the CPU."""
 
 
 class ChunkedReader(HostTierReader, Protocol):
-    """One whose slots can be read elsewhere."""
+    """Read access to a tier whose slots can also be read by the device."""
 
     def pieces(self, layer: int) -> list[HostChunk]: ...
 
 
 class CpuAttention:
-    """The query goes down, the CPU attends while the device has other rungs to read, and the part comes up."""
+    """Attention on the CPU, in parallel with other levels on the device. Only queries and results are copied."""
 
     how = "the CPU reads it"
     nbytes = 0
@@ -79,12 +79,12 @@ class CpuAttention:
     def __init__(self, tier: HostTierReader, bus: DeviceLink) -> None:
         self._tier, self._bus = tier, bus
         self._down, self._up = Staged(bus), Staged(bus)
-        self._sent: DeviceEvent | None = None  # behind the last part that came up
+        self._sent: DeviceEvent | None = None  # end of the last upload of a result
 
     def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
         bus, q = self._bus, q.contiguous()
         below = self._down.like(q)
-        bus.copies.wait(bus.work.record())  # the query is made
+        bus.copies.wait(bus.work.record())  # wait until the query is computed
         bus.copies.copy(below, q)
         here = bus.copies.record()
 
@@ -95,12 +95,12 @@ class CpuAttention:
         return answer
 
     def wait_idle(self) -> None:
-        """The CPU is done when it has answered."""
+        """Return at once, because the CPU is done when the result is returned."""
 
     def _come_up(self, part: PartialAttention, q: Tensor) -> PartialAttention:
         out, lse = part.out, part.lse
         if self._sent is not None:
-            self._sent.synchronize()  # what is overwritten has come up
+            self._sent.synchronize()  # the buffer is overwritten next
         both = self._up.like(out.new_empty(out.numel() + lse.numel(), dtype=lse.dtype, device="meta"))
         both[: out.numel()], both[out.numel() :] = out.flatten(), lse.flatten()
         there = torch.empty_like(both, device=q.device)
@@ -110,7 +110,7 @@ class CpuAttention:
 
 
 class ZeroCopyKernel:
-    """The device's own kernels read pinned host memory, each byte once for all rows."""
+    """Device kernels that read pinned host memory, each byte once for all rows."""
 
     how = "the GPU reads it across the bus"
     nbytes = 0
@@ -127,24 +127,24 @@ class ZeroCopyKernel:
 
 @dataclass(slots=True)
 class Buffer:
-    """Room on the device for one piece, and how far that has come."""
+    """Device buffer for one chunk, with the events of its use."""
 
     room: Tensor  # uint8
-    free: DeviceEvent | None = None  # behind what read it last
-    landed: DeviceEvent | None = None  # behind the copy into it
+    free: DeviceEvent | None = None  # end of its last read
+    landed: DeviceEvent | None = None  # end of the copy into it
 
 
 class StreamedCopy:
-    """Pieces are copied past the rows: while one is read, the next one flies, of this layer or of that behind it."""
+    """Streamed copies: while one chunk is read, the next one is copied, of this layer or the next one."""
 
     how = "it is copied past the GPU"
 
     def __init__(self, tier: ChunkedReader, bus: DeviceLink) -> None:
         self._tier, self._bus = tier, bus
         self._buffers: list[Buffer] = []
-        self._turn = 0  # which of two is written next
-        self._ahead: tuple[int, Buffer, list[Tensor]] | None = None  # the first piece of the layer expected next
-        self._after: dict[int, int] = {}  # by layer: which one was read behind it last time
+        self._turn = 0  # which of two buffers is written next
+        self._ahead: tuple[int, Buffer, list[Tensor]] | None = None  # first chunk of the layer expected next
+        self._after: dict[int, int] = {}  # by layer: the layer read after it last time
         self._last = -1
 
     def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
@@ -164,7 +164,7 @@ class StreamedCopy:
         return sum(buffer.room.nbytes for buffer in self._buffers)
 
     def _first(self, layer: int, pieces: Sequence[HostChunk]) -> tuple[Buffer, list[Tensor]] | None:
-        """The first piece: on its way already where this layer was expected."""
+        """Return the first chunk, already being copied if this layer was expected."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == layer:
             return ahead[1:]
@@ -194,13 +194,13 @@ class StreamedCopy:
         return parts
 
     def _expect(self, layer: int) -> None:
-        """The first piece of the layer that came behind this one last time."""
+        """Start copying the first chunk of the layer that followed this one last time."""
         then = self._after.get(layer, -1)
-        if then > layer and (pieces := self._tier.pieces(then)):  # behind the last layer slots may change
+        if then > layer and (pieces := self._tier.pieces(then)):  # after the last layer slots may change
             self._ahead = (then, *self._fly(pieces[0]))
 
     def _fly(self, piece: HostChunk) -> tuple[Buffer, list[Tensor]]:
-        """Into the buffer whose turn it is, once what it held has been read."""
+        """Copy into the next buffer, once its content has been read."""
         buffer, lane = self._buffer(piece.nbytes), self._bus.copies
         if buffer.free is not None:
             lane.wait(buffer.free)
@@ -239,7 +239,7 @@ class AutoAccess:
             ZeroCopyKernel(tier, bus),
             StreamedCopy(tier, bus),
         )
-        self.how = ""  # of the last answer
+        self.how = ""  # method of the last call
 
     def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
         return self._way(layer, sight).ask(layer, q, sight, pos)
@@ -269,11 +269,11 @@ class AutoAccess:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine does with slots in host memory; link_rates.py measures it."""
+    """Rates of a machine for slots in host memory, measured by link_rates.py."""
 
-    link: float  # bytes a second that the device reads of them
-    cpu: float  # that the CPU attends to
-    trip: float  # seconds until a query is down and its part up, however few the slots
+    link: float  # bytes per second that the device reads
+    cpu: float  # bytes per second that the CPU attends to
+    trip: float  # seconds to copy a query down and its result up
 
     def cpu_wins(self, nbytes: int) -> bool:
         return self.trip + nbytes / self.cpu < nbytes / self.link
@@ -281,13 +281,13 @@ class Rates:
 
 @dataclass(slots=True)
 class Staged:
-    """Host memory that copies of a device go through, one at a time."""
+    """Pinned host buffer for copies of a device, one at a time."""
 
     bus: DeviceLink
     room: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def like(self, t: Tensor) -> Tensor:
-        """Room for numbers of this type and shape."""
+        """Return a view of the buffer with this data type and shape."""
         n = t.numel() * t.dtype.itemsize
         if self.room.nbytes < n:
             self.room = self.bus.staging(1 << max(12, (n - 1).bit_length()))
@@ -295,7 +295,7 @@ class Staged:
 
 
 def joined(parts: Sequence[PartialAttention]) -> PartialAttention:
-    """One part of several, in the type of their lse."""
+    """Merge partial attention results, in the data type of their lse."""
     lse = torch.logsumexp(torch.stack([p.lse for p in parts]), 0) if len(parts) > 1 else parts[0].lse
     return PartialAttention(merge_attention(parts).to(lse.dtype), lse)
 

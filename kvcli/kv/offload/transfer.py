@@ -1,7 +1,6 @@
-"""Between host memory and a device: what the device does in order, what it copies meanwhile, and memory it can reach.
+"""Transfers between host memory and a device: a compute queue, a copy queue and pinned memory.
 
-Everything that is told a stream of CUDA by the host tier goes through this seam. `tests/fake_bus.py` stands behind it
-where there is no GPU.
+All CUDA stream operations of the host tier use this interface. `tests/fake_bus.py` implements it without a GPU.
 """
 
 from __future__ import annotations
@@ -15,41 +14,41 @@ from torch import Tensor
 
 
 class DeviceEvent(Protocol):
-    """A place in a lane."""
+    """An event recorded in a queue."""
 
     def synchronize(self) -> None:
-        """The host waits until the device is past it."""
+        """Block the host until the device has reached the event."""
 
 
 class CopyQueue(Protocol):
-    """What a device does one after another."""
+    """A queue of device operations that run in order."""
 
     def record(self) -> DeviceEvent:
-        """A mark behind all that it was told so far."""
+        """Return an event after all operations queued so far."""
 
     def wait(self, mark: DeviceEvent) -> None:
-        """What it is told from here on comes after that mark, of any lane."""
+        """Delay later operations until the event, of any queue."""
 
     def copy(self, to: Tensor, of: Tensor) -> None:
-        """Of one shape and type, both contiguous. Returns at once: neither may be touched before a mark behind it."""
+        """Queue a copy of contiguous tensors of one shape and type; neither may be used before a later event."""
 
 
 class DeviceLink(Protocol):
-    """A device beside the host."""
+    """Link from the host to a device."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def work(self) -> CopyQueue:
-        """What computes."""
+        """Compute queue."""
 
     @property
     def copies(self) -> CopyQueue:
-        """Copies beside it."""
+        """Queue of copies in parallel with computation."""
 
     def staging(self, nbytes: int) -> Tensor:
-        """uint8 in host memory, over which copies are fast: pinned where that can be."""
+        """Return a uint8 buffer in host memory for fast copies, pinned if possible."""
 
     def pin(self, t: Tensor) -> str:
         """Have the device reach these bytes of a mapping of ours: "", or why it cannot. Lets go of others first."""
@@ -59,7 +58,7 @@ class DeviceLink(Protocol):
         next, or by `release`. Called where garbage is collected, at any moment, it may not wait itself."""
 
     def release(self) -> None:
-        """Of all that is no longer referred to."""
+        """Unpin all memory that is no longer referenced."""
 
 
 class NoQueue:
@@ -77,7 +76,7 @@ class NoQueue:
 
 
 class PlainLink:
-    """A device without streams of its own."""
+    """Link to a device without streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -125,7 +124,7 @@ class CudaQueue:
 
 
 class CudaLink(PlainLink):
-    """A CUDA device, with a stream for copies."""
+    """Link to a CUDA device, with a stream for copies."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -136,7 +135,7 @@ class CudaLink(PlainLink):
     def staging(self, nbytes: int) -> Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:  # containers and WSL may forbid it; copies are slower then, and as right
+        except RuntimeError:  # containers and WSL may forbid pinning; copies are then slower, with the same result
             return super().staging(nbytes)
 
     def pin(self, t: Tensor) -> str:
@@ -167,5 +166,5 @@ def _runtime() -> Any:
 
 @cache
 def bus_of(device: torch.device) -> DeviceLink:
-    """The way to a device, with one stream for the copies of all texts."""
+    """Return the link to a device, with one copy stream for all sequences."""
     return CudaLink(device) if device.type == "cuda" else PlainLink(device)

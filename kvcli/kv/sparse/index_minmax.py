@@ -1,7 +1,8 @@
 """Pages by the smallest and largest number of each channel of their keys: Quest (Tang et al., arXiv 2406.10774).
 
 Takes 1 / page of what keys and values take. A bound, but a loose one: all keys of a page at the corner of their box.
-Where one key of a page matters its bound may say little; smaller pages, or a sketch, find it (docs/memory.md).
+Where one key of a page matters its bound may say little; smaller pages, or a sketch, find it
+(docs/design/sparse-attention.md).
 """
 
 from __future__ import annotations

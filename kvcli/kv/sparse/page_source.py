@@ -1,4 +1,4 @@
-"""Where Recall reads slots: some of them, by their place in a tier."""
+"""Page source: read access of sparse attention to single slots of a tier."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from kvcli.kv.slots import Slots, Tier, picked
 
 
 class PageSource(Protocol):
-    """Slots of a tier by their index, in the order in which `slots` shows them, without all of them being shown."""
+    """Read access to slots of a tier by index, in the order of `slots`, without reading all of them."""
 
     @property
     def is_far(self) -> bool:
-        """Does it pay to keep what a pass read for the next one?"""
+        """True if a page cache saves time, because slots are read across a link."""
 
     def positions(self, layer: int) -> Tensor:
-        """pos [K, S] of all slots, -1 = empty."""
+        """Return pos [K, S] of all slots, -1 = empty."""
 
     def run(self, layer: int) -> StoredKV | None:
-        """The slots where they lie, should rows be able to read them there."""
+        """Return the slots in place if rows can read them there, else None."""
 
     def n_stable(self, layer: int, n: Tensor) -> Tensor:
-        """[K]: of the first n [K] slots of each head, how many keep their numbers whatever happens behind them."""
+        """Return [K]: how many of the first n [K] slots of each head no later change of other slots can alter."""
 
     def gather(self, layer: int, index: Tensor) -> Slots:
-        """Slots index [K, M] of each head, -1 = none: a copy, finite also where there is none."""
+        """Return a copy of slots index [K, M] of each head, -1 = empty; empty slots are finite too."""
 
     def head(self, layer: int, head: int, n: int) -> Slots:
-        """The first n slots of one head: k, v [1, n, D], pos [1, n]."""
+        """Return the first n slots of one head: k, v [1, n, D], pos [1, n]."""
 
 
 class PageTier(CroppableTier, PageSource, Protocol):
-    """A rung that serves a few of its slots cheaply."""
+    """A tier that reads single slots at low cost."""
 
 
 class AnyTierSource:
-    """Any tier, by the slots that it shows: what its own way to a few of them must agree with."""
+    """Reference page source of any tier, through its `slots`."""
 
     is_far = False
 
@@ -47,23 +47,23 @@ class AnyTierSource:
         self._tier = tier
 
     def positions(self, layer: int) -> Tensor:
-        """As the tier has them."""
+        """Return the positions of the tier."""
         return self._tier.slots(layer).pos
 
     def run(self, layer: int) -> StoredKV | None:
-        """Nothing is known of where they lie."""
+        """Return None: the layout of the tier is unknown."""
         return None
 
     def n_stable(self, layer: int, n: Tensor) -> Tensor:
-        """All: for tiers that round nothing, or once."""
+        """Return n: for tiers that never quantize, or quantize once."""
         return n
 
     def gather(self, layer: int, index: Tensor) -> Slots:
-        """Copied."""
+        """Return a copy of slots index [K, M]."""
         s = self._tier.slots(layer)
         return picked(s, index.to(s.pos.device))
 
     def head(self, layer: int, head: int, n: int) -> Slots:
-        """The tier's own."""
+        """Return the first n slots of one head as views."""
         s = self._tier.slots(layer)
         return Slots(*(t[head : head + 1, :n] for t in (s.k, s.v, s.pos)))

@@ -1,9 +1,9 @@
-"""A tier of blocks: old slots in any form that says how a block of them is written and read back.
+"""The block tier: old slots in any KV format that quantizes and dequantizes blocks of slots.
 
-Slots wait in full numbers until `kv.group` of them make a block. One that is let go becomes a hole; a block of which
-less than half is left is read back, and what is left of it waits. Rows attend to the numbers that come back, a span at
-a time, by the kernels whose bits do not depend on who shares a pass. Keys may be written as they were before the rotary
-embedding: whoever hands in or asks for slots sees turned ones all the same.
+Slots stay in full precision until `kv.group` of them make a block. An evicted slot becomes a hole. If less than half of
+a block remains, its slots are dequantized and stay in full precision until a new block is full. Rows attend to
+dequantized slots, one span at a time, by batch-invariant kernels. Keys may be quantized before the rotary embedding;
+slots given to the tier and returned by it always have keys after rotary embedding.
 """
 
 from __future__ import annotations
@@ -24,46 +24,45 @@ from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
 from kvcli.kv.tiers.lossy import LossyTier, join_latent, split_latent
 
 if TYPE_CHECKING:
-    from kvcli.kv.formats.block_format import BlockFormat, Codes
-    from kvcli.kv.formats.format import FormatContext
+    from kvcli.kv.formats.format import BlockFunctions, Codes, FormatContext
     from kvcli.settings.schema import Kv
 
-SPAN = 4096  # slots that are there in full numbers at once while rows read them
+SPAN = 4096  # most slots dequantized at once during attention
 
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """How a layer is written: slots of `heads` heads together."""
+    """Quantizer of a layer: blocks of slots of `heads` heads together."""
 
-    form: BlockFormat
+    form: BlockFunctions
     kv: Kv
-    dims: tuple[int, int]  # numbers of a key and of a value
+    dims: tuple[int, int]  # elements of a key and of a value
     heads: int
-    rotary: Rotary | None = None  # that keys are written without; None = as they are
-    dtype: torch.dtype = torch.float32  # of numbers that wait and that come back
+    rotary: Rotary | None = None  # rotary embedding removed from keys before quantization; None = not removed
+    dtype: torch.dtype = torch.float32  # of unquantized and dequantized slots
 
     def pack(self, k: Tensor, v: Tensor, pos: Tensor) -> Codes:
-        """k [h, S, D], v [h, S, E] at pos [h, S], S whole blocks."""
+        """Quantize k [h, S, D], v [h, S, E] at pos [h, S], S whole blocks."""
         wide = torch.promote_types(k.dtype, torch.float32)
         k = k.to(wide) if self.rotary is None else unrotate(k.to(wide), pos, self.rotary)
         k, v = (blocked(t.to(wide), self.kv.group).transpose(0, 1).contiguous() for t in (k, v))  # [B, h, g, ..]
         return self.form.quantize(k, v, self.kv)
 
     def unpack(self, codes: Codes, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """k [h, S, D], v [h, S, E] of blocks at pos [h, S]; finite in holes too."""
+        """Dequantize blocks at pos [h, S] to k [h, S, D], v [h, S, E]; holes are finite too."""
         wide = torch.promote_types(self.dtype, torch.float32)
         k, v = (t.transpose(0, 1).flatten(1, 2) for t in self.form.dequantize(codes, self.kv, self.dims, wide))
         k = k if self.rotary is None else rotate(k, pos.clamp(min=0), self.rotary)
         return k.to(self.dtype), v.to(self.dtype)
 
     def layout(self, blocks: int) -> Codes:
-        """The types and shapes of so many, without numbers."""
+        """Return the codes of n blocks as meta tensors."""
         k, v = (torch.empty(1, self.heads, self.kv.group, d, device="meta") for d in self.dims)
         return tuple(t.new_empty(blocks, *t.shape[1:]) for t in self.form.quantize(k, v, self.kv))
 
 
 class HeadGroup:
-    """The slots of heads that are written together: S of each, the last r of which wait for their block to be full."""
+    """Slots of heads that are quantized together: S per head, of which the last r are of an incomplete block."""
 
     def __init__(self, codec: BlockCodec, device: torch.device | str) -> None:
         self._codec, self._group = codec, codec.kv.group
@@ -78,12 +77,12 @@ class HeadGroup:
 
     @property
     def full(self) -> int:
-        """Slots in blocks."""
+        """Number of slots in blocks."""
         return self.length - self.k.shape[1]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that takes memory."""
+        """All tensors of the group."""
         return [self.pos, self.k, self.v, *self.codes]
 
     def take(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
@@ -96,7 +95,7 @@ class HeadGroup:
         )
 
     def keep(self, mask: Tensor) -> None:
-        """Forget slots whose mask [h, S] is False."""
+        """Evict slots whose mask [h, S] is False."""
         full, h = self.full, self._codec.heads
         assert h == 1 or bool((mask == mask[:1]).all()), "heads that are written together hold the same slots"
         left = blocked(mask[:, :full], self._group)  # [h, B, g]
@@ -117,7 +116,7 @@ class HeadGroup:
         self.has_holes = not bool((self.pos >= 0).all())
 
     def numbers(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """k, v [h, last - first, ..] of these slots, holes included; `first` begins a block."""
+        """Return dequantized k, v [h, last - first, ..], holes included; `first` starts a block."""
         g, end = self._group, min(last, self.full)
         blocks = slice(first // g, max(first, end + g - 1) // g)
         pos = self.pos[:, first : blocks.stop * g] if end > first else self.pos[:, :0]
@@ -130,7 +129,7 @@ class HeadGroup:
         return k, v
 
     def numbers_at(self, head: int, at: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [m, ..] of slots `at` [m] of one head; no other blocks are read back."""
+        """Return k, v [m, ..] of slots `at` [m] of one head; only their blocks are dequantized."""
         g, waits = self._group, at >= self.full
         blocks, order = torch.unique(at[~waits] // g, return_inverse=True)
         pos = blocked(self.pos[:, : self.full], g)[:, blocks].flatten(1)
@@ -143,12 +142,12 @@ class HeadGroup:
         return out[0], out[1]
 
     def state(self) -> State:
-        """Codes as they lie."""
+        """Return a snapshot: positions, codes and unquantized slots."""
         codes: State = {str(i): t for i, t in enumerate(self.codes)}
         return {"pos": self.pos.contiguous(), "k": self.k, "v": self.v, "codes": codes}
 
     def restore(self, given: SnapshotReader) -> None:
-        """Become what gave this."""
+        """Restore a snapshot."""
         codec, here = self._codec, self.pos.device
         pos = given.positions("pos", codec.heads, None, least=-1)
         k = given.tensor("k", codec.dtype, codec.heads, None, codec.dims[0])
@@ -163,20 +162,25 @@ class HeadGroup:
         self.has_holes = not bool((pos >= 0).all())
 
     def _hold(self, codes: Codes, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        """These, with what waits written as far as blocks are full."""
+        """Replace all slots and quantize full blocks of unquantized ones."""
         n = k.shape[1] // self._group * self._group
         if n:
             first = pos.shape[1] - k.shape[1]
             more = self._codec.pack(k[:, :n], v[:, :n], pos[:, first : first + n])
             codes = tuple(torch.cat([a, b.to(a.dtype)]) for a, b in zip(codes, more, strict=True))
             k, v = k[:, n:].clone(), v[:, n:].clone()
-        self.codes, self.k, self.v, self.pos = codes, k, v, pos  # together: memory may have run out
+        self.codes, self.k, self.v, self.pos = (
+            codes,
+            k,
+            v,
+            pos,
+        )  # assigned together, because an allocation above may have failed
 
 
 class BlockTier(LossyTier):
-    """Every head has its own length, but for those written together."""
+    """A tier of quantized blocks. Lengths differ by head group."""
 
-    def __init__(self, form: BlockFormat, of: FormatContext, device: torch.device | str, kv: Kv) -> None:
+    def __init__(self, form: BlockFunctions, of: FormatContext, device: torch.device | str, kv: Kv) -> None:
         turns = of.turns() if form.rope == "before" else [None] * len(of.shapes)
         self.dtype, self.changes = of.dtype, 0
         self._shapes, self._holder = of.shapes, storing_layer_of(of.shapes)
@@ -187,20 +191,20 @@ class BlockTier(LossyTier):
             if shape.shared_from is None:
                 form.refuse(shape, kv)
                 turn = turns[layer]
-                here = turn and replace(turn, inv_freq=turn.inv_freq.to(device))  # a tier may lie off the model's own
-                codec = form.codec(shape, kv, rotary=here, dtype=of.dtype)
+                here = turn and replace(turn, inv_freq=turn.inv_freq.to(device))  # the tier may be on another device
+                codec = BlockCodec(form, kv, shape.parts, form.heads(shape.n_kv_heads), rotary=here, dtype=of.dtype)
                 self._bands[layer] = [HeadGroup(codec, device) for _ in range(shape.n_kv_heads // codec.heads)]
 
     @property
     def batch_variant_reason(self) -> str:
-        """Where native kernels do not serve its numbers."""
+        """Return "kv.dtype" if no batch-invariant kernel supports the data type."""
         likes = [join_latent(self._shapes[layer].rank, *bands[0].numbers(0, 0)) for layer, bands in self._bands.items()]
         return "" if all(serves(k, v) for k, v in likes) else "kv.dtype"
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> a part for each span, by the index of its slots."""
+        """q [H, N, D] of rows at positions pos [N] -> partial attention over each span of slot indices."""
         layer = self._holder[layer]
         n = self.n_slots(layer)
         spans = (range(first, min(n, first + self._span)) for first in range(0, n, self._span))
@@ -225,7 +229,7 @@ class BlockTier(LossyTier):
         )
 
     def take(self, layer: int, slots: Slots) -> None:
-        """Store these slots, after rotary embedding; each head those whose position is not -1."""
+        """Store slots, keys after rotary embedding; slots with position -1 are skipped."""
         if not slots.n_slots:
             return
         assert layer in self._bands, "this layer reads another's slots"
@@ -242,24 +246,24 @@ class BlockTier(LossyTier):
         self.changes += 1
 
     def n_slots(self, layer: int) -> int:
-        """Slots of the longest head, holes included."""
+        """Return the number of slots of the longest head, holes included."""
         return max(band.length for band in self._bands[layer])
 
     def slots(self, layer: int) -> Slots:
-        """What this layer holds, read back: a copy, padded to the longest head; holes have position -1."""
+        """Return a dequantized copy of the slots of a layer, padded to the longest head; holes have position -1."""
         return self._numbers(layer, range(self.n_slots(layer)))
 
     def positions(self, layer: int) -> Tensor:
-        """pos [K, S] of all slots; holes and what is behind shorter heads have -1."""
+        """Return pos [K, S] of all slots; holes and padding have -1."""
         return self._positions(layer, range(self.n_slots(layer)))
 
     def n_stable(self, layer: int, n: Tensor) -> Tensor:
-        """[K]: of the first n [K] slots of each head, those that are not rounded again while all n stay."""
+        """Return [K]: how many of the first n [K] slots of each head are not quantized again without evictions."""
         ends = zip(self._heads(layer), n.tolist(), strict=True)
         return n.new_tensor([min(int(end), band.full) // band._group * band._group for (band, _), end in ends])
 
     def gather(self, layer: int, index: Tensor) -> Slots:
-        """Slots index [K, M] of each head, -1 = none: no other blocks are read back."""
+        """Return slots index [K, M] of each head, -1 = empty; only their blocks are dequantized."""
         k, v = (t.new_zeros(*index.shape, t.shape[2]) for t in self._likes(layer))
         pos = torch.full_like(index, -1, dtype=torch.int32)
         for j, (band, head) in enumerate(self._heads(layer)):
@@ -270,26 +274,26 @@ class BlockTier(LossyTier):
         return Slots(*join_latent(self._shapes[layer].rank, k, v), pos)
 
     def head(self, layer: int, head: int, n: int) -> Slots:
-        """The first n slots of one head, read back."""
+        """Return the first n slots of one head, dequantized."""
         band, j = list(self._heads(layer))[head]
         k, v = (t[j : j + 1] for t in band.numbers(0, n))
         return Slots(*join_latent(self._shapes[layer].rank, k, v), band.pos[j : j + 1, :n])
 
     def crop(self, n: int) -> None:
-        """Forget every slot at position n or later."""
+        """Remove every slot at position n or later."""
         for layer in self._bands:
             pos = self.positions(layer)
             if bool((pos >= n).any()):
                 self._keep(layer, (pos >= 0) & (pos < n))
 
     def snapshot(self) -> State:
-        """By layer and band."""
+        """Return a snapshot by layer and head group."""
         return {
             str(layer): {str(i): band.state() for i, band in enumerate(bands)} for layer, bands in self._bands.items()
         }
 
     def restore(self, given: SnapshotReader) -> None:
-        """The same codes: nothing is rounded again."""
+        """Restore the codes, without quantizing again."""
         for layer, bands in self._bands.items():
             for i, band in enumerate(bands):
                 band.restore(given.part(str(layer)).part(str(i)))
@@ -297,7 +301,7 @@ class BlockTier(LossyTier):
         self.changes += 1
 
     def usage(self) -> list[Usage]:
-        """Slots and bytes of each layer: codes, positions, and slots that wait for a full block."""
+        """Return slots and bytes of each layer: codes, positions, and slots of incomplete blocks."""
         found = []
         for layer, bands in self._bands.items():
             held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for b in bands for t in b.tensors}
@@ -306,11 +310,11 @@ class BlockTier(LossyTier):
         return found
 
     def _heads(self, layer: int) -> Iterator[tuple[HeadGroup, int]]:
-        """Of each KV head its band, and which of its heads it is."""
+        """Return for each KV head its head group and its index in the group."""
         return ((band, j) for band in self._bands[layer] for j in range(band.pos.shape[0]))
 
     def _likes(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values as they wait."""
+        """Return unquantized keys and values, for shape and data type."""
         return self._bands[layer][0].k, self._bands[layer][0].v
 
     def _positions(self, layer: int, span: range) -> Tensor:
@@ -322,7 +326,7 @@ class BlockTier(LossyTier):
         return pos
 
     def _numbers(self, layer: int, span: range) -> Slots:
-        """Slots of a span, which begins a block, padded."""
+        """Return dequantized slots of a span that starts a block, padded."""
         pos = self._positions(layer, span)
         k, v = (t.new_zeros(*pos.shape, t.shape[2]) for t in self._likes(layer))
         at = 0
@@ -343,7 +347,7 @@ class BlockTier(LossyTier):
         self.changes += 1
 
     def _share(self, layer: int) -> None:
-        """One row of positions for all heads where they hold the same slots, as mostly they do."""
+        """Share one row of positions between heads with the same slots, the usual case."""
         bands = self._bands[layer]
         first = bands[0].pos[:1]
         if all(band.length == first.shape[1] and bool((band.pos == first).all()) for band in bands):
@@ -353,5 +357,5 @@ class BlockTier(LossyTier):
 
 
 def blocked(t: Tensor, group: int) -> Tensor:
-    """t [h, S, ..] -> [h, B, g, ..]."""
+    """Reshape t [h, S, ..] to blocks [h, B, g, ..]."""
     return t.reshape(t.shape[0], t.shape[1] // group, group, *t.shape[2:])

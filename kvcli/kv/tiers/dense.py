@@ -1,4 +1,4 @@
-"""The dense tier: keys and values in full precision, on any device, one slab per layer."""
+"""The dense tier: keys and values in full precision, on any device, one buffer per layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvcli.kv.tiers.device_tables import DeviceCache, DeviceLayer
 
 
 class DenseLayer(Protocol):
-    """How one layer lies in memory."""
+    """Memory layout of one dense layer."""
 
     k: Tensor  # [.., D]
     v: Tensor  # [.., E]
@@ -47,69 +47,68 @@ class DenseLayer(Protocol):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that takes memory."""
+        """All tensors of the layer."""
 
     def state(self) -> State:
-        """What is held; one row of positions "pos" where heads hold the same."""
+        """Return a snapshot; it has one row of positions "pos" if all heads have the same slots."""
 
     def attend(
         self, q: Tensor, sight: AttentionParams, rows: Sequence[int], own: NewRows | None
     ) -> list[PartialAttention]:
-        """Rows over what is held, and over their pass."""
+        """Return partial attention of rows over the stored slots and the new KV of their pass."""
 
     def run(self) -> StoredKV:
-        """The slots where they lie."""
+        """Return the stored slots in place."""
 
     def fixed(self, rows: int, more: int = 0) -> DeviceLayer:
-        """Where a device finds the slots, and room for `rows` behind those of each head, as `ahead` makes it."""
+        """Return device tables of the slots, with capacity for `rows` more per head (see `grow_size`)."""
 
     def grew(self, n: int, start: int) -> None:
-        """A device stored n slots more in all heads, at positions from `start` on."""
+        """Count n slots that a captured pass stored in all heads at positions from `start` on."""
 
     def refill(self, slots: Slots) -> bool:
-        """Hold these, a copy, in place of all, where passes were recorded over it; False, and nothing done, elsewhere
-        or where they do not suit it."""
+        """Replace all slots in place by a copy of `slots`, so that captured passes stay valid. Returns False, changing
+        nothing, if no pass was captured over the layer or `slots` does not fit its layout."""
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
-        """Store the same rows in all heads, at positions from `start` on."""
+        """Store the same rows in all heads at positions from `start` on."""
 
     def take(self, slots: Slots) -> bool:
-        """Store slots of which heads bring different ones; False, and nothing done, if this form cannot."""
+        """Store slots that may differ by head. Returns False, changing nothing, if this layout cannot."""
 
     def slots(self) -> Slots:
-        """What is held, padded."""
+        """Return the stored slots, padded to the longest head."""
 
     def newest(self, n: int) -> Slots:
-        """The n slots that each head stored last."""
+        """Return the n slots that each head stored last."""
 
     def positions(self) -> Tensor:
-        """pos [K, S], -1 = empty."""
+        """Return pos [K, S], -1 = empty."""
 
     def gather(self, index: Tensor) -> Slots:
-        """Slots index [K, M] of each head, -1 = none, as a copy."""
+        """Return a copy of slots index [K, M] of each head, -1 = empty."""
 
     def head(self, head: int, n: int) -> Slots:
-        """The first n slots of one head."""
+        """Return the first n slots of one head."""
 
     def crop(self, n: int) -> bool:
-        """Forget positions n and later in place; False, and nothing done, if this form cannot."""
+        """Remove positions n and later in place. Returns False and changes nothing if this layout cannot."""
 
     def evict_below(self, low: int) -> bool:
-        """Forget positions below `low` in place, by whole blocks; False, and nothing done, if this form cannot."""
+        """Evict positions below `low` in place, by whole blocks. Returns False, changing nothing, if it cannot."""
 
     def reserve(self, n: int) -> None:
-        """Room for n slots a head."""
+        """Allocate capacity for n slots per head."""
 
 
 class Dense:
-    """Keys and values in full precision.
+    """A tier of keys and values in full precision.
 
-    While all heads of a layer hold the same slots they share one row of positions; once they differ, each head takes
-    the room of its own. Grows in small steps, one layer at a time: the spare room is read along with the slots (finite,
-    hidden by their place), so there is little of it. Refuses nothing: any device, any float type, layers of any shape.
-    A layer that shares another's slots reads them and holds none; nothing may be stored in it, or taken from it.
-    Layers with a window give back at boundaries what no later row sees; rows that stand further back are then refused
-    by `reaches`.
+    While all heads of a layer have the same slots, they share one row of positions; once they differ, each head has an
+    extent of its own size. A layer grows in small steps, because attention also reads the spare capacity (finite
+    numbers, hidden by their position). Any device, float type and layer shape is supported. A layer that shares the
+    slots of another layer reads them and stores none. Layers with a sliding window evict hidden slots at compression
+    points; `reaches` is then False for earlier rows.
     """
 
     is_far = False
@@ -125,7 +124,7 @@ class Dense:
         step: int = STEP,
         windows: Mapping[int, Window] | None = None,
     ) -> None:
-        """`shapes`: by layer; `step`: slots by which a layer grows; `windows`: by layer that keeps its own only."""
+        """`shapes`: by layer; `step`: slots by which a layer grows; `windows`: of layers that keep only a window."""
         self.dtype = dtype
         self.changes = 0
         self._step, self._shapes = step, shapes
@@ -145,18 +144,18 @@ class Dense:
 
     @property
     def batch_variant_reason(self) -> str:
-        """Where native kernels do not serve its numbers."""
+        """Return "kv.dtype" if no batch-invariant kernel supports data type and head size."""
         sizes = {(held.k.device, held.k.shape[-1], held.v.shape[-1]) for held in self._slabs.values()}
         return "kv.dtype" if any(why_not(self.dtype, *each) for each in sizes) else ""
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> in one part what is held and their pass, where that can be."""
+        """q [H, N, D] of rows at positions pos [N] -> partial attention over slots and new KV, in one if possible."""
         return self._read(layer).attend(q, sight, pos, own)
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """All of it, with room for `rows` slots a head."""
+        """Return the device tables of all layers, with capacity for `rows` more slots per head."""
         lying = {layer: held.fixed(rows, more) for layer, held in self._slabs.items()}
         return DeviceCache([lying[holder] for holder in self._holder], list(lying), self._grew)
 
@@ -165,13 +164,13 @@ class Dense:
             held.grew(n, start)
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
-        """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
+        """Store k, v [K, M, D] in all heads at positions from `start` on."""
         if k.shape[1]:
             self._slabs[layer].append(k, v, start)
             self.windows.came(layer, start)
 
     def take(self, layer: int, slots: Slots) -> None:
-        """Store slots that another tier let go."""
+        """Store slots demoted from another tier."""
         if not bool((slots.pos >= 0).any()):
             return
         own, held = self._own(layer, slots), self._slabs[layer]
@@ -183,49 +182,49 @@ class Dense:
         self.changes += 1
 
     def n_slots(self, layer: int) -> int:
-        """Slots of the longest head."""
+        """Return the number of slots of the longest head."""
         return self._read(layer).length
 
     def slots(self, layer: int) -> Slots:
-        """Slots of this layer: views of the slab, or a copy if heads differ."""
+        """Return the slots of a layer: views of its buffer, or a copy if heads differ."""
         return self._read(layer).slots()
 
     def newest(self, layer: int, n: int) -> Slots:
-        """The n slots that each head stored last."""
+        """Return the n slots that each head stored last."""
         return self._read(layer).newest(n)
 
     def positions(self, layer: int) -> Tensor:
-        """pos [K, S] of all slots, -1 = empty."""
+        """Return pos [K, S] of all slots, -1 = empty."""
         return self._read(layer).positions()
 
     def run(self, layer: int) -> StoredKV | None:
-        """The slots where they lie."""
+        """Return the stored slots in place."""
         return self._read(layer).run()
 
     def n_stable(self, layer: int, n: Tensor) -> Tensor:
-        """All n [K] slots: nothing is rounded."""
+        """Return n [K]: no slot will be quantized."""
         return n
 
     def gather(self, layer: int, index: Tensor) -> Slots:
-        """Slots index [K, M] of each head, -1 = none: a copy."""
+        """Return a copy of slots index [K, M] of each head, -1 = empty."""
         return self._read(layer).gather(index)
 
     def head(self, layer: int, head: int, n: int) -> Slots:
-        """The first n slots of one head."""
+        """Return the first n slots of one head."""
         return self._read(layer).head(head, n)
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
-        """Forget slots whose mask [K, S] is False and give their memory back; returns what fell out."""
+        """Evict slots whose mask [K, S] is False, free their memory and return them."""
         before = self._slabs[layer].slots()
         has_lost = self._forget(layer, before, mask)
         return compact(before, ~mask) if has_lost else empty_like(before)
 
     def put(self, layer: int, slots: Slots) -> None:
-        """Hold these slots instead; their tensors become the tier's own."""
+        """Replace the slots of a layer. The tier keeps the given tensors."""
         self._hold(layer, self._own(layer, slots))
 
     def crop(self, n: int) -> None:
-        """Forget every slot at position n or later, keeping the memory for what follows: an undo, not an eviction."""
+        """Remove every slot at position n or later (rollback, not eviction). The memory stays allocated."""
         self.changes += 1
         self.windows.clear()
         for layer, held in self._slabs.items():
@@ -234,19 +233,19 @@ class Dense:
                 self._forget(layer, before, before.pos < n)
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
-        """Room for n slots a head in those that keep so many, so that reading that many moves nothing there."""
+        """Allocate capacity for n slots per head in layers without a window, so that growth copies nothing there."""
         for layer in self._owners(layers):
             if layer not in self.windows:
                 self._slabs[layer].reserve(n)
 
     def reaches(self, n: int) -> bool:
-        """Whether a row at position n finds all that it sees, once `crop(n)` has made it the next one."""
+        """True if, after `crop(n)`, a row at position n finds every slot inside its sliding windows."""
         return self.windows.reaches(n, lambda layer: [self.positions(layer)])
 
     def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
-        """Evict, layer by layer, what the masks let go and what windows hide from rows at `end` and later.
+        """Evict the slots that masks drop and those that windows hide from rows at `end` and later.
 
-        The device is asked once, for all layers.
+        The masks of all layers take a single device synchronization.
         """
         chosen = {layer: mask for layer, mask in enumerate(masks) if mask is not None}
         kept = {layer: self.positions(layer).int().where(mask, -1) for layer, mask in chosen.items()}
@@ -264,7 +263,7 @@ class Dense:
         return has_lost
 
     def evict_below(self, layer: int, end: int) -> int:
-        """Forget positions that a window hides from rows at `end` and later: those below the answer; 0 = none."""
+        """Evict positions that a window hides from rows at `end` and later: those below the return value; 0 = none."""
         if low := self.windows.evict_below(layer, end):
             held = self._slabs[layer]
             if not held.evict_below(low):
@@ -274,11 +273,11 @@ class Dense:
         return low
 
     def snapshot(self) -> State:
-        """By layer."""
+        """Return the snapshots of all layers."""
         return {str(layer): held.state() for layer, held in self._slabs.items()}
 
     def restore(self, given: SnapshotReader) -> None:
-        """Each layer in the form that it had."""
+        """Restore each layer in its former layout."""
         for layer, held in self._slabs.items():
             part = given.part(str(layer))
             of = part, self._shapes[layer], held.k, self._step
@@ -288,14 +287,14 @@ class Dense:
         self.changes += 1
 
     def usage(self) -> list[Usage]:
-        """Slots and bytes of each layer, spare room included."""
+        """Return slots and bytes of each layer, spare capacity included."""
         return [
             Usage(layer, held.k.device.type, held.length, sum(t.untyped_storage().nbytes() for t in held.tensors))
             for layer, held in self._slabs.items()
         ]
 
     def _owners(self, layers: Iterable[int] | None) -> Iterable[int]:
-        """Of these layers, those that store; None = of all."""
+        """Return the storing layers among `layers`; None = all layers."""
         return self._slabs if layers is None else filter(self._slabs.__contains__, layers)
 
     def _read(self, layer: int) -> DenseLayer:
@@ -307,12 +306,12 @@ class Dense:
         return has_lost
 
     def _hold(self, layer: int, slots: Slots) -> None:
-        """In the form that fits."""
+        """Replace the slots of a layer, in the layout that suits them."""
         assert layer in self._slabs, "this layer reads another's slots"
         is_alike, slides = agree(slots), layer in self.windows
         self._slabs[layer] = UniformLayer.of(slots, self._step, slides) if is_alike else RaggedLayer(slots, self._step)
         self.changes += 1
 
     def _own(self, layer: int, slots: Slots) -> Slots:
-        """Slots from anywhere as they are to lie: once, where keys are values."""
+        """Return slots as this tier stores them: keys and values as one tensor if they are equal (MLA)."""
         return Slots(slots.k, slots.k, slots.pos) if self._shapes[layer].rank else slots

@@ -1,8 +1,8 @@
-"""One layer whose heads hold different slots: they lie end to end, each with a length of its own.
+"""Layout of a dense layer whose heads have different slots: head extents one after another, each of its own length.
 
-What one head forgets is free for good: a layer takes the bytes of its slots, one position each, and a little spare
-room per head. Heads of about the same length get the same room and are read as one batch, without a mask; others one
-by one.
+Evicted slots free memory: a layer takes the bytes of its slots, one position per slot, and a little spare capacity per
+head. Heads of about the same length get the same capacity and are read as one batch without a mask; other heads are
+read one by one.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from kvcli.kv.tiers.device_tables import DeviceLayer, grow_size, stays
 
 @dataclass(frozen=True, slots=True)
 class HeadExtents:
-    """Where each head lies."""
+    """Position of each head in the buffer."""
 
     start: list[int]  # by head, in slots
-    room: list[int]  # by head, slots it can hold
-    order: list[int]  # heads as they lie: those of equal room side by side
+    room: list[int]  # by head, capacity in slots
+    order: list[int]  # heads in buffer order: heads of equal capacity are adjacent
     total: int  # slots of all heads
 
     @staticmethod
     def of(lengths: Sequence[int], step: int, least: int = 0) -> HeadExtents:
-        """Room for these lengths and some more, and for at least `least` slots a head."""
+        """Compute extents with spare capacity for heads of these lengths, at least `least` slots each."""
         room = [max(least, room_of(n, step)) for n in lengths]
         order = sorted(range(len(room)), key=lambda head: room[head])
         start, total = [0] * len(room), 0
@@ -43,29 +43,29 @@ class HeadExtents:
         return HeadExtents(start, room, order, total)
 
     def runs(self) -> list[list[int]]:
-        """Heads of equal room, as they lie."""
+        """Return groups of heads of equal capacity, in buffer order."""
         return [list(heads) for _, heads in groupby(self.order, key=lambda head: self.room[head])]
 
 
 class RaggedLayer:
-    """Keys and values of heads of unequal length. Spare room is read along and therefore holds finite numbers."""
+    """Keys and values of heads of unequal length. Attention also reads spare capacity, which is therefore finite."""
 
     def __init__(self, slots: Slots, step: int) -> None:
-        """Copies `slots`, which may have empty ones anywhere. `step`: what a head's room is a multiple of, at most."""
+        """Copy `slots`, which may contain empty slots. The capacity of a head is a multiple of at most `step` slots."""
         n_kv, device = slots.pos.shape[0], slots.k.device
         self._step = step
         self.k, self.v = slots.each(lambda t: t.new_zeros(0, t.shape[2]))
         self.pos = torch.zeros(0, dtype=torch.int32, device=device)
         self._lengths = [0] * n_kv
         self._extents = HeadExtents.of(self._lengths, step)
-        self._highest, self._ordered = -1, True  # as in a slab; in order if every head is
-        self._lying: DeviceLayer | None = None  # the same
+        self._highest, self._ordered = -1, True  # as in UniformLayer; ordered if every head is
+        self._lying: DeviceLayer | None = None  # as in UniformLayer
         self._lay(HeadExtents.of((slots.pos >= 0).sum(1).tolist(), step))
         self.take(slots)
 
     @staticmethod
     def made(given: SnapshotReader, shape: LayerShape, like: Tensor, step: int) -> RaggedLayer:
-        """From what `state` gave; `like`: numbers of the type and on the device."""
+        """Restore a layer from a snapshot; `like` has the data type and device."""
         n_kv = shape.n_kv_heads
         found = [given.part(str(head)) for head in range(n_kv)]
         k = like.new_empty(n_kv, 0, shape.k_dim)
@@ -80,7 +80,7 @@ class RaggedLayer:
         return new
 
     def state(self) -> State:
-        """What each head holds."""
+        """Return a snapshot, by head."""
         held = (self.head(head, n) for head, n in enumerate(self._lengths))
         return {
             str(i): {"k": s.k[0], **({} if s.v is s.k else {"v": s.v[0]}), "pos": s.pos[0]} for i, s in enumerate(held)
@@ -98,14 +98,14 @@ class RaggedLayer:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that takes memory."""
+        """All tensors of the layer."""
         both = [self.k] if self.v is self.k else [self.k, self.v]
         return [*both, self.pos, self._ends, self._order, self._back]
 
     def attend(
         self, q: Tensor, sight: AttentionParams, rows: Sequence[int], own: NewRows | None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions `rows` [N] -> parts over the slots and their pass."""
+        """q [H, N, D] of rows at positions `rows` [N] -> partial attention over slots and new KV."""
         if serves(q, self.v):
             window, softcap, is_prompt = sight.window, sight.softcap, sight.is_prompt
             return [
@@ -116,11 +116,11 @@ class RaggedLayer:
         return [*self._apart(q, sight, rows), *attend_new_only(q, sight, own)]
 
     def run(self) -> StoredKV:
-        """The slots where they lie."""
+        """Return the stored slots in place."""
         return StoredKV(self.k, self.v, self.pos, self._extents.start, self._lengths, self._extents.start)
 
     def _apart(self, q: Tensor, sight: AttentionParams, rows: Sequence[int]) -> list[PartialAttention]:
-        """Over the slots alone: at most one part."""
+        """Return partial attention over the stored slots alone: at most one part."""
         if not self.length:
             return []
         as_they_lie = self._moved(q, self._order)
@@ -139,7 +139,7 @@ class RaggedLayer:
         return [PartialAttention(self._moved(out, self._back), self._moved(lse, self._back))]
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
-        """k, v [K, M, D] at positions from `start` on, M > 0; every head takes all of them."""
+        """Store k, v [K, M, D] in all heads at positions from `start` on, M > 0."""
         m = k.shape[1]
         self._make_room([n + m for n in self._lengths])
         at = (self._ends.unsqueeze(1) + torch.arange(m, device=k.device)).flatten()
@@ -147,7 +147,7 @@ class RaggedLayer:
         self.grew(m, start)
 
     def fixed(self, rows: int, more: int = 0) -> DeviceLayer:
-        """Where a device finds the slots, and room for `rows` behind those of each head, as `grow_size` makes it."""
+        """Return device tables of the slots, with capacity for `rows` more per head (see `grow_size`)."""
         wants = [grow_size(n, rows, more, self._step) if self._lying is None else rows for n in self._lengths]
         if any(n + m > room for n, m, room in zip(self._lengths, wants, self._extents.room, strict=True)):
             self._lay(HeadExtents.of([n + grow_size(n, rows, more, self._step) for n in self._lengths], self._step))
@@ -158,14 +158,14 @@ class RaggedLayer:
         return self._lying
 
     def grew(self, n: int, start: int) -> None:
-        """n slots more are in place in all heads, at positions from `start` on."""
+        """Count n slots that are already written in all heads, at positions from `start` on."""
         self._ends += n
         self._lengths = [length + n for length in self._lengths]
         self._ordered &= start > self._highest
         self._highest = max(self._highest, start + n - 1)
 
     def take(self, slots: Slots) -> bool:
-        """Store these as well, whichever each head brings; always True."""
+        """Store slots that may differ by head. Always returns True."""
         pos = slots.pos.cpu()
         count = (pos >= 0).sum(1).tolist()
         if any(count):
@@ -174,8 +174,8 @@ class RaggedLayer:
         return True
 
     def refill(self, slots: Slots) -> bool:
-        """Hold these, a copy, in place of all, where passes were recorded over it; False, and nothing done, elsewhere
-        or where they do not suit it."""
+        """Replace all slots in place by a copy of `slots`, so that captured passes stay valid. Returns False, changing
+        nothing, if no pass was captured over the layer or `slots` does not fit its layout."""
         pos = slots.pos.cpu()
         count, room = (pos >= 0).sum(1).tolist(), self._extents.room
         if self._lying is None or not all(stays(n, most, self._step) for n, most in zip(count, room, strict=True)):
@@ -183,18 +183,20 @@ class RaggedLayer:
         was = self._lengths
         self._add(slots, pos, [0] * len(count))
         for start, n, end in zip(self._extents.start, count, was, strict=True):
-            self.v[start + n : start + end] = 0  # spare room is read, and NaN or infinity would outlive its slot
-        self._lying.synced_length += 1  # what lies there is another past, though it were as long
+            self.v[start + n : start + end] = (
+                0  # attention reads spare capacity, so NaN or infinity of old slots would stay
+            )
+        self._lying.synced_length += 1  # the slots changed, even if the lengths did not
         return True
 
     def _add(self, slots: Slots, pos: Tensor, lengths: list[int]) -> None:
-        """These behind the first so many of each head, for which there is room; `pos` on the host."""
+        """Write slots after the first `lengths` slots of each head, within capacity; `pos` is on the host."""
         held, device = pos >= 0, self.pos.device
         count = held.sum(1)
         ends = torch.tensor([start + n for start, n in zip(self._extents.start, lengths, strict=True)])
         at = (ends.unsqueeze(1) + held.cumsum(1) - 1)[held].to(device)
         moved = slots.k[held], slots.v[held], pos[held].to(device)
-        behind = (ends + count).to(device)  # together: memory may run out before anything has changed
+        behind = (ends + count).to(device)  # allocated before any change, because memory may run out
         self._put(at, *moved)
         if not any(lengths):
             self._highest, self._ordered = -1, True
@@ -205,53 +207,53 @@ class RaggedLayer:
         self._highest = max(self._highest, int(pos.max()))
 
     def slots(self) -> Slots:
-        """What is held: a copy, padded to the longest head."""
+        """Return a copy of the stored slots, padded to the longest head."""
         return self.gather(self._all())
 
     def positions(self) -> Tensor:
-        """The same, positions alone."""
+        """Return pos [K, S], -1 = empty."""
         at, full = self._places(self._all())
         return self.pos[at].masked_fill(~full, -1)
 
     def gather(self, index: Tensor) -> Slots:
-        """A copy of slots index [K, M]."""
+        """Return a copy of slots index [K, M]."""
         at, full = self._places(index)
         return Slots(*self._held.each(lambda t: t[at]), self.pos[at].masked_fill(~full, -1))
 
     def head(self, head: int, n: int) -> Slots:
-        """As views."""
+        """Return the first n slots of one head as views."""
         piece = slice(self._extents.start[head], self._extents.start[head] + min(n, self._lengths[head]))
         return Slots(*self._held.each(lambda t: t[piece].unsqueeze(0)), self.pos[piece].unsqueeze(0))
 
     def newest(self, n: int) -> Slots:
-        """The last n of each head, as a copy."""
+        """Return a copy of the last n slots of each head."""
         if n > min(self._lengths):
             return last(self.slots(), n)
         at = self._ends.unsqueeze(1) - n + torch.arange(n, device=self.pos.device)
         return Slots(*self._held.each(lambda t: t[at]), self.pos[at])
 
     def crop(self, n: int) -> bool:
-        """Never in place: heads may agree once the newest are gone."""
+        """Return False: never in place, because heads may have the same slots without the newest ones."""
         return False
 
     def evict_below(self, low: int) -> bool:
-        """Never in place."""
+        """Return False: never in place."""
         return False
 
     def reserve(self, n: int) -> None:
-        """Room for n slots a head."""
+        """Allocate capacity for n slots per head."""
         if n > min(self._extents.room):
             self._lay(HeadExtents.of(self._lengths, self._step, n))
 
     def _whole(self, q: Tensor, heads: list[int], sight: AttentionParams) -> PartialAttention:
-        """q [n * G, N, D] over heads of equal room: views of where they lie."""
+        """q [n * G, N, D] -> partial attention over all slots of heads of equal capacity, read as views."""
         first, room = self._extents.start[heads[0]], self._extents.room[heads[0]]
         piece = slice(first, first + room * len(heads))
         k, v = (t[piece].view(len(heads), room, t.shape[1]) for t in (self.k, self.v))
         return attend(q, k, v, sight.scale, softcap=sight.softcap, length=[self._lengths[head] for head in heads])
 
     def _near(self, q: Tensor, head: int, sight: AttentionParams, rows: Sequence[int]) -> PartialAttention:
-        """q [G, N, D] over what a sliding window shows of one head."""
+        """q [G, N, D] -> partial attention over the slots of one head inside a sliding window."""
         assert sight.window is not None
         first, end = self._extents.start[head], self._extents.start[head] + self._lengths[head]
         stored = self.pos[first:end].cpu().numpy()
@@ -260,14 +262,14 @@ class RaggedLayer:
         return attend(q, k, v, sight.scale, softcap=sight.softcap, mask=mask)
 
     def _moved(self, t: Tensor, order: Tensor) -> Tensor:
-        """t [H, ...] with KV heads, each with its group, in this order."""
+        """Reorder t [H, ...] by KV head (with its query heads)."""
         if self._in_order:
             return t
         return t.view(len(self._lengths), -1, *t.shape[1:])[order].flatten(0, 1)
 
     @property
     def _held(self) -> Slots:
-        """Where they lie: k, v [T, ..], pos [T]."""
+        """Buffers of all heads: k, v [T, ..], pos [T]."""
         return Slots(self.k, self.v, self.pos)
 
     def _put(self, at: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
@@ -277,7 +279,7 @@ class RaggedLayer:
         self.pos.index_copy_(0, at, pos.to(torch.int32))
 
     def _put_head(self, head: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        """Slots [S, ..] of a head that has none, and room for them."""
+        """Write slots [S, ..] of an empty head with enough capacity."""
         first, n = self._extents.start[head], len(pos)
         for to, of in ((self.k, k), (self.v, v), (self.pos, pos)):
             to[first : first + n] = of
@@ -287,11 +289,11 @@ class RaggedLayer:
         self._highest = max(self._highest, int(pos.max()) if n else -1)
 
     def _all(self) -> Tensor:
-        """[K, S]: the index of every slot, as far as the longest head goes."""
+        """Return [K, S]: slot indices up to the longest head."""
         return torch.arange(self.length, device=self.pos.device).expand(len(self._lengths), -1)
 
     def _places(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Where slots index [K, M] of each head lie, and whether there are such [K, M]."""
+        """Return the buffer indices of slots index [K, M] of each head, and a mask [K, M] of existing slots."""
         full = (index >= 0) & (index < self._ends.new_tensor(self._lengths).unsqueeze(1))
         return self._ends.new_tensor(self._extents.start).unsqueeze(1) + index * full, full
 
@@ -300,7 +302,7 @@ class RaggedLayer:
             self._lay(HeadExtents.of(lengths, self._step))
 
     def _lay(self, extents: HeadExtents) -> None:
-        """Move what is held to where `extents` says."""
+        """Move the stored slots to new extents."""
         k, v = self._held.each(lambda t: t.new_zeros(extents.total, t.shape[1]))
         pos = self.pos.new_full((extents.total,), -1)
         for head, n in enumerate(self._lengths):
@@ -311,20 +313,15 @@ class RaggedLayer:
         starts = torch.tensor(extents.start, device=pos.device)
         ends = starts + torch.tensor(self._lengths, device=pos.device)
         order = torch.tensor(extents.order, device=pos.device)
-        back = order.argsort()  # heads in their own order again
-        self.k, self.v, self.pos, self._ends, self._lying = (
-            k,
-            v,
-            pos,
-            ends,
-            None,
-        )  # together: memory may have run out between them
+        back = order.argsort()  # back to head order
+        # assigned together, because an allocation above may have failed
+        self.k, self.v, self.pos, self._ends, self._lying = k, v, pos, ends, None
         self._order, self._back, self._in_order = order, back, extents.order == sorted(extents.order)
         self._extents, self._runs = extents, extents.runs()
 
 
 def room_of(n: int, step: int) -> int:
-    """Room for a head of n slots: half a unit to one and a half more, in units that grow with n up to step / 4."""
+    """Return the capacity of a head of n slots: n plus 1/2 to 3/2 units; a unit grows with n up to step / 4."""
     most = max(1, step // 4)
     unit = max(min(most, 16), min(most, 1 << max(0, (n // 32).bit_length() - 1)))  # n / 64 to n / 32
     return -(-(n + unit // 2) // unit) * unit

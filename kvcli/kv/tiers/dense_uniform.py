@@ -1,4 +1,4 @@
-"""One layer whose heads all hold the same slots: a slab with one row of positions."""
+"""Layout of a dense layer whose heads all have the same slots: one buffer with one row of positions."""
 
 from __future__ import annotations
 
@@ -19,30 +19,32 @@ from kvcli.kv.tiers.device_tables import DeviceLayer, grow_size, stays
 
 @dataclass(slots=True)
 class UniformLayer:
-    """Keys and values of all heads, with spare room at the end, which is read along and therefore holds finite numbers.
+    """Keys and values of all heads. Attention also reads the spare capacity at the end, which is therefore finite.
 
-    Grows in steps of `step` slots. Positions lie on the host whatever the device: nothing has to be asked of it to know
-    where a window opens.
+    The buffer grows in steps of `step` slots. Positions are on the host for any device, so that finding the start of a
+    sliding window needs no device synchronization.
     """
 
     k: Tensor  # [K, cap, D]
-    v: Tensor  # [K, cap, D]; where keys are values, `k` itself
+    v: Tensor  # [K, cap, D]; if values equal keys (MLA), `k` itself
     pos: Tensor  # [1, cap] int32 on the CPU, -1 = empty
     step: int  # slots
     length: int = 0  # slots of each head
     highest: int = -1  # position
-    ordered: bool = True  # positions rise with the slot index
-    gone: int = 0  # slots given back before the first: with native kernels the places of the others stay as they were
-    slides: bool = False  # the first slots may not be those of the text's first tokens: a window hides what came before
-    noted: int = 0  # slots whose positions are in `pos`; those behind rise one by one to `highest`
-    lies: StoredKV | None = None  # as `run` gave it last: views of the tensors, made anew once they are others
-    lying: DeviceLayer | None = None  # the same for `fixed`
-    there: Tensor | None = None  # [cap] positions beside keys on a device, where a window was read
+    ordered: bool = True  # positions increase with the slot index
+    gone: int = (
+        0  # evicted slots before the first; for batch-invariant kernels the other slots keep their place in blocks
+    )
+    slides: bool = False  # the layer has a sliding window, so its first slot may not be the first token
+    noted: int = 0  # slots whose positions are in `pos`; later positions are consecutive up to `highest`
+    lies: StoredKV | None = None  # last result of `run`: views of the tensors, None after they are replaced
+    lying: DeviceLayer | None = None  # last result of `fixed`
+    there: Tensor | None = None  # [cap] positions on the device of the keys, if a window was read
     sent: int = 0  # slots whose positions are in `there`
 
     @staticmethod
     def of(slots: Slots, step: int, slides: bool = False) -> UniformLayer:
-        """Slots that are the same in all heads; their keys and values become the slab's own."""
+        """Build a layer from slots that are the same in all heads. It keeps their keys and values."""
         pos = slots.pos[:1].to("cpu", torch.int32, copy=True)
         k, v = slots.each(Tensor.contiguous)
         return UniformLayer(
@@ -59,7 +61,7 @@ class UniformLayer:
 
     @staticmethod
     def made(given: SnapshotReader, shape: LayerShape, like: Tensor, step: int, slides: bool = False) -> UniformLayer:
-        """From what `state` gave; `like`: numbers of the type and on the device."""
+        """Restore a layer from a snapshot; `like` has the data type and device."""
         pos, heads = given.positions("pos", None), shape.n_kv_heads
         k = given.tensor("k", like.dtype, heads, len(pos), shape.k_dim).to(like.device)
         v = k if shape.rank else given.tensor("v", like.dtype, heads, len(pos), shape.v_dim).to(like.device)
@@ -68,7 +70,7 @@ class UniformLayer:
         return slab
 
     def state(self) -> State:
-        """What is held."""
+        """Return a snapshot."""
         s = self.slots()
         return {"k": s.k, **({} if s.v is s.k else {"v": s.v}), "pos": s.pos[0], "gone": self.gone}
 
@@ -79,19 +81,19 @@ class UniformLayer:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that takes memory."""
+        """All tensors of the layer."""
         both = [self.k] if self.v is self.k else [self.k, self.v]
         return [*both, self.pos, *([] if self.there is None else [self.there])]
 
     @property
     def at(self) -> np.ndarray:
-        """Positions [S] of what is held."""
+        """Positions [S] of the stored slots."""
         found: np.ndarray = self._pos.numpy()[0, : self.length]
         return found
 
     @property
     def _pos(self) -> Tensor:
-        """`pos`, all noted: in decoding nobody may ask for it but at boundaries."""
+        """`pos` with all positions written. During decoding it is read only at compression points."""
         self._note()
         return self.pos
 
@@ -104,7 +106,7 @@ class UniformLayer:
     def attend(
         self, q: Tensor, sight: AttentionParams, rows: Sequence[int], own: NewRows | None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions `rows` [N] -> parts over the slots and their pass."""
+        """q [H, N, D] of rows at positions `rows` [N] -> partial attention over slots and new KV."""
         if not serves(q, self.v):
             return [*self._apart(q, sight, rows), *attend_new_only(q, sight, own)]
         if not self.length and own is None:
@@ -120,8 +122,8 @@ class UniformLayer:
         ]
 
     def beside(self) -> Tensor:
-        """Positions [cap] on the device of the keys, of all that is held. New ones that rise one by one, as those of an
-        answer do, are made there: nothing is copied, and nothing waits."""
+        """Return the positions [cap] of all slots on the device of the keys. Consecutive new positions, as in decoding,
+        are computed there, without a copy or synchronization."""
         if self.there is None:
             self.there, self.sent = torch.full_like(self.pos[0], -1, device=self.k.device), 0
         if new := self.length - self.sent:
@@ -134,7 +136,7 @@ class UniformLayer:
         return self.there
 
     def run(self) -> StoredKV:
-        """The slots where they lie, until the slab changes."""
+        """Return the stored slots in place, valid until the buffer changes."""
         if self.lies is None:
             n_kv, cap, _ = self.k.shape
             starts = range(0, n_kv * cap, cap)
@@ -143,26 +145,26 @@ class UniformLayer:
         return self.lies
 
     def _apart(self, q: Tensor, sight: AttentionParams, rows: Sequence[int]) -> list[PartialAttention]:
-        """Over the slots alone."""
+        """Return partial attention over the stored slots alone."""
         if self.length == 0:
             return []
         start, mask = 0, None
         if sight.window is not None:
             start, mask = seen(self.at, rows, sight.window, self.ordered, q.device)
-        if start == 0 and mask is None:  # the slab in one piece
+        if start == 0 and mask is None:  # the whole buffer
             return [attend(q, self.k, self.v, sight.scale, softcap=sight.softcap, length=self.length)]
         k, v = self.k[:, start : self.length], self.v[:, start : self.length]
         return [attend(q, k, v, sight.scale, softcap=sight.softcap, mask=mask)]
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
-        """k, v [K, M, D] at positions from `start` on, M > 0."""
-        if self.slides and not self.length:  # as though all before had been stored, and given back
+        """Store k, v [K, M, D] at positions from `start` on, M > 0."""
+        if self.slides and not self.length:  # as if all earlier tokens had been stored and evicted
             self.gone = start // BLOCK * BLOCK
         self._put(k, v)
         self._longer(k.shape[1], start)
 
     def _longer(self, n: int, start: int) -> None:
-        """By n slots that are in place."""
+        """Count n slots that are already written, at positions from `start` on."""
         if start == self.highest + 1:
             self.length += n
             self.highest += n
@@ -172,7 +174,7 @@ class UniformLayer:
             self._place(np.arange(start, start + n))
 
     def _place(self, pos: np.ndarray) -> None:
-        """Positions of the newest slots."""
+        """Write the positions of the newest slots."""
         self.ordered &= int(pos[0]) > self.highest
         self.highest = max(self.highest, int(pos.max()))
         self.noted = self.length
@@ -186,7 +188,7 @@ class UniformLayer:
             self.v[:, first:end] = v
 
     def fixed(self, rows: int, more: int = 0) -> DeviceLayer:
-        """Where a device finds the slots, and room for `rows` behind them, as `grow_size` makes it."""
+        """Return device tables of the slots, with capacity for `rows` more (see `grow_size`)."""
         if self.lying is None or self.length + rows > self.k.shape[1]:
             self.reserve(self.length + grow_size(self.length, rows, more, self.step))
         if self.lying is None:
@@ -200,13 +202,13 @@ class UniformLayer:
         return self.lying
 
     def grew(self, n: int, start: int) -> None:
-        """A device stored n slots more at positions from `start` on, as `fixed` told it where."""
+        """Count n slots that a captured pass stored, by the tables of `fixed`, at positions from `start` on."""
         self._longer(n, start)
         self.sent = self.length
 
     def refill(self, slots: Slots) -> bool:
-        """Hold these, a copy, in place of all, where passes were recorded over it; False, and nothing done, elsewhere
-        or where they do not suit it."""
+        """Replace all slots in place by a copy of `slots`, so that captured passes stay valid. Returns False, changing
+        nothing, if no pass was captured over the layer or `slots` does not fit its layout."""
         was, n = self.length, slots.n_slots
         if self.lying is None or not stays(n, self.k.shape[1], self.step) or not agree(slots):
             return False
@@ -219,7 +221,7 @@ class UniformLayer:
         return True
 
     def take(self, slots: Slots) -> bool:
-        """Store these as well, unless heads bring different ones: then nothing is stored, and the answer is False."""
+        """Store slots that are the same in all heads. Returns False and stores nothing if they differ."""
         if not agree(slots):
             return False
         pos = slots.pos[0].cpu()
@@ -231,54 +233,56 @@ class UniformLayer:
         return True
 
     def slots(self) -> Slots:
-        """What is held, as views."""
+        """Return the stored slots as views."""
         pos = self._pos[:, : self.length].to(self.k.device).expand(self.k.shape[0], -1)
         return Slots(*Slots(self.k, self.v, pos).each(lambda t: t[:, : self.length]), pos)
 
     def newest(self, n: int) -> Slots:
-        """The last n, as views."""
+        """Return the last n slots as views."""
         s, first = self.slots(), max(0, self.length - n)
         return Slots(*s.each(lambda t: t[:, first:]), s.pos[:, first:])
 
     def positions(self) -> Tensor:
-        """As a view."""
+        """Return pos [K, S] as a view."""
         return self.slots().pos
 
     def gather(self, index: Tensor) -> Slots:
-        """A copy of slots index [K, M]."""
+        """Return a copy of slots index [K, M]."""
         return picked(self.slots(), index)
 
     def head(self, head: int, n: int) -> Slots:
-        """As views."""
+        """Return the first n slots of one head as views."""
         s = self.slots()
         return Slots(*s.each(lambda t: t[head : head + 1, :n]), s.pos[head : head + 1, :n])
 
     def crop(self, n: int) -> bool:
-        """Forget positions n and later in place, if slots lie in order; else nothing, and the answer is False."""
+        """Remove positions n and later in place if slots are in order. Otherwise return False and change nothing."""
         if not self.ordered:
             return False
         was, self.length = self.length, int(np.searchsorted(self.at, n))
         self.noted, self.sent = self.length, min(self.sent, self.length)
-        self.v[:, self.length : was] = 0  # spare room is read, and NaN or infinity would outlive its text
+        self.v[:, self.length : was] = (
+            0  # attention reads spare capacity, so NaN or infinity of removed slots would stay
+        )
         self.highest = int(self.at[-1]) if self.length else -1
         self.gone *= self.length > 0
         return True
 
     def evict_below(self, low: int) -> bool:
-        """Forget whole blocks of slots at positions below `low`, which no row will see, if slots lie in order; else
-        nothing, and the answer is False."""
+        """Evict whole blocks of slots at positions below `low`, hidden from all later rows, if slots are in order.
+        Otherwise return False and change nothing."""
         if self.ordered and (n := int(np.searchsorted(self.at, low)) // BLOCK * BLOCK):
             self._lay(n, self.length - n)
             self.gone += n
         return self.ordered
 
     def reserve(self, n: int) -> None:
-        """Room for n slots a head."""
+        """Allocate capacity for n slots per head."""
         if n > self.k.shape[1]:
             self._lay(0, n)
 
     def _lay(self, first: int, room: int) -> None:
-        """The slots from `first` on, with room for as many as given."""
+        """Move the slots from `first` on to a new buffer with capacity for `room` slots."""
         cap, n = -(-room // self.step) * self.step, self.length - first
 
         def moved(t: Tensor) -> Tensor:
@@ -289,30 +293,30 @@ class UniformLayer:
         k, v = Slots(self.k, self.v, self.pos).each(moved)
         pos = self.pos.new_full((1, cap), -1)
         pos[:, :n] = self._pos[:, first : self.length]
-        # together: memory may have run out between them
+        # assigned together, because an allocation above may have failed
         self.k, self.v, self.pos, self.lies, self.lying, self.there = k, v, pos, None, None, None
         self.length = self.noted = n
 
 
 def agree(slots: Slots) -> bool:
-    """Whether all heads hold the same slots, in the same order, and none is empty."""
+    """True if all heads have the same slots in the same order, and none is empty."""
     return bool((slots.pos == slots.pos[:1]).all() and (slots.pos >= 0).all())
 
 
 def rises(pos: Tensor) -> bool:
-    """Whether positions [S] lie in order."""
+    """True if positions [S] increase."""
     return bool((pos[1:] > pos[:-1]).all())
 
 
 def seen(
     stored: np.ndarray, rows: Sequence[int], window: int, ordered: bool, device: torch.device
 ) -> tuple[int, Tensor | None]:
-    """Of slots at positions `stored` [S], where those in the window of rows at positions [N] begin, and the mask
-    [N, S - start] of its ragged edge, if it has one.
+    """Return the first of the slots at positions `stored` [S] in the windows of rows at positions [N], and the mask
+    [N, S - start] if the windows of the rows start at different slots.
 
-    Reading only the window is what makes sliding layers cheap at long context; slots out of order are all read.
+    Reading only the window makes sliding-window layers cheap at long context; slots out of order are all read.
     """
-    first, last = min(rows) - window + 1, max(rows) - window + 1  # where the rows' windows open
+    first, last = min(rows) - window + 1, max(rows) - window + 1  # first positions in the windows of the rows
     start = int(np.searchsorted(stored, first)) if ordered else 0
     if ordered and last <= max(first, int(stored[start]) if start < len(stored) else first):
         return start, None

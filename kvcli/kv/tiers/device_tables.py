@@ -1,7 +1,7 @@
-"""A past as a device finds it by itself, pass after pass, until something in it moves: tables in its own memory.
+"""Tables in device memory by which captured passes address the slots of a KV cache, valid until slots move.
 
-Lengths and positions are kept there beside the host's. What a recorded pass stores changes both; what is stored in any
-other way is told to the device before its next one.
+Lengths and positions are stored on the device and on the host. Slots stored by a captured pass update both; slots
+stored in any other way are uploaded to the tables before the next captured pass.
 """
 
 from __future__ import annotations
@@ -13,59 +13,61 @@ from torch import Tensor
 
 from kvcli.kernels.attend_invariant.tables import Table, uploaded
 
-AHEAD = 4  # steps by which a layer grows at least for recorded passes, if so much is to come
-MOST_ROWS = 64  # of a recorded pass, for which there is room behind what is stored
+AHEAD = 4  # least steps by which a layer grows for captured passes, if that many slots can follow
+MOST_ROWS = 64  # most rows of a captured pass; capacity for them follows the stored slots
 
 
 def grow_size(length: int, rows: int, more: int, step: int) -> int:
-    """Slots for which a layer that holds `length` makes room where it has none for `rows`.
+    """Return the capacity in slots that a layer of `length` slots adds when it has none for `rows`.
 
-    Each time that it moves passes are recorded again, so it doubles; but never beyond the `more` that may still come.
+    The capacity doubles, because each move captures the passes again, but not beyond the `more` slots that can follow.
     """
     return max(rows, min(more + MOST_ROWS, max(AHEAD * step, length)))
 
 
 def stays(length: int, cap: int, step: int) -> bool:
-    """Whether so many slots may stay in a place for `cap`, where passes were recorded, and give no memory back."""
+    """True if `length` slots may stay in a captured buffer of capacity `cap` without freeing memory."""
     return 0 < length <= cap <= length + MOST_ROWS + step + max(AHEAD * step, length)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class DeviceLayer:
-    """One layer's slots, until they lie elsewhere."""
+    """Device tables of the slots of one layer, valid until the slots move."""
 
     table: Table
-    room: int  # slots, of the longest head
-    lengths: list[int]  # by head, as the device has them
-    synced_length: int = 0  # how often it had to be told anything that it had not done itself
+    room: int  # capacity of the longest head, in slots
+    lengths: list[int]  # by head, as on the device
+    synced_length: int = 0  # count of uploads to the tables, for changes not made by a captured pass
 
     @staticmethod
     def of(
         k: Tensor, v: Tensor, pos: Tensor, starts: Sequence[int], pos_starts: Sequence[int], room: int
     ) -> DeviceLayer:
-        """k [T, D], v [T, E] and pos [P] on the device."""
+        """Build the tables of k [T, D], v [T, E] and pos [P] on the device."""
         start, pos_start, length = uploaded([starts, pos_starts, [0] * len(starts)], k.device)
         return DeviceLayer(Table(k, v, pos, start, length, pos_start), room, [0] * len(starts))
 
     def tell(self, lengths: Sequence[int], is_more: bool = False) -> None:
-        """How many slots each head has. `is_more`: it is told something else as well."""
+        """Upload the number of slots of each head if changed. `is_more`: other changes count as an upload too."""
         self.synced_length += is_more or self.lengths != lengths
         if self.lengths != lengths:
             self.table.length.copy_(uploaded([lengths], self.table.length.device)[0])
-            self.lengths = list(lengths)  # behind it: memory for the copy may have run out
+            self.lengths = list(lengths)  # after the copy, which may run out of memory
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCache:
-    """A store, of use until it is asked for the next time; or, where it needs the host, why."""
+    """Device tables of a KV cache, valid until the next call of `fixed`; or the reason why there are none."""
 
-    layers: Sequence[DeviceLayer] = ()  # by layer; one that shares the slots of another has the other's
+    layers: Sequence[DeviceLayer] = ()  # by layer; a layer that reads the slots of another layer has its tables
     owners: Sequence[int] = ()  # layers that store
-    grew: Callable[[int, int], None] = lambda n, start: None  # n slots from there on were stored by the device
-    why_not: str = ""  # a device cannot find it by itself
+    grew: Callable[[int, int], None] = lambda n, start: (
+        None
+    )  # counts n slots that the device stored at positions from `start` on
+    why_not: str = ""  # reason why a captured pass cannot read the cache
 
     def ran(self, n: int) -> None:
-        """The device is about to store n slots."""
+        """Count n slots that the device is about to store."""
         for layer in self.owners:
             lying = self.layers[layer]
             lying.lengths = [length + n for length in lying.lengths]

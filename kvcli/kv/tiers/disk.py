@@ -1,6 +1,6 @@
-"""The disk tier: keys and values in a private temporary file, read through the page cache.
+"""The disk tier: keys and values in a private temporary file, read through the page cache of the system.
 
-What the file is, and how its room is given out: extents.py.
+The file and the allocation of its space are described in extents.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvcli.kv.tiers.extents import SlotFile
 
 
 class DiskTier(ExtentTier):
-    """Keys and values in a file of at most `most` bytes, in the numbers `dtype`; read and computed on the CPU.
+    """A tier of keys and values of type `dtype` in a file of at most `most` bytes; attention runs on the CPU.
 
-    The page cache keeps what was read, so nothing else has to.
+    The page cache of the system keeps read pages, so the tier has no cache.
     """
 
     def __init__(
@@ -31,20 +31,20 @@ class DiskTier(ExtentTier):
         folder: Path | None = None,
         longest: int | None = None,
     ) -> None:
-        """`writes`: bytes written at most. `folder`: where the file is made; None = the system's for such files.
-        `longest`: slots that are read in one go, of a device that has them copied past it; None = any number."""
+        """`writes`: most bytes written. `folder`: folder of the file; None = the system's for large temporary files.
+        `longest`: most slots of an extent, for a device to which extents are copied; None = any number."""
         self._file = SlotFile(shapes, dtype, most, writes, folder, longest)
         self._how, self._longest = (shapes, dtype, most, writes), longest
         super().__init__(shapes, dtype, self._file)
 
     def __deepcopy__(self, memo: dict[int, object]) -> DiskTier:
-        """A file of its own with the same slots in the same places, forgotten ones too."""
+        """Return a tier with a new file and the same slots in the same extents, evicted slots included."""
         new = DiskTier(*self._how, self._file.folder, self._longest)
         new.restore(SnapshotReader(self.snapshot(), torch.iinfo(torch.int32).max))
         return new
 
     def usage(self) -> list[Usage]:
-        """Bytes of the file as "disk", and of the positions that are held in memory."""
+        """Return the bytes of the file as "disk", and of the positions in memory as "cpu"."""
         found = []
         for layer, extents in enumerate(self._layers):
             found.append(Usage(layer, "disk", self.n_slots(layer), sum(e.nbytes for e in extents)))

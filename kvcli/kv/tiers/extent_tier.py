@@ -1,6 +1,6 @@
-"""Slots in extents, each of which stays where it is: of a file (disk.py), or of host memory (pinned_host.py).
+"""A tier of extents that never move, in a file (disk.py) or in host memory (pinned_host.py).
 
-Rows read extent by extent, as parts that are merged. A layer grows by further extents, so nothing is copied then.
+Attention runs on each extent and the partial results are merged. A layer grows by further extents, without copies.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from kvcli.kv.tiers.extents import Extent, ExtentStorage
 
 
 class ExtentTier:
-    """Keys and values in the numbers `dtype`, at a place that the host reads; computed on the CPU."""
+    """A tier of keys and values of type `dtype` in extents that the host can read; attention runs on the CPU."""
 
     is_far = False
 
     def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, place: ExtentStorage) -> None:
-        """`shapes`: by layer; one that shares another's slots has none here."""
+        """`shapes`: by layer; a layer that reads the slots of another layer stores none."""
         self.dtype = dtype
         self._shapes, self._place, self._holder = shapes, place, storing_layer_of(shapes)
         self._layers: list[list[Extent]] = [[] for _ in shapes]
-        self._pieces: dict[int, list[HostChunk]] = {}  # by layer, until it changes
+        self._pieces: dict[int, list[HostChunk]] = {}  # by layer, until its slots change
 
     @property
     def batch_variant_reason(self) -> str:
-        """Where native kernels do not serve its numbers."""
+        """Return "kv.dtype" if no batch-invariant kernel supports data type and head size."""
         cpu = torch.device("cpu")
         sizes = {(shape.k_dim, shape.v_dim) for shape in self._shapes}
         return "kv.dtype" if any(why_not(self.dtype, cpu, *size) for size in sizes) else ""
@@ -53,12 +53,12 @@ class ExtentTier:
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> one part for each extent."""
+        """q [H, N, D] of rows at positions pos [N] -> partial attention over each extent."""
         parts = [e.read(e.k, e.v, q, sight, pos) for e in self._layers[self._holder[layer]] if e.length]
         return [*parts, *attend_new_only(q, sight, own)]
 
     def pieces(self, layer: int) -> list[HostChunk]:
-        """What `attend` reads, to be read elsewhere: an extent each. Those of a pass, as it asks in each layer."""
+        """Return the extents that `attend` reads as host chunks. They are cached until slots change."""
         if layer not in self._pieces:
             held = [(e, e.slots) for e in self._layers[layer] if e.length]
             self._pieces[layer] = [
@@ -70,15 +70,15 @@ class ExtentTier:
         return self._pieces[layer]
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
-        """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
+        """Store k, v [K, M, D] in all heads at positions from `start` on."""
         self.take(layer, Slots(k, v, run_of(start, k.shape[1], k.shape[0], k.device)))
 
     def take(self, layer: int, slots: Slots) -> None:
-        """Write these slots to the file. All of them are stored, or none and Shortage is raised."""
+        """Store slots. Stores all of them, or none and raises CacheFull."""
         self._store(layer, compact(slots, slots.pos >= 0) if bool((slots.pos < 0).any()) else slots)
 
     def _store(self, layer: int, s: Slots) -> None:
-        """As they are."""
+        """Store slots without compacting them."""
         n, held = s.n_slots, self._layers[layer]
         assert self._holder[layer] == layer, "this layer reads another's slots"
         self._place.may_write(layer, n)
@@ -102,36 +102,36 @@ class ExtentTier:
         self._pieces.pop(layer, None)
 
     def n_slots(self, layer: int) -> int:
-        """Slots of the longest head, forgotten ones included where others share their extent."""
+        """Return the slots of the longest head, including evicted slots in extents that are not empty."""
         return sum(extent.length for extent in self._layers[self._holder[layer]])
 
     def slots(self, layer: int) -> Slots:
-        """A copy in memory of what this layer holds; as mapped where one extent holds it all."""
+        """Return the slots of a layer: a copy in memory, or views of the mapping if there is one extent."""
         found = [extent.slots for extent in self._layers[self._holder[layer]]]
         if len(found) == 1:
             return found[0]
         return concat_slots([self._none(layer), *found])
 
     def newest(self, layer: int, n: int) -> Slots:
-        """The n slots that each head stored last."""
+        """Return the n slots that each head stored last."""
         return last(self.slots(layer), n)
 
     def positions(self, layer: int) -> Tensor:
-        """pos [K, S] of all slots, -1 = forgotten."""
+        """Return pos [K, S] of all slots, -1 = evicted."""
         return torch.cat(
             [self._none(layer).pos, *(extent.slots.pos for extent in self._layers[self._holder[layer]])], 1
         )
 
     def run(self, layer: int) -> StoredKV | None:
-        """Slots lie in several extents."""
+        """Return None: slots are in several extents."""
         return None
 
     def n_stable(self, layer: int, n: Tensor) -> Tensor:
-        """All n [K] slots: nothing is rounded."""
+        """Return n [K]: no slot will be quantized."""
         return n
 
     def gather(self, layer: int, index: Tensor) -> Slots:
-        """Slots index [K, M] of each head, -1 = none: no other part of the file is read, whole pages aside."""
+        """Return a copy of slots index [K, M] of each head, -1 = empty; reads only the file pages of these slots."""
         k, v = self._none(layer).each(lambda t: t.new_zeros(*index.shape, t.shape[2]))
         pos, first = torch.full_like(index, -1, dtype=torch.int32), 0
         for s in (extent.slots for extent in self._layers[self._holder[layer]]):
@@ -144,13 +144,13 @@ class ExtentTier:
         return Slots(k, v, pos)
 
     def head(self, layer: int, head: int, n: int) -> Slots:
-        """The first n slots of one head, as a copy in memory."""
+        """Return a copy of the first n slots of one head."""
         at, found = slice(head, head + 1), [extent.slots for extent in self._layers[self._holder[layer]]]
         s = concat_slots([Slots(*s.each(lambda t: t[at]), s.pos[at]) for s in found])
         return Slots(*s.each(lambda t: t[:, :n]), s.pos[:, :n])
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
-        """Forget slots whose mask [K, S] is False. Their place is used again once an extent is empty."""
+        """Evict slots whose mask [K, S] is False and return them. Their space is reused once an extent is empty."""
         fell = compact(self.slots(layer), ~mask)
         shown = mask.split_with_sizes([extent.length for extent in self._layers[layer]], dim=1)
         for extent, part in zip(self._layers[layer], shown, strict=True):
@@ -160,7 +160,7 @@ class ExtentTier:
         return fell
 
     def crop(self, n: int) -> None:
-        """Forget every slot at position n or later; the place at the end of an extent is used again."""
+        """Remove every slot at position n or later; space at the end of a layer's last extent is reused."""
         for layer, extents in enumerate(self._layers):
             for extent in extents:
                 extent.pos.masked_fill_(extent.pos >= n, -1)
@@ -172,11 +172,11 @@ class ExtentTier:
             self._sweep(layer)
 
     def snapshot(self) -> State:
-        """By layer and extent, as mapped."""
+        """Return a snapshot by layer and extent: views of the mappings."""
         return {str(layer): {str(i): e.state() for i, e in enumerate(held)} for layer, held in enumerate(self._layers)}
 
     def restore(self, given: SnapshotReader) -> None:
-        """In extents of their own, as rows read each of them apart."""
+        """Restore the same extents, because attention runs on each of them separately."""
         for layer in range(len(self._layers)):
             for one in given.part(str(layer)).parts(given.n):
                 none = self._none(layer)
@@ -187,7 +187,7 @@ class ExtentTier:
                 self._store(layer, Slots(k, v, pos))
 
     def _sweep(self, layer: int) -> None:
-        """Give back extents in which nothing is left."""
+        """Free empty extents."""
         empty = [e for e in self._layers[layer] if not bool((e.pos >= 0).any())]
         self._layers[layer] = [e for e in self._layers[layer] if not any(e is gone for gone in empty)]
         self._place.free(empty)
@@ -203,5 +203,5 @@ class ExtentTier:
 
 
 def _of_keys(read: Callable[..., PartialAttention], k: Tensor, *asked: Any) -> PartialAttention:
-    """Where values are keys."""
+    """Read keys as values too (MLA)."""
     return read(k, k, *asked)

@@ -1,9 +1,9 @@
-"""Extents of slots, and the private temporary file that they may lie in.
+"""Extents of slots, and the private temporary file that can store them.
 
-The file has no name (it is unlinked as soon as it is open, or removed at close where that cannot be), is readable by
-its owner only, and dies with the process: it holds the text in recoverable form. Its blocks are claimed before they are
-used, so a full disk is an error when slots come down and never a crash when they are read. At most `writes` bytes are
-written in all, because disks wear.
+The text could be recovered from the file. Therefore it has no name (it is unlinked once open, or removed at close where
+unlinking is not possible), is readable only by its owner, and is deleted with the process. Disk blocks are allocated
+before use, so that a full disk is an error on demotion and never a crash on reading. At most `writes` bytes are written
+in total, because disks wear.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from kvcli.kv.slots import AttentionParams, LayerShape, Slots, visible
 from kvcli.kv.snapshot import State
 from kvcli.kv.tiers.temp_folder import temporary_folder
 
-LARGEST = 4096  # slots of an extent: a layer's grow with what it holds
+LARGEST = 4096  # most slots allocated ahead in an extent; extents grow with the layer
 
 
 @dataclass(slots=True)
 class Extent:
-    """A run of slots of one layer. A place in it is written once; forgetting what is there only clears its position."""
+    """A range of slots of one layer. A slot is written once; evicting it only clears its position."""
 
     offset: int  # bytes, in the file
     nbytes: int
     k: Tensor  # [K, cap, D], mapped
-    v: Tensor  # [K, cap, E], mapped; where keys are values, `k` itself
+    v: Tensor  # [K, cap, E], mapped; if values equal keys (MLA), `k` itself
     pos: Tensor  # [K, cap] int32, in memory; -1 = empty
-    unreached: str = ""  # why a device cannot read it where it lies; "" = it can
+    unreached: str = ""  # why a device cannot read the extent in place; "" = it can
     length: int = 0  # slots of the longest head
-    lengths: Sequence[int] = ()  # of each head, where no holes are among them
+    lengths: Sequence[int] = ()  # of each head, if there are no holes
     has_holes: bool = False
 
     @property
@@ -56,14 +56,14 @@ class Extent:
         return Slots(*Slots(self.k, self.v, self.pos).each(lambda t: t[:, :n]), self.pos[:, :n])
 
     def note(self) -> None:
-        """Positions have changed."""
+        """Update lengths and `has_holes` after positions changed."""
         held = self.pos[:, : self.length] >= 0
         ends = held.sum(1)
         self.has_holes = bool((held != (torch.arange(self.length) < ends.unsqueeze(1))).any())
         self.lengths = [self.length] * len(ends) if self.has_holes else ends.tolist()
 
     def read(self, k: Tensor, v: Tensor, q: Tensor, sight: AttentionParams, rows: Sequence[int]) -> PartialAttention:
-        """q [H, N, D] of rows at positions `rows` over k, v [K, n, ..]: these slots, or a copy of them."""
+        """q [H, N, D] of rows at positions `rows` -> partial attention over k, v [K, n, ..], the slots or a copy."""
         window, softcap = sight.window, sight.softcap
         if q.device.type == "cpu" and serves(q, v):
             (n_kv, n), cap = k.shape[:2], self.pos.shape[1]
@@ -78,33 +78,33 @@ class Extent:
         return attend(q, k[:, :n], v[:, :n], sight.scale, softcap=softcap, mask=mask)
 
     def state(self) -> State:
-        """As mapped."""
+        """Return a snapshot of views of the mapping."""
         s = self.slots
         return {"k": s.k, **({} if s.v is s.k else {"v": s.v}), "pos": s.pos}
 
 
 class ExtentStorage(Protocol):
-    """Where extents lie."""
+    """Storage that allocates, writes and frees extents."""
 
     def allocate(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
-        """One more for a layer that holds these, with room for `need` slots if one may be so large. Raises
+        """Allocate an extent for a layer with extents `held`, of capacity `need` or the largest allowed. Raises
         CacheFull."""
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Nothing is in these."""
+        """Free empty extents."""
 
     def may_write(self, layer: int, n: int) -> None:
-        """Raises CacheFull where n more slots of a layer are not to be written."""
+        """Raise CacheFull if n more slots of a layer must not be written."""
 
     def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
-        """k, v [K, m, ..] behind what the extent holds. OSError where there turns out to be no room."""
+        """Write k, v [K, m, ..] after the slots of the extent. Raises OSError if the device is full."""
 
     def tidy(self, extent: Extent) -> None:
-        """Slots have come to it, or were forgotten."""
+        """Update the layout after slots were stored or evicted."""
 
 
 class SlotFile:
-    """Of at most `most` bytes, in runs of slots of all heads of a layer."""
+    """Extent storage in a temporary file of at most `most` bytes."""
 
     def __init__(
         self,
@@ -115,29 +115,29 @@ class SlotFile:
         folder: Path | None,
         longest: int | None = None,
     ) -> None:
-        """`folder`: where the file is made; None = the system's for such files. `longest`: slots of an extent at most;
-        None = as many as come at once."""
+        """Create the file. `folder`: None = the system's for large temporary files. `longest`: most slots of an extent;
+        None = no limit."""
         self.folder = folder or temporary_folder()
         self._shapes, self._dtype = shapes, dtype
         self._most, self._writes = most, writes
         self._longest = longest
         self._per_slot = [of.numbers * dtype.itemsize for of in shapes]  # bytes, by layer
         self._shares = parts_of(most, self._per_slot)
-        self._written, self._end = 0, 0  # bytes, of the file
-        self._free: list[tuple[int, int]] = []  # (offset, bytes) of extents that are empty again
-        self._file: Any = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  # as long as the tier
+        self._written, self._end = 0, 0  # bytes: written in total, end of the file
+        self._free: list[tuple[int, int]] = []  # (offset, bytes) of freed extents
+        self._file: Any = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  # open as long as the tier
 
     def allocate(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
-        """An extent with room for `need` slots of a layer that holds these, or the most there are in one; its blocks
-        on the disk claimed.
+        """Allocate an extent for `need` slots of a layer with extents `held`, or the longest allowed, with its disk
+        blocks.
 
-        It takes ahead of its need no more than its part of the file, so that the last has room for as many slots.
+        Spare capacity is limited to the layer's share of the file, so that all layers can store as many slots.
         """
         with self._full():
             return self._claim(layer, need if self._longest is None else min(need, self._longest), held)
 
     def _claim(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
-        unit, per_slot = mmap.ALLOCATIONGRANULARITY, self._per_slot[layer]  # a map begins at a multiple of the unit
+        unit, per_slot = mmap.ALLOCATIONGRANULARITY, self._per_slot[layer]  # mappings start at a multiple of the unit
         again = next((i for i, (_, size) in enumerate(self._free) if size >= need * per_slot), None)
         if again is not None:
             offset, size = self._free.pop(again)
@@ -160,16 +160,16 @@ class SlotFile:
         return Extent(offset, size, k, v, pos, "it lies on the disk")
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Nothing is in these; their place is used again."""
+        """Free extents; their space in the file is reused."""
         self._free += [(e.offset, e.nbytes) for e in extents]
 
     def may_write(self, layer: int, n: int) -> None:
-        """Raises CacheFull where n more slots are not to be written."""
+        """Raise CacheFull if n more slots would exceed `writes`."""
         if self._written + n * self._per_slot[layer] > self._writes:
             raise CacheFull("memory.disk_writes is used up", detail={"written": self._written, "most": self._writes})
 
     def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
-        """k, v [K, m, ..] behind what the extent holds; a write says when the disk is full, a map would crash."""
+        """Write k, v [K, m, ..] after the slots of the extent, by `pwrite`, as a mapping crashes on a full disk."""
         (heads, cap, _), number = extent.k.shape, self._dtype.itemsize
         for t, first in ((k, 0), (v, extent.k.nbytes))[: 1 if extent.v is extent.k else 2]:
             for j in range(heads):
@@ -182,7 +182,7 @@ class SlotFile:
                     at, data = at + done, data[done:]
 
     def tidy(self, extent: Extent) -> None:
-        """Holes stay: what is on a disk is not moved."""
+        """Do nothing: holes stay, because slots on disk are not moved."""
 
     @contextmanager
     def _full(self) -> Iterator[None]:
@@ -201,13 +201,13 @@ class SlotFile:
 
 
 def laid(numbers: Tensor, of: LayerShape, cap: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [K, cap, ..] of a layer as they lie in these numbers, one behind the other."""
+    """Return keys and values [K, cap, ..] of a layer as views of `numbers`, keys first."""
     sizes = [of.n_kv_heads * cap * dim for dim in (of.k_dim, of.v_dim)]
     k = numbers[: sizes[0]].view(of.n_kv_heads, cap, of.k_dim)
     return k, k if of.rank else numbers[sizes[0] : sum(sizes)].view(of.n_kv_heads, cap, of.v_dim)
 
 
 def parts_of(most: int, per_slot: Sequence[int]) -> list[int]:
-    """Bytes that each layer, of slots of so many, can be sure of in a file of `most`: all for as many slots."""
+    """Return each layer's share in bytes of a file of `most` bytes, the same number of slots for all layers."""
     unit, whole = mmap.ALLOCATIONGRANULARITY, max(1, sum(per_slot))
     return [most * each // whole // unit * unit for each in per_slot]

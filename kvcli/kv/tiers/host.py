@@ -1,6 +1,6 @@
-"""The host tier: a tier in host memory below those of a device. How rows reach its slots: host_access.py.
+"""The host tier: a tier in host memory below the tiers of a device. host_access.py describes how rows read its slots.
 
-Slots that come down pass through one pinned buffer, which a device can write to without a copy in between.
+Slots are demoted through one pinned buffer, to which a device can write without a further copy.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kvcli.kv.sparse.page_source import PageTier
 
 
 class DownloadBuffer:
-    """The way down: a pinned buffer of a power of two of bytes, made when first used; without one, a plain copy."""
+    """A pinned buffer for copies from device to host, allocated at first use. Without pinning: plain copies."""
 
     BYTES = 64 << 20
 
     def __init__(self) -> None:
-        self.is_pinned: bool | None = None  # None = nothing came down yet, or from no CUDA device
+        self.is_pinned: bool | None = None  # None = no copy from a CUDA device yet
         self._buffer: Tensor | None = None
 
     def down(self, t: Tensor) -> Tensor:
-        """The same numbers in host memory."""
+        """Copy a tensor to host memory."""
         if t.device.type != "cuda":
             return t.cpu()
         if self.is_pinned is None:
@@ -43,7 +43,7 @@ class DownloadBuffer:
         for a in range(0, t.nbytes, self.BYTES):
             piece = self._buffer[: min(self.BYTES, t.nbytes - a)]
             piece.copy_(flat[a : a + piece.shape[0]], non_blocking=True)
-            torch.cuda.current_stream(t.device).synchronize()  # the buffer is read by the CPU, and then used again
+            torch.cuda.current_stream(t.device).synchronize()  # the CPU reads the buffer before its next use
             out[a : a + piece.shape[0]] = piece
         return out.view(t.dtype).view(t.shape)
 
@@ -54,19 +54,19 @@ class DownloadBuffer:
     def _pin(self) -> None:
         try:
             self._buffer = torch.empty(self.BYTES, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:  # containers and WSL may forbid it; copies are slower then, and as right
+        except RuntimeError:  # containers and WSL may forbid pinning; copies are then slower, with the same result
             self._buffer = None
         self.is_pinned = self._buffer is not None
 
 
 class UploadBuffers:
-    """The way up for a few slots: two pinned buffers by turns, so that one is filled while the other is copied."""
+    """Two alternating pinned buffers for uploads of a few slots: one is filled while the other is copied."""
 
     def __init__(self, bus: DeviceLink) -> None:
         self._rooms: list[tuple[Staged, DeviceEvent | None]] = [(Staged(bus), None), (Staged(bus), None)]
 
     def up(self, lane: CopyQueue, pairs: Sequence[tuple[Tensor, Tensor]]) -> DeviceEvent:
-        """Copies of the second into the first, and the mark behind them."""
+        """Start copies of each pair (to, from) and return the event of their end."""
         (room, busy), other = self._rooms
         if busy is not None:
             busy.synchronize()
@@ -85,7 +85,7 @@ class UploadBuffers:
 
 
 class HostTier:
-    """A tier on the CPU that answers rows of `device`."""
+    """A tier on the CPU that rows on `device` attend to."""
 
     is_far = True  # across the bus
 
@@ -96,7 +96,7 @@ class HostTier:
         way: Way = CpuAttention,
         bus: Callable[[torch.device], DeviceLink] = bus_of,
     ) -> None:
-        """`way`: how rows reach the tier; `bus`: what leads to the device."""
+        """`way`: access method of rows to the tier; `bus`: link to the device."""
         self._tier, self._device = tier, torch.device(device)
         self._way, self._bus = way, bus
         self._reach = way(tier, bus(self._device))
@@ -107,18 +107,18 @@ class HostTier:
 
     @property
     def batch_variant_reason(self) -> str:
-        """What the tier says: it is read on the CPU, or by kernels whose rows do not know of each other."""
+        """Return the reason of the inner tier. The access methods themselves are batch invariant."""
         return self._tier.batch_variant_reason
 
     def attend_async(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
-        """q [H, N, D] of rows at positions pos [N], on the device -> parts there, when they are called for: what the
-        device is told before then it does meanwhile."""
+        """q [H, N, D] of rows at positions pos [N], on the device -> a function that returns partial attention there.
+        Work that the device is given before the call runs in parallel."""
         return self._reach.ask(layer, q, sight, pos) if self._tier.n_slots(layer) else list
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """The same at once, and their pass."""
+        """Return partial attention over the slots and the new KV, synchronously."""
         return self.attend_async(layer, q, sight, pos)() + attend_new_only(q, sight, own)
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
@@ -126,7 +126,7 @@ class HostTier:
         self._tier.append(layer, self.staging.down(k), self.staging.down(v), start)
 
     def take(self, layer: int, slots: Slots) -> None:
-        """Slots of the device come down."""
+        """Store slots demoted from the device."""
         down = self.staging.down
         self._reach.wait_idle()
         self._tier.take(layer, Slots(*slots.each(down), slots.pos.cpu()))
@@ -135,7 +135,7 @@ class HostTier:
         return self._tier.n_slots(layer)
 
     def slots(self, layer: int) -> Slots:
-        """A copy of one layer on the device."""
+        """Return a copy of the slots of a layer on the device."""
         return self._up(self._tier.slots(layer))
 
     def newest(self, layer: int, n: int) -> Slots:
@@ -145,25 +145,25 @@ class HostTier:
         return self._tier.positions(layer).to(self._device)
 
     def run(self, layer: int) -> StoredKV | None:
-        """The device does not reach them."""
+        """Return None: the device does not read the slots in place."""
         return None
 
     def n_stable(self, layer: int, n: Tensor) -> Tensor:
         return self._tier.n_stable(layer, n.cpu()).to(n.device)
 
     def gather(self, layer: int, index: Tensor) -> Slots:
-        """Only those come up."""
+        """Return slots index [K, M] on the device; only these are copied."""
         return self._up(self._tier.gather(layer, index.cpu()))
 
     def gather_async(self, layer: int, index: Tensor) -> Arrival:
-        """The same beside what the device computes."""
+        """Start `gather` in parallel with the computation of the device; the result waits for the copy."""
         bus = self._bus(self._device)
         s = self._tier.gather(layer, index.cpu())
         there = Slots(
             *s.each(lambda t: torch.empty_like(t, device=self._device)), torch.empty_like(s.pos, device=self._device)
         )
         pairs = [(there.k, s.k), *([] if s.v is s.k else [(there.v, s.v)]), (there.pos, s.pos)]
-        bus.copies.wait(bus.work.record())  # which may have used that room before
+        bus.copies.wait(bus.work.record())  # the memory may still be in use by earlier work
         landed = self._stairs.up(bus.copies, pairs)
 
         def arrival() -> Slots:
@@ -176,7 +176,7 @@ class HostTier:
         return self._up(self._tier.head(layer, head, n))
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
-        """What fell out stays in host memory: nobody reads it there."""
+        """Evict slots whose mask is False and return them, in host memory."""
         self._reach.wait_idle()
         return self._tier.keep(layer, mask.cpu())
 
@@ -192,7 +192,7 @@ class HostTier:
         self._tier.restore(given)
 
     def usage(self) -> list[Usage]:
-        """The tier's bytes, those of memory called "host"; the pinned buffer is part of the first layer's."""
+        """Return the bytes of the inner tier, "cpu" renamed to "host"; the first layer includes the pinned buffer."""
         found = [replace(use, tier=use.tier.replace("cpu", "host")) for use in self._tier.usage()]
         found[0] = replace(found[0], nbytes=found[0].nbytes + self.staging.nbytes, how=self._reach.how)
         near = self._reach.nbytes

@@ -1,4 +1,4 @@
-"""What tiers that round old slots have in common, however a slot lies in them."""
+"""Common methods of tiers that quantize old slots."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ if TYPE_CHECKING:
 
 
 class LossyTier:
-    """A rung of a ladder, never the first one, as it rounds what it is given at once. Each tier says how it takes slots
-    (`take`), reads them back (`slots`) and forgets some (`_keep`)."""
+    """A tier below the top, because it quantizes slots as they are stored. Subclasses store slots (`take`), dequantize
+    them (`slots`) and evict them (`_keep`)."""
 
     is_far: ClassVar[bool] = False
 
     def take(self, layer: int, slots: Slots) -> None:
-        """Store these slots, after rotary embedding; each head those whose position is not -1."""
+        """Store slots, keys after rotary embedding; slots with position -1 are skipped."""
         raise NotImplementedError
 
     def slots(self, layer: int) -> Slots:
-        """What this layer holds, read back: a copy, padded to the longest head; holes have position -1."""
+        """Return a dequantized copy of the slots of a layer, padded to the longest head; holes have position -1."""
         raise NotImplementedError
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
-        """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
+        """Store k, v [K, M, D] in all heads at positions from `start` on."""
         self.take(layer, Slots(k, v, run_of(start, k.shape[1], k.shape[0], k.device)))
 
     def newest(self, layer: int, n: int) -> Slots:
-        """The n slots that each head stored last, which are those of the highest positions, in their order."""
+        """Return the n slots that each head stored last, which have the highest positions, by position."""
         s = self.slots(layer)
         found = picked(s, s.pos.argsort(dim=1, stable=True)[:, max(0, s.n_slots - n) :])
         return compact(found, found.pos >= 0)
 
     def run(self, layer: int) -> StoredKV | None:
-        """Slots do not lie in numbers."""
+        """Return None: slots are not stored in full precision."""
         return None
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
-        """Forget slots whose mask [K, S] is False; returns what fell out, read back."""
+        """Evict slots whose mask [K, S] is False and return them dequantized."""
         before = self.slots(layer)
         mask = mask & (before.pos >= 0)
         if torch.equal(mask, before.pos >= 0):
@@ -57,12 +57,12 @@ class LossyTier:
 
 
 def split_latent(rank: int, s: Slots) -> tuple[Tensor, Tensor]:
-    """What lies as keys and as values: of latents (rank > 0) the turned part and the others, each rounded by itself."""
+    """Return the tensors stored as keys and as values. Of latents (rank > 0): the rotary part and the rest."""
     return (s.k[..., rank:], s.k[..., :rank]) if rank else (s.k, s.v)
 
 
 def join_latent(rank: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse."""
+    """Invert `split_latent`."""
     if not rank:
         return k, v
     both = torch.cat((v, k), 2)

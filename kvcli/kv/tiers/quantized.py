@@ -1,10 +1,10 @@
-"""The packed tier: keys and values in 8, 4 or 2 bits, and attention over them as they lie.
+"""The quantized tier: keys and values in 8, 4 or 2 bits, and attention that reads the codes directly.
 
-4 and 2 bits are KIVI's (arXiv 2402.02750): keys are rounded per channel in groups of slots, because some channels of
-keys are large in every slot, values per slot in groups of channels. 8 bits have one scale per slot, which is enough for
-them and lets torch's integer products read the codes. What is newest and the first tokens stay above, in a dense tier.
-Turning keys, values and queries by a Hadamard matrix (QuaRot, arXiv 2404.00456) spreads outliers over all channels and
-leaves attention as it is, apart from the rounding.
+4 and 2 bits follow KIVI (arXiv 2402.02750): keys are quantized per channel in groups of slots, because some channels
+of keys are large in every slot; values per slot in groups of channels. 8 bits have one scale per slot, which is precise
+enough and lets torch's integer products read the codes. The residual and the attention sinks are in a dense tier above.
+Multiplying keys, values and queries by a Hadamard matrix (QuaRot, arXiv 2404.00456) spreads outliers over all channels
+and does not change attention, apart from quantization error.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from kvcli.kv.tiers.quantized_head import Precision, QuantizedHead
 
 
 class QuantizedTier(LossyTier):
-    """A tier of few bits. Every head has its own length in memory, every layer its own sizes. Refuses by name what its
-    layouts cannot hold.
+    """A tier of quantized slots. Lengths differ by head, sizes by layer. Settings that the layouts do not support raise
+    BadConfig.
 
-    Of what is kept, keys of 8 bits and values are not rounded again. Keys of 4 and 2 bits are, where less than half of
-    their group is left.
+    After evictions, 8-bit keys and values are not quantized again. 4- and 2-bit keys are, if less than half of their
+    group remains.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class QuantizedTier(LossyTier):
         rotate: str = "none",
         halves: bool = False,
     ) -> None:
-        """`shapes`: by layer; one that shares another's slots has none here. `dtype`: what comes in, and what is
-        computed in; `group`: numbers that share a scale below 8 bits. `halves`: codes of 8 bits lie as twice four, of
-        which guesses read the upper half (QuantSpec, arXiv 2502.10424)."""
+        """`shapes`: by layer; a layer that reads another's slots stores none. `dtype`: of given slots and computation;
+        `group`: elements that share a scale below 8 bits. `halves`: 8-bit codes are split into two 4-bit halves, of
+        which drafting reads only the upper one (QuantSpec, arXiv 2502.10424)."""
         assert not halves or k_bits == v_bits == 8, "halves are of 8 bits"
         k_bits, v_bits = (4, 4) if halves else (k_bits, v_bits)
         own = {layer: of for layer, of in enumerate(shapes) if of.shared_from is None}
@@ -88,20 +88,20 @@ class QuantizedTier(LossyTier):
         self._holder = storing_layer_of(shapes)
         self._ranks = [shapes[holder].rank for holder in self._holder]
         self._layers = {layer: self._own[holder] for layer, holder in enumerate(self._holder)}
-        self._tables: dict[tuple[int, bool], Table | None] = {}  # by layer, and whether coarse
-        self._runs: dict[tuple[int, bool], QuantizedKV] = {}  # the same
+        self._tables: dict[tuple[int, bool], Table | None] = {}  # by (layer, upper half only)
+        self._runs: dict[tuple[int, bool], QuantizedKV] = {}  # by (layer, upper half only)
         wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
         sizes = {d for of in own.values() for d in of.parts} if rotate == "hadamard" else set()
         self._turns = {d: hadamard(d, wide) for d in sizes}
         self._panels = {d: linear.pack(turn) for d, turn in self._turns.items() if not linear.why_not(turn)}
 
     def __getstate__(self) -> dict[str, object]:
-        """A copy finds its own heads: what is known of where they lie holds addresses, which are of the original's."""
+        """Return the state without cached tables, because these contain addresses of the original's tensors."""
         return {**self.__dict__, "_tables": {}, "_runs": {}}
 
     @property
     def batch_variant_reason(self) -> str:
-        """Where native kernels do not serve its numbers, or the size of its heads."""
+        """Return "kv.dtype" or "kv.k_bits" (head size) if no batch-invariant kernel supports the tier, else ""."""
         each = self._empty.items()
         if all(serves(torch.cat((k, v), 2), v) if self._ranks[i] else serves_packed(k, v) for i, (k, v) in each):
             return ""
@@ -110,7 +110,7 @@ class QuantizedTier(LossyTier):
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> at most one part."""
+        """q [H, N, D] of rows at positions pos [N] -> at most one partial attention, plus that of the new KV."""
         layer = self._holder[layer]
         if not self.n_slots(layer):
             return attend_new_only(q, sight, own)
@@ -132,7 +132,7 @@ class QuantizedTier(LossyTier):
         return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, sight, own)]
 
     def _unpacked(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> PartialAttention:
-        """Over latents, which no kernel reads as they lie: all of the layer in full numbers while it is read."""
+        """Attend to latents (MLA) after dequantizing the whole layer, because no kernel reads their codes."""
         s = self._numbers(layer, coarse=sight.is_guess)
         if serves(q, s.k):
             window = (
@@ -145,7 +145,7 @@ class QuantizedTier(LossyTier):
         return attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, sight.window))
 
     def _table(self, layer: int, *, coarse: bool) -> Table | None:
-        """Where the heads lie, made once they have changed; None where no kernel reads them so."""
+        """Return the cached address table of the heads; None if no kernel reads them by a table."""
         if triton_support.why_not(self._empty[layer][0].device, self.dtype):
             return None
         if (layer, coarse) not in self._tables:
@@ -157,7 +157,7 @@ class QuantizedTier(LossyTier):
         return self._tables[layer, coarse]
 
     def _run(self, layer: int, window: int | None, *, coarse: bool) -> tuple[QuantizedKV, int | None]:
-        """The heads where they lie, and the window: where there are holes, one that hides them alone."""
+        """Return the heads in place, and the window; with holes and no window, one that hides only the holes."""
         heads = self._layers[layer]
         if window is None and any(head.has_holes for head in heads):
             window = WIDEST
@@ -171,7 +171,7 @@ class QuantizedTier(LossyTier):
         return QuantizedKV(run.heads, torch.cat([head.pos for head in heads]), starts), window
 
     def take(self, layer: int, slots: Slots) -> None:
-        """Round and store these slots, after rotary embedding; each head those whose position is not -1."""
+        """Quantize and store slots, keys after rotary embedding; slots with position -1 are skipped."""
         if not slots.n_slots:
             return
         assert layer in self._own, "this layer reads another's slots"
@@ -187,11 +187,11 @@ class QuantizedTier(LossyTier):
         self.changes += 1
 
     def n_slots(self, layer: int) -> int:
-        """Slots of the longest head, holes included."""
+        """Return the number of slots of the longest head, holes included."""
         return max(head.length for head in self._layers[layer])
 
     def slots(self, layer: int) -> Slots:
-        """What this layer holds, unpacked: a copy, padded to the longest head; holes have position -1."""
+        """Return a dequantized copy of the slots of a layer, padded to the longest head; holes have position -1."""
         return self._numbers(layer)
 
     def _numbers(self, layer: int, *, coarse: bool = False) -> Slots:
@@ -202,7 +202,7 @@ class QuantizedTier(LossyTier):
         return Slots(*join_latent(self._ranks[layer], k, v), pos)
 
     def positions(self, layer: int) -> Tensor:
-        """pos [K, S] of all slots; holes and what is behind shorter heads have -1."""
+        """Return pos [K, S] of all slots; holes and padding have -1."""
         heads = self._layers[layer]
         pos = heads[0].pos.new_full((len(heads), self.n_slots(layer)), -1)
         for j, head in enumerate(heads):
@@ -210,12 +210,12 @@ class QuantizedTier(LossyTier):
         return pos
 
     def n_stable(self, layer: int, n: Tensor) -> Tensor:
-        """[K]: of the first n [K] slots of each head, those that are not rounded again while all n stay."""
+        """Return [K]: how many of the first n [K] slots of each head are not quantized again without evictions."""
         ends = zip(self._layers[layer], n.tolist(), strict=True)
         return n.new_tensor([head.final(int(end)) for head, end in ends])
 
     def gather(self, layer: int, index: Tensor) -> Slots:
-        """Slots index [K, M] of each head, -1 = none: no others are unpacked."""
+        """Return slots index [K, M] of each head, -1 = empty; only these are dequantized."""
         k, v = (like.new_zeros(*index.shape, like.shape[2]) for like in self._empty[layer])
         pos = torch.full_like(index, -1, dtype=torch.int32)
         for j, head in enumerate(self._layers[layer]):
@@ -226,13 +226,13 @@ class QuantizedTier(LossyTier):
         return Slots(*join_latent(self._ranks[layer], k, v), pos)
 
     def head(self, layer: int, head: int, n: int) -> Slots:
-        """The first n slots of one head, unpacked."""
+        """Return the first n slots of one head, dequantized."""
         of = self._layers[layer][head]
         k, v = (self._turned(t).to(t.dtype)[:n].unsqueeze(0) for t in of.numbers())
         return Slots(*join_latent(self._ranks[layer], k, v), of.pos[:n].unsqueeze(0))
 
     def crop(self, n: int) -> None:
-        """Forget every slot at position n or later."""
+        """Remove every slot at position n or later."""
         for layer, heads in self._own.items():
             late = [(head.pos >= n).any() for head in heads]
             if bool(torch.stack(late).any()):
@@ -242,13 +242,13 @@ class QuantizedTier(LossyTier):
                 self._keep(layer, mask)
 
     def snapshot(self) -> State:
-        """By layer and head."""
+        """Return a snapshot by layer and head."""
         return {
             str(layer): {str(j): head.state() for j, head in enumerate(heads)} for layer, heads in self._own.items()
         }
 
     def restore(self, given: SnapshotReader) -> None:
-        """The same codes: nothing is rounded again."""
+        """Restore the codes, without quantizing again."""
         self._tables.clear()
         self._runs.clear()
         for layer, heads in self._own.items():
@@ -258,8 +258,8 @@ class QuantizedTier(LossyTier):
         self.changes += 1
 
     def usage(self) -> list[Usage]:
-        """Slots and bytes of each layer: codes, scales, positions, and keys that wait for a full group. What layers
-        share counts in the first of them."""
+        """Return slots and bytes of each layer: codes, scales, positions, and keys of incomplete groups. Tensors that
+        layers share count in the first of them."""
         found, known = [], set[int]()
         for layer, heads in self._own.items():
             held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in heads for t in h.tensors}
@@ -270,7 +270,7 @@ class QuantizedTier(LossyTier):
         return found
 
     def _forget_table(self, layer: int) -> None:
-        """Before its heads change: a table or a run keeps what it names, which may be what memory runs out of."""
+        """Drop cached tables before heads change, because they keep the old tensors in memory."""
         for coarse in (False, True):
             self._tables.pop((layer, coarse), None)
             self._runs.pop((layer, coarse), None)
@@ -285,7 +285,7 @@ class QuantizedTier(LossyTier):
         self.changes += 1
 
     def _share(self, layer: int) -> None:
-        """One row of positions for all heads, and all layers, where they hold the same slots, as mostly they do."""
+        """Share one row of positions between heads and layers with the same slots, the usual case."""
         first, *others = self._layers[layer]
         if all(torch.equal(head.pos, first.pos) for head in others):
             above = next((of[0].pos for i, of in self._own.items() if i != layer and len(of[0].pos)), first.pos)
@@ -294,7 +294,7 @@ class QuantizedTier(LossyTier):
                 head.pos = pos
 
     def _turned(self, t: Tensor) -> Tensor:
-        """t [.., D] by the Hadamard matrix, which is its own inverse; by native products, if any: row by row."""
+        """Multiply t [.., D] by the Hadamard matrix, its own inverse; batch invariant if native kernels support it."""
         if not self._turns:
             return t
         turn, panels = self._turns[t.shape[-1]], self._panels.get(t.shape[-1])
@@ -304,7 +304,7 @@ class QuantizedTier(LossyTier):
 def _seen(
     head: QuantizedHead, window: int | None, rows: Sequence[int], *, coarse: bool
 ) -> tuple[PackedHead, Tensor | None]:
-    """What rows at positions [N] see of a head: the slots to read, and which of them [N, S] or [1, S], None = all."""
+    """Return the slots of a head that rows at positions [N] read, and their mask [N, S] or [1, S], None = all."""
     if not head.length:
         return head.since(0, coarse=coarse), None
     held = (head.pos >= 0).unsqueeze(0) if head.has_holes else None

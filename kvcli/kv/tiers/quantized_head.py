@@ -1,8 +1,8 @@
-"""The packed slots of one KV head: rounded once, gathered by slot where the layout allows it, by group where not.
+"""Quantized slots of one KV head, read by slot if the layout allows it, else by group.
 
-Values of any width and keys of 8 bits have their scales per slot, so any slots can go without another one changing.
-Keys of 4 and 2 bits share scales among `group` slots of one channel: such a slot becomes a hole (position -1), a group
-of holes is dropped, and what is left of a group that is less than half full is unpacked and waits, with the newest
+Values of any width and 8-bit keys have a scale per slot, so evicting a slot changes no other slot. 4- and 2-bit keys
+share scales among `group` slots of one channel: an evicted slot becomes a hole (position -1), and a group of holes is
+dropped. If less than half of a group remains, its slots are dequantized and stored in full precision, with the newest
 keys, until a group is full again.
 """
 
@@ -22,63 +22,63 @@ from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How heads store."""
+    """Storage precision of quantized heads."""
 
-    dtype: torch.dtype  # of keys that wait, of 16-bit numbers, and of what is given back
+    dtype: torch.dtype  # of keys in incomplete groups, of 16-bit elements, and of dequantized slots
     k_bits: int
     v_bits: int
     group: int  # slots that share the scale of a channel in keys, channels that share one in values
-    halves: bool = False  # codes of 4 bits, and 4 finer ones
+    halves: bool = False  # codes split into 4 upper and 4 lower bits
 
     @property
     def is_grouped(self) -> bool:
-        """Do keys share scales?"""
+        """True if keys share scales."""
         return self.k_bits < 8
 
     def keys(self, k: Tensor) -> Rounded:
-        """Keys [S, D] as they lie."""
+        """Quantize keys [S, D]."""
         return pack_keys(k, self.k_bits, self.group, halves=self.halves)
 
     def values(self, v: Tensor) -> Rounded:
-        """Values [S, D] as they lie."""
+        """Quantize values [S, D]."""
         return pack_values(v, self.v_bits, self.group, halves=self.halves)
 
 
-@lru_cache(64)  # the heads of a past are mostly alike, and torch thinks long about tensors without numbers
+@lru_cache(64)  # most heads of a cache are alike, and meta tensors are slow
 def _layouts(form: Precision, n_keys: int, n_values: int, k_dim: int, v_dim: int) -> tuple[Rounded, Rounded]:
-    """The shapes of so many packed keys and values, without numbers."""
+    """Return the layouts of n quantized keys and values as meta tensors."""
     keys, values = (torch.empty(*of, dtype=form.dtype, device="meta") for of in ((n_keys, k_dim), (n_values, v_dim)))
     return form.keys(keys), form.values(values)
 
 
 class QuantizedHead:
-    """Keys [S, D] and values [S, E] at positions [S], a part of them holes."""
+    """Quantized keys [S, D] and values [S, E] at positions [S], some of them holes."""
 
     def __init__(self, form: Precision, k_dim: int, v_dim: int, device: torch.device | str) -> None:
         none = torch.empty(0, k_dim, dtype=form.dtype, device=device)
         self._form, self._v_dim = form, v_dim
         self.pos = torch.empty(0, dtype=torch.int32, device=device)  # -1 = hole
         self.keys = form.keys(none)
-        self.rest = none  # [r, D] keys that wait for their group to be full
+        self.rest = none  # [r, D] keys of an incomplete group, in full precision
         self.values = form.values(none.new_empty(0, v_dim))
         self.has_holes = False
 
     @property
     def length(self) -> int:
-        """Slots, holes included."""
+        """Number of slots, holes included."""
         return self.pos.shape[0]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that takes memory."""
+        """All tensors of the head."""
         return [self.pos, self.rest, *self.keys.tensors, *self.values.tensors]
 
     def state(self) -> State:
-        """Codes and scales as they lie."""
+        """Return a snapshot: positions, codes, scales and unquantized keys."""
         return {"pos": self.pos, "rest": self.rest, "keys": _state(self.keys), "values": _state(self.values)}
 
     def restore(self, given: SnapshotReader) -> None:
-        """Become what gave this."""
+        """Restore a snapshot."""
         form, dim = self._form, self.rest.shape[1]
         pos = given.positions("pos", None, least=-1)
         rest = given.tensor("rest", form.dtype, None, dim)
@@ -98,10 +98,15 @@ class QuantizedHead:
         v = v.to(form.dtype, copy=True) if form.v_bits == 16 else v
         values = _join(self.values, form.values(v), self.length, pos.shape[0])
         pos = torch.cat([self.pos, pos.to(self.pos)])
-        self.keys, self.rest, self.values, self.pos = keys, rest, values, pos  # together: memory may have run out
+        self.keys, self.rest, self.values, self.pos = (
+            keys,
+            rest,
+            values,
+            pos,
+        )  # assigned together, because an allocation above may have failed
 
     def keep(self, mask: Tensor) -> None:
-        """Forget slots whose mask [S] is False."""
+        """Evict slots whose mask [S] is False."""
         if not self._form.is_grouped:
             at = mask.nonzero().squeeze(1)
             keys, rest, values, pos = _pick(self.keys, at), self.rest, _pick_values(self.values, at), self.pos[at]
@@ -111,13 +116,13 @@ class QuantizedHead:
         self.has_holes = not bool((pos >= 0).all())
 
     def numbers(self, *, coarse: bool = False) -> tuple[Tensor, Tensor]:
-        """k, v [S, D] as the codes say, holes included; `coarse`: without their lower halves."""
+        """Return dequantized k, v [S, D], holes included; `coarse`: from the upper bits only."""
         like, held = self.rest, self.since(0, coarse=coarse)
         k = torch.cat([unpack_keys(held.keys, like), like]) if like.shape[0] else unpack_keys(held.keys, like)
         return k, unpack_values(held.values, like, self.length)
 
     def numbers_at(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [m, D] of slots `at` [m]; no others are unpacked."""
+        """Return k, v [m, D] of slots `at` [m]; only these are dequantized."""
         full = self.length - self.rest.shape[0]
         waits = at >= full
         k = self.rest.new_empty(at.shape[0], self.rest.shape[1])
@@ -125,9 +130,9 @@ class QuantizedHead:
         return k, unpack_values(_pick_values(self.values, at), self.rest, at.shape[0])
 
     def since(self, first: int, *, coarse: bool = False) -> PackedHead:
-        """The slots from about `first` on: at most so many are left out as whole groups and lanes allow.
+        """Return the slots from the start of the group of `first` on, still quantized.
 
-        `coarse`: without the lower halves of their codes.
+        `coarse`: only the upper bits of their codes.
         """
         keys, rest, values = self.keys, self.rest, self.values
         if coarse:
@@ -144,14 +149,14 @@ class QuantizedHead:
         return PackedHead(keys, rest, _pick_values(values, at), self.length - first)
 
     def aligned(self, first: int) -> int:
-        """The nearest slot before `first` from which `since` can begin."""
+        """Return the last slot up to `first` at which `since` can begin."""
         step = self._form.group if self._form.is_grouped else 1
         return min(first, self.length - self.rest.shape[0]) // step * step if step > 1 else first
 
     def final(self, n: int) -> int:
-        """Of the first n slots, those whose numbers only a loss among these n can change: whole groups of packed keys.
+        """Return how many of the first n slots change only if some of these n are evicted: whole groups of keys.
 
-        Keys that wait are rounded when their group is full, and those of a group that falls apart a second time.
+        Keys of incomplete groups are quantized later; keys of a group that is split up are quantized again.
         """
         if not self._form.is_grouped:
             return n
@@ -162,7 +167,7 @@ class QuantizedHead:
         return (self.length - self.rest.shape[0]) // self._form.group
 
     def _keys_at(self, at: Tensor) -> Rounded:
-        """Packed keys `at` [m]; where slots share scales, each has a copy of its group's."""
+        """Return quantized keys `at` [m]; if slots share scales, each gets a copy of its group's."""
         if not self._form.is_grouped:
             return _pick(self.keys, at)
         keys, group = self.keys, at // self._form.group
@@ -172,7 +177,7 @@ class QuantizedHead:
         return Rounded(keys.bits, keys.codes[at], keys.scale[group], keys.zero[group], fine)
 
     def _packed(self, keys: Rounded, rest: Tensor, k: Tensor) -> tuple[Rounded, Tensor]:
-        """keys and rest with k [M, D] behind them: packed as far as groups are full."""
+        """Append k [M, D] to keys and rest, and quantize full groups."""
         form = self._form
         if not form.is_grouped:
             k = k.to(form.dtype, copy=True) if form.k_bits == 16 else k
@@ -184,7 +189,7 @@ class QuantizedHead:
         return keys, rest
 
     def _regrouped(self, mask: Tensor) -> tuple[Rounded, Tensor, Rounded, Tensor]:
-        """Keys, waiting keys, values and positions once slots outside of mask [S] are holes or gone."""
+        """Return keys, unquantized keys, values and positions after slots outside of mask [S] are evicted."""
         group, full = self._form.group, self.length - self.rest.shape[0]
         left = mask[:full].view(self._groups, group)
         stays = left.sum(1) * 2 >= group  # [groups]
@@ -198,7 +203,7 @@ class QuantizedHead:
         return keys, rest, _pick_values(self.values, at), torch.where(mask, self.pos, -1)[at]
 
     def _unpacked(self, mask: Tensor) -> Tensor:
-        """Keys [n, D] of the slots in mask [groups, g]; no other groups are unpacked."""
+        """Return keys [n, D] of the slots in mask [groups, g]; only their groups are dequantized."""
         touched = mask.any(1).nonzero().squeeze(1)
         of = _pick(self.keys, touched, grouped=True)
         return unpack_keys(of, self.rest)[mask[touched].flatten()]
@@ -209,12 +214,12 @@ def _state(r: Rounded) -> State:
 
 
 def _made(given: SnapshotReader, like: Rounded, here: Tensor) -> Rounded:
-    """What `_state` gave, laid out like `like`, on the device of `here`."""
+    """Restore the tensors of `_state` in the layout of `like` on the device of `here`."""
     return Rounded(like.bits, *(given.like(str(i), t).to(here.device) for i, t in enumerate(like.tensors)))
 
 
 def _stack(found: Sequence[Rounded]) -> Rounded:
-    """Keys behind each other, or values that are not transposed."""
+    """Concatenate keys, or values that are not transposed."""
     held = [r for r in found if r.codes.shape[0]] or [found[0]]
     if len(held) == 1:
         return held[0]
@@ -223,7 +228,7 @@ def _stack(found: Sequence[Rounded]) -> Rounded:
 
 
 def _join(a: Rounded, b: Rounded, n: int, m: int) -> Rounded:
-    """The n values of `a`, the m values of `b` behind them."""
+    """Concatenate the n values of `a` and the m values of `b`."""
     if a.bits != 8:
         return _stack([a, b])
     assert a.scale is not None
@@ -236,7 +241,7 @@ def _join(a: Rounded, b: Rounded, n: int, m: int) -> Rounded:
 
 
 def _pick(r: Rounded, at: Tensor, grouped: bool = False) -> Rounded:
-    """Slots `at`, or groups `at` where slots share scales."""
+    """Select slots `at`, or groups `at` if slots share scales."""
     if not grouped:
         return Rounded(r.bits, *(t[at] for t in r.tensors))
     assert r.scale is not None
@@ -248,7 +253,7 @@ def _pick(r: Rounded, at: Tensor, grouped: bool = False) -> Rounded:
 
 
 def _pick_values(r: Rounded, at: Tensor) -> Rounded:
-    """Slots `at`; their numbers are carried over as they are."""
+    """Select the values of slots `at`, without quantizing again."""
     if r.bits != 8:
         return _pick(r, at)
     assert r.scale is not None

@@ -1,4 +1,4 @@
-"""Where a private file for keys and values is made: on a disk, not on a file system that lives in memory."""
+"""Folder of the private KV file: on a disk, not on a file system in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are no disk
 
 
 def temporary_folder() -> Path:
-    """The system's folder for large temporary files that is on a disk; raises CacheFull if there is none."""
+    """Return the system's folder for large temporary files that is on a disk. Raises CacheFull if there is none."""
     found = [Path("/var/tmp"), Path(tempfile.gettempdir())]
     for folder in found:
         if folder.is_dir() and _file_system(folder) not in IN_MEMORY:
@@ -23,7 +23,7 @@ def temporary_folder() -> Path:
 
 
 def _file_system(folder: Path) -> str:
-    """The kind of file system a folder lies on."""
+    """Return the type of the file system of a folder."""
     at = folder.resolve()
     mounts = [p for p in psutil.disk_partitions(all=True) if at.is_relative_to(p.mountpoint)]
     return max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else ""

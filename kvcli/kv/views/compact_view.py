@@ -1,9 +1,9 @@
-"""A view that is fast to read: a short dense copy of what a policy keeps of the store.
+"""A compact cache view: a short dense copy of the slots of a KV cache that a policy keeps.
 
-FAFO's code swaps slots so that its view is always the front of the one buffer. A copy costs a few megabytes more,
-leaves the store alone, and reads faster on a CPU, where a slice of a slab is copied at every product anyhow. It is
-chosen anew every `every` tokens; what is committed in between joins it. A view decides what guesses cost and never what
-is said.
+FAFO's code swaps slots so that its view is always the front of the one buffer. A copy costs a few megabytes more, does
+not change the cache, and is faster on a CPU, which copies a slice of a buffer at every matrix product. The policy
+selects again every `every` tokens; slots committed in between are added. A view affects the cost of drafts, never the
+generated text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcli.kv.views.view import Pick
 
 
 class CompactView:
-    """What `pick` keeps of `store`, copied; at most `every` tokens out of date in what it left out."""
+    """A copy of the slots of `store` that `pick` keeps, selected again after at most `every` tokens."""
 
     STEP = 64  # slots by which a layer of the copy grows
 
@@ -30,19 +30,19 @@ class CompactView:
         self._shapes, n_layers = shapes, len(shapes)
         device = store.slots(0).k.device
         self._copy = Dense([replace(shape, shared_from=None) for shape in shapes], store.dtype, device, step=self.STEP)
-        self._changes = [-1] * n_layers  # of the store, when the layer was copied
-        self._seen = [0] * n_layers  # slots of the longest head in the store, copied or left out
-        self._chosen = [0] * n_layers  # of them, when the layer was chosen
-        self._end = [0] * n_layers  # position behind the newest
+        self._changes = [-1] * n_layers  # `changes` of the cache when the layer was copied
+        self._seen = [0] * n_layers  # slots of the longest head in the cache that the view has processed
+        self._chosen = [0] * n_layers  # slots of the longest head at the last selection
+        self._end = [0] * n_layers  # position after the newest slot
 
     def rebind(self, store: KVCache) -> CompactView:
-        """The same choice from another store, with nothing copied yet."""
+        """Return a view with the same selection rule over another KV cache, with no slots copied yet."""
         return CompactView(store, self._pick, self._every, self._shapes)
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> what is kept, if anything is, and their pass."""
+        """q [H, N, D] of rows at positions pos [N] -> partial attention over kept slots and new KV."""
         n = self._store.n_slots(layer)
         if not n:
             return attend_new_only(q, sight, own)
@@ -54,7 +54,7 @@ class CompactView:
         return self._copy.attend(layer, q, sight, pos, own)
 
     def usage(self) -> list[Usage]:
-        """What the copy takes, as a tier of its own."""
+        """Return the memory use of the copy, as tier "view"."""
         return [replace(use, tier="view") for use in self._copy.usage()]
 
     def _choose(self, layer: int, q: Tensor, slots: Slots) -> None:
@@ -65,7 +65,7 @@ class CompactView:
         self._end[layer] = int(slots.pos.max()) + 1
 
     def _join(self, layer: int, fresh: Slots) -> None:
-        """Append what was committed since: every head stores the same, at the end of its own slots."""
+        """Append slots committed since the selection, the same tokens for every head."""
         self._copy.append(layer, fresh.k, fresh.v, self._end[layer])
         self._seen[layer] += fresh.n_slots
         self._end[layer] += fresh.n_slots

@@ -1,7 +1,7 @@
-"""A view: the subset of a store that a policy keeps, answering the same `attend` call.
+"""Reference cache view: the subset of a KV cache that a policy keeps, with the same `attend` method.
 
-Scouts and drafts read through it; the store itself loses nothing. This is the reference: it asks the policy at each
-read and gathers. A view that must be fast keeps its slots as a dense prefix and refreshes at boundaries.
+Lookahead rows and drafts read through a view; the cache itself loses no slots. This view runs the policy and gathers
+slots at each read. A fast view (compact_view.py) keeps a dense copy and selects again at intervals.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ Pick = Callable[[int, Tensor, Slots], Tensor]  # layer, q [H, N, D], slots -> ke
 
 
 class GatheredView:
-    """What `pick` keeps of `store`, at each read."""
+    """A view of the slots of `store` that `pick` keeps, selected at each read."""
 
     def __init__(self, store: Tier, pick: Pick) -> None:
         self._store, self._pick = store, pick
 
     def rebind(self, store: Tier) -> GatheredView:
-        """The same choice from another store."""
+        """Return a view with the same selection rule over another KV cache."""
         return GatheredView(store, self._pick)
 
     def usage(self) -> list[Usage]:
-        """Nothing of its own."""
+        """Return an empty list: the view stores no slots."""
         return []
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> what is kept, if anything is, and their pass."""
+        """q [H, N, D] of rows at positions pos [N] -> partial attention over kept slots and new KV."""
         all_slots = self._store.slots(layer)
         s = compact(all_slots, self._pick(layer, q, all_slots))
         if s.n_slots == 0:

@@ -2,8 +2,8 @@
 
 Without a cache view this is Lookahead Decoding (Fu et al., arXiv 2402.02057): lookahead rows attend to the whole KV
 cache. With a view it is FAFO (Le et al., ICML 2026, PMLR 306): lookahead rows attend to a small part of the KV cache,
-which costs less and drafts as well. `docs/fafo.md` lists the differences from FAFO's released code and their reasons;
-above all, no row attends to an empty slot.
+which costs less and drafts as well. `docs/design/fafo.md` lists the differences from FAFO's released code and their
+reasons; above all, no row attends to an empty slot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LookaheadSettings(ViewSettings):
     """Configuration keys of every method with lookahead rows."""
 
     # two levels of lookahead rows are filled within a pass or two; longer n-grams found less on the demo model
-    # (docs/fafo.md)
+    # (docs/design/fafo.md)
     ngram: Annotated[int, Range(3, 16)] = 3  # tokens of an n-gram, the one it follows included
     window: Annotated[int, Range(1, 64)] = 4  # columns: places ahead that are guessed at once
     key_max: Annotated[int, Range(1, 8)] = 4  # tokens by which an n-gram is found, at most

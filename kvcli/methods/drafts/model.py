@@ -147,7 +147,7 @@ class SeparateModelDraft(ModelDraftSettings):
         of_keys = {
             "retrieval=off": (self.retrieval != "off", "chunks that are chosen again have none"),
             "positions=original": (closes, "keys moved to other positions are not all that it knows of a text"),
-            "wide=1": (
+            "tree_width=1": (
                 self.tree_width > 1 and "tree_width" not in self.ignored_keys(),
                 "guesses of a pass of its own are one chain",
             ),

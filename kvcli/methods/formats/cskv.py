@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import BadConfig
-from kvcli.kv.formats.block_format import BlockFormat, Codes
+from kvcli.kv.formats.block_format import BlockFormat
+from kvcli.kv.formats.format import Codes
 from kvcli.kv.formats.quantization import grouped, low_rank_factors, product, to_16_bit
 from kvcli.settings.schema import Range
 
@@ -48,9 +49,9 @@ class Cskv(BlockFormat):
             most = -(-g * h * dim // (g + h * dim)) - 1  # largest rank that takes less than the slots themselves
             if rank > most:
                 raise BadConfig(
-                    f"form.{key} = {rank} saves nothing of {g} slots of {h} heads of {dim} numbers",
+                    f"kv_format.{key} = {rank} saves nothing of {g} slots of {h} heads of {dim} numbers",
                     code="form_rank",
-                    try_=[f"--set form.{key}={most // 2 or 1}", f"--set kv.group={4 * g}"],
+                    try_=[f"--set kv_format.{key}={most // 2 or 1}", f"--set kv.group={4 * g}"],
                 )
 
     def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:

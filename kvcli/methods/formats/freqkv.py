@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import torch
 from torch import Tensor
 
-from kvcli.kv.formats.block_format import BlockFormat, Codes
+from kvcli.kv.formats.block_format import BlockFormat
+from kvcli.kv.formats.format import Codes
 from kvcli.kv.formats.quantization import product, to_16_bit
 from kvcli.settings.schema import Range
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.quantize_kv import spread, squeeze
-from kvcli.kv.formats.block_format import BlockFormat, Codes
+from kvcli.kv.formats.block_format import BlockFormat
+from kvcli.kv.formats.format import Codes
 from kvcli.kv.formats.quantization import to_16_bit
 from kvcli.settings.schema import Range
 

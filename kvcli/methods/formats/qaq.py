@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from torch import Tensor
 
-from kvcli.kv.formats.block_format import APART, BlockFormat, Codes
+from kvcli.kv.formats.block_format import APART, BlockFormat
+from kvcli.kv.formats.format import Codes
 from kvcli.kv.formats.quantization import by_slot, dequantize, merge_outliers, of_slots, quantize, split_outliers
 from kvcli.settings.schema import Range
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import BadConfig
-from kvcli.kv.formats.block_format import BlockFormat, Codes
+from kvcli.kv.formats.block_format import BlockFormat
+from kvcli.kv.formats.format import Codes
 from kvcli.kv.formats.quantization import by_slot, grouped, of_slots, placed, to_16_bit
 from kvcli.settings.schema import Range
 

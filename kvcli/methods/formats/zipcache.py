@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from kvcli.kv.formats.block_format import BlockFormat, Codes
+from kvcli.kv.formats.block_format import BlockFormat
+from kvcli.kv.formats.format import Codes
 from kvcli.kv.formats.quantization import LARGEST, dequantize, quantize
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ def register() -> None:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
     @register_quantization_config(METHOD)
-    class Config(QuantizationConfigMixin):  # type: ignore[misc]  # Any to mypy, as all of transformers
+    class GGUFConfig(QuantizationConfigMixin):  # type: ignore[misc]  # Any to mypy, as all of transformers
         def __init__(self, modules: list[str] | None = None, **other: Any) -> None:
             self.quant_method, self.modules = METHOD, modules or []
 
