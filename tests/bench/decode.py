@@ -112,7 +112,11 @@ def measure(model: Any, lm: Any, n: int, new: int, reps: int) -> dict[str, Any]:
     }
 
 
-@measurement("Plain decoding, times transformers' speed", schema="kvcli.bench.decode/1")
+@measurement(
+    "Plain decoding, times transformers' speed",
+    schema="kvcli.bench.decode/1",
+    columns=["prompt", "decode_speedup", "read_speedup", "rows8_over_row1", "same_tokens", "peak_mib"],
+)
 def decode(prompts: Ints = (512, 4096, 16384), new: int = 24, reps: int = 3, memory: bool = True) -> Rows:
     model, lm = build(), ours_of(build())
     measure(model, lm, 64, 4, 1)  # warm-up

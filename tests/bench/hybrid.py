@@ -5,7 +5,7 @@
 A random Qwen3.5 of some 150M parameters in bf16, on one thread. *passes*: of 8 rows behind 256 tokens, with what takes
 the accepted ones in, in times of one that is accepted whole. *copy*: chains of 7 that know the text but for each eighth
 token. *wrong*: the adaptive n-gram drafter on a text of few words in random order, whose continuations are wrong. Sides
-take turns; in brackets least, median and most of all turns. Prints rows, then JSON on the last line.
+take turns; in brackets least, median and most of all turns.
 """
 
 from __future__ import annotations

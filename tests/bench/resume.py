@@ -3,8 +3,7 @@
     python tests/bench/resume.py [--tokens 8000] [--reps 2] [--profiles exact,lean,snap,fastgen] [--out FILE]
 
 In one process and with a random model of 152M parameters: a question behind so many tokens and an answer, all of it
-read against gone on from disk, first token to first token; under an exact profile the tokens must be the same. Prints
-a line for each profile, then JSON on the last line.
+read against gone on from disk, first token to first token; under an exact profile the tokens must be the same.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 
 The ablation probe ranks the demo model's heads on some texts; the heads it names are then evicted down to their first
 and newest tokens on other texts, and, in turns on the same questions, as many other heads drawn by lot, several times.
-Accuracy is that of greedy answers to questions about hidden facts. Counts do not depend on the machine. Prints a table,
-then JSON on the last line.
+Accuracy is that of greedy answers to questions about hidden facts. Counts do not depend on the machine.
 """
 
 from __future__ import annotations
