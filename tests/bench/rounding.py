@@ -62,7 +62,7 @@ def reads(q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, method: str, 
     pages = Pages(index, PageBudget(share, 1, 0, 0))
     pages.settle(0, tier)
     score = index.score(q.flatten(1, 2), pages.kept, pages.shared, sight).view(*q.shape[:3], -1)
-    found = _choose(score, pages, -float("inf")).repeat_interleave(index.grain, 2)  # whole pages alone
+    found = _choose(score, pages, -float("inf")).repeat_interleave(index.selection_unit, 2)  # whole pages alone
     return torch.nn.functional.pad(found, (0, k.shape[1] - found.shape[2]), value=True)
 
 
