@@ -262,7 +262,7 @@ def moved(answer: Answer, n: int, i: int, shares: Sequence[float], mapped: str) 
                 yield side, once(f"{i} {side}", lambda change=change: answer(change)[0])
         for method in ("minmax", "cluster", "lowrank"):
             change = {"policy": rival("snap", share, n, i, mapped), "memory": {"evicted": "demote"}}
-            change |= {"sparse": {"method": method, "floor": READS["recall"]["floor"]}}
+            change |= {"sparse": {"method": method, "floor": READS["sparse"]["floor"]}}
             side = f"snap {percent(share)} recalled by {method}"
             yield side, once(f"{i} {side}", lambda change=change: answer(change)[0])
         for way, more in {"dropped": {}, "in a file, recalled": FILE["memory"] | {"evicted": "demote"}}.items():

@@ -42,7 +42,7 @@ class PrecisionBudgetSettings(PolicyDefaults):
         from kvcli.methods.policies.snapkv import Snap
 
         kinds: dict[str, Callable[..., TopK]] = {"kvzip": KVzip, "expected": Expected, "snap": Snap, "keydiff": KeyDiff}
-        return kinds[self.score](sinks=self.sinks, guard=self.recent, protect=self.protect)
+        return kinds[self.score](sinks=self.sinks, recent=self.recent, protect=self.protect)
 
     def slots(self, n: int) -> int:
         """Return n: how many tokens are dropped depends on the text."""
