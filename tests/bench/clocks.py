@@ -180,14 +180,14 @@ class Checkout:
         )
         self.torch.manual_seed(0)
         lm = self.lm.LM.of(self._build(config, dtype=self.torch.float32, attn_implementation="sdpa").eval())
-        (lm.lay_out if hasattr(lm, "lay_out") else lm.block)()
+        named(lm, "install_kernels", "lay_out", "block")()
         return lm
 
     def clock(self, parts: Parts, lm: Any, *, hollow: bool) -> None:
         """Put clocks where work passes from one part to another."""
         answer = Prepared(self.torch)
-        for op in ("attend", "attend_new_tokens", "merge"):
-            package = import_module(f"kvcli.kernels.{op}")
+        for op in ("attend", "attend_new_tokens", "merge_attention"):
+            package = _first(f"kvcli.kernels.{op}", "kvcli.kernels.merge")
             for inner in iter_modules(package.__path__):
                 module = import_module(f"{package.__name__}.{inner.name}")
                 if hasattr(module, op):
@@ -196,10 +196,11 @@ class Checkout:
         import_module("kvcli.kernels.dispatch").choose.cache_clear()
         slab = import_module("kvcli.kv.tiers.dense_uniform")
         if hasattr(slab, "read"):
-            part = import_module("kvcli.kernels.merge_attention").Part
+            part = named(import_module("kvcli.kernels.merge_attention"), "PartialAttention", "Part")
             slab.read = parts.timed("kernels", (lambda q, *_, **__: part(*answer.part(q))) if hollow else slab.read)
             self.forward.ForwardPass.attend = parts.timed("attention", self.forward.ForwardPass.attend)
-        self.forward.merge = parts.timed("kernels", answer.merged if hollow else self.forward.merge)
+        merge = "merge_attention" if hasattr(self.forward, "merge_attention") else "merge"
+        setattr(self.forward, merge, parts.timed("kernels", answer.merged if hollow else getattr(self.forward, merge)))
         attention = parts.timed("attention", self.forward.attention)
         self._interface.register("kvcli", attention)
         for layer in lm.model.model.layers:
@@ -217,8 +218,9 @@ class Checkout:
             lm.model.forward = parts.timed("model", lm.model.forward)
         if hasattr(lm, "straight"):
             lm.straight = parts.timed("model", lm.model.straight if hollow else lm.straight)
-        if hasattr(self.session, "walk"):
-            self.session.walk = parts.timed("drawing", self.session.walk)
+        walk = "accepted_path" if hasattr(self.session, "accepted_path") else "walk"
+        if hasattr(self.session, walk):
+            setattr(self.session, walk, parts.timed("drawing", getattr(self.session, walk)))
             self.session.commit = parts.timed("store", self.session.commit)
             engine = import_module("kvcli.engine.engine")
             engine.run = parts.timed("engine", engine.run)
@@ -230,7 +232,12 @@ class Checkout:
     def events(self, work: Any) -> Iterator[Any]:
         """The engine's, which an earlier session did without."""
         engine = sys.modules.get("kvcli.engine.engine")
-        return iter(engine.events(work) if engine else work)
+        return iter(named(engine, "iterate_events", "events")(work) if engine else work)
+
+
+def named(owner: Any, *names: str) -> Any:
+    """The attribute by the first of its names, of now and of earlier trees, that is there."""
+    return next(getattr(owner, name) for name in names if hasattr(owner, name))
 
 
 def _first(*names: str) -> Any:

@@ -29,7 +29,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(HERE))
 
-from tests.bench.clocks import VOCAB, Checkout, Parts
+from tests.bench.clocks import VOCAB, Checkout, Parts, named
 
 METHODS = ("off", "ngram", "fafo", "scouts")
 FREE = ("model", "kernels", "bench")  # parts that are no overhead of the engine
@@ -53,7 +53,7 @@ class Side:
         view = tree.build.view(lm, kv, drafter)
         self._session = tree.session.GenerationSession(lm, kv, drafter, sampler, view=view)
         self._session.seen.add = parts.timed("drawing", self._session.seen.add)
-        self._fold = parts.timed("statistics", tree.stats.Stats().add_step)
+        self._fold = parts.timed("statistics", named(tree.stats.Stats(), "add_step", "fold"))
         for _ in tree.events(self._session.read(text[:CONTEXT])):
             pass
 
