@@ -115,7 +115,11 @@ class Prepared:
             kvcli_pass.attend(module.layer_idx, q, kv, kv, sight, None)
             return hidden
 
-        return forward if _first("kvcli.engine.hf.fused_layers", "kvcli") is sys.modules["kvcli"] else native
+        return (
+            forward
+            if first("kvcli.engine.hf.fused_layers", "kvcli.engine.fused", "kvcli") is sys.modules["kvcli"]
+            else native
+        )
 
 
 class Hollow:
@@ -136,7 +140,7 @@ class Hollow:
     def _through(self, input_ids: Any, kvcli_pass: Any = None, logits_to_keep: Any = None, **_: Any) -> Any:
         n = input_ids.shape[1]
         if kvcli_pass is None:  # it stands on a stack, where it was handed on before
-            kvcli_pass = import_module("kvcli.engine.hf.cache_shim").current()
+            kvcli_pass = first("kvcli.engine.hf.cache_shim", "kvcli.engine.trial").current()
         return SimpleNamespace(logits=self.straight(range(n), (), logits_to_keep, kvcli_pass).unsqueeze(0))
 
     def straight(self, ids: Any, pos: Any, want: Any, kvcli_pass: Any, *_: Any) -> Any:
@@ -158,13 +162,16 @@ class Checkout:
         torch.set_num_threads(1)
         self.torch, self._interface = torch, AttentionInterface
         self._build, self._config = AutoModelForCausalLM.from_config, LlamaConfig
-        self.forward = _first("kvcli.engine.forward", "kvcli.forward")
-        self.session = _first("kvcli.engine.sequence.session", "kvcli.session")
-        self.sample = _first("kvcli.engine.sequence.sampler", "kvcli.sample")
-        self.lm = _first("kvcli.engine.hf.lm", "kvcli.model")
-        self.stats = _first("kvcli.engine.stats", "kvcli.stats")
-        self.drafter = _first("kvcli.methods.drafts.off", "kvcli.engine.drafting.drafter", "kvcli.drafts.base")
-        self.build, self.dense = import_module("kvcli.assemble"), import_module("kvcli.kv.tiers.dense")
+        self.forward = first("kvcli.engine.forward", "kvcli.forward")
+        self.session = first("kvcli.engine.sequence.session", "kvcli.engine.session", "kvcli.session")
+        self.sample = first("kvcli.engine.sequence.sampler", "kvcli.engine.sample", "kvcli.sample")
+        self.lm = first("kvcli.engine.hf.lm", "kvcli.engine.lm", "kvcli.model")
+        self.stats = first("kvcli.engine.stats", "kvcli.stats")
+        self.drafter = first(
+            "kvcli.methods.drafts.off", "kvcli.drafts.off", "kvcli.engine.drafter", "kvcli.drafts.base"
+        )
+        self.build = first("kvcli.assemble", "kvcli.build")
+        self.dense = first("kvcli.kv.tiers.dense", "kvcli.kv.dense")
 
     def model(self, layers: int) -> Any:
         config = self._config(
@@ -187,18 +194,19 @@ class Checkout:
         """Put clocks where work passes from one part to another."""
         answer = Prepared(self.torch)
         for op in ("attend", "attend_new_tokens", "merge_attention"):
-            package = _first(f"kvcli.kernels.{op}", "kvcli.kernels.merge")
+            package = first(f"kvcli.kernels.{op}", "kvcli.kernels.merge")
             for inner in iter_modules(package.__path__):
                 module = import_module(f"{package.__name__}.{inner.name}")
                 if hasattr(module, op):
                     own = answer.part if hollow else getattr(module, op)
                     setattr(module, op, parts.timed("kernels", own))
         import_module("kvcli.kernels.dispatch").choose.cache_clear()
-        slab = import_module("kvcli.kv.tiers.dense_uniform")
+        slab = first("kvcli.kv.tiers.dense_uniform", "kvcli.kv.slab")
         if hasattr(slab, "read"):
-            part = named(import_module("kvcli.kernels.merge_attention"), "PartialAttention", "Part")
+            part = named(first("kvcli.kernels.merge_attention", "kvcli.kernels.merge"), "PartialAttention", "Part")
             slab.read = parts.timed("kernels", (lambda q, *_, **__: part(*answer.part(q))) if hollow else slab.read)
-            self.forward.ForwardPass.attend = parts.timed("attention", self.forward.ForwardPass.attend)
+            one = named(self.forward, "ForwardPass", "Pass")
+            one.attend = parts.timed("attention", one.attend)
         merge = "merge_attention" if hasattr(self.forward, "merge_attention") else "merge"
         setattr(self.forward, merge, parts.timed("kernels", answer.merged if hollow else getattr(self.forward, merge)))
         attention = parts.timed("attention", self.forward.attention)
@@ -227,7 +235,8 @@ class Checkout:
         else:  # before sessions yielded feeds
             self.session.exact = parts.timed("drawing", self.session.exact)
             self.session.run = parts.timed("engine", self.session.run)
-            self.forward.ForwardPass.commit = parts.timed("store", self.forward.ForwardPass.commit)
+            one = named(self.forward, "ForwardPass", "Pass")
+            one.commit = parts.timed("store", one.commit)
 
     def events(self, work: Any) -> Iterator[Any]:
         """The engine's, which an earlier session did without."""
@@ -240,7 +249,7 @@ def named(owner: Any, *names: str) -> Any:
     return next(getattr(owner, name) for name in names if hasattr(owner, name))
 
 
-def _first(*names: str) -> Any:
+def first(*names: str) -> Any:
     for name in names[:-1]:
         try:
             return import_module(name)
