@@ -202,9 +202,11 @@ class Checkout:
                     setattr(module, op, parts.timed("kernels", own))
         import_module("kvcli.kernels.dispatch").choose.cache_clear()
         slab = first("kvcli.kv.tiers.dense_uniform", "kvcli.kv.slab")
-        if hasattr(slab, "read"):
+        read = "attend_stored_and_new" if hasattr(slab, "attend_stored_and_new") else "read"
+        if hasattr(slab, read):
             part = named(first("kvcli.kernels.merge_attention", "kvcli.kernels.merge"), "PartialAttention", "Part")
-            slab.read = parts.timed("kernels", (lambda q, *_, **__: part(*answer.part(q))) if hollow else slab.read)
+            own = getattr(slab, read)
+            setattr(slab, read, parts.timed("kernels", (lambda q, *_, **__: part(*answer.part(q))) if hollow else own))
             one = named(self.forward, "ForwardPass", "Pass")
             one.attend = parts.timed("attention", one.attend)
         merge = "merge_attention" if hasattr(self.forward, "merge_attention") else "merge"
