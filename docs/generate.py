@@ -380,7 +380,7 @@ def bench(where: str) -> str:
     """The tables of a result in docs/benchmarks, with the command and the machine of the measurement."""
     result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
     if result.get("schema") == "kvcli.bench/1":
-        return _sides(result)
+        return _sides(result, Path(where).stem)
     if result.get("schema") == "kvcli.bench.fafo/1":
         result = _turned(result)
     if result.get("schema") == "kvcli.bench.drafters/1":
@@ -477,21 +477,28 @@ def flops(where: str) -> str:
     return "\n".join(lines)
 
 
-def _sides(result: dict[str, Any]) -> str:
+def _sides(result: dict[str, Any], name: str) -> str:
     """A result of `kvcli bench`: its command, its tables, and each row in which kvcli is not the fastest."""
-    from kvcli.render.bench.html_setup import command_of
     from kvcli.render.bench.text import markdown
     from kvcli.schemas.bench import BenchDocument
 
     document = BenchDocument.model_validate(result)
     lost = [line for case in _cases(document) for line in _lost(case, set(document.args.profiles))]
     said = "Where kvcli is slower: " + "; ".join(lost) + "." if lost else "No side is faster than kvcli's."
-    return f"```sh\n{command_of(document)}\n```\n\n{markdown(document)}\n{said}"
+    return f"```sh\n{_command_line(document, name)}\n```\n\n{markdown(document)}\n{said}"
+
+
+def _command_line(document: Any, name: str) -> str:
+    """The command of a `kvcli bench`; that of a checkout where a side is no part of an installation."""
+    from kvcli.render.bench.html_setup import command_of
+
+    run = runpy.run_path(str(ROOT / "docs" / "benchmarks" / "run.py"))
+    is_checkouts = run["RESULTS"].get(name, "").startswith(run["CHECKOUT"])
+    return command_of(document).replace("kvcli bench", run["CHECKOUT"] if is_checkouts else "kvcli bench", 1)
 
 
 def glance(where: str) -> str:
     """A line for each workload of a `kvcli bench`: sides in multiples of the baseline, tokens per pass in brackets."""
-    from kvcli.render.bench.html_setup import command_of
     from kvcli.schemas.bench import BenchDocument
 
     document = BenchDocument.model_validate_json((ROOT / where).read_text(encoding="utf-8"))
@@ -505,7 +512,7 @@ def glance(where: str) -> str:
         lines.append(f"| {rows[0].workload} | {by[first].median.tok_s:.1f} | " + " | ".join(cells) + " |")
     env = document.env
     machine = f"{env.cpu} · {env.threads} threads · commit {env.commit} · load {env.load_before[0]:.2f} before"
-    return "\n".join([f"```sh\n{command_of(document)}\n```", "", machine, "", *lines])
+    return "\n".join([f"```sh\n{_command_line(document, Path(where).stem)}\n```", "", machine, "", *lines])
 
 
 def _times(row: Any) -> str:

@@ -344,7 +344,7 @@ FOUND_BY: dict[str, dict[str, Any]] = {
 def test_where_recall_finds_the_rest_again_the_device_stays_within_the_budget(method: str, budget: str) -> None:
     recall = {"method": method, "floor": 16, "dense_layers": 0, **FOUND_BY[method]}
     memory = {"budget": budget, "disk": "1GiB", "evicted": "demote"}
-    chosen = profile(memory=memory, recall=recall, prefill={"chunk": 128})
+    chosen = profile(memory=memory, sparse=recall, prefill={"chunk": 128})
     session = assemble.session(model(), chosen)
     spent = assemble.plan(model(), chosen).spending
     run_to_end(session.read(families.prompt(400, seed=3)))

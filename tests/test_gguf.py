@@ -89,7 +89,7 @@ def test_a_stretched_rope_comes_back_from_its_factors(tmp_path: Path, rope: str)
     said: dict[str, Any] = {"rope_type": rope, "factor": 32.0 if rope == "llama3" else 4.0, "rope_theta": 500000.0}
     if rope == "llama3":
         said |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    from kvcli.bench.gguf_export import export
+    from tests.recipes.gguf_export import export
 
     build("llama", rope_parameters=said, head_dim=64).save_pretrained(tmp_path / "model")
     file = export(source.find(str(tmp_path / "model")), "float32", tmp_path)

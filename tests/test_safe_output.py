@@ -96,7 +96,6 @@ def test_only_the_outlet_touches_the_streams():
         "cli.py",
         "documents/worker.py",
         "bench/peak.py",
-        "bench/kvpress_worker.py",
         "sandbox.py",
         "models/template_worker.py",
         "models/tokenizer_worker.py",

@@ -1,16 +1,21 @@
 """Measure again what README and docs/ print: `python docs/benchmarks/run.py [NAME...]`, then `python docs/generate.py`.
 
 Each result stands in docs/benchmarks/NAME.json, with its machine and commit. Without a name all are measured, one after
-the other: leave the machine alone for an hour and a half. A result that cannot be measured leaves the old one there.
-The sides beside transformers need `pip install 'kvcli[llama]'`.
+the other: leave the machine alone for some hours. A result that cannot be measured leaves the old one there.
+The sides beside transformers need `pip install 'kvcli[llama]'`, results named gpu-... a card.
+
+`--stale` measures nothing. It lists the results whose commit is not in the history of this branch or not recorded, and
+those with more than 200 commits to the package since.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -20,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 from kvcli.bench.run import refuse_unbuilt  # noqa: E402
 
 RANDOM = "random-152M"  # a folder beside the command; written first where a command names it
+CHECKOUT = "python tests/recipes/bench.py"  # `kvcli bench`, with llama.cpp on models that are no GGUF files
 SEVERAL = "--baseline hf --baseline llama.cpp"
 LISTED = "smollm2-135m"  # a name of kvcli's list; fetched first, by pip, where a command names it
 OURS = f"kvcli bench {LISTED} --profiles exact,ngram,fafo -n 64 --reps 3 --warmup 0"
@@ -27,9 +33,9 @@ REAL = f"{OURS} {SEVERAL} --baseline hf-lookup"
 TEXTS = "--workload prose,code,manual,article,rewrite,translate,talk"
 
 RESULTS = {
-    "versus": f"kvcli bench {RANDOM} --profiles exact,ngram {SEVERAL} --ctx 512,4k,16k --new 24 --reps 3"
+    "versus": f"{CHECKOUT} {RANDOM} --profiles exact,ngram {SEVERAL} --ctx 512,4k,16k --new 24 --reps 3"
     " --workload random",
-    "demo": f"kvcli bench demo --profiles exact,ngram {SEVERAL} --baseline hf-lookup --ctx 2k,8k"
+    "demo": f"{CHECKOUT} demo --profiles exact,ngram {SEVERAL} --baseline hf-lookup --ctx 2k,8k"
     " --workload summary,lookup,copy",
     "smollm2": f"{REAL} --no-memory --ctx 512 {TEXTS}",
     "smollm2-drawn": f"{OURS} --baseline exact --no-memory --ctx 512 {TEXTS} --set sample.temperature=0.8",
@@ -85,6 +91,7 @@ RESULTS = {
     " --tasks niah_single,niah_multikey,niah_multikey_all,passkey,mqar,late_questions,copy_span,json_extract",
     "kv-tasks-smollm2": f"python tests/bench/kv_quality.py --model {LISTED} --field --texts 1 --length 1024"
     " --shares 0.5,0.25,0.125 --tasks niah_single,niah_uuid,passkey,mqar",
+    "kv-lose": "python tests/bench/kv_quality.py --texts 8 --losing",
     "kv-moved": "python tests/bench/kv_quality.py --moved --texts 200 --shares 0.125,0.05",
     "presses": "python tests/bench/presses.py",  # of the packages it names, installed
     "presses-smollm2": f"python tests/bench/presses.py --model {LISTED} --texts 2 --length 1024 --shares 0.25",
@@ -100,43 +107,95 @@ RESULTS = {
     "self-draft": "python tests/bench/itself.py",
     "draft-overhead": "python tests/bench/draft_overhead.py",
     "citations": "python tests/bench/citations.py --grid",
-    "summarize": "python tests/bench/summarize.py --chunk 0 2500",
+    "summarize": "python tests/bench/summarize.py --chunk 0,2500",
     "wordings": f"python tests/bench/wordings.py --model {LISTED}",  # of the packages it names, installed
     "steps": "python tests/bench/steps.py --model demo --workload summary --ends line --n 4 --ctx 1024 --new 160",
     "steps-smollm2": f"python tests/bench/steps.py --model {LISTED} --workload manual --ends sentence --n 1 --ctx 512"
     " --new 64",
     "gpu-model": "python tests/bench/gpu_model.py",  # a model of compiled kernels: nothing is measured
+    "demo-model": "python -m tests.demo_model.evaluate --n 80 --free",
+    **{
+        f"gpu-{table}-{card}": f"python -m tests.gpu && python -m tests.gpu.tables {card}"  # writes all three
+        for card in ("h100", "h200")
+        for table in ("checks", "steps", "kernels")
+    },
     "extract": "python tests/bench/extract.py",
     "pdf-text": "python tests/bench/pdf_text.py",  # of the packages it names, installed
 }
+
+NOT_AGAIN = {"gpu-past-h200": "the script that measured it was not kept"}  # they cannot be measured again
+FAR = 200  # commits to the package, after which a result is old
 
 
 def measure(name: str) -> bool:
     """Run the command of one result in an empty folder; keep what it wrote if it went well."""
     with tempfile.TemporaryDirectory() as folder:
-        words = RESULTS[name].split()
+        first, _, then = RESULTS[name].partition(" && ")
+        words = first.split()
         if RANDOM in words:
             subprocess.run([sys.executable, ROOT / "tests/bench/random_model.py", RANDOM], cwd=folder, check=True)
-        home = Path(folder, "home")
+        home, out = Path(folder, "home"), Path(folder, "result.json")
+        env = os.environ | {"PYTHONPATH": str(ROOT), "KVCLI_HOME": str(home)}
         if LISTED in words:
-            get = [sys.executable, "-m", "kvcli", "models", "get", LISTED]
-            subprocess.run(get, env=os.environ | {"PYTHONPATH": str(ROOT), "KVCLI_HOME": str(home)}, check=True)
-        out = Path(folder, "result.json")
-        if words[0] == "kvcli":
-            command = [sys.executable, "-m", *words, "-o", str(out)]
-        else:
-            command = [sys.executable, ROOT / words[1], *words[2:], "--out", str(out)]
-        env = os.environ | {"PYTHONPATH": str(ROOT), "KVCLI_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+            subprocess.run([sys.executable, "-m", "kvcli", "models", "get", LISTED], env=env, check=True)
         print(f"{name}: {RESULTS[name]}", flush=True)
+        command = [*program(words), "-o" if first.startswith(("kvcli ", CHECKOUT)) else "--out", str(out)]
+        env["HF_HUB_OFFLINE"] = "1"
         if subprocess.run(command, cwd=folder, env=env, check=False).returncode or not out.is_file():
             return False
-        kept = HERE / f"{name}.json"
-        text = out.read_text(encoding="utf-8")
-        kept.write_text(text.replace(f"{ROOT}/", "").replace(f"{folder}/", ""), encoding="utf-8")  # nobody's folders
+        if then:
+            return not subprocess.run([*program(then.split()), str(out)], cwd=folder, env=env, check=False).returncode
+        text = out.read_text(encoding="utf-8").replace(f"{ROOT}/", "").replace(f"{folder}/", "")  # nobody's folders
+        (HERE / f"{name}.json").write_text(text, encoding="utf-8")
         return True
 
 
+def program(words: list[str]) -> list[str]:
+    """The command line, with this Python, from any folder."""
+    if words[0] == "kvcli":
+        return [sys.executable, "-m", *words]
+    return [sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in words[1:])]
+
+
+def stale() -> Iterator[tuple[str, str]]:
+    """Name of each result that is to be measured again, and why."""
+    for path in sorted(HERE.glob("*.json")):
+        commits = commits_in(path.read_text(encoding="utf-8"))
+        ages = {commit: age for commit in commits if (age := commits_since(commit)) is not None}
+        if path.stem in NOT_AGAIN:
+            yield path.stem, NOT_AGAIN[path.stem]
+        elif not commits:
+            written = git("log", "-1", "--format=%h", "--", str(path))
+            yield path.stem, f"no commit recorded; written at {written}, {commits_since(written)} commits ago"
+        elif missing := commits - ages.keys():
+            yield path.stem, f"commit {', '.join(sorted(missing))} is not in the history"
+        elif max(ages.values()) > FAR:
+            yield path.stem, f"commit {max(ages, key=ages.__getitem__)}, {max(ages.values())} commits ago"
+
+
+def commits_in(text: str) -> set[str]:
+    """Commits that a result names, in a field of that name or in words."""
+    found = re.findall(r'"commit": ?"([0-9a-f]{7,40})\+?"|\b[Cc]ommit ([0-9a-f]{7,40}(?:, [0-9a-f]{7,40})*)', text)
+    return {commit for pair in found for commit in "".join(pair).split(", ")}
+
+
+def commits_since(commit: str) -> int | None:
+    """Commits to the package since; None if this commit is not in the history of the branch."""
+    command = ["git", "merge-base", "--is-ancestor", commit, "HEAD"]
+    if subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode:
+        return None
+    return int(git("rev-list", "--count", f"{commit}..HEAD", "--", "kvcli", "kernels"))
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main(names: list[str]) -> int:
+    if names == ["--stale"]:
+        for name, why in stale():
+            print(f"{name:<20} {why}")
+        return 0
     if unknown := [name for name in names if name not in RESULTS]:
         print(f"there is no result {unknown[0]}: take {', '.join(RESULTS)}", file=sys.stderr)
         return 2

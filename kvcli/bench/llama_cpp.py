@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcli.bench.gguf_export import DTYPES, export
 from kvcli.bench.side import TimedSample
 from kvcli.errors import BadModel, UsageError
 from kvcli.installing import EXTRAS, pip
@@ -25,6 +24,7 @@ from kvcli.installing import EXTRAS, pip
 if TYPE_CHECKING:
     from kvcli.models.source import Source
 
+DTYPES = ("bfloat16", "float16", "float32")
 BATCH = 512  # prompt tokens per llama.cpp pass, its default
 _WHOLE = ("F32", "F16", "BF16")  # dtypes of tensors that are not quantized
 # Some builds crash in the first product of quantized weights on CPUs with AMX, because a compiler drops the tile sizes
@@ -37,6 +37,15 @@ wants = lib.llama_context_default_params()
 wants.n_ctx, ids = 64, (lib.llama_token * 32)(*[1] * 32)
 sys.exit(lib.llama_decode(lib.llama_init_from_model(model, wants), lib.llama_batch_get_one(ids, 32)))
 """
+
+
+def refuse_conversion(found: Source, dtype: str, cache: Path) -> Path:
+    """Raise BadModel: only a checkout can convert other files to GGUF, with tests/recipes/gguf_export.py."""
+    raise BadModel(
+        f"llama.cpp cannot be compared on {found.id}: it is no GGUF file",
+        code="gguf_unsupported",
+        try_=["a GGUF file as MODEL", "in a checkout: python tests/recipes/bench.py", "--baseline hf"],
+    )
 
 
 def require() -> None:
@@ -69,7 +78,7 @@ class LlamaCpp:
         device: str = "cpu",
         temperature: float = 0.0,
         seed: int = 0,
-        tell: Callable[[str], None] | None = None,
+        to_gguf: Callable[[Source, str, Path], Path] = refuse_conversion,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`dtype` (bfloat16, float16, float32) is the run's; the GGUF file remains below `cache` for the next time."""
@@ -90,7 +99,7 @@ class LlamaCpp:
         self._sampler = self._draws(temperature, seed) if temperature else None
         packed = Counter(t.dtype for file in found.files for t in file.tensors.values() if t.dtype not in _WHOLE)
         self._is_own, self._quant = found.is_gguf, " and ".join(kind for kind, _ in packed.most_common())
-        self._file = found.path if found.is_gguf else export(found, dtype, cache, tell)
+        self._file = found.path if found.is_gguf else to_gguf(found, dtype, cache)
         self._has_amx = not self._is_own or "AMX_INT8 = 1" not in self._system() or _survives(self._file)
         self._model = self._load(self._file)
         vocab = self._lib.llama_model_get_vocab(self._model)

@@ -16,12 +16,14 @@ from kvcli.bench.recipe import Recipe
 from kvcli.bench.side_factory import make
 from kvcli.errors import KvcliError
 
+COMMAND = [sys.executable, "-m", "kvcli.bench.peak"]
+
 
 def peak_of(recipe: Recipe, prompt: Sequence[int], new: int, environ: Mapping[str, str]) -> int:
     """Peak memory in bytes. Raises KvcliError with the process's error message if it fails."""
     asked = {"recipe": recipe.as_json(), "prompt": list(prompt), "new": new}
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvcli.bench.peak"],
+        COMMAND,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -69,5 +71,9 @@ def measure(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"peak_bytes": side.peak_bytes or peak_bytes(torch.device(side.setup.get("device", "cpu")))}
 
 
-if __name__ == "__main__":
+def main() -> None:
     print(json.dumps(measure(json.load(sys.stdin))))
+
+
+if __name__ == "__main__":
+    main()

@@ -42,7 +42,7 @@ class Side(Protocol):
 
     @property
     def name(self) -> str:
-        """Name in the table: a profile's name, or hf, hf-lookup, llama.cpp, kvpress."""
+        """Name in the table: a profile's name, or hf, hf-lookup, llama.cpp."""
 
     @property
     def setup(self) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ class Baseline:
     make: Callable[[Recipe, Models], Side]
     # arguments: the name as typed, and the folder for files installed or converted once
     require: Callable[[str, Path], object] = lambda name, cache: None
-    has_choices: bool = False  # after a colon: `kvpress:SnapKV`
+    has_choices: bool = False  # after a colon: `NAME:CHOICE`
     draws: bool = True  # samples at any temperature; else it is greedy
 
 
@@ -56,56 +56,35 @@ def _hf_lookup(recipe: Recipe, models: Models) -> Side:
     return _hf(recipe, models, LOOKUP)
 
 
-def _llama_cpp(recipe: Recipe, models: Models) -> Side:
+def llama_cpp(recipe: Recipe, models: Models, **more: Any) -> Side:
     from kvcli.bench.llama_cpp import LlamaCpp
     from kvcli.engine.loading import weights
 
     profile = recipe.as_profile()
     device = str(weights.find_device(profile.load.device))
     threads, cache = models.threads(profile), Path(recipe.cache)
-    return LlamaCpp(recipe.found, _dtype(recipe), threads, cache, device=device, **_drawn(profile))
+    return LlamaCpp(recipe.found, dtype_of(recipe), threads, cache, device=device, **_drawn(profile), **more)
 
 
-def _require_llama_cpp(name: str, cache: Path) -> None:
+def require_llama_cpp(name: str, cache: Path) -> None:
     from kvcli.bench.llama_cpp import require
 
     require()
-
-
-def _kvpress(recipe: Recipe, models: Models) -> Side:
-    from kvcli.bench.kvpress import KvPress
-    from kvcli.bench.kvpress_environment import interpreter
-    from kvcli.engine.loading import weights
-    from kvcli.models.gguf.convert import convert_if_needed
-
-    profile = recipe.as_profile()
-    python, device = interpreter(Path(recipe.cache)), str(weights.find_device(profile.load.device))
-    model = convert_if_needed(recipe.found, profile.load.dtype, Path(recipe.cache), packs=False).path
-    return KvPress(recipe.name, model, _dtype(recipe), models.threads(profile), python, device=device)
-
-
-def _require_kvpress(name: str, cache: Path) -> None:
-    from kvcli.bench.kvpress_environment import interpreter
-    from kvcli.bench.kvpress_press import Press
-
-    Press.of(name)
-    interpreter(cache)
 
 
 def _drawn(profile: Profile) -> dict[str, Any]:
     return {"temperature": profile.sample.temperature or 0.0, "seed": profile.sample.seed}
 
 
-def _dtype(recipe: Recipe) -> str:
+def dtype_of(recipe: Recipe) -> str:
     """Dtype that the profiles compute in, by torch's name."""
     from kvcli.fit.plan import subject_of, torch_dtype
 
     return torch_dtype(subject_of(recipe.found), recipe.as_profile())
 
 
-BASELINES: Mapping[str, Baseline] = {
+BASELINES: dict[str, Baseline] = {  # tests/recipes/bench.py adds those of a checkout
     "hf": Baseline(_hf),
     "hf-lookup": Baseline(_hf_lookup),
-    "llama.cpp": Baseline(_llama_cpp, _require_llama_cpp),
-    "kvpress": Baseline(_kvpress, _require_kvpress, has_choices=True, draws=False),
+    "llama.cpp": Baseline(llama_cpp, require_llama_cpp),
 }

@@ -30,7 +30,7 @@ KINDS = {
     "quality": "answers of bench --quality, to continue an interrupted run",
     "gguf": "models converted from GGUF files, and GGUF files for bench --baseline llama.cpp",
     "hashes": "hashes of model files",
-    "kvpress": "Python environment of bench --baseline kvpress",
+    "kvpress": "Python environment of kvpress, for tests/recipes/bench.py",
 }  # name of a folder -> its content
 BY_NAME = {  # in the data folder; they do more than speed up later runs
     "chats": "chat files that /save writes (kvcli chats manages the saved chats themselves)",

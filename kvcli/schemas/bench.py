@@ -142,7 +142,7 @@ class Same(Json):
 class BenchRow(Json):
     """Result of one side at one context length on one workload."""
 
-    profile: str = Field(description="a profile, hf, hf-lookup, llama.cpp, kvpress, or a result of a file")
+    profile: str = Field(description="a profile, hf, hf-lookup, llama.cpp, or a result of a file")
     ctx: Count
     workload: str
     prompt: Count = Field(description="tokens of the prompt")

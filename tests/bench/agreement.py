@@ -13,17 +13,15 @@ reports that it was trained on. Intervals are bootstraps over windows, within ea
 kl, delta nll: nats a token. agree: tokens whose likeliest successor is the full cache's. The columns "kl 1-16" and so
 on: by how many tokens behind the compressed text. "below random": by how much kl is, paired, with as much memory.
 
-Every outcome goes to `--partial` at once, so a run that was cut off goes on where it was. Counts do not depend on the
-machine or its load. Prints a table, then JSON on the last line.
+Every outcome goes to `--resume` at once, so a run that was cut off goes on where it was. Counts do not depend on the
+machine or its load.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from hashlib import sha256
 from itertools import zip_longest
@@ -31,22 +29,20 @@ from math import exp
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.bench.texts import TEXTS, text_of  # noqa: E402
-from kvcli.demo.report import write_report  # noqa: E402
-from kvcli.kv.slots import nbytes  # noqa: E402
-from kvcli.models.text import encode  # noqa: E402
-from kvcli.quality.agree import PredictionDistance, TextWindow, cuts, predicted  # noqa: E402
-from kvcli.quality.answer import kept  # noqa: E402
-from kvcli.quality.fingerprint import fingerprint  # noqa: E402
-from kvcli.quality.statistics import bootstrap  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.bench.known import Known, Outcome  # noqa: E402
-from tests.bench.kv_quality import BITS, Text, opened, published, rival  # noqa: E402
+from kvcli.bench.texts import TEXTS, text_of
+from kvcli.demo.report import write_report
+from kvcli.kv.slots import nbytes
+from kvcli.models.text import encode
+from kvcli.quality.agree import PredictionDistance, TextWindow, cuts, predicted
+from kvcli.quality.answer import kept
+from kvcli.quality.fingerprint import fingerprint
+from kvcli.quality.statistics import bootstrap
+from tests.bench.harness import Floats, Ints, Row, Rows, Words, measurement, once
+from tests.bench.kv_quality import BITS, Text, opened, published, rival
 
 SCORED = 256  # tokens predicted behind a window
 BEHIND = ((1, 16), (17, 64), (65, SCORED))  # tokens behind the compressed text
@@ -55,7 +51,7 @@ RECALL = {"sketch": {"page": 4}, "minmax": {"page": 16}}
 REPORT = 40_000  # tokens, about, of the demo's text
 
 Changes = dict[str, Any]
-Windows = dict[str, list[Outcome]]  # by text
+Windows = dict[str, list[Row]]  # by text
 
 
 class Window:
@@ -80,11 +76,11 @@ class Window:
         self.text.read_by(session)
         return session
 
-    def answer(self, changes: Changes) -> tuple[Outcome, Any]:
+    def answer(self, changes: Changes) -> tuple[Row, Any]:
         """What comes of such a session, and the session."""
         session = self.read(changes)
         far = PredictionDistance.of(predicted(session, self.cut.scored), self.truth, self.cut.scored)
-        found: Outcome = {"kept": kept(session), "bytes": sum(nbytes(session.cache).values())}
+        found: Row = {"kept": kept(session), "bytes": sum(nbytes(session.cache).values())}
         for key in ("same", "kl", "nll", "delta"):
             found[key] = [round(x, 6) for x in getattr(far, key).float().tolist()]
         return found, session
@@ -100,36 +96,37 @@ def policy(name: str, share: float, n: int, lot: int) -> Changes:
     return {"policy": rival(name, share, n, lot, "")}
 
 
-def sides(window: Window, lot: int, at: str, args: Any, known: Known) -> Iterator[tuple[str, Outcome]]:
+def sides_of(
+    window: Window, lot: int, at: str, asked: Sequence[str], shares: Sequence[float]
+) -> Iterator[tuple[str, Row]]:
     """All sides that were asked for."""
     run, n = window.answer, len(window.cut.context) - 1
-    asked = args.sides.split(",") if args.sides else None
-    is_asked: Callable[[str], bool] = lambda name: asked is None or name.replace(" ", "") in asked  # noqa: E731
-    yield "full", known.of(f"{at} full", lambda: run({})[0])
+    is_asked: Callable[[str], bool] = lambda name: not asked or name.replace(" ", "") in asked  # noqa: E731
+    yield "full", once(f"{at} full", lambda: run({})[0])
     for name, (k, v) in BITS.items():
         if is_asked(name):
-            yield name, known.of(f"{at} {name}", lambda k=k, v=v: run({"kv": {"k_bits": k, "v_bits": v}})[0])
-    for share in map(float, args.shares.split(",")):
+            yield name, once(f"{at} {name}", lambda k=k, v=v: run({"kv": {"k_bits": k, "v_bits": v}})[0])
+    for share in shares:
         first = {"policy": {"name": "fastgen", "keep": share}}
-        ours = known.of(f"{at} fastgen {share}", lambda first=first: run(first)[0])
+        ours = once(f"{at} fastgen {share}", lambda first=first: run(first)[0])
         for name in filter(is_asked, (*EVICT, *RECALL)):
 
-            def make(name: str = name, share: float = ours["kept"]) -> Outcome:
+            def make(name: str = name, share: float = ours["kept"]) -> Row:
                 return published(run, share) if name == "fastgen-paper" else run(policy(name, share, n, lot))[0]
 
-            outcome = ours if name == "fastgen" else known.of(f"{at} {name} {share}", make)
+            outcome = ours if name == "fastgen" else once(f"{at} {name} {share}", make)
             yield f"{name} {share:.0%}", outcome
 
 
-def texts(model: Any, args: Any) -> dict[str, list[int]]:
+def texts(model: Any, is_demo: bool, files: Sequence[Path]) -> dict[str, list[int]]:
     """Ids of each text, by name."""
-    if args.model == "demo" and not args.text:
+    if is_demo and not files:
         return {"reports": encode(model.tokenizer, write_report(Random(0), REPORT, 0.5).text)}
-    read = {path.stem: path.read_text(encoding="utf-8") for path in args.text} or {t: text_of(t) for t in TEXTS}
+    read = {path.stem: path.read_text(encoding="utf-8") for path in files} or {t: text_of(t) for t in TEXTS}
     return {name: encode(model.tokenizer, text) for name, text in read.items()}
 
 
-def each(windows: Windows, of: Callable[[Outcome], float]) -> dict[str, list[float]]:
+def each(windows: Windows, of: Callable[[Row], float]) -> dict[str, list[float]]:
     """A number a window, by text."""
     return {text: [of(outcome) for outcome in some] for text, some in windows.items()}
 
@@ -146,7 +143,7 @@ def between(values: dict[str, list[float]]) -> list[float]:
     return [round(low, 6), mean(values), round(high, 6)]
 
 
-def of_tokens(key: str, first: int = 1, last: int = SCORED) -> Callable[[Outcome], float]:
+def of_tokens(key: str, first: int = 1, last: int = SCORED) -> Callable[[Row], float]:
     """The mean over tokens so far behind the compressed text."""
     return lambda outcome: fmean(outcome[key][first - 1 : last])
 
@@ -176,56 +173,42 @@ def columns(is_long: bool) -> list[str]:
     return ["side", "kept", "kv bytes", "perplexity", "agree", "kl", *behind, "below random"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--text", type=Path, nargs="+", default=[])
-    parser.add_argument("--windows", type=int, default=4, help="of each text, at most")
-    parser.add_argument("--context", default="1792", help="tokens read, or several such numbers")
-    parser.add_argument("--sides", default="", help="by name without share and spaces; none = all")
-    parser.add_argument("--shares", default="0.5,0.25", help="that FastGen keeps")
-    parser.add_argument("--part", default="1/1", help="K/N: each Nth window from the Kth on; parts share one --partial")
-    parser.add_argument("--partial", type=Path, help="file that holds what is known so far")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    contexts = [int(n) for n in args.context.split(",")]
-    cache = Path(tempfile.gettempdir(), "kvcli-agreement")
-    model = opened(args.model, cache, {"load.dtype": "fp32", "prefill.chunk": max(contexts)})
-    key = sha256(fingerprint(model).encode()).hexdigest()[:12]
-    known = Known(args.partial or cache / f"{key}.jsonl")
-    part, of = map(int, args.part.split("/"))
+@measurement(
+    "Predictions of {model} beside the full cache's, {context} tokens read",
+    note="In brackets: 95 % intervals, a bootstrap over windows. kv bytes: of a full cache in float32.",
+    is_counts=True,
+)
+def agreement(
+    model: str = "demo",
+    text: tuple[Path, ...] = (),
+    windows: Annotated[int, "of each text, at most"] = 4,
+    context: Annotated[Ints, "tokens read"] = (1792,),
+    sides: Annotated[Words, "by name without share and spaces; none = all"] = (),
+    shares: Annotated[Floats, "that FastGen keeps"] = (0.5, 0.25),
+    part: Annotated[str, "K/N: each Nth window from the Kth on; parts share one --resume"] = "1/1",
+) -> Rows:
+    settings = {"load.dtype": "fp32", "prefill.chunk": max(context)}
+    loaded = opened(model, Path(tempfile.gettempdir(), "kvcli-agreement"), settings)
+    key = sha256(fingerprint(loaded).encode()).hexdigest()[:12]
+    number, of = map(int, part.split("/"))
     found: dict[tuple[int, str], Windows] = {}
-    ids = texts(model, args)
-    parts = [[(text, cut) for cut in cuts(ids[text], max(contexts), SCORED, args.windows)] for text in ids]
+    ids = texts(loaded, model == "demo", text)
+    parts = [[(name, cut) for cut in cuts(ids[name], max(context), SCORED, windows)] for name in ids]
     order = [one for turn in zip_longest(*parts) for one in turn if one]  # a run that is stopped has some of each
-    for lot, (text, cut) in enumerate(order):
-        if lot % of != part - 1:
+    for lot, (name, cut) in enumerate(order):
+        if lot % of != number - 1:
             continue
-        for n in contexts:
+        for n in context:
             near = TextWindow(cut.context[-n:], cut.scored)
-            at = sha256(repr(near).encode()).hexdigest()[:12]
-            for side, outcome in sides(Window(model, near), lot, at, args, known):
-                found.setdefault((n, side), {}).setdefault(text, []).append(outcome)
+            at = f"{key} {sha256(repr(near).encode()).hexdigest()[:12]}"
+            for side, outcome in sides_of(Window(loaded, near), lot, at, sides, shares):
+                found.setdefault((n, side), {}).setdefault(name, []).append(outcome)
             print(f"\r{lot + 1} of {len(order)} windows, {n} tokens", end="", file=sys.stderr, flush=True)
-    rows = []
-    for (n, side), windows in found.items():
+    for (n, side), each_of in found.items():
         control = found.get((n, f"random {side.rpartition(' ')[2]}"))
-        rows.append(row(n, side, windows, found[n, "full"], control))
-        print(json.dumps(rows[-1]))
-    about, what = machine(), "reports" if args.model == "demo" else "real texts"
-    command = ["python tests/bench/agreement.py", *sys.argv[1:]]
-    result = {
-        "title": f"Predictions beside the full cache's: {len(order)} windows of {what}, {args.context} tokens read",
-        "machine": f"torch {about['torch']}, commit {about['commit']}",
-        "command": " ".join(command).partition(" --out")[0],
-        "columns": columns(len(contexts) > 1),
-        "rows": rows,
-        "note": "In brackets: 95 % intervals, a bootstrap over windows. kv bytes: of a full cache in float32.",
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+        yield row(n, side, each_of, found[n, "full"], control)
+    return {"windows": len(order), "columns": columns(len(context) > 1)}
 
 
 if __name__ == "__main__":
-    main()
+    agreement.main()

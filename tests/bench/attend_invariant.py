@@ -1,4 +1,4 @@
-"""Attention in one call against torch's kernels and their merge: ratios, measured side by side; last line JSON.
+"""Attention in one call against torch's kernels and their merge: ratios, measured side by side.
 
 python tests/bench/attend_invariant.py [--heads 8] [--group 4] [--size 128] [--slots 512,4096] [--level avx2] [--prompt]
 
@@ -8,14 +8,13 @@ Rows are a tree's as drafts make them, or one; --prompt: 512 of a chunk, behind 
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import StoredKV, attend_invariant
 from kvcli.kernels.attend_new_tokens import attend_new_tokens
 from kvcli.kernels.merge_attention import merge_attention
+from tests.bench.harness import Ints, Rows, measurement
 
 BYTES = 96 << 20  # of stored slots, in all copies
 
@@ -84,41 +84,34 @@ class Layer:
         return float(self.q.shape[2] ** -0.5)
 
 
-def main() -> None:
-    ask = argparse.ArgumentParser()
-    ask.add_argument("--heads", type=int, default=8, help="KV heads")
-    ask.add_argument("--group", type=int, default=4, help="query heads of each")
-    ask.add_argument("--size", type=int, default=128, help="of a head")
-    ask.add_argument("--slots", default="512,4096,16384,32768")
-    ask.add_argument("--rows", default="1,8,16")
-    ask.add_argument("--prompt", action="store_true")
-    ask.add_argument("--level")
-    ask.add_argument("--seconds", type=float, default=2.0, help="for each line")
-    args = ask.parse_args()
+@measurement("Attention in one call against torch's kernels and their merge")
+def attend_in_one_call(
+    heads: Annotated[int, "KV heads"] = 8,
+    group: Annotated[int, "query heads of each"] = 4,
+    size: Annotated[int, "of a head"] = 128,
+    slots: Ints = (512, 4096, 16384, 32768),
+    rows: Ints = (1, 8, 16),
+    prompt: bool = False,
+    level: str | None = None,
+    seconds: Annotated[float, "for each line"] = 2.0,
+) -> Rows:
     torch.set_num_threads(1)
-    kv, d = args.heads, args.size
     big = torch.zeros(1 << 25, dtype=torch.float64)
-    table = []
-    print(f"{kv} KV heads of {d}, groups of {args.group}")
-    print(" slots  rows  torch ms   ours ms  torch/ours  GB/s of slots  of memory")
-    for slots in map(int, args.slots.split(",")):
-        copies = max(1, min(24, BYTES // max(1, kv * slots * d * 4)))
-        stored = [[torch.randn(kv, slots, d).bfloat16() for _ in "kv"] for _ in range(copies)]
-        for rows in [512] if args.prompt else map(int, args.rows.split(",")):
-            q, k, v = (torch.randn(rows, n, d).bfloat16().transpose(0, 1) for n in (kv * args.group, kv, kv))
-            layer = Layer(stored, q, k, v, None if args.prompt or rows == 1 else binary_tree(rows), args.level)
+    for stored_slots in slots:
+        nbytes = heads * stored_slots * size * 4
+        copies = max(1, min(24, BYTES // max(1, nbytes)))
+        stored = [[torch.randn(heads, stored_slots, size).bfloat16() for _ in "kv"] for _ in range(copies)]
+        for m in (512,) if prompt else rows:
+            q, k, v = (torch.randn(m, n, size).bfloat16().transpose(0, 1) for n in (heads * group, heads, heads))
+            layer = Layer(stored, q, k, v, None if prompt or m == 1 else binary_tree(m), level)
             torch.testing.assert_close(layer.torch(0).bfloat16(), layer.ours(0), atol=2e-2, rtol=2e-2)
-            took = interleaved({"torch": layer.torch, "ours": layer.ours, "read": lambda _: big.sum()}, args.seconds)
+            took = interleaved({"torch": layer.torch, "ours": layer.ours, "read": lambda _: big.sum()}, seconds)
             best = {name: min(each) for name, each in took.items()}
-            ratio = median(a / b for a, b in zip(took["torch"], took["ours"], strict=True))
-            speed, memory = kv * slots * d * 4 / best["ours"] / 1e6, big.nbytes / best["read"] / 1e6
-            took_ms = f"{best['torch']:9.3f} {best['ours']:9.3f}"
-            print(f"{slots:6} {rows:5} {took_ms} {ratio:11.2f} {speed:14.1f} {memory:10.1f}", flush=True)
-            row = {"slots": slots, "rows": rows, "torch_ms": best["torch"], "ours_ms": best["ours"], "ratio": ratio}
-            table.append({k: round(v, 3) for k, v in (row | {"gbps": speed, "memory_gbps": memory}).items()})
-    about = {"heads": kv, "group": args.group, "size": d, "level": args.level, "torch": torch.__version__}
-    print(json.dumps(about | {"table": table}))
+            row = {"slots": stored_slots, "rows": m, "torch_ms": best["torch"], "ours_ms": best["ours"]}
+            row["ratio"] = median(a / b for a, b in zip(took["torch"], took["ours"], strict=True))
+            row |= {"gbps": nbytes / best["ours"] / 1e6, "memory_gbps": big.nbytes / best["read"] / 1e6}
+            yield {name: round(x, 3) for name, x in row.items()}
 
 
 if __name__ == "__main__":
-    main()
+    attend_in_one_call.main()

@@ -1,4 +1,4 @@
-"""Attention of one layer over slots in few bits against bf16: CPU times of the kernel, sides by turns; last line JSON.
+"""Attention of one layer over slots in few bits against bf16: CPU times of the kernel, sides by turns.
 
 python tests/bench/attend_quantized.py [--slots 8192,32768] [--rows 1,8] [--groups 1,3,4] [--sizes 64,128]
     [--sides k8v8,k4v4] [--group 64] [--level avx2] [--seconds 1] [--out FILE]
@@ -8,12 +8,12 @@ Random numbers, one thread, over copies that do not fit the caches. Below each n
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 import torch
 
@@ -24,7 +24,7 @@ from kvcli.kernels.attend_quantized import PackedHead
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.quantize_kv import pack_keys, pack_values
 from tests.bench.attend_invariant import interleaved
-from tests.bench.decode import machine
+from tests.bench.harness import Ints, Rows, Words, measurement
 
 BYTES = 96 << 20  # of the bf16 slots in all copies
 HEADS = 4  # KV heads
@@ -37,44 +37,44 @@ def packed(k: torch.Tensor, v: torch.Tensor, side: str, group: int) -> Quantized
     return QuantizedKV(made, torch.arange(slots, dtype=torch.int32), [0] * HEADS)
 
 
-def main() -> None:
-    ask = argparse.ArgumentParser()
-    for name, usual in (("slots", "8192,32768"), ("rows", "1,8"), ("groups", "1,3,4"), ("sizes", "64,128")):
-        ask.add_argument(f"--{name}", default=usual)
-    ask.add_argument("--sides", default="k8v8,k4v4,k4v2,k2v2")
-    ask.add_argument("--group", type=int, default=64, help="slots, and numbers of a value, that share a scale")
-    ask.add_argument("--level")
-    ask.add_argument("--seconds", type=float, default=1.0, help="for each line")
-    ask.add_argument("--out", type=Path)
-    args = ask.parse_args()
+@measurement(
+    "Attention of one layer over slots in few bits, times as fast as over bf16", schema="kvcli.bench.attend_packed/1"
+)
+def attend_quantized(
+    slots: Ints = (8192, 32768),
+    rows: Ints = (1, 8),
+    groups: Ints = (1, 3, 4),
+    sizes: Ints = (64, 128),
+    sides: Words = ("k8v8", "k4v4", "k4v2", "k2v2"),
+    group: Annotated[int, "slots, and numbers of a value, that share a scale"] = 64,
+    level: str | None = None,
+    seconds: Annotated[float, "for each line"] = 1.0,
+) -> Rows:
     torch.set_num_threads(1)
-    names, table = args.sides.split(","), []
-    for d, slots in ((d, s) for d in map(int, args.sizes.split(",")) for s in map(int, args.slots.split(","))):
-        copies = [[torch.randn(HEADS, slots, d).bfloat16() for _ in "kv"] for _ in range(2 + BYTES // (16 * slots * d))]
-        runs = {name: [packed(k, v, name, args.group) for k, v in copies] for name in names}
-        starts, asks = range(0, HEADS * slots, slots), {"level": args.level}
-        for g, n in ((g, n) for g in map(int, args.groups.split(",")) for n in map(int, args.rows.split(","))):
-            q, pos = torch.randn(HEADS * g, n, d).bfloat16(), range(slots, slots + n)
+    for d, n_slots in product(sizes, slots):
+        copies = [
+            [torch.randn(HEADS, n_slots, d).bfloat16() for _ in "kv"] for _ in range(2 + BYTES // (16 * n_slots * d))
+        ]
+        runs = {name: [packed(k, v, name, group) for k, v in copies] for name in sides}
+        starts, asks = range(0, HEADS * n_slots, n_slots), {"level": level}
+        for g, n in product(groups, rows):
+            q, pos = torch.randn(HEADS * g, n, d).bfloat16(), range(n_slots, n_slots + n)
 
             def dense(turn: int, q: torch.Tensor = q, pos: range = pos) -> PartialAttention:
                 k, v = copies[turn % len(copies)]  # noqa: B023
-                run = StoredKV(k.flatten(0, 1), v.flatten(0, 1), torch.empty(0), starts, [slots] * HEADS, starts)  # noqa: B023
+                run = StoredKV(k.flatten(0, 1), v.flatten(0, 1), torch.empty(0), starts, [n_slots] * HEADS, starts)  # noqa: B023
                 return attend_part(q, run, pos, q.shape[2] ** -0.5, **asks)  # noqa: B023
 
             def few(name: str, q: torch.Tensor = q, pos: range = pos) -> Callable[[int], PartialAttention]:
                 mine = runs[name]  # noqa: B023
                 return lambda turn: attend_quantized_part(q, mine[turn % len(mine)], pos, q.shape[2] ** -0.5, **asks)  # noqa: B023
 
-            took = interleaved({"bf16": dense} | {name: few(name) for name in names}, args.seconds)
-            ratios = {name: median(a / b for a, b in zip(took["bf16"], took[name], strict=True)) for name in names}
-            row = {"size": d, "slots": slots, "query_heads": g, "rows": n, "bf16_ms": median(took["bf16"])} | ratios
-            table.append({name: round(x, 3) for name, x in row.items()})
-            print("  ".join(f"{name} {x:g}" for name, x in table[-1].items()), flush=True)
-    found = {"schema": "kvcli.bench.attend_packed/1", "environment": machine(), "group": args.group, "rows": table}
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found))
+            took = interleaved({"bf16": dense} | {name: few(name) for name in sides}, seconds)
+            ratios = {name: median(a / b for a, b in zip(took["bf16"], took[name], strict=True)) for name in sides}
+            row = {"size": d, "slots": n_slots, "query_heads": g, "rows": n, "bf16_ms": median(took["bf16"])} | ratios
+            yield {name: round(x, 3) for name, x in row.items()}
+    return {"group": group}
 
 
 if __name__ == "__main__":
-    main()
+    attend_quantized.main()

@@ -8,20 +8,18 @@ marked, false ones that passed. `partly` has false ones that a comparison of wor
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.summarize.check import WITH_NUMBERS, WITHOUT, Checker  # noqa: E402
-from kvcli.summarize.citations import Bracket, Place  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.summarize.cases import PARTLY, SURE, Case, Wanted, cases  # noqa: E402
+from kvcli.summarize.check import WITH_NUMBERS, WITHOUT, Checker
+from kvcli.summarize.citations import Bracket, Place
+from tests.bench.harness import Rows, measurement
+from tests.summarize.cases import PARTLY, SURE, Case, Wanted, cases
 
 GRID = (0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)
 
@@ -39,7 +37,7 @@ def is_right(case: Case, with_numbers: float = WITH_NUMBERS, without: float = WI
     return verdict == case.wanted and page == (case.right or case.page)
 
 
-def table(chosen: Iterable[Case], with_numbers: float = WITH_NUMBERS, without: float = WITHOUT) -> dict[str, object]:
+def table(chosen: Iterable[Case], with_numbers: float = WITH_NUMBERS, without: float = WITHOUT) -> dict[str, Any]:
     """Right ones of all, by kind."""
     right, of = Counter[str](), Counter[str]()
     for case in chosen:
@@ -55,7 +53,7 @@ def errors(chosen: Iterable[Case], with_numbers: float = WITH_NUMBERS, without: 
     return {"true": len(wrong) - false, "false": false}
 
 
-def grid(chosen: Sequence[Case]) -> list[dict[str, float]]:
+def shares(chosen: Sequence[Case]) -> list[dict[str, float]]:
     """Errors for every pair of shares."""
     return [
         {"with_numbers": with_numbers, "without": without, **errors(chosen, with_numbers, without)}
@@ -64,31 +62,24 @@ def grid(chosen: Sequence[Case]) -> list[dict[str, float]]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=40, help="cases of each kind")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--grid", action="store_true", help="also try other shares, on half as many of another seed")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    sure = list(cases(args.n, args.seed, list(SURE)))
-    found: dict[str, object] = {
-        "schema": "kvcli.bench.citations/1",
-        "environment": machine(),
-        "n": args.n,
-        "seed": args.seed,
-        "with_numbers": WITH_NUMBERS,
-        "without": WITHOUT,
-        "errors": errors(sure),
-        "by_kind": table(sure),
-        "partly": table(cases(args.n, args.seed, list(PARTLY))),
-    }
-    if args.grid:
-        found["grid"] = grid(list(cases(max(1, args.n // 2), args.seed + 1, list(SURE))))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found))
+@measurement(
+    "Citations judged right, by kind of claim",
+    schema="kvcli.bench.citations/1",
+    is_counts=True,
+)
+def citations(
+    n: Annotated[int, "cases of each kind"] = 40,
+    seed: int = 1,
+    grid: Annotated[bool, "also try other shares, on half as many of another seed"] = False,
+) -> Rows:
+    sure, partly = list(cases(n, seed, list(SURE))), table(cases(n, seed, list(PARTLY)))
+    by_kind = table(sure)
+    for kind, counts in (by_kind | partly).items():
+        yield {"kind": kind, **counts}
+    figures = {"n": n, "seed": seed, "with_numbers": WITH_NUMBERS, "without": WITHOUT, "errors": errors(sure)}
+    more = {"grid": shares(list(cases(max(1, n // 2), seed + 1, list(SURE))))} if grid else {}
+    return figures | {"by_kind": by_kind, "partly": partly} | more
 
 
 if __name__ == "__main__":
-    main()
+    citations.main()

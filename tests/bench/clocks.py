@@ -115,7 +115,11 @@ class Prepared:
             kvcli_pass.attend(module.layer_idx, q, kv, kv, sight, None)
             return hidden
 
-        return forward if _first("kvcli.engine.hf.fused_layers", "kvcli") is sys.modules["kvcli"] else native
+        return (
+            forward
+            if first("kvcli.engine.hf.fused_layers", "kvcli.engine.fused", "kvcli") is sys.modules["kvcli"]
+            else native
+        )
 
 
 class Hollow:
@@ -136,7 +140,7 @@ class Hollow:
     def _through(self, input_ids: Any, kvcli_pass: Any = None, logits_to_keep: Any = None, **_: Any) -> Any:
         n = input_ids.shape[1]
         if kvcli_pass is None:  # it stands on a stack, where it was handed on before
-            kvcli_pass = import_module("kvcli.engine.hf.cache_shim").current()
+            kvcli_pass = first("kvcli.engine.hf.cache_shim", "kvcli.engine.trial").current()
         return SimpleNamespace(logits=self.straight(range(n), (), logits_to_keep, kvcli_pass).unsqueeze(0))
 
     def straight(self, ids: Any, pos: Any, want: Any, kvcli_pass: Any, *_: Any) -> Any:
@@ -158,13 +162,16 @@ class Checkout:
         torch.set_num_threads(1)
         self.torch, self._interface = torch, AttentionInterface
         self._build, self._config = AutoModelForCausalLM.from_config, LlamaConfig
-        self.forward = _first("kvcli.engine.forward", "kvcli.forward")
-        self.session = _first("kvcli.engine.sequence.session", "kvcli.session")
-        self.sample = _first("kvcli.engine.sequence.sampler", "kvcli.sample")
-        self.lm = _first("kvcli.engine.hf.lm", "kvcli.model")
-        self.stats = _first("kvcli.engine.stats", "kvcli.stats")
-        self.drafter = _first("kvcli.methods.drafts.off", "kvcli.engine.drafting.drafter", "kvcli.drafts.base")
-        self.build, self.dense = import_module("kvcli.assemble"), import_module("kvcli.kv.tiers.dense")
+        self.forward = first("kvcli.engine.forward", "kvcli.forward")
+        self.session = first("kvcli.engine.sequence.session", "kvcli.engine.session", "kvcli.session")
+        self.sample = first("kvcli.engine.sequence.sampler", "kvcli.engine.sample", "kvcli.sample")
+        self.lm = first("kvcli.engine.hf.lm", "kvcli.engine.lm", "kvcli.model")
+        self.stats = first("kvcli.engine.stats", "kvcli.stats")
+        self.drafter = first(
+            "kvcli.methods.drafts.off", "kvcli.drafts.off", "kvcli.engine.drafter", "kvcli.drafts.base"
+        )
+        self.build = first("kvcli.assemble", "kvcli.build")
+        self.dense = first("kvcli.kv.tiers.dense", "kvcli.kv.dense")
 
     def model(self, layers: int) -> Any:
         config = self._config(
@@ -180,26 +187,30 @@ class Checkout:
         )
         self.torch.manual_seed(0)
         lm = self.lm.LM.of(self._build(config, dtype=self.torch.float32, attn_implementation="sdpa").eval())
-        (lm.lay_out if hasattr(lm, "lay_out") else lm.block)()
+        named(lm, "install_kernels", "lay_out", "block")()
         return lm
 
     def clock(self, parts: Parts, lm: Any, *, hollow: bool) -> None:
         """Put clocks where work passes from one part to another."""
         answer = Prepared(self.torch)
-        for op in ("attend", "attend_new_tokens", "merge"):
-            package = import_module(f"kvcli.kernels.{op}")
+        for op in ("attend", "attend_new_tokens", "merge_attention"):
+            package = first(f"kvcli.kernels.{op}", "kvcli.kernels.merge")
             for inner in iter_modules(package.__path__):
                 module = import_module(f"{package.__name__}.{inner.name}")
                 if hasattr(module, op):
                     own = answer.part if hollow else getattr(module, op)
                     setattr(module, op, parts.timed("kernels", own))
         import_module("kvcli.kernels.dispatch").choose.cache_clear()
-        slab = import_module("kvcli.kv.tiers.dense_uniform")
-        if hasattr(slab, "read"):
-            part = import_module("kvcli.kernels.merge_attention").Part
-            slab.read = parts.timed("kernels", (lambda q, *_, **__: part(*answer.part(q))) if hollow else slab.read)
-            self.forward.ForwardPass.attend = parts.timed("attention", self.forward.ForwardPass.attend)
-        self.forward.merge = parts.timed("kernels", answer.merged if hollow else self.forward.merge)
+        slab = first("kvcli.kv.tiers.dense_uniform", "kvcli.kv.slab")
+        read = "attend_stored_and_new" if hasattr(slab, "attend_stored_and_new") else "read"
+        if hasattr(slab, read):
+            part = named(first("kvcli.kernels.merge_attention", "kvcli.kernels.merge"), "PartialAttention", "Part")
+            own = getattr(slab, read)
+            setattr(slab, read, parts.timed("kernels", (lambda q, *_, **__: part(*answer.part(q))) if hollow else own))
+            one = named(self.forward, "ForwardPass", "Pass")
+            one.attend = parts.timed("attention", one.attend)
+        merge = "merge_attention" if hasattr(self.forward, "merge_attention") else "merge"
+        setattr(self.forward, merge, parts.timed("kernels", answer.merged if hollow else getattr(self.forward, merge)))
         attention = parts.timed("attention", self.forward.attention)
         self._interface.register("kvcli", attention)
         for layer in lm.model.model.layers:
@@ -217,23 +228,30 @@ class Checkout:
             lm.model.forward = parts.timed("model", lm.model.forward)
         if hasattr(lm, "straight"):
             lm.straight = parts.timed("model", lm.model.straight if hollow else lm.straight)
-        if hasattr(self.session, "walk"):
-            self.session.walk = parts.timed("drawing", self.session.walk)
+        walk = "accepted_path" if hasattr(self.session, "accepted_path") else "walk"
+        if hasattr(self.session, walk):
+            setattr(self.session, walk, parts.timed("drawing", getattr(self.session, walk)))
             self.session.commit = parts.timed("store", self.session.commit)
             engine = import_module("kvcli.engine.engine")
             engine.run = parts.timed("engine", engine.run)
         else:  # before sessions yielded feeds
             self.session.exact = parts.timed("drawing", self.session.exact)
             self.session.run = parts.timed("engine", self.session.run)
-            self.forward.ForwardPass.commit = parts.timed("store", self.forward.ForwardPass.commit)
+            one = named(self.forward, "ForwardPass", "Pass")
+            one.commit = parts.timed("store", one.commit)
 
     def events(self, work: Any) -> Iterator[Any]:
         """The engine's, which an earlier session did without."""
         engine = sys.modules.get("kvcli.engine.engine")
-        return iter(engine.events(work) if engine else work)
+        return iter(named(engine, "iterate_events", "events")(work) if engine else work)
 
 
-def _first(*names: str) -> Any:
+def named(owner: Any, *names: str) -> Any:
+    """The attribute by the first of its names, of now and of earlier trees, that is there."""
+    return next(getattr(owner, name) for name in names if hasattr(owner, name))
+
+
+def first(*names: str) -> Any:
     for name in names[:-1]:
         try:
             return import_module(name)

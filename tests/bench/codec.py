@@ -8,13 +8,11 @@ behind 1,024 tokens that were rounded, against those behind the same ones as the
 tokens in 8 bits, differences in steps of so many deviations by thirds of the layers, Huffman's code (arXiv 2310.07240);
 "mean": the same from the mean of a channel; "bits": groups of 64 as `[kv]` rounds them, keys by channel, values by
 token, 4 bytes a group. resume: the random model of 152M parameters, reading against taking from disk, first token to
-first token. Prints lines, then JSON on the last line.
+first token.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import lzma
 import os
 import statistics
@@ -29,24 +27,25 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import numpy as np
+import torch
+from torch import Tensor
 
-import kvcli  # noqa: E402
-from kvcli import load  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from kvcli.documents import read_document  # noqa: E402
-from kvcli.engine.engine import run  # noqa: E402
-from kvcli.engine.forward_request import ForwardRequest  # noqa: E402
-from kvcli.engine.rows import Rows  # noqa: E402
-from kvcli.environment import Paths  # noqa: E402
-from kvcli.models.fetch import stands_for  # noqa: E402
-from kvcli.models.text import encode  # noqa: E402
-from kvcli.prefix_cache import block_file  # noqa: E402
-from kvcli.prefix_cache.block_file import LENGTH, Block  # noqa: E402
-from kvcli.prefix_cache.codec import Codec, Lossless, Uncompressed  # noqa: E402
-from kvcli.prefix_cache.prefix_cache import PrefixCache, _held  # noqa: E402
+import kvcli
+from kvcli.chat.model import Model
+from kvcli.documents import read_document
+from kvcli.engine.engine import run
+from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.rows import Rows as PassRows
+from kvcli.environment import Paths
+from kvcli.models.fetch import stands_for
+from kvcli.models.text import encode
+from kvcli.prefix_cache import block_file
+from kvcli.prefix_cache.block_file import LENGTH, Block
+from kvcli.prefix_cache.codec import Codec, Lossless, Uncompressed
+from kvcli.prefix_cache.prefix_cache import _held
+from tests.bench.harness import Rows, Words, measurement
+from tests.bench.resume import resumed
 
 CODECS: Mapping[str, Codec] = {"as is": Uncompressed(), "lossless": Lossless()}
 STEPS = {
@@ -204,7 +203,7 @@ def loss(model: Model, name: str, n: int) -> list[dict[str, Any]]:
             with model.open() as text:
                 s = text.session
                 s.adopt(ids[: PAST + 1], PAST, ((i, k, v, 0) for i, (k, v) in made.items()))
-                rows = Rows.chain(ids[PAST : PAST + NEXT - 1], PAST)
+                rows = PassRows.chain(ids[PAST : PAST + NEXT - 1], PAST)
                 (said,) = run([ForwardRequest(lm, rows, s.cache, want=list(range(NEXT - 1)))])
             logits = said.logits.float().log_softmax(-1)
             right = logits if right is None else right
@@ -221,65 +220,22 @@ def loss(model: Model, name: str, n: int) -> list[dict[str, Any]]:
 # --- resume
 
 
-def resume(n: int, reps: int) -> list[dict[str, Any]]:
-    from tests.bench.random_model import write
-
-    sides = {"as is": {}, "lossless": {"prefix_cache.codec": "lossless"}}
-    ids = torch.randint(10, 16_000, (n + 1,), generator=torch.Generator().manual_seed(1)).tolist()
-    times: dict[str, dict[str, list[float]]] = {side: {"read": [], "kept": [], "keeping": []} for side in sides}
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder, "random-152M"))
-        models = {side: load(str(Path(folder, "random-152M")), "exact", of) for side, of in sides.items()}
-        for i in range(reps + 1):
-            for side, model in models.items():
-                shelf = PrefixCache(Path(folder, f"{side}{i}"), 1 << 34, model.lm)
-                for what in ("read", "kept"):
-                    model.shelf = shelf if what == "kept" else None
-                    with model.open() as text:
-                        turn = text.generate(ids, max_new_tokens=2, ignore_eos=True)
-                        times[side][what].append(turn.stats.first_token)
-                        if what == "read":
-                            text.model.shelf, began = shelf, time.perf_counter()
-                            assert not text.keep().why_not
-                            times[side]["keeping"].append(time.perf_counter() - began)
-                        else:
-                            assert turn.stats.cached >= n - 1
-                model.shelf = None
-        sizes = {side: sum(p.stat().st_size for p in Path(folder, f"{side}0").rglob("*.kv")) for side in sides}
-    rows = []
-    for side, found in times.items():
-        median = {what: statistics.median(of[1:]) for what, of in found.items()}
-        rows.append({"side": side, "tokens": n, "bytes": sizes[side], "gain": median["read"] / median["kept"]})
-        rows[-1] |= {f"{what}_s": value for what, value in median.items()}
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="demo,smollm2-135m")
-    parser.add_argument("--only", default="blocks,loss,resume")
-    parser.add_argument("--tokens", type=int, default=8000)
-    parser.add_argument("--texts", type=int, default=3)
-    parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-
-    from tests.bench.decode import machine
-
-    found: dict[str, Any] = {"environment": machine(), "blocks": [], "loss": [], "resume": []}
-    only = args.only.split(",")
-    for name in args.models.split(",") if {"blocks", "loss"} & set(only) else ():
-        folder = stands_for(name, Paths.of(os.environ).data)
-        with kvcli.load(folder, "exact") as model:
-            found["blocks"] += blocks(model, name, args.reps) if "blocks" in only else []
-            found["loss"] += loss(model, name, args.texts) if "loss" in only else []
-    found["resume"] = resume(args.tokens, args.reps) if "resume" in only else []
-    for row in (*found["blocks"], *found["loss"], *found["resume"]):
-        print("  ".join(f"{key} {value:.5g}" if isinstance(value, float) else f"{value}" for key, value in row.items()))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
+@measurement("A block of 256 tokens in fewer bytes, what rounding would cost, and resuming")
+def codec(
+    models: Words = ("demo", "smollm2-135m"),
+    only: Words = ("blocks", "loss", "resume"),
+    tokens: int = 8000,
+    texts: int = 3,
+    reps: int = 3,
+) -> Rows:
+    for name in models if {"blocks", "loss"} & {*only} else ():
+        with kvcli.load(stands_for(name, Paths.of(os.environ).data), "exact") as model:
+            yield from blocks(model, name, reps) if "blocks" in only else ()
+            yield from loss(model, name, texts) if "loss" in only else ()
+    if "resume" in only:
+        for side, settings in (("as is", None), ("lossless", {"prefix_cache.codec": "lossless"})):
+            yield {"side": side, **resumed(tokens, reps, "exact", settings)}
 
 
 if __name__ == "__main__":
-    main()
+    codec.main()

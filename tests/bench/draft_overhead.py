@@ -3,13 +3,11 @@
     python tests/bench/draft_overhead.py [--context 32768] [--passes 300] [--out FILE]
 
 The text is the standard library's source, tokenized by words; it is replayed as if a model had written its end, and the
-logits of each row prefer the true next token among 16,384. No model runs. Prints a table, then JSON on the last line.
+logits of each row prefer the true next token among 16,384. No model runs.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -18,17 +16,16 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.engine.rows import Rows  # noqa: E402
-from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.engine.stats import Step  # noqa: E402
-from kvcli.methods.drafts.lookahead import Lookahead  # noqa: E402
-from kvcli.methods.drafts.mix import Mix  # noqa: E402
-from kvcli.methods.drafts.ngram import Ngram  # noqa: E402
-from tests.bench.decode import machine, spread  # noqa: E402
-from tests.bench.overhead import words  # noqa: E402
+from kvcli.engine.rows import Rows as PassRows
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.stats import Step
+from kvcli.methods.drafts.lookahead import Lookahead
+from kvcli.methods.drafts.mix import Mix
+from kvcli.methods.drafts.ngram import Ngram
+from tests.bench.harness import Rows, measurement, spread
+from tests.bench.overhead import words
 
 VOCAB = 16384
 
@@ -45,7 +42,7 @@ def replay(drafter: Any, text: list[int], context: int, passes: int, temperature
         began = time.perf_counter()
         draft = drafter.propose(ids, 64)
         proposing.append(1000 * (time.perf_counter() - began))
-        rows = Rows.build(ids[-1], at - 1, draft)
+        rows = PassRows.build(ids[-1], at - 1, draft)
         path, node = [0], 0
         below = rows.children()
         while match := [r for r in below[node] if int(rows.ids[r]) == text[at + len(path) - 1]]:
@@ -78,25 +75,16 @@ def replay(drafter: Any, text: list[int], context: int, passes: int, temperature
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--context", type=int, default=32768)
-    parser.add_argument("--passes", type=int, default=300)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    text, rows = words(args.context + 40 * args.passes, VOCAB), []
+@measurement("Milliseconds of drafting a pass", schema="kvcli.bench.draft_overhead/1")
+def draft_overhead(context: int = 32768, passes: int = 300) -> Rows:
+    text = words(context + 40 * passes, VOCAB)
     torch.set_num_threads(1)
     for temperature in (0.0, 0.8):
         for name, config in (("ngram", Ngram()), ("lookahead", Lookahead()), ("fafo", Mix(view="stream"))):
-            replay(config.drafter(), text, args.context, 20, temperature)
+            replay(config.drafter(), text, context, 20, temperature)
             row = {"side": name, "temperature": temperature}
-            rows.append(row | replay(config.drafter(), text, args.context, args.passes, temperature))
-            print(json.dumps(rows[-1]), flush=True)
-    result = {"schema": "kvcli.bench.draft_overhead/1", "environment": machine(), "rows": rows}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+            yield row | replay(config.drafter(), text, context, passes, temperature)
 
 
 if __name__ == "__main__":
-    main()
+    draft_overhead.main()

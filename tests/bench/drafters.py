@@ -12,13 +12,11 @@ are drafted for by `demo-small`. The prompt is read once and taken over by every
 nothing, but for self-knn, which remembers texts. All sides write as many tokens as plain decoding does until it stops,
 and the same tokens (over codes of 8 bits those of plain decoding over them), or the run fails.
 Draft time is what a drafter takes before and after a pass, its own passes included, verify time the rest of a step.
-Times are from the first token to the last. Prints a table, then JSON on the last line.
+Times are from the first token to the last.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import time
@@ -28,19 +26,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import kvcli  # noqa: E402
-from kvcli.assemble import is_lossless  # noqa: E402
-from kvcli.engine.engine import iterate_events, run_to_end  # noqa: E402
-from kvcli.engine.forward_request import await_passes  # noqa: E402
-from kvcli.engine.stats import Stats  # noqa: E402
-from kvcli.kv.slots import nbytes  # noqa: E402
-from kvcli.prefix_cache.prefix_cache import PrefixCache  # noqa: E402
-from tests.bench.decode import machine, spread  # noqa: E402
-from tests.bench.fafo import looked_at  # noqa: E402
-from tests.bench.widened import write  # noqa: E402
+import kvcli
+from kvcli.assemble import is_lossless
+from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.forward_request import await_passes
+from kvcli.engine.stats import Stats
+from kvcli.kv.slots import nbytes
+from kvcli.prefix_cache.prefix_cache import PrefixCache
+from tests.bench.fafo import looked_at
+from tests.bench.harness import Floats, Row, Rows, Words, measurement, picked, quotients
+from tests.bench.widened import write
 
 PLAIN = "plain"
 SMALL = "demo-small"
@@ -155,7 +152,7 @@ class Run:
         self.texts.append(session.ids[len(prompt) :])
 
 
-def tasks(model: kvcli.Model, of: str, names: Sequence[str]) -> list[Task]:
+def tasks_of(model: kvcli.Model, of: str, names: Sequence[str]) -> list[Task]:
     from tests.demo_model.example import example_report
 
     report = example_report()
@@ -185,15 +182,17 @@ def side_of(model: kvcli.Model, side: str, temperature: float) -> kvcli.Model:
     return model.with_profile(of.replace(sample=sample, name=side))
 
 
-def measure(model: kvcli.Model, of: str, task: Task, temperature: float, sides: Sequence[str], args: Any) -> Any:
+def measure(
+    model: kvcli.Model, of: str, task: Task, temperature: float, sides: Sequence[str], reps: int, shelf: PrefixCache
+) -> list[Row]:
     models = {side: side_of(model, side, temperature) for side in sides}
     runs: dict[str, list[Run]] = {side: [] for side in sides}
-    for rep in range(args.reps + 1):  # the first warms up, with few tokens
+    for rep in range(reps + 1):  # the first warms up, with few tokens
         others = [side for side in sides if side != PLAIN]
         for side in (PLAIN, *others[rep:], *others[:rep]):  # who comes after whom changes
             run = Run()
             for prompt, n in zip(task.prompts, task.new, strict=True):
-                run.write(models[side], prompt, n if rep else 9, args.shelf)
+                run.write(models[side], prompt, n if rep else 9, shelf)
             if rep:
                 runs[side].append(run)
     plain, own = runs[PLAIN], {side: runs[TEXT_OF.get(side, PLAIN)] for side in sides}
@@ -213,7 +212,7 @@ def row(
         "temperature": temperature,
         "side": side,
         "tokens": stats.new,
-        "speedup": spread([b / a for a, b in zip(per, base, strict=True)]),
+        "speedup": quotients(base, per),
         "tokens_s": round(1 / median(per), 1),
         "accepted": round(stats.acceptance_rate, 3) if stats.draft_tokens else None,
         "accepted_first": round(depth[0], 3) if depth else None,
@@ -242,48 +241,31 @@ def lengths(model: kvcli.Model, of: str, task: Task, shelf: PrefixCache) -> list
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reps", type=int, default=2)
-    parser.add_argument("--tasks", default="lookup,summary,copy,free")
-    parser.add_argument("--temperatures", default="0,0.8")
-    parser.add_argument("--models", default="demo,demo-wide")
-    parser.add_argument("--sides", default=",".join(SIDES))
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    asked = args.sides.split(",")
-    if unknown := [side for side in asked if side not in SIDES]:
-        parser.error(f"there is no side {unknown[0]}: take {', '.join(SIDES)}")
-    sides = [side for side in SIDES if side in {PLAIN, *asked, *(TEXT_OF.get(side, PLAIN) for side in asked)}]
-    before, rows = machine(), []
+@measurement(
+    "Each drafter at each task; tokens/s and times are medians, accepted shares are of guessed tokens",
+    schema="kvcli.bench.drafters/1",
+    is_right=lambda rows: all(row["same"] for row in rows),
+)
+def drafters(
+    reps: int = 2,
+    tasks: Words = ("lookup", "summary", "copy", "free"),
+    temperatures: Floats = (0, 0.8),
+    models: Words = ("demo", "demo-wide"),
+    sides: Words = tuple(SIDES),
+) -> Rows:
+    asked = picked(sides, SIDES)
+    chosen = [side for side in SIDES if side in {PLAIN, *asked, *(TEXT_OF.get(side, PLAIN) for side in asked)}]
     with tempfile.TemporaryDirectory() as folder:
-        if "demo-wide" in args.models:
+        if "demo-wide" in models:
             write(Path(folder, "demo-wide"))
-        for of in args.models.split(","):
-            name = of if of == "demo" else str(Path(folder, of))
-            model = looked_at(kvcli.load(name, profile="exact"))
-            args.shelf = PrefixCache(Path(folder, f"kept-{of}"), 1 << 33, model.lm, worth=0)
-            for task in tasks(model, of, args.tasks.split(",")):
-                task.new = lengths(model, of, task, args.shelf)
-                for temperature in map(float, args.temperatures.split(",")):
-                    rows += (new := measure(model, of, task, temperature, sides, args))
-                    print(f"{of}, {task.name} at {temperature}, {new[0]['tokens']} tokens")
-                    for one in new:
-                        low, middle, high = one["speedup"]
-                        print(
-                            f"  {one['side']:18} x{middle:.2f} ({low:.2f}-{high:.2f})  {one['tokens_s']:8} tokens/s"
-                            f"  accepted {one['accepted']}, first {one['accepted_first']}"
-                            f"  {one['tokens_a_pass']:5} a pass  draft {one['draft_ms_a_token']:6} ms"
-                            f"  verify {one['verify_ms_a_pass']:6} ms  {one['kib']:6} KiB"
-                            f"{'' if one['same'] else '  ANOTHER TEXT'}",
-                            flush=True,
-                        )
-    result = {"schema": "kvcli.bench.drafters/1", "environment": before, "rows": rows}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
-    return int(not all(one["same"] for one in rows))
+        for of in models:
+            model = looked_at(kvcli.load(of if of == "demo" else str(Path(folder, of)), profile="exact"))
+            shelf = PrefixCache(Path(folder, f"kept-{of}"), 1 << 33, model.lm, worth=0)
+            for task in tasks_of(model, of, tasks):
+                task.new = lengths(model, of, task, shelf)
+                for temperature in temperatures:
+                    yield from measure(model, of, task, temperature, chosen, reps, shelf)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    drafters.main()

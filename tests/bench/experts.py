@@ -1,4 +1,4 @@
-"""Experts in packed form beside those in bf16: bytes, reading and decoding, sides by turns. Last line JSON.
+"""Experts in packed form beside those in bf16: bytes, reading and decoding, sides by turns.
 
     python tests/bench/experts.py [--layers 2] [--prompt 512] [--new 24] [--reps 3] [--threads 1] [--check 24]
 
@@ -10,24 +10,24 @@ so many tokens, in fp32, are those of the same codes unpacked and multiplied in 
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import statistics
 import sys
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.engine.engine import iterate_events, run_to_end  # noqa: E402
-from kvcli.engine.hf.lm import LM  # noqa: E402
-from kvcli.kernels.linear_quantized.experts import quantize_experts_  # noqa: E402
-from kvcli.kernels.linear_quantized.module import quantize_  # noqa: E402
-from tests.bench.decode import machine, ours  # noqa: E402
+from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.hf.lm import LM
+from kvcli.kernels.linear_quantized.experts import quantize_experts_
+from kvcli.kernels.linear_quantized.module import quantize_
+from tests.bench.decode import ours
+from tests.bench.harness import Rows, in_turns, measurement, quotients
+from tests.bench.random_model import noise, opened
 
 LAYERS, VOCAB = 40, 248_320  # of the whole model
 KINDS = ("none", "int8", "int4")
@@ -75,19 +75,13 @@ def unpacked(model: Any, kind: str) -> LM:
 
 
 def text(lm: LM, new: int) -> list[int]:
-    from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.kv.tiers.dense import Dense
-    from kvcli.methods.drafts.off import Off
-
-    ids = torch.randint(8, lm.vocab, (17,), generator=torch.Generator().manual_seed(1)).tolist()
-    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
+    ids, session = noise(17, lm.vocab), opened(lm)
     run_to_end(session.read(ids))
     list(iterate_events(session.stream(new)))
     return session.ids[len(ids) :]
 
 
-def check(layers: int, new: int) -> dict[str, str]:
+def same_tokens(layers: int, new: int) -> dict[str, str]:
     """How many of the first tokens are the same; a layer of a quarter of the experts, which plain PyTorch unpacks."""
     model = build(layers, torch.float32, num_experts=64)
     found = {}
@@ -98,44 +92,32 @@ def check(layers: int, new: int) -> dict[str, str]:
     return found
 
 
-def measure(sides: dict[str, LM], n: int, new: int, reps: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds to the first token and of each later one, by side; the first turn is not counted."""
-    found: dict[str, dict[str, list[float]]] = {kind: {"read": [], "step": []} for kind in sides}
-    for rep in range(reps + 1):
-        for kind, lm in sides.items():
-            ids = torch.randint(8, lm.vocab, (n,), generator=torch.Generator().manual_seed(rep)).tolist()
-            first, steps, _ = ours(lm, ids, new)
-            if rep:
-                found[kind]["read"].append(first)
-                found[kind]["step"].append(statistics.median(steps))
-    return found
-
-
-def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, number in {"layers": 2, "prompt": 512, "new": 24, "reps": 3, "threads": 1, "check": 24}.items():
-        ask.add_argument(f"--{name}", type=int, default=number)
-    args = ask.parse_args()
-    torch.set_num_threads(args.threads)
-    about, same = machine(), check(args.layers, args.check) if args.check else {}
-    model = build(args.layers, torch.bfloat16)
+@measurement("Experts in packed form beside those in bf16", schema="kvcli.bench.experts/1")
+def experts(
+    layers: int = 2, prompt: int = 512, new: int = 24, reps: int = 3, threads: int = 1, check: int = 24
+) -> Rows:
+    torch.set_num_threads(threads)
+    same = same_tokens(layers, check) if check else {}
+    model = build(layers, torch.bfloat16)
     sides = {kind: packed(model, kind) for kind in KINDS}
-    whole, table = sides["none"].info.weight_bytes, []
+    whole = sides["none"].info.weight_bytes
     del model
-    took = measure(sides, args.prompt, args.new, args.reps)
+
+    def once(lm: LM) -> tuple[float, float]:
+        ids = noise(prompt, lm.vocab)
+        first, steps, _ = ours(lm, ids, new)
+        return first, median(steps)
+
+    took = in_turns({kind: partial(once, lm) for kind, lm in sides.items()}, reps)
     for kind, lm in sides.items():
         row: dict[str, Any] = {"kind": kind, "bytes": lm.info.weight_bytes, "of_bf16": lm.info.weight_bytes / whole}
         row |= {"parameters": lm.info.parameters, "exact_rows": lm.is_row_invariant, "same": same.get(kind, "")}
-        for what, tokens in (("read", args.prompt), ("step", 1)):
-            each = sorted(a / b for a, b in zip(took["none"][what], took[kind][what], strict=True))
-            row[what] = [round(x, 3) for x in (each[0], statistics.median(each), each[-1])]
-            row[f"{what}_tok_s"] = round(tokens / statistics.median(took[kind][what]), 2)
-        table.append(row)
-        each = "   ".join(f"{what} {row[f'{what}_tok_s']:7.1f} tok/s {row[what]}" for what in ("read", "step"))
-        size = f"{row['bytes'] / 2**20:7.0f} MiB  {row['of_bf16']:.3f}x bf16"
-        print(f"{kind:5} {size}   {each}   same {row['same'] or '-'}", flush=True)
-    print(json.dumps({"schema": "kvcli.bench.experts/1", "environment": about, "layers": args.layers, "table": table}))
+        for i, (what, tokens) in enumerate((("read", prompt), ("step", 1))):
+            plain, mine = ([each[i] for each in took[side]] for side in ("none", kind))
+            row |= {what: quotients(plain, mine, 3), f"{what}_tok_s": round(tokens / median(mine), 2)}
+        yield row
+    return {"layers": layers}
 
 
 if __name__ == "__main__":
-    main()
+    experts.main()

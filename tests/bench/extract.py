@@ -5,30 +5,29 @@
 The file is written here: some forty lines a page, a header, a footer. `kvcli` is read_document from start to end, with
 the start of the process that parses, running lines taken away and words mended; `pypdf` is its extract_text, page by
 page, in a process that has it imported already. Memory is the most that was resident, of a fresh Python that calls
-read_document on the large file, and of the process that parses for it. Prints a table, then JSON on the last line.
+read_document on the large file, and of the process that parses for it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Annotated
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.documents import read_document  # noqa: E402
-from tests.documents.made import many_pages  # noqa: E402
+from kvcli.documents import read_document
+from tests.bench.harness import ROOT, Rows, in_turns, measurement
+from tests.documents.made import many_pages
 
 # ru_maxrss of a process begins with that of the one which started it, so its own figure is read from the kernel's page
 MEASURE = """
@@ -70,63 +69,27 @@ def peak(path: Path) -> dict[str, int]:
     return {"pages": pages, "parent": parent * 1024, "worker": worker * 1024}
 
 
-def machine() -> dict[str, Any]:
-    about = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(":")[1].strip() for line in about if "model name" in line), "")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
-    return {
-        "cpu": cpu or platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "commit": commit.strip(),
-        "load_average": round(os.getloadavg()[0], 2),
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pages", type=int, default=200)
-    parser.add_argument("--large", type=int, default=2000, help="pages of the file that memory is measured with")
-    parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    before, times = machine(), {"kvcli": [], "pypdf": []}
+@measurement(
+    "Seconds until {pages} pages of PDF are text, and MiB at most for {large:,} pages", schema="kvcli.bench.extract/1"
+)
+def extract(
+    pages: int = 200, large: Annotated[int, "pages of the file that memory is measured with"] = 2000, reps: int = 5
+) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
-        path, large = Path(folder, "pages.pdf"), Path(folder, "large.pdf")
-        path.write_bytes(many_pages(args.pages).data)
-        large.write_bytes(many_pages(args.large).data)
-        for _ in range(args.reps):
-            for side, read in (("kvcli", by_kvcli), ("pypdf", by_pypdf)):
-                times[side].append(timed(read, path))
-        memory = peak(large)
-        size = {"pages": path.stat().st_size, "large": large.stat().st_size}
-    rows = [
-        {
-            "side": side,
-            "seconds": round(statistics.median(wall for wall, _ in found), 3),
-            "best": round(min(wall for wall, _ in found), 3),
-            "cpu": round(statistics.median(cpu for _, cpu in found), 3),
-        }
-        for side, found in times.items()
-    ]
-    rows[0] |= {f"{who}_mib": round(memory[who] / 2**20, 1) for who in ("parent", "worker")}
-    print(f"{args.pages:,} pages   seconds   best   of the processor")
-    for row in rows:
-        print(f"{row['side']:11} {row['seconds']:8.2f} {row['best']:6.2f} {row['cpu']:8.2f}")
-    print(f"{args.large:,} pages   {memory['parent'] / 2**20:.0f} MiB, {memory['worker'] / 2**20:.0f} MiB to parse")
-    result = {
-        "schema": "kvcli.bench.extract/1",
-        "environment": before,
-        "pages": args.pages,
-        "reps": args.reps,
-        "bytes": size,
-        "rows": rows,
-        "memory": memory,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+        path, big = Path(folder, "pages.pdf"), Path(folder, "large.pdf")
+        path.write_bytes(many_pages(pages).data)
+        big.write_bytes(many_pages(large).data)
+        found = in_turns({"kvcli": partial(timed, by_kvcli, path), "pypdf": partial(timed, by_pypdf, path)}, reps, 0)
+        memory = peak(big)
+        size = {"pages": path.stat().st_size, "large": big.stat().st_size}
+    for side, each in found.items():
+        walls, cpus = zip(*each, strict=True)
+        row = {"side": side, "seconds": median(walls), "best": min(walls), "cpu": median(cpus)}
+        row = {name: round(x, 3) if isinstance(x, float) else x for name, x in row.items()}
+        mib = {f"{who}_mib": round(memory[who] / 2**20, 1) for who in ("parent", "worker") if side == "kvcli"}
+        yield row | mib
+    return {"pages": pages, "reps": reps, "bytes": size, "memory": memory}
 
 
 if __name__ == "__main__":
-    main()
+    extract.main()

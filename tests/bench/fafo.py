@@ -11,31 +11,31 @@
 
 Each side starts each prompt knowing nothing. All sides write as many tokens as plain decoding does until it stops.
 Times are from the first token to the last; ratios are of plain decoding by this engine, repetition by repetition.
-Prints a table, then JSON on the last line.
+
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import kvcli  # noqa: E402
-from kvcli.bench.hf import HfSide  # noqa: E402
-from kvcli.bench.profile_side import ProfileSide  # noqa: E402
-from kvcli.calibrate.quick import quick_times  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from kvcli.fit.speed import units  # noqa: E402
-from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
+import kvcli
+from kvcli.bench.hf import HfSide
+from kvcli.bench.profile_side import ProfileSide
+from kvcli.calibrate.quick import quick_times
+from kvcli.chat.model import Model
+from kvcli.fit.speed import units
+from tests.bench.harness import Floats, Rows, Words, in_turns, measurement, picked, quotients
+from tests.bench.random_model import build, ours_of
 
 PLAIN = "exact"
 SIDES: dict[str, dict[str, Any]] = {  # [spec] tables; the profiles of these names, and parts of the mix
@@ -64,7 +64,7 @@ class Task:
     same32: Model | None = None  # the same weights in fp32
 
 
-def tasks(names: list[str]) -> list[Task]:
+def tasks_of(names: Sequence[str]) -> list[Task]:
     from kvcli.bench.hf import load_hf
     from kvcli.models import source
     from tests.demo_model.example import example_report
@@ -116,7 +116,7 @@ def lengths(task: Task) -> list[int]:
     return [max(8, len(model.generate(p, max_new_tokens=400).ids)) for p in task.prompts]
 
 
-def measure(task: Task, temperature: float, reps: int, names: list[str]) -> dict[str, Any]:
+def measure(task: Task, temperature: float, reps: int, names: Sequence[str]) -> dict[str, Any]:
     threads = torch.get_num_threads()
     sides: dict[str, Any] = {
         name: ProfileSide(name, task.model.with_profile(profile_of(task.model, name, temperature)), threads)
@@ -126,19 +126,14 @@ def measure(task: Task, temperature: float, reps: int, names: list[str]) -> dict
     theirs = {name: guesses for name, guesses in THEIRS.items() if name in names}
     sides |= {n: HfSide(n, task.theirs, threads, lookup=k, temperature=temperature) for n, k in theirs.items()}
     new = lengths(task)
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    texts: dict[str, list[tuple[int, ...]]] = {}
-    folded: dict[str, list[Any]] = {}
-    for rep in range(reps + 1):  # the first warms up
-        order = list(sides)[rep % len(sides) :] + list(sides)[: rep % len(sides)]  # who comes after whom changes
-        for name in order:
-            side = sides[name]
-            done = [side.run(prompt, n) for prompt, n in zip(task.prompts, new, strict=True)]
-            if rep:
-                spent = sum(s.at[-1] - s.at[0] for s in done)
-                tokens = sum(len(s.at) - sum(at == s.at[0] for at in s.at) for s in done)
-                seconds[name].append(spent / tokens)
-            texts[name], folded[name] = [s.ids for s in done], [s.stats for s in done]
+
+    def once(side: Any) -> list[Any]:
+        return [side.run(prompt, n) for prompt, n in zip(task.prompts, new, strict=True)]
+
+    found = in_turns({name: partial(once, side) for name, side in sides.items()}, reps)
+    seconds = {name: [per_token(done) for done in each] for name, each in found.items()}
+    texts = {name: [sample.ids for sample in each[-1]] for name, each in found.items()}
+    folded = {name: [sample.stats for sample in each[-1]] for name, each in found.items()}
     plain = seconds[PLAIN]
     return {
         "task": task.name,
@@ -146,7 +141,7 @@ def measure(task: Task, temperature: float, reps: int, names: list[str]) -> dict
         "tokens": sum(new),
         "sides": {
             name: {
-                "speedup": spread([a / b for a, b in zip(plain, times, strict=True)]),
+                "speedup": quotients(plain, times),
                 "ms_per_token": round(1000 * median(times), 3),
                 **({} if folded[name][0] is None else counts(folded[name])),
                 "same": texts[name] == texts[PLAIN],
@@ -155,6 +150,11 @@ def measure(task: Task, temperature: float, reps: int, names: list[str]) -> dict
             for name, times in seconds.items()
         },
     }
+
+
+def per_token(done: list[Any]) -> float:
+    """Seconds of a token behind the first pass."""
+    return sum(s.at[-1] - s.at[0] for s in done) / sum(len(s.at) - sum(at == s.at[0] for at in s.at) for s in done)
 
 
 def counts(stats: list[Any]) -> dict[str, Any]:
@@ -176,32 +176,17 @@ def same_fp32(task: Task, side: str, temperature: float, new: list[int]) -> bool
     return texts[0] == texts[1]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--tasks", default="copy,lookup,summary,free,random")
-    parser.add_argument("--temperatures", default="0,0.8")
-    parser.add_argument("--sides", default=",".join([*SIDES, *THEIRS]))
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    before, found = machine(), []
-    for task in tasks(args.tasks.split(",")):
-        for temperature in map(float, args.temperatures.split(",")):
-            row = measure(task, temperature, args.reps, args.sides.split(","))
-            found.append(row)
-            print(f"{task.name}, temperature {temperature}, {row['tokens']} tokens")
-            for name, side in row["sides"].items():
-                low, middle, high = side["speedup"]
-                per_pass = side.get("tokens_per_pass", "")
-                same = side.get("same_fp32", "")
-                print(
-                    f"  {name:20} x{middle:.2f} ({low:.2f}-{high:.2f})  {per_pass:>6} a pass  fp32 {same}", flush=True
-                )
-    result = {"schema": "kvcli.bench.fafo/1", "environment": before, "rows": found}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+@measurement("Times the speed of plain decoding", schema="kvcli.bench.fafo/1")
+def fafo(
+    reps: int = 3,
+    tasks: Words = ("copy", "lookup", "summary", "free", "random"),
+    temperatures: Floats = (0, 0.8),
+    sides: Words = (*SIDES, *THEIRS),
+) -> Rows:
+    for task in tasks_of(tasks):
+        for temperature in temperatures:
+            yield measure(task, temperature, reps, picked(sides, [*SIDES, *THEIRS]))
 
 
 if __name__ == "__main__":
-    main()
+    fafo.main()

@@ -1,31 +1,28 @@
 """Peak memory as `kvcli fit` foretells it against what `kvcli chat` uses, under every shipped profile.
 
-    python tests/bench/fit.py [--models demo] [--tokens 2048] [--profiles exact,ngram,streaming] [--partial FILE]
+    python tests/bench/fit.py [--models demo] [--tokens 2048] [--profiles exact,ngram,streaming] [--resume FILE]
         [--out FILE]
 
 The demo model at 2k and nearly 8k tokens, the random 152M Llama at 2k, 8k and 16k. Each figure is of a command of its
 own with nothing known of this machine, which reads a report of so many tokens and answers in at most 16; its VmHWM is
-the measured peak. What the program takes is measured first, as `kvcli fit` does. Every peak goes to `--partial` at
-once, so a run that was cut off goes on where it was; several runs share one file. Prints a table, then JSON on the last
-line.
+the measured peak. What the program takes is measured first, as `kvcli fit` does. Every peak goes to `--resume` at
+once, so a run that was cut off goes on where it was; several runs share one file.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-
-from tests.bench.known import Known  # noqa: E402
+from tests.bench.harness import Ints, Row, Rows, Words, measurement, once
 
 NEW = 16
 AROUND = 64  # tokens of the chat template, the question and the answer, at most
@@ -71,9 +68,7 @@ def measured(model: str, profile: str, text: str) -> dict[str, int]:
     return {"context": turn["tokens"]["context"], "peak": turn["memory"]["peak_bytes"]}
 
 
-def compare(
-    name: str, model: str, lengths: Iterable[int], profiles: list[str], base: int, known: Known
-) -> list[dict[str, Any]]:
+def compare(name: str, model: str, lengths: Iterable[int], profiles: list[str], base: int) -> Iterator[Row]:
     """A row for each profile and context."""
     from kvcli.fit.available_memory import AvailableMemory
     from kvcli.fit.plan import MeasuredFacts, plan, subject_of
@@ -81,11 +76,10 @@ def compare(
     from kvcli.settings.profile import Profile
 
     subject = subject_of(source.find(model))
-    rows = []
     for n in lengths:
         text = text_of(n - AROUND)
         for profile in profiles:
-            run = known.of(f"{name} {n} {profile}", lambda profile=profile, text=text: measured(model, profile, text))
+            run = once(f"{name} {n} {profile}", lambda profile=profile, text=text: measured(model, profile, text))
             context, peak = run["context"], run["peak"]
             own = Profile.load(profile).replace(spec=drafted(profile))
             facts = MeasuredFacts(base, find=lambda name: subject_of(source.find(name)))
@@ -101,51 +95,27 @@ def compare(
                 )
             }
             row["measured_over_estimate"] = round(peak / found.total, 3)
-            rows.append(row)
-            print(
-                f"{name:<12} {profile:<14} {context:>6,}  {found.total / 2**20:>8,.1f}  {peak / 2**20:>8,.1f}"
-                f"  {row['measured_over_estimate']:.3f}",
-                flush=True,
-            )
-    return rows
+            yield row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(CONTEXTS))
-    parser.add_argument("--tokens", help="commas between; as above unless given")
-    parser.add_argument("--profiles", help="commas between; every shipped one unless given")
-    parser.add_argument("--partial", type=Path, help="file that holds what is known so far")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-
+@measurement("Peak memory, estimated and measured")
+def fit(
+    models: Words = tuple(CONTEXTS),
+    tokens: Annotated[Ints, "as above unless given"] = (),
+    profiles: Annotated[Words, "every shipped one unless given"] = (),
+) -> Rows:
     from kvcli.fit.base_memory import measured as program
-    from tests.bench.decode import machine
     from tests.bench.random_model import write
 
     base = program()
     shipped = sorted(file.stem for file in (ROOT / "kvcli/profiles").glob("*.toml"))
-    profiles = args.profiles.split(",") if args.profiles else shipped
-    print(f"{'model':<12} {'profile':<14} {'tokens':>6}  {'estimate':>8}  {'measured':>8}  ratio     (MiB)")
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder, "152M"))
-        known = Known(args.partial or Path(folder, "known.jsonl"))
-        for name in args.models.split(","):
-            lengths = map(int, args.tokens.split(",")) if args.tokens else CONTEXTS[name]
-            rows += compare(name, "demo" if name == "demo" else f"{folder}/152M", lengths, profiles, base, known)
-    about = machine()
-    result = {
-        "title": "Peak memory, estimated and measured",
-        "command": "python tests/bench/fit.py",
-        "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, "
-        f"transformers {about['transformers']}, commit {about['commit']}, bare command {base / 2**20:.0f} MiB",
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+        for name in models:
+            at = "demo" if name == "demo" else f"{folder}/152M"
+            yield from compare(name, at, tokens or CONTEXTS[name], list(profiles or shipped), base)
+    return {"bare_command_mib": round(base / 2**20)}
 
 
 if __name__ == "__main__":
-    main()
+    fit.main()

@@ -4,30 +4,29 @@
 
 The random 152M Llama of decode.py behind a prompt: with products and attention native, then norms too, then MLPs, then
 whole layers, taking turns. `pass` is a pass whose logits are wanted and nothing kept, `step` a step of a session with
-what it stores. Prints a table, then JSON on the last line.
+what it stores.
 """
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import ctypes
-import json
 import pstats
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Annotated, Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.bench.decode import build, machine, ours_of  # noqa: E402
+from tests.bench.harness import Rows, in_turns, measurement
+from tests.bench.random_model import build, noise, opened, ours_of
 
 
 @contextmanager
@@ -67,13 +66,9 @@ def products_inside(model: Any) -> Iterator[Any]:
 def session_of(lm: Any, n: int) -> Any:
     """A text of n random tokens, read."""
     from kvcli.engine.engine import run_to_end
-    from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.kv.tiers.dense import Dense
-    from kvcli.methods.drafts.off import Off
 
-    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
-    run_to_end(session.read(torch.randint(8, lm.vocab, (n,), generator=torch.Generator().manual_seed(1)).tolist()))
+    session = opened(lm)
+    run_to_end(session.read(noise(n, lm.vocab)))
     return session
 
 
@@ -132,39 +127,29 @@ def measure(lm: Any, prompt: int, passes: int, rounds: dict[str, list[float]]) -
         rounds["step"] += milliseconds(one_step(session), 2 * passes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--passes", type=int, default=40)
-    parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--fp32", action="store_true")
-    parser.add_argument("--profile", action="store_true", help="show which functions the last stage's time goes to")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+@measurement(
+    "Milliseconds of a decoding step around products and attention, least and median",
+    schema="kvcli.bench.glue/1",
+)
+def glue(
+    prompt: int = 512,
+    passes: int = 40,
+    reps: int = 5,
+    fp32: bool = False,
+    profile: Annotated[bool, "show which functions the last stage's time goes to"] = False,
+) -> Rows:
     torch.set_num_threads(1)
-    before = machine()
-    sides = stages(lambda: build().float() if args.fp32 else build())
+    sides = stages(lambda: build().float() if fp32 else build())
     rounds: dict[str, dict[str, list[float]]] = {name: {"whole": [], "pass": [], "step": []} for name in sides}
-    for _ in range(args.reps):
-        for name, lm in sides.items():
-            measure(lm, args.prompt, args.passes, rounds[name])
-    if args.profile:
-        profile = cProfile.Profile()
-        profile.runcall(measure, sides["layers"], args.prompt, args.passes, {"whole": [], "pass": [], "step": []})
-        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
-    rows = {
-        name: {what: [round(min(ms), 3), round(statistics.median(ms), 3)] for what, ms in found.items()}
-        for name, found in rounds.items()
-    }
-    print("native so far   step with products   step   pass     (ms: least, median)")
-    for name, row in rows.items():
-        whole, step, one = (f"{a:.2f} {b:.2f}" for a, b in (row["whole"], row["step"], row["pass"]))
-        print(f"{name:14}  {whole:19}  {step}  {one}")
-    result = {"schema": "kvcli.bench.glue/1", "environment": before, "prompt": args.prompt, "ms": rows}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    in_turns({name: partial(measure, lm, prompt, passes, rounds[name]) for name, lm in sides.items()}, reps, 0)
+    if profile:
+        found = cProfile.Profile()
+        found.runcall(measure, sides["layers"], prompt, passes, {"whole": [], "pass": [], "step": []})
+        pstats.Stats(found).sort_stats("tottime").print_stats(45)
+    for name, each in rounds.items():
+        yield {"native so far": name} | {what: [round(min(ms), 3), round(median(ms), 3)] for what, ms in each.items()}
+    return {"prompt": prompt}
 
 
 if __name__ == "__main__":
-    main()
+    glue.main()

@@ -5,14 +5,12 @@
 The longest of three decides what a kernel takes: bytes over 0.85 of the card's bandwidth, operations over 0.6 of its
 matrix units, instructions over 0.6 of what its processors issue. Instructions are counted in the machine code that
 Triton makes here for the card's architecture, the rest is arithmetic; a launch in a graph adds 1.2 microseconds, and a
-layer has as many as it is made of (`launches`). Cards by their makers' data sheets. Prints tables, among them what one
-launch in place of several would bring, then JSON on the last line.
+layer has as many as it is made of (`launches`). Cards by their makers' data sheets. The JSON also has what one
+launch in place of several would bring.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +20,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.kernels.compiled import Compiled, compiled, variants  # noqa: E402
-from tests.kernels.variants import Variant  # noqa: E402
+from tests.bench.harness import Rows, measurement
+from tests.kernels.compiled import Compiled, compiled, variants
+from tests.kernels.variants import Variant
 
 BANDWIDTH, MATRIX, ISSUE = 0.85, 0.6, 0.6  # of what a card has that kernels get
 LAUNCH, AROUND = 1.2e-6, 20e-6  # seconds of one, and of a pass beside its layers
@@ -212,32 +211,20 @@ def spared(kernels: Kernels) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+@measurement(
+    "MODEL, not measured: milliseconds of a recorded pass of an 8B Llama by its rows",
+    columns=["card", "weights", "kv", "context", *(f"ms_{n}_rows" for n in ROWS), "16 over 1", "gib"],
+    note="No times where weights, keys and values do not leave 1.2 GiB of the card's memory.",
+    is_counts=True,
+)
+def gpu_model() -> Rows:
     import triton
 
-    folder = ROOT / ".pytest_cache" / "d" / "compiled"
-    kernels = made(folder)
-    result = {
-        "title": "MODEL, not measured: milliseconds of a recorded pass of an 8B Llama by its rows",
-        "command": "python tests/bench/gpu_model.py",
-        "machine": f"no GPU; kernels compiled ahead of time by triton {triton.__version__}",
-        "columns": ["card", "weights", "kv", "context", *(f"ms_{n}_rows" for n in ROWS), "16 over 1", "gib"],
-        "note": "No times where weights, keys and values do not leave 1.2 GiB of the card's memory.",
-        "rows": passes(kernels),
-        "kernels": forms(kernels),
-        "spared": spared(kernels),
-    }
-    for table in ("kernels", "spared", "rows"):
-        for row in result[table]:  # type: ignore[attr-defined]
-            print("  ".join(f"{key} {value}" for key, value in row.items()))
-    text = json.dumps(result)
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(text)
+    kernels = made(ROOT / ".pytest_cache" / "d" / "compiled")
+    yield from passes(kernels)
+    machine = f"no GPU; kernels compiled ahead of time by triton {triton.__version__}"
+    return {"machine": machine, "kernels": forms(kernels), "spared": spared(kernels)}
 
 
 if __name__ == "__main__":
-    main()
+    gpu_model.main()

@@ -5,39 +5,38 @@
 A random Qwen3.5 of some 150M parameters in bf16, on one thread. *passes*: of 8 rows behind 256 tokens, with what takes
 the accepted ones in, in times of one that is accepted whole. *copy*: chains of 7 that know the text but for each eighth
 token. *wrong*: the adaptive n-gram drafter on a text of few words in random order, whose continuations are wrong. Sides
-take turns; in brackets least, median and most of all turns. Prints rows, then JSON on the last line.
+take turns; in brackets least, median and most of all turns.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvcli.engine.drafting.drafter import Drafter  # noqa: E402
-from kvcli.engine.engine import iterate_events, run, run_to_end  # noqa: E402
-from kvcli.engine.forward_request import ForwardRequest  # noqa: E402
-from kvcli.engine.hf.lm import LM, quiet  # noqa: E402
-from kvcli.engine.rows import Draft, Rows  # noqa: E402
-from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.engine.sequence.session import GenerationSession  # noqa: E402
-from kvcli.engine.stats import Step  # noqa: E402
-from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.methods.drafts.ngram import Ngram  # noqa: E402
-from kvcli.methods.drafts.off import Off  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.drafters import Scripted  # noqa: E402
+from kvcli.engine.drafting.drafter import Drafter
+from kvcli.engine.engine import iterate_events, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.hf.lm import LM, quiet
+from kvcli.engine.rows import Draft
+from kvcli.engine.rows import Rows as PassRows
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.engine.stats import Step
+from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.ngram import Ngram
+from kvcli.methods.drafts.off import Off
+from tests.bench.harness import Rows, in_turns, measurement, quotients, ran
+from tests.drafters import Scripted
 
 # so few words that n-grams of one token match, and are followed by something else
 VOCAB, CONTEXT, ROWS, ACCEPTED = 256, 256, 8, (8, 1, 2, 4, 6)
@@ -72,7 +71,7 @@ def build() -> LM:
     with quiet():
         lm = LM.of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), id="random hybrid")
         lm.install_kernels()
-    return lm
+    return ran(lm)
 
 
 def opened(lm: LM, prompt: list[int], drafter: Drafter | None = None) -> GenerationSession:
@@ -83,30 +82,25 @@ def opened(lm: LM, prompt: list[int], drafter: Drafter | None = None) -> Generat
 
 def passes(lm: LM, prompt: list[int], reps: int) -> list[dict[str, Any]]:
     text = opened(lm, prompt)
-    known, rows = text.states.now, Rows.chain(prompt[:ROWS], text.committed)
-    times: dict[int, list[float]] = {n: [] for n in ACCEPTED}
-    for rep in range(reps + 2):
-        for n in ACCEPTED:
-            text.states.now = known
-            began = time.perf_counter()
-            (made,) = run([ForwardRequest(lm, rows, text.cache, want=range(ROWS), states=text.states)])
-            assert made.fold is not None
-            made.fold(n)
-            if rep > 1:
-                times[n].append(time.perf_counter() - began)
-    whole = times[ROWS]
+    known, rows = text.states.now, PassRows.chain(prompt[:ROWS], text.committed)
+
+    def once(n: int) -> float:
+        text.states.now = known
+        began = time.perf_counter()
+        (made,) = run([ForwardRequest(lm, rows, text.cache, want=range(ROWS), states=text.states)])
+        assert made.fold is not None
+        made.fold(n)
+        return time.perf_counter() - began
+
+    times = in_turns({n: partial(once, n) for n in ACCEPTED}, reps, 2)
     return [
         {
             "what": f"{n} of {ROWS} accepted",
             "ms": round(1000 * statistics.median(times[n]), 2),
-            "times": spread([a / b for a, b in zip(times[n], whole, strict=True)]),
+            "times": quotients(times[n], times[ROWS], 3),
         }
         for n in ACCEPTED
     ]
-
-
-def spread(of: list[float]) -> list[float]:
-    return [round(x, 3) for x in (min(of), statistics.median(of), max(of))]
 
 
 def writing(lm: LM, name: str, prompt: list[int], new: int, reps: int) -> dict[str, Any]:
@@ -131,42 +125,27 @@ def writing(lm: LM, name: str, prompt: list[int], new: int, reps: int) -> dict[s
         "what": f"{name} beside plain",
         "ms": round(1000 * statistics.median(its) / new, 2),
         "plain ms": round(1000 * statistics.median(plain) / new, 2),
-        "times": spread([a / b for a, b in zip(plain, its, strict=True)]),
+        "times": quotients(plain, its, 3),
         "guesses": guesses,
         "accepted": taken,
         "different tokens": len({*truth.ids[len(prompt) :]}),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reps", type=int, default=9)
-    parser.add_argument("--new", type=int, default=48)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+@measurement(
+    "Guesses on a random hybrid of some 150M parameters, bf16",
+    columns=["what", "ms", "times", "guesses", "accepted"],
+    note="times: of a pass accepted whole, or tokens a second in those of plain decoding. ms: a pass or token",
+)
+def hybrid(reps: int = 9, new: int = 48) -> Rows:
     torch.set_num_threads(1)
-    about, lm = machine(), build()
+    lm = build()
     prompt = torch.randint(0, VOCAB, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
-        rows = passes(lm, prompt, args.reps)
-        rows.append(writing(lm, "copy", prompt, args.new, max(3, args.reps // 3)))
-        rows.append(writing(lm, "wrong", prompt, args.new, max(3, args.reps // 3)))
-    for row in rows:
-        print(row)
-    found = {
-        "title": f"Guesses on a random hybrid of {lm.info.parameters / 1e6:.0f}M parameters, bf16",
-        "machine": ", ".join(f"{key} {value}" for key, value in about.items()),
-        "command": f"python tests/bench/hybrid.py --reps {args.reps} --new {args.new}",
-        "columns": ["what", "ms", "times", "guesses", "accepted"],
-        "rows": rows,
-        "note": "times: of a pass accepted whole, or tokens a second in those of plain decoding. ms: a pass or token",
-        "backend": lm.info.backend,
-    }
-    text = json.dumps(found)
-    if args.out:
-        args.out.write_text(text, encoding="utf-8")
-    print(text)
+        yield from passes(lm, prompt, reps)
+        for name in ("copy", "wrong"):
+            yield writing(lm, name, prompt, new, max(3, reps // 3))
 
 
 if __name__ == "__main__":
-    main()
+    hybrid.main()

@@ -8,28 +8,26 @@
 Each side is held to its own plain decoding: that of the whole past in bf16, or of codes of 8 bits in halves.
 "accepted" is of guesses made in every pass, four in a row (adaptive off, no copies); "speed" with them, "paced" where
 the clock decides, both as a multiple of plain decoding, repetition by repetition. "bytes" are of keys and values with
-all that drafts take, over those of the whole past. Prints a table, then JSON on the last line.
+all that drafts take, over those of the whole past.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import kvcli  # noqa: E402
-from kvcli.bench.profile_side import ProfileSide  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from kvcli.settings.profile import Profile, load_profile  # noqa: E402
-from tests.bench.decode import build, machine, ours_of  # noqa: E402
+import kvcli
+from kvcli.bench.profile_side import ProfileSide
+from kvcli.chat.model import Model
+from kvcli.settings.profile import Profile, load_profile
+from tests.bench.harness import Rows, Words, measurement
+from tests.bench.random_model import build, ours_of
 
 HALVES = ["kv.split_codes=true"]
 SIDES: dict[str, tuple[str, list[str]]] = {  # profile, and settings beside those of drafting
@@ -48,34 +46,6 @@ SIDES: dict[str, tuple[str, list[str]]] = {  # profile, and settings beside thos
 }
 EVERY_PASS = {"adaptive": False, "copies": False, "branches": 1}
 PACED = {"adaptive": True, "copies": False}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", default="demo,random")
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--sides", help="parts of their names, with + between; without it all")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    wanted = [name for name in SIDES if not args.sides or any(part in name for part in args.sides.split("+"))]
-    found = []
-    for task in args.tasks.split(","):
-        model, prompts = demo() if task == "demo" else random(args.tokens)
-        print(f"\n{task}: {[len(p) for p in prompts]} tokens")
-        print(f"{'guesses over':42}accepted   bytes   speed   paced  same")
-        for name in wanted:
-            of = measure(model, prompts, *SIDES[name], args.new, args.reps)
-            found.append({"task": task, "guesses_over": name, **of})
-            figures = f"{of['accepted']:8.1%}{of['bytes']:8.2f}{of['speed']:8.2f}{of['paced']:8.2f}"
-            print(f"{name:42}{figures}  {of['same']}", flush=True)
-    command = " ".join(["python tests/bench/itself.py", *sys.argv[1:]]).partition(" --out")[0]
-    about = {"schema": "kvcli.bench.itself/1", "command": command, "environment": machine()}
-    result = json.dumps({**about, "rows": found})
-    if args.out:
-        args.out.write_text(result + "\n", encoding="utf-8")
-    print(result)
 
 
 def demo() -> tuple[Model, list[list[int]]]:
@@ -127,5 +97,23 @@ def under(model: Model, profile: Profile) -> ProfileSide:
     return ProfileSide(profile.name, model.with_profile(profile), torch.get_num_threads())
 
 
+@measurement(
+    "Guesses of the model itself: how many came true, bytes over those of the whole past, times plain decoding",
+    schema="kvcli.bench.itself/1",
+)
+def itself(
+    tasks: Words = ("demo", "random"),
+    tokens: int = 16384,
+    new: int = 64,
+    reps: int = 3,
+    sides: Annotated[str, "parts of their names, with + between; without it all"] = "",
+) -> Rows:
+    wanted = [name for name in SIDES if any(part in name for part in sides.split("+"))]
+    for task in tasks:
+        model, prompts = demo() if task == "demo" else random(tokens)
+        for name in wanted:
+            yield {"task": task, "guesses_over": name, **measure(model, prompts, *SIDES[name], new, reps)}
+
+
 if __name__ == "__main__":
-    main()
+    itself.main()

@@ -4,15 +4,13 @@
 
 Each round is two commands with a cache folder of their own, and two with nothing kept, by turns. Then, in one process
 and with a random model of 152M parameters: reading so many tokens against taking them from disk, first token to first
-token, and whether the logits are the same to the bit. Prints a table, then JSON on the last line.
+token, and whether the logits are the same to the bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,8 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.bench.harness import ROOT, Rows, measurement, spread
+from tests.bench.resume import resumed
 
 QUESTIONS = ("What is this document about?", "Which commands does it name?")
 
@@ -66,89 +65,29 @@ def commands(model: str, document: Path, reps: int) -> list[dict[str, Any]]:
             "side": side,
             "prompt": all_of[0]["prompt"],
             "cached": all_of[0]["cached"],
-            "first token, s": _of([each["first_token"] for each in all_of]),
-            "command, s": _of([each["wall_s"] for each in all_of]),
+            "first token, s": spread((each["first_token"] for each in all_of), 3),
+            "command, s": spread((each["wall_s"] for each in all_of), 3),
         }
         for side, all_of in found.items()
     ]
 
 
-def _of(times: list[float]) -> list[float]:
-    """Least, median, most."""
-    return [round(x, 3) for x in (min(times), statistics.median(times), max(times))]
-
-
-def resumed(n: int, reps: int) -> dict[str, Any]:
-    """Reading n tokens, and going on from what was kept of them."""
-    import torch
-
-    from kvcli import load
-    from kvcli.prefix_cache.prefix_cache import PrefixCache
-    from tests.bench.random_model import write
-
-    times: dict[str, list[float]] = {"read": [], "kept": [], "keeping": []}
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder, "random-152M"))
-        model = load(str(Path(folder, "random-152M")), "exact")
-        ids = torch.randint(10, 16_000, (n + 1,), generator=torch.Generator().manual_seed(1)).tolist()
-        said = {}
-        for i in range(reps + 1):
-            shelf = PrefixCache(Path(folder, f"kv{i}"), 1 << 34, model.lm)
-            for side in ("read", "kept"):
-                model.shelf = shelf if side == "kept" else None
-                with model.open() as text:
-                    turn = text.generate(ids, max_new_tokens=8, ignore_eos=True)
-                    said.setdefault(side, turn.ids)
-                    assert said[side] == turn.ids
-                    if side == "read":
-                        text.model.shelf = shelf
-                        began = time.perf_counter()
-                        assert not text.keep().why_not
-                        times["keeping"].append(time.perf_counter() - began)
-                    else:
-                        assert turn.stats.cached >= n - 1, turn.stats.cached
-                    times[side].append(turn.stats.first_token)
-        assert said["read"] == said["kept"]
-    median = {side: statistics.median(found[1:]) for side, found in times.items()}
-    named = {f"{side}_s": value for side, value in median.items()}
-    return {"tokens": n, **named, "gain": median["read"] / median["kept"]}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "design" / "drafting.md")
-    parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=8000)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-
-    from tests.bench.decode import machine
-
-    rows = commands(args.model, args.document.resolve(), args.reps)
-    for row in rows:
-        share = f"cached {row['cached']:>6,} of {row['prompt']:>6,}"
-        print(f"{row['side']:<22} {share}  first token {row['first token, s']} s  command {row['command, s']} s")
-    taken = resumed(args.tokens, max(1, args.reps // 2))
+@measurement("Read once")
+def kept(
+    model: str = "smollm2-135m",
+    document: Path = ROOT / "docs" / "design" / "drafting.md",
+    reps: int = 5,
+    tokens: int = 8000,
+) -> Rows:
+    yield from commands(model, document.resolve(), reps)
+    taken = resumed(tokens, max(1, reps // 2), "exact")
     said = (
         f"{taken['tokens']:,} tokens of random-152M: read {taken['read_s']:.2f} s, kept in {taken['keeping_s']:.2f} s, "
         f"taken from disk {taken['kept_s']:.3f} s, {taken['gain']:.0f} times sooner, the same tokens."
     )
-    print(said)
-    about = machine()
-    result = {
-        "title": "Read once",
-        "command": f"python tests/bench/kept.py --model {args.model} --reps {args.reps} --tokens {args.tokens}",
-        "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, commit {about['commit']}",
-        "document": args.document.name,
-        "note": f"In brackets: least and most of {args.reps} rounds. In one process, {said}",
-        "rows": rows,
-        "resumed": taken,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    note = f"In brackets: least and most of {reps} rounds. In one process, {said}"
+    return {"document": document.name, "note": note, "resumed": taken}
 
 
 if __name__ == "__main__":
-    main()
+    kept.main()

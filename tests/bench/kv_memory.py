@@ -5,30 +5,27 @@
 The random bf16 Llama of 152M parameters reads a text, each side in a process of its own. "keep" is a policy that leaves
 every head slots of its own, 0.4 to 1.6 times the share named, scattered over the text. Three figures a side: what the
 store says it has allocated, what torch's live tensors hold more than before the text was read, and how much the
-process has grown. Freed is what the side "full" has more. Prints a table, then JSON on the last line.
+process has grown. Freed is what the side "full" has more.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import json
-import multiprocessing
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.engine.engine import run_to_end  # noqa: E402
-from kvcli.engine.policy.policy import PerLayerPolicy  # noqa: E402
-from tests.bench.decode import build, machine, ours_of  # noqa: E402
+from kvcli.engine.engine import run_to_end
+from kvcli.engine.policy.policy import PerLayerPolicy
+from tests.bench.harness import Rows, Words, alone, measurement, picked
+from tests.bench.random_model import build, noise, opened, ours_of
 
 GOLDEN = 0.6180339887498949  # its multiples are spread evenly, so every head keeps just its share
 PACKED = {"k8v8": (8, 8), "k4v4": (4, 4), "k4v2": (4, 2)}  # bits of keys and values
@@ -80,20 +77,16 @@ def resident() -> int:
 
 
 def session(lm: Any, side: str, chunk: int) -> Any:
-    from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.methods.drafts.off import Off
-
     policy = Shares(int(side.removeprefix("keep")) / 100) if side.startswith("keep") else None
-    return GenerationSession(lm, store(lm, side), Off(), Sampler(), policy=policy, chunk=chunk, every=64)
+    return opened(lm, store(lm, side), policy=policy, chunk=chunk, every=64)
 
 
-def measure(side: str, n: int, chunk: int, pipe: Any) -> None:
+def measure(side: str, n: int, chunk: int) -> dict[str, Any]:
     """In a process of its own: read a text of n tokens and look at what is left."""
     from kvcli.kv.slots import nbytes
 
     lm = ours_of(build())
-    ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = noise(n)
     warm = session(lm, side, chunk)  # whatever is made once is made now
     run_to_end(warm.read(ids[: min(n, 2 * chunk)]))
     del warm
@@ -102,65 +95,32 @@ def measure(side: str, n: int, chunk: int, pipe: Any) -> None:
     run_to_end(one.read(ids))
     after = live(), resident()
     held = [int((one.cache.slots(layer).pos >= 0).sum()) for layer in range(lm.n_layers)]
-    pipe.send(
-        {
-            "side": side,
-            "slots": sum(held) / (lm.n_layers * lm.n_kv_heads * one.committed),
-            "counted": sum(nbytes(one.cache).values()),
-            "tensors": after[0] - before[0],
-            "process": after[1] - before[1],
-            "number": 2 * lm.n_kv_heads * lm.head_dim * lm.dtype.itemsize * lm.n_layers * one.committed,
+    return {
+        "side": side,
+        "slots": sum(held) / (lm.n_layers * lm.n_kv_heads * one.committed),
+        "counted": sum(nbytes(one.cache).values()),
+        "tensors": after[0] - before[0],
+        "process": after[1] - before[1],
+        "number": 2 * lm.n_kv_heads * lm.head_dim * lm.dtype.itemsize * lm.n_layers * one.committed,
+    }
+
+
+@measurement("Bytes of keys and values on a random 152M Llama", schema="kvcli.bench.kv_memory/1")
+def kv_memory(
+    tokens: int = 8192,
+    chunk: int = 1024,
+    only: Annotated[Words, "sides to measure; full comes first in any case"] = SIDES,
+) -> Rows:
+    picked(only, SIDES)
+    full = alone(measure, "full", tokens, chunk)
+    yield full
+    for side in (side for side in SIDES if side in only and side != "full"):
+        row = alone(measure, side, tokens, chunk)
+        yield row | {
+            "freed": {kind: round(1 - row[kind] / full[kind], 4) for kind in ("counted", "tensors", "process")}
         }
-    )
-
-
-def alone(side: str, n: int, chunk: int) -> dict[str, Any]:
-    spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    process = spawn.Process(target=measure, args=(side, n, chunk, there))
-    process.start()
-    there.close()  # a child that dies ends the wait
-    try:
-        return dict(here.recv())
-    except EOFError:
-        return {"side": side, "missing": "the side could not be measured; its error is above"}
-    finally:
-        process.join()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--chunk", type=int, default=1024)
-    parser.add_argument("--only", default=",".join(SIDES), help="sides to measure; full comes first in any case")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    only = args.only.split(",")
-    if unknown := set(only) - set(SIDES):
-        parser.error(f"no such side: {', '.join(sorted(unknown))}; there are {', '.join(SIDES)}")
-    before, rows = machine(), [alone("full", args.tokens, args.chunk)]
-    full = rows[0]
-    if "missing" in full:
-        sys.exit(full["missing"])
-    print(f"{args.tokens:,} tokens; keys and values alone are {full['number'] / 2**20:.1f} MiB")
-    print("side      slots   counted MiB   freed     live tensors MiB   freed     process MiB   freed")
-    for side in ("full", *(s for s in SIDES if s in only and s != "full")):
-        row = full if side == "full" else alone(side, args.tokens, args.chunk)
-        if side != "full":
-            rows.append(row)
-        if "missing" in row:
-            print(f"{side:8}  {row['missing']}")
-            continue
-        row["freed"] = {kind: round(1 - row[kind] / full[kind], 4) for kind in ("counted", "tensors", "process")}
-        told = "       ".join(
-            f"{row[kind] / 2**20:9.2f}   {row['freed'][kind]:6.1%}" for kind in ("counted", "tensors", "process")
-        )
-        print(f"{side:8} {row['slots']:6.1%}   {told}", flush=True)
-    result = {"schema": "kvcli.bench.kv_memory/1", "environment": before, "tokens": args.tokens, "rows": rows}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    return {"tokens": tokens}
 
 
 if __name__ == "__main__":
-    main()
+    kv_memory.main()

@@ -16,52 +16,49 @@ that may be lost. `--tasks` asks other questions, `--texts` of each, hidden in M
 from the full cache; what is found is told by task, with what the budget gives beside the best of all others at the same
 share.
 
-Every answer goes to `--partial` at once, so a run that was cut off goes on where it was. Counts do not depend on the
+Every answer goes to `--resume` at once, so a run that was cut off goes on where it was. Counts do not depend on the
 machine or its load; `ms` do: processor time of one thread, medians over texts, that compressing the text that was read
-took, and the pass that answers all four questions. Prints a table, then JSON on the last line.
+took, and the pass that answers all four questions.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli import load  # noqa: E402
-from kvcli.bench.texts import text_of  # noqa: E402
-from kvcli.engine.engine import run, run_to_end  # noqa: E402
-from kvcli.engine.forward_request import ForwardRequest  # noqa: E402
-from kvcli.engine.rows import Rows  # noqa: E402
-from kvcli.environment import Paths  # noqa: E402
-from kvcli.heads.request import ProbeRequest  # noqa: E402
-from kvcli.heads.run import probe  # noqa: E402
-from kvcli.heads.sample import ProbeSample, samples  # noqa: E402
-from kvcli.kv.slots import nbytes  # noqa: E402
-from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
-from kvcli.models import source  # noqa: E402
-from kvcli.models.fetch import stands_for  # noqa: E402
-from kvcli.models.gguf import convert  # noqa: E402
-from kvcli.quality.answer import kept  # noqa: E402
-from kvcli.quality.fingerprint import fingerprint  # noqa: E402
-from kvcli.quality.statistics import bootstrap  # noqa: E402
-from kvcli.quality.tasks import TASKS  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.bench.known import Known, Outcome  # noqa: E402
+from kvcli import load
+from kvcli.bench.texts import text_of
+from kvcli.engine.engine import run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.rows import Rows as PassRows
+from kvcli.environment import Paths
+from kvcli.heads.request import ProbeRequest
+from kvcli.heads.run import probe
+from kvcli.heads.sample import ProbeSample, samples
+from kvcli.kv.slots import nbytes
+from kvcli.methods.policies.fastgen.policy import FastGen
+from kvcli.models import source
+from kvcli.models.fetch import stands_for
+from kvcli.models.gguf import convert
+from kvcli.quality.answer import kept
+from kvcli.quality.fingerprint import fingerprint
+from kvcli.quality.statistics import bootstrap
+from kvcli.quality.tasks import TASKS
+from tests.bench.harness import Floats, Row, Rows, Words, belongs_to, measurement, once
 
 HELD_OUT = 5_000  # seed of the texts
 MAPPED = 1024  # tokens of the texts that the head map is made from
@@ -115,15 +112,16 @@ LOSES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)  # of worth
 FINE = 2**-10  # of T
 SINKS, NEWEST = 4, 64  # that lots leave alone
 
-Sides = Iterator[tuple[str, Outcome]]
-Answer = Callable[[dict[str, Any]], tuple[Outcome, Any]]  # changes of the profile -> what came of it, and the session
+Sides = Iterator[tuple[str, Row]]
+Answer = Callable[[dict[str, Any]], tuple[Row, Any]]  # changes of the profile -> what came of it, and the session
 
 
 def opened(name: str, cache: Path, settings: dict[str, object]) -> Any:
     """The model under `exact` with these settings. A GGUF file is unpacked to float32: so passes of many rows are three
     times as fast, and no rounding of weights or rows makes more of a difference than there is."""
     found = source.find(stands_for(name, Paths.of(os.environ).data))
-    return load(convert.convert_if_needed(found, "fp32", cache, packs=False), "exact", set=settings)
+    files = convert.convert_if_needed(found, "fp32", cache, packs=False)
+    return load(str(files.path), "exact", set=settings)
 
 
 class Text:
@@ -131,7 +129,7 @@ class Text:
 
     def __init__(self, model: Any, ids: list[int]) -> None:
         self.ids, self.n = ids, len(ids) - 1
-        self.rows = Rows.chain(self.ids[:-1], 0)
+        self.rows = PassRows.chain(self.ids[:-1], 0)
         (self._made,) = run(
             [ForwardRequest(model.lm, self.rows, model.new_session().cache, record_queries=range(self.n))]
         )
@@ -148,7 +146,7 @@ class Text:
         run_to_end(session.compress_cache("read"))
 
 
-def answered(model: Any, sample: ProbeSample, changes: dict[str, Any], text: Text | None = None) -> tuple[Outcome, Any]:
+def answered(model: Any, sample: ProbeSample, changes: dict[str, Any], text: Text | None = None) -> tuple[Row, Any]:
     """Read the text under a profile, then all questions in one pass behind it, of which nothing is stored."""
     session = model.with_profile(model.profile.replace(exactness="approx", **changes)).new_session()
     text = text or Text(model, sample.context)
@@ -159,7 +157,7 @@ def answered(model: Any, sample: ProbeSample, changes: dict[str, Any], text: Tex
     return found | {"ms": [round(1000 * s, 2) for s in (read - start, time.thread_time() - read)]}, session
 
 
-def asked(model: Any, sample: ProbeSample, session: Any) -> Outcome:
+def asked(model: Any, sample: ProbeSample, session: Any) -> Row:
     """All questions about the text that a session has read, in one pass of which nothing is stored."""
     rows, scored = sample.rows(), sample.scored()
     (made,) = run([ForwardRequest(model.lm, rows, session.cache, want=[row for row, _ in scored])])
@@ -177,6 +175,7 @@ def head_map(model: Any, path: Path) -> str:
     """The file of the model's own head map, made if it is not there."""
     if not path.exists():
         found = probe(model, ProbeRequest(probes=("ablate",), context=MAPPED, settings=FastGen(), seed=0))
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"heads": found.heads.tolist()}))
     return str(path)
 
@@ -205,7 +204,7 @@ def spent(name: str, share: float) -> dict[str, Any]:
     return {"memory": {"budget": f"{100 * share:.1f}%"}} if name == "budget" else {}
 
 
-def published(answer: Answer, share: float) -> Outcome:
+def published(answer: Answer, share: float) -> Row:
     """FastGen as published, with the lowest T at which its heads keep this share."""
     policy = {"name": "fastgen", "paper": True, "compression_interval": 1}
     _, session = answer({"policy": policy})
@@ -217,72 +216,72 @@ def published(answer: Answer, share: float) -> Outcome:
     return outcome | {"t": high}
 
 
-def sides(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
+def sides(answer: Answer, n: int, i: int, shares: Sequence[float], mapped: str) -> Sides:
     """All sides of one text of n tokens; those with a head map where there is one."""
-    yield "full", known.of(f"{i} full", lambda: answer({})[0])
+    yield "full", once(f"{i} full", lambda: answer({})[0])
     for name, (k, v) in BITS.items():
         change = {"kv": {"k_bits": k, "v_bits": v}}
-        yield name, known.of(f"{i} {name}", lambda change=change: answer(change)[0])
+        yield name, once(f"{i} {name}", lambda change=change: answer(change)[0])
     shipped = {"policy": {"name": "fastgen", "paper": True, "recovery": 0.95, "compression_interval": 1}}
-    yield "fastgen-paper T 0.95", known.of(f"{i} paper", lambda: answer(shipped)[0])
+    yield "fastgen-paper T 0.95", once(f"{i} paper", lambda: answer(shipped)[0])
     for share in shares:
         first = {"policy": {"name": "fastgen", "keep": share}}
-        ours = known.of(f"{i} fastgen {share}", lambda first=first: answer(first)[0])
+        ours = once(f"{i} fastgen {share}", lambda first=first: answer(first)[0])
         yield f"fastgen {percent(share)}", ours
         for name in RIVALS if mapped else RIVALS[1:]:
 
-            def make(name: str = name, share: float = ours["kept"]) -> Outcome:
+            def make(name: str = name, share: float = ours["kept"]) -> Row:
                 if name == "fastgen-paper":
                     return published(answer, share)
                 return answer({"policy": rival(name, share, n, i, mapped), **spent(name, share)})[0]
 
-            yield f"{name} {percent(share)}", known.of(f"{i} {name} {share}", make)
+            yield f"{name} {percent(share)}", once(f"{i} {name} {share}", make)
 
 
-def shared(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
+def shared(answer: Answer, n: int, i: int, shares: Sequence[float], mapped: str) -> Sides:
     """Methods by who shares the budget."""
     for share in shares:
         for name in SHARED:
             for alloc in ALLOCS:
                 policy = {"policy": {"name": name, "keep": share, "alloc": alloc}}
                 side = f"{name} {percent(share)} {alloc}"
-                yield side, known.of(f"{i} {side}", lambda policy=policy: answer(policy)[0])
+                yield side, once(f"{i} {side}", lambda policy=policy: answer(policy)[0])
 
 
-def moved(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
+def moved(answer: Answer, n: int, i: int, shares: Sequence[float], mapped: str) -> Sides:
     """Some policies by where goes what they do not keep, beside what keeps all."""
     whole: dict[str, dict[str, Any]] = {"full": {}, "recalled": READS, "in 4 bits": FOUR}
     for name, change in whole.items():
-        yield name, known.of(f"{i} {name}", lambda change=change: answer(change)[0])
+        yield name, once(f"{i} {name}", lambda change=change: answer(change)[0])
     for share in shares:
         for name in ("snap", "streaming", "random"):
             for way, more in MOVED.items():
                 change = {"policy": rival(name, share, n, i, mapped), **more}
                 change |= {"memory": {**more.get("memory", {}), "evicted": "demote"}} if more else {}
                 side = f"{name} {percent(share)} {way}"
-                yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
+                yield side, once(f"{i} {side}", lambda change=change: answer(change)[0])
         for method in ("minmax", "cluster", "lowrank"):
             change = {"policy": rival("snap", share, n, i, mapped), "memory": {"evicted": "demote"}}
-            change |= {"sparse": {"method": method, "floor": READS["recall"]["floor"]}}
+            change |= {"sparse": {"method": method, "floor": READS["sparse"]["floor"]}}
             side = f"snap {percent(share)} recalled by {method}"
-            yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
+            yield side, once(f"{i} {side}", lambda change=change: answer(change)[0])
         for way, more in {"dropped": {}, "in a file, recalled": FILE["memory"] | {"evicted": "demote"}}.items():
             spends = {"policy": {"name": "budget"}, "memory": {**spent("budget", share)["memory"], **more}}
             change = spends | (READS if more else {})
             side = f"budget {percent(share)} {way}"
-            yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
+            yield side, once(f"{i} {side}", lambda change=change: answer(change)[0])
 
 
-def field(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
+def field(answer: Answer, n: int, i: int, shares: Sequence[float], mapped: str) -> Sides:
     """Every policy that keeps a share of a text, and controls."""
     from kvcli.policies.scoring.topk import TopK
     from kvcli.settings.registry import registries
     from kvcli.settings.resolve import method_class
 
-    yield "full", known.of(f"{i} full", lambda: answer({})[0])
+    yield "full", once(f"{i} full", lambda: answer({})[0])
     for name, (k, v) in BITS.items():
         change = {"kv": {"k_bits": k, "v_bits": v}}
-        yield name, known.of(f"{i} {name}", lambda change=change: answer(change)[0])
+        yield name, once(f"{i} {name}", lambda change=change: answer(change)[0])
     found = {name: {"name": name} for name, of in registries()["policy"].items() if issubclass(method_class(of), TopK)}
     for share in shares:
         policies = {name: {**of, "keep": share} for name, of in (found | VARIANTS).items()}
@@ -290,26 +289,26 @@ def field(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
         policies |= {"fastgen + map": rival("fastgen + map", share, n, i, mapped)} if mapped else {}
         for name, policy in policies.items():
             side = f"{name} {percent(share)}"
-            yield side, known.of(f"{i} field {side}", lambda policy=policy: answer({"policy": policy})[0])
+            yield side, once(f"{i} field {side}", lambda policy=policy: answer({"policy": policy})[0])
         planned = {"policy": {"name": "budget"}, **spent("budget", share)}
         side = f"budget {percent(share)}"
-        yield side, known.of(f"{i} field {side}", lambda planned=planned: answer(planned)[0])
+        yield side, once(f"{i} field {side}", lambda planned=planned: answer(planned)[0])
 
 
-def formed(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
+def formed(answer: Answer, n: int, i: int, shares: Sequence[float], mapped: str) -> Sides:
     """Forms of old slots: of the same bits each, and of fewer numbers."""
-    yield "full", known.of(f"{i} full", lambda: answer({})[0])
+    yield "full", once(f"{i} full", lambda: answer({})[0])
     for name, change in FEWER.items():
-        yield name, known.of(f"{i} {name}", lambda change=change: answer(change)[0])
+        yield name, once(f"{i} {name}", lambda change=change: answer(change)[0])
     for k, v in ((4, 4), (4, 2), (2, 2)):
         for name, form in FORMS.items():
             change = {"kv": {"k_bits": k, "v_bits": v}, "kv_format": form}
-            yield f"{name} {k} + {v}", known.of(f"{i} {name} {k} {v}", lambda change=change: answer(change)[0])
+            yield f"{name} {k} + {v}", once(f"{i} {name} {k} {v}", lambda change=change: answer(change)[0])
 
 
-def losing(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
+def losing(answer: Answer, n: int, i: int, shares: Sequence[float], mapped: str) -> Sides:
     """What `memory.max_loss` takes and costs, by score, heads alike and weighed by their map."""
-    yield "full", known.of(f"{i} full", lambda: answer({})[0])
+    yield "full", once(f"{i} full", lambda: answer({})[0])
     maps = {"": "", " + map": mapped} if mapped else {"": ""}
     for score in ("kvzip", "snap"):
         for words, headmap in maps.items():
@@ -317,7 +316,7 @@ def losing(answer: Answer, n: int, i: int, shares: list[float], known: Known, ma
             for lose in LOSES:
                 change = policy | {"memory": {"max_loss": lose}}
                 side = f"{score}{words} lose {lose}"
-                yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
+                yield side, once(f"{i} {side}", lambda change=change: answer(change)[0])
 
 
 MODES = {  # what is compared, in the words of the title
@@ -329,7 +328,7 @@ MODES = {  # what is compared, in the words of the title
 }
 
 
-def row(name: str, found: list[Outcome], full: list[Outcome] | None, ours: list[Outcome] | None) -> dict[str, Any]:
+def row(name: str, found: list[Row], full: list[Row] | None, ours: list[Row] | None) -> dict[str, Any]:
     """One side, beside the full cache and, where it has a share to keep, beside FastGen."""
     right = [fmean(o["right"]) for o in found]
     out = {
@@ -347,14 +346,14 @@ def row(name: str, found: list[Outcome], full: list[Outcome] | None, ours: list[
     return out
 
 
-def less(found: list[Outcome], others: list[Outcome]) -> list[float]:
+def less(found: list[Row], others: list[Row]) -> list[float]:
     """By how much the others are right more often: the mean, between the ends of its interval."""
     by = [fmean(o["right"]) - fmean(f["right"]) for o, f in zip(others, found, strict=True)]
     low, high = bootstrap({"": by}, 0) or (fmean(by), fmean(by))
     return [round(x, 4) for x in (low, fmean(by), high)]
 
 
-def table(found: dict[str, list[Outcome]]) -> list[dict[str, Any]]:
+def table(found: dict[str, list[Row]]) -> list[dict[str, Any]]:
     """A row a side."""
     share = {name: name.rpartition(" ")[2] for name in found}
     rows = [
@@ -363,7 +362,7 @@ def table(found: dict[str, list[Outcome]]) -> list[dict[str, Any]]:
     return [{key: each[key] for key in each if any(other[key] is not None for other in rows)} for each in rows]
 
 
-def beside_best(found: dict[str, list[Outcome]]) -> dict[str, Any]:
+def beside_best(found: dict[str, list[Row]]) -> dict[str, Any]:
     """By share: which side but the budget is right most often, and by how much more than the budget."""
     out = {}
     for name, ours in found.items():
@@ -376,65 +375,60 @@ def beside_best(found: dict[str, list[Outcome]]) -> dict[str, Any]:
     return out
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--tasks", default="", help="of kvcli bench --quality that have one answer")
-    parser.add_argument("--texts", type=int, default=200)
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a text, answers included")
-    parser.add_argument("--shares", default="0.5,0.25", help="that FastGen keeps")
-    for mode, (_, words) in MODES.items():
-        parser.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, help=f"compare {words}")
-    parser.add_argument("--part", default="1/1", help="K/N: each Nth text from the Kth on; parts share one --partial")
-    parser.add_argument("--partial", type=Path, help="file that holds what is known so far")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+@measurement(
+    "Right answers about held-out texts of {length} tokens of {model}",
+    note="In brackets: 95 % intervals, a paired bootstrap over texts. kept: slots; kv mib: what is allocated, device "
+    "mib: but for files and host memory.",
+    is_counts=True,
+)
+def kv_quality(
+    model: str = "demo",
+    tasks: Annotated[Words, "of kvcli bench --quality that have one answer"] = (),
+    texts: int = 200,
+    length: Annotated[int, "tokens of a text, answers included"] = 2048,
+    shares: Annotated[Floats, "that FastGen keeps"] = (0.5, 0.25),
+    allocs: bool = False,
+    moved: bool = False,
+    forms: bool = False,
+    field: bool = False,
+    losing: bool = False,
+    part: Annotated[str, "K/N: each Nth text from the Kth on; parts share one --resume"] = "1/1",
+) -> Rows:
+    chosen = {"allocs": allocs, "moved": moved, "forms": forms, "field": field, "losing": losing}
+    mode = next((name for name, is_chosen in chosen.items() if is_chosen), "")
+    compared, what = MODES.get(mode, (sides, "at equal memory"))
     cache = Path(tempfile.gettempdir(), "kvcli-kv-quality")
-    model = opened(args.model, cache, {})
-    asked = f"{fingerprint(model)} {args.length} {HELD_OUT} {args.tasks}"
-    known = Known(args.partial or cache / f"{sha256(asked.encode()).hexdigest()[:12]}.jsonl")
-    is_mapped = not args.tasks and args.mode not in ("moved", "forms")
-    mapped = head_map(model, known.path.with_suffix(".map.json")) if is_mapped else ""
-    asked_of = samples(model, args.texts, args.length, HELD_OUT) if not args.tasks else []
-    for task in filter(None, args.tasks.split(",")):
-        asked_of += samples(model, args.texts, args.length, HELD_OUT, text_of("prose"), TASKS[task])
-    found: dict[str, list[Outcome]] = {}
-    by_task: dict[str, dict[str, list[Outcome]]] = {}
-    shares = [float(share) for share in args.shares.split(",")]
-    part, of = map(int, args.part.split("/"))
+    loaded = opened(model, cache, {})
+    key = sha256(f"{fingerprint(loaded)} {length} {HELD_OUT} {','.join(tasks)}".encode()).hexdigest()[:12]
+    belongs_to(key)
+    mapped = head_map(loaded, cache / f"{key}.map.json") if not tasks and mode not in ("moved", "forms") else ""
+    asked_of = samples(loaded, texts, length, HELD_OUT) if not tasks else []
+    for task in tasks:
+        asked_of += samples(loaded, texts, length, HELD_OUT, text_of("prose"), TASKS[task])
+    found: dict[str, list[Row]] = {}
+    by_task: dict[str, dict[str, list[Row]]] = {}
+    number, of = map(int, part.split("/"))
     for i, sample in enumerate(asked_of):
-        if i % of != part - 1:
+        if i % of != number - 1:
             continue
-        text = lru_cache(1)(lambda sample=sample: Text(model, sample.context))  # not run where everything is known
-        answer = lambda changes, sample=sample, text=text: answered(model, sample, changes, text())  # noqa: E731
-        asked_for = MODES[args.mode][0] if args.mode else sides
-        each = asked_for(answer, len(sample.context) - 1, i, shares, known, mapped)
-        of_task = by_task.setdefault(args.tasks.split(",")[i // args.texts], {})
-        for side, outcome in each:
+        text = lru_cache(1)(lambda sample=sample: Text(loaded, sample.context))  # not run where everything is known
+        answer = lambda changes, sample=sample, text=text: answered(loaded, sample, changes, text())  # noqa: E731
+        of_task = by_task.setdefault((tasks or ("facts",))[i // texts], {})
+        for side, outcome in compared(answer, len(sample.context) - 1, i, shares, mapped):
             found.setdefault(side, []).append(outcome)
             of_task.setdefault(side, []).append(outcome)
         print(f"\r{i + 1} of {len(asked_of)} texts", end="", file=sys.stderr, flush=True)
-    rows = table(found)
-    for each in rows:
+    for each in table(found):
         if len(by_task) > 1:
             each |= {task: round(fmean(fmean(o["right"]) for o in of[each["side"]]), 3) for task, of in by_task.items()}
-        print(json.dumps(each))
-    best = {task or "facts": beside_best(of) for task, of in by_task.items()}
-    about, what = machine(), MODES[args.mode][1] if args.mode else "at equal memory"
-    result = {
-        "title": f"Right answers about {len(asked_of)} held-out texts of {args.length} tokens, {what}",
-        "machine": f"torch {about['torch']}, commit {about['commit']}",
-        "command": " ".join(["python tests/bench/kv_quality.py", *sys.argv[1:]]).partition(" --out")[0],
-        "rows": rows,
-        "note": "In brackets: 95 % intervals, a paired bootstrap over texts. kept: slots; kv mib: what is allocated, "
-        "device mib: but for files and host memory.",
+        yield each
+    best = {task: beside_best(of) for task, of in by_task.items()}
+    return {
+        "title": f"Right answers about {len(asked_of)} held-out texts of {length} tokens, {what}",
         "t": {side: sorted(o["t"] for o in each) for side, each in found.items() if "t" in each[0]},
         "best": best if any(best.values()) else {},
     }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main()
+    kv_quality.main()

@@ -6,34 +6,33 @@ The random bf16 Llama of 152M parameters; each side's store is filled directly w
 many slots as asked for. Per repetition each side decodes `--steps` tokens, boundaries every 64 tokens included, then
 the next side does, the first one another time; then passes of 1 row and of `--rows` rows that are not kept. Times over
 those of "dense" of the same repetition: least, median, most. "recall" sides read a part, by the settings of the profile
-`max-context`; on their noise no page is better than another. Prints a table, then JSON on the last line.
+`max-context`; on their noise no page is better than another.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import fmean, median
+from typing import Annotated, Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.engine.engine import run_to_end  # noqa: E402
-from kvcli.kv.cache.level import TierLevel  # noqa: E402
-from kvcli.kv.cache.tiered_cache import TieredCache  # noqa: E402
-from kvcli.kv.slots import Slots, nbytes  # noqa: E402
-from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.kv.tiers.disk import DiskTier  # noqa: E402
-from kvcli.kv.tiers.quantized import QuantizedTier  # noqa: E402
-from kvcli.settings.profile import load_profile  # noqa: E402
-from tests.bench.decode import build, machine, ours_of  # noqa: E402
+from kvcli.engine.engine import run_to_end
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.slots import Slots, nbytes
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.disk import DiskTier
+from kvcli.kv.tiers.quantized import QuantizedTier
+from kvcli.settings.profile import load_profile
+from tests.bench.harness import Rows, Words, in_turns, measurement, picked, quotients, spread
+from tests.bench.random_model import build, opened, ours_of
 
 RESIDUAL, GROUP, SINKS = 128, 64, 4  # slots that stay in full beside what is packed, and slots that are packed at once
 EVERY = 64  # tokens between two boundaries
@@ -68,7 +67,7 @@ def on_disk(recall: str) -> Callable[[Any], Any]:
 def recalled(recall: str) -> Callable[[Any], Any]:
     def make(lm: Any) -> Any:
         store = dense(lm)
-        return settings(recall).over(store, store, lm.sights)
+        return settings(recall).bind(store, store, lm.sights)
 
     return make
 
@@ -101,10 +100,6 @@ USUAL = ("dense", "k8v8", "keep25", "two", "k4v4", "k4v2")
 
 def session(lm: Any, side: str, n: int) -> Any:
     """A session that has n slots of noise stored and one token pending."""
-    from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.methods.drafts.off import Off
-
     kv, noise = SIDES[side](lm), torch.Generator().manual_seed(0)
     for layer in range(lm.n_layers):
         k, v = (torch.randn(lm.n_kv_heads, n, lm.head_dim, generator=noise).to(lm.dtype) for _ in "kv")
@@ -112,7 +107,7 @@ def session(lm: Any, side: str, n: int) -> Any:
         if side == "keep25":
             share = torch.tensor([QUARTER[j % len(QUARTER)] for j in range(lm.n_kv_heads)]).unsqueeze(1)
             kv.keep(layer, torch.rand(lm.n_kv_heads, n, generator=noise) < share)
-    made = GenerationSession(lm, kv, Off(), Sampler(), every=EVERY)
+    made = opened(lm, kv, every=EVERY)
     made.ids = torch.randint(8, lm.vocab, (n + 1,), generator=noise).tolist()
     made.committed = n
     run_to_end(made.compress_cache())
@@ -141,59 +136,35 @@ def pass_seconds(session: Any, rows: int) -> float:
     return time.perf_counter() - began
 
 
-def spread(values: list[float]) -> list[float]:
-    return [round(x, 5) for x in (min(values), statistics.median(values), max(values))]
-
-
-def measure(lm: Any, sides: list[str], n: int, steps: int, reps: int, rows: int) -> list[dict[str, Any]]:
-    sessions = {side: session(lm, side, n) for side in sides}
-    times: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
-    for rep in range(reps + 1):
-        for side in sides[rep % len(sides) :] + sides[: rep % len(sides)]:
-            each = step_seconds(sessions[side], steps)
-            passes = [[pass_seconds(sessions[side], m) for _ in range(5)] for m in (1, rows)]
-            if not rep:  # a warm-up
-                continue
-            found = {"step": statistics.median(each), "with_boundaries": statistics.mean(each)}
-            found |= {f"rows{m}": statistics.median(p) for m, p in zip((1, rows), passes, strict=True)}
-            for name, seconds in found.items():
-                times[side].setdefault(name, []).append(seconds)
-    first = times[sides[0]]
-    found_rows = []
-    for side, seconds in times.items():
-        row: dict[str, Any] = {"side": side, "mib": round(sum(nbytes(sessions[side].cache).values()) / 2**20, 1)}
-        for name, values in seconds.items():
-            row[f"{name}_ms"] = [round(1000 * x, 3) for x in spread(values)]
-            row[f"{name}_speedup"] = spread([a / b for a, b in zip(first[name], values, strict=True)])
-        found_rows.append(row)
-    return found_rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slots", type=int, default=16384)
-    parser.add_argument("--steps", type=int, default=EVERY + 2)
-    parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--only", default=",".join(USUAL), help="the first one is what the others are held against")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    about = machine()
+@measurement(
+    "Decoding over {slots:,} stored tokens on a random 152M Llama, by how they are stored",
+    schema="kvcli.bench.kv_speed/1",
+)
+def kv_speed(
+    slots: int = 16384,
+    steps: int = EVERY + 2,
+    reps: int = 5,
+    rows: int = 8,
+    only: Annotated[Words, "the first one is what the others are held against"] = USUAL,
+) -> Rows:
     lm = ours_of(build())
-    print(f"{about['threads']} threads, load {about['load_average']}, {args.slots:,} slots")
-    rows = measure(lm, args.only.split(","), args.slots, args.steps, args.reps, args.rows)
-    many = f"rows{args.rows}"
-    print(
-        f"side            MiB     ms a token   over {rows[0]['side']} (least median most)   {args.rows} rows (the same)"
-    )
-    for row in rows:
-        ratio, eight = ("  ".join(f"{x:.2f}" for x in row[f"{k}_speedup"]) for k in ("step", many))
-        print(f"{row['side']:14} {row['mib']:6.1f}   {row['step_ms'][1]:7.2f}      {ratio}                 {eight}")
-    result = {"schema": "kvcli.bench.kv_speed/1", "environment": about, "slots": args.slots, "rows": rows}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    sessions = {side: session(lm, side, slots) for side in picked(only, SIDES)}
+
+    def once(side: str) -> dict[str, float]:
+        each = step_seconds(sessions[side], steps)
+        passes = {f"rows{m}": median(pass_seconds(sessions[side], m) for _ in range(5)) for m in (1, rows)}
+        return {"step": median(each), "with_boundaries": fmean(each), **passes}
+
+    found = in_turns({side: partial(once, side) for side in only}, reps)
+    for side, each in found.items():
+        row: dict[str, Any] = {"side": side, "mib": round(sum(nbytes(sessions[side].cache).values()) / 2**20, 1)}
+        for name in each[0]:
+            first, mine = ([one[name] for one in found[which]] for which in (only[0], side))
+            row[f"{name}_ms"] = spread([1000 * x for x in mine], 3)
+            row[f"{name}_speedup"] = quotients(first, mine)
+        yield row
+    return {"slots": slots}
 
 
 if __name__ == "__main__":
-    main()
+    kv_speed.main()

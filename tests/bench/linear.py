@@ -1,4 +1,4 @@
-"""Linear layers: the native kernels, torch's, and reading the same bytes. Milliseconds of one thread; last line JSON.
+"""Linear layers: the native kernels, torch's, and reading the same bytes. Milliseconds of one thread.
 
 python tests/bench/linear.py [--shapes 4096x4096] [--rows 1,2,4] [--kinds bf16,int8,int4] [--levels all] [--reps 15]
 
@@ -8,14 +8,14 @@ they come from memory. `reads` is the share of the bandwidth of a plain sum that
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
-from itertools import cycle
+from functools import partial
+from itertools import cycle, product
 from pathlib import Path
+from statistics import median
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -26,49 +26,10 @@ from kvcli.kernels import native as built
 from kvcli.kernels.linear import linear, pack
 from kvcli.kernels.linear_blocked import block, linear_blocked
 from kvcli.kernels.linear_quantized import cpu, group_of, panels, reference
+from tests.bench.harness import Ints, Rows, Words, in_turns, measurement, picked
 
 FRESH = 128 << 20  # bytes of weights in turns, more than the caches hold
 Side = Callable[[Tensor], object]
-
-
-def main() -> None:
-    ask = argparse.ArgumentParser()
-    ask.add_argument("--shapes", default="1024x1024,4096x4096,12288x4096,4096x12288")
-    ask.add_argument("--rows", default="1,2,4,8,16,64,512")
-    ask.add_argument("--kinds", default="bf16,int8,int4")
-    ask.add_argument("--levels", default="", help="all: lesser kinds of CPU too")
-    ask.add_argument("--reps", type=int, default=15)
-    args = ask.parse_args()
-    torch.set_num_threads(1)
-    assert built.levels(), built.why_not()
-    levels = built.levels() if args.levels == "all" else built.levels()[-1:]
-    memory = torch.zeros(FRESH // 8, dtype=torch.int64)
-    table = []
-    for shape in args.shapes.split(","):
-        n, k = map(int, shape.split("x"))
-        for kind in args.kinds.split(","):
-            nbytes, sides = SIDES[kind](n, k, levels)
-            for rows in map(int, args.rows.split(",")):
-                x = torch.randn(rows, k).bfloat16()
-                reps = max(3, args.reps if rows < 100 else args.reps // 4)
-                took = in_turns({"sum": lambda x: memory.sum(), **sides}, x, reps)
-                whole = took.pop("sum") * nbytes / FRESH
-                row = {"shape": shape, "kind": kind, "rows": rows} | {s: round(t * 1e3, 3) for s, t in took.items()}
-                row |= {"gain": round(took["torch"] / took[levels[-1]], 2), "reads": round(whole / took[levels[-1]], 2)}
-                table.append(row)
-                print(row, flush=True)
-    print(json.dumps({"torch": torch.__version__, "levels": levels, "table": table}))
-
-
-def in_turns(sides: dict[str, Side], x: Tensor, reps: int) -> dict[str, float]:
-    """Median seconds of each."""
-    took: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(reps + 2):
-        for name, side in sides.items():
-            start = time.thread_time()
-            side(x)
-            took[name].append(time.thread_time() - start)
-    return {name: statistics.median(times[2:]) for name, times in took.items()}
 
 
 def _weights(n: int, k: int, nbytes: int) -> list[Tensor]:
@@ -108,5 +69,39 @@ def _rounded(w: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
 
 SIDES = {"bf16": _bf16, "int8": _packed(8), "int4": _packed(4)}
 
+
+@measurement("Milliseconds of linear layers on one thread")
+def linears(
+    shapes: Words = ("1024x1024", "4096x4096", "12288x4096", "4096x12288"),
+    rows: Ints = (1, 2, 4, 8, 16, 64, 512),
+    kinds: Words = ("bf16", "int8", "int4"),
+    levels: Annotated[str, "all: lesser kinds of CPU too"] = "",
+    reps: int = 15,
+) -> Rows:
+    torch.set_num_threads(1)
+    assert built.levels(), built.why_not()
+    chosen = built.levels() if levels == "all" else built.levels()[-1:]
+    memory = torch.zeros(FRESH // 8, dtype=torch.int64)
+    for shape, kind in product(shapes, picked(kinds, SIDES)):
+        n, k = map(int, shape.split("x"))
+        nbytes, sides = SIDES[kind](n, k, chosen)
+        for m in rows:
+            x = torch.randn(m, k).bfloat16()
+            works = {"sum": lambda _: memory.sum(), **sides}
+            turns = max(3, reps if m < 100 else reps // 4)
+            found = in_turns({name: partial(cpu_seconds, work, x) for name, work in works.items()}, turns, 2)
+            took = {name: median(each) for name, each in found.items()}
+            whole = took.pop("sum") * nbytes / FRESH
+            row = {"shape": shape, "kind": kind, "rows": m} | {s: round(t * 1e3, 3) for s, t in took.items()}
+            best = took[chosen[-1]]
+            yield row | {"gain": round(took["torch"] / best, 2), "reads": round(whole / best, 2)}
+
+
+def cpu_seconds(work: Side, x: Tensor) -> float:
+    start = time.thread_time()
+    work(x)
+    return time.thread_time() - start
+
+
 if __name__ == "__main__":
-    main()
+    linears.main()

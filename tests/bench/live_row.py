@@ -4,33 +4,31 @@
 
 Three sides: `silent` takes the events and shows nothing, `off` is --stats off (the answer alone), `live` the default.
 The renderer's own CPU time is counted inside its calls, by thread, so it means something on a busy machine too.
-Prints a table, then JSON on the last line.
+
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import pty
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, TextIO
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.api import End  # noqa: E402
-from kvcli.render.terminal.screen import Screen  # noqa: E402
-from kvcli.render.terminal.terminal import Terminal  # noqa: E402
-from kvcli.render.turn.status_row import RowOptions  # noqa: E402
-from kvcli.render.turn.turn_view import TurnView  # noqa: E402
+from kvcli.api import End
+from kvcli.render.terminal.screen import Screen
+from kvcli.render.terminal.terminal import Terminal
+from kvcli.render.turn.status_row import RowOptions
+from kvcli.render.turn.turn_view import TurnView
+from tests.bench.harness import Rows, in_turns, measurement
 
 SIDES = ("silent", "off", "live")
 
@@ -86,48 +84,28 @@ def one_turn(model: Any, prompt: list[int], new: int, side: str, stream: TextIO)
     return result
 
 
-def measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+def measure(name: str, new: int, reps: int) -> dict[str, list[dict[str, float]]]:
     import kvcli
 
-    rounds: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    with kvcli.load(args.model, set={"sample.temperature": 0.0}) as model, terminal() as stream:
+    with kvcli.load(name, set={"sample.temperature": 0.0}) as model, terminal() as stream:
         prompt = model.encode("Write about the wells of Bethden.")
-        one_turn(model, prompt, args.new, "silent", stream)
-        for i in range(args.reps):
-            for side in SIDES[i % 3 :] + SIDES[: i % 3]:
-                rounds[side].append(one_turn(model, prompt, args.new, side, stream))
-    return rounds
+        one_turn(model, prompt, new, "silent", stream)
+        return in_turns({side: partial(one_turn, model, prompt, new, side, stream) for side in SIDES}, reps, 0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--reps", type=int, default=7)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    rounds = measure(args)
-    rows = []
+@measurement("What the live row costs")
+def live_row(model: str = "demo", new: int = 128, reps: int = 7) -> Rows:
+    rounds = measure(model, new, reps)
     for side in SIDES:
         speeds = [r["tok_s"] for r in rounds[side]]
         pairs = [r["tok_s"] / s["tok_s"] for r, s in zip(rounds[side], rounds["silent"], strict=True)]
-        row: dict[str, Any] = {"side": side, "tok_s": statistics.median(speeds), "lowest": min(speeds)}
-        row |= {"highest": max(speeds), "of_silent": statistics.median(pairs)}
+        row: dict[str, Any] = {"side": side, "tok_s": median(speeds), "lowest": min(speeds)}
+        row |= {"highest": max(speeds), "of_silent": median(pairs)}
         if side != "silent":
-            row["cpu_share"] = statistics.median(r["share"] for r in rounds[side])
-            row["ms_a_tick"] = statistics.median(1e3 * r["cpu_s"] / max(1, r["ticks"]) for r in rounds[side])
-        rows.append(row)
-        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{v:<6}" for k, v in row.items()))
-    result = {
-        "title": "What the live row costs",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "command": f"python tests/bench/live_row.py --model {args.model} --new {args.new} --reps {args.reps}",
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+            row["cpu_share"] = median(r["share"] for r in rounds[side])
+            row["ms_a_tick"] = median(1e3 * r["cpu_s"] / max(1, r["ticks"]) for r in rounds[side])
+        yield row
 
 
 if __name__ == "__main__":
-    main()
+    live_row.main()

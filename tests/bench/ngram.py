@@ -7,26 +7,25 @@ Profiles `exact` and `ngram` on the same weights, each turn in a session that kn
   lookup   the demo model answers a question about a report of 3,000 tokens
   noise    the demo model at temperature 3: nothing to copy, and passes so short that drafting costs most
   random   a random Llama of 152M parameters at temperature 1: nothing to copy, passes as long as a real model's
-Ratios are of decoding time for the same text. Prints a table, then JSON on the last line.
+Ratios are of decoding time for the same text.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import kvcli  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
+import kvcli
+from kvcli.chat.model import Model
+from tests.bench.harness import Rows, in_turns, measurement, quotients
+from tests.bench.random_model import build, ours_of
 
 
 @dataclass(frozen=True)
@@ -79,53 +78,31 @@ def same_in_fp32(task: Task) -> bool:
 
 
 def measure(task: Task, reps: int) -> dict[str, Any]:
-    ratios, same = [], True
-    for _ in range(reps):
-        plain, want, _ = decode(task, "exact")
-        drafted, got, stats = decode(task, "ngram")
-        ratios.append(plain / drafted)
-        same &= want == got
+    found = in_turns({profile: partial(decode, task, profile) for profile in ("exact", "ngram")}, reps)
+    plain, want, _ = found["exact"][-1]
+    _, got, stats = found["ngram"][-1]
     passes = sum(s.passes for s in stats)
-    drafted_passes = sum(s.drafted_passes for s in stats)
     return {
         "task": task.name,
         "tokens": len(want),
-        "speedup": spread(ratios),
+        "speedup": quotients(*([spent for spent, _, _ in each] for each in found.values())),
         "tokens_per_pass": round(len(got) / passes, 3),
-        "drafted_share": round(drafted_passes / passes, 3),
-        "same": same,
+        "drafted_share": round(sum(s.drafted_passes for s in stats) / passes, 3),
+        "same": all(a[1] == b[1] for a, b in zip(*found.values(), strict=True)),
         "same_fp32": same_in_fp32(task),
         "ms_per_token_plain": round(1000 * plain / len(want), 3),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    before = machine()
+@measurement("Drafting, times the speed of plain decoding", schema="kvcli.bench.ngram/1")
+def ngram(reps: int = 5) -> Rows:
     demo = kvcli.load("demo", profile="exact")
     demo32 = kvcli.load("demo", profile="exact", set={"load.dtype": "fp32"})
     random = Model(ours_of(build()), demo.tokenizer, demo.profile)
     random32 = Model(ours_of(build().float()), demo.tokenizer, demo32.profile)
-    print("task     tokens   speedup (min med max)   tokens/pass   drafted   same text bf16, fp32   ms/token plain")
-    found = []
     for task in tasks(demo, random, demo32, random32):
-        decode(task, "ngram")  # warm-up
-        row = measure(task, args.reps)
-        found.append(row)
-        speed = "  ".join(f"{x:.3f}" for x in row["speedup"])
-        print(
-            f"{row['task']:8} {row['tokens']:6}   {speed}     {row['tokens_per_pass']:.2f}          "
-            f"{row['drafted_share']:.0%}       {row['same']}, {row['same_fp32']}   {row['ms_per_token_plain']}",
-            flush=True,
-        )
-    result = {"schema": "kvcli.bench.ngram/1", "environment": before, "rows": found}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+        yield measure(task, reps)
 
 
 if __name__ == "__main__":
-    main()
+    ngram.main()

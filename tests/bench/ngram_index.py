@@ -1,14 +1,14 @@
-"""What looking up the end of a text costs: building, searching and drafting by length of text; last line JSON.
+"""What looking up the end of a text costs: building, searching and drafting by length of text.
 
-python tests/bench/ngram_index.py [FILE ...]     texts to index, by default the standard library's own source
+python tests/bench/ngram_index.py [--files FILE,FILE]     texts to index, by default the standard library's own source
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -16,40 +16,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.drafts.sources.suffix_index import SuffixIndex
 from kvcli.methods.drafts.ngram import Ngram
+from tests.bench.harness import Rows, Words, measurement, seconds
 
 LENGTHS = (1_024, 16_384, 131_072)  # tokens
 PLACES = 300  # points at which the text is searched
-
-
-def main() -> None:
-    text = tokens(sys.argv[1:], max(LENGTHS) + 16 * PLACES)
-    table = []
-    print("  tokens   build us/token   append us/token   bytes/token   search us   90 %   propose us   90 %   undo ms")
-    for n in LENGTHS:
-        row = measure(text, n)
-        table.append(row)
-        print(
-            f"{n:8d} {row['build_us']:13.2f} {row['append_us']:17.2f} {row['bytes']:15.1f} {row['search_us']:12.0f}"
-            f" {row['search_us_p90']:6.0f} {row['propose_us']:10.0f} {row['propose_us_p90']:8.0f} {row['undo_ms']:9.2f}"
-        )
-    print(json.dumps({"benchmark": "ngram_index", "words": len(set(text)), "rows": table}))
 
 
 def measure(text: list[int], n: int) -> dict[str, float]:
     builds, undos = [], []
     for _ in range(5):
         index = SuffixIndex()
-        builds.append(seconds(index.extend, text[:n]))
-        undos.append(seconds(index.truncate, n - n // 8))
+        builds.append(seconds(partial(index.extend, text[:n])))
+        undos.append(seconds(partial(index.truncate, n - n // 8)))
         index.extend(text[n - n // 8 : n])
     held = index.nbytes / n
     drafter = Ngram(adaptive=False).drafter()
     drafter.start(text[:n])
     appends, searches, proposals = [], [], []
     for i in range(n, n + PLACES):
-        appends.append(seconds(index.extend, text[i : i + 1]))
+        appends.append(seconds(partial(index.extend, text[i : i + 1])))
         searches.append(seconds(index.find))
-        proposals.append(seconds(drafter.propose, text[: i + 1], 64))
+        proposals.append(seconds(partial(drafter.propose, text[: i + 1], 64)))
     return {
         "tokens": n,
         "build_us": min(builds) / n * 1e6,
@@ -63,13 +50,7 @@ def measure(text: list[int], n: int) -> dict[str, float]:
     }
 
 
-def seconds(call: object, *args: object) -> float:
-    start = time.perf_counter()
-    call(*args)  # type: ignore[operator]
-    return time.perf_counter() - start
-
-
-def tokens(files: list[str], n: int) -> list[int]:
+def tokens(files: Sequence[str], n: int) -> list[int]:
     """At least `n` words, numbered as they appear: letters, digits, blanks and single marks."""
     paths = [Path(f) for f in files] or sorted(Path(re.__file__).parents[1].glob("*.py"))
     number: dict[str, int] = {}
@@ -82,5 +63,13 @@ def tokens(files: list[str], n: int) -> list[int]:
     raise SystemExit(f"{len(text)} words in these files, {n} are needed: name more files")
 
 
+@measurement("Looking up the end of a text: microseconds by length")
+def ngram_index(files: Words = ()) -> Rows:
+    text = tokens(files, max(LENGTHS) + 16 * PLACES)
+    for n in LENGTHS:
+        yield measure(text, n)
+    return {"words": len(set(text))}
+
+
 if __name__ == "__main__":
-    main()
+    ngram_index.main()

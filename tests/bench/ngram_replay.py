@@ -1,4 +1,4 @@
-"""What n-gram drafting would gain on answers that a model wrote, at given costs of rows; last line JSON.
+"""What n-gram drafting would gain on answers that a model wrote, at given costs of rows.
 
     python tests/bench/ngram_replay.py [--model smollm2-135m] [--ctx 1200] [--new 200] [--out FILE]
 
@@ -8,23 +8,20 @@ replayed under several settings. Pass times are pretended, so the figures follow
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli import load  # noqa: E402
-from kvcli.bench.workloads import prompt_of  # noqa: E402
-from kvcli.environment import Paths  # noqa: E402
-from kvcli.methods.drafts.ngram import Ngram  # noqa: E402
-from kvcli.models.fetch import stands_for  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.drafts.conftest import PLAIN, Engine  # noqa: E402
+from kvcli import load
+from kvcli.bench.workloads import prompt_of
+from kvcli.environment import Paths
+from kvcli.methods.drafts.ngram import Ngram
+from kvcli.models.fetch import stands_for
+from tests.bench.harness import Rows, measurement
+from tests.drafts.conftest import PLAIN, Engine
 
 COSTS: dict[str, Callable[[int], float]] = {  # rows -> plain passes
     "nearly free up to 8": lambda rows: 1 + 0.02 * (rows - 1) if rows <= 8 else 1.3 + 0.06 * (rows - 8),
@@ -39,30 +36,6 @@ CONFIGS = {
 }
 TEMPERATURES = (0.0, 0.8)
 REAL = ("prose", "code", "manual", "article", "rewrite", "translate", "talk")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--ctx", type=int, default=1200)
-    parser.add_argument("--new", type=int, default=200)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-
-    rows = []
-    for temperature in TEMPERATURES:
-        answers = written(args.model, temperature, args.ctx, args.new)
-        for of_row, cost in COSTS.items():
-            for settings, config in CONFIGS.items():
-                known = {"temperature": temperature, "a further row": of_row, "settings": settings}
-                rows.append(known | replayed(answers, config, cost))
-                print("  ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in rows[-1].values()), flush=True)
-    title = f"Answers of {args.model} to {len(REAL)} workloads of real text, replayed with pretended pass times"
-    command = f"python tests/bench/ngram_replay.py --model {args.model}"
-    result = {"title": title, "command": command, "environment": machine(), "rows": rows}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result))
 
 
 def written(name: str, temperature: float, ctx: int, new: int) -> list[tuple[list[int], int]]:
@@ -90,5 +63,15 @@ def replayed(answers: list[tuple[list[int], int]], config: Ngram, cost: Callable
     }
 
 
+@measurement("Answers of {model} to 7 workloads of real text, replayed with pretended pass times")
+def ngram_replay(model: str = "smollm2-135m", ctx: int = 1200, new: int = 200) -> Rows:
+    for temperature in TEMPERATURES:
+        answers = written(model, temperature, ctx, new)
+        for of_row, cost in COSTS.items():
+            for settings, config in CONFIGS.items():
+                known = {"temperature": temperature, "a further row": of_row, "settings": settings}
+                yield known | replayed(answers, config, cost)
+
+
 if __name__ == "__main__":
-    main()
+    ngram_replay.main()

@@ -22,14 +22,13 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(HERE))
 
-from tests.bench.clocks import VOCAB, Checkout, Parts  # noqa: E402
+from tests.bench.clocks import VOCAB, Checkout, Parts, first, named
 
 METHODS = ("off", "ngram", "fafo", "scouts")
 FREE = ("model", "kernels", "bench")  # parts that are no overhead of the engine
@@ -42,18 +41,18 @@ class Side:
     def __init__(self, tree: Checkout, parts: Parts, lm: Any, method: str, text: list[int]) -> None:
         config = {
             "off": lambda: tree.drafter.Off(),
-            "ngram": lambda: import_module("kvcli.methods.drafts.ngram").Ngram(),
-            "fafo": lambda: import_module("kvcli.methods.drafts.mix").Mix(view="stream"),
-            "scouts": lambda: import_module("kvcli.methods.drafts.mix").Mix(view="stream", adaptive=False),
+            "ngram": lambda: first("kvcli.methods.drafts.ngram", "kvcli.drafts.ngram").Ngram(),
+            "fafo": lambda: first("kvcli.methods.drafts.mix", "kvcli.drafts.mix").Mix(view="stream"),
+            "scouts": lambda: first("kvcli.methods.drafts.mix", "kvcli.drafts.mix").Mix(view="stream", adaptive=False),
         }[method]()
         self._tree, self._parts = tree, parts
         kv = tree.dense.Dense(lm.shapes, lm.dtype) if hasattr(lm, "shapes") else _old_dense(tree, lm)
         drafter = Paced(parts, config.drafter())
         sampler = scripted(tree, parts, text)
         view = tree.build.view(lm, kv, drafter)
-        self._session = tree.session.GenerationSession(lm, kv, drafter, sampler, view=view)
+        self._session = named(tree.session, "GenerationSession", "Session")(lm, kv, drafter, sampler, view=view)
         self._session.seen.add = parts.timed("drawing", self._session.seen.add)
-        self._fold = parts.timed("statistics", tree.stats.Stats().fold)
+        self._fold = parts.timed("statistics", named(tree.stats.Stats(), "add_step", "fold"))
         for _ in tree.events(self._session.read(text[:CONTEXT])):
             pass
 

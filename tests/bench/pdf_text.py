@@ -28,6 +28,7 @@ import argparse
 import gzip
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -42,7 +43,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "bench"))
 
-from extract import machine  # noqa: E402
 
 # the end of its path: (package, columns of its text, what it is there for)
 FILES = {
@@ -224,6 +224,13 @@ def plain(path: Path, folder: str) -> Path:
     out = Path(folder, path.stem)
     out.write_bytes(gzip.decompress(path.read_bytes()))
     return out
+
+
+def machine() -> dict[str, Any]:
+    """The machine, without torch: sides are measured in an environment of their own."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
+    versions = {"cores": os.cpu_count(), "python": platform.python_version(), "commit": commit.strip()}
+    return versions | {"load_average": round(os.getloadavg()[0], 2)}
 
 
 def main() -> int:

@@ -15,13 +15,11 @@ kvpress wants an older transformers than kvcli, so it is installed without what 
 Its presses are called at each layer as its own hook does, which newer transformers hand no `cache_position`; KVzip runs
 as it is, with the cache under its older name. `datasets` and `fire`, which no press here uses, are stood in for. What
 it does to attention functions, so that heads may keep different numbers, is undone: no answer is read through it.
-Prints a table, then JSON on the last line.
+
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import warnings
@@ -31,7 +29,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -39,12 +37,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.heads.sample import samples  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.bench.kv_quality import HELD_OUT, Text, asked, opened  # noqa: E402
+from kvcli.heads.sample import samples
+from tests.bench.harness import Floats, Rows, Words, measurement
+from tests.bench.kv_quality import HELD_OUT, Text, asked, opened
 
 WINDOW, POOL = 64, 5  # kvpress's: newest queries that vote and stay, positions over which a vote is spread
 CHUNK, PIECE, LEAD = 20, 512, 8  # tokens judged together; repeated in one pass, begun by those before it
@@ -163,7 +160,7 @@ def unasked(of: type) -> type:
     return Unasked
 
 
-def presses() -> Any:
+def kvpress_package() -> Any:
     """kvpress, with attention functions as they were."""
     for name in ("datasets", "fire"):
         try:
@@ -289,74 +286,58 @@ def policy(pair: Pair, share: float, n: int) -> dict[str, Any]:
     return pair.ours | ({"window": kept - pair.ours["sinks"]} if pair.ours["name"] == "window" else {"budget": kept})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--texts", type=int, default=8)
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a text, answers included")
-    parser.add_argument("--shares", default="0.5,0.25", help="of a text that stay")
-    parser.add_argument("--methods", default=",".join(PAIRS).replace(", ", " "), help="of " + "; ".join(PAIRS))
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+ALL = tuple(name.replace(", ", " ") for name in PAIRS)
+
+
+@measurement("Slots kept and right answers beside kvpress 0.5.5: {texts} texts of {length} tokens", is_counts=True)
+def presses(
+    model: str = "demo",
+    texts: int = 8,
+    length: Annotated[int, "tokens of a text, answers included"] = 2048,
+    shares: Annotated[Floats, "of a text that stay"] = (0.5, 0.25),
+    methods: Annotated[Words, "of " + "; ".join(PAIRS)] = ALL,
+) -> Rows:
     warnings.simplefilter("ignore", FutureWarning)  # of that name
-    kvpress, names = presses(), [name for name in PAIRS if name.replace(", ", " ") in args.methods.split(",")]
-    model = opened(args.model, Path(tempfile.gettempdir(), "kvcli-kv-quality"), {"load.dtype": "fp32"})
-    hf = AutoModelForCausalLM.from_pretrained(model.lm.model.config._name_or_path, dtype=torch.float32).eval()
-    shares = [float(share) for share in args.shares.split(",")]
+    kvpress, names = kvpress_package(), [name for name in PAIRS if name.replace(", ", " ") in methods]
+    whole = opened(model, Path(tempfile.gettempdir(), "kvcli-kv-quality"), {"load.dtype": "fp32"})
+    hf = AutoModelForCausalLM.from_pretrained(whole.lm.model.config._name_or_path, dtype=torch.float32).eval()
     rows = {(share, name): {"same": [], "ours": [], "theirs": [], "kept": []} for share in shares for name in names}
     full: list[float] = []
-    asked_of = samples(model, args.texts, args.length, HELD_OUT)
+    asked_of = samples(whole, texts, length, HELD_OUT)
     for i, sample in enumerate(asked_of):
-        text = Text(model, sample.context)
-        session = model.new_session()
+        text = Text(whole, sample.context)
+        session = whole.new_session()
         text.read_by(session)
-        full.append(fmean(asked(model, sample, session)["right"]))
+        full.append(fmean(asked(whole, sample, session)["right"]))
         made = {(share, name): PAIRS[name].press(kvpress, 1 - share) for share, name in rows}
         known: dict[str, tuple[Masks, float]] = {}  # variants are of theirs: ours is the same
         for (share, name), masks in theirs(hf, made, sample.context[:-1]).items():
             keys = policy(PAIRS[name], share, text.n)
             if (which := str(keys)) not in known:
-                session = model.with_profile(model.profile.replace(exactness="approx", policy=keys)).new_session()
+                session = whole.with_profile(whole.profile.replace(exactness="approx", policy=keys)).new_session()
                 text.read_by(session)
-                known[which] = ours(session, text.n), fmean(asked(model, sample, session)["right"])
+                known[which] = ours(session, text.n), fmean(asked(whole, sample, session)["right"])
             row, (held, right) = rows[share, name], known[which]
             row["same"].append(overlap(held, masks))
             row["kept"].append([share_of(held), share_of(masks)])
             row["ours"].append(right)
-            row["theirs"].append(fmean(asked(model, sample, settled(model, text, masks))["right"]))
+            row["theirs"].append(fmean(asked(whole, sample, settled(whole, text, masks))["right"]))
         print(f"\r{i + 1} of {len(asked_of)} texts", end="", file=sys.stderr, flush=True)
-    report(args, rows, fmean(full))
-
-
-def report(args: Any, found: dict[tuple[float, str], dict[str, list[Any]]], full: float) -> None:
-    """The table, and JSON."""
-    print(file=sys.stderr)
-    rows = []
-    for (share, name), of in found.items():
+    for (share, name), of in rows.items():
         layers = [fmean(text[i] for text in of["same"]) for i in range(len(of["same"][0]))]
         mine, their = (fmean(kept[i] for kept in of["kept"]) for i in (0, 1))
         places = [
-            sum(fmean(other[side]) > fmean(of[side]) for (at, _), other in found.items() if at == share) + 1
+            sum(fmean(other[side]) > fmean(of[side]) for (at, _), other in rows.items() if at == share) + 1
             for side in ("ours", "theirs")
         ]
         row = {"method": f"{name} {share:.0%}", "kept": round(mine, 4), "kvpress keeps": round(their, 4)}
         row |= {"same": round(fmean(layers), 4), "lowest": round(min(layers), 4)}
         row |= {"right": round(fmean(of["ours"]), 4), "place": places[0]}
         row |= {"kvpress right": round(fmean(of["theirs"]), 4), "kvpress place": places[1]}
-        rows.append(row)
-        print(json.dumps(row))
-    about = machine()
-    result = {
-        "title": f"Slots kept and right answers beside kvpress 0.5.5: {args.texts} texts of {args.length} tokens",
-        "machine": f"torch {about['torch']}, commit {about['commit']}",
-        "command": " ".join(["python tests/bench/presses.py", *sys.argv[1:]]).partition(" --out")[0],
-        "rows": rows,
-        "note": f"From all slots {full:.3f} are right. same: kept by both over kept by either; lowest: of a layer.",
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+        yield row
+    said = f"From all slots {fmean(full):.3f} are right."
+    return {"note": f"{said} same: kept by both over kept by either; lowest: of a layer."}
 
 
 if __name__ == "__main__":
-    main()
+    presses.main()

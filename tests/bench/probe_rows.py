@@ -4,13 +4,11 @@
 
 The demo model reads held-out texts. Recovered attention (mean of the worst tenth) is measured on so many rows spread
 over the second half and as many newest ones (32 at most), and on every row of the second half; then heads choose by a
-budget, and hidden facts are asked for. Counts do not depend on the machine. Prints a table, then JSON on the last line.
+budget, and hidden facts are asked for. Counts do not depend on the machine.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -18,22 +16,21 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli import load  # noqa: E402
-from kvcli.engine.engine import run_to_end  # noqa: E402
-from kvcli.heads.query_probe import listening  # noqa: E402
-from kvcli.heads.sample import ProbeSample, samples  # noqa: E402
-from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
-from kvcli.methods.policies.fastgen.recovery import recover  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.bench.kv_quality import HELD_OUT, Text, answered  # noqa: E402
+from kvcli import load
+from kvcli.engine.engine import run_to_end
+from kvcli.heads.query_probe import listening
+from kvcli.heads.sample import ProbeSample, samples
+from kvcli.methods.policies.fastgen.policy import FastGen
+from kvcli.methods.policies.fastgen.recovery import recover
+from tests.bench.harness import Ints, Rows, measurement
+from tests.bench.kv_quality import HELD_OUT, Text, answered
 
 LENGTH, KEEP = 2048, (0.5, 0.4)
 
 
-def errors(model: Any, sample: ProbeSample, counts: list[int]) -> dict[int, tuple[float, float]]:
+def errors(model: Any, sample: ProbeSample, counts: Ints) -> dict[int, tuple[float, float]]:
     """By number of rows: mean distance to what every row says, and the share of heads that choose alike by T = 0.8."""
     found: dict[int, list[tuple[float, float]]] = {n: [] for n in counts}
 
@@ -55,19 +52,17 @@ def errors(model: Any, sample: ProbeSample, counts: list[int]) -> dict[int, tupl
     return {n: (fmean(e for e, _ in each), fmean(s for _, s in each)) for n, each in found.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=int, default=24)
-    parser.add_argument("--rows", default="8,16,32,64,128")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+@measurement(
+    "What FastGen sees by the number of rows it measures",
+    note="distance: mean difference of recovered attention to that of all rows of the second half.",
+    is_counts=True,
+)
+def probe_rows(texts: int = 24, rows: Ints = (8, 16, 32, 64, 128)) -> Rows:
     model = load("demo", "exact")
-    counts = [int(n) for n in args.rows.split(",")]
-    texts = samples(model, args.texts, LENGTH, HELD_OUT + 1)
-    read = [(sample, Text(model, sample.context)) for sample in texts]
-    measured = [errors(model, sample, counts) for sample in texts]
-    rows = []
-    for n in counts:
+    chosen = samples(model, texts, LENGTH, HELD_OUT + 1)
+    read = [(sample, Text(model, sample.context)) for sample in chosen]
+    measured = [errors(model, sample, rows) for sample in chosen]
+    for n in rows:
         row: dict[str, Any] = {"rows": len(FastGen(probe_rows=n).probes(LENGTH))}
         row["distance"] = round(fmean(m[n][0] for m in measured), 4)
         row["same choice"] = round(fmean(m[n][1] for m in measured), 3)
@@ -75,20 +70,8 @@ def main() -> None:
             policy = {"policy": {"name": "fastgen", "keep": keep, "probe_rows": n}}
             right = fmean(fmean(answered(model, sample, policy, text)[0]["right"]) for sample, text in read)
             row[f"accuracy at {keep:.0%}"] = round(right, 4)
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    about = machine()
-    result = {
-        "title": "What FastGen sees by the number of rows it measures",
-        "machine": f"torch {about['torch']}, commit {about['commit']}",
-        "command": f"python tests/bench/probe_rows.py --texts {args.texts}",
-        "rows": rows,
-        "note": "distance: mean difference of recovered attention to that of all rows of the second half.",
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+        yield row
 
 
 if __name__ == "__main__":
-    main()
+    probe_rows.main()

@@ -4,34 +4,31 @@
 
 The random 152M Llama of the benchmarks. Each repetition reads the prompt twice, in turns: with everything kept, and
 with the policy; a short prompt warms both up. Measuring is timed inside the policy (its looks and choices when the
-prompt has been read), hearing the probed rows is the rest of the difference. Prints a table, then JSON on the last
-line.
+prompt has been read), hearing the probed rows is the rest of the difference.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.engine.engine import run_to_end  # noqa: E402
-from kvcli.engine.forward_request import await_passes  # noqa: E402
-from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.engine.sequence.session import GenerationSession  # noqa: E402
-from kvcli.kv.slots import nbytes  # noqa: E402
-from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.methods.drafts.off import Off  # noqa: E402
-from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
-from tests.bench.decode import build, machine, ours_of  # noqa: E402
+from kvcli.engine.engine import run_to_end
+from kvcli.engine.forward_request import await_passes
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.kv.slots import nbytes
+from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
+from kvcli.methods.policies.fastgen.policy import FastGen
+from tests.bench.harness import Ints, Rows, measurement
+from tests.bench.random_model import build, ours_of
 
 WARM = 512  # tokens
 
@@ -97,33 +94,20 @@ def measure(lm: Any, n: int, reps: int, settings: FastGen) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", default="2048,16384")
-    parser.add_argument("--reps", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--keep", type=float, default=0.5)
-    parser.add_argument("--probe-rows", type=int, default=0, help="0 = as a profile has it on this device")
-    parser.add_argument("--paper", action="store_true", help="measure as published")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    lm = ours_of(build().to(args.device))
-    settings = FastGen(keep=args.keep, probe_rows=args.probe_rows or "auto", paper=args.paper)
-    rows = []
-    for n in map(int, args.prompts.split(",")):
-        rows.append(measure(lm, n, args.reps, settings))
-        print(json.dumps(rows[-1]), flush=True)
-    about = machine()
-    result = {
-        "title": "FastGen's measuring beside reading the prompt",
-        "machine": f"torch {about['torch']}, commit {about['commit']}",
-        "command": "python tests/bench/profiling.py " + " ".join(sys.argv[1:]),
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+@measurement("FastGen's measuring beside reading the prompt")
+def profiling(
+    prompts: Ints = (2048, 16384),
+    reps: int = 2,
+    device: str = "cpu",
+    keep: float = 0.5,
+    probe_rows: Annotated[int, "0 = as a profile has it on this device"] = 0,
+    paper: Annotated[bool, "measure as published"] = False,
+) -> Rows:
+    lm = ours_of(build().to(device))
+    settings = FastGen(keep=keep, probe_rows=probe_rows or "auto", paper=paper)
+    for n in prompts:
+        yield measure(lm, n, reps, settings)
 
 
 if __name__ == "__main__":
-    main()
+    profiling.main()

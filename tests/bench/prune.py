@@ -11,43 +11,41 @@ unpacked to 16 bits. "kept" counts the rows that layers were given in fact, a lo
 speed-up to expect of reading ("expected"); "but the last" is that without the last layer, of which reading needs keys
 and values alone. The first `--hf` prompts are read by transformers as well, in one pass with either of its attentions.
 Speeds are medians over prompts with their quartiles, points lost have 95% ranges by a paired bootstrap over prompts.
-Prints a table, then JSON on the last line.
+
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli import load  # noqa: E402
-from kvcli.bench.hf import load_hf  # noqa: E402
-from kvcli.engine.engine import iterate_events, run_to_end  # noqa: E402
-from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.environment import Paths  # noqa: E402
-from kvcli.models import source  # noqa: E402
-from kvcli.models.fetch import stands_for  # noqa: E402
-from kvcli.models.gguf import convert  # noqa: E402
-from kvcli.models.text import decode  # noqa: E402
-from kvcli.quality.statistics import bootstrap  # noqa: E402
-from kvcli.settings.profile import Profile  # noqa: E402
-from tests.bench import prune_asked  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.bench.prune_asked import Asked  # noqa: E402
-from tests.bench.random_model import write  # noqa: E402
+from kvcli import load
+from kvcli.bench.hf import load_hf
+from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.environment import Paths
+from kvcli.models import source
+from kvcli.models.fetch import stands_for
+from kvcli.models.gguf import convert
+from kvcli.models.text import decode
+from kvcli.quality.statistics import bootstrap
+from kvcli.settings.profile import Profile
+from tests.bench import prune_asked
+from tests.bench.harness import Rows, Words, measurement
+from tests.bench.prune_asked import Asked
+from tests.bench.random_model import write
 
 ONE_CUT = 0.5  # share of depth below which methods with one cut let all on
 THEIRS = ("sdpa", "eager")  # attentions of transformers
@@ -93,7 +91,7 @@ def sides_of(budget: str, lm: Any, only: Sequence[str]) -> dict[str, Table]:
 def answered(model: Any, asked: Asked) -> Took:
     """Seconds to the end of reading, to the first token and to the end, rows that layers were given, and the score."""
     session = model.new_session()
-    session.begin(asked.ids, Sampler())
+    session.start_answer(asked.ids, Sampler())
     given, append, take = [0] * model.lm.n_layers, session.cache.append, session.cache.take
 
     def appended(layer: int, k: Any, *rest: Any) -> None:
@@ -106,7 +104,7 @@ def answered(model: Any, asked: Asked) -> Took:
 
     session.cache.append, session.cache.take = appended, taken
     began = time.perf_counter()
-    while run_to_end(session.chunk(asked.ids)):
+    while run_to_end(session.prefill_chunk(asked.ids)):
         pass
     read, kept = time.perf_counter() - began, [n / session.committed for n in given]
     found = {"read": read, "kept": fmean(kept), "kept_below": fmean(kept[:-1])}
@@ -159,81 +157,53 @@ def gain(name: str, slow: list[Took], fast: list[Took]) -> list[float]:
     return [gains[len(gains) // 4], median(gains), gains[3 * len(gains) // 4]]
 
 
-def told(row: Table) -> str:
-    """One line of the table."""
-    cells = [row["side"].ljust(22)]
-    for name, value in row.items():
-        if name in ("side", "seconds", "prune") or value is None:
-            continue
-        middle = value[1] if isinstance(value, list) else value
-        around = f" ({value[0]:.2f} to {value[2]:.2f})" if name.endswith("lost") else ""
-        cells.append(f"{name} {middle:.2f}{around}")
-    return "  ".join(cells)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--n", type=int, default=20, help="lookups of a kind; half as many of what else is asked")
-    parser.add_argument("--budgets", default="lazy,lazy-fast")
-    parser.add_argument("--sides", default="", help="only these, such as lazy+random")
-    parser.add_argument("--hf", type=int, default=3, help="prompts that transformers reads as well")
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-
+@measurement("{model}, {tokens:,} tokens: times the speed of reading everything, and points lost")
+def prune(
+    model: str = "demo",
+    tokens: int = 4096,
+    n: Annotated[int, "lookups of a kind; half as many of what else is asked"] = 20,
+    budgets: Words = ("lazy", "lazy-fast"),
+    sides: Annotated[str, "only these, such as lazy+random"] = "",
+    hf: Annotated[int, "prompts that transformers reads as well"] = 3,
+    threads: int = 0,
+) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
-        name = args.model
+        name = model
         if name == "random-152M" and not Path(name).exists():
-            name = str(Path(folder, name))
-            write(Path(name))
+            write(Path(name := str(Path(folder, name))))
         given = source.find(stands_for(name, Paths.of(os.environ).data) if name != "demo" else name)
         files = convert.convert_if_needed(given, "bf16", Path(folder), packs=False)
-        model = load(files, "exact", {"load.threads": args.threads})
-        ask = {"demo": prune_asked.of_demo, "random-152M": prune_asked.plain}.get(args.model, prune_asked.of_suite)
-        asked = list(ask(model, args.tokens, args.n))
-        hf = load_hf(files, model.profile, Path(folder)) if args.hf else None
+        whole = load(str(files.path), "exact", {"load.threads": threads})
+        ask = {"demo": prune_asked.of_demo, "random-152M": prune_asked.plain}.get(model, prune_asked.of_suite)
+        asked = list(ask(whole, tokens, n))
+        other = load_hf(files, whole.profile, Path(folder)) if hf else None
         tables: dict[str, Table | None] = {"exact": None}
-        for budget in args.budgets.split(","):
-            tables |= sides_of(budget, model.lm, args.sides.split("+") if args.sides else ())
+        for budget in budgets:
+            tables |= sides_of(budget, whole.lm, sides.split("+") if sides else ())
         models = {
-            side: model if table is None else model.with_profile(model.profile.replace(exactness="approx", prune=table))
+            side: whole if table is None else whole.with_profile(whole.profile.replace(exactness="approx", prune=table))
             for side, table in tables.items()
         }
-        found: dict[str, list[Took]] = {side: [] for side in (*tables, *(THEIRS if hf is not None else ()))}
+        found: dict[str, list[Took]] = {side: [] for side in (*tables, *(THEIRS if hf else ()))}
         for side in found:  # gates are put up, and memory is taken
-            theirs(hf, side, asked[0].ids) if side in THEIRS else answered(models[side], replace(asked[0], new=1))
+            theirs(other, side, asked[0].ids) if side in THEIRS else answered(models[side], replace(asked[0], new=1))
         for i, one in enumerate(asked):
             for side in list(found)[:: -1 if i % 2 else 1]:
                 if side not in THEIRS:
                     found[side].append(answered(models[side], one))
-                elif i < args.hf:
-                    found[side].append(theirs(hf, side, one.ids))
+                elif i < hf:
+                    found[side].append(theirs(other, side, one.ids))
             print(f"\r{i + 1} of {len(asked)}", end="", file=sys.stderr, flush=True)
-    rows = [row_of(side, table, asked, found) for side, table in tables.items()]
-    for row in rows:
-        print(told(row))
-    about = machine()
-    counts = ", ".join(f"{n} x {kind}" for kind in dict.fromkeys(a.kind for a in asked) if (n := _count(asked, kind)))
-    command = " ".join(["python tests/bench/prune.py", *sys.argv[1:]]).partition(" --out")[0]
-    result = {
-        "title": f"{args.model}, {args.tokens:,} tokens: times the speed of reading everything, and points lost",
-        "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, commit {about['commit']}",
-        "command": command,
-        "columns": [name for name in rows[-1] if name not in ("seconds", "prune") and rows[-1][name] is not None],
-        "note": f"Prompts: {counts.replace('none', 'plain text')}. Speeds with quartiles, losses with 95% ranges.",
-        "rows": rows,
+    for side, table in tables.items():
+        yield (row := row_of(side, table, asked, found))
+    kinds = Counter(one.kind for one in asked)
+    counts = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()).replace("none", "plain text")
+    return {
+        "columns": [name for name in row if name not in ("seconds", "prune") and row[name] is not None],
+        "note": f"Prompts: {counts}. Speeds with quartiles, losses with 95% ranges.",
         "transformers": {side: median(took["first"] for took in found[side]) for side in THEIRS if found.get(side)},
     }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
-
-
-def _count(asked: list[Asked], kind: str) -> int:
-    return sum(one.kind == kind for one in asked)
 
 
 if __name__ == "__main__":
-    main()
+    prune.main()

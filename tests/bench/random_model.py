@@ -10,11 +10,58 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+import torch
 
-from tests.bench.decode import build  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.bench.harness import ran
+
+
+def build() -> Any:
+    """The model as transformers has it."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=1024,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=16384,
+        intermediate_size=2816,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+
+
+def ours_of(model: Any) -> Any:
+    """The same model as kvcli loads it."""
+    from kvcli.engine.hf.lm import LM
+
+    lm = LM.of(model)
+    lm.install_kernels()
+    return ran(lm)
+
+
+def noise(n: int, vocab: int = 16384, seed: int = 1) -> list[int]:
+    """So many tokens without meaning, none of them a special one."""
+    return torch.randint(8, vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def opened(lm: Any, cache: Any = None, drafter: Any = None, **more: Any) -> Any:
+    """A greedy session over the model, by default over a dense cache and without drafting."""
+    from kvcli.engine.sequence.sampler import Sampler
+    from kvcli.engine.sequence.session import GenerationSession
+    from kvcli.kv.tiers.dense import Dense
+    from kvcli.methods.drafts.off import Off
+
+    cache = Dense(lm.shapes, lm.dtype, lm.device) if cache is None else cache
+    return GenerationSession(lm, cache, drafter or Off(), Sampler(), **more)
 
 
 def write(folder: Path) -> None:

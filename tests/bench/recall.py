@@ -6,19 +6,16 @@ Random keys with loud channels, read by queries whose scores spread over 1 (diff
 the softmax, and the demo model answering a question about its report of 4,000 tokens. "missed" is the mass of what was
 not read, mean over rows, heads and layers; "bound" what the index said of it, "worst" the most by which a bound fell
 short of the truth (never above 0). For random keys also the time of one attention over what was chosen against one over
-everything, as CPU seconds of this process. Prints a table, then JSON on the last line.
+everything, as CPU seconds of this process.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -38,6 +35,8 @@ from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.pages import PageBudget, padded
 from kvcli.kv.sparse.sparse_cache import SparseCache
 from kvcli.kv.tiers.dense import Dense
+from tests.bench.harness import Rows, measurement
+from tests.bench.random_model import opened
 
 SPREADS = {"diffuse": 1.0, "mixed": 2.5, "peaked": 5.0}  # standard deviation of scores
 INDEXES: dict[str, Callable[[], PageIndex]] = {
@@ -105,50 +104,13 @@ class Watched(SparseCache):
         }
 
 
-def main() -> None:
-    ask = argparse.ArgumentParser()
-    ask.add_argument("--slots", type=int, default=32768)
-    ask.add_argument("--fraction", type=float, default=0.03)
-    ask.add_argument("--dim", type=int, default=128)
-    ask.add_argument("--heads", type=int, default=8, help="KV heads, of 4 query heads each")
-    ask.add_argument("--rows", type=int, default=8, help="queries measured, one a pass")
-    ask.add_argument("--no-demo", action="store_true", help="random keys only")
-    ask.add_argument("--threads", type=int, default=2)
-    args = ask.parse_args()
-    torch.set_num_threads(args.threads)
-    store, loud = fill(args)
-    budget = PageBudget(args.fraction, 1, 4, 64)
-    model, prompt = (None, []) if args.no_demo else demo()
-    table: list[dict[str, Any]] = []
-    print(f"{'index':14}{'queries':10}{'bytes':>7}{'missed':>9}{'bound':>9}{'worst':>9}{'time':>7}")
-    for name, make in INDEXES.items():
-        kv = Watched(store, make(), budget, [0])
-        kv.compress()
-        held = nbytes(kv)["index"] / nbytes(store)["cpu"]
-        for kind, spread in SPREADS.items():
-            found = over(kv, queries(store, loud, spread, args.rows))
-            table.append({"index": name, "queries": kind, "bytes": held} | found)
-            show(table[-1])
-        if model is not None:
-            table.append({"index": name, "queries": "demo"} | answer(model, prompt, make(), budget))
-            show(table[-1])
-    print(json.dumps({"machine": platform.processor(), "torch": torch.__version__} | vars(args) | {"table": table}))
-
-
-def show(row: dict[str, Any]) -> None:
-    bound, worst = (f"{row[key]:9.4f}" if row[key] is not None else f"{'-':>9}" for key in ("bound", "worst"))
-    took = f"{row['time']:7.2f}" if row["queries"] != "demo" else ""
-    held = f"{row['bytes']:7.1%}" if "bytes" in row else " " * 7
-    print(f"{row['index']:14}{row['queries']:10}{held}{row['missed']:9.4f}{bound}{worst}{took}", flush=True)
-
-
-def fill(args: argparse.Namespace) -> tuple[Dense, Tensor]:
+def fill(slots: int, dim: int, heads: int) -> tuple[Dense, Tensor]:
     """A bf16 store of one layer, and how loud its channels are: a tenth of them six times the others."""
     torch.manual_seed(0)
-    loud = torch.where(torch.rand(args.heads, 1, args.dim) < 0.1, 6.0, 1.0)
-    store = Dense(alike(1, args.heads, args.dim), torch.bfloat16)
-    k = (torch.randn(args.heads, args.slots, args.dim) + torch.randn(args.heads, 1, args.dim)) * loud
-    store.append(0, k.bfloat16(), torch.randn(args.heads, args.slots, args.dim).bfloat16(), 0)
+    loud = torch.where(torch.rand(heads, 1, dim) < 0.1, 6.0, 1.0)
+    store = Dense(alike(1, heads, dim), torch.bfloat16)
+    k = (torch.randn(heads, slots, dim) + torch.randn(heads, 1, dim)) * loud
+    store.append(0, k.bfloat16(), torch.randn(heads, slots, dim).bfloat16(), 0)
     return store, loud
 
 
@@ -181,19 +143,39 @@ def demo() -> tuple[Any, list[int]]:
 
 def answer(model: Any, prompt: list[int], index: PageIndex, budget: PageBudget) -> dict[str, float | None]:
     """Of the first tokens of the answer, all layers."""
-    from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.methods.drafts.off import Off
-
     lm = model.lm
     store = Dense(lm.shapes, lm.dtype)
     kv = Watched(store, index, budget, range(lm.n_layers))
     kv.watch()
-    session = GenerationSession(lm, kv, Off(), Sampler(), every=8)
+    session = opened(lm, kv, every=8)
     run_to_end(session.read(prompt))
     list(iterate_events(session.stream(ANSWER)))
     return kv.figures()
 
 
+@measurement("Softmax mass that recall misses, and what its bound says of that")
+def recall(
+    slots: int = 32768,
+    fraction: float = 0.03,
+    dim: int = 128,
+    heads: Annotated[int, "KV heads, of 4 query heads each"] = 8,
+    rows: Annotated[int, "queries measured, one a pass"] = 8,
+    no_demo: Annotated[bool, "random keys only"] = False,
+    threads: int = 2,
+) -> Rows:
+    torch.set_num_threads(threads)
+    store, loud = fill(slots, dim, heads)
+    budget = PageBudget(fraction, 1, 4, 64)
+    model, prompt = (None, []) if no_demo else demo()
+    for name, make in INDEXES.items():
+        kv = Watched(store, make(), budget, [0])
+        kv.compress()
+        held = nbytes(kv)["index"] / nbytes(store)["cpu"]
+        for kind, spread in SPREADS.items():
+            yield {"index": name, "queries": kind, "bytes": held} | over(kv, queries(store, loud, spread, rows))
+        if model is not None:
+            yield {"index": name, "queries": "demo", "bytes": None} | answer(model, prompt, make(), budget)
+
+
 if __name__ == "__main__":
-    main()
+    recall.main()

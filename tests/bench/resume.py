@@ -3,14 +3,11 @@
     python tests/bench/resume.py [--tokens 8000] [--reps 2] [--profiles exact,lean,snap,fastgen] [--out FILE]
 
 In one process and with a random model of 152M parameters: a question behind so many tokens and an answer, all of it
-read against gone on from disk, first token to first token; under an exact profile the tokens must be the same. Prints
-a line for each profile, then JSON on the last line.
+read against gone on from disk, first token to first token; under an exact profile the tokens must be the same.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -18,11 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.bench.harness import Rows, Words, measurement
 
 
-def resumed(n: int, reps: int, profile: str) -> dict[str, Any]:
+def resumed(n: int, reps: int, profile: str, settings: dict[str, Any] | None = None) -> dict[str, Any]:
     """A second question behind n tokens: all of it read, and gone on from what was kept."""
     import torch
 
@@ -35,7 +32,7 @@ def resumed(n: int, reps: int, profile: str) -> dict[str, Any]:
     ids, more = (torch.randint(10, 16_000, (size,), generator=noise).tolist() for size in (n, 32))
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder, "random-152M"))
-        model = load(str(Path(folder, "random-152M")), profile)
+        model = load(str(Path(folder, "random-152M")), profile, settings)
         for i in range(reps + 1):
             shelf, said = PrefixCache(Path(folder, f"kv{i}"), 1 << 34, model.lm), {}
             with model.open() as text:
@@ -59,37 +56,14 @@ def resumed(n: int, reps: int, profile: str) -> dict[str, Any]:
     return {"profile": profile, "tokens": n, "bytes": nbytes, **named, "gain": median["read"] / median["kept"]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8000)
-    parser.add_argument("--reps", type=int, default=2)
-    parser.add_argument("--profiles", default="exact,lean,snap,fastgen")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-
-    from tests.bench.decode import machine
-
-    rows = []
-    for name in args.profiles.split(","):
-        rows.append(one := resumed(args.tokens, args.reps, name))
-        print(
-            f"{one['tokens']:,} tokens of random-152M, {name}: read {one['read_s']:.2f} s, "
-            f"kept in {one['keeping_s']:.2f} s as {one['bytes'] >> 20:,} MiB, "
-            f"taken from disk {one['kept_s']:.3f} s, {one['gain']:.0f} times sooner",
-            flush=True,
-        )
-    about = machine()
-    result = {
-        "title": f"A second question behind {args.tokens:,} tokens of a random 152M Llama: seconds to its first token",
-        "columns": ["profile", "bytes", "read_s", "kept_s", "gain"],
-        "command": f"python tests/bench/resume.py --tokens {args.tokens} --reps {args.reps} --profiles {args.profiles}",
-        "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, commit {about['commit']}",
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+@measurement(
+    "A second question behind {tokens:,} tokens of a random 152M Llama: seconds to its first token",
+    columns=["profile", "bytes", "read_s", "kept_s", "gain"],
+)
+def resume(tokens: int = 8000, reps: int = 2, profiles: Words = ("exact", "lean", "snap", "fastgen")) -> Rows:
+    for name in profiles:
+        yield resumed(tokens, reps, name)
 
 
 if __name__ == "__main__":
-    main()
+    resume.main()

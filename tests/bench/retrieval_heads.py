@@ -4,33 +4,29 @@
 
 The ablation probe ranks the demo model's heads on some texts; the heads it names are then evicted down to their first
 and newest tokens on other texts, and, in turns on the same questions, as many other heads drawn by lot, several times.
-Accuracy is that of greedy answers to questions about hidden facts. Counts do not depend on the machine. Prints a table,
-then JSON on the last line.
+Accuracy is that of greedy answers to questions about hidden facts. Counts do not depend on the machine.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli import load  # noqa: E402
-from kvcli.heads.headmap import full_heads  # noqa: E402
-from kvcli.heads.request import ProbeRequest  # noqa: E402
-from kvcli.heads.restricted_heads import HeadWindow  # noqa: E402
-from kvcli.heads.run import probe  # noqa: E402
-from kvcli.heads.sample import samples  # noqa: E402
-from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
-from kvcli.quality.statistics import bootstrap  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.heads.restrict import right_answers  # noqa: E402
+from kvcli import load
+from kvcli.heads.headmap import full_heads
+from kvcli.heads.request import ProbeRequest
+from kvcli.heads.restricted_heads import HeadWindow
+from kvcli.heads.run import probe
+from kvcli.heads.sample import samples
+from kvcli.methods.policies.fastgen.policy import FastGen
+from kvcli.quality.statistics import bootstrap
+from tests.bench.harness import Rows, measurement
+from tests.heads.restrict import right_answers
 
 LENGTH = 1024  # tokens of a text
 HELD_OUT = 1_000  # seed of the texts that accuracy is measured on
@@ -74,27 +70,13 @@ def measure(texts: int, n_draws: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=int, default=12)
-    parser.add_argument("--draws", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    found = measure(args.texts, args.draws)
+@measurement("Accuracy on hidden facts with heads restricted to their first and newest tokens", is_counts=True)
+def retrieval_heads(texts: int = 12, draws: int = 5) -> Rows:
+    found = measure(texts, draws)
     for name, accuracy in found["accuracy"].items():
-        print(f"{name:<8} {accuracy:.3f}", flush=True)
-    about = machine()
-    result = {
-        "title": "Accuracy on hidden facts with heads restricted to their first and newest tokens",
-        "machine": f"torch {about['torch']}, commit {about['commit']}",
-        "command": f"python tests/bench/retrieval_heads.py --texts {args.texts} --draws {args.draws}",
-        "rows": [{"restricted": name, "accuracy": accuracy} for name, accuracy in found["accuracy"].items()],
-        "found": found,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+        yield {"restricted": name, "accuracy": accuracy}
+    return {"found": found}
 
 
 if __name__ == "__main__":
-    main()
+    retrieval_heads.main()

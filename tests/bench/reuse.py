@@ -6,13 +6,11 @@
 A text of a task is read and then changed: so many tokens of it, a tenth of the way in, give way to twice as many
 others, or its halves change places. Then the task's questions are asked of the changed text: read anew, and with what
 it shares with the old one taken over by each method of `[reuse]`, by turns. Beside right answers it says how far the
-logits behind the question are from those of reading anew. Prints a table, then JSON on the last line.
+logits behind the question are from those of reading anew.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,19 +20,18 @@ from typing import Any
 
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli import load  # noqa: E402
-from kvcli.engine.engine import run_to_end  # noqa: E402
-from kvcli.models.text import decode  # noqa: E402
-from kvcli.quality.fit import fitted  # noqa: E402
-from kvcli.quality.prompt import Prompts  # noqa: E402
-from kvcli.quality.prose import Prose  # noqa: E402
-from kvcli.quality.sample import SampleSeed  # noqa: E402
-from kvcli.quality.tasks import TASKS  # noqa: E402
-from kvcli.settings.profile import Profile  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
+from kvcli import load
+from kvcli.engine.engine import run_to_end
+from kvcli.models.text import decode
+from kvcli.quality.fit import fitted
+from kvcli.quality.prompt import Prompts
+from kvcli.quality.prose import Prose
+from kvcli.quality.sample import SampleSeed
+from kvcli.quality.tasks import TASKS
+from kvcli.settings.profile import Profile
+from tests.bench.harness import Rows, Words, measurement, spread
 
 NAMES = ("niah_single", "passkey", "mqar", "copy_span")
 ANEW = "read anew"
@@ -55,36 +52,34 @@ def changed(ids: list[int], how: str) -> list[int]:
     return [*ids[:at], *ids[-2 * n - at : -at], *ids[at + n :]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--tokens", type=int, default=3000)
-    parser.add_argument("--texts", type=int, default=3)
-    parser.add_argument("--tasks", default=",".join(NAMES))
-    parser.add_argument("--changes", default="64,swapped")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-
+@measurement(
+    "A changed text of {tokens:,} tokens, read behind the old one",
+    note="So many tokens replaced by twice as many a tenth of the way in, or halves swapped. Right: share of answers, "
+    "of all tasks in equal parts. Off: mean divergence (KL) of the first token from that of reading anew. Sooner: how "
+    "many times sooner the changed text is read, least and most in brackets.",
+)
+def reuse(
+    model: str = "demo", tokens: int = 3000, texts: int = 3, tasks: Words = NAMES, changes: Words = ("64", "swapped")
+) -> Rows:
     profile = Profile.load("exact").replace(exactness="approx")
-    model = load(args.model, profile)
-    prompts = Prompts(model.tokenizer)
-    texts = {side: model.open(profile.replace(reuse=how)) for side, how in SIDES.items()}
-    rows: list[dict[str, Any]] = []
-    for how in args.changes.split(","):
+    loaded = load(model, profile)
+    prompts = Prompts(loaded.tokenizer)
+    opened = {side: loaded.open(profile.replace(reuse=how)) for side, how in SIDES.items()}
+    for how in changes:
         found: dict[str, list[tuple[float, float, float]]] = {side: [] for side in SIDES}
-        for n, (name, i) in enumerate(product(args.tasks.split(","), range(args.texts))):
-            context = fitted(TASKS[name], SampleSeed(name, 7, args.tokens, i, Prose()), prompts)
+        for n, (name, i) in enumerate(product(tasks, range(texts))):
+            context = fitted(TASKS[name], SampleSeed(name, 7, tokens, i, Prose()), prompts)
             ids, question = prompts.context(context.text), context.questions[0]
             behind, logits = prompts.question(question), dict[str, Tensor]()
             times, right = dict[str, float](), dict[str, float]()
             for side in [*SIDES][n % len(SIDES) :] + [*SIDES][: n % len(SIDES)]:
-                text, prompt = texts[side], [*changed(ids, how), *behind]
+                text, prompt = opened[side], [*changed(ids, how), *behind]
                 text.session.rewind(0)  # the old text is its own
                 text.generate([*ids, *behind], max_new_tokens=1)
                 began = time.perf_counter()
                 turn = text.generate(prompt, max_new_tokens=question.max_new)
                 times[side] = time.perf_counter() - began - turn.stats.decode
-                words = decode(model.tokenizer, [j for j in turn.ids if j not in model.lm.stop_ids])
+                words = decode(loaded.tokenizer, [j for j in turn.ids if j not in loaded.lm.stop_ids])
                 right[side] = TASKS[name].score(question.prefix + words, question)
                 text.session.rewind(len(prompt))
                 logits[side] = run_to_end(text.session.step()).logits[0].double().log_softmax(0)
@@ -96,25 +91,9 @@ def main() -> None:
             right_, offs, sooner = zip(*each, strict=True)
             row: dict[str, Any] = {"change": how, "side": side, "n": len(each)}
             row |= {"right": statistics.mean(right_), "off, nats": round(statistics.mean(offs), 4)}
-            row |= {"sooner": [min(sooner), statistics.median(sooner), max(sooner)]}
-            rows.append(row)
-            print(row, flush=True)
-    about = machine()
-    result = {
-        "title": f"A changed text of {args.tokens:,} tokens, read behind the old one",
-        "command": f"python tests/bench/reuse.py --model {Path(args.model).stem} --tokens {args.tokens}"
-        f" --texts {args.texts} --tasks {args.tasks} --changes {args.changes}",
-        "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, commit {about['commit']}",
-        "columns": list(rows[0]),
-        "rows": rows,
-        "note": "So many tokens replaced by twice as many a tenth of the way in, or halves swapped. Right: share of "
-        "answers, of all tasks in equal parts. Off: mean divergence (KL) of the first token from that of "
-        "reading anew. Sooner: how many times sooner the changed text is read, least and most in brackets.",
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+            row |= {"sooner": spread(sooner, 17)}
+            yield row
 
 
 if __name__ == "__main__":
-    main()
+    reuse.main()

@@ -7,40 +7,36 @@ Of each layer and KV head slots are drawn by the attention that the newest 32 qu
 (in the groups that it would share scales with), and left out alone. What is left is one less the error of the head's
 output when it is rounded over that when it is left out, both as norms over queries, summed over slots. Where recall
 reads a share of the slots, one is left out for the queries that do not choose it, and there is no error for the others;
-nothing is read but what is chosen. Prints a row for each number of bits and each way to recall, then JSON on the last
-line.
+nothing is read but what is chosen.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.bench.texts import text_of  # noqa: E402
-from kvcli.engine.engine import run  # noqa: E402
-from kvcli.engine.forward_request import ForwardRequest  # noqa: E402
-from kvcli.engine.rows import Rows  # noqa: E402
-from kvcli.heads.sample import samples  # noqa: E402
-from kvcli.kv.cache.precision_budget import keys_in  # noqa: E402
-from kvcli.kv.slots import AttentionParams, LayerShape, Slots  # noqa: E402
-from kvcli.kv.sparse.pages import PageBudget, Pages  # noqa: E402
-from kvcli.kv.sparse.sparse_tier import _choose  # noqa: E402
-from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.kv.tiers.quantized import QuantizedTier  # noqa: E402
-from kvcli.settings.registry import registries  # noqa: E402
-from kvcli.settings.resolve import method_class  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.bench.kv_quality import opened  # noqa: E402
+from kvcli.bench.texts import text_of
+from kvcli.engine.engine import run
+from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.rows import Rows as PassRows
+from kvcli.heads.sample import samples
+from kvcli.kv.cache.precision_budget import keys_in
+from kvcli.kv.slots import AttentionParams, LayerShape, Slots
+from kvcli.kv.sparse.pages import PageBudget, Pages
+from kvcli.kv.sparse.sparse_tier import _choose
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.quantized import QuantizedTier
+from kvcli.settings.registry import registries
+from kvcli.settings.resolve import method_class
+from tests.bench.harness import Rows, Words, measurement
+from tests.bench.kv_quality import opened
 
 QUERIES = 32
 SINKS = 4  # first tokens, which always stay
@@ -66,7 +62,7 @@ def reads(q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, method: str, 
     pages = Pages(index, PageBudget(share, 1, 0, 0))
     pages.settle(0, tier)
     score = index.score(q.flatten(1, 2), pages.kept, pages.shared, sight).view(*q.shape[:3], -1)
-    found = _choose(score, pages, -float("inf")).repeat_interleave(index.grain, 2)  # whole pages alone
+    found = _choose(score, pages, -float("inf")).repeat_interleave(index.selection_unit, 2)  # whole pages alone
     return torch.nn.functional.pad(found, (0, k.shape[1] - found.shape[2]), value=True)
 
 
@@ -93,22 +89,21 @@ def errors(
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--slots", type=int, default=64, help="drawn of each head")
-    parser.add_argument("--recall", default="", help="methods of [sparse]")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    model: Any = opened(args.model, Path(tempfile.gettempdir(), "kvcli-kv-quality"), {"load.dtype": "fp32"})
-    haystack = text_of("prose") if args.model != "demo" else None
-    sample = samples(model, 1, args.length, HELD_OUT, haystack)[0]
-    rows = Rows.chain(sample.context[:-1], 0)
+@measurement("What is left of a slot's worth in so many bits: {model}, {length} tokens", is_counts=True)
+def rounding(
+    model: str = "demo",
+    length: int = 1024,
+    slots: Annotated[int, "drawn of each head"] = 64,
+    recall: Annotated[Words, "methods of [sparse]"] = (),
+) -> Rows:
+    loaded: Any = opened(model, Path(tempfile.gettempdir(), "kvcli-kv-quality"), {"load.dtype": "fp32"})
+    haystack = text_of("prose") if model != "demo" else None
+    sample = samples(loaded, 1, length, HELD_OUT, haystack)[0]
+    rows = PassRows.chain(sample.context[:-1], 0)
     (made,) = run(
         [
             ForwardRequest(
-                model.lm, rows, model.new_session().cache, record_queries=range(rows.n_rows - QUERIES, rows.n_rows)
+                loaded.lm, rows, loaded.new_session().cache, record_queries=range(rows.n_rows - QUERIES, rows.n_rows)
             )
         ]
     )
@@ -116,32 +111,20 @@ def main() -> None:
     g = torch.Generator().manual_seed(0)
     for layer, q in enumerate(made.queries):
         fresh = made.fresh[layer]
-        sight, old = model.lm.sights[layer], (fresh.k[:, :-QUERIES], fresh.v[:, :-QUERIES])
+        sight, old = loaded.lm.sights[layer], (fresh.k[:, :-QUERIES], fresh.v[:, :-QUERIES])
         groups = q.view(fresh.k.shape[0], -1, *q.shape[1:])  # [K, G, N, D]
         read = {
-            f"{method} {share:.1%}": reads(groups, *old, sight, method, share)
-            for method in filter(None, args.recall.split(","))
-            for share in SHARES
+            f"{method} {share:.1%}": reads(groups, *old, sight, method, share) for method in recall for share in SHARES
         }
         for head, of in enumerate(groups):
             mine = {way: mask[head].repeat(of.shape[0], 1) for way, mask in read.items()}
             k, v = (t[head] for t in old)
-            for way, each in errors(of.flatten(0, 1), k, v, sight.scale, args.slots, g, mine).items():
+            for way, each in errors(of.flatten(0, 1), k, v, sight.scale, slots, g, mine).items():
                 total[way] = total.get(way, 0.0) + float(each.sum())
-    found = [{"in": way, "left": round(1 - error / total[0], 4)} for way, error in total.items() if way]
-    for row in found:
-        print(json.dumps(row))
-    about = machine()
-    result = {
-        "title": f"What is left of a slot's worth in so many bits: {args.model}, {args.length} tokens",
-        "machine": f"torch {about['torch']}, commit {about['commit']}",
-        "command": " ".join(["python tests/bench/rounding.py", *sys.argv[1:]]).partition(" --out")[0],
-        "rows": found,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    for way, error in total.items():
+        if way:
+            yield {"in": way, "left": round(1 - error / total[0], 4)}
 
 
 if __name__ == "__main__":
-    main()
+    rounding.main()

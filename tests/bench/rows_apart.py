@@ -4,19 +4,17 @@
 
 bf16, random keys with loud channels, 4 KV heads of 128 with 4 query heads each; the sides take turns, and times are
 medians of this process's CPU seconds. Torch's side is what runs where no native kernels are, with all rows over the
-union of what they chose. Prints a table, then JSON on the last line.
+union of what they chose.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from unittest import mock
 
 import torch
@@ -35,6 +33,7 @@ from kvcli.kv.sparse.sparse_cache import SparseCache
 from kvcli.kv.tiers import dense_uniform, quantized
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.quantized import QuantizedTier
+from tests.bench.harness import Ints, Rows, Words, in_turns, measurement
 
 K, G, D = 4, 4, 128
 BUDGET = PageBudget(0.03, 1024, 16, 64)
@@ -86,46 +85,30 @@ def stored(name: str, slots: int) -> Tier:
     return kv
 
 
-def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--slots", type=int, default=16384)
-    ask.add_argument("--rows", default="1,8")
-    ask.add_argument("--repeats", type=int, default=15)
-    ask.add_argument("--threads", type=int, default=1)
-    ask.add_argument("--only", default=",".join([*INDEXES, *PACKED]))
-    args = ask.parse_args()
-    torch.set_num_threads(args.threads)
+@measurement("Native reads of rows apart against torch's, milliseconds of one layer")
+def rows_apart(
+    slots: int = 16384, rows: Ints = (1, 8), repeats: int = 15, threads: int = 1, only: Words = (*INDEXES, *PACKED)
+) -> Rows:
+    torch.set_num_threads(threads)
     functions = native.native()
     assert functions is not None, native.why_not()
-    functions.use_threads(args.threads)
-    table = []
-    for name in args.only.split(","):
-        kv = stored(name, args.slots)
-        for n in map(int, args.rows.split(",")):
+    functions.use_threads(threads)
+    for name in only:
+        kv = stored(name, slots)
+        for n in rows:
             q, k, v = (torch.randn(heads, n, D).bfloat16() for heads in (K * G, K, K))
-            pos, sees = [args.slots + 30 + i for i in range(n)], torch.ones(n, n, dtype=torch.bool).tril()
+            pos, sees = [slots + 30 + i for i in range(n)], torch.ones(n, n, dtype=torch.bool).tril()
             own = NewRows(k, v, pos, sees if n > 1 else None, sees if n > 1 else None)
 
-            def once(n: int = n, own: NewRows = own, q: torch.Tensor = q, kv: Tier = kv, pos: list[int] = pos) -> float:
+            def once(own: NewRows = own, q: torch.Tensor = q, kv: Tier = kv, pos: list[int] = pos) -> float:
                 began = time.process_time()
                 merge_attention(kv.attend(0, q, AttentionParams(D**-0.5), pos, own))
                 return (time.process_time() - began) * 1e3
 
-            took: dict[str, list[float]] = {"native": [], "torch": []}
-            for at in range(args.repeats + 2):
-                ours = once()
-                with torch_alone():
-                    theirs = once()
-                if at > 1:  # the first ones warm up
-                    took["native"].append(ours)
-                    took["torch"].append(theirs)
-            ours, theirs = (statistics.median(took[side]) for side in ("native", "torch"))
-            table.append({"store": name, "rows": n, "native": round(ours, 3), "torch": round(theirs, 3)})
-            print(
-                f"{name:14} {n:3} rows  native {ours:8.2f} ms  torch {theirs:8.2f} ms  {ours / theirs:5.2f}", flush=True
-            )
-    print(json.dumps(vars(args) | {"table": table}))
+            found = in_turns({"native": once, "torch": torch_alone()(once)}, repeats, 2)
+            took = {side: round(median(each), 3) for side, each in found.items()}
+            yield {"store": name, "rows": n, **took, "ratio": round(took["native"] / took["torch"], 2)}
 
 
 if __name__ == "__main__":
-    main()
+    rows_apart.main()

@@ -3,25 +3,22 @@
     python tests/bench/scouts.py [--new 96] [--out FILE]
 
 Scouts alone, in every pass (adaptive off, no other source), greedy, on three of the demo model's texts: a summary, a
-copy and the continuation of a report. Counts do not depend on the machine. Prints a table, then JSON on the last line.
+copy and the continuation of a report. Counts do not depend on the machine.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch  # noqa: E402
+import torch
 
-from kvcli.bench.profile_side import ProfileSide  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.bench.fafo import tasks  # noqa: E402
+from kvcli.bench.profile_side import ProfileSide
+from tests.bench.fafo import tasks_of
+from tests.bench.harness import Rows, measurement
 
 BASE: dict[str, Any] = {"method": "lookahead", "adaptive": False, "ngram": 5, "window": 4, "key_max": 4, "view": "all"}
 STREAM = {"view": "stream", "sinks": 16}
@@ -45,35 +42,20 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--new", type=int, default=96)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    chosen, rows = tasks(["summary", "copy", "free"]), []
+@measurement("Tokens a pass with scouts alone, fp32", is_counts=True)
+def scouts(new: int = 96) -> Rows:
+    chosen = tasks_of(("summary", "copy", "free"))
     for name, changes in RUNS.items():
         row: dict[str, Any] = {"setting": name}
         for task in chosen:
             assert task.same32 is not None
             profile = task.same32.profile.replace(spec=BASE | changes)
             side = ProfileSide(name, task.same32.with_profile(profile), torch.get_num_threads())
-            stats = [side.run(prompt, args.new).stats for prompt in task.prompts[:3]]
+            stats = [side.run(prompt, new).stats for prompt in task.prompts[:3]]
             row[task.name] = round(sum(s.new for s in stats) / sum(s.passes for s in stats), 3)
         row["rows"] = round(1 + sum(s.draft_tokens + s.scout_rows for s in stats) / sum(s.passes for s in stats), 1)
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    title = "Tokens a pass with scouts alone, fp32"
-    about = machine()
-    result = {
-        "title": title,
-        "machine": f"torch {about['torch']}, commit {about['commit']}",
-        "command": "python tests/bench/scouts.py",
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+        yield row
 
 
 if __name__ == "__main__":
-    main()
+    scouts.main()

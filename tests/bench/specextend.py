@@ -12,40 +12,40 @@ Its sibling costs the demo model too much to gain speed; this shows what a small
 sides of a repetition run one after the other, each prompt knowing nothing; times are from the first token to the last,
 ratios of plain decoding. `--fixed`: four guesses in a row in each pass, whatever the clock says, so that caches are
 compared and not what the clock makes of answers of a dozen tokens. `--cost`: time of a drafted token of a random 152M
-Llama behind so many tokens, its looks at the text included. Prints tables, then JSON on the last line.
+Llama behind so many tokens, its looks at the text included.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import SimpleNamespace
+from typing import Annotated, Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import kvcli  # noqa: E402
-from kvcli.bench.workloads import facts_in, report  # noqa: E402
-from kvcli.drafts.draft_models.chunk_retrieval import ChunkRetrievalModel, scored_layers  # noqa: E402
-from kvcli.drafts.draft_models.chunk_trigger import trigger  # noqa: E402
-from kvcli.engine.engine import iterate_events, run_to_end  # noqa: E402
-from kvcli.engine.rows import Rows  # noqa: E402
-from kvcli.engine.stats import Step  # noqa: E402
-from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.models.text import render_prompt  # noqa: E402
-from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
-from tests.bench.widened import write  # noqa: E402
+import kvcli
+from kvcli.bench.workloads import facts_in, report
+from kvcli.drafts.draft_models.chunk_retrieval import ChunkRetrievalModel, scored_layers
+from kvcli.drafts.draft_models.chunk_trigger import trigger
+from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.rows import Rows as PassRows
+from kvcli.engine.stats import Step
+from kvcli.kv.tiers.dense import Dense
+from kvcli.models.text import render_prompt
+from tests.bench.harness import Ints, Rows, Words, measurement, quotients
+from tests.bench.random_model import build, ours_of
+from tests.bench.widened import write
 
 SIDES = {"plain": None, "window": "off", "every:8": "every:8", "adaptive": "adaptive"}
 FOUR = {"adaptive": False, "depth": 4, "max": 4, "branches": 1}  # guesses in a row
@@ -91,7 +91,7 @@ class Side:
     def answer(self, ids: list[int]) -> tuple[list[int], list[Step], float]:
         """The answer, how it came, and seconds from its first token to its last."""
         session = self.session
-        session.begin(ids, session.sampler)
+        session.start_answer(ids, session.sampler)
         run_to_end(session.read(ids[len(session.ids) :]))
         steps: list[Step] = []
         began = 0.0
@@ -101,7 +101,7 @@ class Side:
         return session.ids[len(ids) :], steps, time.perf_counter() - began
 
 
-def sides(args: argparse.Namespace, model: Any, **more: Any) -> dict[str, Side]:
+def sides(args: SimpleNamespace, model: Any, **more: Any) -> dict[str, Side]:
     usual = {"method": "model", "model": args.draft, "working": args.working, "copies": False, **more}
     usual |= {"prefill": args.prefill, "positions": args.positions}
     chosen = {"recent": args.recent, "scored_layers": args.looks}
@@ -114,7 +114,7 @@ def sides(args: argparse.Namespace, model: Any, **more: Any) -> dict[str, Side]:
     return {name: Side(model, spec(retrieval)) for name, retrieval in SIDES.items()}
 
 
-def speed(args: argparse.Namespace, model: Any, task: str, ctx: int) -> dict[str, Any]:
+def speed(args: SimpleNamespace, model: Any, task: str, ctx: int) -> dict[str, Any]:
     asked, made = prompts(model, task, ctx, seed=1), sides(args, model, **(FOUR if args.fixed else {}))
     seconds: dict[str, list[float]] = {name: [] for name in made}
     accepted, passes, texts = dict.fromkeys(made, 0), dict.fromkeys(made, 0), {}
@@ -129,7 +129,7 @@ def speed(args: argparse.Namespace, model: Any, task: str, ctx: int) -> dict[str
                 passes[name] += sum(len(steps) for _, steps, _ in found)
     rows = {
         name: {
-            "speedup": spread([a / b for a, b in zip(seconds["plain"], each, strict=True)]),
+            "speedup": quotients(seconds["plain"], each),
             "ms_per_token": round(1000 * median(each), 3),
             "tokens_per_pass": round(1 + accepted[name] / passes[name], 3),
             "draft_bytes": sum(use.nbytes for use in made[name].session.drafter.usage()),
@@ -140,7 +140,7 @@ def speed(args: argparse.Namespace, model: Any, task: str, ctx: int) -> dict[str
     return {"task": task, "context": ctx, "tokens": sum(map(len, texts["plain"])), "sides": rows}
 
 
-def needle(args: argparse.Namespace, model: Any, ctx: int) -> dict[str, Any]:
+def needle(args: SimpleNamespace, model: Any, ctx: int) -> dict[str, Any]:
     """Share of tokens that were guessed: of values that stand in the text, and of the others."""
     rows = {}
     for name, side in sides(args, model, **ONE).items():
@@ -158,11 +158,6 @@ def needle(args: argparse.Namespace, model: Any, ctx: int) -> dict[str, Any]:
         names = {True: "of_facts", False: "of_others"}
         rows[name] = {names[key]: f"{sum(of)} of {len(of)}" for key, of in right.items()}
     return {"task": "needle", "context": ctx, "sides": rows}
-
-
-def sides_of(found: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, dict[str, Any]]]:
-    """Each task with each of its sides."""
-    return ((of, name, side) for of in found for name, side in of["sides"].items())
 
 
 def within(model: Any, ids: Sequence[int], value: str) -> range:
@@ -185,7 +180,9 @@ class Stored:
     view: None = None
 
 
-def cost(args: argparse.Namespace, contexts: Sequence[int], rounds: int = 48, depth: int = 4) -> dict[str, Any]:
+def cost_of_drafting(
+    args: SimpleNamespace, contexts: Sequence[int], rounds: int = 48, depth: int = 4
+) -> dict[str, Any]:
     """Milliseconds of a drafted token behind so many tokens, and of a look, which every 8th round begins with."""
     lm, generator = ours_of(build()), torch.Generator().manual_seed(3)
     drafts, found = {}, []
@@ -210,7 +207,7 @@ def cost(args: argparse.Namespace, contexts: Sequence[int], rounds: int = 48, de
             for i in range(depth):
                 run_to_end(made.continue_from([8 + i], [i - 1]))
             times[n].append(time.perf_counter() - began)
-            rows = Rows.chain([5, 6], made.length - 1)
+            rows = PassRows.chain([5, 6], made.length - 1)
             queries = [torch.randn(lm.n_heads, 2, lm.head_dim, generator=generator).to(lm.dtype) for _ in lm.shapes]
             new = [100 + at]
             made.observe(Step(rows, torch.empty(0), [0], new, 0.0, queries=queries))
@@ -223,54 +220,44 @@ def cost(args: argparse.Namespace, contexts: Sequence[int], rounds: int = 48, de
         ms = 1000 * (usual * 7 + looked) / 8 / (depth + 1)
         found.append({"context": n, "ms_per_token": round(ms, 3), "look_ms": round(1000 * (looked - usual), 2)})
         found[-1]["study_s"] = round(drafts[n][2], 2)
-        print(f"behind {n:6} tokens {ms:7.2f} ms a drafted token, a look {found[-1]['look_ms']:.1f} ms")
     return {"rounds": rounds, "depth": depth, "contexts": found}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--draft", default="demo-small")
-    parser.add_argument("--ctx", default="4096,8000")
-    parser.add_argument("--tasks", default="lookup,summary,needle")
-    parser.add_argument("--working", type=int, default=512)
-    parser.add_argument("--recent", type=int, default=128)
-    parser.add_argument("--looks", type=int, default=4)
-    parser.add_argument("--prefill", default="window:1024")
-    parser.add_argument("--positions", default="contiguous")
-    parser.add_argument("--reports", type=int, default=2)
-    parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--cost", default="1024,16384", help="contexts; empty = none")
-    parser.add_argument("--fixed", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    before, found = machine(), []
+@measurement(
+    "A window, and what the model that writes looks at: speed, and guesses that came true of facts and of the rest",
+    schema="kvcli.bench.specextend/1",
+)
+def specextend(
+    model: str = "demo",
+    draft: str = "demo-small",
+    ctx: Ints = (4096, 8000),
+    tasks: Words = ("lookup", "summary", "needle"),
+    working: int = 512,
+    recent: int = 128,
+    looks: int = 4,
+    prefill: str = "window:1024",
+    positions: str = "contiguous",
+    reports: int = 2,
+    reps: int = 3,
+    cost: Annotated[Ints, "contexts; empty = none"] = (1024, 16384),
+    fixed: bool = False,
+) -> Rows:
+    args = SimpleNamespace(**locals())
     with TemporaryDirectory() as folder:
-        if args.model == "demo-wide":
+        if model == "demo-wide":
             write(Path(folder))
-        wanted = folder if args.model == "demo-wide" else args.model
-        model = kvcli.load(wanted, profile="exact") if args.tasks else None
-    for task in filter(None, args.tasks.split(",")):
-        for ctx in map(int, args.ctx.split(",")):
-            row = needle(args, model, ctx) if task == "needle" else speed(args, model, task, ctx)
-            found.append(row)
-            print(f"{task}, {ctx} tokens")
-            for name, side in row["sides"].items():
-                print(f"  {name:10}", *(f"{key} {value}" for key, value in side.items()), sep="  ", flush=True)
-    contexts = [int(n) for n in filter(None, args.cost.split(","))]
-    costs = cost(args, contexts) if contexts else None
-    flat = [
-        {"task": of["task"], "context": of["context"]} | {"side": name, **side} for of, name, side in sides_of(found)
-    ]
-    result = {"schema": "kvcli.bench.specextend/1", "environment": before, "rows": flat, "cost": costs}
-    result["command"] = " ".join(["python tests/bench/specextend.py", *sys.argv[1:]]).partition(" --out")[0]
-    if costs:
-        behind = [f"{of['context']:,} tokens {of['ms_per_token']} ms" for of in costs["contexts"]]
-        result["note"] = f"A drafted token of a random 152M Llama, looks included, behind {', behind '.join(behind)}."
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+        target = kvcli.load(folder if model == "demo-wide" else model, profile="exact") if tasks else None
+    for task, n in product(tasks, ctx):
+        found = needle(args, target, n) if task == "needle" else speed(args, target, task, n)
+        for name, side in found["sides"].items():
+            yield {"task": task, "context": n, "side": name, **side}
+    if not cost:
+        return None
+    costs = cost_of_drafting(args, cost)
+    behind = [f"{of['context']:,} tokens {of['ms_per_token']} ms" for of in costs["contexts"]]
+    note = f"A drafted token of a random 152M Llama, looks included, behind {', behind '.join(behind)}."
+    return {"cost": costs, "note": note}
 
 
 if __name__ == "__main__":
-    main()
+    specextend.main()

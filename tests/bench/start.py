@@ -4,24 +4,23 @@
 
 Help, a typing error, one question to the demo about its report, and `import torch` alone, which is the floor of every
 command that answers. With --old the same commands of another checkout take turns with ours. The first round counts for
-nothing: it writes bytecode and looks at the machine once. Prints a table, then JSON on the last line.
+nothing: it writes bytecode and looks at the machine once.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Annotated, Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.bench.harness import ROOT, Rows, in_turns, measurement
 
 COMMANDS = {
     "help": ["-m", "kvcli", "--help"],
@@ -41,46 +40,19 @@ def once(command: str, checkout: Path, home: str) -> tuple[float, float]:
     return used.ru_utime, time.perf_counter() - began
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--old", type=Path, help="another checkout to compare with")
-    parser.add_argument("--reps", type=int, default=7)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-
-    from tests.bench.decode import machine
-
-    sides = {"ours": ROOT, **({"old": args.old.resolve()} if args.old else {})}
-    times: dict[tuple[str, str], list[tuple[float, float]]] = {}
+@measurement("Time to start")
+def start(old: Annotated[Path | None, "another checkout to compare with"] = None, reps: int = 7) -> Rows:
+    checkouts = {"ours": ROOT, **({"old": old.resolve()} if old else {})}
     with tempfile.TemporaryDirectory() as folder:
-        homes = {side: Path(folder, side) for side in sides}
-        for home in homes.values():
-            home.mkdir()
-        for i in range(args.reps + 1):
-            for command in COMMANDS:
-                for side in [*sides][:: -1 if i % 2 else 1]:
-                    found = once(command, sides[side], str(homes[side]))
-                    if i:
-                        times.setdefault((command, side), []).append(found)
-    rows = []
-    for (command, side), found in times.items():
-        user, wall = ([one[j] for one in found] for j in (0, 1))
-        row = {"command": command, "side": side, "user_s": statistics.median(user), "wall_s": statistics.median(wall)}
-        rows.append({**row, "user_low": min(user), "user_high": max(user)})
-        span = f"{min(user):.2f}-{max(user):.2f}"
-        print(f"{command:<14} {side:<5} user {row['user_s']:.2f} s ({span})  wall {row['wall_s']:.2f} s")
-    about = machine()
-    result = {
-        "title": "Time to start",
-        "command": f"python tests/bench/start.py --reps {args.reps}{' --old CHECKOUT' if args.old else ''}",
-        "machine": f"{about['cpu']}, {about['threads']} thread(s), torch {about['torch']}, "
-        f"transformers {about['transformers']}, commit {about['commit']}, load {about['load_average']}",
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+        for side in checkouts:
+            Path(folder, side).mkdir()
+        for command in COMMANDS:
+            works = {side: partial(once, command, at, str(Path(folder, side))) for side, at in checkouts.items()}
+            for side, found in in_turns(works, reps).items():
+                user, wall = ([one[j] for one in found] for j in (0, 1))
+                row = {"command": command, "side": side, "user_s": median(user), "wall_s": median(wall)}
+                yield {**row, "user_low": min(user), "user_high": max(user)}
 
 
 if __name__ == "__main__":
-    main()
+    start.main()

@@ -31,19 +31,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.api import Turn  # noqa: E402
-from kvcli.chat.conversation import Chat  # noqa: E402
-from kvcli.chat.saved_chats import SavedChats  # noqa: E402
-from kvcli.cli import run  # noqa: E402
-from kvcli.commands.chat.save_chat import keep  # noqa: E402
-from kvcli.commands.profiles import write_new  # noqa: E402
-from kvcli.documents import Document  # noqa: E402
-from kvcli.engine.stats import Stats  # noqa: E402
-from kvcli.environment import Environment, Paths  # noqa: E402
-from kvcli.errors import BadInput  # noqa: E402
-from kvcli.files import BEGINS, append  # noqa: E402
-from kvcli.summarize.cache import Cache  # noqa: E402
-from tests.fake_model import FakeModel, fake_info  # noqa: E402
+from kvcli.api import Turn
+from kvcli.chat.conversation import Chat
+from kvcli.chat.saved_chats import SavedChats
+from kvcli.cli import run
+from kvcli.commands.chat.save_chat import keep
+from kvcli.commands.profiles import write_new
+from kvcli.documents import Document
+from kvcli.engine.stats import Stats
+from kvcli.environment import Environment, Paths
+from kvcli.errors import BadInput
+from kvcli.files import BEGINS, append
+from kvcli.summarize.cache import Cache
+from tests.fake_model import FakeModel, fake_info
 
 TEXT = "A document that takes a while to write. " * 20_000
 PROFILE = "# a line that takes its time\n" * 20_000

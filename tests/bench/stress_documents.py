@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from kvcli.documents import document_of  # noqa: E402
-from kvcli.errors import KvcliError  # noqa: E402
-from tests.documents.test_fuzz import SEEDS, inside, mutated  # noqa: E402
+from kvcli.documents import document_of
+from kvcli.errors import KvcliError
+from tests.documents.test_fuzz import SEEDS, inside, mutated
 
 
 def damaged(kind: str, rng: random.Random) -> bytes:

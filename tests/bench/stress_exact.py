@@ -5,13 +5,11 @@
 Each run asks two questions under a drafting profile with `spec.require_batch_invariance`, as `--exact` does:
 the clock leaps, and what passes are said to take is drawn by lot, so that drafts differ in length from run to run.
 Every token must be that of plain decoding over the same store (`-P exact`). A part of the runs in each dtype, over the
-stores by turns, greedy and at temperature 0.8 by lot. JSON on the last line.
+stores by turns, greedy and at temperature 0.8 by lot.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import time
@@ -20,16 +18,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import kvcli  # noqa: E402
-from kvcli.api import Turn  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from kvcli.engine.drafting.drafter import Costs  # noqa: E402
-from kvcli.models.text import render_prompt  # noqa: E402
-from kvcli.settings.profile import Profile  # noqa: E402
-from tests.demo_model.example import example_report  # noqa: E402
+import kvcli
+from kvcli.api import Turn
+from kvcli.chat.model import Model
+from kvcli.engine.drafting.drafter import Costs
+from kvcli.models.text import render_prompt
+from kvcli.settings.profile import Profile
+from tests.bench.harness import Rows, Words, measurement, picked
+from tests.demo_model.example import example_report
 
 PROFILES = ("ngram", "lookahead", "fafo")
 _PART = {
@@ -110,18 +108,12 @@ def storm(
     return {"tried": tried, "tokens": tokens, "bad": bad} | {f"drafted_{dtype}": n for dtype, n in drafted.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--dtypes", default="bf16,fp32")
-    parser.add_argument("--stores", default="dense", help=f"of {', '.join(STORES)}")
-    args = parser.parse_args()
-    found = storm(args.runs, dtypes=args.dtypes.split(","), stores=args.stores.split(","))
-    command = f"python tests/bench/stress_exact.py --runs {args.runs} --dtypes {args.dtypes}"
-    command += f" --stores {args.stores}" if args.stores != "dense" else ""
-    what = f"exact runs with shuffled timings, {found['tokens']:,} tokens in {args.dtypes}"
-    print(json.dumps({"what": what, **found, "command": command}))
+@measurement("Exact runs with shuffled timings", is_right=lambda rows: not rows[0]["bad"])
+def stress_exact(runs: int = 200, dtypes: Words = ("bf16", "fp32"), stores: Words = ("dense",)) -> Rows:
+    found = storm(runs, dtypes=dtypes, stores=picked(stores, STORES))
+    yield found
+    return {"what": f"exact runs with shuffled timings, {found['tokens']:,} tokens in {','.join(dtypes)}", **found}
 
 
 if __name__ == "__main__":
-    main()
+    stress_exact.main()

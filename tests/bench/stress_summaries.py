@@ -5,13 +5,11 @@
 Drawn by lot for each run: a drafting profile, one thread or two, up to two busy processes beside it and their nice
 level, pauses between passes, a clock that leaps, what passes are said to take, and where rows are bit-exact also how
 many tokens are read at once. Half of the runs are stopped somewhere and go on from the parts they had kept. Every point
-and every token behind it must be that of one undisturbed run of `-P exact`. JSON on the last line.
+and every token behind it must be that of one undisturbed run of `-P exact`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import subprocess
@@ -21,24 +19,25 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import kvcli  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from kvcli.documents import Document, read_document  # noqa: E402
-from kvcli.engine.threads import use_threads  # noqa: E402
-from kvcli.environment import Paths  # noqa: E402
-from kvcli.models.fetch import stands_for  # noqa: E402
-from kvcli.settings.profile import Profile  # noqa: E402
-from kvcli.summarize.cache import Cache  # noqa: E402
-from kvcli.summarize.events import Done  # noqa: E402
-from kvcli.summarize.request import Request  # noqa: E402
-from kvcli.summarize.result import Summary  # noqa: E402
-from kvcli.summarize.run import summarize  # noqa: E402
-from tests.bench.stress_exact import PROFILES, costs, jumping_clock  # noqa: E402
-from tests.summarize.scribe import summary_of  # noqa: E402
+import kvcli
+from kvcli.chat.model import Model
+from kvcli.documents import Document, read_document
+from kvcli.engine.threads import use_threads
+from kvcli.environment import Paths
+from kvcli.models.fetch import stands_for
+from kvcli.settings.profile import Profile
+from kvcli.summarize.cache import Cache
+from kvcli.summarize.events import Done
+from kvcli.summarize.request import Request
+from kvcli.summarize.result import Summary
+from kvcli.summarize.run import summarize
+from tests.bench.harness import Rows, measurement
+from tests.bench.stress_exact import PROFILES, costs, jumping_clock
+from tests.summarize.scribe import summary_of
 
 BUSY = "import os, sys\nos.nice(int(sys.argv[1]))\nwhile True:\n    pass"
 CHUNKS = (2048, 512, 97)  # tokens read at once
@@ -123,20 +122,20 @@ def storm(runs: int, request: Request, model: str = "demo", file: str = "demo:pd
     return {"tried": runs, "bad": bad, "stopped": stopped, **about}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=50)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--file", default="demo:pdf")
-    parser.add_argument("--length", type=int, help="words; the bundled model follows none")
-    parser.add_argument("--chunk", type=int, default=1200, help="tokens of a part; 0: as many as the window holds")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    request = Request(length=args.length, chunk=args.chunk or None)
-    found = storm(args.runs, request, args.model, args.file, args.seed)
-    what = f"exact summaries by {args.model} with shuffled timings, {found['stopped']} stopped and resumed"
-    print(json.dumps({"what": what, **found}))
+@measurement("Exact summaries with shuffled timings", is_right=lambda rows: not rows[0]["bad"])
+def stress_summaries(
+    runs: int = 50,
+    model: str = "demo",
+    file: str = "demo:pdf",
+    length: Annotated[int | None, "words; the bundled model follows none"] = None,
+    chunk: Annotated[int, "tokens of a part; 0: as many as the window holds"] = 1200,
+    seed: int = 0,
+) -> Rows:
+    found = storm(runs, Request(length=length, chunk=chunk or None), model, file, seed)
+    yield found
+    what = f"exact summaries by {model} with shuffled timings, {found['stopped']} stopped and resumed"
+    return {"what": what, **found}
 
 
 if __name__ == "__main__":
-    main()
+    stress_summaries.main()

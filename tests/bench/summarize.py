@@ -1,32 +1,28 @@
 """Summaries of generated PDFs by the bundled model: findings told, citations right, before and after the check.
 
-    python tests/bench/summarize.py [--n 21] [--chunk 0 2500] [--out FILE]
+    python tests/bench/summarize.py [--n 21] [--chunk 0,2500] [--out FILE]
 
-Whole documents, and with --chunk also in parts. The first is the shipped demo:pdf. Prints a line each, then JSON on the
-last line.
+Whole documents, and with --chunk also in parts. The first is the shipped demo:pdf.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import kvcli  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from kvcli.demo.report import Finding  # noqa: E402
-from kvcli.documents import document_of  # noqa: E402
-from kvcli.summarize.request import Request  # noqa: E402
-from kvcli.summarize.result import Point, Summary  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
-from tests.demo_model.sample import SEED, pdf_bytes, write_sample  # noqa: E402
-from tests.summarize.scribe import summary_of  # noqa: E402
+import kvcli
+from kvcli.chat.model import Model
+from kvcli.demo.report import Finding
+from kvcli.documents import document_of
+from kvcli.summarize.request import Request
+from kvcli.summarize.result import Point, Summary
+from tests.bench.harness import Ints, Rows, measurement
+from tests.demo_model.sample import SEED, pdf_bytes, write_sample
+from tests.summarize.scribe import summary_of
 
 
 def is_told(finding: Finding, points: Sequence[Point]) -> Point | None:
@@ -65,30 +61,19 @@ def one(model: Model, seed: int, request: Request) -> dict[str, Any]:
     return {"seed": seed, "perfect": is_all, **figures, "prompts": prompts}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=21)
-    parser.add_argument("--chunk", type=int, nargs="*", default=[0], help="tokens of a part; 0 = whole")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    found: dict[str, Any] = {
-        "schema": "kvcli.bench.summarize/1",
-        "environment": machine(),
-        "shipped_seed": SEED,
-        "runs": [],
-    }
+@measurement("Summaries of generated PDFs by the bundled model", schema="kvcli.bench.summarize/1", is_counts=True)
+def summarize(n: int = 21, chunk: Annotated[Ints, "tokens of a part; 0 = whole"] = (0,)) -> Rows:
+    runs = []
     with kvcli.load("demo") as model:
-        for chunk in args.chunk:
+        for size in chunk:
             rows = []
-            for seed in range(SEED, SEED + args.n):
-                rows.append(one(model, seed, Request(chunk=chunk or None)))
-                print(chunk or "whole", json.dumps(rows[-1]), flush=True)
+            for seed in range(SEED, SEED + n):
+                rows.append(one(model, seed, Request(chunk=size or None)))
+                yield {"chunk": size or None, **rows[-1]}
             sums = {key: sum(row[key] for row in rows) for key in rows[0] if key not in ("seed", "prompts")}
-            found["runs"].append({"chunk": chunk or None, "documents": len(rows), **sums, "rows": rows})
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found))
+            runs.append({"chunk": size or None, "documents": len(rows), **sums})
+    return {"shipped_seed": SEED, "runs": runs}
 
 
 if __name__ == "__main__":
-    main()
+    summarize.main()

@@ -4,40 +4,30 @@
 
 The demo model, profile `exact`, texts of their own. Sides take turns. *writing*: the texts are read before. *all*:
 reading counts, too. *late*: a question of some thirty tokens joins as a text of `--long` tokens begins its second
-chunk, the worst moment; its first token, in times of one such chunk. Prints a table, then JSON on the last line.
+chunk, the worst moment; its first token, in times of one such chunk.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli import generate_together, load  # noqa: E402
-from kvcli.api import Text  # noqa: E402
-from kvcli.bench.workloads import prompt_of  # noqa: E402
-from kvcli.engine.engine import Engine  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
+from kvcli import generate_together, load
+from kvcli.api import Text
+from kvcli.bench.workloads import prompt_of
+from kvcli.engine.engine import Engine
+from tests.bench.harness import Rows, in_turns, measurement, quotients, seconds, spread
 
 
-def texts(model: Any, n: int, ctx: int) -> list[list[int]]:
+def prompts_of(model: Any, n: int, ctx: int) -> list[list[int]]:
     return [prompt_of("summary", {}, model.tokenizer, model.lm.vocab, ctx, seed=seed) for seed in range(n)]
-
-
-def timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def writing(model: Any, prompts: list[list[int]], new: int, *, is_read: bool) -> dict[str, float]:
@@ -53,10 +43,10 @@ def writing(model: Any, prompts: list[list[int]], new: int, *, is_read: bool) ->
             return [t.answer(ids, max_new_tokens=new, ignore_eos=True) for t, ids in zip(opened, prompts, strict=True)]
 
         if way == "alone":
-            seconds = timed(lambda: [generate_together(one) for one in answers()])
+            took = seconds(lambda: [generate_together(one) for one in answers()])
         else:
-            seconds = timed(lambda: generate_together(*answers()))
-        found[way] = len(prompts) * new / seconds
+            took = seconds(lambda: generate_together(*answers()))
+        found[way] = len(prompts) * new / took
     return found
 
 
@@ -65,7 +55,7 @@ def late(model: Any, ids: list[int]) -> dict[str, float]:
     engine = Engine()
     engine.add(model.open().answer(ids, max_new_tokens=1))
     engine.step()
-    chunk = timed(engine.step)
+    chunk = seconds(engine.step)
     engine = Engine()
     engine.add(model.open().answer(ids, max_new_tokens=1))
     engine.step()
@@ -83,53 +73,28 @@ def late(model: Any, ids: list[int]) -> dict[str, float]:
     return {"chunk_s": chunk, "first_s": first[0], "chunks": first[0] / chunk}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=int, default=8)
-    parser.add_argument("--ctx", type=int, default=2048)
-    parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--long", type=int, default=6144)
-    parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+@measurement(
+    "{texts} texts of {ctx} tokens side by side, {new} new; a question beside {long}",
+    columns=["what", "alone tok/s", "together tok/s", "times"],
+    note="In brackets: least and most of all turns. late: in times of a chunk of the text that is being read.",
+)
+def measure(texts: int = 8, ctx: int = 2048, new: int = 64, long: int = 6144, reps: int = 3) -> Rows:
     torch.set_num_threads(1)
     with load("demo", "exact", {"context.limit": 8192}) as model:
-        prompts = texts(model, args.texts, args.ctx)
+        prompts = prompts_of(model, texts, ctx)
         writing(model, prompts[:2], 4, is_read=False)  # warm
-        runs: dict[str, list[dict[str, float]]] = {"writing": [], "all": [], "late": []}
-        for _ in range(args.reps):
-            runs["writing"].append(writing(model, prompts, args.new, is_read=True))
-            runs["all"].append(writing(model, prompts, args.new, is_read=False))
-            runs["late"].append(late(model, texts(model, 1, args.long)[0]))
-    rows = []
+        ways = {
+            "writing": lambda: writing(model, prompts, new, is_read=True),
+            "all": lambda: writing(model, prompts, new, is_read=False),
+            "late": lambda: late(model, prompts_of(model, 1, long)[0]),
+        }
+        runs = in_turns(ways, reps, 0)
     for name in ("writing", "all"):
         alone, beside = ([run[way] for run in runs[name]] for way in ("alone", "together"))
-        times = [b / a for a, b in zip(alone, beside, strict=True)]
-        rows.append(
-            {
-                "what": name,
-                "alone tok/s": round(statistics.median(alone), 1),
-                "together tok/s": round(statistics.median(beside), 1),
-                "times": [round(x, 2) for x in (min(times), statistics.median(times), max(times))],
-            }
-        )
-    chunks = [run["chunks"] for run in runs["late"]]
-    rows.append({"what": "late", "times": [round(x, 2) for x in (min(chunks), statistics.median(chunks), max(chunks))]})
-    for row in rows:
-        print(row)
-    found = {
-        "title": f"{args.texts} texts of {args.ctx} tokens side by side, {args.new} new; a question beside {args.long}",
-        "machine": ", ".join(f"{key} {value}" for key, value in machine().items()),
-        "command": f"python tests/bench/together.py --texts {args.texts} --ctx {args.ctx} --new {args.new}",
-        "columns": ["what", "alone tok/s", "together tok/s", "times"],
-        "rows": rows,
-        "note": "In brackets: least and most of all turns. late: in times of a chunk of the text that is being read.",
-    }
-    text = json.dumps(found)
-    if args.out:
-        args.out.write_text(text, encoding="utf-8")
-    print(text)
+        row = {"what": name, "alone tok/s": round(median(alone), 1), "together tok/s": round(median(beside), 1)}
+        yield row | {"times": quotients(beside, alone, 2)}
+    yield {"what": "late", "times": spread([run["chunks"] for run in runs["late"]], 2)}
 
 
 if __name__ == "__main__":
-    main()
+    measure.main()

@@ -5,7 +5,7 @@
 Tiny random models. A wait is an operation whose result the host needs before it can go on, as `.tolist()`, `int()` or
 `nonzero`; on a CPU it costs nothing, on a GPU each one empties the queue. They are counted as they are called, so the
 count is the same on any device; what the host knows by itself (numpy, lists, what was made of tensors that came over)
-is none. With the name of the line that waits. Prints a table, then JSON on the last line.
+is none. With the name of the line that waits.
 
 Each side once by single operations, and once recorded (engine/cuda_graphs/captured_pass.py): on a CPU by a device that
 stands for CUDA's graphs and counts what waits for it (tests/fake_graphs.py). Then operations are those that are not
@@ -14,11 +14,10 @@ replayed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import traceback
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +30,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.assemble import view  # noqa: E402
-from kvcli.engine.cuda_graphs.capture import CudaGraphs  # noqa: E402
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses  # noqa: E402
-from kvcli.engine.engine import run_to_end  # noqa: E402
-from kvcli.engine.hf.lm import LM  # noqa: E402
-from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.engine.sequence.session import GenerationSession  # noqa: E402
-from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.methods.drafts.lookahead import Lookahead  # noqa: E402
-from kvcli.methods.drafts.ngram import Ngram  # noqa: E402
-from kvcli.methods.drafts.off import Off  # noqa: E402
-from kvcli.methods.policies.snapkv import Snap  # noqa: E402
-from tests import families  # noqa: E402
-from tests.fake_graphs import FakeGraphs  # noqa: E402
+from kvcli.assemble import view
+from kvcli.engine.cuda_graphs.capture import CudaGraphs
+from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses
+from kvcli.engine.engine import run_to_end
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.lookahead import Lookahead
+from kvcli.methods.drafts.ngram import Ngram
+from kvcli.methods.drafts.off import Off
+from kvcli.methods.policies.snapkv import Snap
+from tests import families
+from tests.bench.harness import Ints, Rows, measurement
+from tests.fake_graphs import FakeGraphs
 
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2"}
 COPIES = {"lift_fresh", "lift"}
@@ -149,6 +149,9 @@ def opened(side: str, layers: int, device: str = "cpu", *, is_recorded: bool = F
     return session
 
 
+SHOWN = ("operations", "allocations", "waits", "copies")
+
+
 def steps_of(side: str, steps: int) -> int:
     """So many, or from boundary to boundary."""
     return EVERY if SIDES[side][2] else steps
@@ -184,28 +187,17 @@ def sized(family: str, layers: int) -> dict[str, Any]:
     return {"num_hidden_layers": layers, **more}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", default="3,9")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+@measurement("What a decoding step asks of the device", is_counts=True, columns=("side", "layers", *SHOWN))
+def waits(layers: Ints = (3, 9), steps: int = 4) -> Rows:
     torch.set_num_threads(1)
-    cells = [(side, int(n), how) for side in SIDES for n in args.layers.split(",") for how in (False, True)]
-    found = [counted(side, n, args.steps, is_recorded=how) for side, n, how in cells]
-    shown = ("layers", "operations", "allocations", "waits", "copies")
-    print(f"{'':26}{''.join(f'{name:>12}' for name in shown)}  a step")
-    for one in found:
-        print(f"{one['side']:26}{''.join(f'{one[name]:12.1f}' for name in shown)}")
-        for line, n in one["where"].items():
-            print(f"{'':60}{n:5.1f}  {line}")
-        for why, n in one["eager"].items():
-            print(f"{'':60}{n:5}  passes by single operations: {why}")
-    text = json.dumps({"torch": torch.__version__, "sides": found})
-    if args.out:
-        args.out.write_text(text, encoding="utf-8")
-    print(text)
+    for side, n, is_recorded in product(SIDES, layers, (False, True)):
+        found = counted(side, n, steps, is_recorded=is_recorded)
+        yield found
+        for line, count in found["where"].items():
+            print(f"{count:8.1f}  {line}")
+        for why, count in found["eager"].items():
+            print(f"{count:8}  passes by single operations: {why}")
 
 
 if __name__ == "__main__":
-    main()
+    waits.main()

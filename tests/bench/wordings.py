@@ -11,38 +11,35 @@ named pages, or its first characters. With a cache, answers of an earlier run ar
 - told: points with five words in a row that stand in the question and not in the document
 - copied: points that stand in the document word for word; loops: answers that went round in one
 
-Prints a line each, then JSON on the last line, with the summaries themselves.
+The JSON has the summaries themselves.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
-import json
 import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import kvcli  # noqa: E402
-from kvcli.chat.model import Model  # noqa: E402
-from kvcli.documents import Document, document_of  # noqa: E402
-from kvcli.environment import Paths  # noqa: E402
-from kvcli.models.fetch import stands_for  # noqa: E402
-from kvcli.summarize.cache import Cache  # noqa: E402
-from kvcli.summarize.events import Done, PartEnded  # noqa: E402
-from kvcli.summarize.parts import Part  # noqa: E402
-from kvcli.summarize.plan import PlanWindow, make_plan  # noqa: E402
-from kvcli.summarize.request import Request  # noqa: E402
-from kvcli.summarize.result import Summary  # noqa: E402
-from kvcli.summarize.run import summarize  # noqa: E402
-from kvcli.summarize.wording import Wording, part_messages, wording_of  # noqa: E402
-from tests.bench.decode import machine  # noqa: E402
+import kvcli
+from kvcli.chat.model import Model
+from kvcli.documents import Document, document_of
+from kvcli.environment import Paths
+from kvcli.models.fetch import stands_for
+from kvcli.summarize.cache import Cache
+from kvcli.summarize.events import Done, PartEnded
+from kvcli.summarize.parts import Part
+from kvcli.summarize.plan import PlanWindow, make_plan
+from kvcli.summarize.request import Request
+from kvcli.summarize.result import Summary
+from kvcli.summarize.run import summarize
+from kvcli.summarize.wording import Wording, part_messages, wording_of
+from tests.bench.harness import Rows, Words, measurement
 
 COUNTS = ("points", "words", "confirmed", "doubtful", "uncited", "silent", "told", "copied", "loops")
 MOST = 9_000  # characters of a text without pages
@@ -115,39 +112,28 @@ def measure(model: Model, document: Document, wording: Wording, cache: Cache | N
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--folder", type=Path, default=Path("/usr/share"))
-    parser.add_argument("--names", default="", help="parts of names, with commas between")
-    parser.add_argument("--cache", type=Path, help="a folder that keeps the answers")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-
-    model = kvcli.load(stands_for(args.model, Paths.of(os.environ).data), "ngram")
-    cache = Cache.of(args.cache, model.info, model.profile) if args.cache else None
-    wordings = {"general": Wording(), "its own": wording_of(model.info)}
+@measurement(
+    "{model} over 20 real documents, asked as larger models are, and in words of its own",
+    schema="kvcli.bench.wordings/1",
+)
+def wordings(
+    model: str = "smollm2-135m",
+    folder: Path = Path("/usr/share"),
+    names: Annotated[Words, "parts of names"] = (),
+    cache: Annotated[Path | None, "a folder that keeps the answers"] = None,
+) -> Rows:
+    loaded = kvcli.load(stands_for(model, Paths.of(os.environ).data), "ngram")
+    answers = Cache.of(cache, loaded.info, loaded.profile) if cache else None
+    ways = {"general": Wording(), "its own": wording_of(loaded.info)}
     summaries = []
-    for name, package, pages, document in documents(args.folder, {n for n in args.names.split(",") if n}):
-        sides = {side: measure(model, document, wording, cache) for side, wording in wordings.items()}
+    for name, package, pages, document in documents(folder, set(names)):
+        sides = {side: measure(loaded, document, wording, answers) for side, wording in ways.items()}
         summaries.append({"document": name, "package": package, "pages": pages, "sides": sides})
-        for side, found in sides.items():
-            print(f"{name:<36} {side:<8} " + "  ".join(f"{key} {found[key]}" for key in COUNTS), flush=True)
-    rows = [
-        {"wording": side} | {key: sum(one["sides"][side][key] for one in summaries) for key in COUNTS}
-        for side in wordings
-    ]
-    result = {
-        "schema": "kvcli.bench.wordings/1",
-        "model": args.model.rsplit("/", 1)[-1],
-        "environment": machine(),
-        "rows": rows,
-        "summaries": summaries,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+        print(name, *(f"{side}: {found['points']} points" for side, found in sides.items()), flush=True)
+    for side in ways:
+        yield {"wording": side} | {key: sum(one["sides"][side][key] for one in summaries) for key in COUNTS}
+    return {"model": model.rsplit("/", 1)[-1], "summaries": summaries}
 
 
 if __name__ == "__main__":
-    main()
+    wordings.main()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 from transformers import AutoTokenizer
 
 from kvcli.bench import llama_cpp
-from kvcli.bench.gguf_export import export
 from kvcli.bench.llama_cpp import BATCH, LlamaCpp, require
 from kvcli.engine.loading import weights
 from kvcli.errors import BadModel, UsageError
@@ -22,8 +22,10 @@ from kvcli.installing import pip
 from kvcli.models import family, source
 from tests import gguf_files
 from tests.families import build, prompt
+from tests.recipes.gguf_export import export
 
 NEW = 24
+opened = partial(LlamaCpp, to_gguf=export)
 
 
 def test_without_the_extra_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
@@ -88,7 +90,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_float32_writes_what_transformers_writes(tmp_path: Path, name: str, changes: dict[str, Any]):
     model = build(name, max_position_embeddings=1024, **changes)
     model.save_pretrained(tmp_path / "model")
-    side = LlamaCpp(source.find(str(tmp_path / "model")), "float32", 1, tmp_path)
+    side = opened(source.find(str(tmp_path / "model")), "float32", 1, tmp_path)
     ids = prompt(211)
     assert side.run(ids, NEW).ids == greedy(model, ids, NEW)
     side.close()
@@ -98,13 +100,13 @@ def test_float64_is_refused_of_a_gguf_file_too(tmp_path: Path):
     """Else its results would be called float64, and be none."""
     gguf_files.write(tmp_path / "tiny.gguf", "llama", ("Q4_1",), ends="Q8_0")
     with pytest.raises(UsageError, match="float64"):
-        LlamaCpp(source.find(str(tmp_path / "tiny.gguf")), "float64", 1, tmp_path)
+        opened(source.find(str(tmp_path / "tiny.gguf")), "float64", 1, tmp_path)
 
 
 @pytest.mark.usefixtures("engine")
 def test_the_blocks_of_a_gguf_file_are_named(tmp_path: Path):
     gguf_files.write(tmp_path / "tiny.gguf", "llama", ("Q4_1",), ends="Q8_0")
-    side = LlamaCpp(source.find(str(tmp_path / "tiny.gguf")), "bfloat16", 1, tmp_path / "cache")
+    side = opened(source.find(str(tmp_path / "tiny.gguf")), "bfloat16", 1, tmp_path / "cache")
     without = ", without AMX and repacked weights, because this build crashes with them"
     assert side.setup["weights"].removesuffix(without) == "the GGUF file itself, Q4_1 and Q8_0"
     assert side.setup["quant"] == "Q4_1 and Q8_0"
@@ -117,7 +119,7 @@ def test_the_blocks_of_a_gguf_file_are_named(tmp_path: Path):
 def test_a_model_that_is_a_gguf_file_is_run_as_it_is(tmp_path: Path, name: str):
     """In float32 both sides read the same numbers out of it: names, order of rows, norms, windows, caps."""
     model = gguf_files.write(tmp_path / "tiny.gguf", name, ("F32",), ends="F32", seed=2)
-    side = LlamaCpp(source.find(str(tmp_path / "tiny.gguf")), "float32", 1, tmp_path / "cache")
+    side = opened(source.find(str(tmp_path / "tiny.gguf")), "float32", 1, tmp_path / "cache")
     assert side.setup["file"] == str(tmp_path / "tiny.gguf")
     assert side.setup["weights"] == "the GGUF file itself"
     assert not (tmp_path / "cache").exists()
@@ -136,7 +138,7 @@ def test_a_prompt_longer_than_a_batch_and_a_second_run(tmp_path: Path):
     """Nothing of one prompt is left for the next, whichever way the context's size changes."""
     model = build("llama", max_position_embeddings=1024)
     model.save_pretrained(tmp_path / "model")
-    side = LlamaCpp(source.find(str(tmp_path / "model")), "float32", 1, tmp_path)
+    side = opened(source.find(str(tmp_path / "model")), "float32", 1, tmp_path)
     long, short = prompt(BATCH + 3), prompt(7, seed=2)
     first = side.run(long, 5)
     assert first.ids == greedy(model, long, 5)
@@ -156,7 +158,7 @@ def test_the_demo_model(tmp_path: Path, dtype: str):
     model, _ = weights.load_weights(
         found, family.read_config(found, False), "fp32", torch.device("cpu"), trust_remote_code=False
     )
-    side = LlamaCpp(found, dtype, 1, tmp_path)
+    side = opened(found, dtype, 1, tmp_path)
     written, exact = side.run(ids, NEW).ids, greedy(model.eval(), ids, NEW)
     side.close()
     if dtype == "float32":
@@ -175,7 +177,7 @@ def test_it_draws_one_text_a_seed_and_the_likeliest_near_temperature_zero(tmp_pa
     model.save_pretrained(tmp_path / "model")
     found, texts = source.find(str(tmp_path / "model")), []
     for temperature, seed in ((1e-6, 0), (2.0, 0), (2.0, 1)):
-        side = LlamaCpp(found, "float32", 1, tmp_path, temperature=temperature, seed=seed)
+        side = opened(found, "float32", 1, tmp_path, temperature=temperature, seed=seed)
         texts += [side.run(ids, NEW).ids, side.run(ids, NEW).ids]
         side.close()
     assert texts[::2] == texts[1::2]
@@ -188,7 +190,7 @@ def test_what_a_sample_says(tmp_path: Path):
     build("llama").save_pretrained(tmp_path / "model")
     ticks = iter(range(100))
     found = source.find(str(tmp_path / "model"))
-    side = LlamaCpp(found, "bfloat16", 1, tmp_path, clock=lambda: float(next(ticks)))
+    side = opened(found, "bfloat16", 1, tmp_path, clock=lambda: float(next(ticks)))
     sample = side.run(prompt(5), 3)
     assert sample.at == (1.0, 2.0, 3.0)
     assert sample.prompt == 5
@@ -210,7 +212,7 @@ def test_a_file_that_is_no_gguf_is_an_error_with_llama_cpps_words(tmp_path: Path
     export(found, "float32", tmp_path).write_bytes(b"GGUF, but no more of it")
     capfd.readouterr()
     with pytest.raises(BadModel, match="could not load") as caught:
-        LlamaCpp(found, "float32", 1, tmp_path)
+        opened(found, "float32", 1, tmp_path)
     assert len(caught.value.lines) >= 2
     assert caught.value.try_[0].startswith("rm ")
     assert capfd.readouterr().err == ""  # said once, by us
@@ -224,4 +226,4 @@ def test_a_gpu_that_this_build_cannot_use_is_refused(tmp_path: Path):
         pytest.skip("this llama-cpp-python was built for a GPU")
     build("llama").save_pretrained(tmp_path / "model")
     with pytest.raises(UsageError, match="without GPU support"):
-        LlamaCpp(source.find(str(tmp_path / "model")), "float32", 1, tmp_path, device="cuda:0")
+        opened(source.find(str(tmp_path / "model")), "float32", 1, tmp_path, device="cuda:0")

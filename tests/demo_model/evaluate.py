@@ -221,6 +221,7 @@ def main(arguments: Sequence[str] | None = None, write: Write = sys.stdout.write
     parser.add_argument("--seed", type=int, default=HELD_OUT)
     parser.add_argument("--free", action="store_true", help="also let summaries and rewrites run free")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="where the JSON is written too")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     model, tokenizer = load(options.weights)
@@ -238,6 +239,8 @@ def main(arguments: Sequence[str] | None = None, write: Write = sys.stdout.write
         "small talk": measure_greetings(model, tokenizer).as_json(),
         "by_length": results,
     }
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     write(json.dumps(record) + "\n")
 
 

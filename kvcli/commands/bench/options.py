@@ -11,10 +11,7 @@ _compared = partial(option, panel="Comparison")
 _measured = partial(option, panel="Measurement")
 _told = partial(option, panel="Output")
 
-_BASELINE = (
-    "A profile, hf, hf-lookup, llama.cpp, kvpress[:PRESS[:RATIO]] or an earlier FILE.json."
-    " Speedups (×) are relative to the first."
-)
+_BASELINE = "A profile, hf, hf-lookup, llama.cpp or an earlier FILE.json. Speedups (×) are relative to the first."
 _WORKLOAD = (
     "prose, code, manual, article, rewrite, translate, talk; for the demo model summary, chat, copy, lookup;"
     " random; a text file. Several with commas. Default article (demo: summary)."

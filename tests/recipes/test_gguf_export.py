@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.bench.gguf_export import VERSION, export, permuted
 from kvcli.errors import BadInput, BadModel
 from kvcli.models import source
 from kvcli.models.gguf.conversion_cache import KEPT, fingerprint
 from kvcli.models.hashes import Hashes
 from tests.families import build
+from tests.recipes.gguf_export import VERSION, export, permuted
 from tests.twins import flipped, put
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is absent; it comes with the dev extra")

@@ -1,6 +1,6 @@
 """Python environment of kvpress. It is separate, because kvpress pins transformers below the version that kvcli needs.
 
-    python -m kvcli.bench.kvpress_environment
+    python tests/recipes/kvpress_environment.py
 
 makes it in kvcli's cache folder. The user's own environment is not changed.
 """
@@ -16,10 +16,13 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
 from kvcli.errors import KvcliError, UsageError
 from kvcli.files import private_folder, write_private
 
-COMMAND = "python -m kvcli.bench.kvpress_environment"
+COMMAND = "python tests/recipes/kvpress_environment.py"
 PACKAGES = ("kvpress",)
 _CHECK = (
     "from importlib.metadata import version as v; import kvpress; print(*(v(n) for n in ('kvpress', 'transformers')))"
@@ -101,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from kvcli.environment import Environment
 
     parser = argparse.ArgumentParser(
-        prog=COMMAND, description="Create the environment of `kvcli bench --baseline kvpress`."
+        prog=COMMAND, description="Make the environment of `python tests/recipes/bench.py --baseline kvpress`."
     )
     parser.add_argument("--torch", default="", metavar="VERSION", help=f"default {torch_version()}, as in kvcli")
     options = parser.parse_args(arguments)

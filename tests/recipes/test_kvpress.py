@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.bench import kvpress_environment, kvpress_worker
-from kvcli.bench.kvpress import KvPress
-from kvcli.bench.kvpress_environment import COMMAND, interpreter, main, make_environment, torch_version
-from kvcli.bench.kvpress_press import PRESSES, Press
+from kvcli.bench import side_factory
 from kvcli.bench.side_factory import baseline_of
 from kvcli.errors import ExitStatus, KvcliError, UsageError
+from tests.fakes import Machine
 from tests.families import build, prompt
+from tests.recipes import bench, kvpress_environment, kvpress_worker
+from tests.recipes.kvpress import KvPress
+from tests.recipes.kvpress_environment import COMMAND, interpreter, main, make_environment, torch_version
+from tests.recipes.kvpress_press import PRESSES, Press
 
 STAND_IN = Path(__file__).with_name("kvpress_stand_in.py")
 
@@ -112,6 +114,32 @@ def test_an_unknown_press_is_refused_with_the_known_ones():
     assert caught.value.try_ == ("--baseline kvpress:SnapKV",)
 
 
+@pytest.fixture
+def _baselines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The baselines of a checkout, as `python tests/recipes/bench.py` has them."""
+    for name, baseline in bench.BASELINES.items():
+        monkeypatch.setitem(side_factory.BASELINES, name, baseline)
+
+
+@pytest.mark.usefixtures("_baselines")
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["--baseline", "kvpress:SnapK"], "usage"),
+        (["--baseline", "kvpress:SnapKV"], "missing_extra"),
+        (["--set", "sample.temperature=0.8", "--baseline", "kvpress"], "usage"),
+    ],
+)
+def test_the_command_of_a_checkout_refuses_with_a_code(tmp_path: Path, args: list[str], code: str):
+    result = Machine(tmp_path)("bench", "demo", "--json", *args)
+    assert (result.exit, json.loads(result.out)["code"]) == (ExitStatus.USAGE, code)
+
+
+def test_an_installation_has_no_kvpress():
+    assert side_factory.baseline_of("kvpress") is None
+
+
+@pytest.mark.usefixtures("_baselines")
 def test_only_kvpress_takes_a_choice_behind_a_colon():
     assert [baseline_of(name) for name in ("kvpress:TOVA:0.3", "hf", "hf:TOVA", "kvpres")] == [
         "kvpress", "hf", None, None

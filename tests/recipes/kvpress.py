@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvcli.bench.kvpress_environment import COMMAND
-from kvcli.bench.kvpress_press import Press
 from kvcli.bench.side import TimedSample
 from kvcli.errors import EngineUnreachable, KvcliError
+from tests.recipes.kvpress_environment import COMMAND
+from tests.recipes.kvpress_press import Press
 
 WORKER = Path(__file__).with_name("kvpress_worker.py")
 

@@ -1,4 +1,4 @@
-"""Export of a model's weights as one GGUF file, so that llama.cpp can run them.
+"""Export of a model's weights as one GGUF file, so that llama.cpp can run them beside kvcli.
 
 The file has numbers and no vocabulary: llama.cpp gets token ids. Its own converter must know every pre-tokenizer by
 name and refuses others.

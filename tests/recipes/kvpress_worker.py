@@ -1,4 +1,4 @@
-"""Worker that runs a press of kvpress on a model, for `kvcli bench`. kvpress's own interpreter starts it.
+"""Worker that runs a press of kvpress on a model, for tests/recipes/bench.py. kvpress's own interpreter starts it.
 
 kvcli is not installed there. Messages are one JSON object a line: first a setting, answered by `ready`; then prompts,
 each answered by the tokens and their times. A failure is answered by `error`.
