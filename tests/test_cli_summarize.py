@@ -604,7 +604,7 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
         (["a.txt", "--focus", "caf\udce9"], "usage", "--focus is not UTF-8"),
         (["a.txt", "--lang", "\udcff"], "usage", "--lang is not UTF-8"),
         (["a.txt", "--quotes", "--no-check"], "usage", "only one of them"),
-        (["a.txt", "--overlap", "-1"], "usage", "0 or more"),
+        (["a.txt", "--overlap", "-1"], "usage", "at least 0"),
         (["a.txt", "-o", "no/x.md"], "file_unwritable", "does not exist"),
         (["a.txt", "-o", "a.txt"], "usage", "would overwrite an input file"),
         (["a.txt:1-2", "--extract-only", "-o", "a.txt"], "usage", "would overwrite an input file"),

@@ -188,7 +188,7 @@ def test_a_chat_three_windows_long_knows_more_than_one_that_drops() -> None:
     assert not chat.shown.left
     said = [note for note in chat.notes if "longer than the window" in note]
     assert len(said) > 2
-    assert all(" go on as " in note for note in said)
+    assert all(" tokens shrink to " in note for note in said)
     turn = chat.send("What is the depth of well Bethden?")
     assert turn.stats.approx
     assert turn.stats.cached > LIMIT // 2
@@ -220,7 +220,7 @@ def test_ids_that_stand_for_nothing_any_more_are_never_read() -> None:
     chat.model.close()
     assert chat.send("What is the depth of well Bethden?").stats.cached == 0
     assert chat.shown.left
-    assert "could not be made smaller" in chat.notes[-1]
+    assert "could not be compressed" in chat.notes[-1]
     assert not chat.heard.begins.ids
     assert chat.model.session.ids[: len(stood)] != stood
 
@@ -267,7 +267,7 @@ def test_where_the_model_has_no_room_to_judge_the_chat_goes_on_without() -> None
     assert chat.send("well " * fills, max_new_tokens=4).stats.prompt > limit - 40
     chat.send("And the depth?", max_new_tokens=4)
     assert chat.shown.left == 2
-    assert "could not be made smaller" in chat.notes[-1]
+    assert "could not be compressed" in chat.notes[-1]
 
 
 def test_the_context_by_message_says_what_is_in_fewer_slots() -> None:

@@ -206,7 +206,7 @@ FULL = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "EBADF")
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [*((name, "cannot write") for name in FULL), ("EACCES", "is closed to you")]
+    ("number", "said"), [*((name, "cannot write") for name in FULL), ("EACCES", "no permission for")]
 )
 def test_a_disk_that_fails_is_no_bug_of_ours(number: str, said: str):
     from kvcli.commands.common.error_exit import machine_gave_out

@@ -512,7 +512,7 @@ def test_a_file_that_says_nothing_of_sampling_is_sampled_as_its_familys_cards_sa
     write(tmp_path / "tiny.gguf", family)
     found, told = sampled(tmp_path / "tiny.gguf")
     assert found == {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0} | recommended
-    assert ("its files say nothing of sampling; kvcli takes" in told) == (family != "llama")
+    assert ("the model has no sampling settings; kvcli uses" in told) == (family != "llama")
     mine, _ = sampled(tmp_path / "tiny.gguf", **{"sample.temperature": 0.0, "sample.repetition_penalty": 1.3})
     assert (mine["temperature"], mine["repetition_penalty"]) == (0.0, 1.3)
 

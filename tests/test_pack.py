@@ -314,7 +314,7 @@ def test_two_commands_read_a_document_once(tmp_path: Path) -> None:
     nowhere = typed("pack", "demo:report", "-o", "none/one.kvs")
     assert (nowhere.returncode, "its folder does not exist" in nowhere.stderr) == (3, True)
     both = typed("chat", "--pack", "one.kvs", "-f", "demo:report", "-p", QUESTION)
-    assert (both.returncode, "--pack goes without" in both.stderr) == (2, True)
+    assert (both.returncode, "--pack excludes" in both.stderr) == (2, True)
 
 
 def test_a_pack_brings_the_settings_that_it_was_read_under(tmp_path: Path, packs: Callable[[str], Path]) -> None:

@@ -34,7 +34,7 @@ def test_parts_then_points(facts, tmp_path, columns):
     assert "█" not in term.text
     assert "reading" not in term.text
     assert "accept" in term.raw
-    assert "plan: map, 5 parts" in joined
+    assert "plan: 5 parts" in joined
 
 
 def test_ctrl_c_says_what_is_kept(facts, tmp_path):

@@ -232,6 +232,6 @@ def test_what_no_window_holds_is_refused_before_it_is_cut(monkeypatch: pytest.Mo
         for ask in (lambda: model.generate(text), lambda: chat.send(text)):
             with pytest.raises(ContextOverflow) as caught:
                 ask()
-            assert "characters are at least" in caught.value.lines[0]
+            assert "characters, at least" in caught.value.lines[0]
             assert caught.value.try_
         assert not chat.messages

@@ -122,9 +122,7 @@ def notes_of(document: BenchDocument) -> list[str]:
         notes.append("with one repetition no difference can be significant")
     elif args.reps < SURE:
         odds = 2 ** (args.reps - 1)
-        notes.append(
-            f"only {args.reps} repetitions: 1 of {odds} equal profiles appears different by chance; use -r {SURE}"
-        )
+        notes.append(f"only {args.reps} repetitions: 1 of {odds} equal pairs seems different by chance; use -r {SURE}")
     others = dict.fromkeys(row.profile for row in document.rows if row.exactness is None)
     if args.temperature and others:
         notes.append(f"{', '.join(others)}: random numbers differ from kvcli's, so texts are not compared")

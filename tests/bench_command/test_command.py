@@ -130,7 +130,7 @@ def test_at_a_temperature_profiles_write_one_text_and_others_are_not_asked(machi
     }  # fmt: skip
     assert all(row.steady for row in document.rows)
     assert rows["ngram"].ids == rows["exact"].ids
-    assert [note for note in document.notes if note.startswith("hf, hf-lookup: other random numbers")]
+    assert [note for note in document.notes if note.startswith("hf, hf-lookup: random numbers differ")]
     later = ["--profiles", "ngram", "--baseline", "warm.json"]
     again = json.loads(machine("bench", "demo", *args, *later, "--set", "sample.temperature=2").out)
     assert again["rows"][0]["same"]["share"] == 1.0

@@ -217,7 +217,7 @@ def test_pages_that_cannot_be(tmp_path, name, options, kind, code):
 def test_content_says_the_kind_before_the_name_does(data, name, kind, note):
     document = document_of(data, name)
     assert document.kind == kind
-    assert [n.partition(":")[0] for n in document.notes] == ([note] if note else [])
+    assert [n.partition(";")[0] for n in document.notes] == ([note] if note else [])
 
 
 def test_a_type_that_is_said_overrides():

@@ -114,7 +114,7 @@ def test_a_pdf_that_only_looks_dreadful_is_read(make):
             "entities",
         ),
         (lambda: books.epub({}), "a.epub", "no_text", "pictures"),
-        (lambda: books.zipped({"META-INF/container.xml": "<a/>"}), "a.epub", "damaged_file", "names no book"),
+        (lambda: books.zipped({"META-INF/container.xml": "<a/>"}), "a.epub", "damaged_file", "does not name a book"),
         (lambda: books.zipped({"a.txt": "x"}), "a.zip", "not_text", ""),
         (lambda: books.zipped({"xl/workbook.xml": "x"}), "a.docx", "not_text", ""),
         (bombs.docx_laughs, "a.docx", "damaged_file", "document type"),

@@ -82,7 +82,7 @@ def test_a_parser_that_ends_itself_by_any_signal(monkeypatch):
     monkeypatch.setattr("kvcli.worker_process.BOOT", "import os; os.kill(os.getpid(), 40)")
     with pytest.raises(BadInput) as caught:
         document_of(WHOLE, "a.pdf")
-    assert (caught.value.code, "broke off" in caught.value.lines[0]) == ("damaged_file", True)
+    assert (caught.value.code, "its parser was stopped" in caught.value.lines[0]) == ("damaged_file", True)
 
 
 @pytest.mark.parametrize(("name", "pages"), [("a.pdf", True), ("a.html", False), ("a.epub", False), ("a.docx", False)])

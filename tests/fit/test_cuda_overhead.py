@@ -256,7 +256,7 @@ def test_fit_says_what_gave_way_and_what_it_costs(typed):
     assert "balanced at 32,768: 1.0 GiB of embeddings are in host memory" in said
     said = " ".join(machine(*args, "-P", "exact", "--quant", "none").out.split())
     assert "11 of 32 layers on cuda:0, the first 21 on the CPU" in said
-    assert "more a token at 37.3 GiB/s (assumed)" in said
+    assert "more per token at 37.3 GiB/s (assumed)" in said
 
 
 @pytest.mark.parametrize("why", ["", "fused kernels need compute capability 8.0, this card has 7.5"])

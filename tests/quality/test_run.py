@@ -295,12 +295,12 @@ def test_tables_and_notes_say_what_was_measured(model: Model, lean: Profile) -> 
     assert tables["by task"][0] == ["task", "n", "exact", "lean", "random (control)", "streaming (control)"]
     assert tables["passkey, exact: length by depth"][0] == ["tokens", "at 0%", "at 25%", "at 50%", "at 75%", "at 100%"]
     text = "\n".join(render.notes(document))
-    assert "beyond this model" in text
+    assert "too hard for this model" in text
     assert "vt" in text
     assert "as much as lean" in text
     whole_past = lean.replace(policy={"name": "window", "sinks": 4, "window": 2000}, name="wide")
     wide = tiny(model, [whole_past], n=1).document()
-    assert "nothing was evicted at these lengths by wide; --quality-lengths" in " ".join(render.notes(wide))
+    assert "wide evicted no tokens at these lengths; --quality-lengths" in " ".join(render.notes(wide))
     assert type(document).model_validate(document.document()) == document
     for width in (40, 80, 200):
         said = render.lines(document, width)

@@ -458,7 +458,7 @@ def test_no_window_is_offered_that_the_model_has_not():
 
 
 def test_what_is_wrong_with_an_overlap_is_said():
-    with pytest.raises(UsageError, match="0 or more"):
+    with pytest.raises(UsageError, match="at least 0"):
         Request(overlap=-1)
     with pytest.raises(UsageError, match="at most half"):
         Request(chunk=100, overlap=80)
