@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, overload
 
 from kvcli.settings.config import Config, chosen_profile, read_config
+from kvcli.settings.effects import SMALLER, Effect, effects
 from kvcli.settings.problems import Problem, bad_config
 from kvcli.settings.registry import Registries, foreign, registries
 from kvcli.settings.resolve import Resolved, extended_names, lineage, resolve
@@ -118,15 +119,15 @@ class Profile:
             raise bad_config(problems)
         return dataclasses.replace(profile, description=names.get("description", self.description))
 
+    @cached_property
+    def effects(self) -> Mapping[Effect, Sequence[str]]:
+        """Effects of the settings on the KV cache and its passes, each with the keys that cause it."""
+        return effects(self)
+
     @property
     def is_checked(self) -> bool:
         """True if the full cache verifies drafts of a smaller cache (`[kv]`, `[policy]`, `[kv_format]`, `[sparse]`)."""
-        is_smaller = (
-            self.policy.compression_interval is not None
-            or self.sparse.describe_read
-            or self.kv_format.is_active(self.kv)
-        )
-        return bool(self.exactness == "exact" and self.spec.checks and is_smaller)
+        return bool(self.exactness == "exact" and self.spec.checks and SMALLER & self.effects.keys())
 
     @cached_property
     def whole(self) -> Profile:

@@ -303,7 +303,7 @@ class Setup:
     def narrowed(self, profile: Profile) -> Profile:
         """Return the profile with values that fit (window, prefill order, chunks, weights) for keys not set."""
         changes: dict[str, object] = {}
-        judges = profile.policy.compression_interval is not None or profile.prune.describe_read
+        judges = {"evicts", "prunes"} & profile.effects.keys()
         for key, value in self.settled.items():
             is_open = profile.values[key] == "auto" or profile.origins[key] == DEFAULT.name
             packs_anew = key == "load.quant" and profile.origins[key].startswith("built-in ")
