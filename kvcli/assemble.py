@@ -17,7 +17,7 @@ from kvcli.errors import BadConfig
 from kvcli.settings.effects import TIERS, WHOLE
 from kvcli.settings.registry import registries
 from kvcli.settings.resolve import method_class
-from kvcli.settings.schema import METHODS, NUMBERS, Memory
+from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,7 +129,7 @@ def cache_conditions(profile: Profile) -> CacheConditions:
 
     is_whole = is_lossless(profile)
     # a lossless cache has no KV format: entries saved before formats existed are still found
-    say_so = {"kv.k_bits", "kv.v_bits", *(f"{table}.{METHODS[table][0]}" for table in METHODS if table != "kv_format")}
+    say_so = {"kv.k_bits", "kv.v_bits", *(f"{t}.{one.key}" for t, one in METHOD_TABLES.items() if t != "kv_format")}
     found = {key: str(value) for key, value in profile.values.items() if key.partition(".")[0] in SHAPE}
     if name := found.get("policy.headmap"):  # the content of the file counts, not its name
         with suppress(Unfit):

@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvcli.settings.effects import EFFECTS, KV_OF_ALL, SMALLER, WHOLE, WORDS, Needs
+from kvcli.settings.effects import EFFECTS, KV_OF_ALL, LOSSY, SMALLER, WHOLE, WORDS, Needs
 from kvcli.settings.profile import Conflict
-from kvcli.settings.schema import METHODS
+from kvcli.settings.schema import METHOD_TABLES
 
 if TYPE_CHECKING:
     from kvcli.settings.profile import Profile
@@ -37,9 +37,7 @@ def promise_clashes(profile: Profile) -> list[Conflict]:
         return []
     could = '; with spec.method = "self" it only drafts, and the full KV cache verifies'
     could = could if promised == "exact" and not profile.spec.checks else ""
-    lossy = SMALLER | {"prunes", "reuses", "condenses", "steps"}
-    if profile.is_checked:
-        lossy -= SMALLER
+    lossy = LOSSY - SMALLER if profile.is_checked else LOSSY
     if PROMISES.index(promised) >= PROMISES.index(profile.sparse.exactness_label):
         lossy -= {"selects"}
     breaks = {
@@ -68,7 +66,7 @@ def need_clashes(profile: Profile) -> list[Conflict]:
 
 def _needs(profile: Profile) -> list[tuple[str, Needs]]:
     """Needs of the methods of a profile, and of settings that no method fills, each with its key."""
-    of = {table: (key, getattr(profile, table).settings) for table, (key, _) in METHODS.items()}
+    of = {table: (key, getattr(profile, table).settings) for table, (key, _) in METHOD_TABLES.items()}
     found = [
         (f"{table}.{needs.key or key}", needs)
         for table, (key, method) in of.items()
@@ -192,7 +190,7 @@ def budget_clashes(profile: Profile) -> list[Conflict]:
     away = profile.effects.get("offloads", ())
     packs = [name for name in profile.effects.get("quantizes", ()) if name.startswith("kv.")]
     steps = [step for step in memory.fallbacks if step.startswith(("kv.", "memory."))]
-    is_other = profile.kv_format.method != METHODS["kv_format"][1] or profile.kv_format.rope == "before"
+    is_other = profile.kv_format.method != METHOD_TABLES["kv_format"][1] or profile.kv_format.rope == "before"
     is_whole_first = profile.prefill.order == "layers" and memory.budget[-1:] not in ("", "%")
     others = {
         "policy.name": "" if spends else 'which spends no bytes: set policy.name = "budget"',

@@ -43,6 +43,8 @@ SMALLER: frozenset[Effect] = frozenset({"quantizes", "evicts", "selects"})  # of
 
 KV_OF_ALL = "the KV of all tokens as computed, in one place"
 
+LOSSY: frozenset[Effect] = SMALLER | {"prunes", "reuses", "condenses", "steps"}  # they change the text
+
 
 @dataclass(frozen=True, slots=True)
 class Needs:
