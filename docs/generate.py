@@ -152,14 +152,14 @@ def slash(_: str) -> str:
 def keys(_: str) -> str:
     """Every key of a profile, from the dataclasses that check it."""
     from kvcli.settings.registry import registries
-    from kvcli.settings.schema import METHODS, ORDER, TABLES
+    from kvcli.settings.schema import METHOD_TABLES, ORDER, TABLES
 
     blocks = []
     for table in ORDER:
         if table in TABLES:
             blocks += [f"### `[{table}]`", _keys_of(TABLES[table])]
             continue
-        key, usual = METHODS[table]
+        key, usual = METHOD_TABLES[table]
         names = ", ".join(f'`"{name}"`' for name in registries()[table])
         blocks += [
             f"### `[{table}]`",

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadConfig
+from kvcli.settings.effects import TIERS, WHOLE
 from kvcli.settings.registry import registries
 from kvcli.settings.resolve import method_class
-from kvcli.settings.schema import METHODS, NUMBERS, Memory
+from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,14 +63,7 @@ def store(lm: LM, profile: Profile, held: int = 0) -> KVCache:
 def may_split(profile: Profile) -> bool:
     """True if the layers of a KV cache of this profile may be on two devices: one tier, without selection or
     rotation."""
-    from kvcli.kv.footprint import is_ladder
-
-    reads = profile.prune.describe_read or profile.sparse.describe_read or profile.reuse.describe_reused
-    views = profile.spec.view_slots(1) or profile.spec.checks  # of the model's own KV cache
-    is_whole = profile.policy.compression_interval is None and profile.context.on_overflow != "compress"
-    return (
-        is_whole and not reads and not views and not is_ladder(profile.kv, profile.kv_format.settings, profile.memory)
-    )
+    return not profile.effects.keys() & (WHOLE | {"prunes", "reuses", "condenses", "views"})
 
 
 def adapted_profile(lm: LM, profile: Profile) -> tuple[Profile, str]:
@@ -127,18 +121,7 @@ def promise(lm: LM, profile: Profile) -> str:
 
 def is_lossless(profile: Profile) -> bool:
     """True if the KV cache keeps all keys and values as computed, so that other sequences may continue from them."""
-    from kvcli.kv.footprint import is_ladder
-
-    nothing_goes = (
-        profile.policy.compression_interval is None
-        and profile.sparse.selection_interval is None
-        and not profile.prune.describe_read
-    )
-    return (
-        nothing_goes
-        and not profile.reuse.describe_reused
-        and not is_ladder(profile.kv, profile.kv_format.settings, profile.memory)
-    )
+    return not profile.effects.keys() & (WHOLE | {"prunes", "reuses"})
 
 
 def cache_conditions(profile: Profile) -> CacheConditions:
@@ -148,7 +131,7 @@ def cache_conditions(profile: Profile) -> CacheConditions:
 
     is_whole = is_lossless(profile)
     # a lossless cache has no KV format: entries saved before formats existed are still found
-    say_so = {"kv.k_bits", "kv.v_bits", *(f"{table}.{METHODS[table][0]}" for table in METHODS if table != "kv_format")}
+    say_so = {"kv.k_bits", "kv.v_bits", *(f"{t}.{one.key}" for t, one in METHOD_TABLES.items() if t != "kv_format")}
     found = {key: str(value) for key, value in profile.values.items() if key.partition(".")[0] in SHAPE}
     if name := found.get("policy.headmap"):  # the content of the file counts, not its name
         with suppress(Unfit):
@@ -205,10 +188,9 @@ def compression_interval(profile: Profile) -> int | None:
     """Return the compression interval: the policy's, else that of sparse attention or of a tiered cache; None = the
     cache never changes."""
     from kvcli.kv.capacity import EVERY
-    from kvcli.kv.footprint import is_ladder
 
     wanted: int | None = profile.policy.compression_interval or profile.sparse.selection_interval
-    return EVERY if wanted is None and is_ladder(profile.kv, profile.kv_format.settings, profile.memory) else wanted
+    return EVERY if wanted is None and TIERS & profile.effects.keys() else wanted
 
 
 def session(

@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,7 @@ CPU_SECONDS = pytest.StashKey[float]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--models", metavar="FOLDER", help="where the GGUF files of tests marked `models` lie")
+    parser.addoption("--method", metavar="PACKAGE", help="run the table of exactness for methods of this package")
     parser.addoption("--core", action="store_true", help="mark as slow what tests/core.py leaves out")
     parser.addoption("--weigh", action="store_true", help="write what each test took to tests/seconds.json")
     parser.addoption("--tenth", type=int, metavar="0-9", help="of the tests marked `slow`, only this tenth")
@@ -39,6 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
     covering.WITH_SLOW = "not slow" not in config.option.markexpr
     if config.getoption("--weigh") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(core.Weigher())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the rows of another package's methods where no package is named."""
+    return True if collection_path.name == "test_methods_of_a_package.py" and not config.option.method else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that `-m` does not name are left out

@@ -127,9 +127,12 @@ def test_exact_says_what_to_type_and_takes_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"exactness": "exact"}, 'with spec.method = "self" that only guesses'),
-        ({"exactness": "certified", "spec": {"method": "self"}}, "forgets part of the text"),
-        ({"exactness": "exact", "spec": {"method": "self"}, "prune": {"method": "lazy"}}, "leaves tokens of a prompt"),
+        ({"exactness": "exact"}, 'with spec.method = "self"'),
+        ({"exactness": "certified", "spec": {"method": "self"}}, "which evicts tokens"),
+        (
+            {"exactness": "exact", "spec": {"method": "self"}, "prune": {"method": "lazy"}},
+            "leaves out tokens",
+        ),
         (
             {
                 "exactness": "exact",
@@ -137,7 +140,7 @@ def test_exact_says_what_to_type_and_takes_it() -> None:
                 "memory": {"evicted": "demote"},
                 "kv": {"k_bits": 8, "v_bits": 8},
             },
-            '"demote" cannot be kept where a whole past checks',
+            '"exact" needs a full KV cache that verifies drafts',
         ),
     ],
 )

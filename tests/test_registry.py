@@ -14,7 +14,7 @@ import tomli
 from kvcli.errors import BadConfig
 from kvcli.settings import registry
 from kvcli.settings.profile import Profile
-from kvcli.settings.schema import METHODS
+from kvcli.settings.schema import METHOD_TABLES
 
 MINE = """
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def test_the_usual_method_of_a_table_is_its_first() -> None:
-    for table, (_, usual) in METHODS.items():
+    for table, (_, usual) in METHOD_TABLES.items():
         assert next(iter(registry.registries()[table])) == usual
 
 

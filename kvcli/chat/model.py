@@ -182,7 +182,7 @@ class Model:
                 code="only_answers",
                 try_=["--set reasoning_steps.method=none"],
             )
-        tells = self.profile.policy.compression_interval is not None or bool(self.profile.prune.describe_read)
+        tells = bool({"evicts", "prunes"} & self.profile.effects.keys())
         kinds = self._kinds() if tells else None
         return assemble.session(self.lm, self.mapped(), self.costs, kinds, self._draft())
 

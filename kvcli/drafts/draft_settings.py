@@ -48,6 +48,10 @@ class DraftSettings:
         """Return how many of n slots per head a cache view copies: 0 without lookahead."""
         return 0
 
+    def index_bytes(self, n: int) -> int:
+        """Return the bytes of host memory of the drafter's index of n tokens, for memory planning."""
+        return 0
+
     def __post_init__(self) -> None:
         """Raise ValueError for values that a profile would refuse. Defaults are skipped: checking may import a lot."""
         method: type = type(self)

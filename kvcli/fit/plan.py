@@ -21,7 +21,6 @@ from kvcli.kv.footprint import (
     POSITION,
     full_bytes,
     index_bytes,
-    is_one_tier,
     layer_bytes,
     lower_bytes,
     packs_by_age,
@@ -32,6 +31,7 @@ from kvcli.kv.slots import AttentionParams, storing
 from kvcli.models.checkpoint_format import CheckpointFormat
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
+from kvcli.settings.effects import TIERS
 from kvcli.settings.schema import NUMBERS, DraftModelRef, Memory
 from kvcli.settings.settings import DEFAULT
 
@@ -251,8 +251,8 @@ def _base(room: AvailableMemory, facts: MeasuredFacts) -> int:
 
 def _is_recorded(profile: Profile) -> bool:
     """True if passes are captured where kernels support it: the device must find the whole KV cache by itself."""
-    load, is_one = profile.load, is_one_tier(profile.kv, profile.kv_format.settings, profile.memory)
-    is_whole = is_one and not profile.sparse.describe_read and not profile.is_checked
+    load, lower = profile.load, (TIERS - {"caps"}) | {"selects"}
+    is_whole = not lower & profile.effects.keys() and not profile.is_checked
     return is_whole and load.graphs == "auto" and load.layers_on_gpu == "auto"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.kv.tiers.dense import Dense
-from kvcli.settings.schema import size_of
+from kvcli.settings.effects import is_there, tier_effects
 
 if TYPE_CHECKING:
     from kvcli.kv.formats.format import KVFormat
@@ -23,30 +23,19 @@ def packs_by_age(kv: Kv, form: KVFormat, memory: Memory) -> bool:
     return form.is_active(kv) and not memory.demotes
 
 
-def is_ladder(kv: Kv, form: KVFormat, memory: Memory) -> bool:
-    """True if these settings need more than one dense tier of unlimited size."""
-    return memory.device != "auto" or not is_one_tier(kv, form, memory)
-
-
-def is_one_tier(kv: Kv, form: KVFormat, memory: Memory) -> bool:
-    """True if the whole KV cache is always in one dense tier."""
-    has_lower = memory.host == "auto" or size_of(memory.host) > 0 or size_of(memory.disk) > 0
-    return not form.is_active(kv) and not has_lower and not memory.demotes and not memory.spends
-
-
 def layer_bytes(kv: Kv, form: KVFormat, memory: Memory, number: int, shape: LayerShape, slots: int, fresh: int) -> int:
     """Return the bytes of a layer with `slots` slots per head, for planning.
 
     `number`: bytes of an element in full precision; `fresh`: slots stored since the last compression point.
     """
-    step, top = (STEP if is_ladder(kv, form, memory) else Dense.STEP), in_top(kv, form, memory, slots, fresh)
+    step, top = (STEP if tier_effects(kv, form, memory) else Dense.STEP), in_top(kv, form, memory, slots, fresh)
     return -(-top // step) * step * full_bytes(shape, number) + (slots - top) * quantized_bytes(kv, form, shape, number)
 
 
 def lower_bytes(kv: Kv, form: KVFormat, memory: Memory, shape: LayerShape, number: int, *, is_cpu: bool) -> int:
     """Return the device bytes of a demoted slot of all heads of a layer; 0 if it is offloaded."""
-    has_host = not is_cpu and (memory.host == "auto" or size_of(memory.host) > 0)
-    is_away = not form.is_active(kv) and (has_host or size_of(memory.disk) > 0)
+    has_host = not is_cpu and is_there(memory.host)
+    is_away = not form.is_active(kv) and (has_host or is_there(memory.disk))
     return 0 if is_away else quantized_bytes(kv, form, shape, number)
 
 

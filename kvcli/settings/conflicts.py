@@ -6,8 +6,9 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvcli.settings.effects import EFFECTS, KV_OF_ALL, LOSSY, SMALLER, WHOLE, WORDS, Needs
 from kvcli.settings.profile import Conflict
-from kvcli.settings.schema import METHODS, size_of
+from kvcli.settings.schema import METHOD_TABLES
 
 if TYPE_CHECKING:
     from kvcli.settings.profile import Profile
@@ -25,132 +26,70 @@ def clashes(profile: Profile) -> list[Conflict]:
     found += idle_keys(profile)
     found += unread_keys(profile)
     found += order_clashes(profile)
-    found += return_clashes(profile)
-    found += reuse_clashes(profile)
-    found += overflow_clashes(profile)
-    found += check_clashes(profile)
-    found += step_clashes(profile)
+    found += need_clashes(profile)
     return found
 
 
 def promise_clashes(profile: Profile) -> list[Conflict]:
     """Conflicts of `exactness` with settings of cache, policy and prefill that change the text more than it allows."""
-    promised, kv, recall, rounds = profile.exactness, profile.kv, profile.sparse, "which rounds keys and values"
+    promised, kv = profile.exactness, profile.kv
     if promised == "approx":
         return []
-    could = '; with spec.method = "self" that only guesses, and the whole past writes'
+    could = '; with spec.method = "self" it only drafts, and the full KV cache verifies'
     could = could if promised == "exact" and not profile.spec.checks else ""
-    packed = [key for key in ("kv.k_bits", "kv.v_bits") if getattr(kv, key.removeprefix("kv.")) < 16]
-    shrinks = {
-        **dict.fromkeys(packed or ["kv_format.method"] * bool(profile.kv_format.is_active(kv)), rounds + could),
-        "memory.fallbacks": any(map(_packs_more, profile.memory.fallbacks)) and rounds,
-        "policy.name": profile.policy.compression_interval is not None and "which forgets part of the text" + could,
-        "sparse.method": PROMISES.index(promised) < PROMISES.index(recall.exactness_label)
-        and "which reads a part of what is stored" + could,
-    }
+    lossy = LOSSY - SMALLER if profile.is_checked else LOSSY
+    if PROMISES.index(promised) >= PROMISES.index(profile.sparse.exactness_label):
+        lossy -= {"selects"}
     breaks = {
-        "kv.dtype": kv.dtype not in ("auto", profile.load.dtype) and "which may round keys and values",
-        **({} if profile.is_checked else shrinks),
-        "prune.method": bool(profile.prune.describe_read) and "which leaves tokens of a prompt behind",
-        "reuse.method": bool(profile.reuse.describe_reused) and "which takes over what was read behind another text",
-        "context.on_overflow": profile.context.on_overflow == "compress"
-        and "which forgets part of a chat that outlives its window",
-        "reasoning_steps.method": bool(profile.reasoning_steps.takes) and "which takes steps that another model wrote",
+        key: f"which {WORDS[effect]}" + could * (effect in SMALLER)
+        for effect, keys in profile.effects.items()
+        if effect in lossy
+        for key in keys
     }
-    cannot = f'"{promised}" cannot be kept'
-    return [Conflict("exactness", key, cannot, because) for key, because in breaks.items() if because]
+    if kv.dtype not in ("auto", profile.load.dtype):
+        breaks["kv.dtype"] = "which may round keys and values"
+    if any(map(_packs_more, profile.memory.fallbacks)) and not profile.is_checked:
+        breaks["memory.fallbacks"] = "which rounds keys and values"
+    return [Conflict("exactness", key, f'"{promised}" cannot be kept', because) for key, because in breaks.items()]
 
 
-def check_clashes(profile: Profile) -> list[Conflict]:
-    """Conflicts of a compressed cache that drafts with the full cache that verifies: both use separate budgets, and
-    neither may change during an answer."""
-    if not profile.is_checked:
-        return []
-    cannot, found = "cannot be kept where a whole past checks what a smaller one guesses", list[Conflict]()
-    if profile.memory.demotes:
-        found.append(Conflict("memory.evicted", "exactness", f'"demote" {cannot}', 'which is "exact"'))
-    for step in profile.memory.fallbacks:
-        if step.startswith(("kv.", "memory.")):
-            found.append(Conflict("memory.fallbacks", "exactness", f'"{step}" {cannot}', 'which is "exact"'))
-    return found
+def need_clashes(profile: Profile) -> list[Conflict]:
+    """Conflicts of the needs of methods with the effects of other settings."""
+    return [
+        Conflict(key, other, f"{json.dumps(profile.values[key])} needs {needs.words}", f"which {WORDS[effect]}")
+        for key, needs in _needs(profile)
+        for effect in EFFECTS
+        if effect in needs.absent
+        for other in profile.effects.get(effect, ())
+    ]
 
 
-def step_clashes(profile: Profile) -> list[Conflict]:
-    """Conflicts of `[reasoning_steps]` with drafting, query-scoring policies, and reviving pruners."""
-    if not profile.reasoning_steps.takes:
-        return []
-    others = {
-        "spec.method": profile.spec.method != "off" and "which drafts token by token what is written by steps",
-        "policy.name": profile.policy.compression_interval is not None and "which judges by the rows of each pass",
-        "prune.method": bool(profile.prune.describe_read) and "which has tokens of the prompt come back between passes",
-    }
-    cannot = f'"{profile.reasoning_steps.method}" cannot be kept'
-    return [Conflict("reasoning_steps.method", other, cannot, because) for other, because in others.items() if because]
-
-
-def overflow_clashes(profile: Profile) -> list[Conflict]:
-    """Conflicts of a chat whose beginning is compressed: compression needs the full cache, as it was stored."""
-    if profile.context.on_overflow != "compress":
-        return []
-    key, cannot = "context.on_overflow", '"compress" cannot be kept'
-    others = {
-        **_shapes(profile),
-        "prune.method": bool(profile.prune.describe_read),
-        "reuse.method": bool(profile.reuse.describe_reused),
-    }
-    because = "and what is made smaller is a whole past, as it was stored"
-    return [Conflict(key, other, cannot, because) for other, is_set in others.items() if is_set]
-
-
-def _shapes(profile: Profile) -> dict[str, bool]:
-    """Settings that store less of a cache, elsewhere or in another format, and whether each is set."""
-    kv, memory = profile.kv, profile.memory
-    return {
-        "policy.name": profile.policy.compression_interval is not None,
-        "sparse.method": bool(profile.sparse.describe_read),
-        **{f"kv.{key}": getattr(kv, key) < 16 for key in ("k_bits", "v_bits")},
-        "kv_format.method": bool(profile.kv_format.is_active(kv)) and min(kv.k_bits, kv.v_bits) == 16,
-        "memory.device": memory.device != "auto",
-        **{f"memory.{key}": _is_there(getattr(memory, key)) for key in ("host", "disk")},
-        "memory.fallbacks": any(not step.startswith(("prefill", "context")) for step in memory.fallbacks),
-    }
-
-
-def return_clashes(profile: Profile) -> list[Conflict]:
-    """Conflicts of revived tokens: each must attend to all older tokens, and some passes must be free of drafts."""
-    prune, found = profile.prune, list[Conflict]()
-    if prune.compression_interval is None:
-        return []
-    cannot, because = '"prefill+decode" cannot be kept', "and who comes back reads all that is older, as it was stored"
-    found += [Conflict("prune.scope", other, cannot, because) for other, is_set in _shapes(profile).items() if is_set]
-    if prune.compression_interval == 1 and profile.spec.method != "off":
-        found.append(Conflict("spec.method", "prune.revive_interval", "no pass has room for a guess", "which is 1"))
+def _needs(profile: Profile) -> list[tuple[str, Needs]]:
+    """Needs of the methods of a profile, and of settings that no method fills, each with its key."""
+    of = {table: (key, getattr(profile, table).settings) for table, (key, _) in METHOD_TABLES.items()}
+    found = [
+        (f"{table}.{needs.key or key}", needs)
+        for table, (key, method) in of.items()
+        if (needs := getattr(method, "needs", None)) is not None
+    ]
+    if "condenses" in profile.effects:
+        found.append(("context.on_overflow", Needs(WHOLE | {"degrades", "prunes", "reuses"}, KV_OF_ALL)))
+    if profile.is_checked:  # the compressed cache and the full one have separate budgets; neither may change
+        found.append(("exactness", Needs(frozenset({"demotes", "degrades"}), "a full KV cache that verifies drafts")))
     return found
 
 
 def order_clashes(profile: Profile) -> list[Conflict]:
-    """Conflicts of `prefill.order`: a policy scores after each chunk, so it needs chunks; a pruner needs layers."""
+    """Conflicts of `prefill.order`: a policy scores after each chunk, so it needs chunks; a pruner needs layers. And of
+    revived tokens: some passes must be free of drafts."""
     key, order, prunes = "prefill.order", profile.prefill.order, bool(profile.prune.describe_read)
     if order == "chunks" and prunes:
         return [Conflict(key, "prune.method", '"chunks" cannot be kept', "which judges a whole prompt between layers")]
-    if order == "layers" and profile.policy.compression_interval is not None and not prunes:
+    if order == "layers" and "evicts" in profile.effects and not prunes:
         return [Conflict(key, "policy.name", '"layers" cannot be kept', "which judges at the end of each chunk")]
+    if profile.prune.compression_interval == 1 and "drafts" in profile.effects:
+        return [Conflict("spec.method", "prune.revive_interval", "no pass has room for a draft", "which is 1")]
     return []
-
-
-def reuse_clashes(profile: Profile) -> list[Conflict]:
-    """Conflicts of `[reuse]` with eviction, pruning and sparse attention: it needs a full cache of all tokens."""
-    if not profile.reuse.describe_reused:
-        return []
-    cannot, others = (
-        "nothing can be taken over",
-        {
-            "policy.name": profile.policy.compression_interval is not None and "which lets tokens go",
-            "prune.method": profile.prune.describe_read and "which leaves tokens behind",
-            "sparse.method": profile.sparse.selection_interval is not None and "whose index is made of what is read",
-        },
-    )
-    return [Conflict("reuse.method", key, cannot, because) for key, because in others.items() if because]
 
 
 def memory_clashes(profile: Profile) -> list[Conflict]:
@@ -159,7 +98,7 @@ def memory_clashes(profile: Profile) -> list[Conflict]:
     bits = {f"kv.{key}": getattr(profile.kv, key) for key in ("k_bits", "v_bits")}
     set_by = dict.fromkeys(bits, "")  # an earlier step, or the profile
     below = any(step.startswith(("memory.host", "memory.disk=")) for step in memory.fallbacks)
-    if memory.host_access != "auto" and not (below or _is_there(memory.host) or _is_there(memory.disk)):
+    if memory.host_access != "auto" and not (below or "offloads" in profile.effects):
         because = f"which is {memory.host}, so there is nothing to reach"
         found.append(Conflict("memory.host_access", "memory.host", f'"{memory.host_access}" changes nothing', because))
     for step in memory.fallbacks:
@@ -206,9 +145,6 @@ def form_clashes(profile: Profile) -> list[Conflict]:
                     )
                     for other, because in refused.items()
                 ]
-    if form.is_joint and profile.policy.compression_interval is not None:
-        because = "whose heads let go of different tokens, and heads are written together: set kv_format.joint = 1"
-        found.append(Conflict(key, "policy.name", cannot, because))
     return found
 
 
@@ -217,14 +153,14 @@ def demotion_clashes(profile: Profile) -> list[Conflict]:
     memory, packs, key = profile.memory, profile.kv_format.is_active(profile.kv), "memory.evicted"
     if not memory.demotes:
         return []
-    away = [f"memory.{name}" for name in ("host", "disk") if _is_there(getattr(memory, name))]
+    away, caps = (list(profile.effects.get(name, ())) for name in ("offloads", "caps"))
     found = []
-    if profile.policy.compression_interval is None:
+    if "evicts" not in profile.effects:
         found.append(Conflict(key, "policy.name", '"demote" moves nothing', "which lets nothing go"))
     if not (packs or away or profile.sparse.describe_read):
         because = 'so nothing is read otherwise: set sparse.method = "sketch", kv.v_bits = 8 or memory.disk = "8GiB"'
         found.append(Conflict(key, "sparse.method", '"demote" has no tier to move to', because))
-    budgets = (["memory.device"] if memory.device != "auto" else []) + (away if packs else [])
+    budgets = caps + (away if packs else [])
     if (packs or not away) and budgets:
         because = "and what a policy keeps and lets go of share one device, which is not divided: leave it out"
         found.append(Conflict(key, budgets[0], '"demote" cannot be kept', because))
@@ -251,21 +187,21 @@ def budget_clashes(profile: Profile) -> list[Conflict]:
     asked = json.dumps(memory.budget)
     if not memory.budget:
         key, asked = "memory.max_loss", f"{memory.max_loss}"
-    is_away = _is_there(memory.host) or _is_there(memory.disk)
-    packs = [f"kv.{name}" for name in ("k_bits", "v_bits") if getattr(profile.kv, name) < 16]
+    away = profile.effects.get("offloads", ())
+    packs = [name for name in profile.effects.get("quantizes", ()) if name.startswith("kv.")]
     steps = [step for step in memory.fallbacks if step.startswith(("kv.", "memory."))]
-    is_other = profile.kv_format.method != METHODS["kv_format"][1] or profile.kv_format.rope == "before"
+    is_other = profile.kv_format.method != METHOD_TABLES["kv_format"][1] or profile.kv_format.rope == "before"
     is_whole_first = profile.prefill.order == "layers" and memory.budget[-1:] not in ("", "%")
     others = {
         "policy.name": "" if spends else 'which spends no bytes: set policy.name = "budget"',
         packs[0] if packs else "": "which rounds by age: leave it out, and set memory.bits = [4] for four bits alone",
         "memory.host": "beside memory.disk: what there is no room for goes to one place, so leave one out"
-        if _is_there(memory.host) and _is_there(memory.disk)
+        if len(away) == 2
         else "",
         "kv_format.method": "whose bytes a budget does not count: leave [kv_format] out" if is_other else "",
         "memory.device": "which is a second size of one place: leave it out" if memory.device != "auto" else "",
         "sparse.method": 'which finds nothing further away: set memory.disk = "8GiB"'
-        if profile.sparse.describe_read and not is_away
+        if "selects" in profile.effects and not away
         else "",
         "exactness": 'which is "exact": a whole past takes more than a budget' if profile.is_checked else "",
         "memory.fallbacks": f'whose step "{steps[0]}" moves what the budget placed: leave it out' if steps else "",
@@ -294,16 +230,15 @@ def idle_keys(profile: Profile) -> list[Conflict]:
     """Unused keys of `[kv]` for quantizing or moving KV, in a profile that never quantizes or moves any."""
     kv, memory = profile.kv, profile.memory
     packs = _packs(profile) or memory.spends
-    moves = _is_there(memory.host) or _is_there(memory.disk)
-    moves = moves or any(step.startswith("memory.") for step in memory.fallbacks)
-    moves = moves or memory.device != "auto"  # its budget counts the KV in the top tier
+    # the budget of `memory.device` counts the KV in the top tier
+    moves = {"offloads", "caps"} & profile.effects.keys() or any(s.startswith("memory.") for s in memory.fallbacks)
     bits, sizes = "kv.k_bits and kv.v_bits are 16", "[memory] has no budget"
     packing = (packs, "kv.k_bits", bits, "so nothing is packed")
-    moving = (packs or moves, "kv.k_bits", f"{bits} and {sizes}", "so nothing is packed, and nothing moves")
+    moving = (bool(packs or moves), "kv.k_bits", f"{bits} and {sizes}", "so nothing is packed, and nothing moves")
     acts = {"rotate": packing, "residual": packing, "group": moving, "sinks": moving}
     if memory.demotes:
         chosen = "memory.evicted", 'memory.evicted is "demote"', "so the policy says what moves"
-        acts |= {"residual": (False, *chosen), "sinks": (moves, *chosen)}
+        acts |= {"residual": (False, *chosen), "sinks": (bool(moves), *chosen)}
     if memory.spends:
         chosen = "policy.name", 'policy.name is "budget"', "so the policy says what moves"
         acts |= {"residual": (False, *chosen), "sinks": (False, *chosen)}
@@ -333,11 +268,6 @@ def unread_keys(profile: Profile) -> list[Conflict]:
             why = f"{json.dumps(value)} changes nothing while spec.{other} is {json.dumps(getattr(spec, other))}"
             found.append(Conflict(f"spec.{key}", f"spec.{other}", why, "so nothing reads it: leave it out"))
     return found
-
-
-def _is_there(size: str) -> bool:
-    """True if a size of `[memory]` enables its tier."""
-    return size == "auto" or size_of(size) > 0
 
 
 def _packs(profile: Profile) -> bool:

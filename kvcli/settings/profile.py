@@ -16,10 +16,11 @@ from functools import cached_property
 from typing import Any, overload
 
 from kvcli.settings.config import Config, chosen_profile, read_config
+from kvcli.settings.effects import SMALLER, Effect, effects
 from kvcli.settings.problems import Problem, bad_config
 from kvcli.settings.registry import Registries, foreign, registries
 from kvcli.settings.resolve import Resolved, extended_names, lineage, resolve
-from kvcli.settings.schema import METHODS, ORDER, Context, Exactness, Header, Kv, Load, Memory, Prefill, Sample
+from kvcli.settings.schema import METHOD_TABLES, ORDER, Context, Exactness, Header, Kv, Load, Memory, Prefill, Sample
 from kvcli.settings.settings import DEFAULT, InFile, Setting, Settings, merge
 from kvcli.settings.sources import Sources, from_arguments, from_environ, from_flags, from_sets
 
@@ -118,15 +119,15 @@ class Profile:
             raise bad_config(problems)
         return dataclasses.replace(profile, description=names.get("description", self.description))
 
+    @cached_property
+    def effects(self) -> Mapping[Effect, Sequence[str]]:
+        """Effects of the settings on the KV cache and its passes, each with the keys that cause it."""
+        return effects(self)
+
     @property
     def is_checked(self) -> bool:
         """True if the full cache verifies drafts of a smaller cache (`[kv]`, `[policy]`, `[kv_format]`, `[sparse]`)."""
-        is_smaller = (
-            self.policy.compression_interval is not None
-            or self.sparse.describe_read
-            or self.kv_format.is_active(self.kv)
-        )
-        return bool(self.exactness == "exact" and self.spec.checks and is_smaller)
+        return bool(self.exactness == "exact" and self.spec.checks and SMALLER & self.effects.keys())
 
     @cached_property
     def whole(self) -> Profile:
@@ -134,9 +135,8 @@ class Profile:
         if not self.is_checked:
             return self
         kv = {**dataclasses.asdict(Kv()), "dtype": self.kv.dtype}
-        return self.replace(
-            kv=kv, kv_format={"method": METHODS["kv_format"][1]}, policy={"name": "none"}, sparse={"method": "none"}
-        )
+        usual = {table: {METHOD_TABLES[table].key: METHOD_TABLES[table].default} for table in ("kv_format", "sparse")}
+        return self.replace(kv=kv, policy={"name": "none"}, **usual)
 
     @property
     def extends(self) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ class Profile:
     @property
     def foreign(self) -> list[str]:
         """Notes on methods of the profile that are code of other packages."""
-        chosen = [(table, key, getattr(self, table).method) for table, (key, _) in METHODS.items()]
+        chosen = [(table, key, getattr(self, table).method) for table, (key, _) in METHOD_TABLES.items()]
         return [
             f'{table}.{key} = "{name}" is code of {package}'
             for table, key, name in chosen
@@ -160,7 +160,7 @@ class Profile:
         for table in ORDER:
             filled = getattr(self, table)
             if isinstance(filled, Method):
-                found[f"{table}.{METHODS[table][0]}"] = filled.method
+                found[f"{table}.{METHOD_TABLES[table][0]}"] = filled.method
                 filled = filled.settings
             found |= {f"{table}.{f.name}": getattr(filled, f.name) for f in dataclasses.fields(filled) if f.init}
         return found
@@ -242,7 +242,7 @@ def _of_model(config: Config, model: str | None) -> Settings:
 def _profile(resolved: Resolved, name: str, chain: tuple[str, ...], rules: Rules) -> Profile:
     tables: dict[str, Any] = dict(resolved.tables)
     tables["load_table"] = tables.pop("load")
-    for table, (key, usual) in METHODS.items():
+    for table, (key, usual) in METHOD_TABLES.items():
         setting = resolved.settings.get((table, key))
         tables[table] = Method(str(setting.value) if setting else usual, tables.get(table))
     return Profile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcli.settings.problems import any_of
 from kvcli.settings.profile import Method, Profile
-from kvcli.settings.schema import METHODS, ORDER
+from kvcli.settings.schema import METHOD_TABLES, ORDER
 from kvcli.settings.toml_positions import toml_value
 from kvcli.settings.values import comments_of, keys_of
 
@@ -24,7 +24,7 @@ def new_profile(name: str, base: Profile) -> str:
         filled = getattr(base, table)
         if isinstance(filled, Method):
             names = any_of([toml_value(known) for known in base.rules.registries[table]])
-            lines.append(_commented(METHODS[table][0], filled.method, names))
+            lines.append(_commented(METHOD_TABLES[table][0], filled.method, names))
             filled = filled.settings
         schema: type = type(filled)
         comments = comments_of(schema)

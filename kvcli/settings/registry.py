@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tomli
 
-from kvcli.settings.schema import METHODS
+from kvcli.settings.schema import METHOD_TABLES
 
 Registries = Mapping[str, Mapping[str, str]]  # table -> name of a method -> "module:Class"
 GROUP = "kvcli.methods"
@@ -23,8 +23,8 @@ GROUP = "kvcli.methods"
 @cache
 def registries() -> Registries:
     """Installed methods: kvcli's, the default of each table first, then those of other packages."""
-    found: dict[str, dict[str, str]] = {table: {} for table in METHODS}
-    usual = [(f"{table}.{name}", _ours()[f"{table}.{name}"]) for table, (_, name) in METHODS.items()]
+    found: dict[str, dict[str, str]] = {table: {} for table in METHOD_TABLES}
+    usual = [(f"{table}.{name}", _ours()[f"{table}.{name}"]) for table, (_, name) in METHOD_TABLES.items()]
     for dotted, target in (*usual, *sorted(_ours().items()), *sorted((point.name, point.value) for point in _others())):
         table, _, name = dotted.partition(".")
         found.setdefault(table, {}).setdefault(name, target)

@@ -11,7 +11,7 @@ from kvcli.errors import KvcliError
 from kvcli.settings.config import Config
 from kvcli.settings.problems import Problem, any_of, did_you_mean
 from kvcli.settings.registry import Registries, foreign
-from kvcli.settings.schema import METHODS, ORDER, TABLES, Header
+from kvcli.settings.schema import METHOD_TABLES, ORDER, TABLES, Header
 from kvcli.settings.settings import DEFAULT, Setting, Settings, Typed, merge
 from kvcli.settings.toml_positions import Keys, toml_value
 from kvcli.settings.values import WrongValue, check, keys_of, noun
@@ -76,11 +76,11 @@ def _at_extends(extends: Setting, message: str, hint: str) -> Problem:
 
 def resolve(layers: Iterable[Settings], registries: Registries) -> Resolved:
     """Merge the layers, lowest first, and check every value in them, overridden ones too."""
-    found = Resolved({(table, key): Setting(name, DEFAULT) for table, (key, name) in METHODS.items()})
+    found = Resolved({(table, key): Setting(name, DEFAULT) for table, (key, name) in METHOD_TABLES.items()})
     for layer in layers:
         found.problems += _outside_methods(layer, found.settings, registries)
         merged = merge(found.settings, layer)
-        for table, (key, _) in METHODS.items():
+        for table, (key, _) in METHOD_TABLES.items():
             # keys dropped because a higher layer selects another method are checked against the old method
             gone = {k: s for k, s in found.settings.items() if k[0] == table and k not in merged and k not in layer}
             if gone:
@@ -95,7 +95,7 @@ def _outside_methods(layer: Settings, below: Settings, registries: Registries) -
     """Problems of one layer, except in the tables of methods, whose keys depend on the layers above."""
     problems = []
     for keys, setting in layer.items():
-        if keys[0] in METHODS and (len(keys) > 1 or setting.value == {}):
+        if keys[0] in METHOD_TABLES and (len(keys) > 1 or setting.value == {}):
             continue
         problem = _problem(keys, setting, below | layer, registries)
         if problem is not None and problem not in problems:
@@ -141,7 +141,7 @@ def unknown(keys: Keys, setting: Setting, known: Iterable[str], everywhere: Sequ
 def dotted_keys(settings: Settings, registries: Registries) -> list[str]:
     """All known keys, given the methods chosen in `settings`."""
     found = [f"{table}.{key}" for table, schema in TABLES.items() for key in keys_of(schema)]
-    for table, (key, default) in METHODS.items():
+    for table, (key, default) in METHOD_TABLES.items():
         name = settings[table, key].value if (table, key) in settings else default
         target = registries.get(table, {}).get(str(name))
         found += [f"{table}.{key}", *(f"{table}.{k}" for k in (keys_of(method_class(target)) if target else {}))]
@@ -162,7 +162,7 @@ def _fill(found: Resolved, registries: Registries) -> None:
     for name, schema in TABLES.items():
         found.tables[name] = schema(**_values(found.settings, schema, name))
     found.header = _values(found.settings, Header)
-    for name in METHODS:
+    for name in METHOD_TABLES:
         mine = {keys: setting for keys, setting in found.settings.items() if keys[0] == name}
         method = _method(name, mine, registries, found.problems)
         if method is not None:
@@ -183,7 +183,7 @@ def _values(settings: Settings, schema: type, table: str = "") -> dict[str, obje
 
 def _method(table: str, mine: Settings, registries: Registries, problems: list[Problem]) -> object | None:
     """Build the method's dataclass from its settings; None and problems if that fails."""
-    key, _ = METHODS[table]
+    key, _ = METHOD_TABLES[table]
     chosen = mine[table, key]
     registry = registries[table]
     if not isinstance(chosen.value, str) or chosen.value not in registry:
@@ -218,7 +218,7 @@ def _stranger(
     keys: Keys, setting: Setting, chosen: Setting, known: Sequence[str], registry: Mapping[str, str]
 ) -> Problem:
     """Return the problem of a key that the chosen method does not have; another method may have it."""
-    table, (discriminator, _) = keys[0], METHODS[keys[0]]
+    table, (discriminator, _) = keys[0], METHOD_TABLES[keys[0]]
     # code of other packages is not run
     ours = {name: target for name, target in registry.items() if target not in foreign()}
     owners = [name for name, target in ours.items() if keys[1] in keys_of(method_class(target))]
@@ -238,7 +238,7 @@ def _built(
     except (ValueError, TypeError, KvcliError) as error:
         words = str(error).replace(",", " ").split()
         named = [word for word in words if word in values]
-        keys = (table, named[0]) if named else (table, METHODS[table][0])
+        keys = (table, named[0]) if named else (table, METHOD_TABLES[table][0])
         problems.append(mine[keys].problem(keys, str(error), of_value=True))
         return None
     return built

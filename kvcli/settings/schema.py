@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol
 
 Exactness = Literal["exact", "certified", "approx"]
 Order = Literal["chunks", "layers"]
@@ -103,6 +103,8 @@ class Load:
     verify: bool = True  # compare a few tokens with the stock model after loading
     graphs: Literal["auto", "off"] = "auto"  # passes that a GPU records once and replays; auto = where it can
 
+    lossy: ClassVar = ("quant", "dtype")  # keys whose other values change the text
+
 
 @dataclass(frozen=True)
 class Prefill:
@@ -126,6 +128,8 @@ class Kv:
         False  # codes of 8 bits lie as twice four: guesses of the model itself read the upper half alone
     )
     rotate: Literal["none", "hadamard"] = "none"  # keys and values turned before packing, which spreads outliers
+
+    lossy: ClassVar = ("dtype",)  # beside the effects of `[kv]` (effects.py)
 
 
 @dataclass(frozen=True)
@@ -232,39 +236,36 @@ class Header:
     exactness: Exactness = "exact"  # what may change the text, drafting aside: nothing, bounded error, anything
 
 
-TABLES: Mapping[str, type] = {
+class MethodTable(NamedTuple):
+    """A table filled by a method."""
+
+    key: str  # names the method
+    default: str  # the method if nobody names one
+
+
+SECTIONS: Mapping[str, type | MethodTable] = {  # tables of a profile, as shown and documented
     "load": Load,
     "prefill": Prefill,
+    "prune": MethodTable("method", "none"),
+    "reuse": MethodTable("method", "none"),
     "kv": Kv,
+    "kv_format": MethodTable("method", "kivi"),
     "memory": Memory,
+    "prefix_cache": MethodTable("codec", "none"),
+    "policy": MethodTable("name", "none"),
+    "sparse": MethodTable("method", "none"),
+    "spec": MethodTable("method", "off"),
+    "reasoning_steps": MethodTable("method", "none"),
     "sample": Sample,
     "context": Context,
 }
-# tables filled by a method of their own: the key that names it, and the method that is meant when nobody names one
-METHODS: Mapping[str, tuple[str, str]] = {
-    "prune": ("method", "none"),
-    "reuse": ("method", "none"),
-    "kv_format": ("method", "kivi"),
-    "prefix_cache": ("codec", "none"),
-    "policy": ("name", "none"),
-    "sparse": ("method", "none"),
-    "spec": ("method", "off"),
-    "reasoning_steps": ("method", "none"),
-}
+ORDER = tuple(SECTIONS)
+TABLES = {name: table for name, table in SECTIONS.items() if not isinstance(table, MethodTable)}
+METHOD_TABLES = {name: table for name, table in SECTIONS.items() if isinstance(table, MethodTable)}
 NUMBERS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}  # of `dtype` -> torch's name
-ORDER = (
-    "load",
-    "prefill",
-    "prune",
-    "reuse",
-    "kv",
-    "kv_format",
-    "memory",
-    "prefix_cache",
-    "policy",
-    "sparse",
-    "spec",
-    "reasoning_steps",
-    "sample",
-    "context",
-)  # as shown and documented
+
+
+def plain_value(dotted: str) -> object:
+    """The built-in default of a key of a table, or of the key that names a method."""
+    table, _, key = dotted.rpartition(".")
+    return METHOD_TABLES[table].default if table in METHOD_TABLES else getattr(TABLES.get(table, Header), key)

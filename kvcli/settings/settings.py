@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvcli.settings.problems import Problem, SourcePosition
-from kvcli.settings.schema import METHODS
+from kvcli.settings.schema import METHOD_TABLES
 from kvcli.settings.toml_positions import Document, Keys
 
 
@@ -106,7 +106,7 @@ def merge(lower: Settings, higher: Settings) -> Settings:
     """Merge two layers key by key. If the higher one selects another method, the lower method's keys are dropped."""
     changed = {
         table
-        for table, (key, _) in METHODS.items()
+        for table, (key, _) in METHOD_TABLES.items()
         if (table, key) in lower and (table, key) in higher and lower[table, key].value != higher[table, key].value
     }
     return {keys: setting for keys, setting in lower.items() if keys[0] not in changed} | higher

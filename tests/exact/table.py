@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -235,6 +235,19 @@ DRAFTERS: dict[str, Make] = {
         for kind in drafters.ADVERSARIES
     },
 }
+
+
+def add(kind: str, name: str, method: type) -> None:
+    """Add a method of another package: an eviction policy, a KV format or a drafter, small enough for this prompt."""
+    global PARTS
+    size = {**SPENDER, "keep": 0.4, "keep_new": 14, "adaptive": False}
+    settings = method(**{key.name: size[key.name] for key in fields(method) if key.name in size})
+    if kind == "policy":
+        POLICIES[name] = (settings, SPENDER["compression_interval"])
+    elif kind == "kv_format":
+        FORMS[name], MODELS[name], PARTS = settings, "llama", (*PARTS, name)
+    else:
+        DRAFTERS[name] = lambda truth: settings.drafter([STOP], ModelPair(lm("dense", "fp32"), sibling()))
 
 
 TREES = ("opt", "best", "sequoia", "cape")

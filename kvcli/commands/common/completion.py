@@ -15,7 +15,7 @@ from kvcli.errors import KvcliError
 from kvcli.models.catalog import CATALOG
 from kvcli.settings.profile import load_profile
 from kvcli.settings.registry import registries
-from kvcli.settings.schema import METHODS, TABLES
+from kvcli.settings.schema import METHOD_TABLES, TABLES
 from kvcli.settings.values import keys_of, words
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def complete(param: Any, context: Any, incomplete: str) -> list[Any]:
 def values(key: str) -> list[str]:
     """Return the values of a profile key that accepts only certain words."""
     table, _, name = key.partition(".")
-    if table in METHODS and METHODS[table][0] == name:
+    if table in METHOD_TABLES and METHOD_TABLES[table][0] == name:
         return list(registries()[table])
     if key == "load.device":
         return ["auto", "cpu", "cuda", "mps"]

@@ -21,8 +21,9 @@ from kvcli.models import hub, source
 from kvcli.models.catalog import BY_NAME
 from kvcli.models.fetch import stands_for
 from kvcli.settings.config import Config, load_config
+from kvcli.settings.effects import LOSSY, SMALLER
 from kvcli.settings.profile import Profile, load_profile
-from kvcli.settings.schema import METHODS
+from kvcli.settings.schema import METHOD_TABLES, Kv, Load, plain_value
 from kvcli.settings.settings import BY, DEFAULT
 from kvcli.settings.sources import Sources, from_environ, from_sets, set_value
 
@@ -36,22 +37,6 @@ if TYPE_CHECKING:
 
 Flags = Mapping[str, tuple[object, str]]  # dotted key -> value and its flag
 SYSTEM_CONFIG = Path("/etc/xdg/kvcli/config.toml")
-
-# Values that --exact requires: with these, the text is that of plain decoding.
-EXACT = {
-    "exactness": "exact",
-    "load.quant": "none",
-    "load.dtype": "auto",
-    "kv.dtype": "auto",
-    "kv.k_bits": 16,
-    "kv.v_bits": 16,
-    "policy.name": "none",
-    "sparse.method": "none",
-    "prune.method": "none",
-    "reuse.method": "none",
-}
-
-SMALLER = {"kv.k_bits", "kv.v_bits", "policy.name", "sparse.method"}  # keys of these that make the KV cache smaller
 
 WHOLE = ("kv.k_bits=16", "kv.v_bits=16")  # needed with --budget by a profile that quantizes by age
 
@@ -294,7 +279,7 @@ class Setup:
         new = sets[len(typed) :] if list(sets[: len(typed)]) == typed else sets
         changed = {item.partition("=")[0].strip() for item in new}
         # a new method drops the flags of the old one
-        other = {table for table, (key, _) in METHODS.items() if f"{table}.{key}" in changed}
+        other = {table for table, (key, _) in METHOD_TABLES.items() if f"{table}.{key}" in changed}
         flags = {key: flag for key, flag in self.flags.items() if key not in changed and key.split(".")[0] not in other}
         profile = self._profile(name, sets, flags)
         refuse_beyond(profile, self.most, self.name)
@@ -303,7 +288,7 @@ class Setup:
     def narrowed(self, profile: Profile) -> Profile:
         """Return the profile with values that fit (window, prefill order, chunks, weights) for keys not set."""
         changes: dict[str, object] = {}
-        judges = profile.policy.compression_interval is not None or profile.prune.describe_read
+        judges = {"evicts", "prunes"} & profile.effects.keys()
         for key, value in self.settled.items():
             is_open = profile.values[key] == "auto" or profile.origins[key] == DEFAULT.name
             packs_anew = key == "load.quant" and profile.origins[key].startswith("built-in ")
@@ -395,7 +380,10 @@ class Setup:
 
 def refuse_inexact(profile: Profile) -> None:
     """Raise BadConfig if a key can change the text (--exact)."""
-    values, wants = profile.whole.values, dict[str, object](EXACT)
+    values = profile.whole.values
+    keys = ["exactness", *(f"load.{key}" for key in Load.lossy), *(f"kv.{key}" for key in Kv.lossy)]
+    of_cache = {key: effect for effect, causes in profile.whole.effects.items() if effect in LOSSY for key in causes}
+    wants = {key: plain_value(key) for key in (*keys, *of_cache)}
     if profile.spec.method != "off" and profile.origins["spec.require_batch_invariance"] != "default":
         wants["spec.require_batch_invariance"] = True  # drafts that round differently contradict --exact
     wrong = [key for key, value in wants.items() if values[key] != value]
@@ -405,7 +393,7 @@ def refuse_inexact(profile: Profile) -> None:
         # drafts from the smaller cache can be verified with the full cache
         checked = (
             ["--set exactness=exact --set spec.method=self"]
-            if wrong[0] == "exactness" and {*wrong[1:]} <= SMALLER and not flags
+            if wrong[0] == "exactness" and SMALLER.issuperset(map(of_cache.get, wrong[1:])) and not flags
             else []
         )
         sets = [f"--set {key}={set_value(wants[key])}" for key in wrong if profile.origins[key] not in flags]

@@ -20,7 +20,7 @@ from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.precision_budget import PrecisionBudget, keys_in, spending, unit
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.capacity import CacheCapacity, room
-from kvcli.kv.footprint import STEP, full_bytes, is_ladder, packs_by_age
+from kvcli.kv.footprint import STEP, full_bytes, packs_by_age
 from kvcli.kv.formats.format import FormatContext
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.sliding_windows import windows_of
@@ -28,6 +28,7 @@ from kvcli.kv.slots import storing
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.pinned_host import PIECE
 from kvcli.models.machine import kept_free
+from kvcli.settings.effects import tier_effects
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class CachePlan:
         if self.device.type == "cpu":
             self._refuse_host()
         self._check_steps()
-        if not is_ladder(self.kv, self.form, self.memory):
+        if not tier_effects(self.kv, self.form, self.memory):
             dense = self._dense(self.device)
             return self.recall.bind(dense, dense, self._sights)
         top, below = self._dense(self.device, STEP), list[TierLevel]()

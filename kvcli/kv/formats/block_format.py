@@ -53,10 +53,6 @@ class BlockFormat:
         halves = {"kv.split_codes": 'and halves are of kv_format.method = "kivi"'}
         return bits | (turned if kv.rotate != "none" else {}) | (halves if kv.split_codes else {})
 
-    @property
-    def is_joint(self) -> bool:
-        return False
-
     def heads(self, n: int) -> int:
         """Return how many of n KV heads are quantized together."""
         return 1

@@ -37,10 +37,6 @@ class KVFormat(Protocol):
     def unsupported_keys(self, kv: Kv) -> Mapping[str, str]:
         """Return keys of `[kv]` that the format does not support, with reasons. `tier` checks the model."""
 
-    @property
-    def is_joint(self) -> bool:
-        """True if several heads are quantized together and therefore must have the same slots."""
-
     def tier(self, of: FormatContext, device: torch.device, kv: Kv) -> PageTier:
         """Return an empty tier. Raises BadConfig or BadModel if the model is not supported."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvcli.methods.prune.layer_pruner import LayerPruner, attention_mass, pooled
 from kvcli.methods.prune.schedule import Schedule
+from kvcli.settings.effects import KV_OF_ALL, WHOLE, Needs
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ class LazyLLM(Schedule):
     def n_scoring_rows(self) -> int:
         """Newest rows whose queries score the others."""
         return self.score_queries
+
+    @property
+    def needs(self) -> Needs | None:
+        """Revived tokens attend to all older ones."""
+        revives = self.compression_interval is not None
+        return Needs(WHOLE | {"degrades"}, KV_OF_ALL, "scope") if revives else None
 
     @property
     def compression_interval(self) -> int | None:

@@ -13,8 +13,9 @@ answer, is not implemented, because the stored KV must not change during an answ
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from kvcli.settings.effects import Needs
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class CacheBlend:
     min_span: Annotated[int, Range(8)] = 64  # tokens in a row that are worth taking over
     recompute: Annotated[float, Range(0, 1)] = 0.15  # share of them read again, mean of the layers above the first
     select: Literal["kv", "hidden"] = "kv"  # by what these are chosen: keys and values, or hidden states (KVShare)
+
+    needs: ClassVar[Needs] = Needs(frozenset({"evicts", "prunes", "selects"}), "the KV of all tokens, read in full")
 
     @property
     def describe_reused(self) -> str:

@@ -9,8 +9,9 @@ the beginning of a chat needs no prefill either.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from kvcli.settings.effects import Needs
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ class Pie:
     """Reuse the unchanged text after an edit, with keys rotated to their new positions (PIE, arXiv 2407.03157)."""
 
     min_span: Annotated[int, Range(8)] = 64  # tokens in a row that are worth taking over
+
+    needs: ClassVar[Needs] = Needs(frozenset({"evicts", "prunes", "selects"}), "the KV of all tokens, read in full")
 
     @property
     def describe_reused(self) -> str:

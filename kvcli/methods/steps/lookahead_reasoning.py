@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from kvcli.settings.effects import Needs
 from kvcli.settings.schema import DraftModelRef, Quant, Range
 
 Cut = Literal["line", "sentence", "paragraph"]
@@ -33,6 +34,7 @@ class LookaheadReasoning:
     audit: Annotated[int, Range(1)] = 4  # of so many steps that differ the model writes one to learn `likely` from
     rate: Annotated[float, Range(above=0, most=1)] = 0.1  # how far `likely` moves by one of them
 
+    needs: ClassVar[Needs] = Needs(frozenset({"drafts", "evicts", "prunes"}), "passes and KV of its own steps alone")
     # maximum rows of the smaller model's passes: of a prefill pass, and of a pass with logits of all rows
     second_rows: ClassVar[tuple[int, int]] = (2048, 1)
 
