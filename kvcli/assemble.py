@@ -75,7 +75,7 @@ def adapted_profile(lm: LM, profile: Profile) -> tuple[Profile, str]:
     profile, chained = _chained(profile) if lm.mixers else (profile, "")
     if not profile.spec.require_batch_invariance or not (by := _batch_variant_reason(lm, profile)):
         return profile, chained
-    why = f"no drafting: {by} a guessed token rounds otherwise than one written alone"
+    why = f"no drafting: {by} a drafted token rounds differently from one decoded alone"
     return profile.replace(spec={"method": "off"}), why
 
 
@@ -88,9 +88,9 @@ def _chained(profile: Profile) -> tuple[Profile, str]:
     others = [name for name in spec.sources if name != "lookahead"] if spec.method == "mix" else []
     if spec.method == "lookahead" or (spec.method == "mix" and not others):
         copies = {"method": "ngram", "branches": 1}
-        return profile.replace(spec=copies), f"{why}: no scouts are sent, and copies are guessed in their place"
+        return profile.replace(spec=copies), f"{why}: prompt lookup drafts instead of lookahead"
     mixed = {"sources": others} if spec.method == "mix" else {}
-    return profile.replace(spec={"branches": 1, **mixed}), f"{why}: guesses are one chain, without scouts"
+    return profile.replace(spec={"branches": 1, **mixed}), f"{why}: drafts are one chain, without lookahead"
 
 
 def _batch_variant_reason(lm: LM, profile: Profile) -> str:

@@ -478,7 +478,7 @@ def test_cskv_is_the_best_product_of_its_rank_over_all_heads() -> None:
 
 
 def test_cskv_refuses_what_saves_nothing() -> None:
-    with pytest.raises(BadConfig, match=r"kv_format.v_rank = 7 saves nothing of 8 slots of 2 heads of 16 numbers"):
+    with pytest.raises(BadConfig, match=r"kv_format.v_rank = 7 saves nothing: 8 tokens, 2 heads of 16 numbers"):
         Cskv(k_rank=6, v_rank=7).tier(of(), torch.device("cpu"), KV)
     form, kv = Cskv(k_rank=6, v_rank=6), Kv(group=8)
     assert form.nbytes(LayerShape(K, D, D), kv, 2) < LayerShape(K, D, D).numbers * 2 + 4

@@ -489,7 +489,7 @@ def test_what_cannot_be_served_is_refused_by_name():
         assert told.value.try_
     text = session("lfm2", Lookahead(adaptive=False).drafter())
     run_to_end(text.read(prompt(PROMPT)))
-    with pytest.raises(BadModel, match="one chain, without scouts"):
+    with pytest.raises(BadModel, match="one chain only, without lookahead"):
         written(text, NEW)
 
 

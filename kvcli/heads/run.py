@@ -120,7 +120,7 @@ def _check(model: Model, ask: ProbeRequest, found: Findings) -> None:
             "heads of this model cannot be profiled: its layers differ in their KV heads, or share them",
             code="uneven_layers",
             lines=["a head map has as many KV heads in every layer"],
-            try_=["--set policy.name=snap, which looks at each prompt by itself"],
+            try_=["--set policy.name=snap, which scores each prompt by itself"],
         )
     if all(model.lm.windows[layer] is not None for layer in found.layers):
         raise BadModel(

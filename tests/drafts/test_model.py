@@ -421,7 +421,7 @@ def test_what_it_keeps_and_its_guesses_have_positions_that_it_was_made_for(posit
     with pytest.raises(BadConfig) as caught:
         drafter(small, working=64 - 4, **how)
     assert caught.value.code == "beyond_model"
-    assert caught.value.lines == ("its limit is 64 tokens, 5 of them for guesses",)
+    assert caught.value.lines == ("its limit is 64 tokens, 5 of them for drafts",)
     assert caught.value.try_ == ("--set spec.working=59",)
 
 

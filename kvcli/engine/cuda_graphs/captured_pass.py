@@ -102,7 +102,7 @@ class CapturedPasses:
     def _why_not(self, feed: ForwardRequest) -> str:
         rows, hear = feed.rows, feed.record_queries
         if rows.tree < rows.n_rows:
-            return "scouts run beside the tree (spec.method)"
+            return "lookahead runs beside the draft tree (spec.method)"
         if rows.n_rows > self._sizes[-1]:
             return f"more than {self._sizes[-1]} rows"
         if len(rows.parent) < rows.n_rows or list(feed.want) != list(range(rows.n_rows)) or feed.draw is None:

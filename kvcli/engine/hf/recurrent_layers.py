@@ -242,7 +242,7 @@ def _part(feed: ForwardRequest, rows: slice) -> SequenceSlice:
         raise refused(name, why, ["--set policy.name=window", "--set spec.method=ngram"])
     if feed.rows.sees is not None:
         raise refused(
-            name, "its guesses are one chain, without scouts", ["--set spec.method=ngram --set spec.branches=1"]
+            name, "it drafts one chain only, without lookahead", ["--set spec.method=ngram --set spec.branches=1"]
         )
     assert feed.states.now.at in (0, feed.rows.pos[0]), "rows do not stand behind what is known"
     is_sure = feed.is_prompt or feed.rows.n_rows == 1

@@ -241,7 +241,7 @@ class CachePlan:
         why = "slots of few bits are read by the CPU" if self.is_packed else unserved if asked == "zero-copy" else ""
         if why and asked in ("zero-copy", "stream"):
             raise BadConfig(
-                f'memory.host_access = "{asked}" is not for these slots: {why}',
+                f'memory.host_access = "{asked}" cannot be used here: {why}',
                 code="no_such_reach",
                 try_=["--set memory.host_access=auto"],
             )

@@ -159,7 +159,7 @@ class SeparateModelDraft(ModelDraftSettings):
             raise BadConfig(
                 f"spec.working = {self.working:,} is more than {draft.info.id}, which drafts, was made for",
                 code="beyond_model",
-                lines=[f"its limit is {draft.limit:,} tokens, {self.depth} of them for guesses"],
+                lines=[f"its limit is {draft.limit:,} tokens, {self.depth} of them for drafts"],
                 try_=[f"--set spec.working={draft.limit - self.depth}"],
             )
         copies = PromptLookup(self.min_match, self.max_match)

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import BadConfig
-from kvcli.kv.formats.block_format import BlockFormat
-from kvcli.kv.formats.format import Codes
+from kvcli.kv.formats.block_format import BlockFormat, Codes
 from kvcli.kv.formats.quantization import grouped, low_rank_factors, product, to_16_bit
-from kvcli.settings.effects import Needs
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -38,13 +36,8 @@ class Cskv(BlockFormat):
     rounds = False
 
     @property
-    def needs(self) -> Needs | None:
-        """Heads that are rounded together must hold the same tokens."""
-        return (
-            Needs(frozenset({"evicts"}), "heads that hold the same tokens: set kv_format.joint = 1", "joint")
-            if self.joint > 1
-            else None
-        )
+    def is_joint(self) -> bool:
+        return self.joint > 1
 
     def heads(self, n: int) -> int:
         return max(h for h in range(1, min(n, self.joint) + 1) if n % h == 0)
@@ -55,7 +48,7 @@ class Cskv(BlockFormat):
             most = -(-g * h * dim // (g + h * dim)) - 1  # largest rank that takes less than the slots themselves
             if rank > most:
                 raise BadConfig(
-                    f"kv_format.{key} = {rank} saves nothing of {g} slots of {h} heads of {dim} numbers",
+                    f"kv_format.{key} = {rank} saves nothing: {g} tokens, {h} heads of {dim} numbers",
                     code="form_rank",
                     try_=[f"--set kv_format.{key}={most // 2 or 1}", f"--set kv.group={4 * g}"],
                 )
