@@ -144,7 +144,8 @@ def _cell_text(text: str) -> str:
 
 def slash(_: str) -> str:
     """The commands of a chat."""
-    from kvcli.commands.chat.slash import markdown
+    from kvcli.commands.chat import slash  # noqa: F401  # its import fills the table
+    from kvcli.commands.chat.slash_table import markdown
 
     return markdown()
 

@@ -51,7 +51,7 @@ ONLY = {
 
 # Files that import each other in a circle, imports for types included, by room. A number may only fall: it is wrong
 # when it is too high, too. `engine` and `chat` are knots of one class each, LM and TextSession, and of its helpers.
-CIRCLES = {"engine": 28, "kernels": 14, "chat": 10, "methods": 9, "commands": 4}
+CIRCLES = {"engine": 28, "kernels": 14, "chat": 10, "methods": 9, "settings": 2}
 
 # Lines of the package without methods: every .py, .c and .h below kvcli/ and kernels/ but kvcli/methods. The number may
 # only fall; a commit that has to raise it says here why.

@@ -16,7 +16,7 @@ from prompt_toolkit.document import Document as Typed
 from kvcli.api import Text
 from kvcli.chat.conversation import Chat
 from kvcli.chat.saved_chats import SavedChats
-from kvcli.commands.chat import line_editor, slash
+from kvcli.commands.chat import line_editor, slash_table
 from kvcli.commands.chat.repl import HINT, Repl
 from kvcli.commands.common.background import in_background
 from kvcli.commands.common.interrupt import IMPATIENT, Interrupt
@@ -238,7 +238,7 @@ def test_the_first_ctrl_c_is_a_flag_and_a_later_one_an_exception():
 
 def test_help_lists_every_command(talk):
     said = talk.type("/help")
-    assert all(f"/{name}" in said for name in slash.COMMANDS)
+    assert all(f"/{name}" in said for name in slash_table.COMMANDS)
     assert talk.type("/help undo").strip() == "/undo [N]: remove the last question, or the last N"
     assert talk.type("/?") == said
 
@@ -390,7 +390,7 @@ def test_save_and_export(talk, tmp_path):
 
 
 def test_every_command_survives_a_chat_in_which_nothing_happened(talk):
-    for name in slash.COMMANDS:
+    for name in slash_table.COMMANDS:
         assert "internal" not in talk.type(f"/{name}"), name
 
 
@@ -399,7 +399,7 @@ def test_every_command_survives_a_chat_in_which_nothing_happened(talk):
 
 def test_the_guide_lists_the_commands_as_they_are():
     page = Path(__file__).parents[1].joinpath("docs", "chat.md").read_text(encoding="utf-8")
-    assert slash.markdown() in page
+    assert slash_table.markdown() in page
 
 
 # --- the prompt

@@ -20,7 +20,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
-from kvcli.commands.chat.slash import COMMANDS
+from kvcli.commands.chat.slash_table import COMMANDS
 from kvcli.environment import Environment
 from kvcli.files import append, private_folder
 from kvcli.safe_output import SafeStream, neutralise

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcli.api import Event, Turn
 from kvcli.chat.conversation import Chat
-from kvcli.commands.chat import line_editor, slash
+from kvcli.commands.chat import line_editor, slash_table
 from kvcli.commands.chat.save_chat import keep, keep_read
 from kvcli.commands.common.background import in_background
 from kvcli.commands.common.error_exit import machine_gave_out
@@ -134,7 +134,8 @@ class Repl:
             if line.startswith("//"):
                 self.ask(line[1:])
             elif line.startswith("/"):
-                slash.run(self, line)
+                name, _, argument = line[1:].strip().partition(" ")
+                slash_table.find(name).run(self, argument.strip())
             else:
                 self.ask(line)
         except KvcliError as error:
@@ -273,7 +274,7 @@ class Repl:
             "key": lambda: self.profiles.keys() if self.profiles else (),
             "stats": lambda: ("live", "turn", "off", "last"),
             "chat": lambda: [entry.id for entry in self.chat.sessions.entries()],
-            "command": lambda: tuple(slash.COMMANDS),
+            "command": lambda: tuple(slash_table.COMMANDS),
             "document": lambda: [str(i + 1) for i in range(len(self.chat.documents))],
         }
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.commands.chat import slash_chats as kept
-from kvcli.commands.common.flags import FORMER
+from kvcli.commands.chat.slash_table import find, slash, table
 from kvcli.commands.common.inputs import files_of, notes_of, read_file
 from kvcli.errors import BadConfig, BadInput, UsageError
 from kvcli.render.summarize.notes import size
@@ -18,73 +15,6 @@ from kvcli.render.turn.turn_view import show_summary
 
 if TYPE_CHECKING:
     from kvcli.commands.chat.repl import Repl
-
-Handler = Callable[["Repl", str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Slash:
-    """A slash command. `completes`: kind of its argument, for completion with the Tab key."""
-
-    name: str
-    usage: str  # its argument, as shown in /help
-    help: str
-    run: Handler
-    also: tuple[str, ...] = ()
-    completes: str = ""  # path | profile | model | key | stats | command | document | chat
-
-    @property
-    def call(self) -> str:
-        return f"/{self.name} {self.usage}".rstrip()
-
-
-COMMANDS: dict[str, Slash] = {}
-
-
-def slash(
-    name: str, usage: str, help: str, also: tuple[str, ...] = (), completes: str = ""
-) -> Callable[[Handler], Handler]:
-    """Register a function as a slash command."""
-
-    def add(run: Handler) -> Handler:
-        COMMANDS[name] = Slash(name, usage, help, run, also, completes)
-        return run
-
-    return add
-
-
-def find(name: str) -> Slash:
-    """Return the command of that name or alias. Raises an error that suggests a similar name."""
-    for command in COMMANDS.values():
-        if name == command.name or name in command.also:
-            return command
-    names = [n for command in COMMANDS.values() for n in (command.name, *command.also)]
-    near = difflib.get_close_matches(name, names, 1) or [n for n in names if name and n.startswith(name)][:1]
-    near = [FORMER[f"/{name}"][1:]] if f"/{name}" in FORMER else near
-    raise UsageError(
-        f"there is no command /{name}",
-        code="unknown_command",
-        try_=[f"did you mean /{near[0]}?"] if near else ["/help", f"//{name} sends it as text"],
-    )
-
-
-def run(repl: Repl, line: str) -> None:
-    """Run a line that begins with a slash."""
-    name, _, argument = line[1:].strip().partition(" ")
-    find(name).run(repl, argument.strip())
-
-
-def table() -> list[tuple[str, str]]:
-    """Return usage and help of every command, in order of registration."""
-    also = {c.name: f" ({', '.join('/' + n for n in c.also)})" if c.also else "" for c in COMMANDS.values()}
-    return [(c.call, c.help + also[c.name]) for c in COMMANDS.values()]
-
-
-def markdown(_: str = "") -> str:
-    """Return the table of docs/chat.md."""
-    rows = [f"| `{call}` | {help} |".replace(call, call.replace("|", "\\|")) for call, help in table()]
-    return "\n".join(["| command | what it does |", "|---|---|", *rows])
-
 
 # --- leaving and help
 

@@ -1,0 +1,71 @@
+"""The table of slash commands: name, usage, help and handler of each. slash.py fills it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvcli.commands.common.flags import FORMER
+from kvcli.errors import UsageError
+
+Handler = Callable[[Any, str], None]  # takes the chat (repl.py) and the argument
+
+
+@dataclass(frozen=True, slots=True)
+class Slash:
+    """A slash command. `completes`: kind of its argument, for completion with the Tab key."""
+
+    name: str
+    usage: str  # its argument, as shown in /help
+    help: str
+    run: Handler
+    also: tuple[str, ...] = ()
+    completes: str = ""  # path | profile | model | key | stats | command | document | chat
+
+    @property
+    def call(self) -> str:
+        return f"/{self.name} {self.usage}".rstrip()
+
+
+COMMANDS: dict[str, Slash] = {}
+
+
+def slash(
+    name: str, usage: str, help: str, also: tuple[str, ...] = (), completes: str = ""
+) -> Callable[[Handler], Handler]:
+    """Register a function as a slash command."""
+
+    def add(run: Handler) -> Handler:
+        COMMANDS[name] = Slash(name, usage, help, run, also, completes)
+        return run
+
+    return add
+
+
+def find(name: str) -> Slash:
+    """Return the command of that name or alias. Raises an error that suggests a similar name."""
+    for command in COMMANDS.values():
+        if name == command.name or name in command.also:
+            return command
+    names = [n for command in COMMANDS.values() for n in (command.name, *command.also)]
+    near = difflib.get_close_matches(name, names, 1) or [n for n in names if name and n.startswith(name)][:1]
+    near = [FORMER[f"/{name}"][1:]] if f"/{name}" in FORMER else near
+    raise UsageError(
+        f"there is no command /{name}",
+        code="unknown_command",
+        try_=[f"did you mean /{near[0]}?"] if near else ["/help", f"//{name} sends it as text"],
+    )
+
+
+def table() -> list[tuple[str, str]]:
+    """Return usage and help of every command, in order of registration."""
+    also = {c.name: f" ({', '.join('/' + n for n in c.also)})" if c.also else "" for c in COMMANDS.values()}
+    return [(c.call, c.help + also[c.name]) for c in COMMANDS.values()]
+
+
+def markdown(_: str = "") -> str:
+    """Return the table of docs/chat.md."""
+    rows = [f"| `{call}` | {help} |".replace(call, call.replace("|", "\\|")) for call, help in table()]
+    return "\n".join(["| command | what it does |", "|---|---|", *rows])
