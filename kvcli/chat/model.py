@@ -259,7 +259,7 @@ class Model:
 
     @property
     def exactness_label(self) -> str:
-        """What may be said of the text: "bit-exact", "exact", "exact up to 16-bit rounding", "certified", "approx"."""
+        """Exactness of the text: "bit-exact", "exact", "exact up to 16-bit rounding", "certified", "approx"."""
         return assemble.promise(self.lm, self.profile)
 
     def with_profile(self, profile: Profile) -> Model:

@@ -48,7 +48,7 @@ LOSSY: frozenset[Effect] = SMALLER | {"prunes", "reuses", "condenses", "steps"} 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a method needs of the other settings."""
+    """Requirements of a method on the other settings."""
 
     absent: frozenset[Effect] = frozenset()  # effects with which it does not work
     words: str = ""  # the same, after "needs": what it needs instead
