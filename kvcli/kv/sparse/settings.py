@@ -87,13 +87,13 @@ class _PageSelection:
     Prompt tokens attend to the whole KV cache.
     """
 
-    fraction: Annotated[float, Range(above=0, most=1)] = 0.03  # share of stored tokens that a KV head reads per new token
+    fraction: Annotated[float, Range(above=0, most=1)] = 0.03  # share of stored tokens that a KV head reads per token
     floor: Annotated[int, Range(1)] = 1024  # minimum of tokens read per KV head; smaller tiers are read in full
     sinks: Annotated[int, Range(0)] = 16  # first tokens, always read
-    recent: Annotated[int, Range(0)] = 64  # newest tokens, always read, as are all since the last selection interval
+    recent: Annotated[int, Range(0)] = 64  # newest tokens, always read, as are all since the last compression point
     dense_layers: Annotated[int, Range(0)] = 2  # first layers, which read all tokens because their attention is diffuse
-    selection_interval: Annotated[int, Range(1)] = 64  # generated tokens between two updates of the index
-    choice: Literal["row", "interval"] = "row"  # select for each token, or once per selection interval
+    selection_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
+    choice: Literal["row", "interval"] = "row"  # select pages for each token, or once per `selection_interval`
     cutoff: Annotated[float, Range(0, below=1)] = 0.0  # skip pages with less than this estimated share of attention
 
     exactness_label: ClassVar[Exactness] = "approx"
