@@ -36,20 +36,14 @@ class SeparateModelDraft(ModelDraftSettings):
     depth: Annotated[int, Range(1, 64)] = 8  # draft tokens in a row, at most
     working: Annotated[int, Range(0)] = 1024  # tokens in the draft model's KV cache, first and newest; 0 = all
     sinks: Annotated[int, Range(0, 4096)] = 4  # first tokens among them
-    prefill: Annotated[str, _READING] = (
-        "lazy"  # draft prefill: only tokens it keeps; all; or all, with a window of N tokens
-    )
-    positions: Literal["original", "contiguous"] = (
-        "original"  # positions of kept tokens: as in the text, or consecutive
-    )
+    prefill: Annotated[str, _READING] = "lazy"  # prompt tokens read: those it keeps; all; or all, attending to N tokens
+    positions: Literal["original", "contiguous"] = "original"  # of kept tokens: as in the text, or consecutive
     tree: Literal["chain", "opt", "best", "sequoia", "cape"] = "chain"  # how draft passes form the draft tree
     tree_width: Annotated[int, Range(1, 64)] = 4  # draft tokens per draft pass, at most; a chain has one
     min_gain: Annotated[float, Range(0, 8)] = 0.0  # accepted tokens that a further draft pass must add; 0 = its cost
     lookup_verify: Annotated[int, Range(0, 32)] = 0  # copied tokens that a draft pass verifies, at most
     stop: Rule = "marginal"  # end of a draft: by measured times; "reject", "disco": also at `risk`
-    risk: Annotated[float, Range(0, 1)] = (
-        0.7  # probability of a rejection, of any or the newest token, that ends a draft
-    )
+    risk: Annotated[float, Range(0, 1)] = 0.7  # rejection probability, of any or the newest token, to stop at
     # retrieval: some of the `working` tokens are chunks to which the target model attends
     retrieval: Annotated[str, _RETRIEVAL] = "off"  # when to choose chunks: never; when drafts fail; every N passes
     chunk: Annotated[int, Range(1, 1024)] = 32  # tokens per chunk

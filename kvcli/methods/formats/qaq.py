@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 class Qaq(BlockFormat):
     """Keep the largest and smallest numbers of a block in 16 bits, and quantize the others in a smaller range (QAQ)."""
 
-    outliers: Annotated[float, Range(0, 0.5)] = 0.01  # share of a block's elements stored exactly
+    outliers: Annotated[float, Range(0, 0.5)] = (
+        0.01  # share of a block's elements kept in 16 bits, the largest and smallest
+    )
 
     own = APART
 

@@ -33,9 +33,7 @@ class Expected(TopK):
     samples: Annotated[int, Range(2)] = 256  # prompt queries that stand for future queries
     horizon: Annotated[int, Range(1)] = 512  # future positions over which the rotation of queries is averaged
     covariance: bool = True  # use the covariance of queries, besides their mean
-    epsilon: Annotated[float, Range(0)] = (
-        0.0  # added to the expected attention before it is multiplied by the value norm
-    )
+    epsilon: Annotated[float, Range(0)] = 0.0  # added to expected attention before multiplying by the value norm
 
     name: ClassVar[str] = "expected"
     by: ClassVar[str] = "what later questions should look at"

@@ -41,7 +41,7 @@ class KVzip(TopK):
     floor: Annotated[float, Range(0, 1)] = 0.0  # of ada, headmap, global: minimum of a head, as share of the average
     piece: Annotated[int, Range(1)] = 512  # tokens repeated per pass
     lead: Annotated[int, Range(0)] = 8  # tokens before a piece, repeated with it
-    plus: bool = False  # weigh by what a value adds to the residual stream, relative to it (KVzip+)
+    plus: bool = False  # multiply by the relative size of the projected value in the residual stream (KVzip+)
 
     name: ClassVar[str] = "kvzip"
     by: ClassVar[str] = "what repeating it looks at"
