@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Qaq(BlockFormat):
-    """Keep the largest and smallest numbers of a block in 16 bits, and quantize the others in a smaller range (QAQ)."""
+    """Keep the largest and smallest elements of a block in 16 bits, and quantize the others in a smaller range (QAQ)."""
 
     outliers: Annotated[float, Range(0, 0.5)] = (
-        0.01  # share of a block's elements kept in 16 bits, the largest and smallest
+        0.01  # share of elements per block kept in 16 bits: largest and smallest
     )
 
     own = APART

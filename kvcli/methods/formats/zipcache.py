@@ -24,7 +24,7 @@ LEAST = 2.0**-14  # smallest channel scale: the smallest normal float16 number
 
 @dataclass(frozen=True)
 class ZipCache(BlockFormat):
-    """Divide each channel by the root of its largest number, and quantize each token in its own range (ZipCache)."""
+    """Divide each channel by the root of its largest element, and quantize each token in its own range (ZipCache)."""
 
     keys: Literal["channel", "separable"] = "channel"  # quantize keys per channel (paper), or per token as values
 

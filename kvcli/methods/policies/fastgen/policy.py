@@ -45,26 +45,20 @@ class FastGen(PolicyDefaults):
 
     criterion: Literal["mean", "cvar10", "p05"] = "cvar10"  # over rows: mean, mean of the worst 10%, 5th percentile
     recovery: Literal["auto"] | Annotated[float, Range(0, 1)] = (
-        0.8  # share of attention a head must keep; auto = by kl_max
+        0.8  # attention share a head must keep; auto = by kl_max
     )
     kl_max: Annotated[float, Range(above=0)] = 0.005  # of auto: loss of prediction allowed, in nats per token
     replay: Annotated[int, Range(1)] = 64  # of auto: newest prompt tokens predicted again to measure the loss
-    keep: Annotated[float, Range(0, 1)] = (
-        0.0  # share of tokens kept, averaged over heads, instead of `recovery`; 0 = use recovery
-    )
-    policies: tuple[Candidate, ...] = (
-        CANDIDATES  # candidates of a head, special tokens included; "full" is always the last
-    )
+    keep: Annotated[float, Range(0, 1)] = 0.0  # share of tokens kept, averaged over heads; 0 = by recovery
+    policies: tuple[Candidate, ...] = CANDIDATES  # candidates per head, with special tokens; always also full
     local_ratio: Ratio = "auto"  # newest tokens of a local head, share of the prompt; auto = 0.4 keep, 0.3 without keep
     frequent_ratio: Ratio = "auto"  # most attended tokens kept, as a share of the text; auto = as local_ratio
     recent: Annotated[int, Range(0)] = 128  # newest tokens, kept in every head
     sinks: Annotated[int, Range(0)] = 4  # first tokens, special in every model
     protect: bool = True  # keep the system prompt in every head
-    punct_cap: Annotated[float, Range(0, 1)] = (
-        0.15  # if punctuation exceeds this share, only sentence and line ends count
-    )
+    punct_cap: Annotated[float, Range(0, 1)] = 0.15  # above this share, only sentence and line ends count
     probe_rows: Literal["auto"] | Annotated[int, Range(1)] = (
-        "auto"  # rows measured, besides the last ones; auto = 16 on a CPU
+        "auto"  # rows measured, besides the last; auto = 16 on a CPU
     )
     crossfit: bool = True  # choose frequent tokens on other rows than those that measure them
     gqa: Literal["mean", "min"] = "mean"  # over the query heads that share a KV head
