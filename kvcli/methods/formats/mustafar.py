@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mustafar(BlockFormat):
-    """Keep the largest elements of each key and value, with a bitmap of their channels, and drop the rest (Mustafar)."""
+    """Keep the largest elements of each key and value, with a bitmap of their channels; drop the rest (Mustafar)."""
 
     k_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # share of key elements dropped, the smallest
     v_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # share of value elements dropped, the smallest

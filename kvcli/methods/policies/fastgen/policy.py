@@ -44,9 +44,7 @@ class FastGen(PolicyDefaults):
     """Keep in each head the tokens it attends to: special, punctuation, newest, most attended, or all (FastGen)."""
 
     criterion: Literal["mean", "cvar10", "p05"] = "cvar10"  # over rows: mean, mean of the worst 10%, 5th percentile
-    recovery: Literal["auto"] | Annotated[float, Range(0, 1)] = (
-        0.8  # attention share a head must keep; auto = by kl_max
-    )
+    recovery: Literal["auto"] | Annotated[float, Range(0, 1)] = 0.8  # attention share kept per head; auto = by kl_max
     kl_max: Annotated[float, Range(above=0)] = 0.005  # of auto: loss of prediction allowed, in nats per token
     replay: Annotated[int, Range(1)] = 64  # of auto: newest prompt tokens predicted again to measure the loss
     keep: Annotated[float, Range(0, 1)] = 0.0  # share of tokens kept, averaged over heads; 0 = by recovery
@@ -58,7 +56,7 @@ class FastGen(PolicyDefaults):
     protect: bool = True  # keep the system prompt in every head
     punct_cap: Annotated[float, Range(0, 1)] = 0.15  # above this share, only sentence and line ends count
     probe_rows: Literal["auto"] | Annotated[int, Range(1)] = (
-        "auto"  # rows measured, besides the last; auto = 16 on a CPU
+        "auto"  # rows measured, beside the last; auto = 16 on a CPU
     )
     crossfit: bool = True  # choose frequent tokens on other rows than those that measure them
     gqa: Literal["mean", "min"] = "mean"  # over the query heads that share a KV head
