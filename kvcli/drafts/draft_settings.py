@@ -21,7 +21,7 @@ class DraftSettings:
     # 15 draft tokens make a pass of 16 rows, a whole block for most kernels
     max: Annotated[int, Range(1, 256)] = 15  # draft tokens verified per pass, at most
     branches: Annotated[int, Range(1, 64)] = 3  # alternative draft tokens at one position, at most
-    adaptive: bool = True  # draft size by measured pass times; false = always the maximum
+    adaptive: bool = True  # draft size by measured pass times; false = always all available draft tokens
     require_batch_invariance: bool = False  # draft only if the model is batch invariant (same bits in any batch)
     min_speedup: Annotated[float, Range(0, 1)] = 0.98  # pause drafting below this multiple of plain decoding speed
     baseline_interval: Annotated[int, Range(8, 4096)] = 64  # passes between two plain passes that measure plain speed

@@ -94,7 +94,7 @@ class _PageSelection:
     dense_layers: Annotated[int, Range(0)] = 2  # first layers, which read all tokens because their attention is diffuse
     selection_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
     choice: Literal["row", "interval"] = "row"  # select pages for each token, or once per `selection_interval`
-    cutoff: Annotated[float, Range(0, below=1)] = 0.0  # skip pages with less than this estimated share of attention
+    cutoff: Annotated[float, Range(0, below=1)] = 0.0  # skip pages with less than this share of attention; 0 = off
 
     exactness_label: ClassVar[Exactness] = "approx"
 

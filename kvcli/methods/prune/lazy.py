@@ -38,7 +38,7 @@ class LazyLLM(Schedule):
     mass: Annotated[float, Range(0, below=1)] = 0.0  # minimum share of attention that continuing tokens have; 0 = any
     scope: Literal["prefill", "prefill+decode"] = "prefill"  # drop tokens for good, or revive them while answering
     revive_max: Annotated[int, Range(0)] = 32  # tokens revived per pass, at most
-    revive_min_mass: Annotated[float, Range(0, 1)] = 0.02  # no revival if attention to deferred tokens is less in sum
+    revive_min_mass: Annotated[float, Range(0, 1)] = 0.02  # minimum total attention to deferred tokens for a revival
     revive_interval: Annotated[int, Range(1)] = 16  # generated tokens between two revival passes
     idle_complete: bool = True  # revive all deferred tokens before the next prompt
 

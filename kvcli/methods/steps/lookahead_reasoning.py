@@ -25,7 +25,7 @@ class LookaheadReasoning:
     model: str = ""  # smaller model that drafts steps, as after -m; with the same tokenizer
     quant: Quant = "none"  # precision of its weights
     ahead: Annotated[int, Range(1, 16)] = 3  # steps that it drafts before they are judged
-    ends: Cut = "line"  # end of a step
+    ends: Cut = "line"  # unit of text that is one step
     tokens: Annotated[int, Range(1, 512)] = 64  # tokens per step, at most
     judge: Literal["exact", "likely", "alike"] = "alike"  # same tokens; likely enough; or similar to the model's step
     likely: Annotated[float, Range(0, 1)] = 0.5  # mean token probability above which a step is likely enough

@@ -48,18 +48,16 @@ class FastGen(PolicyDefaults):
     kl_max: Annotated[float, Range(above=0)] = 0.005  # of auto: loss of prediction allowed, in nats per token
     replay: Annotated[int, Range(1)] = 64  # of auto: newest prompt tokens predicted again to measure the loss
     keep: Annotated[float, Range(0, 1)] = 0.0  # share of tokens kept, averaged over heads; 0 = by recovery
-    policies: tuple[Candidate, ...] = CANDIDATES  # candidates per head, with special tokens; always also full
+    policies: tuple[Candidate, ...] = CANDIDATES  # candidates per head, each with special tokens; full is added
     local_ratio: Ratio = "auto"  # newest tokens of a local head, share of the prompt; auto = 0.4 keep, 0.3 without keep
     frequent_ratio: Ratio = "auto"  # most attended tokens kept, as a share of the text; auto = as local_ratio
     recent: Annotated[int, Range(0)] = 128  # newest tokens, kept in every head
     sinks: Annotated[int, Range(0)] = 4  # first tokens, special in every model
     protect: bool = True  # keep the system prompt in every head
-    punct_cap: Annotated[float, Range(0, 1)] = 0.15  # above this share, only sentence and line ends count
-    probe_rows: Literal["auto"] | Annotated[int, Range(1)] = (
-        "auto"  # rows measured, beside the last; auto = 16 on a CPU
-    )
-    crossfit: bool = True  # choose frequent tokens on other rows than those that measure them
-    gqa: Literal["mean", "min"] = "mean"  # over the query heads that share a KV head
+    punct_cap: Annotated[float, Range(0, 1)] = 0.15  # prompt share above which only sentence/line ends count
+    probe_rows: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # rows measured beside the last; auto = 16 on a CPU
+    crossfit: bool = True  # choose frequent tokens by other rows than those that measure recovery
+    gqa: Literal["mean", "min"] = "mean"  # mean or minimum over the query heads of a KV head
     headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: its heads keep all; auto = measured once
     headmap_from: Annotated[float, Range(0, 1)] = 0.5  # score in that file from which a head keeps all
     reprofile_interval: Annotated[int, Range(0)] = 0  # generated tokens between two measurements; 0 = once per prompt
