@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """Configuration keys of every drafting method that adapts the draft size to measured pass times."""
+    """Settings of every drafting method that adapts the draft size to measured pass times."""
 
     checks: ClassVar[bool] = False  # True if a full KV cache may verify tokens drafted over a smaller one
 
     # 15 draft tokens make a pass of 16 rows, a whole block for most kernels
-    max: Annotated[int, Range(1, 256)] = 15  # rows verified beside the pending one, at most
-    branches: Annotated[int, Range(1, 64)] = 3  # different tokens tried at one place, at most
-    adaptive: bool = True  # draft as much as the measured pass times justify; false = always, as much as there is
-    require_batch_invariance: bool = False  # draft only where a token has the same bits guessed or written alone
-    min_speedup: Annotated[float, Range(0, 1)] = 0.98  # pause when slower than this multiple of plain decoding
-    baseline_interval: Annotated[int, Range(8, 4096)] = 64  # passes between two plain passes timed as the yardstick
+    max: Annotated[int, Range(1, 256)] = 15  # draft tokens verified per pass, at most
+    branches: Annotated[int, Range(1, 64)] = 3  # alternative draft tokens at one position, at most
+    adaptive: bool = True  # draft size by measured pass times; false = always all available draft tokens
+    require_batch_invariance: bool = False  # draft only if the model is batch invariant (same bits in any batch)
+    min_speedup: Annotated[float, Range(0, 1)] = 0.98  # pause drafting below this multiple of plain decoding speed
+    baseline_interval: Annotated[int, Range(8, 4096)] = 64  # passes between two plain passes that measure plain speed
 
     @property
     def rows(self) -> int:

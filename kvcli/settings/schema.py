@@ -15,7 +15,7 @@ Purpose = Literal["your own", "same text", "less memory", "long texts", "compari
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers allowed, for `Annotated[int, Range(0)]`. Infinity and nan never are."""
+    """Range of allowed numbers, for `Annotated[int, Range(0)]`. Infinity and NaN are never allowed."""
 
     least: float | None = None
     most: float | None = None
@@ -39,23 +39,23 @@ class Range:
 
 
 class DraftModelCost(Protocol):
-    """What a second model takes: a method that names one says it, and memory is planned with it."""
+    """Memory use of a second model. A method that names a second model declares it, for memory planning."""
 
     @property
     def second_rows(self) -> tuple[int, int]:
-        """Rows of its passes, at most: of one that reads, and of one all of whose rows have logits."""
+        """Maximum rows of its passes: of a prefill pass, and of a pass with logits of all rows."""
 
     @property
     def states(self) -> int:
-        """Of layers of it that keep one, at most: of its text, of guesses, and of a pass."""
+        """Maximum recurrent states of the model: of its sequence, of draft tokens, and of a pass."""
 
     def draft_slots(self, n: int, device: str = "cpu") -> int:
-        """Of n tokens, those whose keys and values it has there, at most."""
+        """Return the maximum of n tokens whose KV the model has on `device`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Text allowed, for `Annotated[str, Pattern(...)]`: a pattern, and the words that explain it."""
+    """Allowed text, for `Annotated[str, Pattern(...)]`: a regular expression, and words that explain it."""
 
     pattern: str
     words: str
@@ -69,7 +69,7 @@ BUDGET = Pattern(
     '"fit", a size such as "6GiB", a share such as "25%", or ""',
 )
 AUTO_SIZE = Pattern(f"auto|{_SIZE}", '"auto" or a size with its unit, such as "6GiB"')
-STEPS = Pattern(  # settings that can change under a text that is being written
+STEPS = Pattern(  # settings that can change while an answer is generated
     r"kv\.[kv]_bits=[842]|kv\.residual=\d+|prefill\.chunk=(\d+|-\d\d?%)|context\.limit=(\d+|-\d\d?%)"
     rf"|memory\.(host|disk)={_SIZE}",
     'a list of steps such as "kv.v_bits=2", "kv.residual=64", "prefill.chunk=-50%", '
@@ -78,12 +78,12 @@ STEPS = Pattern(  # settings that can change under a text that is being written
 
 
 def size_of(text: str) -> int:
-    """A size such as 6GiB in bytes."""
+    """Return a size such as 6GiB in bytes."""
     return int(float(text[:-3]) * 1024 ** ("KMGT".index(text[-3]) + 1))
 
 
 def tokens_of(text: str) -> int:
-    """A number of tokens such as 4096, 4k or 1.5k; 0 for what is none."""
+    """Return a number of tokens such as 4096, 4k or 1.5k; 0 if the text is no number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().replace("_", ""), re.IGNORECASE)
     n = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()] if match else 0.0
     return int(n) if n == int(n) else 0
@@ -91,156 +91,150 @@ def tokens_of(text: str) -> int:
 
 @dataclass(frozen=True)
 class Load:
-    """What is loaded, and where to."""
+    """Loading: weights, data type and device."""
 
-    quant: Quant = "none"  # precision of the weights; where nobody says it, int4 on a GPU that has no room for more
-    dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"  # numbers the model computes in; auto = its own
-    device: Annotated[str, DEVICE] = "auto"  # where it runs; cuda:N = that GPU
-    layers_on_gpu: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # layers on a GPU; auto = all, or what fits
-    threads: Annotated[int, Range(0)] = 0  # CPU threads; 0 = all
-    allow_pickle: bool = False  # load weights from pickle files, which can run code of whoever wrote them
-    trust_remote_code: bool = False  # run Python code that comes with the model
-    verify: bool = True  # compare a few tokens with the stock model after loading
-    graphs: Literal["auto", "off"] = "auto"  # passes that a GPU records once and replays; auto = where it can
+    quant: Quant = "none"  # precision of the weights; if not set, int4 on a GPU without memory for more
+    dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"  # data type of computation; auto = the model's own
+    device: Annotated[str, DEVICE] = "auto"  # device that runs the model; cuda:N = GPU N
+    layers_on_gpu: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # layers on the GPU; auto = all, or all that fit
+    threads: Annotated[int, Range(0)] = 0  # number of CPU threads; 0 = all cores
+    allow_pickle: bool = False  # load weights from pickle files, which can run code of their author
+    trust_remote_code: bool = False  # run Python code from the model's repository
+    verify: bool = True  # after loading, compare a few tokens with the original transformers model
+    graphs: Literal["auto", "off"] = "auto"  # CUDA graphs: capture forward passes and replay them; auto = if possible
 
     lossy: ClassVar = ("quant", "dtype")  # keys whose other values change the text
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """How the prompt is read."""
+    """Prefill: how the KV of the prompt is computed."""
 
-    chunk: Annotated[int, Range(1)] = 2048  # tokens read in one pass; on a GPU, where nobody says, what fits
-    order: Literal["auto"] | Order = "auto"  # what is finished first: a chunk, or a layer; auto = what fits
+    chunk: Annotated[int, Range(1)] = 2048  # tokens per prefill pass; if not set on a GPU, as many as fit
+    order: Literal["auto"] | Order = "auto"  # chunk by chunk, or layer by layer; auto = what fits
 
 
 @dataclass(frozen=True)
 class Kv:
-    """How keys and values are kept."""
+    """Precision of stored keys and values."""
 
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # numbers they are stored in; auto = the model's
-    k_bits: Literal[16, 8, 4, 2] = 16  # bits of a number in older keys; 16 = as dtype says
-    v_bits: Literal[16, 8, 4, 2] = 16  # bits of a number in older values; 16 = as dtype says
-    group: Annotated[int, Range(1)] = 64  # numbers that share a scale, and tokens that are packed at once
-    residual: Annotated[int, Range(0)] = 128  # newest tokens kept as dtype says, where older ones are packed
-    sinks: Annotated[int, Range(0)] = 4  # first tokens, never packed nor moved off the device
-    split_codes: bool = (
-        False  # codes of 8 bits lie as twice four: guesses of the model itself read the upper half alone
-    )
-    rotate: Literal["none", "hadamard"] = "none"  # keys and values turned before packing, which spreads outliers
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # data type of stored keys and values; auto = the model's
+    k_bits: Literal[16, 8, 4, 2] = 16  # bits per key element of tokens older than `residual`; 16 = as `dtype`
+    v_bits: Literal[16, 8, 4, 2] = 16  # bits per value element of tokens older than `residual`; 16 = as `dtype`
+    group: Annotated[int, Range(1)] = 64  # elements that share a scale, and number of tokens quantized at a time
+    residual: Annotated[int, Range(0)] = 128  # newest tokens, kept in full precision when older ones are quantized
+    sinks: Annotated[int, Range(0)] = 4  # first tokens, which are never quantized or offloaded
+    split_codes: bool = False  # store 8-bit codes as two 4-bit halves; self-drafting reads only the upper half
+    rotate: Literal["none", "hadamard"] = "none"  # Hadamard rotation before quantization; it spreads outliers
 
     lossy: ClassVar = ("dtype",)  # beside the effects of `[kv]` (effects.py)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Where keys and values lie, and what happens when there is no more room. Host and disk are read where they are."""
+    """Storage of the KV cache, and fallbacks when memory runs out. KV in host memory or on disk is read in place."""
 
-    device: Annotated[str, AUTO_SIZE] = "auto"  # bytes on the device that computes; auto = what is free
-    host: Annotated[str, AUTO_SIZE] = "0GiB"  # host memory for old tokens of a GPU; auto = what is free, none on a CPU
-    host_access: Literal["auto", "zero-copy", "cpu", "stream"] = (
-        "auto"  # who reads host memory for a GPU; auto = the fastest
-    )
-    disk: Annotated[str, SIZE] = "0GiB"  # bytes of a private temporary file for what is older still; 0GiB = none
-    disk_writes: Annotated[str, SIZE] = "256GiB"  # bytes written to that file at most, as disks wear
-    budget: Annotated[str, BUDGET] = ""  # for policy "budget": bytes, share of a full past, or fit = what is free
-    max_loss: Annotated[float, Range(0, below=1)] = (
-        0.0  # share of worth that may go; a budget is then the most. 0 = off
-    )
-    sequences: Annotated[int, Range(1)] = 1  # over one model at a time, among which budget = "fit" is divided
-    bits: tuple[Literal[8, 4, 2], ...] = (8, 4)  # of rungs on which a budget is spent, beside full; 2 = keys in 4
-    evicted: Literal["drop", "demote"] = "drop"  # what a policy lets go is forgotten, or moves down a tier
-    on_oom: Literal["degrade", "fail"] = "degrade"  # take the steps of `fallbacks` in turn, or end with an error
-    fallbacks: Annotated[tuple[str, ...], STEPS] = ()  # steps taken in this order when memory runs out, each once
-    checkpoints: Annotated[int, Range(1, 256)] = 8  # of states, where layers keep one: points to go back to, at most
+    device: Annotated[str, AUTO_SIZE] = "auto"  # KV cache size on the compute device; auto = free memory
+    host: Annotated[str, AUTO_SIZE] = "0GiB"  # host memory for old tokens of a GPU; auto = free memory, none on a CPU
+    host_access: Literal["auto", "zero-copy", "cpu", "stream"] = "auto"  # how a GPU reads host memory; auto = fastest
+    disk: Annotated[str, SIZE] = "0GiB"  # size of a private temporary file for the oldest tokens; 0GiB = none
+    disk_writes: Annotated[str, SIZE] = "256GiB"  # maximum bytes written to that file, because writing wears disks
+    budget: Annotated[str, BUDGET] = ""  # of policy "budget": size, share of the full KV cache, or fit = free memory
+    max_loss: Annotated[float, Range(0, below=1)] = 0.0  # score share that may be lost, within `budget`; 0 = off
+    sequences: Annotated[int, Range(1)] = 1  # maximum sequences of a model at a time, which share budget = "fit"
+    bits: tuple[Literal[8, 4, 2], ...] = (8, 4)  # bits used by a budget, beside full; 2 = 4-bit keys, 2-bit values
+    evicted: Literal["drop", "demote"] = "drop"  # drop tokens that the policy evicts, or demote them to a lower tier
+    on_oom: Literal["degrade", "fail"] = "degrade"  # out of memory: apply `fallbacks` in turn, or stop with an error
+    fallbacks: Annotated[tuple[str, ...], STEPS] = ()  # settings changed when memory runs out, in this order, each once
+    checkpoints: Annotated[int, Range(1, 256)] = 8  # saved recurrent states to rewind to, at most, per sequence
 
     @property
     def spends(self) -> bool:
-        """Does a policy say who lies in how many bits?"""
+        """True if the policy chooses the number of bits of each token."""
         return bool(self.budget or self.max_loss)
 
     @property
     def demotes(self) -> bool:
-        """Does a policy say what goes down, instead of age?"""
+        """True if the policy, not age, chooses the tokens to demote."""
         return self.evicted == "demote"
 
     @property
     def drops(self) -> bool:
-        """Is what a policy moved down forgotten where tiers are full, as nothing else was asked for?"""
+        """True if demoted tokens are dropped when the tiers are full, because no other fallback is set."""
         return self.demotes and self.on_oom == "degrade" and not self.fallbacks
 
 
 @dataclass(frozen=True)
 class Sample:
-    """How the next token is drawn. A key that is absent follows the model's generation_config."""
+    """Sampling of the next token. A key that is absent follows the model's generation_config."""
 
-    temperature: Annotated[float, Range(0)] | None = None  # 0 = always the likeliest token
-    top_k: Annotated[int, Range(0)] | None = None  # tokens to draw from; 0 = all
-    top_p: Annotated[float, Range(above=0, most=1)] | None = None  # probability mass to draw from; 1 = all
-    min_p: Annotated[float, Range(0, below=1)] | None = None  # least probability, as a share of the likeliest one's
-    repetition_penalty: Annotated[float, Range(above=0)] | None = None  # above 1 = fewer repeats; 1 = none
-    seed: Annotated[int, Range(0, 2**63 - 1)] = 0  # same seed, same text
-    max_new_tokens: Annotated[int, Range(1)] = 1024  # tokens of one answer at most
-    stop_loops: Annotated[int, Range(0)] = 320  # tokens of one cycle after which an answer ends; 0 = none do
+    temperature: Annotated[float, Range(0)] | None = None  # 0 = always the most likely token
+    top_k: Annotated[int, Range(0)] | None = None  # sample from this many most likely tokens; 0 = all
+    top_p: Annotated[float, Range(above=0, most=1)] | None = None  # total probability to sample from; 1 = all
+    min_p: Annotated[float, Range(0, below=1)] | None = None  # drop tokens below this share of the best; 0 = none
+    repetition_penalty: Annotated[float, Range(above=0)] | None = None  # above 1 = fewer repetitions; 1 = off
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0  # random seed; the same seed gives the same text
+    max_new_tokens: Annotated[int, Range(1)] = 1024  # maximum tokens of one answer
+    stop_loops: Annotated[int, Range(0)] = 320  # end an answer after this many tokens of repetition; 0 = never
 
 
 @dataclass(frozen=True)
 class Context:
-    """How long a conversation may get."""
+    """Length of a chat."""
 
-    limit: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # tokens; auto = the model's limit, or what fits
-    reserve: Annotated[int, Range(1)] = 1024  # tokens kept free for the answer
+    limit: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # maximum tokens; auto = the model's limit, or what fits
+    reserve: Annotated[int, Range(1)] = 1024  # tokens reserved for the answer
     on_overflow: Literal["error", "drop", "summarize", "compress"] = "error"  # refuse longer chats, or shorten them
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModelRef:
-    """A model that drafts for the one that writes: `[spec]` or `[reasoning_steps]` names it."""
+    """Reference to a second model, which drafts for the target model. `[spec]` or `[reasoning_steps]` names it."""
 
-    model: str  # as after -m
+    model: str  # model id, folder or name, as after -m
     quant: Quant  # precision of its weights
     takes: DraftModelCost = field(
         compare=False, repr=False
-    )  # by the method that names it; models loaded alike are the same
-    is_assistant: bool = False  # made for that one, whose past it reads
+    )  # memory use, by the method that names the model; equal loading means the same model
+    is_assistant: bool = False  # True for an assistant of the target model, which reads the KV cache of that model
 
 
 @dataclass(frozen=True)
 class Model:
-    """`[models.NAME]`: what a short model name stands for."""
+    """`[models.NAME]`: definition of a short model name."""
 
-    path: str = ""  # model id, folder, or "demo"; empty = the name itself
-    revision: str = ""  # commit, tag or branch of the model id; empty = its main branch
-    profile: str = ""  # profile used with it unless another is asked for
-    trust_remote_code: bool = False  # run Python code that comes with this model
+    path: str = ""  # model id, folder, or "demo"; empty = the table's name
+    revision: str = ""  # commit, tag or branch of the model id; empty = main branch
+    profile: str = ""  # profile used with this model unless another is requested
+    trust_remote_code: bool = False  # run Python code from this model's repository
 
 
 @dataclass(frozen=True)
 class Top:
-    """Keys of a config file that stand in no table."""
+    """Keys of a config file outside of tables."""
 
-    schema: Literal[1] = 1  # version of this format
-    default_model: str = "demo"  # model used when none is named: as after -m, or a name below [models]
-    default_profile: str = "ngram"  # profile used when none is named
-    keep_chats: bool = True  # whether chats are kept, turn by turn; --no-save leaves one out
-    prefix_cache_size: Annotated[str, SIZE] = "8GiB"  # disk for what was read; unsaid, at most a tenth of what is free
+    schema: Literal[1] = 1  # version of this file format
+    default_model: str = "demo"  # model used if none is named: as after -m, or a name below [models]
+    default_profile: str = "ngram"  # profile used if none is named
+    keep_chats: bool = True  # save chats after each turn; --no-save disables it for one chat
+    prefix_cache_size: Annotated[str, SIZE] = "8GiB"  # disk for the prefix cache; if not set, at most 10% of free space
 
 
 @dataclass(frozen=True)
 class Header:
-    """Keys of a profile that stand in no table."""
+    """Keys of a profile outside of tables."""
 
     description: str = ""  # one line for `profiles list`
-    extends: str | tuple[str, ...] = ()  # a profile, or a list of them of which later ones win
-    purpose: Purpose = "your own"  # what it is for, which orders `profiles list`
-    exactness: Exactness = "exact"  # what may change the text, drafting aside: nothing, bounded error, anything
+    extends: str | tuple[str, ...] = ()  # a profile, or a list of profiles; later ones take precedence
+    purpose: Purpose = "your own"  # purpose of the profile; `profiles list` is sorted by it
+    exactness: Exactness = "exact"  # allowed change of the text, drafting aside: none, bounded error, any
 
 
 class MethodTable(NamedTuple):
-    """A table filled by a method."""
+    """A table whose further keys are defined by its method."""
 
-    key: str  # names the method
-    default: str  # the method if nobody names one
+    key: str  # key that names the method
+    default: str  # method if none is named
 
 
 SECTIONS: Mapping[str, type | MethodTable] = {  # tables of a profile, as shown and documented
@@ -266,6 +260,6 @@ NUMBERS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "fl
 
 
 def plain_value(dotted: str) -> object:
-    """The built-in default of a key of a table, or of the key that names a method."""
+    """Return the built-in default of a key of a table, or of the key that names a method."""
     table, _, key = dotted.rpartition(".")
     return METHOD_TABLES[table].default if table in METHOD_TABLES else getattr(TABLES.get(table, Header), key)

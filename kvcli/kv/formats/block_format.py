@@ -29,7 +29,7 @@ class BlockFormat:
     used, because their sums depend on the batch.
     """
 
-    rope: Literal["after", "before"] = "after"  # keys are rounded as attention reads them, or as before their turning
+    rope: Literal["after", "before"] = "after"  # quantize keys after, or before, the rotary embedding
 
     own: ClassVar[Mapping[str, str]] = {}  # keys of [kv] -> why this format does not support them
     rounds: ClassVar[bool] = True  # quantizes to kv.k_bits and kv.v_bits; otherwise it stores fewer elements of 16 bits

@@ -82,19 +82,19 @@ class FullAttention:
 
 @dataclass(frozen=True)
 class _PageSelection:
-    """Keys of all sparse methods. Sparse attention applies to the only tier, or to all tiers below the first.
+    """Settings of all sparse methods. Sparse attention applies to the only tier, or to all tiers below the first.
 
     Prompt tokens attend to the whole KV cache.
     """
 
-    fraction: Annotated[float, Range(above=0, most=1)] = 0.03  # of the stored tokens that a KV head reads for a row
-    floor: Annotated[int, Range(1)] = 1024  # tokens it reads at least; a tier that holds no more is read in full
+    fraction: Annotated[float, Range(above=0, most=1)] = 0.03  # share of stored tokens that a KV head reads per token
+    floor: Annotated[int, Range(1)] = 1024  # minimum of tokens read per KV head; smaller tiers are read in full
     sinks: Annotated[int, Range(0)] = 16  # first tokens, always read
-    recent: Annotated[int, Range(0)] = 64  # newest tokens, always read; so are those since the last boundary
-    dense_layers: Annotated[int, Range(0)] = 2  # first layers, which read everything: their attention is spread widely
-    selection_interval: Annotated[int, Range(1)] = 64  # tokens between two boundaries while answering
-    choice: Literal["row", "interval"] = "row"  # each row has one of its own, or reads as the first behind the boundary
-    cutoff: Annotated[float, Range(0, below=1)] = 0.0  # share of a row's mass; what seems to hold less is not read
+    recent: Annotated[int, Range(0)] = 64  # newest tokens, always read, as are all since the last compression point
+    dense_layers: Annotated[int, Range(0)] = 2  # first layers, which read all tokens because their attention is diffuse
+    selection_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
+    choice: Literal["row", "interval"] = "row"  # select pages for each token, or once per `selection_interval`
+    cutoff: Annotated[float, Range(0, below=1)] = 0.0  # skip pages with less than this share of attention; 0 = off
 
     exactness_label: ClassVar[Exactness] = "approx"
 
@@ -147,7 +147,7 @@ class _PageSelection:
 class MinMax(_PageSelection):
     """Attend to the pages with the highest score bounds, from each key channel's minimum and maximum (Quest)."""
 
-    page: Annotated[int, Range(1)] = 16  # tokens of a page
+    page: Annotated[int, Range(1)] = 16  # tokens per page
 
     def index(self) -> PageIndex:
         from kvcli.kv.sparse import index_minmax
@@ -162,7 +162,7 @@ class MinMax(_PageSelection):
 class Sketch(_PageSelection):
     """Attend to the pages with the highest scores, estimated from keys quantized to two bits."""
 
-    page: Annotated[int, Range(1)] = 4  # tokens of a page
+    page: Annotated[int, Range(1)] = 4  # tokens per page
 
     def index(self) -> PageIndex:
         from kvcli.kv.sparse import index_sketch
@@ -180,8 +180,8 @@ class Sketch(_PageSelection):
 class Certified(_PageSelection):
     """Attend to the pages with the highest int8 score bounds, or to all if more mass than `epsilon` may be missed."""
 
-    page: Annotated[int, Range(1)] = 4  # tokens of a page
-    epsilon: Annotated[float, Range(0, below=1)] = 0.01  # softmax mass that a row may miss in a head, of what is stored
+    page: Annotated[int, Range(1)] = 4  # tokens per page
+    epsilon: Annotated[float, Range(0, below=1)] = 0.01  # maximum share of attention that a head may miss
 
     exactness_label: ClassVar[Exactness] = "certified"
 
@@ -201,8 +201,8 @@ class Certified(_PageSelection):
 class Cluster(_PageSelection):
     """Attend to whole clusters of keys with similar directions, best mean first (ClusterKV)."""
 
-    window: Annotated[int, Range(2, most=32768)] = 512  # tokens that are clustered together; the last of them are read
-    size: Annotated[int, Range(1)] = 16  # tokens of a cluster, on average
+    window: Annotated[int, Range(2, most=32768)] = 512  # tokens clustered at a time; newer ones are read in full
+    size: Annotated[int, Range(1)] = 16  # average tokens per cluster
 
     def __post_init__(self) -> None:
         if self.window % self.size:
@@ -221,8 +221,8 @@ class Cluster(_PageSelection):
 class LowRank(_PageSelection):
     """Attend to the pages with the highest scores, estimated from low-rank keys (the index of ShadowKV)."""
 
-    page: Annotated[int, Range(1)] = 8  # tokens of a page
-    rank: Annotated[int, Range(1)] = 32  # numbers of a key that are kept; at most all of them
+    page: Annotated[int, Range(1)] = 8  # tokens per page
+    rank: Annotated[int, Range(1)] = 32  # elements kept per key, at most the head size
 
     def index(self) -> PageIndex:
         from kvcli.kv.sparse import index_lowrank

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class AssistantDraft(ModelDraftSettings):
     """Draft tokens of the assistant model made for this Gemma 4, combined with prompt lookup."""
 
-    model: str = ""  # the assistant: as after -m
+    model: str = ""  # assistant model: id, folder or name, as after -m
     quant: Quant = "none"  # precision of its weights
-    depth: Annotated[int, Range(1, 64)] = 4  # tokens that it guesses in a row, at most
+    depth: Annotated[int, Range(1, 64)] = 4  # draft tokens in a row, at most
 
     states: ClassVar[int] = 0  # recurrent states of the draft model: none
 

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LookaheadSettings(ViewSettings):
-    """Configuration keys of every method with lookahead rows."""
+    """Settings of every method with lookahead rows."""
 
     # two levels of lookahead rows are filled within a pass or two; longer n-grams found less on the demo model
     # (docs/design/fafo.md)
-    ngram: Annotated[int, Range(3, 16)] = 3  # tokens of an n-gram, the one it follows included
-    window: Annotated[int, Range(1, 64)] = 4  # columns: places ahead that are guessed at once
-    key_max: Annotated[int, Range(1, 8)] = 4  # tokens by which an n-gram is found, at most
-    per_key: Annotated[int, Range(1, 64)] = 8  # n-grams kept for a key
-    seeded: bool = False  # the text's own n-grams go into the pool as well
-    guesses: Annotated[int, Range(1, 64)] = 8  # n-grams tried in a pass
+    ngram: Annotated[int, Range(3, 16)] = 3  # tokens of an n-gram, including the token that it follows
+    window: Annotated[int, Range(1, 64)] = 4  # columns of the Jacobi window: positions ahead predicted at once
+    key_max: Annotated[int, Range(1, 8)] = 4  # tokens by which an n-gram is looked up, at most
+    per_key: Annotated[int, Range(1, 64)] = 8  # n-grams stored per key
+    seeded: bool = False  # add the n-grams of prompt and answer to the pool
+    guesses: Annotated[int, Range(1, 64)] = 8  # n-grams verified per pass
 
     @property
     def rows(self) -> int:

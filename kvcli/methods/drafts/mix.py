@@ -26,18 +26,9 @@ class Mix(LookaheadSettings):
     """Draft tokens of several sources, merged into one draft tree."""
 
     # lookahead last: only tokens that no other source proposed count as its gain
-    sources: Sources = (
-        "prompt-lookup",
-        "stand",
-        "token-recycling",
-        "lookahead",
-    )  # who names guesses, in the order they are asked
-    min_match: Annotated[int, Range(1, 64)] = (
-        1  # of "prompt-lookup": tokens that must match before what follows is a guess
-    )
-    max_match: Annotated[int, Range(1, 256)] = (
-        32  # of "prompt-lookup": tokens beyond which matches count as equally long
-    )
+    sources: Sources = ("prompt-lookup", "stand", "token-recycling", "lookahead")  # sources of draft tokens, in order
+    min_match: Annotated[int, Range(1, 64)] = 1  # of "prompt-lookup": tokens that must match before a copy
+    max_match: Annotated[int, Range(1, 256)] = 32  # of "prompt-lookup": longer matches count as this long
 
     def __post_init__(self) -> None:
         super().__post_init__()

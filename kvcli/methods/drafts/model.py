@@ -31,25 +31,25 @@ _READING = Pattern(r"lazy|full|window:[1-9]\d{0,8}", '"lazy", "full" or "window:
 class SeparateModelDraft(ModelDraftSettings):
     """Draft tokens of a separate, smaller draft model, combined with prompt lookup."""
 
-    model: str = ""  # that drafts: as after -m; with another tokenizer the text is spelled anew for it
+    model: str = ""  # draft model, as after -m; with another tokenizer its text is tokenized again
     quant: Quant = "none"  # precision of its weights
-    depth: Annotated[int, Range(1, 64)] = 8  # tokens that it guesses in a row, at most
-    working: Annotated[int, Range(0)] = 1024  # tokens that it keeps of the text, the first and the newest; 0 = all
+    depth: Annotated[int, Range(1, 64)] = 8  # draft tokens in a row, at most
+    working: Annotated[int, Range(0)] = 1024  # tokens in the draft model's KV cache, first and newest; 0 = all
     sinks: Annotated[int, Range(0, 4096)] = 4  # first tokens among them
-    prefill: Annotated[str, _READING] = "lazy"  # what of a prompt it reads: what it keeps; all; or all, N tokens far
-    positions: Literal["original", "contiguous"] = "original"  # of what it keeps: as in the text, or closed up
-    tree: Literal["chain", "opt", "best", "sequoia", "cape"] = "chain"  # which guesses its passes are made of
-    tree_width: Annotated[int, Range(1, 64)] = 4  # guesses in one of its passes, at most; a chain has one
-    min_gain: Annotated[float, Range(0, 8)] = 0.0  # accepted tokens that a further pass must bring; 0 = what it costs
-    lookup_verify: Annotated[int, Range(0, 32)] = 0  # copied tokens that it checks in one of its passes, at most
-    stop: Rule = "marginal"  # it guesses on while that pays by the clock; "reject", "disco": and `risk` is not reached
-    risk: Annotated[float, Range(0, 1)] = 0.7  # chance of a rejection, of any guess or of the newest, at which to stop
+    prefill: Annotated[str, _READING] = "lazy"  # prompt tokens read: those it keeps; all; or all, attending to N tokens
+    positions: Literal["original", "contiguous"] = "original"  # of kept tokens: as in the text, or consecutive
+    tree: Literal["chain", "opt", "best", "sequoia", "cape"] = "chain"  # how draft passes form the draft tree
+    tree_width: Annotated[int, Range(1, 64)] = 4  # draft tokens per draft pass, at most; a chain has one
+    min_gain: Annotated[float, Range(0, 8)] = 0.0  # accepted tokens that a further draft pass must add; 0 = its cost
+    lookup_verify: Annotated[int, Range(0, 32)] = 0  # copied tokens that a draft pass verifies, at most
+    stop: Rule = "marginal"  # end of a draft: by measured times; "reject", "disco": also at `risk`
+    risk: Annotated[float, Range(0, 1)] = 0.7  # rejection probability, of any or the newest token, to stop at
     # retrieval: some of the `working` tokens are chunks to which the target model attends
-    retrieval: Annotated[str, _RETRIEVAL] = "off"  # when they are chosen: never; each N passes; where guesses fail
-    chunk: Annotated[int, Range(1, 1024)] = 32  # tokens that are chosen together
-    recent: Annotated[int, Range(1)] = 256  # newest tokens that stay in any case
-    scored_layers: Annotated[int, Range(1, 64)] = 1  # last layers of the model that writes, whose attention counts
-    chunk_device: Literal["device", "host"] = "device"  # where what could be chosen lies
+    retrieval: Annotated[str, _RETRIEVAL] = "off"  # when to choose chunks: never; when drafts fail; every N passes
+    chunk: Annotated[int, Range(1, 1024)] = 32  # tokens per chunk
+    recent: Annotated[int, Range(1)] = 256  # newest tokens, always kept
+    scored_layers: Annotated[int, Range(1, 64)] = 1  # last layers of the target model whose attention scores chunks
+    chunk_device: Literal["device", "host"] = "device"  # where the KV of all chunks is stored
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,13 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelDraftSettings(Ngram):
-    """Configuration keys of every method with draft passes of a model."""
+    """Settings of every method with draft passes of a model."""
 
-    copies: bool = True  # guess from the text as well; where a copy is all but sure, the model is not asked
-    sources: tuple[
-        Literal["stand", "token-recycling"], ...
-    ] = ()  # who else names guesses in the same tree, as in "mix"
-    overlap: bool = False  # guess on while guesses are verified (PEARL): true is refused, models take turns
+    copies: bool = True  # also draft by prompt lookup; the model does not run if a copy is almost certain
+    sources: tuple[Literal["stand", "token-recycling"], ...] = ()  # further sources in the same draft tree, as in "mix"
+    overlap: bool = False  # draft during verification (PEARL); true is refused, because models take turns
 
     def __post_init__(self) -> None:
         super().__post_init__()

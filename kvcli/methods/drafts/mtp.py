@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class MtpDraft(ModelDraftSettings):
     """Draft tokens of the model's own multi-token prediction (MTP) layer, combined with prompt lookup."""
 
-    depth: Annotated[int, Range(1, 64)] = 3  # tokens that it guesses in a row, at most
+    depth: Annotated[int, Range(1, 64)] = 3  # draft tokens in a row, at most
 
     def draft_slots(self, n: int, device: str = "cpu") -> int:
         """Return the maximum tokens with KV in the MTP layer: all n."""

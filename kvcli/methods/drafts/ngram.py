@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Ngram(DraftSettings):
     """Prompt lookup: drafts by copying the tokens that followed an earlier match in the prompt or answer."""
 
-    min_match: Annotated[int, Range(1, 64)] = 1  # tokens that must match before their continuation is a guess
-    max_match: Annotated[int, Range(1, 256)] = 32  # tokens beyond which matches count as equally long
+    min_match: Annotated[int, Range(1, 64)] = 1  # tokens that must match before a copy
+    max_match: Annotated[int, Range(1, 256)] = 32  # longer matches count as this long
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,9 +31,9 @@ class SelfDraft(ModelDraftSettings, ViewSettings):
     # under `exactness = "exact"` the cache compressed by `[kv]` and `[policy]` only drafts
     checks: ClassVar[bool] = True
 
-    depth: Annotated[int, Range(1, 64)] = 4  # tokens that it guesses in a row, at most
-    skip: Literal["none", "swift", "clasp", "knn", "early"] = "none"  # how layers are chosen that guesses leave out
-    skipped: Annotated[float, Range(0, 1)] = 0.45  # how many, as a share of those between the first and the last
+    depth: Annotated[int, Range(1, 64)] = 4  # draft tokens in a row, at most
+    skip: Literal["none", "swift", "clasp", "knn", "early"] = "none"  # how to choose the layers that drafting skips
+    skipped: Annotated[float, Range(0, 1)] = 0.45  # share of layers skipped, of those between the first and the last
 
     def ignored_keys(self) -> dict[str, str]:
         """Return the keys that have no effect: key -> the key that disables it."""

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ViewSettings(DraftSettings):
-    """Configuration keys of a cache view."""
+    """Settings of a cache view, for every method that uses one."""
 
-    view: Literal["all", "stream", "quest"] = "all"  # what is read: all, sinks and newest tokens, or chosen pages
+    view: Literal["all", "stream", "quest"] = "all"  # tokens read: all, first and newest ones, or selected pages
     sinks: Annotated[int, Range(0, 4096)] = 16  # of a view: first tokens
     recent: Annotated[int, Range(1, 65536)] = 496  # of a view: newest tokens
-    page: Annotated[int, Range(1, 256)] = 16  # of "quest": tokens of a page
-    pages: Annotated[int, Range(1, 4096)] = 32  # of "quest": pages read by a KV head
-    refresh: Annotated[int, Range(1, 4096)] = 32  # of a view: tokens after which it is chosen anew
+    page: Annotated[int, Range(1, 256)] = 16  # of "quest": tokens per page
+    pages: Annotated[int, Range(1, 4096)] = 32  # of "quest": pages per KV head
+    refresh: Annotated[int, Range(1, 4096)] = 32  # of a view: tokens between two selections
 
     def ignored_keys(self) -> dict[str, str]:
         """Return the keys that have no effect: key -> the key that disables it. Adds keys of other views."""

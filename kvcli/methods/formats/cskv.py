@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 class Cskv(BlockFormat):
     """Store low-rank factors of each block of keys and of values, over several heads (CSKV)."""
 
-    rope: Literal["after", "before"] = "before"  # turned keys have more directions
-    k_rank: Annotated[int, Range(1)] = 16  # directions of the keys of a block
-    v_rank: Annotated[int, Range(0)] = 16  # of its values; 0 = values as they are, in 16 bits
-    joint: Annotated[int, Range(1)] = 8  # heads that share directions, at most: as many as divide a layer's
+    rope: Literal["after", "before"] = "before"  # store keys before RoPE, where their rank is lower, or after
+    k_rank: Annotated[int, Range(1)] = 16  # rank of the keys of a block
+    v_rank: Annotated[int, Range(0)] = 16  # rank of the values of a block; 0 = values in 16 bits
+    joint: Annotated[int, Range(1)] = 8  # heads that share factors, at most; must divide a layer's heads
 
     rounds = False
 

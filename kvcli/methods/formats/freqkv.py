@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class FreqKV(BlockFormat):
     """Keep the low frequencies of each channel along the tokens of a block, by cosine transform (FreqKV)."""
 
-    rope: Literal["after", "before"] = "before"  # turned keys have the frequencies of the turning, too
-    retained: Annotated[float, Range(above=0, most=1)] = 0.5  # of the frequencies of a block, the lowest
+    rope: Literal["after", "before"] = "before"  # store keys before RoPE, which adds its own frequencies, or after
+    retained: Annotated[float, Range(above=0, most=1)] = 0.5  # share of a block's frequencies that is kept, the lowest
 
     rounds = False
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class Gear(BlockFormat):
     """Quantize keys per channel and values per token, and store outliers and a low-rank part of the error (GEAR)."""
 
-    outliers: Annotated[float, Range(0, 0.5)] = 0.02  # of the numbers of a channel of keys, of a slot of values
-    rank: Annotated[int, Range(0)] = 2  # directions of the error that are kept, in 16 bits: of a slot and of a channel
+    outliers: Annotated[float, Range(0, 0.5)] = 0.02  # share of elements kept in 16 bits, per key channel and per value
+    rank: Annotated[int, Range(0)] = 2  # rank of the stored quantization error, in 16 bits
 
     own = APART
 

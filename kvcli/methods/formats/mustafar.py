@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mustafar(BlockFormat):
-    """Keep the largest numbers of each key and value, with a bitmap of their channels, and drop the rest (Mustafar)."""
+    """Keep the largest elements of each key and value, with a bitmap of their channels; drop the rest (Mustafar)."""
 
-    k_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # of the numbers of a key, those that are given up
-    v_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # of the numbers of a value
+    k_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # share of key elements dropped, the smallest
+    v_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # share of value elements dropped, the smallest
 
     own: ClassVar = {"kv.rotate": "which spreads over all channels the large numbers that this form keeps"}
     rounds = False

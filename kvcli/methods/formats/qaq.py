@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Qaq(BlockFormat):
-    """Keep the largest and smallest numbers of a block in 16 bits, and quantize the others in a smaller range (QAQ)."""
+    """Keep the largest and smallest elements of a block in 16 bits, and quantize the rest in a smaller range (QAQ)."""
 
-    outliers: Annotated[float, Range(0, 0.5)] = 0.01  # of the numbers of a block that are kept apart
+    outliers: Annotated[float, Range(0, 0.5)] = 0.01  # share of elements per block kept in 16 bits: largest, smallest
 
     own = APART
 

@@ -30,8 +30,8 @@ class RotateKV(BlockFormat):
     """Rotate keys of several heads by one Hadamard matrix, order channels by mean, quantize per token (RotateKV)."""
 
     rope: Literal["after", "before"] = "before"
-    joint: Annotated[int, Range(1)] = 4  # heads that are turned together, at most: as many as a power of two divides
-    massive: Annotated[int, Range(0)] = 1  # slots of a block whose keys are largest, kept in 16 bits
+    joint: Annotated[int, Range(1)] = 4  # heads rotated together, at most; a power of two that divides the heads
+    massive: Annotated[int, Range(0)] = 1  # slots per block with the largest keys, kept in 16 bits
 
     own: ClassVar = {"kv.rotate": "which turns keys by themselves, and this form turns them already"}
 

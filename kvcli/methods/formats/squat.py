@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Squat(BlockFormat):
     """Quantize keys channel by channel, each correcting the error so far along the keys' main directions (SQuat)."""
 
-    rank: Annotated[int, Range(1)] = 4  # directions: the keys' own, by singular value
-    weight: Annotated[float, Range(above=0, most=1000)] = 10.0  # of an error along them, beside 1 in every direction
+    rank: Annotated[int, Range(1)] = 4  # key directions to protect, by singular value
+    weight: Annotated[float, Range(above=0, most=1000)] = 10.0  # weight of errors along them; other directions have 1
 
     def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
         _, scale, zero = round_range(k, kv.k_bits, -2)

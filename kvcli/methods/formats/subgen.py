@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class SubGen(BlockFormat):
     """Keep a few keys of a block as cluster centers, and a few values as weighted samples (SubGen)."""
 
-    centers: Annotated[int, Range(1)] = 16  # keys of a block that are kept
-    samples: Annotated[int, Range(1)] = 16  # values of a block that are kept: by squared length, a long one repeatedly
+    centers: Annotated[int, Range(1)] = 16  # keys kept per block, as cluster centers
+    samples: Annotated[int, Range(1)] = 16  # values kept per block, sampled by squared norm, some several times
 
     rounds = False
 

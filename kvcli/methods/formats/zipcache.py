@@ -24,9 +24,9 @@ LEAST = 2.0**-14  # smallest channel scale: the smallest normal float16 number
 
 @dataclass(frozen=True)
 class ZipCache(BlockFormat):
-    """Divide each channel by the root of its largest number, and quantize each token in its own range (ZipCache)."""
+    """Divide each channel by the root of its largest element, and quantize each token in its own range (ZipCache)."""
 
-    keys: Literal["channel", "separable"] = "channel"  # keys: by channel, as published, or as values are
+    keys: Literal["channel", "separable"] = "channel"  # quantize keys per channel (paper), or per token as values
 
     def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
         keys = quantize(k, kv.k_bits, -2) if self.keys == "channel" else separated(k, kv.k_bits)

@@ -30,10 +30,10 @@ RECENT = 64  # newest queries, used too where fewer samples than this are record
 class Expected(TopK):
     """Keep tokens by expected attention of future queries times value norm (Expected Attention, arXiv 2510.00636)."""
 
-    samples: Annotated[int, Range(2)] = 256  # queries of the prompt that stand for those to come
-    horizon: Annotated[int, Range(1)] = 512  # positions ahead over which their rotation is averaged
-    covariance: bool = True  # count how queries vary, beside their mean
-    epsilon: Annotated[float, Range(0)] = 0.0  # added to an expected attention before it is weighed by the value
+    samples: Annotated[int, Range(2)] = 256  # prompt queries that stand for future queries
+    horizon: Annotated[int, Range(1)] = 512  # future positions over which the rotation of queries is averaged
+    covariance: bool = True  # use the covariance of queries, besides their mean
+    epsilon: Annotated[float, Range(0)] = 0.0  # added to expected attention before multiplying by the value norm
 
     name: ClassVar[str] = "expected"
     by: ClassVar[str] = "what later questions should look at"

@@ -40,8 +40,8 @@ def hear(sums: RunningScores, s: Slots, at: LayerContext) -> None:
 class H2O(TopK):
     """Keep the tokens with most attention so far, heavy hitters (H2O, arXiv 2306.14048; Scissorhands, 2305.17118)."""
 
-    keep_new: Annotated[int, Range(0)] = 512  # tokens a head keeps of what was generated since; 0 = all
-    queries: Annotated[int, Range(1)] = 64  # newest queries heard at a boundary; at least every, so that all count
+    keep_new: Annotated[int, Range(0)] = 512  # generated tokens kept per head; 0 = all
+    queries: Annotated[int, Range(1)] = 64  # newest queries that score tokens; at least compression_interval
 
     name: ClassVar[str] = "h2o"
     by: ClassVar[str] = "what was looked at most"

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 class KVzip(TopK):
     """Keep the tokens that the model needs to repeat the text (KVzip): prefill twice as long, suits any question."""
 
-    alloc: Alloc = "global"  # who shares: heads equally, heads of a layer, layers by height, heads by a file, all heads
-    floor: Annotated[float, Range(0, 1)] = 0.0  # share of the average that ada, headmap and global leave every head
-    piece: Annotated[int, Range(1)] = 512  # tokens repeated in one pass
-    lead: Annotated[int, Range(0)] = 8  # tokens before a piece that it begins with
-    plus: bool = False  # count what a value adds to the stream, beside the stream that asks for it: KVzip+
+    alloc: Alloc = "global"  # budget per head: equal, AdaKV, PyramidKV, from a file, over all heads, PrefixKV
+    floor: Annotated[float, Range(0, 1)] = 0.0  # of ada, headmap, global: minimum of a head, as share of the average
+    piece: Annotated[int, Range(1)] = 512  # tokens repeated per pass
+    lead: Annotated[int, Range(0)] = 8  # tokens before a piece, repeated with it
+    plus: bool = False  # multiply by the relative size of the projected value in the residual stream (KVzip+)
 
     name: ClassVar[str] = "kvzip"
     by: ClassVar[str] = "what repeating it looks at"

@@ -20,8 +20,8 @@ class Lag(TopK):
     """Keep tokens whose keys and values deviate most, compared with the next part of text (LagKV, arXiv 2504.04704)."""
 
     alloc: Alloc = "uniform"
-    part: Annotated[int, Range(2)] = 128  # tokens of a part
-    across: bool = False  # compare tokens of different parts, instead of keeping the same share of each
+    part: Annotated[int, Range(2)] = 128  # tokens per part
+    across: bool = False  # rank tokens of all parts together, not an equal share of each
 
     name: ClassVar[str] = "lag"
     by: ClassVar[str] = "how far it stands out"

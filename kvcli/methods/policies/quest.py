@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 class Quest(PerLayerPolicy):
     """Keep attention sinks, the newest tokens, and the pages with the highest bound on attention (Quest)."""
 
-    page: Annotated[int, Range(1)] = 16  # tokens
-    pages: Annotated[int, Range(1)] = 32  # read by a KV head
-    sinks: Annotated[int, Range(0)] = 16  # first tokens
-    recent: Annotated[int, Range(1)] = 64  # newest tokens
+    page: Annotated[int, Range(1)] = 16  # tokens per page
+    pages: Annotated[int, Range(1)] = 32  # pages read per KV head
+    sinks: Annotated[int, Range(0)] = 16  # first tokens, always read
+    recent: Annotated[int, Range(1)] = 64  # newest tokens, always read
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
         """Select by the current queries; in a cache view these are the queries of the running forward pass."""

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class Random(PerLayerPolicy):
     """Keep random tokens in each head, besides the first and the newest: a baseline for other policies."""
 
-    budget: Annotated[int, Range(1)] = 1024  # tokens kept a head, with the sinks and the window
+    budget: Annotated[int, Range(1)] = 1024  # tokens kept per head, including first and newest
     sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept
     window: Annotated[int, Range(1)] = 64  # newest tokens, always kept
-    seed: Annotated[int, Range(0, 2**63 - 1)] = 0  # which lots
-    compression_interval: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0  # random seed
+    compression_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
 
     def __post_init__(self) -> None:
         if self.budget < self.sinks + self.window:

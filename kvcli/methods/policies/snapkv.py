@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Snap(QueryScored):
     """Keep the tokens that the newest queries attend to, with their neighbours (SnapKV, arXiv 2404.14469)."""
 
-    queries: Annotated[int, Range(1)] = 32  # newest tokens whose queries vote
-    pool: Annotated[int, Range(1)] = 7  # positions over which a vote is spread; odd
-    pooling: Literal["max", "avg"] = "max"  # how
+    queries: Annotated[int, Range(1)] = 32  # newest tokens whose queries score the others
+    pool: Annotated[int, Range(1)] = 7  # positions over which scores are pooled; odd
+    pooling: Literal["max", "avg"] = "max"  # maximum or average
 
     name: ClassVar[str] = "snap"
     by: ClassVar[str] = "what its end looks at"

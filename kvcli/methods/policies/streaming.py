@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class StreamingLLM(PerLayerPolicy):
     """Keep the first tokens and the newest ones (StreamingLLM)."""
 
-    sinks: Annotated[int, Range(0)] = 4  # first tokens, which every later one leans on
-    window: Annotated[int, Range(1)] = 1020  # newest tokens
-    compression_interval: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
+    sinks: Annotated[int, Range(0)] = 4  # first tokens (attention sinks), always kept
+    window: Annotated[int, Range(1)] = 1020  # newest tokens kept
+    compression_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
 
     def slots(self, n: int) -> int:
         """Return the sinks plus the window, at most n."""

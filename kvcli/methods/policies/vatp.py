@@ -26,8 +26,8 @@ class Vatp(QueryScored):
     """Keep tokens by attention of the newest queries times the L1 norm of their values (VATP, arXiv 2406.12335)."""
 
     alloc: Alloc = "uniform"
-    sinks: Annotated[int, Range(0)] = 20
-    queries: Annotated[int, Range(1)] = 400  # newest tokens whose queries count
+    sinks: Annotated[int, Range(0)] = 20  # first tokens, always kept
+    queries: Annotated[int, Range(1)] = 400  # newest tokens whose queries score the others
 
     name: ClassVar[str] = "vatp"
     by: ClassVar[str] = "what its end looks at and how large its values are"

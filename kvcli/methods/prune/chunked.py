@@ -17,7 +17,7 @@ from kvcli.settings.schema import Range
 class Chunked(LazyLLM):
     """Prune tokens of each chunk, by attention from the end of the chunk (after QuickVideo, arXiv 2505.16175)."""
 
-    min_prompt: Annotated[int, Range(1)] = 256  # tokens of a chunk below which all go on
+    min_prompt: Annotated[int, Range(1)] = 256  # chunks with fewer tokens are not pruned
 
     def group_size(self, n: int, chunk: int) -> int:
         """Return the tokens of one chunk."""

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 class SingleCut(PruneSettings):
     """Prune a prompt at one layer, by attention from its end (FastKV, arXiv 2502.01068; GemFilter, 2409.17422)."""
 
-    layer: Annotated[float, Range(above=0, below=1)] = 0.5  # first layer that fewer reach, share of depth
-    keep: Annotated[float, Range(above=0, most=1)] = 0.2  # of the prompt, that reaches it
-    window: Annotated[int, Range(1)] = 8  # newest rows that judge
-    pool: Annotated[int, Range(1)] = 7  # neighbours whose highest score a token shares
-    again: bool = False  # read those chosen through all layers instead, and nothing of the others (GemFilter)
+    layer: Annotated[float, Range(above=0, below=1)] = 0.5  # layer that prunes, as a share of depth
+    keep: Annotated[float, Range(above=0, most=1)] = 0.2  # share of the prompt that continues
+    window: Annotated[int, Range(1)] = 8  # newest tokens whose queries score the others
+    pool: Annotated[int, Range(1)] = 7  # neighbours over which scores are max-pooled; odd
+    again: bool = False  # prefill the selected tokens again through all layers, without the others (GemFilter)
 
     def __post_init__(self) -> None:
         if self.pool % 2 == 0:

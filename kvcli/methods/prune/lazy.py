@@ -33,14 +33,14 @@ SPARED = 4  # last layers without pruning: the KV saved there is smaller than th
 class LazyLLM(Schedule):
     """Prune tokens of a prompt, layer by layer, by attention from its end (LazyLLM, arXiv 2407.14057)."""
 
-    score_queries: Annotated[int, Range(1)] = 1  # newest rows that judge
-    pool: Annotated[int, Range(1)] = 1  # neighbours on their way whose highest score a token shares (FastKV)
-    mass: Annotated[float, Range(0, below=1)] = 0.0  # attention that those which go on have at least; 0 = any
-    scope: Literal["prefill", "prefill+decode"] = "prefill"  # left behind for good, or until an answer looks at it
-    revive_max: Annotated[int, Range(0)] = 32  # tokens that come back in one pass at most
-    revive_min_mass: Annotated[float, Range(0, 1)] = 0.02  # attention to missing ones below which none comes back
-    revive_interval: Annotated[int, Range(1)] = 16  # tokens of an answer between two such passes
-    idle_complete: bool = True  # what is still missing is brought back before the next prompt is read
+    score_queries: Annotated[int, Range(1)] = 1  # newest tokens whose queries score the others
+    pool: Annotated[int, Range(1)] = 1  # active neighbours over which scores are max-pooled; odd (FastKV)
+    mass: Annotated[float, Range(0, below=1)] = 0.0  # minimum share of attention that continuing tokens have; 0 = any
+    scope: Literal["prefill", "prefill+decode"] = "prefill"  # drop tokens for good, or revive them while answering
+    revive_max: Annotated[int, Range(0)] = 32  # tokens revived per pass, at most
+    revive_min_mass: Annotated[float, Range(0, 1)] = 0.02  # minimum total attention to deferred tokens for a revival
+    revive_interval: Annotated[int, Range(1)] = 16  # generated tokens between two revival passes
+    idle_complete: bool = True  # revive all deferred tokens before the next prompt
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class PruneSettings:
     """Settings shared by all token pruning methods."""
 
-    recent: Annotated[int, Range(1)] = 64  # newest tokens that always go on
-    sinks: Annotated[int, Range(0)] = 4  # first tokens that always go on
-    protect: bool = True  # the template's tokens, the system text and the question always go on
-    min_prompt: Annotated[int, Range(1)] = 1024  # tokens of a prompt below which all go on
+    recent: Annotated[int, Range(1)] = 64  # newest tokens, never pruned
+    sinks: Annotated[int, Range(0)] = 4  # first tokens, never pruned
+    protect: bool = True  # never prune template tokens, the system prompt and the question
+    min_prompt: Annotated[int, Range(1)] = 1024  # prompts with fewer tokens are not pruned
 
     @property
     def n_scoring_rows(self) -> int:

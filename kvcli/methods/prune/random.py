@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Random(Schedule):
     """Prune as many tokens as `lazy` does, chosen at random: a baseline."""
 
-    seed: Annotated[int, Range(0, 2**31 - 1)] = 0  # of the lots
+    seed: Annotated[int, Range(0, 2**31 - 1)] = 0  # random seed
 
     def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> LayerPruner | None:
         """Return the pruner, or None for a short prompt."""

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 class Schedule(PruneSettings):
     """Pruning layers at even distances, with shares on a line between the first and the last of them."""
 
-    start_prune_layer: Annotated[float, Range(above=0, below=1)] = 0.3  # first layer that fewer reach, share of depth
-    end_prune_layer: Annotated[float, Range(above=0, below=1)] = 0.9  # last such layer, share of depth
-    num_prune: Annotated[int, Range(1)] = 3  # such layers, spread evenly
-    start_keep_ratio: Annotated[float, Range(above=0, most=1)] = 0.7  # share that reaches the first
-    end_keep_ratio: Annotated[float, Range(above=0, most=1)] = 0.3  # share that reaches the last
-    ratio_of: Literal["prompt", "current"] = "prompt"  # what these are shares of; current = those in the layer below
+    start_prune_layer: Annotated[float, Range(above=0, below=1)] = 0.3  # first layer that prunes, as a share of depth
+    end_prune_layer: Annotated[float, Range(above=0, below=1)] = 0.9  # last layer that prunes, as a share of depth
+    num_prune: Annotated[int, Range(1)] = 3  # layers that prune, evenly spaced
+    start_keep_ratio: Annotated[float, Range(above=0, most=1)] = 0.7  # share of tokens that continues at the first one
+    end_keep_ratio: Annotated[float, Range(above=0, most=1)] = 0.3  # share of tokens that continues at the last one
+    ratio_of: Literal["prompt", "current"] = "prompt"  # tokens these are shares of; current = those in the layer below
 
     def __post_init__(self) -> None:
         if self.end_prune_layer < self.start_prune_layer:

@@ -29,9 +29,9 @@ FEWER = 0.25  # the second layer recomputes this share of `recompute` more token
 class CacheBlend:
     """Reuse matching text of other prompts, recompute the tokens that differ most (CacheBlend, arXiv 2405.16444)."""
 
-    min_span: Annotated[int, Range(8)] = 64  # tokens in a row that are worth taking over
-    recompute: Annotated[float, Range(0, 1)] = 0.15  # share of them read again, mean of the layers above the first
-    select: Literal["kv", "hidden"] = "kv"  # by what these are chosen: keys and values, or hidden states (KVShare)
+    min_span: Annotated[int, Range(8)] = 64  # minimum length of a reused span, in tokens
+    recompute: Annotated[float, Range(0, 1)] = 0.15  # share of a span recomputed, mean over layers above the first
+    select: Literal["kv", "hidden"] = "kv"  # recompute by difference in: KV, or hidden states (KVShare)
 
     needs: ClassVar[Needs] = Needs(frozenset({"evicts", "prunes", "selects"}), "the KV of all tokens, read in full")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Pie:
     """Reuse the unchanged text after an edit, with keys rotated to their new positions (PIE, arXiv 2407.03157)."""
 
-    min_span: Annotated[int, Range(8)] = 64  # tokens in a row that are worth taking over
+    min_span: Annotated[int, Range(8)] = 64  # minimum length of a reused span, in tokens
 
     needs: ClassVar[Needs] = Needs(frozenset({"evicts", "prunes", "selects"}), "the KV of all tokens, read in full")
 

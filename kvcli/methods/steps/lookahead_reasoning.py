@@ -22,17 +22,17 @@ CHECKPOINTS = 8  # recurrent states of the smaller model, if it has recurrent la
 class LookaheadReasoning:
     """Accept reasoning steps drafted by a smaller model if they are judged equivalent (arXiv 2506.19830)."""
 
-    model: str = ""  # that writes them: as after -m; it needs the tokenizer of the one that judges
+    model: str = ""  # smaller model that drafts steps, as after -m; with the same tokenizer
     quant: Quant = "none"  # precision of its weights
-    ahead: Annotated[int, Range(1, 16)] = 3  # steps that it writes before they are judged
-    ends: Cut = "line"  # what ends a step
-    tokens: Annotated[int, Range(1, 512)] = 64  # of a step, at most
-    judge: Literal["exact", "likely", "alike"] = "alike"  # the same tokens; likely enough; like the model's own step
-    likely: Annotated[float, Range(0, 1)] = 0.5  # mean probability of its tokens from which a step is likely enough
-    alike: Annotated[float, Range(0, 1)] = 0.9  # share of tokens in common, in order, from which two steps are alike
-    alpha: Annotated[float, Range(0, below=1)] = 0.0  # share of wrong steps to hold `likely` to; 0 = it stays as set
-    audit: Annotated[int, Range(1)] = 4  # of so many steps that differ the model writes one to learn `likely` from
-    rate: Annotated[float, Range(above=0, most=1)] = 0.1  # how far `likely` moves by one of them
+    ahead: Annotated[int, Range(1, 16)] = 3  # steps that it drafts before they are judged
+    ends: Cut = "line"  # unit of text that is one step
+    tokens: Annotated[int, Range(1, 512)] = 64  # tokens per step, at most
+    judge: Literal["exact", "likely", "alike"] = "alike"  # same tokens; likely enough; or similar to the model's step
+    likely: Annotated[float, Range(0, 1)] = 0.5  # mean token probability above which a step is likely enough
+    alike: Annotated[float, Range(0, 1)] = 0.9  # share of tokens in common, in order, at which steps are similar
+    alpha: Annotated[float, Range(0, below=1)] = 0.0  # target share of wrong steps, by adapting `likely`; 0 = fixed
+    audit: Annotated[int, Range(1)] = 4  # adapt `likely` on every Nth differing step; the model writes that step itself
+    rate: Annotated[float, Range(above=0, most=1)] = 0.1  # step size of adapting `likely`
 
     needs: ClassVar[Needs] = Needs(frozenset({"drafts", "evicts", "prunes"}), "passes and KV of its own steps alone")
     # maximum rows of the smaller model's passes: of a prefill pass, and of a pass with logits of all rows

@@ -89,22 +89,22 @@ class TopK(PolicyDefaults):
     """Base class of score-based eviction policies; each subclass defines `score`."""
 
     keep: Annotated[float, Range(above=0, most=1)] = 0.5  # share of a prompt's tokens kept, averaged over heads
-    budget: Annotated[int, Range(0)] = 0  # tokens a head keeps of all prompts instead; 0 = by keep
-    keep_new: Annotated[int, Range(0)] = 0  # tokens a head keeps of what was generated since; 0 = all
-    grow_new: Annotated[int, Range(0)] = 0  # tokens of an answer over which keep_new is reached; 0 = from the first on
-    per_chunk: bool = False  # compress after each chunk of a prompt: bounded memory while reading, poorer choice
-    alloc: Alloc = "ada"  # who shares: heads alike, of a layer, all, by a file; layers by height, by what they hold
-    floor: Annotated[float, Range(0, 1)] = 0.2  # share of the average that ada, headmap and global leave every head
+    budget: Annotated[int, Range(0)] = 0  # tokens of all prompts kept per head, instead of `keep`; 0 = use keep
+    keep_new: Annotated[int, Range(0)] = 0  # generated tokens kept per head; 0 = all
+    grow_new: Annotated[int, Range(0)] = 0  # answer tokens until keep_new grows to its full value; 0 = at once
+    per_chunk: bool = False  # compress after each prefill chunk: bounded memory in prefill, worse selection
+    alloc: Alloc = "ada"  # budget per head: equal, AdaKV, PyramidKV, from a file, over all heads, PrefixKV
+    floor: Annotated[float, Range(0, 1)] = 0.2  # of ada, headmap, global: minimum of a head, as share of the average
     beta: Annotated[float, Range(1)] = 20.0  # of pyramid: the last layer keeps 1 / beta of the average
-    headmap: str = ""  # of headmap: file of `kvcli profile-heads` or DuoAttention; auto = made once
-    unit: Unit = 1  # judged together: neighbouring tokens (ChunkKV: 10 to 20), a sentence, an example of the prompt
-    reuse_layers: Annotated[int, Range(1)] = 1  # layers on end that keep what the first of them does; ChunkKV takes 2
-    post: Post = "none"  # done with scores: values weighed, likeness damped, representatives kept, each paragraph heard
+    headmap: str = ""  # of headmap: file of `kvcli profile-heads` or DuoAttention; auto = measured once
+    unit: Unit = 1  # tokens selected together (ChunkKV: 10 to 20), or a sentence, or an example of the prompt
+    reuse_layers: Annotated[int, Range(1)] = 1  # successive layers with the selection of the first; ChunkKV uses 2
+    post: Post = "none"  # after scoring: CriticalKV, GraphKV, KVCrush, or a share for each paragraph (fair)
     sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept
     recent: Annotated[int, Range(1)] = 64  # newest tokens, always kept
-    protect: bool = True  # always keep the system prompt and what tools said
-    protect_question: bool = False  # always keep what the last message asks
-    compression_interval: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
+    protect: bool = True  # always keep the system prompt and tool results
+    protect_question: bool = False  # always keep the question of the last message
+    compression_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
 
     name: ClassVar[str]  # `policy.name` in a profile
     by: ClassVar[str]  # basis of the score, in words

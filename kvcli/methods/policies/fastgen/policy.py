@@ -43,28 +43,28 @@ PAPER_ROWS = 1024  # of a longer prompt, so many rows at equal distances are mea
 class FastGen(PolicyDefaults):
     """Keep in each head the tokens it attends to: special, punctuation, newest, most attended, or all (FastGen)."""
 
-    criterion: Literal["mean", "cvar10", "p05"] = "cvar10"  # over rows: mean, mean of the worst tenth, 5th percentile
-    recovery: Literal["auto"] | Annotated[float, Range(0, 1)] = 0.8  # attention a head must keep; auto = by kl_max
-    kl_max: Annotated[float, Range(above=0)] = 0.005  # of auto: nats a token that predictions may lose
-    replay: Annotated[int, Range(1)] = 64  # of auto: newest tokens of a prompt that are predicted again
-    keep: Annotated[float, Range(0, 1)] = 0.0  # share of tokens kept, averaged over heads, instead; 0 = by recovery
-    policies: tuple[Candidate, ...] = CANDIDATES  # what heads choose from, special tokens included; everything is last
-    local_ratio: Ratio = "auto"  # newest tokens of a local head, share of the prompt; auto = 0.4 keep, 0.3 without it
-    frequent_ratio: Ratio = "auto"  # most looked-at tokens, as a share of the text; auto likewise
-    recent: Annotated[int, Range(0)] = 128  # newest tokens that every head keeps
+    criterion: Literal["mean", "cvar10", "p05"] = "cvar10"  # over rows: mean, mean of the worst 10%, 5th percentile
+    recovery: Literal["auto"] | Annotated[float, Range(0, 1)] = 0.8  # attention share kept per head; auto = by kl_max
+    kl_max: Annotated[float, Range(above=0)] = 0.005  # of auto: loss of prediction allowed, in nats per token
+    replay: Annotated[int, Range(1)] = 64  # of auto: newest prompt tokens predicted again to measure the loss
+    keep: Annotated[float, Range(0, 1)] = 0.0  # share of tokens kept, averaged over heads; 0 = by recovery
+    policies: tuple[Candidate, ...] = CANDIDATES  # candidates per head, each with special tokens; full is added
+    local_ratio: Ratio = "auto"  # newest tokens of a local head, share of the prompt; auto = 0.4 keep, 0.3 without keep
+    frequent_ratio: Ratio = "auto"  # most attended tokens kept, as a share of the text; auto = as local_ratio
+    recent: Annotated[int, Range(0)] = 128  # newest tokens, kept in every head
     sinks: Annotated[int, Range(0)] = 4  # first tokens, special in every model
     protect: bool = True  # keep the system prompt in every head
-    punct_cap: Annotated[float, Range(0, 1)] = 0.15  # above this share of the prompt only ends of sentences and lines
+    punct_cap: Annotated[float, Range(0, 1)] = 0.15  # prompt share above which only sentence/line ends count
     probe_rows: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # rows measured beside the last; auto = 16 on a CPU
-    crossfit: bool = True  # choose frequent tokens on other rows than they are measured on
-    gqa: Literal["mean", "min"] = "mean"  # over the query heads that share a KV head
-    headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: its heads keep all; auto = made once
-    headmap_from: Annotated[float, Range(0, 1)] = 0.5  # score in that file from which on they do
-    reprofile_interval: Annotated[int, Range(0)] = 0  # tokens of an answer between two measurements; 0 = once a prompt
-    compression_interval: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
-    score_decay: Annotated[float, Range(above=0, most=1)] = 1.0  # weight of older rows, for each token; 1 = equal
-    max_profile_mb: Annotated[float, Range(above=0)] = 256.0  # MiB that measuring may take; more goes in blocks
-    paper: bool = False  # as published: the mean of 1,024 rows at most, five policies, no guard, cross-fit or protect
+    crossfit: bool = True  # choose frequent tokens by other rows than those that measure recovery
+    gqa: Literal["mean", "min"] = "mean"  # mean or minimum over the query heads of a KV head
+    headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: its heads keep all; auto = measured once
+    headmap_from: Annotated[float, Range(0, 1)] = 0.5  # score in that file from which a head keeps all
+    reprofile_interval: Annotated[int, Range(0)] = 0  # generated tokens between two measurements; 0 = once per prompt
+    compression_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
+    score_decay: Annotated[float, Range(above=0, most=1)] = 1.0  # weight of older rows, per token; 1 = equal
+    max_profile_mb: Annotated[float, Range(above=0)] = 256.0  # MiB for measurement; larger jobs are split into blocks
+    paper: bool = False  # as published: mean of up to 1,024 rows, five policies, no recent, crossfit or protect
 
     def __post_init__(self) -> None:
         published = {"criterion": "mean", "recent": 0, "crossfit": False, "policies": PAPER, "probe_rows": "auto"}

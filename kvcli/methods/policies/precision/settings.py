@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 class PrecisionBudgetSettings(PolicyDefaults):
     """Keep the KV cache within memory.budget: more tokens in fewer bits, by importance (More Tokens)."""
 
-    score: Literal["kvzip", "expected", "snap", "keydiff"] = "kvzip"  # what says how much a token is worth
-    headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: what heads weigh; auto = made once
-    sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept in full
-    recent: Annotated[int, Range(1)] = 60  # newest tokens, always kept in full
-    protect: bool = True  # always keep the system prompt and what tools said in full
-    compression_interval: Annotated[int, Range(1)] = 64  # tokens between two looks at the budget while answering
+    score: Literal["kvzip", "expected", "snap", "keydiff"] = "kvzip"  # policy that scores tokens
+    headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: weights of heads; auto = measured once
+    sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept in full precision
+    recent: Annotated[int, Range(1)] = 60  # newest tokens, always kept in full precision
+    protect: bool = True  # always keep the system prompt and tool results in full precision
+    compression_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
 
     is_uneven = True
 
