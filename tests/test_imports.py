@@ -55,7 +55,7 @@ CIRCLES = {"engine": 28, "kernels": 14, "chat": 10, "methods": 9, "settings": 2}
 
 # Lines of the package without methods: every .py, .c and .h below kvcli/ and kernels/ but kvcli/methods. The number may
 # only fall; a commit that has to raise it says here why.
-MOST_LINES = 73_296  # field's words are longer than private ones: +1.2 % by rewrapping alone
+MOST_LINES = 72_675
 
 
 def _module(path: Path) -> str:
