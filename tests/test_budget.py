@@ -494,7 +494,7 @@ def test_a_share_that_what_stays_exceeds_says_so_in_numbers() -> None:
     said = assemble.policy(model(), chosen).describe_result(session.memory)
     assert said.startswith("beyond memory.budget = 1%, 0.0 MiB: what always stays has it take 0.")
     assert said in approximation_note(chosen, session.approximations, said)
-    assert approximation_note(chosen, (), said).endswith(f"is {said}; no tokens were lost")
+    assert approximation_note(chosen, (), said).endswith(f"{said}; no tokens were lost")
     held = sum(nbytes(session.cache).values()) / (1 << 20)
     assert float(said.split()[-2]) == pytest.approx(held, abs=0.06)
 

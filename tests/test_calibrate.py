@@ -82,7 +82,7 @@ def test_a_busy_machine_is_said():
         return "\n".join(calibration_lines(made(model=model | {"passes": times}), 80))
 
     assert "other programs" not in lines(1.1)
-    assert "2.0 times its fastest" in lines(1.8)
+    assert "2.0× its fastest" in lines(1.8)
 
 
 def test_a_calibration_is_kept_for_the_machine_and_for_the_model(demo, monkeypatch, tmp_path):

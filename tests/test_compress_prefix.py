@@ -186,7 +186,7 @@ def test_a_chat_three_windows_long_knows_more_than_one_that_drops() -> None:
     chat = chats["compress"]
     assert len(chat.messages) == 28
     assert not chat.shown.left
-    said = [note for note in chat.notes if "longer than the window" in note]
+    said = [note for note in chat.notes if "exceeds the context window" in note]
     assert len(said) > 2
     assert all(" tokens shrink to " in note for note in said)
     turn = chat.send("What is the depth of well Bethden?")

@@ -68,11 +68,11 @@ def test_the_way_is_what_the_setting_asks_for() -> None:
     assert name == "AutoAccess"
     assert how["unserved"] == ""
     assert how["rates"] is not None
-    assert way(replace(HOST, host_access="kernel")) == ("AutoAccess", {"unserved": "", "rates": None})
+    assert way(replace(HOST, host_access="zero-copy")) == ("AutoAccess", {"unserved": "", "rates": None})
     assert way(replace(HOST, host_access="cpu"))[0] == "CpuAttention"
     assert way(replace(HOST, host_access="stream"))[0] == "StreamedCopy"
     assert way(kv=Kv(k_bits=4, v_bits=4))[0] == "CpuAttention"
-    for reach in ("kernel", "stream"):
+    for reach in ("zero-copy", "stream"):
         with pytest.raises(BadConfig, match="few bits"):
             way(replace(HOST, host_access=reach), kv=Kv(k_bits=4))  # type: ignore[arg-type]
 
@@ -84,8 +84,8 @@ def test_where_no_kernel_serves_answers_go_by_query_and_asking_for_one_is_refuse
     name, how = way()
     assert name == "AutoAccess"
     assert how["unserved"] == "triton is not installed"
-    with pytest.raises(BadConfig, match=r"memory\.reach"):
-        way(replace(HOST, host_access="kernel"))
+    with pytest.raises(BadConfig, match=r"memory\.host_access"):
+        way(replace(HOST, host_access="zero-copy"))
 
 
 def test_a_reach_without_host_memory_is_refused() -> None:

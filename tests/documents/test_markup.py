@@ -175,7 +175,7 @@ def test_what_declares_an_encoding_that_it_is_not():
         ("iso-8859-1", "utf-8", "declares 'iso-8859-1', but is valid UTF-8"),
         ("utf-8", "cp1252", "declares 'utf-8', but has another encoding; read as windows-1252"),
         ("klingon", "cp1252", "declares 'klingon', but has another encoding; read as windows-1252"),
-        ("zip", "cp1252", "declares 'zip', which it is not"),
+        ("zip", "cp1252", "declares 'zip', but has another encoding"),
     ):
         document = document_of(page.format(label).encode(codec), "a.html")
         assert document.text == "Die Brücke über den Fluß war für alle zu.\n"

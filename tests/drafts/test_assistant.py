@@ -295,8 +295,8 @@ def test_one_that_is_not_here_yet_is_known_once_it_was_fetched(
 def test_who_says_more_of_it_than_its_name_is_told_what_to_type(machine: Machine) -> None:
     asked = ("chat", "-m", "gemma", "-p", "How deep?", "-n", "3", "--draft", "helper")
     for more, says in (
-        (("--set", "spec.depth=2"), "--set spec.method=assistant --set spec.model=helper, in place of --draft"),
-        (("--set", "spec.method=assistant"), "--set spec.model=helper in place of --draft"),
+        (("--set", "spec.depth=2"), "--set spec.method=assistant --set spec.model=helper, instead of --draft"),
+        (("--set", "spec.method=assistant"), "--set spec.model=helper instead of --draft"),
     ):
         done = machine(*asked, *more)
         assert done.exit
