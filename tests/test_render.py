@@ -303,8 +303,8 @@ def test_an_error_is_that_of_the_design():
     print_error(terminal, error)
     assert stream.getvalue().split("\n") == [
         "error: the chat is longer than the context window            [context_overflow]",
-        "  prompt 38,912 tokens + answer 1,024 tokens > 26,112 (fitted for fafo on",
-        "  11.6 GiB)",
+        "  prompt 38,912 tokens + answer 1,024 tokens > 26,112 (fitted for fafo on 11.6",
+        "  GiB)",
         "  try: -P lean --ctx 40960   ·   a smaller -n   ·   /drop 1",
         "",
     ]
@@ -339,7 +339,7 @@ def test_ascii_where_the_stream_has_nothing_else():
 # --- tables
 
 
-MIXED = {"sources": {"suffix": 36, "scouts": 2, "stand": 0}, "scout_rows": 150, "free_rows": 8}
+MIXED = {"sources": {"prompt-lookup": 36, "lookahead": 2, "stand": 0}, "scout_rows": 150, "free_rows": 8}
 
 
 def test_spec_is_that_of_the_design():
@@ -349,7 +349,7 @@ def test_spec_is_that_of_the_design():
         "          1  ███ 3      accepted     79%   63%   42%   16%",
         "          2  ████ 4",
         "          3  █████ 5    drafts      38 of 61 (62%) accepted",
-        "          4  ███ 3      sources     suffix 36 · scouts 2",
+        "          4  ███ 3      sources     prompt-lookup 36 · lookahead 2",
         "                        rows        9.1 per pass, 150 lookahead rows in all; up to 8 take at most 10% longer",
         "                        paused      0 passes",
     ]

@@ -16,7 +16,11 @@ from prompt_toolkit.document import Document as Typed
 from kvcli.api import Text
 from kvcli.chat.conversation import Chat
 from kvcli.chat.saved_chats import SavedChats
-from kvcli.commands.chat import line_editor, slash_table
+from kvcli.commands.chat import (
+    line_editor,
+    slash,  # noqa: F401  # fills the table of slash commands
+    slash_table,
+)
 from kvcli.commands.chat.repl import HINT, Repl
 from kvcli.commands.common.background import in_background
 from kvcli.commands.common.interrupt import IMPATIENT, Interrupt
