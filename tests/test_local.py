@@ -272,7 +272,7 @@ def test_what_an_overflow_proposes_is_enough_when_typed() -> None:
 
 
 def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(BadInput, match="nothing to ask"):
+    with pytest.raises(BadInput, match="the question is empty"):
         model().generate([])
 
 

@@ -11,6 +11,7 @@ from kvcli.errors import KvcliError
 from kvcli.settings.config import Config
 from kvcli.settings.problems import Problem, any_of, did_you_mean
 from kvcli.settings.registry import Registries, foreign
+from kvcli.settings.renamed import new_name
 from kvcli.settings.schema import METHOD_TABLES, ORDER, TABLES, Header
 from kvcli.settings.settings import DEFAULT, Setting, Settings, Typed, merge
 from kvcli.settings.toml_positions import Keys, toml_value
@@ -124,6 +125,8 @@ def _problem(keys: Keys, setting: Setting, around: Settings, registries: Registr
 
 def unknown(keys: Keys, setting: Setting, known: Iterable[str], everywhere: Sequence[str]) -> Problem:
     """Return the problem of an unknown key, with the most similar known keys."""
+    if now := new_name(keys):
+        return setting.problem(keys, "unknown key", f"its name is {now} now")
     table, name = keys[0], ELSEWHERE.get(keys[-1], keys[-1])
     here = f"keys of {table}: {', '.join(known)}" if len(keys) > 1 else f"tables: {', '.join(ORDER)}"
     if not isinstance(setting.origin, Typed):
