@@ -205,7 +205,7 @@ def test_a_declared_step_is_taken_and_said(step: str, at: int, monkeypatch: pyte
     assert turn.text == want.text
     assert turn.finish == want.finish
     (said,) = turn.stats.shortages
-    assert "memory ran out" in said
+    assert "out of memory at" in said
     assert step in said
     assert m.profile.memory.fallbacks == ()
     assert turn.stats.new == len(turn.ids)
