@@ -217,9 +217,9 @@ def test_steps_are_taken_in_order_until_one_helps(monkeypatch: pytest.MonkeyPatc
     limit = m.limit
     failing(m, monkeypatch, 20, times=2)
     turn = m.generate(text(), max_new_tokens=20)
-    assert [words.rpartition("tokens: ")[2] for words in turn.stats.shortages] == [
-        "prefill.chunk=16 from here on",
-        "prefill.chunk=-50% from here on",
+    assert [words.rpartition("continuing with ")[2] for words in turn.stats.shortages] == [
+        "prefill.chunk=16",
+        "prefill.chunk=-50%",
     ]
     assert m.session.chunk_rows == m.profile.prefill.chunk == 8
     assert m.profile.memory.fallbacks == ("context.limit=-25%",)

@@ -167,7 +167,7 @@ def test_each_field_in_which_it_differs_is_named_with_what_to_type(model: Model,
 
 
 def test_it_says_under_which_settings_its_past_was_made(packs: Callable[[str], Path]) -> None:
-    pack = open_pack(packs("recall"))
+    pack = open_pack(packs("sparse"))
     assert pack.about.settings["sparse.floor"] == "64"
     assert "sample.seed" not in pack.about.settings
     changes = {"exactness": "approx", "sparse": {"method": "sketch", "floor": 64}}

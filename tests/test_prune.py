@@ -169,7 +169,7 @@ def test_a_bound_on_what_is_lost_keeps_more() -> None:
 
 def test_short_prompts_and_later_questions_are_read_whole() -> None:
     model = lm("llama")
-    s = session(model, settings(least=40))
+    s = session(model, settings(min_prompt=40))
     said(s, families.prompt(N), 5)
     assert s.approximations == {"forgotten"}
     missing = s.committed - s.cache.n_slots(model.n_layers - 1)
@@ -177,7 +177,7 @@ def test_short_prompts_and_later_questions_are_read_whole() -> None:
     turn = [*s.ids, *families.prompt(9, seed=8)]
     assert said(s, turn, 1)
     assert s.committed - s.cache.n_slots(model.n_layers - 1) == missing
-    assert said(session(model, settings(least=99)), families.prompt(N)) == said(
+    assert said(session(model, settings(min_prompt=99)), families.prompt(N)) == said(
         session(model, None), families.prompt(N)
     )
 

@@ -422,7 +422,7 @@ RECALL = {
 )
 def test_a_profile_reads_a_part_of_any_ladder(other: dict[str, dict[str, object]]) -> None:
     model = lm("fp32")
-    session = assemble.session(model, profile(recall=RECALL, **other))
+    session = assemble.session(model, profile(sparse=RECALL, **other))
     run_to_end(session.read(families.prompt(400)))
     list(iterate_events(session.stream(12)))
     index = {use.layer for use in session.cache.usage() if use.tier == "index" and use.nbytes > 100}
@@ -431,7 +431,7 @@ def test_a_profile_reads_a_part_of_any_ladder(other: dict[str, dict[str, object]
 
 def test_steps_that_make_tiers_may_be_taken_while_a_part_is_read() -> None:
     steps = ["kv.v_bits=8", "kv.k_bits=4", "memory.disk=1GiB"]
-    assert profile(recall=RECALL, memory={"fallbacks": steps}).memory.fallbacks == tuple(steps)
+    assert profile(sparse=RECALL, memory={"fallbacks": steps}).memory.fallbacks == tuple(steps)
 
 
 def test_max_context_loads_without_a_gpu_and_says_what_it_does_not_do() -> None:

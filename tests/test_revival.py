@@ -203,7 +203,7 @@ def test_the_caps_hold() -> None:
 def test_the_next_prompt_finds_all_of_them_or_those_that_came_back() -> None:
     ids = families.prompt(N)
     for completes in (True, False):
-        s = read(session(lm(), lazy(idle_complete=completes, least=30)), ids)
+        s = read(session(lm(), lazy(idle_complete=completes, min_prompt=30)), ids)
         list(iterate_events(s.stream(5)))
         read(s, [*s.ids, *families.prompt(9, seed=8)])
         assert bool(s.behind) is not completes

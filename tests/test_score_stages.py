@@ -260,7 +260,7 @@ def test_a_text_that_is_forked_weighs_values_by_the_same_weights() -> None:
 
 @pytest.mark.parametrize("unit", ["shot", "sentence"])
 def test_examples_stay_whole_and_the_answer_is_apart(unit: str) -> None:
-    s = session(keep=0.4, unit=unit, keep_new=9, every=7)
+    s = session(keep=0.4, unit=unit, keep_new=9, compression_interval=7)
     starts = [2, 30, 47, 90, 120]
     s.spans = [KindSpan(at, at + 1, SHOT) if unit == "shot" else KindSpan(at - 1, at, END) for at in starts]
     run_to_end(s.read(families.prompt(161)))
@@ -291,7 +291,7 @@ def test_the_region_of_the_answer_grows_in_equal_steps() -> None:
     """SCOPE, adaptive: from the newest alone, one more each (T - newest) / (most - newest) tokens."""
     policy = Snap(sinks=2, recent=5, keep_new=9, grow_new=45)
     assert [policy.room_new(n) for n in (0, 5, 14, 15, 25, 35, 45, 99)] == [5, 5, 5, 6, 7, 8, 9, 9]
-    s = session(keep=1.0, keep_new=9, grow_new=45, every=10)
+    s = session(keep=1.0, keep_new=9, grow_new=45, compression_interval=10)
     run_to_end(s.read(families.prompt(41)))
     sizes = []
     for _ in range(5):
@@ -377,7 +377,7 @@ DRAFTERS: dict[str, Any] = {
 
 def spoken(name: str, lm: LM, drafter: Drafter) -> list[int]:
     """Two turns of a chat."""
-    s = session(lm, drafter, keep=0.4, keep_new=9, every=7, **VARIANTS[name])
+    s = session(lm, drafter, keep=0.4, keep_new=9, compression_interval=7, **VARIANTS[name])
     run_to_end(s.read(families.prompt(60, seed=2)))
     list(iterate_events(s.stream(30)))
     run_to_end(s.read(families.prompt(9)))

@@ -152,7 +152,7 @@ def test_the_answer_has_a_budget_of_its_own(name: str) -> None:
 
 
 def test_without_one_the_answer_stays_whole() -> None:
-    s = session("snap", keep=0.3, every=8)
+    s = session("snap", keep=0.3, compression_interval=8)
     run_to_end(s.read(families.prompt(121)))
     list(iterate_events(s.stream(60)))
     assert all(set(range(120, 180)) <= set(head) for head in heads(s))

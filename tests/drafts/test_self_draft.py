@@ -88,7 +88,7 @@ def test_a_view_guesses_worse_and_says_the_same(family: str, settings: dict[str,
 
 def test_nothing_of_a_draft_is_stored() -> None:
     model = lm()
-    drafting, plain = opened(model, drafter(model, view="stream", sinks=1, local=3)), opened(model, Off())
+    drafting, plain = opened(model, drafter(model, view="stream", sinks=1, recent=3)), opened(model, Off())
     written(drafting)
     written(plain)
     for layer in range(model.n_layers):
