@@ -108,7 +108,7 @@ def resized_in_tmux(socket):
         for columns, word in ((50, "w030"), (37, "w050"), (64, "w070"), (100, "w090"), (30, "w110"), (120, "w130")):
             until(lambda: tell("capture-pane", "-p", "-S", "-"), word)
             tell("resize-window", "-x", str(columns), "-y", "24")
-        return until(lambda: tell("capture-pane", "-p", "-S", "-"), "peak 431M")
+        return until(lambda: tell("capture-pane", "-p", "-S", "-"), "peak 431 MiB")
     finally:
         tell("kill-server")
 

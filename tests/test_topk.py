@@ -139,7 +139,7 @@ def test_what_is_protected_stays_beyond_the_budget() -> None:
 @pytest.mark.parametrize("name", ["snap", "h2o", "expected", "keydiff", "lag"])
 def test_the_answer_has_a_budget_of_its_own(name: str) -> None:
     every = 16
-    s = session(name, keep=0.3, keep_new=20, every=every)
+    s = session(name, keep=0.3, keep_new=20, compression_interval=every)
     run_to_end(s.read(families.prompt(121)))
     prompt = held(s)
     for _ in iterate_events(s.stream(100)):
