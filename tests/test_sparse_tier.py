@@ -640,7 +640,7 @@ def test_bytes_are_what_the_tensors_hold() -> None:
 
 
 def profile(exactness: str = "approx", **recall: Any) -> Profile:
-    return load_profile("exact").replace(exactness=exactness, recall=recall, prefill={"chunk": 16})
+    return load_profile("exact").replace(exactness=exactness, sparse=recall, prefill={"chunk": 16})
 
 
 @pytest.mark.parametrize(

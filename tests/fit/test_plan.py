@@ -316,7 +316,7 @@ def test_the_program_takes_of_host_memory_too(demo):
 def test_a_pass_has_as_many_rows_as_guesses_or_steps_ask_for(demo):
     """Steps that are judged go through in one pass, however few guesses there are."""
     steps = {"method": "lookahead", "model": "demo", "ahead": 4, "tokens": 100}
-    judging = PROFILES["exact"].replace(exactness="approx", steps=steps)
+    judging = PROFILES["exact"].replace(exactness="approx", reasoning_steps=steps)
     plain, judged = (planned(demo, of, find=lambda _: demo).run for of in (PROFILES["exact"], judging))
     assert (plain.rows, judged.rows) == (1, 1 + 4 * 100)
     assert planned(demo, PROFILES["ngram"]).run.rows == PROFILES["ngram"].spec.rows > 1
