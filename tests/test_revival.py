@@ -31,7 +31,7 @@ from tests.test_prune import breaking
 
 torch.set_num_threads(1)
 N, LAYERS = 45, 8
-DEFAULT = {f: getattr(LazyLLM(), f) for f in ("revive_every", "revive_max", "revive_min_mass", "idle_complete")}
+DEFAULT = {f: getattr(LazyLLM(), f) for f in ("revive_interval", "revive_max", "revive_min_mass", "idle_complete")}
 
 
 @cache
@@ -49,7 +49,7 @@ def lazy(**changes: Any) -> LazyLLM:
     """Hard enough that much stays behind, and comes back."""
     cuts = {"start_prune_layer": 0.2, "end_prune_layer": 0.5, "num_prune": 3, "recent": 3, "sinks": 1, "min_prompt": 8}
     keep = {"start_keep_ratio": 0.5, "end_keep_ratio": 0.2}
-    back = {"scope": "prefill+decode", "revive_every": 4, "revive_max": 4, "revive_min_mass": 0.0}
+    back = {"scope": "prefill+decode", "revive_interval": 4, "revive_max": 4, "revive_min_mass": 0.0}
     return LazyLLM(**{**cuts, **keep, **back, **changes})
 
 
@@ -114,7 +114,7 @@ def test_a_token_has_a_prefix_of_the_layers_and_each_once(seed: int) -> None:
         mass=dice.choice([0.0, 0.5]),
         revive_max=dice.choice([0, 1, 5, 99]),
         revive_min_mass=dice.choice([0.0, 0.02, 0.2]),
-        revive_every=dice.randint(1, 5),
+        revive_interval=dice.randint(1, 5),
         idle_complete=dice.random() < 0.3,
     )
     s = session(lm(), pruning, chunk=dice.choice([7, 16, 99]))
@@ -155,7 +155,7 @@ def sorted_by_position(s: GenerationSession, layer: int) -> torch.Tensor:
 def test_a_pass_in_which_nobody_comes_back_is_a_plain_one(name: str) -> None:
     ids = families.prompt(N)
     steps = []
-    for pruning in (lazy(revive_max=0, revive_every=1), lazy(scope="prefill", **DEFAULT)):
+    for pruning in (lazy(revive_max=0, revive_interval=1), lazy(scope="prefill", **DEFAULT)):
         s = read(session(lm(name), pruning), ids)
         steps.append([run_to_end(s.step()) for _ in range(6)])
     for a, b in zip(*steps, strict=True):
@@ -177,7 +177,7 @@ def test_with_all_kept_nothing_changes(name: str) -> None:
 def test_who_is_looked_at_changes_the_answer() -> None:
     """Or the tests above would compare passes in which it does not matter."""
     ids = families.prompt(N)
-    some, none = (read(session(lm(), lazy(revive_every=1, revive_max=n)), ids) for n in (8, 0))
+    some, none = (read(session(lm(), lazy(revive_interval=1, revive_max=n)), ids) for n in (8, 0))
     a, b = ([run_to_end(s.step()).logits for _ in range(2)][1] for s in (some, none))  # they came back after the first
     assert (a - b).abs().max() > 1e-3
     assert len(some.behind) < len(none.behind)
@@ -186,7 +186,7 @@ def test_who_is_looked_at_changes_the_answer() -> None:
 def test_the_caps_hold() -> None:
     ids = families.prompt(N)
     for n in (1, 3):
-        s, most = read(session(lm(), lazy(revive_every=1, revive_max=n)), ids), 0
+        s, most = read(session(lm(), lazy(revive_interval=1, revive_max=n)), ids), 0
         for _ in range(8):
             before = [s.cache.n_slots(layer) for layer in range(LAYERS)]
             run_to_end(s.step())
@@ -194,7 +194,7 @@ def test_the_caps_hold() -> None:
             assert max(grown) <= n + 1
             most = max(most, *grown)
         assert most == n + 1, "as many come back as may"
-    s = read(session(lm(), lazy(revive_every=1, revive_min_mass=1.0)), ids)
+    s = read(session(lm(), lazy(revive_interval=1, revive_min_mass=1.0)), ids)
     n_behind = len(s.behind)
     run_to_end(s.step())
     assert len(s.behind) == n_behind
@@ -232,7 +232,7 @@ def test_while_nobody_asks_they_go_on_until_somebody_does(monkeypatch: pytest.Mo
 def test_windows_keep_what_those_who_come_back_will_see() -> None:
     """They stand in the middle of the prompt, and their windows open before them, long after its end was read."""
     model, ids = lm("gemma3"), families.prompt(200)  # windows give back whole blocks of 64
-    how = lazy(revive_every=1, revive_max=8)
+    how = lazy(revive_interval=1, revive_max=8)
     whole = GenerationSession(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=16, pruning=how)
     short = session(model, how)
     said = []
@@ -246,7 +246,7 @@ def test_windows_keep_what_those_who_come_back_will_see() -> None:
 def test_a_pass_that_breaks_ends_in_a_text_that_is_read_anew() -> None:
     """What came back lies among the rest: a store that has it in some layers alone cannot be mended."""
     ids = families.prompt(N)
-    s = read(session(lm(), lazy(revive_every=1)), ids)
+    s = read(session(lm(), lazy(revive_interval=1)), ids)
     with breaking(s.cache, LAYERS + 2), pytest.raises(MemoryError):
         run_to_end(s.step())
     assert s.rewind(len(s.ids)) == 0
@@ -268,7 +268,7 @@ def test_beside_other_texts_they_come_back_as_alone() -> None:
     ids, alone = families.prompt(N), read(session(lm(), lazy()), families.prompt(N))
     list(iterate_events(alone.stream(20)))
     run_to_end(alone.behind.revive_all(alone.cache, alone.ids))
-    many = [session(lm(), lazy()), session(lm(), None), session(lm(), lazy(revive_every=3))]
+    many = [session(lm(), lazy()), session(lm(), None), session(lm(), lazy(revive_interval=3))]
 
     def work(s: GenerationSession, ids: list[int]):  # type: ignore[no-untyped-def]
         yield from s.read(ids)
@@ -304,7 +304,7 @@ SAMPLERS = {
 
 @cache
 def plain(dtype: torch.dtype, every: int, sampler: str) -> GenerationSession:
-    s = read(session(lm(dtype=dtype), lazy(revive_every=every)), families.prompt(N), SAMPLERS[sampler])
+    s = read(session(lm(dtype=dtype), lazy(revive_interval=every)), families.prompt(N), SAMPLERS[sampler])
     begun = len(s.behind)
     list(iterate_events(s.stream(40)))
     assert len(s.behind) < begun, "somebody came back"
@@ -325,7 +325,7 @@ def test_drafts_change_nothing(dtype: torch.dtype, every: int, sampler: str, dra
     """Of the text, of who waits behind, or a bit of what is stored."""
     alone = plain(dtype, every, sampler)
     guesses = drafter(alone.ids, 97, 96)
-    s = read(session(lm(dtype=dtype), lazy(revive_every=every), guesses), families.prompt(N), SAMPLERS[sampler])
+    s = read(session(lm(dtype=dtype), lazy(revive_interval=every), guesses), families.prompt(N), SAMPLERS[sampler])
     list(iterate_events(s.stream(40)))
     assert s.ids == alone.ids
     assert s.behind.depth == alone.behind.depth

@@ -162,7 +162,7 @@ def test_closing_a_text_ends_its_answer() -> None:
 @pytest.mark.parametrize("act", [TextSession.close, lambda text: text.generate("Thank you!")])
 def test_nothing_ends_an_answer_from_its_own_cancel_but_the_cancel(act: Callable[[TextSession], object]) -> None:
     with demo().open() as text:
-        with pytest.raises(BadInput, match="from within") as error:
+        with pytest.raises(BadInput, match="still generating") as error:
             text.generate("Hello", cancel=lambda: bool(act(text)))
         assert error.value.try_ == ("return True from cancel",)
         assert text.generate("Hello", 4).ids == demo().generate("Hello", 4).ids
@@ -341,7 +341,7 @@ def test_what_is_free_is_for_as_many_texts_as_are_said() -> None:
     first, second, other = model.open(), model.open(), model.open("exact")
     for text in (first, other):
         text.generate("How deep?", max_new_tokens=2)
-    with pytest.raises(DoesNotFit, match=r"memory\.texts"):
+    with pytest.raises(DoesNotFit, match=r"memory\.sequences"):
         second.generate("How deep?", max_new_tokens=2)
     with model.open(set={"memory.sequences": 2}) as third:
         third.generate("How deep?", max_new_tokens=2)

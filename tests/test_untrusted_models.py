@@ -421,7 +421,7 @@ def test_a_folder_without_words_is_said_to_have_no_tokenizer(machine: Machine, f
         (folder / file).unlink()
     error = said(folder)
     assert (error.code, error.lines) == ("bad_tokenizer", ("its folder holds no vocabulary",))
-    assert "no tokenizer that can be read" in machine("models", "show", str(folder)).out
+    assert "has no readable tokenizer" in machine("models", "show", str(folder)).out
     asked = machine("chat", str(folder), "-p", "Hello")
     assert asked.exit == ExitStatus.BAD_MODEL
     assert "[bad_tokenizer]" in asked.err

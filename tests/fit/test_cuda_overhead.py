@@ -252,7 +252,7 @@ def test_fit_says_what_gave_way_and_what_it_costs(typed):
     (folder / "config.json").write_text(json.dumps(stated | {"architectures": ["LlamaForCausalLM"]}))
     args = ("fit", str(folder), "--vram", "8GiB", "--ram", "64GiB", "--ctx", "32k")
     said = " ".join(machine(*args, "--profiles", "balanced,lean").out.split())
-    assert "all: weights in int4" in said
+    assert "all: weights quantized to int4" in said
     assert "balanced at 32,768: 1.0 GiB of embeddings are in host memory" in said
     said = " ".join(machine(*args, "-P", "exact", "--quant", "none").out.split())
     assert "11 of 32 layers on cuda:0, the first 21 on the CPU" in said

@@ -82,7 +82,7 @@ def outlook(tmp_path):
 
 def test_a_turn_is_noted_without_its_text_and_the_next_estimate_follows(outlook):
     profile = Profile.load("exact")
-    first, available = outlook.foretell(profile, 100)
+    first, available = outlook.estimate_peak(profile, 100)
     assert available == 1 << 40
     assert outlook.record(profile, Stats(peak=2 * first, context=100)) == ""
     (line,) = (outlook.data / run_log.NAME).read_text().splitlines()
@@ -100,19 +100,19 @@ def test_a_turn_is_noted_without_its_text_and_the_next_estimate_follows(outlook)
 
 def test_a_smaller_turn_does_not_lower_what_was_foretold_for_the_process(outlook):
     profile = Profile.load("exact")
-    high, _ = outlook.foretell(profile, 8000)
-    assert outlook.foretell(profile, 10)[0] == high
+    high, _ = outlook.estimate_peak(profile, 8000)
+    assert outlook.estimate_peak(profile, 10)[0] == high
 
 
 def test_a_log_that_cannot_be_written_is_a_note(outlook, tmp_path):
     (tmp_path / "data").write_text("a file where the folder should be")
-    outlook.foretell(Profile.load("exact"), 10)
+    outlook.estimate_peak(Profile.load("exact"), 10)
     assert "could not be noted" in outlook.record(Profile.load("exact"), Stats(peak=1, context=10))
 
 
 def test_a_turn_carries_its_estimate_and_a_changed_profile_its_own(outlook):
     with load("demo", "exact", set={"load.device": "cpu"}) as model:
-        model.foretell = outlook.foretell
+        model.foretell = outlook.estimate_peak
         stats = model.generate("Hello", 4).stats
         assert (stats.estimate, stats.available) == (outlook.highest, 1 << 40)
         assert stats.estimate >= outlook.plan(model.profile, stats.context).total

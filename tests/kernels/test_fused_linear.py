@@ -284,7 +284,7 @@ def test_experts_are_multiplied_each_by_the_same_kernels(quant: str, served: Non
     offs = torch.tensor(ends, dtype=torch.int32)
     found = grouped_mm(x, made.transpose(-2, -1), offs=offs)
     assert torch.equal(grouped_mm(x, again.transpose(-2, -1), offs=offs), found)
-    want = experts.experts(x.float(), made.form.plain(), ends)  # type: ignore[attr-defined]
+    want = experts.moe_linear(x.float(), made.form.plain(), ends)  # type: ignore[attr-defined]
     assert (found.float() - want).norm() < WITHIN[BF16] * want.norm()
     for at, expert in ((0, 0), (6, 0), (7, 2), (17, 2)):
         alone = torch.tensor([int(expert <= e) for e in range(3)], dtype=torch.int32)

@@ -20,4 +20,4 @@ def test_the_process_that_measures_memory_knows_the_baselines(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, bench.__file__, bench.PEAK], input=asked, capture_output=True, text=True, env=os.environ
     )
-    assert "environment of its own" in json.loads(done.stdout)["error"], done.stderr
+    assert "a separate Python environment" in json.loads(done.stdout)["error"], done.stderr
