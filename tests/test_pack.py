@@ -322,7 +322,7 @@ def test_a_pack_brings_the_settings_that_it_was_read_under(tmp_path: Path, packs
     machine, ask = Machine(tmp_path), ("chat", "--pack", "one.kvs", "-p", QUESTION, "--no-save")
     done = machine(*ask)
     assert done.exit == 0, done.err
-    assert "settings of one.kvs: exactness=approx, policy.name=h2o" in done.err
+    assert "settings from one.kvs: exactness=approx, policy.name=h2o" in done.err
     for typed, said in {
         "policy.queries=128": "queries was 64, is 128",
         "kv.k_bits=8": "kv.k_bits was 16, is 8",

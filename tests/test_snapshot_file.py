@@ -72,7 +72,7 @@ STORES: Mapping[str, Callable[[LM], KVCache]] = {
     "packed 8 8": lambda lm: over(lm, TierLevel(packed(lm), group=8)),
     "packed 8 4": lambda lm: over(lm, TierLevel(packed(lm, v_bits=4), group=8)),
     "packed 4 2": lambda lm: over(lm, TierLevel(packed(lm, k_bits=4, v_bits=2, rotate="hadamard"), group=8)),
-    "fallbacks": lambda lm: over(lm, TierLevel(packed(lm, k_bits=4, v_bits=8), 24, 8), TierLevel(disk(lm))),
+    "ladder": lambda lm: over(lm, TierLevel(packed(lm, k_bits=4, v_bits=8), 24, 8), TierLevel(disk(lm))),
     "host": lambda lm: over(lm, TierLevel(HostTier(packed(lm), "cpu"), group=8)),
     "disk": lambda lm: over(lm, TierLevel(disk(lm))),
     **{name: lambda lm, name=name: table.past(name, lm) for name in (*table.INDEXES, *table.LOWER)},  # type: ignore[misc]
