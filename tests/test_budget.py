@@ -335,7 +335,7 @@ def test_a_text_stays_within_its_budget_at_every_boundary(score: str, budget: st
 FOUND_BY: dict[str, dict[str, Any]] = {
     "sketch": {"dense_layers": 1},
     "lowrank": {"rank": 2},
-    "minmax": {"choice": "boundary"},
+    "minmax": {"choice": "interval"},
 }
 
 
