@@ -433,7 +433,7 @@ def test_completion_scripts_are_printed(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("kvcli ch", ["chat"]),
+        ("kvcli ch", ["chat", "chats"]),
         ("kvcli chat --dry", ["--dry-run"]),
         ("kvcli models l", ["list"]),
         ("kvcli chat -P fa", ["fafo", "fastgen", "fafo-paper", "fastgen-paper"]),
