@@ -52,7 +52,7 @@ class AvailableMemory:
 
     @property
     def empty(self) -> AvailableMemory:
-        """The same device with no other program on it. Unlike the available memory, this does not vary with time."""
+        """Memory of the same device with no other program on it. Unlike the available memory, it does not vary."""
         return replace(self, available=max(self.available, self.total - CONTEXT * (self.kind == "cuda")))
 
 

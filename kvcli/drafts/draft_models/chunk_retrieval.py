@@ -64,8 +64,8 @@ class ChunkRetrievalModel(SeparateDraftModel):
         trigger: Callable[[], Trigger],
         is_far: bool = False,
     ) -> None:
-        """As `SeparateDraftModel`. `size`: of a chunk; `recent`: minimum newest tokens kept. `sights`: layers of the
-        target model whose queries are recorded. `is_far`: chunks outside the cache are stored on the host."""
+        """Parameters beside those of `SeparateDraftModel`: `size`, tokens of a chunk; `recent`, newest tokens always kept;
+        `sights`, target layers whose queries are recorded; `is_far`, whether other chunks are on the host."""
         self._size, self._recent, self._sights, self._new_trigger = size, recent, sights, trigger
         self._most = (working - sinks - recent - size) // size - SPARE  # chunks beside the newest tokens
         assert self._most > 0, "nothing is left for chunks"
