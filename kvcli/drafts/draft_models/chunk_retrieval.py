@@ -64,7 +64,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
         trigger: Callable[[], Trigger],
         is_far: bool = False,
     ) -> None:
-        """Parameters beside those of `SeparateDraftModel`: `size`, tokens of a chunk; `recent`, newest tokens always kept;
+        """Parameters beside those of `SeparateDraftModel`: `size`, tokens of a chunk; `recent`, newest tokens kept;
         `sights`, target layers whose queries are recorded; `is_far`, whether other chunks are on the host."""
         self._size, self._recent, self._sights, self._new_trigger = size, recent, sights, trigger
         self._most = (working - sinks - recent - size) // size - SPARE  # chunks beside the newest tokens
