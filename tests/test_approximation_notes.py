@@ -31,7 +31,7 @@ SAID = {  # what each loses, in words of its note
     "lazy": "lazy reads 20% of a prompt of 1,024 tokens or more in the upper layers",
     "lazy-fast": "lazy-fast reads 20% of a prompt of 1,024 tokens or more in the upper layers",
     "lazy-paper": "lazy-paper reads 10% of a prompt in the upper layers",
-    "lean": "lean holds keys in 4 and values in 2 bits",
+    "lean": "lean stores keys in 4 and values in 2 bits",
     "max-context": "max-context stores keys and values in 4 bits, reads 3% of the text for each token",
     "offload": "offload reads 3% of the text for each token",
     "snap": "snap keeps 50% of a prompt, by what its end looks at",

@@ -12,7 +12,8 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.kernels import argmax
 from kvcli.kernels.argmax import Noise, reference
 
-pytest.importorskip("tests.kernels.interpreted")  # before anything that is fused
+pytest.importorskip("triton")
+import_module("tests.kernels.interpreted")  # before anything that is fused
 fused = import_module("kvcli.kernels.argmax.fused")
 torch.set_num_threads(1)
 

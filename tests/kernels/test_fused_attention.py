@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import pairwise
 from types import FunctionType, SimpleNamespace
 
@@ -22,11 +23,12 @@ from kvcli.kernels.merge_attention import reference as merge_reference
 from kvcli.kv.slots import AttentionParams, alike
 from kvcli.kv.tiers.dense import Dense
 
-pytest.importorskip("tests.kernels.interpreted")  # before what is fused
-fused = pytest.importorskip("kvcli.kernels.attend_invariant.fused")
+pytest.importorskip("triton")
+import_module("tests.kernels.interpreted")  # before what is fused
+fused = import_module("kvcli.kernels.attend_invariant.fused")
 append, attend, merge, passes = (
-    pytest.importorskip(f"kvcli.kernels.{name}")
-    for name in ("append.fused", "attend.fused", "merge.fused", "attend_invariant.passes")
+    import_module(f"kvcli.kernels.{name}")
+    for name in ("append_kv.fused", "attend.fused", "merge_attention.fused", "attend_invariant.passes")
 )
 
 CPU = torch.device("cpu")
@@ -277,9 +279,9 @@ def test_a_store_reads_its_slots_through_them(is_ragged: bool, monkeypatch: pyte
         sees = line if sight.window is None else line & (torch.tensor(pos) > torch.tensor(pos)[:, None] - sight.window)
         want = merge_parts(kv.attend(0, q, sight, pos, NewRows(fk, fv, pos, line, sees)))
         with monkeypatch.context() as on_gpu:
-            for form in ("slab", "ragged"):
-                on_gpu.setattr(f"kvcli.kv.{form}.read", passes.read)
-                on_gpu.setattr(f"kvcli.kv.{form}.serves", lambda q, v: True)
+            for form in ("dense_uniform", "dense_ragged"):
+                on_gpu.setattr(f"kvcli.kv.tiers.{form}.attend_stored_and_new", passes.read)
+                on_gpu.setattr(f"kvcli.kv.tiers.{form}.serves", lambda q, v: True)
             got = merge_parts(kv.attend(0, q, sight, pos, NewRows(fk, fv, pos, line, None)))
         torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
 
@@ -340,19 +342,19 @@ def test_parts_merge_and_one_that_saw_nothing_changes_no_bit(n_parts: int) -> No
     outs = [torch.randn(2, 3, 24, generator=r) for _ in range(n_parts)]
     lses = [torch.randn(2, 3, generator=r) * 4 for _ in range(n_parts)]
     lses[0][0, 0] = -torch.inf
-    out, lse = merge.merge(outs, lses)
+    out, lse = merge.merge_attention(outs, lses)
     torch.testing.assert_close(out, merge_reference.merge_attention(outs, lses))
     torch.testing.assert_close(lse, torch.logsumexp(torch.stack(lses), 0))
     blind = torch.full_like(outs[0], torch.nan), torch.full_like(lses[0], -torch.inf)
     for at in range(n_parts + 1):
         more = [*outs[:at], blind[0], *outs[at:]], [*lses[:at], blind[1], *lses[at:]]
-        assert all(map(torch.equal, merge.merge(*more), (out, lse)))
+        assert all(map(torch.equal, merge.merge_attention(*more), (out, lse)))
     if n_parts == 1:
         assert torch.equal(out[:, 1:], outs[0][:, 1:]), "one part is as it is"
 
 
 def merged(outs: list[Tensor], lses: list[Tensor], rows: slice) -> Tensor:
-    return merge.merge([o[:, rows] for o in outs], [t[:, rows] for t in lses])[0]
+    return merge.merge_attention([o[:, rows] for o in outs], [t[:, rows] for t in lses])[0]
 
 
 def rows_that_merge_otherwise() -> int:
@@ -388,7 +390,7 @@ def test_accepted_rows_are_slots_of_all_layers() -> None:
     fresh = [tuple(torch.randn(20, 2, size, generator=r).bfloat16().transpose(0, 1) for size in (16, 48)) for _ in "ab"]
     path, pos = torch.tensor([*range(1, 20, 2), *range(0, 18, 2), -1], dtype=torch.int32), torch.arange(90, 110).int()
     for count in (torch.tensor([n], dtype=torch.int32) for n in (19, 0, 1)):
-        append.append(addresses(got, fresh, CPU), path, count, pos, heads=2, d=16, e=48, like=fresh[0][0])
+        append.append_kv(addresses(got, fresh, CPU), path, count, pos, heads=2, d=16, e=48, like=fresh[0][0])
         append_reference.append_kv(want, fresh, path, count, pos)
         for a, b in zip(got, want, strict=True):
             for name in ("k", "v", "pos", "length"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from kvcli.kernels import attention_mass, page_bounds, quantize_kv, quantized_key_scores, rope, triton_support
 
-pytest.importorskip("tests.kernels.interpreted")  # before what is fused
+pytest.importorskip("triton")
+import_module("tests.kernels.interpreted")  # before what is fused
 FUSED = {
-    op: pytest.importorskip(f"kvcli.kernels.{op}.fused")
+    op: import_module(f"kvcli.kernels.{op}.fused")
     for op in ("quantize_kv", "rope", "attention_mass", "quantized_key_scores", "page_bounds")
 }
 

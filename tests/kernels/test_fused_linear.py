@@ -22,7 +22,8 @@ from kvcli.kernels.linear_skinny.module import lay_out_skinny_, of_bitsandbytes
 from kvcli.kernels.moe_linear import reference as experts
 from tests.families import build
 
-pytest.importorskip("tests.kernels.interpreted")  # before anything that is fused
+pytest.importorskip("triton")
+import_module("tests.kernels.interpreted")  # before anything that is fused
 fused = import_module("kvcli.kernels.linear_skinny.fused")
 torch.set_num_threads(1)
 

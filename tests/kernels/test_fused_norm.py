@@ -16,7 +16,8 @@ from kvcli.kernels import triton_support
 from kvcli.kernels.rms_norm import FORMS, reference
 from kvcli.kernels.rms_norm.module import FusedNorm, norm_
 
-pytest.importorskip("tests.kernels.interpreted")  # before anything that is fused
+pytest.importorskip("triton")
+import_module("tests.kernels.interpreted")  # before anything that is fused
 fused = import_module("kvcli.kernels.rms_norm.fused")
 torch.set_num_threads(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,9 @@ from kvcli.kv.slots import AttentionParams, Slots, alike
 from kvcli.kv.tiers import quantized
 from kvcli.kv.tiers.quantized_head import Precision, QuantizedHead
 
-pytest.importorskip("tests.kernels.interpreted")  # before what is fused
-fused = pytest.importorskip("kvcli.kernels.attend_quantized.fused")
+pytest.importorskip("triton")
+import_module("tests.kernels.interpreted")  # before what is fused
+fused = import_module("kvcli.kernels.attend_quantized.fused")
 
 torch.set_num_threads(1)
 
