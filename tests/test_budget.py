@@ -249,7 +249,7 @@ def test_each_slot_goes_to_the_rung_that_its_level_names() -> None:
     for layer, level in enumerate(chosen):
         s = by_hand._top.slots(layer)
         for rung in (1, 2, 3):
-            by_hand._rungs[rung].tier.take(layer, compact(s, level == rung))
+            by_hand._levels[rung].tier.take(layer, compact(s, level == rung))
         by_hand._top.keep(layer, level == 0)
     for layer, level in enumerate(chosen):
         assert same(kv.slots(layer), by_hand.slots(layer))
@@ -267,14 +267,14 @@ def test_slots_go_further_down_and_never_up() -> None:
     fill(kv, 20)
     for level, lies in ((1, 1), (0, 1), (3, 3), (2, 3)):
         kv.compress(asked(kv, lambda pos, level=level: torch.full_like(pos, level)))
-        assert [kv._rungs[rung].tier.n_slots(0) for rung in range(4)] == [20 * (rung == lies) for rung in range(4)]
+        assert [kv._levels[rung].tier.n_slots(0) for rung in range(4)] == [20 * (rung == lies) for rung in range(4)]
 
 
 def test_a_failure_half_way_leaves_each_slot_once() -> None:
     kv = ladder()
     fill(kv, 40)
     chosen = asked(kv, lambda pos: 1 + pos % 3)
-    lowest = kv._rungs[3].tier
+    lowest = kv._levels[3].tier
     take = lowest.take
     lowest.take = lambda *_: (_ for _ in ()).throw(MemoryError())  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
