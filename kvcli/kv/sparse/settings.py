@@ -20,7 +20,7 @@ PER_PAGE = 11
 
 
 class SparseMethod(Protocol):
-    """A method of the table. `attention_params`: attention parameters by layer; None = the layer reads another layer's slots."""
+    """A method of the table. `attention_params`: one entry per layer; None = the layer reads another layer's slots."""
 
     @property
     def exactness_label(self) -> Exactness:
