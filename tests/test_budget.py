@@ -326,7 +326,7 @@ def test_a_text_stays_within_its_budget_at_every_boundary(score: str, budget: st
     for _ in range(12):
         held = sum(nbytes(session.cache).values())
         assert held <= spent.most(session.committed)
-        moved |= {rung for rung in range(3) if session.cache._rungs[rung].tier.n_slots(0)}
+        moved |= {rung for rung in range(3) if session.cache._levels[rung].tier.n_slots(0)}
         list(iterate_events(session.stream(16 - session.committed % 16)))
     assert (moved == {0}) == (budget == "64MiB")
     assert (len(moved) > 2) or budget in ("60%", "64MiB")

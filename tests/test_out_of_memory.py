@@ -324,7 +324,7 @@ def test_a_device_with_little_room_moves_what_is_old_to_disk() -> None:
     events = []
     for event in m.stream(text(200), max_new_tokens=200):
         events.append(event)
-        top = m.session.cache._rungs[0].tier  # type: ignore[attr-defined]
+        top = m.session.cache._levels[0].tier  # type: ignore[attr-defined]
         assert nbytes(top)["cpu"] <= 160 << 10
     turn = events[-1].turn  # type: ignore[union-attr]
     assert turn.ids == want.ids
