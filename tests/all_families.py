@@ -187,7 +187,7 @@ OWN: dict[str, dict[str, Any]] = {
 NGRAM = Ngram(adaptive=False, max=7)
 DRAFTERS: dict[str, Callable[[LM], Drafter]] = {
     "plain": lambda lm: Off(),
-    "ngram": lambda lm: replace(NGRAM, branches=1 if lm.mixers else NGRAM.branches).drafter(),
+    "ngram": lambda lm: replace(NGRAM, branches=1 if lm.recurrent_layers else NGRAM.branches).drafter(),
 }
 
 

@@ -194,7 +194,7 @@ def test_what_is_held_as_no_number_is_read_again(bad: float) -> None:
 def test_windows_that_moved_on_leave_it_to_be_read() -> None:
     lm = lm_of("gemma3")
     old, new = families.prompt(700), [3, *families.prompt(700)]
-    kv = [Dense(lm.shapes, lm.dtype, windows=windows_of(lm.shapes, lm.sights)) for _ in range(2)]
+    kv = [Dense(lm.shapes, lm.dtype, windows=windows_of(lm.shapes, lm.attention_params)) for _ in range(2)]
     mine, plain = (read(lm, how, old, new, kv=one) for how, one in zip((CacheBlend(LEAST), None), kv, strict=True))
     assert "reused" not in mine.approximations
     assert same(mine, plain)

@@ -74,7 +74,7 @@ def recorded(family: str) -> tuple[LM, FakeGraphs]:
 
 def session(its: LM, drafter: Any = None, sampler: Sampler = SEEDED, policy: Policy | None = None) -> GenerationSession:
     every = None if policy is None else 7
-    kv = Dense(its.shapes, its.dtype, its.device, step=4, windows=windows_of(its.shapes, its.sights))
+    kv = Dense(its.shapes, its.dtype, its.device, step=4, windows=windows_of(its.shapes, its.attention_params))
     return GenerationSession(its, kv, drafter or Off(), sampler, policy=policy, every=every, chunk=16)
 
 

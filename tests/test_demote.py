@@ -79,7 +79,7 @@ def test_what_went_down_is_chosen_no_second_time() -> None:
     fill(kv, 40)
     for seed in range(3):
         kv.compress(some(kv, seed))
-    below = kv._rungs[1].tier.slots(1).pos
+    below = kv._levels[1].tier.slots(1).pos
     assert sorted([*below[0][below[0] >= 0].tolist(), *positions(kv)[0]]) == list(range(40))
     torch.testing.assert_close(read(kv), read(one))
     before = kv.changes
@@ -110,11 +110,11 @@ def test_a_full_tier_forgets_what_came_first_and_says_so(lower: str) -> None:
     assert not kv.forgets
     settle(kv, 20)
     assert kv.forgets
-    below = kv._rungs[1].tier.slots(0).pos[0]
+    below = kv._levels[1].tier.slots(0).pos[0]
     assert sorted(below[below >= 0].tolist())[-10:] == list(range(10, 20))
     assert int((below >= 0).sum()) <= 12
     settle(kv, 39)  # more at once than there is room for
-    below = kv._rungs[1].tier.slots(0).pos[0]
+    below = kv._levels[1].tier.slots(0).pos[0]
     assert below[below >= 0].tolist() == list(range(27, 39))
     kv.crop(0)
     assert not kv.forgets

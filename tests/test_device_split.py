@@ -77,12 +77,14 @@ def test_every_tensor_of_a_pass_is_where_it_is_wanted(on_card):
             part, fake = lm.model.get_submodule(parent), torch.empty_like(t, device=CARD if name in moved else CPU)
             held = part._parameters if last in part._parameters else part._buffers
             held[last] = torch.nn.Parameter(fake, requires_grad=False) if held is part._parameters else fake
-        shape = SimpleNamespace(heads=lm.heads, sights=lm.sights, mixers=lm.mixers, latents={})
+        shape = SimpleNamespace(
+            heads=lm.heads, attention_params=lm.attention_params, recurrent_layers=lm.recurrent_layers, latents={}
+        )
         vars(shape).update(
             stored=lm.shapes, attention_sink_logits=lm.sinks, attentions=[layer.self_attn for layer in lm._layers]
         )
         split = LM(lm.model, shape, lm.info, places)
-        kv = Dense(split.shapes, torch.float64, split.device, windows=windows_of(split.shapes, split.sights))
+        kv = Dense(split.shapes, torch.float64, split.device, windows=windows_of(split.shapes, split.attention_params))
         assert (split.entry, split.device) == (CPU, CARD)
 
         chunk = Rows.chain([*range(13)], 0)
@@ -91,7 +93,9 @@ def test_every_tensor_of_a_pass_is_where_it_is_wanted(on_card):
         tree = Rows.build(5, 13, Draft([1, 2, 3], [-1, -1, 0]))
         (more,) = run([ForwardRequest(split, tree, kv, want=range(4))])
         commit(kv, tree, more, [0, 1])
-        other = Dense(split.shapes, torch.float64, split.device, windows=windows_of(split.shapes, split.sights))
+        other = Dense(
+            split.shapes, torch.float64, split.device, windows=windows_of(split.shapes, split.attention_params)
+        )
         both = run(
             [
                 ForwardRequest(split, tree, kv, want=range(4)),
@@ -133,7 +137,7 @@ def test_two_texts_over_a_split_and_layers_with_windows(family):
     """Side by side in one pass, drafted and not, their prompts read in turn with the other's answer; each as alone."""
 
     def session(lm: LM, which: int) -> GenerationSession:
-        kv = Dense(lm.shapes, lm.dtype, lm.device, windows=windows_of(lm.shapes, lm.sights))
+        kv = Dense(lm.shapes, lm.dtype, lm.device, windows=windows_of(lm.shapes, lm.attention_params))
         return GenerationSession(
             lm, kv, Ngram(adaptive=False).drafter() if which else Off(), SAMPLERS["sampled"], chunk=13
         )
@@ -143,7 +147,7 @@ def test_two_texts_over_a_split_and_layers_with_windows(family):
         yield from text.stream(30)
 
     whole, split = (LM.of(families.build(family, torch.float64), layers_on_gpu=n) for n in (None, 2))
-    assert (family == "gemma3") == any(sight.window for sight in split.sights)
+    assert (family == "gemma3") == any(sight.window for sight in split.attention_params)
     texts = [session(split, which) for which in (0, 1)]
     before = crossing(split).count
     tickets = generate_together(*(answered(text, which) for which, text in enumerate(texts)))

@@ -44,8 +44,10 @@ HOST = Memory(host="4GiB")
 def plan(memory: Memory = HOST, **more: Any) -> tiers.CachePlan:
     """Of an 8B shape."""
     of: dict[str, Any] = {"kv": Kv(), "recall": FullAttention(), **more}
-    shapes, sights = alike(32, 8, 128), [AttentionParams(0.1)] * 32
-    return tiers.CachePlan(shapes, torch.bfloat16, torch.device("cuda"), memory=memory, sights=sights, chunk=512, **of)
+    shapes, attention_params = alike(32, 8, 128), [AttentionParams(0.1)] * 32
+    return tiers.CachePlan(
+        shapes, torch.bfloat16, torch.device("cuda"), memory=memory, attention_params=attention_params, chunk=512, **of
+    )
 
 
 @pytest.fixture
@@ -116,7 +118,7 @@ def test_a_promised_context_is_reached_because_room_counts_a_pass(counts: bool) 
     per_slot = sum(shape.n_kv_heads * (shape.k_dim + shape.v_dim) * 8 + 4 for shape in lm.shapes)
     free, working, buffers = 600 * per_slot, pass_bytes(lm, 16, 1, lm.dtype), 2 << 20
     given: dict[str, Any] = {"chunk": 16, "is_cpu": False, "host": GIB, "free": free if counts else free + working}
-    found = room(Kv(group=4, sinks=2), Kivi(), HOST, FullAttention(), lm.sights, lm.shapes, 8, **given)
+    found = room(Kv(group=4, sinks=2), Kivi(), HOST, FullAttention(), lm.attention_params, lm.shapes, 8, **given)
     host = HostTier(PinnedHostTier(*sizes, bus), "cpu", AutoAccess, lambda _: bus)
     below = [TierLevel(host, found.in_host, 4, attend_async=host.attend_async)]
     kv = TieredCache(Dense(*sizes, step=64), below, holds=found.on_device, group=4, sinks=2)

@@ -302,8 +302,8 @@ def test_states_are_handed_out_as_copies(name: str, what: str, copies: bool, mon
 
 
 def test_a_pass_that_ends_before_a_mixer_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    assert model("nemotron_h").mixers.are_last
-    monkeypatch.setattr(model("nemotron_h").mixers, "are_last", False)
+    assert model("nemotron_h").recurrent_layers.are_last
+    monkeypatch.setattr(model("nemotron_h").recurrent_layers, "are_last", False)
     with pytest.raises(AssertionError, match="ended before a mixer"):
         run_to_end(session("nemotron_h").read(prompt(PROMPT)))
 
@@ -352,7 +352,7 @@ def test_no_weight_of_a_linear_layer_is_read_twice(name: str, monkeypatch: pytes
     written(text, 20)
     assert calls > 20
     assert text.drafter.n_partly > 1
-    assert lm.mixers
+    assert lm.recurrent_layers
 
 
 # ---- checkpoints ----
@@ -509,7 +509,7 @@ def test_fit_knows_the_sizes_before_a_weight_is_read(name: str):
     lm = model(name)
     config = {**lm.model.config.to_dict(), "num_hidden_layers": lm.info.layers}
     shape = shape_of(config)
-    assert shape.folds.nbytes(lm.dtype.itemsize) == sum(t.nbytes for _, t in lm.mixers.like.tensors)
+    assert shape.folds.nbytes(lm.dtype.itemsize) == sum(t.nbytes for _, t in lm.recurrent_layers.like.tensors)
     stores = [(of.kv_heads, of.key, of.value) for of in shape.stores if of.numbers]
     assert stores == [(of.n_kv_heads, of.k_dim, of.v_dim) for of in lm.shapes]
     text = session(name, Partly(truth(name)))
@@ -543,7 +543,7 @@ def test_what_is_called_bit_exact_has_the_same_bits_in_any_chunks(name: str, dty
     if not lm.is_row_invariant:
         pytest.skip("it is not called so")
     for chunk in (150, 7):
-        kv, states, logits = Dense(lm.shapes, lm.dtype), RecurrentStates(lm.mixers.like), []
+        kv, states, logits = Dense(lm.shapes, lm.dtype), RecurrentStates(lm.recurrent_layers.like), []
         for at in range(0, len(ids), chunk):
             rows = Rows.chain(ids[at : at + chunk], at)
             (made,) = run([ForwardRequest(lm, rows, kv, want=range(rows.n_rows), states=states)])

@@ -48,7 +48,7 @@ def test_scores_are_the_most_that_a_repeated_piece_looks_at() -> None:
             there = [p for p in range(N) if p < 2 or start <= p < end]
             k = torch.cat((kv.slots(layer).k[:, there], again.fresh[layer].k), 1)
             pos = torch.cat((torch.tensor(there), where := torch.tensor(rows.pos))).expand(TINY.n_kv_heads, -1)
-            every = attention_mass(again.queries[layer], where, k, pos, TINY.sights[layer].scale, over="none")
+            every = attention_mass(again.queries[layer], where, k, pos, TINY.attention_params[layer].scale, over="none")
             want = every.amax((1, 2))[:, [i for i, p in enumerate(there) if start <= p < end and p >= 2]]
             torch.testing.assert_close(scored(s)[layer][:, max(2, start) : end], want)
 
@@ -74,7 +74,13 @@ def test_plus_weighs_what_a_value_adds_beside_the_stream_that_asks_for_it(family
         pos = torch.arange(2 * N).expand(lm.n_kv_heads, -1)
         where = torch.arange(N, 2 * N)
         mass = attention_mass(
-            again.queries[layer], where, k, pos, lm.sights[layer].scale, softcap=lm.sights[layer].softcap, over="none"
+            again.queries[layer],
+            where,
+            k,
+            pos,
+            lm.attention_params[layer].scale,
+            softcap=lm.attention_params[layer].softcap,
+            over="none",
         )[..., :N]
         v = kv.slots(layer).v.repeat_interleave(lm.n_heads // lm.n_kv_heads, 0)
         adds = torch.einsum("hsd,ehd->hse", v, weight).norm(dim=-1).view(*mass.shape[:2], 1, N)

@@ -417,8 +417,10 @@ def test_a_policy_judges_layers_of_any_shape_that_store_something(policy: Policy
     for layer, s in enumerate(SHAPES):
         if s.shared_from is None:
             kv.append(layer, torch.randn(s.n_kv_heads, n, s.k_dim), torch.randn(s.n_kv_heads, n, s.v_dim), 0)
-    sights = [AttentionParams(0.3)] * len(SHAPES)
-    lm: Any = SimpleNamespace(n_layers=len(SHAPES), shapes=SHAPES, sights=sights, sinks=[None] * len(SHAPES))
+    attention_params = [AttentionParams(0.3)] * len(SHAPES)
+    lm: Any = SimpleNamespace(
+        n_layers=len(SHAPES), shapes=SHAPES, attention_params=attention_params, sinks=[None] * len(SHAPES)
+    )
     wants, nothing = policy.requirements(lm), kinds_of([], None, [])
     past = lm, kv, QueryRecorder(0, lambda n: ()), wants.guard, range(n), nothing
     masks = run_to_end(CompressionPoint(*past, "read", n, True, wants.memory()).ask(policy))

@@ -48,7 +48,7 @@ def store(model: LM, n: int) -> Dense:
 
 
 def session(model: LM, chunk: int = 16, by_layers: bool = True, **more: Any) -> GenerationSession:
-    windows = {at: Window(of.size, back=1) for at, of in windows_of(model.shapes, model.sights).items()}
+    windows = {at: Window(of.size, back=1) for at, of in windows_of(model.shapes, model.attention_params).items()}
     kv = Dense(model.shapes, model.dtype, windows=windows, step=8)
     return GenerationSession(model, kv, Off(), Sampler(), chunk=chunk, by_layers=by_layers, **more)
 

@@ -116,7 +116,7 @@ def test_a_step_that_fails_at_any_allocation_is_as_if_it_had_not_begun(store: st
     want = list(truth(store))
     before = session(store, None if drafter == "off" else DRAFTERS[drafter](want))
     run_to_end(before.read(prompt()))
-    while before.boundary - before.committed > (2 if drafter == "right" else 1):
+    while before.compression_point - before.committed > (2 if drafter == "right" else 1):
         run_to_end(before.step(most=1))
     # the next step ends at a boundary, with a guess where those are right
     total = allocations(before.fork(), lambda s: run_to_end(s.step()))
@@ -324,7 +324,7 @@ def test_a_device_with_little_room_moves_what_is_old_to_disk() -> None:
     events = []
     for event in m.stream(text(200), max_new_tokens=200):
         events.append(event)
-        top = m.session.cache._rungs[0].tier  # type: ignore[attr-defined]
+        top = m.session.cache._levels[0].tier  # type: ignore[attr-defined]
         assert nbytes(top)["cpu"] <= 160 << 10
     turn = events[-1].turn  # type: ignore[union-attr]
     assert turn.ids == want.ids

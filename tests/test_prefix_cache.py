@@ -65,7 +65,7 @@ def shelf_in(folder: Path, lm: LM, most: int = 1 << 30) -> PrefixCache:
 
 def session(lm: LM) -> GenerationSession:
     return GenerationSession(
-        lm, Dense(lm.shapes, lm.dtype, windows=windows_of(lm.shapes, lm.sights)), Off(), Sampler(), chunk=100
+        lm, Dense(lm.shapes, lm.dtype, windows=windows_of(lm.shapes, lm.attention_params)), Off(), Sampler(), chunk=100
     )
 
 
@@ -102,7 +102,9 @@ def test_texts_share_what_they_begin_with(lm: LM, tmp_path: Path, shared: int) -
     other = [*IDS[:shared], *reversed(IDS)]
     alike = next(i for i, (a, b) in enumerate(zip([*IDS, -1], other, strict=False)) if a != b)
     cached, said, logits = answer(lm, shelf, other)
-    gone = max((w.window_start(len(IDS)) + w.size - 1 for w in windows_of(lm.shapes, lm.sights).values()), default=0)
+    gone = max(
+        (w.window_start(len(IDS)) + w.size - 1 for w in windows_of(lm.shapes, lm.attention_params).values()), default=0
+    )
     assert cached == (alike if alike >= max(32, gone) else 0)  # what windows had given back was not there to be kept
     _, plain, alone = answer(lm, None, other)
     assert said == plain

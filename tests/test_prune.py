@@ -110,7 +110,8 @@ def test_those_that_the_end_looks_at_go_on(chunk: int) -> None:
                 q, k = made.queries[layer - 1][:, 0], full.cache.slots(layer - 1).k
                 group = q.shape[0] // k.shape[0]
                 scores = (
-                    torch.stack([q[h] @ k[h // group].T for h in range(q.shape[0])]) * model.sights[layer - 1].scale
+                    torch.stack([q[h] @ k[h // group].T for h in range(q.shape[0])])
+                    * model.attention_params[layer - 1].scale
                 )
                 mass = scores.softmax(-1).mean(0)
                 best = mass.argsort(descending=True, stable=True)[: math.ceil(cuts[layer] * N)].tolist()
@@ -332,7 +333,7 @@ def test_one_cut_lets_on_whom_the_window_looks_at(method: str) -> None:
     rows = Rows.chain(ids[:N], 0)
     (made,) = run([ForwardRequest(model, rows, Dense(model.shapes, model.dtype), record_queries=range(N - 8, N))])
     q, k = made.queries[below - 1], made.fresh[below - 1].k.repeat_interleave(2, 0)
-    scores = (q @ k.transpose(1, 2)) * model.sights[below - 1].scale
+    scores = (q @ k.transpose(1, 2)) * model.attention_params[below - 1].scale
     scores = scores.masked_fill(torch.arange(N) > torch.arange(N - 8, N).view(-1, 1), -torch.inf)
     mass = scores.softmax(-1).mean((0, 1))
     pooled = torch.stack([mass[max(0, i - 3) : i + 4].max() for i in range(N)])

@@ -360,7 +360,7 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
 def test_every_rung_below_is_read_in_part(rungs: str) -> None:
     """Or the table above would compare ladders that read everything."""
     _, kv = decode(rungs, "all", "greedy", "fp64", Off())
-    read = [rung.tier for rung in kv._rungs[1:]]
+    read = [rung.tier for rung in kv._levels[1:]]
     assert all(isinstance(tier, SparseTier) and tier.tally.pages for tier in read)
 
 
@@ -376,9 +376,11 @@ def test_a_prompt_is_stored_as_if_nothing_were_left_out(rungs: str | None, polic
         recall = profile.sparse.settings
         low = DiskTier(alike(*shape), model.dtype, BIG, BIG)
         dense = Dense(alike(*shape), model.dtype)
-        kv = recall.bind(dense, dense, model.sights)
+        kv = recall.bind(dense, dense, model.attention_params)
         if rungs:
-            kv = TieredCache(dense, [TierLevel(recall.bind_tier(low, model.sights))], holds=5, group=4, sinks=1)
+            kv = TieredCache(
+                dense, [TierLevel(recall.bind_tier(low, model.attention_params))], holds=5, group=4, sinks=1
+            )
         session = GenerationSession(model, kv, Off(), exactness.SAMPLERS["greedy"], policy=policy, chunk=13, every=8)
         run_to_end(session.read(families.prompt(90)))
         stores.append(kv.slots(2))

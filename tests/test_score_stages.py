@@ -320,7 +320,7 @@ def test_queries_of_a_greedy_answer_vote() -> None:
         k = stored[layer].k
         past = Slots(k, stored[layer].v, torch.arange(60).expand(K, -1))
         q = torch.cat([one[layer] for one in queries], 1)
-        at = moment(past, q, layer, q_pos=torch.arange(59, 63), scale=TINY.sights[layer].scale)
+        at = moment(past, q, layer, q_pos=torch.arange(59, 63), scale=TINY.attention_params[layer].scale)
         guarded = (past.pos < 2) | (past.pos >= 55)
         score = Snap(queries=4, pool=3).score(past, at).masked_fill(guarded, torch.inf)
         want = selection.uniform(score, past.pos, 18)

@@ -88,7 +88,7 @@ def test_the_past_changes_only_at_boundaries() -> None:
 
 def test_a_pass_refuses_to_commit_across_a_boundary() -> None:
     s = session()
-    s.boundary = 2
+    s.compression_point = 2
     made = ForwardResult(torch.empty(0), lambda row: 0, lambda row: [], (), ())
     with pytest.raises(AssertionError, match="boundary"):
         s._commit(Rows.chain([1, 2, 3], 0), (), made, [0, 1, 2])

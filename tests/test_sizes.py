@@ -62,7 +62,7 @@ def theirs(name: str, dtype: torch.dtype = torch.float32) -> list[int]:
 
 
 def dense(model: LM) -> Dense:
-    return Dense(model.shapes, model.dtype, windows=windows_of(model.shapes, model.sights))
+    return Dense(model.shapes, model.dtype, windows=windows_of(model.shapes, model.attention_params))
 
 
 def ladder(model: LM, below: CroppableTier) -> TieredCache:

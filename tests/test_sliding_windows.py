@@ -31,7 +31,9 @@ NARROW = LM.of(families.build("gemma3").bfloat16())
 
 
 def windows(model: LM, back: int = BACK) -> dict[int, Window]:
-    return {layer: Window(window.size, back) for layer, window in windows_of(model.shapes, model.sights).items()}
+    return {
+        layer: Window(window.size, back) for layer, window in windows_of(model.shapes, model.attention_params).items()
+    }
 
 
 def dense(model: LM, back: int | None = BACK) -> Dense:
@@ -214,9 +216,9 @@ def test_shared_slots_stay_as_long_as_any_layer_sees_them() -> None:
         LayerShape(1, 4, 4, shared_from=0),
         LayerShape(1, 4, 4, shared_from=1),
     ]
-    sights = [AttentionParams(1.0, window=size) for size in (5, 5, 9, None)]
-    assert windows_of(shapes, sights) == {0: Window(9)}
-    kv = Dense(shapes, torch.float32, windows=windows_of(shapes, sights))
+    attention_params = [AttentionParams(1.0, window=size) for size in (5, 5, 9, None)]
+    assert windows_of(shapes, attention_params) == {0: Window(9)}
+    kv = Dense(shapes, torch.float32, windows=windows_of(shapes, attention_params))
     for layer in (0, 1):
         kv.append(layer, torch.randn(1, 900, 4), torch.randn(1, 900, 4), 0)
     kv.compress((), 900)

@@ -64,7 +64,7 @@ def over(lm: LM, *below: TierLevel, **how: Any) -> TieredCache:
 
 def narrow(lm: LM) -> dict[int, Window]:
     """Windows of which whole blocks are given back within these short texts."""
-    return {layer: Window(of.size, back=16) for layer, of in windows_of(lm.shapes, lm.sights).items()}
+    return {layer: Window(of.size, back=16) for layer, of in windows_of(lm.shapes, lm.attention_params).items()}
 
 
 STORES: Mapping[str, Callable[[LM], KVCache]] = {

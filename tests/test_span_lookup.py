@@ -46,7 +46,7 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> LM:
 
 
 def session(lm: LM, how: ReuseMethod | None = None) -> GenerationSession:
-    kv = Dense(lm.shapes, lm.dtype, windows=windows_of(lm.shapes, lm.sights))
+    kv = Dense(lm.shapes, lm.dtype, windows=windows_of(lm.shapes, lm.attention_params))
     return GenerationSession(lm, kv, Off(), Sampler(), chunk=200, reusing=how)
 
 

@@ -214,7 +214,7 @@ class Checkout:
         attention = parts.timed("attention", self.forward.attention)
         self._interface.register("kvcli", attention)
         for layer in lm.model.model.layers:
-            own = answer.layer(layer.self_attn, attention, lm.sights[0]) if hollow else None
+            own = answer.layer(layer.self_attn, attention, lm.attention_params[0]) if hollow else None
             if hasattr(vars(layer).get("forward"), "_forward"):  # a gate
                 gate = layer.forward
                 inner = parts.timed("model", own or gate._forward())

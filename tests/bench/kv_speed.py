@@ -67,7 +67,7 @@ def on_disk(recall: str) -> Callable[[Any], Any]:
 def recalled(recall: str) -> Callable[[Any], Any]:
     def make(lm: Any) -> Any:
         store = dense(lm)
-        return settings(recall).bind(store, store, lm.sights)
+        return settings(recall).bind(store, store, lm.attention_params)
 
     return make
 
@@ -77,7 +77,7 @@ def settings(recall: str) -> Any:
 
 
 def read(lm: Any, tier: Any, recall: str) -> Any:
-    return settings(recall).bind_tier(tier, lm.sights)
+    return settings(recall).bind_tier(tier, lm.attention_params)
 
 
 SIDES: dict[str, Callable[[Any], Any]] = {

@@ -111,7 +111,7 @@ def rounding(
     g = torch.Generator().manual_seed(0)
     for layer, q in enumerate(made.queries):
         fresh = made.fresh[layer]
-        sight, old = loaded.lm.sights[layer], (fresh.k[:, :-QUERIES], fresh.v[:, :-QUERIES])
+        sight, old = loaded.lm.attention_params[layer], (fresh.k[:, :-QUERIES], fresh.v[:, :-QUERIES])
         groups = q.view(fresh.k.shape[0], -1, *q.shape[1:])  # [K, G, N, D]
         read = {
             f"{method} {share:.1%}": reads(groups, *old, sight, method, share) for method in recall for share in SHARES

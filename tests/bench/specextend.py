@@ -192,7 +192,13 @@ def cost_of_drafting(
         for layer, s in enumerate(lm.shapes):
             fresh = torch.randn(2, s.n_kv_heads, n + 999, s.k_dim, generator=generator).to(lm.dtype)
             kv.append(layer, fresh[0, :, : n - 1], fresh[1, :, : n - 1], 0)
-        more: dict[str, Any] = {"sees": 1024, "closes": True, "size": 32, "recent": 256, "sights": scored_layers(lm, 1)}
+        more: dict[str, Any] = {
+            "sees": 1024,
+            "closes": True,
+            "size": 32,
+            "recent": 256,
+            "attention_params": scored_layers(lm, 1),
+        }
         made = ChunkRetrievalModel(lm, 1024, 4, trigger=partial(trigger, "every:8"), **more)
         made.start(ids)
         began = time.perf_counter()

@@ -140,7 +140,7 @@ def test_what_is_passed_over_is_not_in_its_states() -> None:
     run_to_end(at.prefill())
     fresh.start([*ids[:3], *ids[50:]])
     run_to_end(fresh.prefill())
-    rec = {key for key in its.mixers.like.rec if key[0] == 0}  # of the first layer, which knows no position
+    rec = {key for key in its.recurrent_layers.like.rec if key[0] == 0}  # of the first layer, which knows no position
     assert all(torch.allclose(at._states.now.rec[key], fresh._states.now.rec[key], atol=1e-5) for key in rec)
     assert at._states.now.at == 69
 

@@ -355,7 +355,7 @@ def prompt(storage: str = "") -> list[int]:
 def past(storage: str, model: LM) -> KVCache:
     """Empty."""
     stored = torch.float32 if storage == "rounded" else model.dtype  # kv.dtype below that of the model
-    windows = {at: Window(of.size, back=1) for at, of in windows_of(model.shapes, model.sights).items()}
+    windows = {at: Window(of.size, back=1) for at, of in windows_of(model.shapes, model.attention_params).items()}
     top = Dense(model.shapes, stored, model.device, windows=windows if storage == "given" else None)
     if storage in INDEXES:
         epsilon = 0.3 if storage == "certified" else None
@@ -363,7 +363,7 @@ def past(storage: str, model: LM) -> KVCache:
         how: dict[str, Any] = {"epsilon": epsilon, "source": top, "is_shared": storage == "chosen once"}
         return SparseCache(top, INDEXES[storage], part, range(1, model.n_layers), **how)
     if storage in FORMS or storage == "rebuilt":  # the latter as in ShadowKV
-        of = FormatContext(model.shapes, stored, model.sights, partial(rotaries, model))
+        of = FormatContext(model.shapes, stored, model.attention_params, partial(rotaries, model))
         form = FORMS.get(storage, Cskv(k_rank=3, v_rank=0))
         coded = form.tier(of, model.device, Kv(k_bits=4, v_bits=4, group=5))
         some = SparseTier(coded, LowRank(3, 5), PageBudget(0.1, 4, 2, 3), range(1, model.n_layers), source=coded)

@@ -82,16 +82,16 @@ def _stores(lm: LM) -> dict[str, tuple[Callable[[], KVCache], str]]:
         "packed": (lambda: ladder(TierLevel(packed())), "packed"),
         "packed, host": (lambda: ladder(TierLevel(far(packed(cpu)))), "packed"),
         "recall of all, host": (
-            lambda: ladder(TierLevel(MinMax(**PART).bind_tier(far(dense(cpu)), lm.sights))),
+            lambda: ladder(TierLevel(MinMax(**PART).bind_tier(far(dense(cpu)), lm.attention_params))),
             "device",
         ),
         "sketch of all, host": (
-            lambda: ladder(TierLevel(Sketch(**PART).bind_tier(far(dense(cpu)), lm.sights))),
+            lambda: ladder(TierLevel(Sketch(**PART).bind_tier(far(dense(cpu)), lm.attention_params))),
             "device",
         ),
         "certified, device": (
             lambda: ladder(
-                TierLevel(Certified(**{**PART, "fraction": 0.2}, epsilon=0.0).bind_tier(dense(), lm.sights))
+                TierLevel(Certified(**{**PART, "fraction": 0.2}, epsilon=0.0).bind_tier(dense(), lm.attention_params))
             ),
             "device",
         ),

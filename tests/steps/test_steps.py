@@ -111,7 +111,7 @@ def test_states_of_a_smaller_hybrid_count_and_are_those_that_were_planned() -> N
     run_to_end(written(lm(), SAMPLERS["greedy"], by))
     layer = {use.layer: use.nbytes for use in by.usage() if use.slots == 0}
     one = dict.fromkeys(layer, 0)
-    for (of, _), t in draft.mixers.like.tensors:
+    for (of, _), t in draft.recurrent_layers.like.tensors:
         one[of] += t.nbytes
     assert layer
     assert all(one[of] <= layer[of] <= (LookaheadReasoning().states - 1) * one[of] for of in layer)

@@ -55,7 +55,7 @@ def rotaries(lm: LM) -> tuple[Rotary | None, ...]:
 
 def _found(lm: LM) -> tuple[Rotary | None, ...]:
     try_ = ["--set reuse.method=none", "--set context.on_overflow=error", "--set kv_format.rope=after"]
-    lm.mixers.refuse(lm.info.id, "keys moved to other positions are not all that it knows of a text", try_)
+    lm.recurrent_layers.refuse(lm.info.id, "keys moved to other positions are not all that it knows of a text", try_)
     if any(of.rank for of in lm.shapes):
         _refuse(lm, "it stores latents, of which only a part is turned")
     tables = list(_tables(lm))

@@ -59,14 +59,14 @@ class SequenceState:
         if the model's keys cannot be rotated to new positions. `checkpoints`: most saved recurrent states.
         """
         self.lm, self.cache, self.drafter, self.sampler = lm, kv, drafter, sampler
-        self.states = RecurrentStates(lm.mixers.like, checkpoints)
+        self.states = RecurrentStates(lm.recurrent_layers.like, checkpoints)
         self.view, self.policy, self.pruning, self.reusing = view, policy, pruning, reusing
         self.chunk_rows, self.every = chunk, every
         self.ids: list[int] = []
         self.committed = 0
         self._n_prompt = 0  # tokens stored at the end of the last prefill
         self.behind = AuxCache(lm, pruning)  # deferred prompt tokens
-        self.boundary = self._next_boundary()
+        self.compression_point = self._next_compression_point()
         self.seen = SeenTokens(lm.vocab, "cpu" if lm.device.type == "mps" else lm.device)  # the device that samples
         self.constraint: Constraint | None = None  # constraint of the answer, which starts at `answer_at`
         self.answer_at = 0
@@ -114,7 +114,7 @@ class SequenceState:
             self.memory = self._wants.memory()
         self.seen.clear()
         self.seen.add(self.ids)
-        self.boundary = self._next_boundary()
+        self.compression_point = self._next_compression_point()
         return keep
 
     def take_over(self, other: SequenceState) -> None:
@@ -148,11 +148,11 @@ class SequenceState:
         self._append(past, n)
         self.seen.add(ids[len(self.ids) : n + 1])
         self.ids = list(ids[: n + 1])
-        self.boundary = self._next_boundary()
+        self.compression_point = self._next_compression_point()
 
     def _append(self, past: Iterable[tuple[int, Tensor, Tensor, int]], n: int) -> None:
         """Store the KV of the tokens up to n, or nothing if that fails."""
-        assert not self.lm.mixers, "keys and values alone are not all that such a model knows of a text"
+        assert not self.lm.recurrent_layers, "keys and values alone are not all that such a model knows of a text"
         try:
             self.cache.reserve(n)
             for layer, k, v, start in past:
@@ -203,7 +203,7 @@ class SequenceState:
         self._own = own if own < len(ids) else math.inf
         self.seen.clear()
         self.seen.add(self.ids)
-        self.boundary = self._next_boundary()
+        self.compression_point = self._next_compression_point()
 
     def replace_cache(self, kv: KVCache) -> None:
         """Continue with the KV in the cache `kv`."""
@@ -245,7 +245,7 @@ class SequenceState:
         """True if the KV of a token is stored nowhere."""
         return self._has_left or (not self._is_whole and self.cache.forgets)
 
-    def _next_boundary(self) -> float:
+    def _next_compression_point(self) -> float:
         """Return the next compression point. The policy's are counted from the start of the sequence, those for
         revivals from the start of the answer."""
         n = self.committed

@@ -20,7 +20,7 @@ PER_PAGE = 11
 
 
 class SparseMethod(Protocol):
-    """A method of the table. `sights`: attention parameters by layer; None = the layer reads another layer's slots."""
+    """A method of the table. `attention_params`: one entry per layer; None = the layer reads another layer's slots."""
 
     @property
     def exactness_label(self) -> Exactness:
@@ -30,17 +30,17 @@ class SparseMethod(Protocol):
     def selection_interval(self) -> int | None:
         """Tokens between two compression points while decoding; None = the method needs none."""
 
-    def bind(self, store: KVCache, source: PageSource, sights: Sequence[AttentionParams | None]) -> KVCache:
+    def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
         """Return a KV cache of one tier that rows read by these settings; `source`: read access to its single slots."""
 
-    def bind_tier(self, tier: PageTier, sights: Sequence[AttentionParams | None]) -> CroppableTier:
+    def bind_tier(self, tier: PageTier, attention_params: Sequence[AttentionParams | None]) -> CroppableTier:
         """Return a lower tier of a tiered cache that rows read by these settings."""
 
     @property
     def describe_read(self) -> str:
         """Share of a long sequence that a row reads, in words; "" = all of it."""
 
-    def layers(self, sights: Sequence[AttentionParams | None]) -> list[int]:
+    def layers(self, attention_params: Sequence[AttentionParams | None]) -> list[int]:
         """Return the layers with sparse attention."""
 
     def per_slot(self, head_dim: int, number: int) -> float:
@@ -61,13 +61,13 @@ class FullAttention:
     selection_interval: ClassVar[None] = None
     describe_read: ClassVar[str] = ""
 
-    def bind(self, store: KVCache, source: PageSource, sights: Sequence[AttentionParams | None]) -> KVCache:
+    def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
         return store
 
-    def bind_tier(self, tier: PageTier, sights: Sequence[AttentionParams | None]) -> CroppableTier:
+    def bind_tier(self, tier: PageTier, attention_params: Sequence[AttentionParams | None]) -> CroppableTier:
         return tier
 
-    def layers(self, sights: Sequence[AttentionParams | None]) -> list[int]:
+    def layers(self, attention_params: Sequence[AttentionParams | None]) -> list[int]:
         return []
 
     def per_slot(self, head_dim: int, number: int) -> float:
@@ -102,18 +102,20 @@ class _PageSelection:
     def describe_read(self) -> str:
         return f"{self.fraction:.0%} of the text for each token, at least {self.floor:,} tokens"
 
-    def bind(self, store: KVCache, source: PageSource, sights: Sequence[AttentionParams | None]) -> KVCache:
+    def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
         from kvcli.kv.sparse.sparse_cache import SparseCache
 
-        return SparseCache(store, **self._how(source, sights))
+        return SparseCache(store, **self._how(source, attention_params))
 
-    def bind_tier(self, tier: PageTier, sights: Sequence[AttentionParams | None]) -> CroppableTier:
+    def bind_tier(self, tier: PageTier, attention_params: Sequence[AttentionParams | None]) -> CroppableTier:
         from kvcli.kv.sparse.sparse_tier import SparseTier
 
-        return SparseTier(tier, **self._how(tier, sights))
+        return SparseTier(tier, **self._how(tier, attention_params))
 
-    def layers(self, sights: Sequence[AttentionParams | None]) -> list[int]:
-        return [i for i, sight in enumerate(sights) if i >= self.dense_layers and sight and sight.window is None]
+    def layers(self, attention_params: Sequence[AttentionParams | None]) -> list[int]:
+        return [
+            i for i, sight in enumerate(attention_params) if i >= self.dense_layers and sight and sight.window is None
+        ]
 
     def per_head(self, head_dim: int) -> float:
         return 16.0  # counts of pages and of slots
@@ -129,13 +131,13 @@ class _PageSelection:
         """Return the softmax mass that a row may miss; None = not bounded."""
         return None
 
-    def _how(self, source: PageSource, sights: Sequence[AttentionParams | None]) -> dict[str, Any]:
+    def _how(self, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> dict[str, Any]:
         from kvcli.kv.sparse.pages import PageBudget
 
         return {
             "index": self.index(),
             "budget": PageBudget(self.fraction, self.floor, self.sinks, self.recent),
-            "layers": self.layers(sights),
+            "layers": self.layers(attention_params),
             "epsilon": self.allowance(),
             "cutoff": self.cutoff,
             "is_shared": self.choice == "interval",

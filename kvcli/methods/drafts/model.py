@@ -154,7 +154,7 @@ class SeparateModelDraft(ModelDraftSettings):
         }
         for key, (is_asked, why) in of_keys.items():
             if is_asked:
-                draft.mixers.refuse(draft.info.id, why, [f"--set spec.{key}"])
+                draft.recurrent_layers.refuse(draft.info.id, why, [f"--set spec.{key}"])
         if closes and self.working + self.depth > draft.limit:
             raise BadConfig(
                 f"spec.working = {self.working:,} is more than {draft.info.id}, which drafts, was made for",
@@ -217,7 +217,7 @@ class SeparateModelDraft(ModelDraftSettings):
             closes=closes,
             size=self.chunk,
             recent=self.recent,
-            sights=scored_layers(pair.target, self.scored_layers),
+            attention_params=scored_layers(pair.target, self.scored_layers),
             trigger=partial(trigger, self.retrieval),
             is_far=self.chunk_device == "host",
         )

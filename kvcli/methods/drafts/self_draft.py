@@ -47,7 +47,9 @@ class SelfDraft(ModelDraftSettings, ViewSettings):
 
         assert pair is not None, "somebody must draft"
         lm = pair.target
-        lm.mixers.refuse(lm.info.id, "it cannot draft over a part of its KV cache", ["--set spec.method=ngram"])
+        lm.recurrent_layers.refuse(
+            lm.info.id, "it cannot draft over a part of its KV cache", ["--set spec.method=ngram"]
+        )
         guesser = SelfDraftModel(lm, self._skipping(lm))
         chain = ModelDraft(guesser, depth=self.depth, vocab=lm.vocab, share=_UNTRIED, ends=ends, name="self")
         return self.mixer(chain, PromptLookup(self.min_match, self.max_match), view=self.glance())

@@ -60,7 +60,7 @@ class KVzip(TopK):
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Require no queries, because the repetition computes its own. The stored scores take 1/D of the KV cache."""
         try_ = ["--set policy.name=expected"]
-        lm.mixers.refuse(lm.info.id, "a repetition behind it would be of what they know, not of slots", try_)
+        lm.recurrent_layers.refuse(lm.info.id, "a repetition behind it would be of what they know, not of slots", try_)
         if self.plus and any(of.shared_from is not None for of in lm.shapes):
             raise BadModel(
                 f"policy.plus = true needs layers with keys of their own; some of {lm.info.id} read those of others",

@@ -34,7 +34,7 @@ class QueryScored(TopK):
         """Require the newest queries. Raises BadModel if `lookahead` is set and the model has recurrent layers."""
         if self.lookahead:
             why = "an answer that is only tried would go into it"
-            lm.mixers.refuse(lm.info.id, why, ["--set policy.lookahead=0"])
+            lm.recurrent_layers.refuse(lm.info.id, why, ["--set policy.lookahead=0"])
         return self.want(lm, recent=recent)
 
     def extra_rows(self, n: int) -> int:

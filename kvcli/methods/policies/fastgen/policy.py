@@ -147,7 +147,9 @@ class FastGen(PolicyDefaults):
         own = self.of(lm)
         if self.recovery == "auto" and self.replay and not self.keep:
             try_ = ["--set policy.recovery=0.95"]
-            lm.mixers.refuse(lm.info.id, "what stands in the middle of it cannot be predicted once more", try_)
+            lm.recurrent_layers.refuse(
+                lm.info.id, "what stands in the middle of it cannot be predicted once more", try_
+            )
         rows = head_rows(self.headmap, lm) if self.headmap else []
         full = [[value >= self.headmap_from for value in row] for row in rows]
         since = own.compression_interval if any("frequent" in name for name in own.candidates) else 0
