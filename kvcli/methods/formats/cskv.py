@@ -18,7 +18,7 @@ from kvcli.errors import BadConfig
 from kvcli.kv.formats.block_format import BlockFormat
 from kvcli.kv.formats.format import Codes
 from kvcli.kv.formats.quantization import grouped, low_rank_factors, product, to_16_bit
-from kvcli.settings.effects import Needs
+from kvcli.settings.effects import ALIKE_HEADS, Needs
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -40,11 +40,7 @@ class Cskv(BlockFormat):
     @property
     def needs(self) -> Needs | None:
         """Heads that are rounded together must hold the same tokens."""
-        return (
-            Needs(frozenset({"evicts"}), "heads that hold the same tokens: set kv_format.joint = 1", "joint")
-            if self.joint > 1
-            else None
-        )
+        return ALIKE_HEADS if self.joint > 1 else None
 
     def heads(self, n: int) -> int:
         return max(h for h in range(1, min(n, self.joint) + 1) if n % h == 0)

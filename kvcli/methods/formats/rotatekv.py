@@ -17,7 +17,7 @@ from kvcli.errors import BadConfig
 from kvcli.kv.formats.block_format import BlockFormat
 from kvcli.kv.formats.format import Codes
 from kvcli.kv.formats.quantization import by_slot, grouped, of_slots, placed, to_16_bit
-from kvcli.settings.effects import Needs
+from kvcli.settings.effects import ALIKE_HEADS, Needs
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -38,11 +38,7 @@ class RotateKV(BlockFormat):
     @property
     def needs(self) -> Needs | None:
         """Heads that are rounded together must hold the same tokens."""
-        return (
-            Needs(frozenset({"evicts"}), "heads that hold the same tokens: set kv_format.joint = 1", "joint")
-            if self.joint > 1
-            else None
-        )
+        return ALIKE_HEADS if self.joint > 1 else None
 
     def heads(self, n: int) -> int:
         return max(1 << i for i in range(self.joint.bit_length()) if 1 << i <= self.joint and n % (1 << i) == 0)

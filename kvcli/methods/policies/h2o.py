@@ -56,7 +56,7 @@ class H2O(TopK):
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Require the queries since the last compression point."""
-        return self.want(lm, lambda: RunningScores(lm), recent=self.queries)
+        return self.want(lm, lambda: RunningScores(lm))
 
     def select(self, at: CompressionPoint) -> Steps[Masks] | Masks:
         """Add the recorded queries, even if no slot competes now, then select as all score policies do."""

@@ -11,8 +11,7 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
 
@@ -31,10 +30,6 @@ class Snap(QueryScored):
         super().__post_init__()
         if self.pool % 2 == 0:
             raise ValueError(f"pool = {self.pool} has no middle: use an odd number")
-
-    def requirements(self, lm: LM) -> PolicyRequirements:
-        """Require the newest `queries` queries."""
-        return self.looks(lm, self.queries)
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Return the mean attention of the newest `queries`, pooled over `pool` positions."""

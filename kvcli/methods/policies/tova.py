@@ -11,8 +11,7 @@ from kvcli.policies.scoring.topk import Alloc
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
 
@@ -24,10 +23,7 @@ class Tova(QueryScored):
 
     name: ClassVar[str] = "tova"
     by: ClassVar[str] = "what its last token looks at"
-
-    def requirements(self, lm: LM) -> PolicyRequirements:
-        """Require the newest query."""
-        return self.looks(lm, 1)
+    queries: ClassVar[int] = 1  # the newest
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Return the attention of the newest query, averaged over the heads of the layer."""

@@ -16,8 +16,7 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
 
@@ -31,10 +30,6 @@ class Vatp(QueryScored):
 
     name: ClassVar[str] = "vatp"
     by: ClassVar[str] = "what its end looks at and how large its values are"
-
-    def requirements(self, lm: LM) -> PolicyRequirements:
-        """Require the newest `queries` queries."""
-        return self.looks(lm, self.queries)
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Return the mean attention times the L1 norm of the value."""

@@ -28,14 +28,13 @@ class Pie:
     needs: ClassVar[Needs] = Needs(frozenset({"evicts", "prunes", "selects"}), "the KV of all tokens, read in full")
 
     @property
+    def recompute(self) -> float:
+        """Share of a span that is recomputed: none."""
+        return 0.0
+
+    @property
     def describe_reused(self) -> str:
         return f"takes over {self.min_span} tokens or more in a row as they were read behind another text"
-
-    def check_model(self, lm: LM) -> None:
-        """Raise BadModel if RoPE is not a fixed table."""
-        from kvcli.engine.hf.rope import rotaries
-
-        rotaries(lm)
 
     def bind(self, lm: LM) -> ReusableSpans:
         """Return the re-rotated spans, without recompute."""

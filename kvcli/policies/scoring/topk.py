@@ -160,8 +160,14 @@ class TopK(PolicyDefaults):
                 code="policy_unsupported",
                 try_=["--set policy.reuse_layers=1"],
             )
-        given = {"kinds": spans or self.unit == "sentence", "marks": marks, "guard": guard, **more}
+        kinds = spans or self.unit == "sentence"
+        given = {"recent": self.queries, "kinds": kinds, "marks": marks, "guard": guard, **more}
         return PolicyRequirements(memory=lambda: ScoreState(heads, own=own(), known=known, outward=outward), **given)
+
+    @property
+    def queries(self) -> int:
+        """Number of newest queries to record; 0 = the score is by keys and values alone."""
+        return 0
 
     @property
     def weighs(self) -> str:
