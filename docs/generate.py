@@ -144,10 +144,10 @@ def _cell_text(text: str) -> str:
 
 def slash(_: str) -> str:
     """The commands of a chat."""
-    from kvcli.commands.chat import slash  # noqa: F401  # its import fills the table
-    from kvcli.commands.chat.slash_table import markdown
+    from kvcli.commands.chat.slash import SLASH
 
-    return markdown()
+    rows = [f"| `{_cell_text(call)}` | {help} |" for call, help in SLASH.rows()]
+    return "\n".join(["| command | what it does |", "|---|---|", *rows])
 
 
 def keys(_: str) -> str:

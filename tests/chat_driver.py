@@ -44,7 +44,6 @@ def main(what, facts, history=""):
     world.options.quiet = facts.pop("quiet", False)
     model, screen = FakeModel(**facts), Screen.of(world, stats)
     if what == "repl":
-        from kvcli.commands.chat import slash  # noqa: F401  # fills the table of slash commands
         from kvcli.commands.chat.repl import run_repl
 
         for line in header(model.info, HeaderFacts("0.1.0", "fafo", "exact"), screen.err.width):

@@ -21,7 +21,6 @@ from kvcli.chat.conversation import Chat
 from kvcli.chat.database import NAME
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.chat.transcript import messages_of
-from kvcli.commands.chat import slash  # noqa: F401  # fills the table of slash commands
 from kvcli.commands.chat.repl import Repl
 from kvcli.commands.common.run_setup import Setup
 from kvcli.documents import Document

@@ -508,8 +508,10 @@ def test_a_copy_with_other_settings_is_checked_as_well() -> None:
     ("old", "new"),
     [
         ("memory.ladder=[]", "memory.fallbacks"),
-        ("recall.every=8", "sparse"),
-        ("form.rope=after", "kv_format"),
+        ("recall.every=8", "sparse.selection_interval"),
+        ("form.rope=after", "kv_format.rope"),
+        ("keep.codec=none", "prefix_cache.codec"),
+        ("steps={}", "reasoning_steps"),
     ],
 )
 def test_a_former_name_is_refused_with_the_present_one(old: str, new: str) -> None:

@@ -16,12 +16,9 @@ from prompt_toolkit.document import Document as Typed
 from kvcli.api import Text
 from kvcli.chat.conversation import Chat
 from kvcli.chat.saved_chats import SavedChats
-from kvcli.commands.chat import (
-    line_editor,
-    slash,  # noqa: F401  # fills the table of slash commands
-    slash_table,
-)
+from kvcli.commands.chat import line_editor
 from kvcli.commands.chat.repl import HINT, Repl
+from kvcli.commands.chat.slash import SLASH
 from kvcli.commands.common.background import in_background
 from kvcli.commands.common.interrupt import IMPATIENT, Interrupt
 from kvcli.demo import sample_path
@@ -242,7 +239,7 @@ def test_the_first_ctrl_c_is_a_flag_and_a_later_one_an_exception():
 
 def test_help_lists_every_command(talk):
     said = talk.type("/help")
-    assert all(f"/{name}" in said for name in slash_table.COMMANDS)
+    assert all(f"/{name}" in said for name in SLASH)
     assert talk.type("/help undo").strip() == "/undo [N]: remove the last question, or the last N"
     assert talk.type("/?") == said
 
@@ -394,7 +391,7 @@ def test_save_and_export(talk, tmp_path):
 
 
 def test_every_command_survives_a_chat_in_which_nothing_happened(talk):
-    for name in slash_table.COMMANDS:
+    for name in SLASH:
         assert "internal" not in talk.type(f"/{name}"), name
 
 
@@ -403,7 +400,8 @@ def test_every_command_survives_a_chat_in_which_nothing_happened(talk):
 
 def test_the_guide_lists_the_commands_as_they_are():
     page = Path(__file__).parents[1].joinpath("docs", "chat.md").read_text(encoding="utf-8")
-    assert slash_table.markdown() in page
+    assert SLASH
+    assert all(f"| {help} |" in page for _, help in SLASH.rows())
 
 
 # --- the prompt

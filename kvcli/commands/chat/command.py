@@ -266,7 +266,6 @@ def converse(
     rules: Grammar | None = None,
 ) -> int:
     """Run the interactive chat."""
-    from kvcli.commands.chat import slash  # noqa: F401  # its import fills the table of slash commands
     from kvcli.commands.chat.answer_constraint import constrain
     from kvcli.commands.chat.repl import run_repl
     from kvcli.commands.chat.save_chat import about

@@ -20,7 +20,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
-from kvcli.commands.chat.slash_table import COMMANDS
+from kvcli.commands.chat.slash import SLASH
 from kvcli.environment import Environment
 from kvcli.files import append, private_folder
 from kvcli.safe_output import SafeStream, neutralise
@@ -170,10 +170,10 @@ class SlashCompleter(Completer):
         name, space, argument = text[1:].partition(" ")
         if not space:
             # insert a space too if an argument follows
-            names = sorted(n + " " * bool(c.usage) for c in COMMANDS.values() for n in (c.name, *c.also))
+            names = sorted(n + " " * bool(c.usage) for c in SLASH.values() for n in (c.name, *c.also))
             yield from _matching(name, names)
             return
-        kind = next((c.completes for c in COMMANDS.values() if name in (c.name, *c.also)), "")
+        kind = next((c.completes for c in SLASH.values() if name in (c.name, *c.also)), "")
         if kind == "path":
             yield from self.paths.get_completions(Document(argument.lstrip()), complete_event)
         elif kind and " " not in argument:

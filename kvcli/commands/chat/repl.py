@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcli.api import Event, Turn
 from kvcli.chat.conversation import Chat
-from kvcli.commands.chat import line_editor, slash_table
+from kvcli.commands.chat import line_editor
 from kvcli.commands.chat.save_chat import keep, keep_read
+from kvcli.commands.chat.slash import SLASH
 from kvcli.commands.common.background import in_background
 from kvcli.commands.common.error_exit import machine_gave_out
 from kvcli.commands.common.inputs import well_formed
@@ -135,7 +136,7 @@ class Repl:
                 self.ask(line[1:])
             elif line.startswith("/"):
                 name, _, argument = line[1:].strip().partition(" ")
-                slash_table.find(name).run(self, argument.strip())
+                SLASH.find(name).run(self, argument.strip())
             else:
                 self.ask(line)
         except KvcliError as error:
@@ -274,7 +275,7 @@ class Repl:
             "key": lambda: self.profiles.keys() if self.profiles else (),
             "stats": lambda: ("live", "turn", "off", "last"),
             "chat": lambda: [entry.id for entry in self.chat.sessions.entries()],
-            "command": lambda: tuple(slash_table.COMMANDS),
+            "command": lambda: tuple(SLASH),
             "document": lambda: [str(i + 1) for i in range(len(self.chat.documents))],
         }
 
