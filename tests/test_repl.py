@@ -72,7 +72,7 @@ class Talk:
         self.now = 0.0
         self.model = FakeModel(**({"answer": "an answer"} | facts))
         self.chat = Chat(self.model, sessions=SavedChats(folder))
-        self.repl = Repl(self.chat, Screen.of(self.world), self.world, profiles=Profiles(), profile="fafo")
+        self.repl = Repl(self.chat, Screen.of(self.world), self.world, SLASH, profiles=Profiles(), profile="fafo")
 
     def type(self, *lines):
         """Type the lines, then Ctrl-D; what the chat said on stderr meanwhile."""
@@ -429,7 +429,7 @@ def test_blocks_on_a_dumb_terminal(tmp_path):
     world = Environment(
         io.StringIO('"""a\nb\n"""\nc\n'), io.StringIO(), io.StringIO(), {"TERM": "dumb"}, tmp_path, None
     )
-    reader = line_editor.reader(world, {}, None)
+    reader = line_editor.reader(world, SLASH, {}, None)
     assert [reader.read(), reader.read()] == ["a\nb", "c"]
     with pytest.raises(EOFError):
         reader.read()
@@ -437,7 +437,7 @@ def test_blocks_on_a_dumb_terminal(tmp_path):
 
 
 def completions(talk, text):
-    completer = line_editor.SlashCompleter(talk.repl._words(), talk.world.cwd)
+    completer = line_editor.SlashCompleter(SLASH, talk.repl._words(), talk.world.cwd)
     return [c.text for c in completer.get_completions(Typed(text), CompleteEvent())]
 
 
