@@ -11,6 +11,7 @@ from kvcli.errors import UsageError
 from kvcli.settings.renamed import FORMER
 
 Handler = Callable[[Any, str], None]  # takes the chat (repl.py) and the argument
+Register = Callable[[Handler], Handler]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,7 @@ class Slash:
 class SlashTable(dict[str, Slash]):
     """Slash commands by name, in order of registration."""
 
-    def add(
-        self, name: str, usage: str, help: str, also: tuple[str, ...] = (), completes: str = ""
-    ) -> Callable[[Handler], Handler]:
+    def add(self, name: str, usage: str, help: str, also: tuple[str, ...] = (), completes: str = "") -> Register:
         """Register a function as a slash command."""
 
         def register(run: Handler) -> Handler:
@@ -45,10 +44,9 @@ class SlashTable(dict[str, Slash]):
 
     def find(self, name: str) -> Slash:
         """Return the command of that name or alias. Raises an error that suggests a similar name."""
-        for command in self.values():
-            if name == command.name or name in command.also:
-                return command
-        names = [n for command in self.values() for n in (command.name, *command.also)]
+        names = {n: command for command in self.values() for n in (command.name, *command.also)}
+        if name in names:
+            return names[name]
         near = difflib.get_close_matches(name, names, 1) or [n for n in names if name and n.startswith(name)][:1]
         near = [FORMER[f"/{name}"][1:]] if f"/{name}" in FORMER else near
         raise UsageError(
@@ -59,5 +57,4 @@ class SlashTable(dict[str, Slash]):
 
     def rows(self) -> list[tuple[str, str]]:
         """Return usage and help of every command."""
-        also = {c.name: f" ({', '.join('/' + n for n in c.also)})" if c.also else "" for c in self.values()}
-        return [(c.call, c.help + also[c.name]) for c in self.values()]
+        return [(c.call, c.help + f" ({', '.join('/' + n for n in c.also)})" * bool(c.also)) for c in self.values()]

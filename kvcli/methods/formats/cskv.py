@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cskv(BlockFormat):
-    """Store low-rank factors of each block of keys and of values, over several heads (CSKV)."""
+    """CSKV (2024, arXiv 2409.10593): low-rank factors of each block of keys and of values, over several heads.
+
+    At rank 32 (2.62 MiB of KV), 0.833 of the demo's answers are right (measurements/kv-cache.md).
+    """
 
     rope: Literal["after", "before"] = "before"  # store keys before RoPE, where their rank is lower, or after
     k_rank: Annotated[int, Range(1)] = 16  # rank of the keys of a block

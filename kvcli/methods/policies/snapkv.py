@@ -1,4 +1,4 @@
-"""SnapKV: score slots by attention of the newest queries, pooled over neighbours (Li et al., arXiv 2404.14469)."""
+"""SnapKV: score slots by attention of the newest queries, pooled over neighbours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snap(QueryScored):
-    """Keep the tokens that the newest queries attend to, with their neighbours (SnapKV, arXiv 2404.14469)."""
+    """SnapKV (Li et al., 2024, arXiv 2404.14469): keeps the tokens that the newest queries attend to, and neighbours.
+
+    At 50% of the tokens, 0.535 of the demo's answers are right, 0.42 less than with all (measurements/policies.md).
+    """
 
     queries: Annotated[int, Range(1)] = 32  # newest tokens whose queries score the others
     pool: Annotated[int, Range(1)] = 7  # positions over which scores are pooled; odd

@@ -1,4 +1,4 @@
-"""TOVA: score slots by attention of the newest query, averaged over a layer's heads (Oren et al., arXiv 2401.06104)."""
+"""TOVA: score slots by attention of the newest query, averaged over a layer's heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tova(QueryScored):
-    """Keep the tokens that the newest query attends to, the same in all heads of a layer (TOVA, arXiv 2401.06104)."""
+    """TOVA (Oren et al., 2024, arXiv 2401.06104): keeps the tokens that the newest query attends to, in all heads.
+
+    At 50% of the tokens, 0.368 of the demo's answers are right, 0.587 less than with all (measurements/policies.md).
+    """
 
     alloc: Alloc = "uniform"
 

@@ -27,7 +27,10 @@ FEWER = 0.25  # the second layer recomputes this share of `recompute` more token
 
 @dataclass(frozen=True)
 class CacheBlend(Pie):
-    """Reuse matching text of other prompts, recompute the tokens that differ most (CacheBlend, arXiv 2405.16444)."""
+    """CacheBlend (Yao et al., 2024, arXiv 2405.16444): reuses matching text, recomputes the tokens that differ most.
+
+    A text with swapped halves is read 1.17 times sooner, its next token 0.0155 nats off (measurements/prefill.md).
+    """
 
     recompute: Annotated[float, Range(0, 1)] = 0.15  # share of a span recomputed, mean over layers above the first
     select: Literal["kv", "hidden"] = "kv"  # recompute by difference in: KV, or hidden states (KVShare)

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pie:
-    """Reuse the unchanged text after an edit, with keys rotated to their new positions (PIE, arXiv 2407.03157)."""
+    """PIE (He et al., 2024, arXiv 2407.03157): reuses unchanged text after an edit, with keys rotated to new positions.
+
+    A text with swapped halves is read 4.74 times sooner, its next token 0.267 nats off (measurements/prefill.md).
+    """
 
     min_span: Annotated[int, Range(8)] = 64  # minimum length of a reused span, in tokens
 

@@ -148,9 +148,8 @@ class TopK(PolicyDefaults):
 
         heads = head_rows(self.headmap, lm) if self.headmap else []
         asked = {QUESTION} if self.protect_question else set()
-        guard = ProtectedTokens(
-            self.sinks, self.recent, frozenset(asked | ({SYSTEM, TOOLS} if self.protect else set()))
-        )
+        always = frozenset(asked | ({SYSTEM, TOOLS} if self.protect else set()))
+        guard = ProtectedTokens(self.sinks, self.recent, always)
         spans = self.unit == "shot" or self.post == "fair"
         marks = frozenset(asked | ({SHOT} if spans else set()))
         outward = ProjectedValueNorms(lm, f"policy.{self.weighs}") if self.weighs else None
