@@ -50,7 +50,7 @@ COMMANDS = {
     "config": "Paths of config files, and the schemas of the JSON output.",
     "doctor": "Versions, devices, memory and paths, for a bug report.",
 }
-HABITS = {
+HABITS = {  # word of other programs -> command
     **dict.fromkeys(("run", "ask", "generate"), "chat"),
     **dict.fromkeys(("summary", "summarise", "tldr", "extract"), "summarize"),
     **dict.fromkeys(("list", "ls"), "models list"),
