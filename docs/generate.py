@@ -144,10 +144,10 @@ def _cell_text(text: str) -> str:
 
 def slash(_: str) -> str:
     """The commands of a chat."""
-    from kvcli.commands.chat import slash  # noqa: F401  # its import fills the table
-    from kvcli.commands.chat.slash_table import markdown
+    from kvcli.commands.chat.slash import SLASH
 
-    return markdown()
+    rows = [f"| `{_cell_text(call)}` | {help} |" for call, help in SLASH.rows()]
+    return "\n".join(["| command | what it does |", "|---|---|", *rows])
 
 
 def keys(_: str) -> str:
@@ -196,28 +196,29 @@ def workloads(_: str) -> str:
 
 
 def exists(_: str) -> str:
-    """The methods that profiles can name, the kinds of KV storage, and the operations with more than a reference."""
+    """The methods that profiles can name and their cost, the kinds of KV storage, and the operations with more than a
+    reference."""
     from kvcli.settings.registry import registries
 
     rows = []
     for table, methods in registries().items():
         for name, where in methods.items():
             module, _, cls = where.partition(":")
-            doc = (getattr(import_module(module), cls).__doc__ or "").strip().splitlines()[0]
-            rows.append(f"| `[{table}]` | `{name}` | {_cell_text(doc)} |")
+            said, _, more = _prose(getattr(import_module(module), cls).__doc__ or "").partition("\n\n")
+            cost = re.sub(r"\((measurements/([\w-]+)\.md)\)", r"([\2](../\1))", more.partition("\n\n")[0])
+            rows.append(f"| `[{table}]` | `{name}` | {_cell_text(said)} | {_cell_text(cost)} |")
     for path in sorted((ROOT / "kvcli" / "kv").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         verbs = [{f.name: f.args.args for f in node.body if isinstance(f, ast.FunctionDef)} for node in classes]
         if path.stem != "slots" and any(_has_layers(v.get("take")) and _has_layers(v.get("attend")) for v in verbs):
-            rows.append(
-                f"| store | `{path.relative_to(ROOT / 'kvcli')}` | {(ast.get_docstring(tree) or '').splitlines()[0]} |"
-            )
+            doc = (ast.get_docstring(tree) or "").splitlines()[0]
+            rows.append(f"| store | `{path.relative_to(ROOT / 'kvcli')}` | {doc} | |")
     for folder in sorted((ROOT / "kernels").glob("*/")):
         more = sorted({file.stem for file in folder.glob("*.py")} - {"__init__", "build", "module", "probe"})
         if more:
-            rows.append(f"| kernel | `{folder.name}` | {', '.join(more)} |")
-    return "\n".join(["| | | |", "|---|---|---|", *rows])
+            rows.append(f"| kernel | `{folder.name}` | {', '.join(more)} | |")
+    return "\n".join(["| | | | by our own measurement |", "|---|---|---|---|", *rows])
 
 
 def _has_layers(arguments: list[ast.arg] | None) -> bool:

@@ -16,12 +16,9 @@ from prompt_toolkit.document import Document as Typed
 from kvcli.api import Text
 from kvcli.chat.conversation import Chat
 from kvcli.chat.saved_chats import SavedChats
-from kvcli.commands.chat import (
-    line_editor,
-    slash,  # noqa: F401  # fills the table of slash commands
-    slash_table,
-)
+from kvcli.commands.chat import line_editor
 from kvcli.commands.chat.repl import HINT, Repl
+from kvcli.commands.chat.slash import SLASH
 from kvcli.commands.common.background import in_background
 from kvcli.commands.common.interrupt import IMPATIENT, Interrupt
 from kvcli.demo import sample_path
@@ -75,7 +72,7 @@ class Talk:
         self.now = 0.0
         self.model = FakeModel(**({"answer": "an answer"} | facts))
         self.chat = Chat(self.model, sessions=SavedChats(folder))
-        self.repl = Repl(self.chat, Screen.of(self.world), self.world, profiles=Profiles(), profile="fafo")
+        self.repl = Repl(self.chat, Screen.of(self.world), self.world, SLASH, profiles=Profiles(), profile="fafo")
 
     def type(self, *lines):
         """Type the lines, then Ctrl-D; what the chat said on stderr meanwhile."""
@@ -242,7 +239,7 @@ def test_the_first_ctrl_c_is_a_flag_and_a_later_one_an_exception():
 
 def test_help_lists_every_command(talk):
     said = talk.type("/help")
-    assert all(f"/{name}" in said for name in slash_table.COMMANDS)
+    assert all(f"/{name}" in said for name in SLASH)
     assert talk.type("/help undo").strip() == "/undo [N]: remove the last question, or the last N"
     assert talk.type("/?") == said
 
@@ -394,7 +391,7 @@ def test_save_and_export(talk, tmp_path):
 
 
 def test_every_command_survives_a_chat_in_which_nothing_happened(talk):
-    for name in slash_table.COMMANDS:
+    for name in SLASH:
         assert "internal" not in talk.type(f"/{name}"), name
 
 
@@ -403,7 +400,8 @@ def test_every_command_survives_a_chat_in_which_nothing_happened(talk):
 
 def test_the_guide_lists_the_commands_as_they_are():
     page = Path(__file__).parents[1].joinpath("docs", "chat.md").read_text(encoding="utf-8")
-    assert slash_table.markdown() in page
+    assert SLASH
+    assert all(f"| {help} |" in page for _, help in SLASH.rows())
 
 
 # --- the prompt
@@ -431,7 +429,7 @@ def test_blocks_on_a_dumb_terminal(tmp_path):
     world = Environment(
         io.StringIO('"""a\nb\n"""\nc\n'), io.StringIO(), io.StringIO(), {"TERM": "dumb"}, tmp_path, None
     )
-    reader = line_editor.reader(world, {}, None)
+    reader = line_editor.reader(world, SLASH, {}, None)
     assert [reader.read(), reader.read()] == ["a\nb", "c"]
     with pytest.raises(EOFError):
         reader.read()
@@ -439,7 +437,7 @@ def test_blocks_on_a_dumb_terminal(tmp_path):
 
 
 def completions(talk, text):
-    completer = line_editor.SlashCompleter(talk.repl._words(), talk.world.cwd)
+    completer = line_editor.SlashCompleter(SLASH, talk.repl._words(), talk.world.cwd)
     return [c.text for c in completer.get_completions(Typed(text), CompleteEvent())]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
+from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.policy.policy import Policy, PolicyRequirements
 from kvcli.engine.policy.query_recorder import QueryRecorder
 from kvcli.engine.prefill.aux_cache import AuxCache
@@ -83,7 +84,9 @@ class SequenceState:
         if self.order == "layers":
             check_model(lm, pruning)
         if reusing is not None:
-            reusing.check_model(lm)
+            rotaries(lm)  # reused keys are rotated to other positions
+            if reusing.recompute:
+                check_model(lm, None)
         self.spare: ReusableSpans | None = None  # spans of other sequences, for the current prompt
         self.reused = 0  # tokens whose KV was reused
         self._own = math.inf  # the KV of the first `_own` tokens was computed with the prefix that they have now

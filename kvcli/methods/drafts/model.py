@@ -1,5 +1,5 @@
-"""Drafting with a separate, smaller model (Leviathan et al., arXiv 2211.17192), over a part of the sequence that is
-small at any length (SpecExtend, arXiv 2505.20776).
+"""Drafting with a separate, smaller model, over a part of the sequence that is small at any length (SpecExtend, arXiv
+2505.20776).
 
 Tokens are sampled from the target model and compared with draft tokens afterwards, so the answer is the same with any
 draft model.
@@ -29,7 +29,10 @@ _READING = Pattern(r"lazy|full|window:[1-9]\d{0,8}", '"lazy", "full" or "window:
 
 @dataclass(frozen=True)
 class SeparateModelDraft(ModelDraftSettings):
-    """Draft tokens of a separate, smaller draft model, combined with prompt lookup."""
+    """Draft model (Leviathan et al., 2022, arXiv 2211.17192): drafts by a smaller model, and by prompt lookup.
+
+    Lookups by the widened demo are 2.34 times as fast, with 0.857 of draft tokens accepted (measurements/drafters.md).
+    """
 
     model: str = ""  # draft model, as after -m; with another tokenizer its text is tokenized again
     quant: Quant = "none"  # precision of its weights
