@@ -269,7 +269,7 @@ class DraftController:
         is_relapse = guessed and self._passes - self._resumed < _RELAPSE
         self._pause = min(2 * self._pause, _LONGEST_PAUSE) if is_relapse else _PAUSE
         self._left, self._kept = self._pause, 0
-        self._why = f"drafting ran at {rate:.2f} of plain speed over {len(self._window)} passes"
+        self._why = f"drafting ran at {rate:.2f}× plain speed over {len(self._window)} passes"
         self._window.clear()
 
     def _tick_pause(self) -> None:

@@ -45,7 +45,7 @@ class SelfDraft(ModelDraftSettings, ViewSettings):
         from kvcli.drafts.sources.model_draft import ModelDraft
         from kvcli.drafts.sources.prompt_lookup import PromptLookup
 
-        assert pair is not None, "somebody must draft"
+        assert pair is not None, "a drafter needs a model pair"
         lm = pair.target
         lm.mixers.refuse(lm.info.id, "it cannot draft over a part of its KV cache", ["--set spec.method=ngram"])
         guesser = SelfDraftModel(lm, self._skipping(lm))
