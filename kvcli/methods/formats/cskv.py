@@ -41,7 +41,7 @@ class Cskv(BlockFormat):
     def needs(self) -> Needs | None:
         """Heads that are rounded together must hold the same tokens."""
         return (
-            Needs(frozenset({"evicts"}), "heads that hold the same tokens: set kv_format.joint = 1", "joint")
+            Needs(frozenset({"evicts"}), "heads with the same tokens: set kv_format.joint = 1", "joint")
             if self.joint > 1
             else None
         )
