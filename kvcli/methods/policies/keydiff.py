@@ -19,7 +19,7 @@ class KeyDiff(TopK):
     """Keep tokens whose keys are dissimilar from the others (KeyDiff, arXiv 2504.15364); needs no queries."""
 
     name: ClassVar[str] = "keydiff"
-    by: ClassVar[str] = "how unlike the others its keys are"
+    by: ClassVar[str] = "how much its keys differ from the others"
     is_share: ClassVar[bool] = False
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:

@@ -23,7 +23,7 @@ class Tova(QueryScored):
     alloc: Alloc = "uniform"
 
     name: ClassVar[str] = "tova"
-    by: ClassVar[str] = "what its last token looks at"
+    by: ClassVar[str] = "attention from its last token"
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Require the newest query."""

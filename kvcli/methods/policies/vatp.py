@@ -30,7 +30,7 @@ class Vatp(QueryScored):
     queries: Annotated[int, Range(1)] = 400  # newest tokens whose queries score the others
 
     name: ClassVar[str] = "vatp"
-    by: ClassVar[str] = "what its end looks at and how large its values are"
+    by: ClassVar[str] = "attention from its end times the size of its values"
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Require the newest `queries` queries."""

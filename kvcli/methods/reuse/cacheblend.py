@@ -37,8 +37,8 @@ class CacheBlend:
 
     @property
     def describe_reused(self) -> str:
-        again = f"{100 * self.recompute:.3g} % of them read again"
-        return f"takes over {self.min_span} tokens or more in a row as they were read behind another text, {again}"
+        again = f"{100 * self.recompute:.3g} % of them recomputed"
+        return f"reuses KV of spans of {self.min_span} tokens or more from other texts, {again}"
 
     def check_model(self, lm: LM) -> None:
         """Raise BadModel if RoPE is not a fixed table, or if rows cannot be stopped between layers."""

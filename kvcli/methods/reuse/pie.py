@@ -29,7 +29,7 @@ class Pie:
 
     @property
     def describe_reused(self) -> str:
-        return f"takes over {self.min_span} tokens or more in a row as they were read behind another text"
+        return f"reuses KV of spans of {self.min_span} tokens or more from other texts"
 
     def check_model(self, lm: LM) -> None:
         """Raise BadModel if RoPE is not a fixed table."""
