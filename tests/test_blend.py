@@ -275,4 +275,4 @@ def test_answers_say_so(demo) -> None:
         assert not text.generate([*ids, 11], max_new_tokens=4).stats.approx
         turn = text.generate([7, 8, *ids[50:], 11], max_new_tokens=4)
         assert turn.stats.reused == 250
-        assert "16 tokens or more in a row as they were read behind another text, 15 % of them" in turn.stats.approx
+        assert "spans of 16 tokens or more from other texts, 15 % of them" in turn.stats.approx

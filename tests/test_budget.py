@@ -492,7 +492,7 @@ def test_a_share_that_what_stays_exceeds_says_so_in_numbers() -> None:
     session = assemble.session(model(), chosen)
     run_to_end(session.read(families.prompt(200, seed=4)))
     said = assemble.policy(model(), chosen).describe_result(session.memory)
-    assert said.startswith("beyond memory.budget = 1%, 0.0 MiB: what always stays has it take 0.")
+    assert said.startswith("beyond memory.budget = 1%, 0.0 MiB: protected tokens take 0.")
     assert said in approximation_note(chosen, session.approximations, said)
     assert approximation_note(chosen, (), said).endswith(f"{said}; no tokens were lost")
     held = sum(nbytes(session.cache).values()) / (1 << 20)
@@ -547,10 +547,10 @@ def test_room_that_is_spare_decides_nothing(budget: str, monkeypatch: pytest.Mon
 def test_the_plan_is_told_in_a_line() -> None:
     token = L * (2 * K * D * 4 + K * 4)
     assert spending(f"{100 * token / 1024}KiB").describe.startswith(
-        f"memory.budget = {100 * token / 1024}KiB: room for so many"
+        f"memory.budget = {100 * token / 1024}KiB: tokens that fit"
     )
     assert "100 in full" in spending(f"{100 * token / 1024}KiB").describe
-    assert spending("25%").describe.startswith("memory.budget = 25%: room for so many tokens of a text: 25% in full, ")
+    assert spending("25%").describe.startswith("memory.budget = 25%: tokens that fit of a text: 25% in full, ")
 
 
 def test_a_shortage_names_a_budget_that_has_room() -> None:
@@ -597,7 +597,7 @@ def test_an_undo_gives_the_text_of_a_new_reading() -> None:
 
 def test_what_always_stays_must_fit() -> None:
     session = assemble.session(model(), profile(memory={"budget": "0.01MiB"}))
-    with pytest.raises(CacheFull, match=r"memory.budget = 0.01MiB has no room"):
+    with pytest.raises(CacheFull, match=r"memory.budget = 0.01MiB is smaller than the protected"):
         run_to_end(session.read(families.prompt(200, seed=4)))
 
 

@@ -315,9 +315,7 @@ def test_frames_that_are_too_wide_together_are_not_run(most: int, fits: bool, mo
     tickets = generate_together(*(text.step((), NEW) for text in texts))
     assert all(ticket.error is None for ticket in tickets)
     assert its.frames is not None
-    assert [why.split(",")[0] for why in its.frames.eager] == (
-        [] if fits else ["with the unused ones more than 15 rows"]
-    )
+    assert [why.split(",")[0] for why in its.frames.eager] == ([] if fits else ["padding makes more than 15 rows"])
     for text in texts:
         assert text.ids[len(PROMPT) :] == want[:5]
 
@@ -335,7 +333,7 @@ def test_a_pass_that_there_was_no_memory_to_record_is_recorded_the_next_time(mon
         m.setattr(graphs, "record", full)
         assert written(text, 3) == want[:3]
     assert its.frames is not None
-    assert (dict(its.frames.eager), its.frames.why, graphs.recorded) == ({"no memory to record them": 3}, "", 0)
+    assert (dict(its.frames.eager), its.frames.why, graphs.recorded) == ({"no memory to capture them": 3}, "", 0)
     assert written(text, 5) == want[3:8]
     assert graphs.replays
     assert sum(its.frames.eager.values()) == 3
@@ -384,7 +382,7 @@ def test_a_model_that_asks_the_host_is_not_recorded_and_says_so(family: str) -> 
     assert written(text) == want
     assert its.frames is not None
     assert set(its.frames.eager) == {its.frames.why}
-    assert its.info.notes[-1].startswith("passes run one operation at a time: ")
+    assert its.info.notes[-1].startswith("CUDA graphs are off: ")
 
 
 def test_rope_tables_that_move_are_held_still() -> None:

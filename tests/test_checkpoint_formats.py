@@ -71,7 +71,7 @@ def test_the_text_of_a_model_that_sees(tmp_path: Path, kind: str):
 
     lm = LM.load(source.find(str(tmp_path)), device="cpu", dtype="fp32")
     assert ours(lm, Ngram(adaptive=False, max=7).drafter(), prompt(), NEW) == text
-    assert lm.info.notes == (f"pictures and sound are not read: {len(sees)} tensors of parts for them stay on disk",)
+    assert lm.info.notes == (f"images and audio are not supported: {len(sees)} tensors for them were not loaded",)
     assert foretold(tmp_path, 4) == pytest.approx(held(lm), abs=512)  # buffers of gemma
 
 
@@ -96,7 +96,7 @@ def test_a_packed_file_gives_the_bits_of_what_it_unpacks_to(tmp_path: Path, name
     plain = LM.load(source.find(str(tmp_path / "plain")), device="cpu")
     assert torch.equal(_ours(lm, range(3, 40))[0], _ours(plain, range(3, 40))[0])
     assert held(lm) == held(plain)
-    assert "weights are unpacked to bfloat16" in lm.info.notes[-1]
+    assert "weights were dequantized to bfloat16" in lm.info.notes[-1]
 
 
 @pytest.mark.parametrize("name", ["fp8", "compressed-int4"])

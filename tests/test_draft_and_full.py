@@ -131,7 +131,7 @@ def test_exact_says_what_to_type_and_takes_it() -> None:
         ({"exactness": "certified", "spec": {"method": "self"}}, "which evicts tokens"),
         (
             {"exactness": "exact", "spec": {"method": "self"}, "prune": {"method": "lazy"}},
-            "leaves out tokens",
+            "drops tokens of a prompt",
         ),
         (
             {

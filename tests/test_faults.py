@@ -167,7 +167,7 @@ def test_a_user_who_may_write_nowhere(closed: str):
     assert codes == {"chat": 0, "chat -p": 0, "summarize": 0, "profiles new": 3, "calibrate": 1, "config": 0}
     assert "972" in str(found["chat -p"][1])
     assert "Permission denied" in str(found["profiles new"][2])
-    assert "a calibration cannot be kept" in str(found["calibrate"][2])
+    assert "the calibration cannot be saved" in str(found["calibrate"][2])
     assert "cannot" in str(found["chat"][2])
 
 

@@ -171,7 +171,7 @@ def test_what_takes_long_is_told_once(tmp_path: Path, settled: None, monkeypatch
     put(file, bytes(SIZE))
     for _ in range(2):
         Hashes(tmp_path, told.append).of([Stamped.of(file)])
-    assert told == ["hashing 0 MB of weights, once: what is kept of a model is found by its bytes"]
+    assert told == ["hashing 0 MB of weights once: saved data of a model is found by its hash"]
 
 
 @pytest.mark.parametrize("how", ["before", "while", "cut", "gone"])

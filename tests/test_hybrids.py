@@ -304,7 +304,7 @@ def test_states_are_handed_out_as_copies(name: str, what: str, copies: bool, mon
 def test_a_pass_that_ends_before_a_mixer_is_noticed(monkeypatch: pytest.MonkeyPatch):
     assert model("nemotron_h").mixers.are_last
     monkeypatch.setattr(model("nemotron_h").mixers, "are_last", False)
-    with pytest.raises(AssertionError, match="ended before a mixer"):
+    with pytest.raises(AssertionError, match="ended before a recurrent layer"):
         run_to_end(session("nemotron_h").read(prompt(PROMPT)))
 
 
@@ -312,9 +312,9 @@ def test_a_pass_that_ends_before_a_mixer_is_noticed(monkeypatch: pytest.MonkeyPa
 def test_the_check_at_load_notices(fault: str, monkeypatch: pytest.MonkeyPatch):
     of, wrong = {"_again": (recurrent_layers.StateCacheShim, _no_replay), "_newest": (StateUpdate, _uncut)}[fault]
     monkeypatch.setattr(of, fault, wrong)
-    with quiet(), pytest.raises(BadModel, match="does not give the logits") as told:
+    with quiet(), pytest.raises(BadModel, match="gives other logits") as told:
         LM.of(build("qwen3_5_text"), verify=True)
-    assert "states of its layers" in " ".join(told.value.lines)
+    assert "recurrent states after them" in " ".join(told.value.lines)
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -434,7 +434,7 @@ def test_a_conversation_is_gone_back_in(profile: str):
         lm = LM.of(build("qwen3_5_text", seed=5, vocab_size=2048))  # whose answers are spelled as they were written
     wanted = Profile.load(profile).replace(sample={"temperature": 0, "max_new_tokens": 12}, spec={"adaptive": False})
     made = Model(lm, small_tokenizers.demo(), wanted)
-    assert any("some layers of this model keep a state" in said for said in made.cautions)
+    assert any("this model has recurrent layers" in said for said in made.cautions)
     chat = made.chat("Be brief.")
     first = chat.send("What is the depth of the well?").text
     chat.send("And of the other one?")

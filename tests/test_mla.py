@@ -167,7 +167,7 @@ def test_a_latent_without_its_turn_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     model = lm("youtu")
     monkeypatch.setattr(CacheShim, "update", unturned)
     assert answered(opened(model)) != theirs("youtu")
-    with pytest.raises(BadModel, match="does not give the logits"):
+    with pytest.raises(BadModel, match="gives other logits"):
         LM.of(build("youtu"), verify=True)
 
 
@@ -190,7 +190,7 @@ def test_what_is_not_made_of_latents_as_known_is_stored_as_it_is_and_said(
     found = LM.of(model, verify=True)
     assert {(of.n_kv_heads, of.k_dim, of.v_dim, of.rank) for of in found.shapes} == {(4, 24, 12, 0)}
     (note,) = found.info.notes
-    assert note.startswith("3 layers store keys and values of all heads, and no latents: ")
+    assert note.startswith("3 layers store keys and values instead of latents: ")
     assert answered(opened(found)) == want
 
 

@@ -107,7 +107,7 @@ def test_what_asks_for_numbers_on_its_way_is_left_to_the_load(tmp_path: Path) ->
     """Doge makes its masks of keys."""
     built(tiny("doge")).save_pretrained(tmp_path)
     said = check_on_meta_device(source.find(str(tmp_path)), "cpu", trust_remote_code=False)
-    assert "shows when it is loaded" in said
+    assert "is checked when it is loaded" in said
 
 
 def test_a_packed_model_says_what_it_needs_and_what_it_unpacks_to(

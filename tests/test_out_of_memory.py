@@ -393,7 +393,7 @@ def test_host_memory_is_no_tier_on_a_cpu_and_the_error_says_so() -> None:
         ({"exactness": "exact", "memory": {"fallbacks": ["kv.v_bits=2"]}}, "memory.fallbacks"),
         ({"kv": {"v_bits": 4}, "memory": {"fallbacks": ["kv.v_bits=4"]}}, "frees nothing"),
         ({"memory": {"fallbacks": ["kv.residual=64"]}}, "frees nothing"),
-        ({"memory": {"fallbacks": ["kv.residual=64", "kv.k_bits=8"]}}, "nothing is packed when it is taken"),
+        ({"memory": {"fallbacks": ["kv.residual=64", "kv.k_bits=8"]}}, "the step quantizes nothing"),
         ({"memory": {"fallbacks": ["kv.k_bits=4", "kv.v_bits=8", "kv.k_bits=8"]}}, '"kv.k_bits=4" comes before it'),
         ({"memory": {"fallbacks": ["kv.v_bits=4"], "on_oom": "fail"}}, "no step is ever taken"),
         ({"memory": {"fallbacks": ["policy.name=snap"]}}, "a list of steps"),

@@ -340,7 +340,7 @@ def test_why_nothing_is_kept_is_said_once_until_it_can_be(model: Model, tmp_path
     for question in (QUESTION, "And then?", "And then?"):
         chat.send(question, **OPTIONS)
         said.append(chat.model.keep().why_not)
-    assert said[0].startswith("what was read is not kept: ")
+    assert said[0].startswith("the KV cache of the prompt is not saved: ")
     assert said[1:] == ["", ""]
     (tmp_path / "kv").unlink()
     assert chat.model.keep().shelf is shelf

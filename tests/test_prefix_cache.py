@@ -536,7 +536,7 @@ def test_where_nothing_can_be_written_what_was_kept_stays(
     with monkeypatch.context() as patch:
         patch.setattr("kvcli.files._temporary", full)
         why = shelf.save(prefix_cache_stress.read(llama, shaping, 850), shaping=shaping).why_not
-    assert why.startswith("what was read is not kept: ")
+    assert why.startswith("the KV cache of the prompt is not saved: ")
     assert shelf.load_prefix(prefix_cache_stress.session(llama, shaping), prefix_cache_stress.IDS, shaping) == 399
 
 

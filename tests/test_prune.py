@@ -256,11 +256,11 @@ def test_a_model_whose_layers_all_slide_is_refused_before_anything_is_read() -> 
 
 def test_where_tokens_go_on_is_said_with_layers_that_were_moved_and_who_always_does() -> None:
     assert settings().describe(lm("llama")) == (
-        "of a prompt of 8 tokens or more 70% go on from layer 1, 34% go on from layer 2; "
+        "of a prompt of 8 tokens or more 70% continue from layer 1, 34% continue from layer 2;  "
         "the first 1 and the newest 3, the template, the system text and the question always do"
     )
     moved = settings().describe(lm("gemma3"))  # which sees all of a text in its layer 1 alone
-    assert "34% go on from layer 2 (not 1, 2, as the layer below must see all of a text)" in moved
+    assert "34% continue from layer 2 (not 1, 2, because the layer below must attend to the whole text)" in moved
 
 
 def test_a_pass_that_breaks_among_others_is_made_again_as_it_was() -> None:
@@ -439,8 +439,8 @@ def test_a_vector_dearer_than_what_it_spares_is_said() -> None:
         model = LM.of(families.build("llama", num_hidden_layers=8, num_key_value_heads=1, hidden_size=hidden))
         told.append(back.describe(model))
         assert "spares" not in settings().describe(model)
-    assert "spares" not in told[0]
-    assert "kept as 160 numbers, and spares 128" in told[1]
+    assert "to save" not in told[0]
+    assert "takes 160 numbers to save 128" in told[1]
     assert "nor one of the last 4" in told[0]
 
 

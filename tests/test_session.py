@@ -79,7 +79,7 @@ def test_the_past_changes_only_at_boundaries() -> None:
     run_to_end(s.read(families.prompt(12)))
     for step in iterate_events(s.stream(26)):
         before = s.committed - len(step.path)
-        assert before // 8 == (s.committed - 1) // 8, "a draft crossed a boundary"
+        assert before // 8 == (s.committed - 1) // 8, "a draft crossed a compression point"
         held = s.cache.slots(0).n_slots
         if s.committed % 8:
             assert held == min(15, 12 - 1) + s.committed - 11 if s.committed < 16 else held >= 15 + s.committed % 8
@@ -201,7 +201,7 @@ def test_a_policy_hears_no_queries_of_a_text_that_was_rewound() -> None:
 def test_a_text_that_was_not_read_to_its_end_cannot_be_continued() -> None:
     s = session(chunk=3)
     next(iter(iterate_events(s.read(TRUTH[:12]))))
-    with pytest.raises(AssertionError, match="read the text"):
+    with pytest.raises(AssertionError, match="the text is prefilled"):
         run_to_end(s.step())
 
 

@@ -199,7 +199,7 @@ def test_keys_of_a_wrong_owner_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         return None if found is None else found - 2
 
     monkeypatch.setattr(model_probe, "_owner", wrong)
-    with pytest.raises(BadModel, match="does not give the logits"):
+    with pytest.raises(BadModel, match="gives other logits"):
         LM.of(build(), verify=True)
 
 

@@ -664,7 +664,7 @@ def test_a_promise_that_recall_cannot_keep_is_refused_by_name(exactness: str, me
     with pytest.raises(KvcliError) as refused:
         profile(exactness, method=method)
     told = "\n".join([str(refused.value), *refused.value.lines])
-    assert f'"{exactness}" cannot be kept' in told
+    assert f'"{exactness}" is impossible' in told
     assert "sparse.method" in told
 
 

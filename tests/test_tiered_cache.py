@@ -377,7 +377,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPat
 def test_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert temp_folder._file_system(Path("/")) not in temp_folder.IN_MEMORY
     monkeypatch.setattr(temp_folder, "_file_system", lambda _: "tmpfs")
-    with pytest.raises(CacheFull, match="no disk"):
+    with pytest.raises(CacheFull, match="a folder on a disk"):
         a_disk()
 
 

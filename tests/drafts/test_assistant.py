@@ -167,7 +167,7 @@ def test_another_model_and_another_shape_are_refused_by_what_differs() -> None:
         ({"backbone_hidden_size": 64}, "backbone_hidden_size: 64 here, 48 there"),
         ({"text_config": {"vocab_size": 98}}, "vocab_size: 98 here, 97 there"),
         ({"text_config": {"sliding_window": 12}}, "sliding_window: 12 here, 11 there"),
-        ({"text_config": {"global_head_dim": 64}}, "KV heads of full_attention, and numbers of a key"),
+        ({"text_config": {"global_head_dim": 64}}, "KV heads of full_attention, and head size"),
     ):
         with pytest.raises(BadModel) as found:
             wrap_layers(lm, drafters.assistant_of(lm, **changes))
@@ -175,7 +175,7 @@ def test_another_model_and_another_shape_are_refused_by_what_differs() -> None:
         assert said in " ".join(found.value.lines)
         assert any("--draft MODEL" in one for one in found.value.try_)
     llama = loaded("llama")
-    with pytest.raises(BadModel, match="and model is not that") as found:
+    with pytest.raises(BadModel, match="not for model") as found:
         wrap_layers(llama, drafters.assistant_of(llama))
     assert any("gemma4_text here, llama there" in line for line in found.value.lines)
 
@@ -306,7 +306,7 @@ def test_who_says_more_of_it_than_its_name_is_told_what_to_type(machine: Machine
 
 
 def test_it_is_refused_alone_and_where_it_does_not_belong(machine: Machine) -> None:
-    with pytest.raises(BadModel, match="shares the past") as found:
+    with pytest.raises(BadModel, match="reads the KV cache of its target model") as found:
         Setup(machine.world(), "helper").fetch(Setup(machine.world(), "gemma").profile())
     assert any("-m MODEL --draft" in one for one in found.value.try_)
     setup = Setup(machine.world(), "gemma", flags=profile_flags({"draft": "stranger"}))

@@ -187,7 +187,7 @@ def test_passes_that_decided_nothing_count_in_full():
             pace.observe(4, 0, 0.016)
         else:
             pace.observe(0, 1, 0.01)  # one token in the time of 2.6
-    assert "0.38 of plain speed" in pace.report().reason
+    assert "0.38× plain speed" in pace.report().reason
 
 
 def test_a_pause_says_why_and_for_how_long():
@@ -195,7 +195,7 @@ def test_a_pause_says_why_and_for_how_long():
     passes(pace, 60, tokens=1, seconds=0.02)
     report = pace.report()
     assert report.paused
-    assert "of plain speed over 16 passes; next try in" in report.reason
+    assert "plain speed over 16 passes; next try in" in report.reason
     assert report.paused_passes > 0
 
 

@@ -32,7 +32,7 @@ def test_what_a_model_keeps_beside_its_guesses_is_planned_for_as_in_a_mix():
 
 
 def test_a_mix_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="one at least"):
+    with pytest.raises(ValueError, match="no draft source"):
         Mix(sources=())
 
 
@@ -60,5 +60,5 @@ def test_logits_rest_where_listening_takes_longer_than_it_brings(
 
 @pytest.mark.parametrize("config", [SeparateModelDraft, SelfDraft])
 def test_guessing_beside_verification_is_refused_with_the_reason(config: type[ModelDraftSettings]):
-    with pytest.raises(ValueError, match=r"one model after the other: overlap = false"):
+    with pytest.raises(ValueError, match=r"one after the other: set overlap = false"):
         config(overlap=True)

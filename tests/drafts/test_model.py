@@ -266,7 +266,7 @@ def test_positions_of_the_text_end_where_the_model_does() -> None:
     assert 0 < stats.drafted_passes < stats.passes
     assert (report := made.report()) is not None
     assert report.paused
-    assert report.reason == "model, which drafts, was made for 80 tokens"
+    assert report.reason == "draft model model has a context limit of 80 tokens"
     closed = text(drafter(short, working=20, positions="contiguous"))[1]
     assert closed.drafted_passes >= closed.passes - 1
     session, stats = opened(drafter(short, working=20, positions="contiguous")), Stats()
@@ -274,7 +274,7 @@ def test_positions_of_the_text_end_where_the_model_does() -> None:
     for step in iterate_events(session.stream(NEW)):
         stats.add_step(step)
     assert stats.drafted_passes >= stats.passes - 1
-    with pytest.raises(BadConfig, match=r"spec.working = 100 is more than model"):
+    with pytest.raises(BadConfig, match=r"spec.working = 100 exceeds the context limit of draft model model"):
         drafter(short, working=100, positions="contiguous")
 
 
@@ -334,7 +334,7 @@ def test_a_model_that_runs_out_of_memory_says_so_and_leaves_the_text_alone(monke
     assert got == text(Off())[0]
     assert 0 < stats.drafted_passes < stats.passes
     assert (report := made.report()) is not None
-    assert report.reason == "no memory for model, which drafts"
+    assert report.reason == "no memory for draft model model"
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -363,9 +363,9 @@ def test_whatever_breaks_in_its_passes_leaves_the_text_alone(
     assert session.ids == text(Off())[0]
     assert (report := made.report()) is not None
     assert report.fault == (
-        "no memory for model, which drafts"
+        "no memory for draft model model"
         if isinstance(fault, MemoryError)
-        else f"model, which drafts, failed: {type(fault).__name__}: {fault}"
+        else f"draft model model failed:  {type(fault).__name__}: {fault}"
     )
     assert report.paused
     session.rewind(40)
@@ -421,19 +421,19 @@ def test_what_it_keeps_and_its_guesses_have_positions_that_it_was_made_for(posit
     with pytest.raises(BadConfig) as caught:
         drafter(small, working=64 - 4, **how)
     assert caught.value.code == "beyond_model"
-    assert caught.value.lines == ("its limit is 64 tokens, 5 of them for drafts",)
+    assert caught.value.lines == ("the limit is 64 tokens, 5 of them for drafts",)
     assert caught.value.try_ == ("--set spec.working=59",)
 
 
 def test_it_needs_a_model() -> None:
-    with pytest.raises(BadConfig, match="needs a model that drafts") as found:
+    with pytest.raises(BadConfig, match="needs a draft model") as found:
         _ = SeparateModelDraft().second
     assert found.value.try_[0] == "--draft MODEL"
     with pytest.raises(ValueError, match="leaves nothing"):
         SeparateModelDraft(working=4)
-    with pytest.raises(ValueError, match="reads no farther than working = 1024"):
+    with pytest.raises(ValueError, match="covers fewer tokens than working = 1024"):
         SeparateModelDraft(prefill="window:512")
-    with pytest.raises(ValueError, match="working = 300 leaves nothing to choose"):
+    with pytest.raises(ValueError, match="working = 300 is too small"):
         SeparateModelDraft(working=300, retrieval="every:8")
-    with pytest.raises(ValueError, match='stop = "reject" is not asked then'):
+    with pytest.raises(ValueError, match='not stop = "reject"'):
         SeparateModelDraft(min_gain=0.7, stop="reject")

@@ -189,10 +189,10 @@ def test_a_text_begins_with_what_was_found_for_one_like_it() -> None:
     known = SavedLayerSets()
     first = searched(known, families.prompt(60))
     assert first.runs == [range(2), range(4, 5), range(7, 8)]
-    assert first.about == "without 4 of 8 layers, by search: no text that is known is like this one"
+    assert first.about == "without 4 of 8 layers, by search: no earlier text is similar"
     second = searched(known, families.prompt(60), drafts=1)
     assert second.runs == first.runs
-    assert second.about == "without 4 of 8 layers, as for an earlier text like this one (cosine 1.00)"
+    assert second.about == "without 4 of 8 layers, as for an earlier text that is similar (cosine 1.00)"
     assert second._tries == first._tries, "that search had come to its end"
 
 
@@ -208,7 +208,7 @@ def test_where_no_text_is_near_it_is_searched_and_said() -> None:
     chosen = searched(known, families.prompt(60), drafts=2)
     assert chosen.runs != [range(8)]
     assert chosen._tries == 2
-    assert chosen.about.endswith(", by search: no text that is known is like this one")
+    assert chosen.about.endswith(", by search: no earlier text is similar")
 
 
 def test_of_texts_those_asked_for_last_are_remembered() -> None:
@@ -234,8 +234,8 @@ def test_what_one_text_taught_belongs_to_its_model_and_the_share_left_out(monkey
         return report.by.partition(", ")[2]
 
     monkeypatch.setattr(layer_skip, "_SHARE", math.inf)  # there is time
-    first = "by search: no text that is known is like this one)"
-    again = "as for an earlier text like this one (cosine 1.00))"
+    first = "by search: no earlier text is similar)"
+    again = "as for an earlier text that is similar (cosine 1.00))"
     assert name(factory, idle()) == first
     assert name(factory, idle()) == again
     assert name(factory, lm("llama", num_hidden_layers=6)) == first

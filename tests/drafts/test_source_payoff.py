@@ -23,7 +23,7 @@ def test_scouts_that_pay_never_rest():
 def test_scouts_that_do_not_pay_rest_longer_and_longer():
     credit = sent(3000, brought=0.1, cost=0.4)
     assert credit.rested_passes > 2800
-    assert "tokens a pass and cost 0.40" in credit.why
+    assert "tokens per pass and cost the time of 0.40" in credit.why
 
 
 def test_once_they_paid_a_rest_is_short_again():
@@ -42,7 +42,7 @@ def test_once_they_paid_a_rest_is_short_again():
 def test_hopeless_scouts_are_stopped_at_once():
     credit = sent(143, brought=1.0, cost=2.0)
     assert credit.rested_passes == 127
-    assert "2.00 tokens' time longer" in credit.why
+    assert "cost the time of 2.00 tokens" in credit.why
 
 
 def test_where_plain_passes_yield_more_a_pass_is_dearer():

@@ -455,11 +455,11 @@ def test_a_model_that_drafts_and_is_too_large_is_what_is_named_and_given_up(demo
     profile = Profile.load("draft").replace(spec={"model": "heavy"})
     looked = outlook(2 * GIB)
     looked.find = lambda name: heavy
-    with pytest.raises(DoesNotFit, match="demo and heavy, which drafts, with") as caught:
+    with pytest.raises(DoesNotFit, match="demo and draft model heavy with") as caught:
         looked.fitted(profile, lambda: {})
     assert caught.value.try_[0] == "--spec ngram"
     assert caught.value.detail["draft"] > 2 * GIB > caught.value.detail["kv"]
-    assert binding(looked.plan(profile)) == "what drafts"
+    assert binding(looked.plan(profile)) == "draft model"
 
 
 def test_too_little_for_any_answer_is_refused(outlook):
@@ -638,7 +638,7 @@ def test_layers_that_keep_a_state_are_not_placed_by_hand():
     shape = shape_of(hybrids.build(next(iter(hybrids.HYBRIDS))).config.to_dict())
     subject = PlannedModel("hybrid", shape, of_shape(shape, 2), "bfloat16", CheckpointFormat(), True, False, 1 << 20)
     profile = PROFILES["exact"].replace(load={"layers_on_gpu": 1})
-    with pytest.raises(UsageError, match="keep a state"):
+    with pytest.raises(UsageError, match="recurrent layers"):
         plan(subject, profile, AvailableMemory("cuda", 8 * GIB), 64, MeasuredFacts())
 
 

@@ -298,7 +298,7 @@ def test_what_the_page_shows_large_is_not_said_again(made):
     folder, _ = made
     found = document(folder)
     large = [small for _, _, small in _cards(found)]
-    assert f"{100 * found.policy.kept:.1f} % of them are kept" in large[0]
+    assert f"{100 * found.policy.kept:.1f} % of the tokens are kept" in large[0]
     assert set(facts(found, beside=True)) < set(facts(found))
     assert not any("policies keep" in text for text in facts(found, beside=True))
 
