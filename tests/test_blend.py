@@ -157,7 +157,7 @@ def test_the_more_is_read_again_the_nearer_are_logits(demo, select: str) -> None
 
 
 @pytest.mark.parametrize("tier", ["packed", "turned"])
-def test_stores_that_hold_it_otherwise_are_read_as_they_are(tier: str) -> None:
+def test_kv_caches_that_hold_it_otherwise_are_read_as_they_are(tier: str) -> None:
     lm = lm_of("llama")
     shape = lm.n_layers, lm.n_kv_heads, lm.head_dim
 

@@ -90,7 +90,7 @@ def needs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
-def test_a_packed_file_gives_the_bits_of_what_it_unpacks_to(tmp_path: Path, name: str):
+def test_a_quantized_file_gives_the_bits_of_what_it_dequantizes_to(tmp_path: Path, name: str):
     needs(name)
     lm = LM.load(source.find(str(written(tmp_path, name))), device="cpu")
     plain = LM.load(source.find(str(tmp_path / "plain")), device="cpu")
@@ -100,7 +100,7 @@ def test_a_packed_file_gives_the_bits_of_what_it_unpacks_to(tmp_path: Path, name
 
 
 @pytest.mark.parametrize("name", ["fp8", "compressed-int4"])
-def test_what_is_unpacked_can_be_packed_again(tmp_path: Path, name: str):
+def test_what_is_dequantized_can_be_quantized_again(tmp_path: Path, name: str):
     needs(name)
     lm = LM.load(source.find(str(written(tmp_path, name))), device="cpu", quant="int8")
     plain = LM.load(source.find(str(tmp_path / "plain")), device="cpu", quant="int8")
@@ -126,7 +126,7 @@ def test_weights_are_counted_not_what_is_stored(tmp_path: Path, name: str):
     ],
     ids=["gptq", "gptq8", "awq", "bnb4", "bnb8"],
 )  # fmt: skip
-def test_a_packed_layer_counts_the_weights_that_it_stands_for(settings: dict[str, Any], stored: dict[str, Any]):
+def test_a_quantized_layer_counts_the_weights_that_it_stands_for(settings: dict[str, Any], stored: dict[str, Any]):
     packing = CheckpointFormat.of({"quantization_config": settings})
     held = {f"model.layers.0.self_attn.q_proj.{part}": of for part, of in stored.items()}
     assert sum(packing.weights(name, *of) for name, of in held.items()) == 64 * 64
@@ -134,7 +134,7 @@ def test_a_packed_layer_counts_the_weights_that_it_stands_for(settings: dict[str
 
 @pytest.mark.parametrize("quant", ["none", "int8"])
 @pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
-def test_fit_knows_what_a_packed_file_unpacks_to(tmp_path: Path, name: str, quant: str):
+def test_fit_knows_what_a_quantized_file_dequantizes_to(tmp_path: Path, name: str, quant: str):
     """By headers alone: no package of the format is asked for."""
     mine, plain = foretold(written(tmp_path, name), 2, quant), foretold(tmp_path / "plain", 2, quant)
     assert mine == (pytest.approx(plain, rel=0.01) if name == "mxfp4" else plain)  # whose plain experts lie turned over
@@ -163,7 +163,7 @@ def test_a_package_that_is_missing_is_named_before_a_weight_is_read(
     assert not any("download" in line for line in error.try_)
 
 
-def test_on_a_gpu_what_stays_packed_is_placed_by_a_package(monkeypatch: pytest.MonkeyPatch):
+def test_on_a_gpu_what_stays_quantized_is_placed_by_a_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: None if name == "accelerate" else name)
     hqq = CheckpointFormat.of({"quantization_config": {"quant_method": "hqq"}})
     assert (hqq.missing("cpu"), hqq.missing("cuda")) == ([], ["accelerate"])
@@ -194,7 +194,7 @@ def test_a_package_of_a_package_is_named_too(folder: Path):
     assert error.try_ == (pip("-U", "y>=0.46"),)
 
 
-def test_numbers_that_stay_packed_where_kernels_read_them(monkeypatch: pytest.MonkeyPatch):
+def test_numbers_that_stay_quantized_where_kernels_read_them(monkeypatch: pytest.MonkeyPatch):
     fp8 = CheckpointFormat.of({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
     assert fp8.unpacks("cpu")
     monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: name)

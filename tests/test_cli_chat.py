@@ -167,14 +167,14 @@ def test_a_budget_is_refused_where_something_else_forgets_or_nothing_may(machine
         assert machine(*asked, "-P", profile, *"--set kv.k_bits=16 --set kv.v_bits=16".split()).exit == 0
 
 
-def test_a_budget_of_a_comparison_leaves_the_yardstick_as_it_is(machine):
+def test_a_budget_of_a_comparison_leaves_the_baseline_as_it_is(machine):
     asked = ("bench", "demo", "--dry-run", "--json")
     plain, spent = (json.loads(machine(*asked, *more).out)["sides"] for more in ((), ("--budget", "25%")))
     assert [side["name"] for side in spent] == ["exact", "ngram"]
     assert [a["profile_hash"] == b["profile_hash"] for a, b in zip(plain, spent, strict=True)] == [True, False]
 
 
-def test_profiles_that_are_named_under_a_budget_are_compared_with_a_yardstick_that_has_none(machine):
+def test_profiles_that_are_named_under_a_budget_are_compared_with_a_baseline_that_has_none(machine):
     asked = ("bench", "demo", "--dry-run", "--json", "--profiles", "exact,ngram")
     plain, spent = (json.loads(machine(*asked, *more).out)["sides"] for more in ((), ("--budget", "25%")))
     assert [side["name"] for side in plain] == ["exact", "ngram"]

@@ -81,7 +81,7 @@ def test_an_answer_fits_its_schema_with_any_drafter(profile: str, sample: dict[s
     assert turns[1].stats.drafted_passes
 
 
-def test_guesses_that_fit_are_taken() -> None:
+def test_drafts_that_fit_are_taken() -> None:
     m = model("ngram")
     chat = m.chat()
     chat.attach(kvcli.read_document("demo:report"))

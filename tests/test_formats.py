@@ -128,7 +128,7 @@ def test_rows_read_the_slots_that_are_shown(name: str, sight: AttentionParams, s
 @ALL
 @pytest.mark.skipif(native() is None, reason="without native kernels rows know of each other")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_alone_has_the_bits_of_one_in_company(name: str, dtype: torch.dtype) -> None:
+def test_a_row_alone_has_the_bits_of_one_in_a_batch(name: str, dtype: torch.dtype) -> None:
     kv = filled(name, dtype)
     assert not kv.batch_variant_reason
     q, pos = rows(7, dtype)
@@ -219,7 +219,7 @@ def test_heads_that_are_written_alone_may_differ(name: str) -> None:
 
 
 @ALL
-def test_a_past_goes_on_from_its_state(name: str) -> None:
+def test_a_kv_cache_goes_on_from_its_state(name: str) -> None:
     kv, again = filled(name), tier(name)
     kv.keep(0, scattered(kv.slots(0), 0.7))
     again.restore(SnapshotReader(copy.deepcopy(kv.snapshot()), N))

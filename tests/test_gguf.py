@@ -66,7 +66,7 @@ def relative(mine: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "unpacked"])
 @pytest.mark.parametrize("kinds", [KINDS, ("Q4_K", "Q6_K", "Q5_K")], ids=["32", "256"])
 @pytest.mark.parametrize("family", ARCHS)
-def test_logits_are_those_of_the_unpacked_weights(tmp_path: Path, family: str, kinds: tuple[str, ...], packs: bool):
+def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path, family: str, kinds: tuple[str, ...], packs: bool):
     model = write(tmp_path / "tiny.gguf", family, kinds)
     lm, ids = loaded(tmp_path / "tiny.gguf", packs=packs), prompt(37)
     with torch.inference_mode():
@@ -375,7 +375,7 @@ def test_a_file_cut_short_anywhere_is_damaged(tmp_path: Path):
 # ---- the copy ----
 
 
-def test_it_is_unpacked_once_and_again_when_it_changed(tmp_path: Path):
+def test_it_is_dequantized_once_and_again_when_it_changed(tmp_path: Path):
     file, cache, told = tmp_path / "tiny.gguf", tmp_path / "cache", list[str]()
     write(file)
     ready = partial(convert.convert_if_needed, cache=cache, tell=told.append)
@@ -433,7 +433,7 @@ def test_fit_knows_by_the_header_what_will_be_in_memory(tmp_path: Path, packs: b
     assert foretold.memory == pytest.approx(lm.info.weight_bytes - rope, abs=64)
 
 
-def test_what_stays_packed_is_told(tmp_path: Path):
+def test_what_stays_quantized_is_told(tmp_path: Path):
     write(tmp_path / "tiny.gguf")
     with kvcli.load(str(tmp_path / "tiny.gguf"), cache=tmp_path, set={"load.device": "cpu"}) as model:
         assert not any("of the file" in note or "as in the file" in note for note in model.info.notes)
@@ -452,7 +452,7 @@ def test_what_stays_packed_is_told(tmp_path: Path):
         assert model.info.backend == "torch"
 
 
-def test_a_profile_for_cpus_leaves_packed_weights_as_they_are(tmp_path: Path):
+def test_a_profile_for_cpus_leaves_quantized_weights_as_they_are(tmp_path: Path):
     write(tmp_path / "tiny.gguf", kinds=("Q4_0",))
     write(tmp_path / "mixed.gguf")
     build("llama").save_pretrained(tmp_path / "plain")
@@ -471,7 +471,7 @@ def test_a_profile_for_cpus_leaves_packed_weights_as_they_are(tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", ARCHS)
-def test_weights_are_counted_alike_in_the_file_unpacked_and_loaded(tmp_path: Path, family: str):
+def test_weights_are_counted_alike_in_the_file_dequantized_and_loaded(tmp_path: Path, family: str):
     write(tmp_path / "tiny.gguf", family)
     found = source.find(str(tmp_path / "tiny.gguf"))
     lm, made = loaded(tmp_path / "tiny.gguf"), convert.convert_if_needed(found, "fp32", tmp_path / "cache", packs=True)

@@ -211,7 +211,7 @@ def wide(tmp_path: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(("quant", "least", "most"), [("int8", 3.3, 4.0), ("int4", 4.7, 8.0)])
-def test_packed_weights_shrink_the_layers_and_nothing_else(tmp_path: Path, quant: str, least: float, most: float):
+def test_quantized_weights_shrink_the_layers_and_nothing_else(tmp_path: Path, quant: str, least: float, most: float):
     found = source.find(str(wide(tmp_path)))
     plain, packed = LM.load(found, device="cpu"), LM.load(found, device="cpu", quant=quant)
     assert packed.info.backend.split(",")[0] in (f"native packed {quant}", f"torch packed {quant}")
@@ -224,7 +224,7 @@ def test_packed_weights_shrink_the_layers_and_nothing_else(tmp_path: Path, quant
     assert type(packed.model.lm_head) is type(plain.model.lm_head)
 
 
-def test_layers_that_cannot_be_packed_are_counted(tmp_path: Path):
+def test_layers_that_cannot_be_quantized_are_counted(tmp_path: Path):
     found = source.find(str(wide(tmp_path, intermediate_size=40)))
     notes = LM.load(found, device="cpu", quant="int4").info.notes
     assert "3 linear layers were not quantized: 40 inputs are not a multiple of 32" in notes
@@ -236,7 +236,7 @@ EXPERTS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "moe_int
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # files with a tensor an expert; with all in one, and biases
-def test_experts_are_packed_on_their_way_into_memory(tmp_path: Path, name: str, quant: str):
+def test_experts_are_quantized_on_their_way_into_memory(tmp_path: Path, name: str, quant: str):
     model = build(name, torch.bfloat16, **EXPERTS)
     model.save_pretrained(tmp_path / "mine")
     found = source.find(str(tmp_path / "mine"))
@@ -255,7 +255,7 @@ def test_experts_are_packed_on_their_way_into_memory(tmp_path: Path, name: str, 
     assert planned.memory == pytest.approx(lm.info.weight_bytes, rel=0.02)
 
 
-def test_experts_that_cannot_be_packed_are_counted():
+def test_experts_that_cannot_be_quantized_are_counted():
     notes = LM.of(build("qwen3_moe", hidden_size=64, moe_intermediate_size=24), quant="int4").info.notes
     assert "15 linear layers were not quantized: 24 inputs are not a multiple of 32" in notes
 

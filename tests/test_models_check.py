@@ -110,7 +110,7 @@ def test_what_asks_for_numbers_on_its_way_is_left_to_the_load(tmp_path: Path) ->
     assert "is checked when it is loaded" in said
 
 
-def test_a_packed_model_says_what_it_needs_and_what_it_unpacks_to(
+def test_a_quantized_model_says_what_it_needs_and_what_it_dequantizes_to(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = with_words(written(tmp_path, "fp8"))

@@ -36,7 +36,7 @@ from tests import families, small_tokenizers
 from tests.exact.table import DRAFTERS, prompt
 from tests.fake_device import FakeDevice
 from tests.policies import Ragged
-from tests.test_recall_rungs import ladder as recalled
+from tests.test_sparse_over_tiers import ladder as recalled
 from tests.test_tiered_cache import PACKED, on_disk, rounding, three, two_dense
 
 torch.set_num_threads(1)
@@ -436,7 +436,7 @@ def test_a_lack_of_memory_is_told_from_other_errors(error: Exception) -> None:
     assert as_cache_full(OSError(errno.EACCES, "no")) is None
 
 
-def test_plain_profiles_store_in_one_tier_and_others_in_a_ladder() -> None:
+def test_plain_profiles_store_in_one_tier_and_others_in_a_tiered_cache() -> None:
     assert isinstance(model().session.cache, Dense)
     assert model().session.every is None
     m = model(memory={"disk": "1GiB"})

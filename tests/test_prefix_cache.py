@@ -580,7 +580,7 @@ def _forked(work: Callable[[], None]) -> int:
     os._exit(status)
 
 
-def test_each_setting_that_shaped_a_past_is_named_where_it_differs(llama: LM, tmp_path: Path) -> None:
+def test_each_setting_that_shaped_a_kv_cache_is_named_where_it_differs(llama: LM, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
     shelf.save(prefix_cache_stress.read(llama, SNAP, 400), shaping=SNAP)
     for key, value in SNAP.settings.items():
@@ -594,7 +594,7 @@ def test_each_setting_that_shaped_a_past_is_named_where_it_differs(llama: LM, tm
         assert shelf.mismatch(s, SNAP) == [f"{field} was {fields[field]}, is another"]
 
 
-def test_a_shaped_past_serves_a_text_that_goes_on_from_it_and_no_other(llama: LM, tmp_path: Path) -> None:
+def test_a_shaped_kv_cache_serves_a_text_that_goes_on_from_it_and_no_other(llama: LM, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
     shelf.save(prefix_cache_stress.read(llama, SNAP, 400), shaping=SNAP)
     for ids, n in (
@@ -607,7 +607,7 @@ def test_a_shaped_past_serves_a_text_that_goes_on_from_it_and_no_other(llama: LM
     assert shelf.load_prefix(prefix_cache_stress.session(llama, WHOLE), prefix_cache_stress.IDS) == 0
 
 
-def test_a_shaped_past_under_the_name_of_another_text_is_not_taken(llama: LM, tmp_path: Path) -> None:
+def test_a_shaped_kv_cache_under_the_name_of_another_text_is_not_taken(llama: LM, tmp_path: Path) -> None:
     shelf, other = shelf_in(tmp_path / "kv", llama), [*prefix_cache_stress.IDS[:200], 3, *prefix_cache_stress.IDS[201:]]
     shelf.save(prefix_cache_stress.read(llama, SNAP, 400), shaping=SNAP)
     (path,) = (tmp_path / "kv").glob("*/*.kv")
@@ -619,7 +619,7 @@ def test_a_shaped_past_under_the_name_of_another_text_is_not_taken(llama: LM, tm
     assert torch.equal(prefix_cache_stress.logits(s, other), want)
 
 
-def test_a_longer_shaped_past_takes_the_place_of_its_beginning(llama: LM, tmp_path: Path) -> None:
+def test_a_longer_shaped_kv_cache_takes_the_place_of_its_beginning(llama: LM, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
     for n in (100, 400, 850):
         shelf.save(prefix_cache_stress.read(llama, SNAP, n), shaping=SNAP)
@@ -627,7 +627,7 @@ def test_a_longer_shaped_past_takes_the_place_of_its_beginning(llama: LM, tmp_pa
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_what_a_head_map_says_is_part_of_what_shaped_a_past(tmp_path: Path) -> None:
+def test_what_a_head_map_says_is_part_of_what_shaped_a_kv_cache(tmp_path: Path) -> None:
     (tmp_path / "map").write_text("1 2\n")
     changes = {"alloc": "headmap", "headmap": str(tmp_path / "map")}
     profile = Profile.load("snap").replace(policy=changes)

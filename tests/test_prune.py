@@ -190,7 +190,7 @@ def test_going_back_reads_again() -> None:
     assert said(s, ids, 5) == first
 
 
-def test_a_policy_hears_its_rows_beside() -> None:
+def test_queries_of_a_policy_are_recorded_beside() -> None:
     s = session(lm("llama"), settings(), policy=Recent(20), every=4)
     assert len(said(s, families.prompt(N))) == 20
 
@@ -238,7 +238,7 @@ def breaking(kv: KVCache, nth: int) -> Iterator[None]:
             delattr(kv, name)
 
 
-def test_a_pass_that_breaks_leaves_the_past_as_it_was() -> None:
+def test_a_pass_that_breaks_leaves_the_kv_cache_as_it_was() -> None:
     model, ids = lm("llama"), families.prompt(N)
     s = session(model, settings(), 7)
     with breaking(s.cache, 9), pytest.raises(MemoryError):

@@ -72,7 +72,7 @@ def test_rows_read_what_the_halves_say(dtype: torch.dtype, window: int | None, r
     assert (coarse.out - got.out).abs().max() > 1e-2
 
 
-def test_a_row_alone_has_the_bits_of_one_in_company() -> None:
+def test_a_row_alone_has_the_bits_of_one_in_a_batch() -> None:
     tier, q = filled(torch.bfloat16), numbers(2 * K, 5, D, dtype=torch.bfloat16) / 8
     for is_guess in (False, True):
         sight = AttentionParams(D**-0.5, is_guess=is_guess)

@@ -321,7 +321,9 @@ def test_a_text_taken_back_before_anything_was_forgotten_competes_again(name: st
 
 @pytest.mark.parametrize("where", ["_score", "_hold"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_boundary_that_failed_half_way_is_made_again(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compression_point_that_failed_half_way_is_made_again(
+    name: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     s, fresh = (session(name, alloc="uniform") for _ in range(2))
     for text in (s, fresh):
         run_to_end(text.read(families.prompt(60)))

@@ -110,7 +110,7 @@ class Follower:
 @pytest.mark.parametrize("start", [8, 50, 120])  # within the window of 11 tokens, and beyond
 @pytest.mark.parametrize("ordered", [{}, ORDERED], ids=["plain", "ordered"])
 @pytest.mark.parametrize("family", ["gemma4_shared", "gemma4", "unified"])
-def test_guesses_are_those_of_transformers(
+def test_drafts_are_those_of_transformers(
     family: str, ordered: dict[str, Any], start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unified = replace(families.FAMILIES["gemma4"], model_type="gemma4_unified_text")
@@ -138,7 +138,7 @@ def written(lm: LM, drafter: Drafter, n: int = 50, sampler: Sampler | None = Non
 
 
 @pytest.mark.parametrize("fault", ["layer", "position", "state", "window"])
-def test_guesses_are_others_where_one_of_it_is_wrong(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_others_where_one_of_it_is_wrong(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the comparison with transformers would find."""
     lm = loaded(num_hidden_layers=8, layer_types=families.PAIRS * 4)
     text = written(lm, Off())

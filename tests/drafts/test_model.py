@@ -85,7 +85,7 @@ def hybrid(family: str, dtype: torch.dtype = torch.float32) -> LM:
 
 @pytest.mark.parametrize("settings", [{"working": 0}, {"lookup_verify": 3, "copies": True, "min_match": 1}])
 @pytest.mark.parametrize("family", STATEFUL)
-def test_with_states_it_guesses_what_it_would_write_alone(family: str, settings: dict[str, Any]) -> None:
+def test_with_states_it_drafts_what_it_would_write_alone(family: str, settings: dict[str, Any]) -> None:
     both, stats = hybrid(family), Stats()
     config = SeparateModelDraft(adaptive=False, depth=5, branches=1, **{"copies": False, **settings})
     texts = []
@@ -411,7 +411,7 @@ def test_a_copy_of_a_text_shares_the_weights_and_not_what_was_read() -> None:
 
 
 @pytest.mark.parametrize("positions", ["contiguous", "original"])
-def test_what_it_keeps_and_its_guesses_have_positions_that_it_was_made_for(positions: str) -> None:
+def test_what_it_keeps_and_its_drafts_have_positions_that_it_was_made_for(positions: str) -> None:
     """Where what it keeps is closed up; else positions end where the text does."""
     small, how = lm(max_position_embeddings=64), {"positions": positions, "depth": 5}
     drafter(small, working=64 - 5, **how)

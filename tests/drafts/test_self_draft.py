@@ -67,7 +67,7 @@ def written(session: GenerationSession, n: int = 60) -> tuple[list[int], Stats]:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
-def test_guesses_over_everything_are_always_right(family: str, sampler: str) -> None:
+def test_drafts_over_everything_are_always_right(family: str, sampler: str) -> None:
     model, how = lm(family), SAMPLERS[sampler]
     got, stats = written(opened(model, drafter(model), how))
     assert got == written(opened(model, Off(), how))[0]
@@ -77,7 +77,7 @@ def test_guesses_over_everything_are_always_right(family: str, sampler: str) -> 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("settings", [{"view": "stream", "sinks": 2, "recent": 7}, {"view": "quest", "page": 3}])
-def test_a_view_guesses_worse_and_says_the_same(family: str, settings: dict[str, Any]) -> None:
+def test_a_view_drafts_worse_and_says_the_same(family: str, settings: dict[str, Any]) -> None:
     model = lm(family, torch.bfloat16)
     if settings["view"] == "quest":
         settings = {**settings, "pages": 2, "sinks": 1, "recent": 4, "refresh": 3}

@@ -264,7 +264,7 @@ def configured(machine, *args, without=(), **changes):
         ({"quant_method": "a new one"}, 16),
     ],
 )
-def test_a_config_that_says_how_weights_are_packed_is_believed(machine, packed, bits):
+def test_a_config_that_says_how_weights_are_quantized_is_believed(machine, packed, bits):
     found = document(configured(machine, quantization_config=packed))
     linear = 4 * (2 * 256 * 256 + 2 * 64 * 256 + 3 * 512 * 256)
     rest = 2 * (2 * 1000 * 256 + 4 * 2 * 256)  # embeddings, head and norms stay as they are

@@ -155,7 +155,7 @@ def test_a_tied_head_is_there_twice_where_layers_are_split():
     assert found.need.weights + found.need.host_weights == found.weights.memory + found.weights.embeddings
 
 
-def test_what_reads_parts_of_a_past_keeps_its_layers_together():
+def test_what_reads_parts_of_a_kv_cache_keeps_its_layers_together():
     """So an 8B model in full precision is refused, and not split, under a profile that packs keys and values."""
     assert not planned(BALANCED.replace(load={"quant": "none"}), 8).fits
     quantized = replace(SUBJECT, packing=CheckpointFormat("awq"))
