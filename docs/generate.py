@@ -291,7 +291,7 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         ["prompt", "decode_speedup", "read_speedup", "rows8_over_row1", "peak_mib"],
     ),
     "kvcli.bench.growth/1": (
-        "Milliseconds of a pass, and of each lookahead row (scout) in it",
+        "Milliseconds of a pass, and of each lookahead row in it",
         [
             "context",
             "plain_ms",

@@ -124,7 +124,7 @@ def test_a_quantized_model_says_what_it_needs_and_what_it_dequantizes_to(
     monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: name)
     document = json.loads(machine("models", "check", str(folder), "--json").out)
     assert (document["packed"], document["unpacks"], document["numbers"]) == ("fp8", True, "bfloat16")
-    assert "unpacks to" in " ".join(json.loads(machine("fit", str(folder), "--ctx", "64", "--json").out)["notes"])
+    assert "dequantized" in " ".join(json.loads(machine("fit", str(folder), "--ctx", "64", "--json").out)["notes"])
 
 
 def test_the_hub_is_asked_for_headers_alone(tmp_path: Path) -> None:

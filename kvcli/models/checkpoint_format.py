@@ -1,5 +1,5 @@
-"""Quantized checkpoints: packages that load a format and the dtype it unpacks to, by config.json and headers. Standard
-library only."""
+"""Quantized checkpoints: packages that load a format and the dtype it dequantizes to, by config.json and headers.
+Only the standard library is used."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class CheckpointFormat:
         return [package for package in wanted if not _is_there(_MODULES.get(package, package.replace("-", "_")))]
 
     def shape(self, name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Shape of the weight that a tensor unpacks to; (0,) for scales and the like, None if it is not unpacked."""
+        """Shape of the weight that a tensor dequantizes to; (0,) for scales and the like, None if it does not."""
         if self.method not in _UNPACK:
             return None
         if name.endswith(_SCALES):

@@ -197,7 +197,7 @@ def test_bits_of_more_shapes(kind: str, sk: int):
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        triton_support, "why_not", lambda device, dtype: "" if dtype in WITHIN else "float32 is held to in full"
+        triton_support, "why_not", lambda device, dtype: "" if dtype in WITHIN else "float32 needs full precision"
     )
 
 

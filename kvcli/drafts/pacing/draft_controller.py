@@ -123,7 +123,7 @@ class DraftController:
     def rows(self, chances: Sequence[float], safe: int) -> int:
         """Return how many draft tokens to verify; `chances` of acceptance, falling.
 
-        Beyond `safe`, the row count grows one stair at a time, and each stair must be timed before the next one is
+        Beyond `safe`, the row count grows one step at a time, and each step must be timed before the next one is
         tried.
         """
         return self._best(chances, safe)[0]

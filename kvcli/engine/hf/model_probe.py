@@ -253,7 +253,7 @@ def _folded(lm: Any, ids: Sequence[int], known: StateCheckpoint) -> float:
     if not lm.mixers:
         return 0.0
     (made,) = run([ForwardRequest(lm, rows, Dense(lm.shapes, lm.dtype, lm.device), states=states, is_prompt=True)])
-    assert made.fold is not None, "it has mixers"
+    assert made.fold is not None, "it has recurrent layers"
     made.fold(len(ids))
     return apart_by(known, states.now)
 
