@@ -248,7 +248,7 @@ def test_models_whose_keys_turn_by_no_table_are_refused_when_a_text_is_opened() 
 
 def test_models_whose_rows_cannot_be_stopped_are_refused_where_that_is_needed() -> None:
     lm = LM.of(all_families.build(all_families.config_of("gemma3n_text")))
-    with pytest.raises(BadModel, match="cannot be stopped"):
+    with pytest.raises(BadModel, match="cannot stop tokens"):
         GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), reusing=CacheBlend())
     assert "reused" in read(lm, Pie(LEAST)).approximations
 

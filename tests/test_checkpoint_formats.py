@@ -182,7 +182,7 @@ def test_what_nothing_reads_is_no_plain_numbers(folder: Path, method: str):
     edit_config(folder, quantization_config={"quant_method": method} if method != "unnamed" else {})
     error = refused(lambda: LM.load(source.find(str(folder)), device="cpu"))
     assert error.code == "model_unsupported"
-    assert f"packed as {method}" in error.message
+    assert f"quantized as {method}" in error.message
 
 
 def test_a_package_of_a_package_is_named_too(folder: Path):

@@ -269,8 +269,8 @@ REFUSED = [
     ({"sparse": SMALL, "memory": DEMOTE | {"device": "1GiB"}}, "share one device"),
     ({"kv": {"v_bits": 8}, "memory": DEMOTE | {"disk": "1GiB"}}, "share one device"),
     ({"sparse": SMALL, "memory": DEMOTE | {"fallbacks": ["kv.v_bits=8"]}}, '"kv.v_bits=8" cannot be taken'),
-    ({"kv": {"v_bits": 8, "residual": 7}}, "7 changes nothing"),
-    ({"sparse": SMALL, "kv": {"sinks": 7}}, "7 changes nothing"),
+    ({"kv": {"v_bits": 8, "residual": 7}}, "7 has no effect"),
+    ({"sparse": SMALL, "kv": {"sinks": 7}}, "7 has no effect"),
 ]
 
 

@@ -73,7 +73,7 @@ def test_the_way_is_what_the_setting_asks_for() -> None:
     assert way(replace(HOST, host_access="stream"))[0] == "StreamedCopy"
     assert way(kv=Kv(k_bits=4, v_bits=4))[0] == "CpuAttention"
     for reach in ("zero-copy", "stream"):
-        with pytest.raises(BadConfig, match="few bits"):
+        with pytest.raises(BadConfig, match="quantized KV"):
             way(replace(HOST, host_access=reach), kv=Kv(k_bits=4))  # type: ignore[arg-type]
 
 

@@ -285,7 +285,7 @@ def test_what_was_not_used_for_longest_makes_room(lm: LM, tmp_path: Path) -> Non
     held = sum(p.stat().st_size for p in (tmp_path / "kv").glob("*/*"))
     assert held < 2.5 * one
     assert [shelf.load_prefix(session(lm), ids) > LENGTH for ids in texts] == [False, True, True, False]
-    assert "no room" in shelf_in(tmp_path / "kv", lm, one // 2).save(read_all(lm, texts[3])).why_not
+    assert "do not fit" in shelf_in(tmp_path / "kv", lm, one // 2).save(read_all(lm, texts[3])).why_not
 
 
 def read_all(lm: LM, ids: list[int]) -> GenerationSession:
@@ -308,7 +308,7 @@ def test_files_are_their_owners_alone(lm: LM, tmp_path: Path) -> None:
 
 def test_a_folder_that_takes_nothing_costs_no_answer(lm: LM, tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("in the way")
-    assert "not kept" in shelf_in(tmp_path / "kv", lm).save(read_all(lm, IDS)).why_not
+    assert "not saved" in shelf_in(tmp_path / "kv", lm).save(read_all(lm, IDS)).why_not
     assert shelf_in(tmp_path / "kv", lm).load_prefix(session(lm), IDS) == 0
 
 
@@ -439,7 +439,7 @@ def test_on_a_full_disk_what_is_new_counts(lm: LM, tmp_path: Path, monkeypatch: 
     left = sum(path.stat().st_size for path in (tmp_path / "kv").glob("*/*")) // 2
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=SPARE + left))
     assert not shelf.save(read_all(lm, IDS)).why_not
-    assert "no room" in shelf.save(read_all(lm, [3, *IDS])).why_not
+    assert "do not fit" in shelf.save(read_all(lm, [3, *IDS])).why_not
 
 
 @pytest.mark.parametrize("have", [33, 88, LENGTH, 600])

@@ -256,7 +256,7 @@ def test_a_model_whose_layers_all_slide_is_refused_before_anything_is_read() -> 
 
 def test_where_tokens_go_on_is_said_with_layers_that_were_moved_and_who_always_does() -> None:
     assert settings().describe(lm("llama")) == (
-        "of a prompt of 8 tokens or more 70% continue from layer 1, 34% continue from layer 2;  "
+        "of a prompt of 8 tokens or more 70% continue from layer 1, 34% continue from layer 2; "
         "the first 1 and the newest 3, the template, the system text and the question always do"
     )
     moved = settings().describe(lm("gemma3"))  # which sees all of a text in its layer 1 alone

@@ -114,7 +114,7 @@ class CacheCapacity:
             raise CacheFull(
                 f"memory.device = {self.memory.device} is too small for a text",
                 lines=[
-                    f"{self.between:,} tokens are stored before the next eviction:  "
+                    f"{self.between:,} tokens are stored before the next eviction: "
                     f"{need / (1 << 20):,.1f} MiB, more than {room / (1 << 20):,.1f} MiB"
                 ],
                 detail={"need": need, "room": room},

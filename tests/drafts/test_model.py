@@ -365,7 +365,7 @@ def test_whatever_breaks_in_its_passes_leaves_the_text_alone(
     assert report.fault == (
         "no memory for draft model model"
         if isinstance(fault, MemoryError)
-        else f"draft model model failed:  {type(fault).__name__}: {fault}"
+        else f"draft model model failed: {type(fault).__name__}: {fault}"
     )
     assert report.paused
     session.rewind(40)
@@ -429,7 +429,7 @@ def test_it_needs_a_model() -> None:
     with pytest.raises(BadConfig, match="needs a draft model") as found:
         _ = SeparateModelDraft().second
     assert found.value.try_[0] == "--draft MODEL"
-    with pytest.raises(ValueError, match="leaves nothing"):
+    with pytest.raises(ValueError, match="must be more than sinks"):
         SeparateModelDraft(working=4)
     with pytest.raises(ValueError, match="covers fewer tokens than working = 1024"):
         SeparateModelDraft(prefill="window:512")

@@ -199,7 +199,7 @@ def test_several_files_are_read_and_hide_the_facts(machine, tmp_path):
         (("--emit", "pdf"), 2, "--emit none"),
         (("--emit", "toml"), 2, "--emit json,toml"),
         (("--context", "9k"), 6, "--context 8192"),
-        (("--context", "32"), 2, "the least"),
+        (("--context", "32"), 2, "the minimum"),
         (("--stability", "8", "--probe", "ablate"), 2, "--probe prompt"),
         (("--texts", "3"), 2, "--probe ablate"),
         (("--top", "-1"), 2, "--top 0"),

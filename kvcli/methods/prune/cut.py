@@ -56,7 +56,7 @@ class SingleCut(PruneSettings):
         """Describe the layer that prunes, in words. Raises BadModel if the model has no layer to score tokens in."""
         cut = self.at(lm)
         how = f"through all layers, scored by the first {cut}" if self.again else f"from layer {cut}"
-        return f"of a prompt of {self.min_prompt:,} tokens or more {self.keep:.0%} continue {how};  {self.always}"
+        return f"of a prompt of {self.min_prompt:,} tokens or more {self.keep:.0%} continue {how}; {self.always}"
 
     def at(self, lm: LM) -> int:
         """Return the first layer run with fewer tokens."""
