@@ -310,7 +310,7 @@ def test_it_is_refused_alone_and_where_it_does_not_belong(machine: Machine) -> N
         Setup(machine.world(), "helper").fetch(Setup(machine.world(), "gemma").profile())
     assert any("-m MODEL --draft" in one for one in found.value.try_)
     setup = Setup(machine.world(), "gemma", flags=profile_flags({"draft": "stranger"}))
-    with pytest.raises(BadModel, match="stranger drafts for a Gemma 4") as found:
+    with pytest.raises(BadModel, match="stranger drafts only for the Gemma 4") as found:
         setup.load(setup.profile()).drafts_by  # noqa: B018
     for method, name in (("model", "helper"), ("assistant", "demo"), ("assistant", "gemma")):
         setup = Setup(machine.world(), "gemma", flags={})
