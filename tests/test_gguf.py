@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unheard of": ({"keys": {"llama.frobnicate": 1}}, "llama.frobnicate = 1"),
     "part of a head": ({"keys": {"llama.rope.dimension_count": 8}}, "rope.dimension_count differs from the head size"),
     "per layer": ({"keys": {"llama.feed_forward_length": [64, 64, 32, 64]}}, "one number for all layers"),
-    "tensor": ({"tensors": {"blk.0.ffn_gate.bias": torch.zeros(64).numpy()}}, "its tensor blk.0.ffn_gate.bias is unknown"),
+    "tensor": ({"tensors": {"blk.0.ffn_gate.bias": torch.zeros(64).numpy()}}, "ffn_gate.bias is unknown"),
     "splitting": ({"keys": {"tokenizer.ggml.pre": "deepseek-llm"}}, "tokenizer.ggml.pre = deepseek-llm"),
     "unknown splitting": ({"drop": ("tokenizer.ggml.pre",)}, "tokenizer.ggml.pre = None"),
     "vocabulary": ({"words": VOCAB + 1}, "its vocabulary has 321 tokens, its embedding 320 rows"),
