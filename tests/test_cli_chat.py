@@ -162,7 +162,7 @@ def test_a_budget_is_refused_where_something_else_forgets_or_nothing_may(machine
     assert '"much" is not allowed' in machine("chat", "--dry-run", "--budget", "much").err
     for profile in ("balanced", "cpu", "lean", "max-context"):
         run = machine(*asked, "-P", profile)
-        assert "sets kv.k_bits, which rounds by age" in run.err
+        assert "sets kv.k_bits, which quantizes by age" in run.err
         assert "try: --set kv.k_bits=16 --set kv.v_bits=16" in run.err
         assert machine(*asked, "-P", profile, *"--set kv.k_bits=16 --set kv.v_bits=16".split()).exit == 0
 

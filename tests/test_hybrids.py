@@ -483,7 +483,7 @@ def test_what_cannot_be_served_is_refused_by_name():
         lambda: rotaries(lm),
         lambda: SelfDraft().drafter(pair=ModelPair(lm, lm)),
     ):
-        with pytest.raises(BadModel, match="lfm2 has layers that fold the text into a state") as told:
+        with pytest.raises(BadModel, match="lfm2 has recurrent layers") as told:
             asked()
         assert told.value.code == "keeps_states"
         assert told.value.try_

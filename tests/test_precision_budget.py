@@ -153,7 +153,7 @@ def test_what_lies_elsewhere_stays_and_counts_as_much_as_its_longest_head() -> N
     assert price([layer], plain, 2 * 7 * 9.0) < float("inf")
     assert price([layer], plain, 2 * 7 * 9.0 - 1) == float("inf")
     told = [replace(plain, asked=asked).describe for asked in ("1MiB", "25%")]
-    assert all("elsewhere, where recall finds them again" in line for line in told)
+    assert all("elsewhere, read by sparse attention" in line for line in told)
 
 
 def test_infinite_worth_stays_where_it_is() -> None:

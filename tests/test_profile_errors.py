@@ -103,7 +103,7 @@ IN_FILE = {
         [
             "~/config.toml:2:2: kv: unknown key",
             "    2 | [kv]",
-            "      |  ^ settings stand in a profile: [profiles.NAME.kv]",
+            "      |  ^ settings belong in a profile: [profiles.NAME.kv]",
         ],
     ),
     "wrong type": (

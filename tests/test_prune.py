@@ -401,7 +401,7 @@ def test_no_more_attention_is_dropped_than_was_allowed(mass: float) -> None:
     [
         ({"end_prune_layer": 0.2}, "end_prune_layer = 0.2 is below start_prune_layer"),
         ({"end_keep_ratio": 0.8}, "end_keep_ratio = 0.8 is above start_keep_ratio"),
-        ({"revive_max": 3}, 'prune.revive_max: revive_max changes nothing with scope = "prefill"'),
+        ({"revive_max": 3}, 'prune.revive_max: revive_max has no effect with scope = "prefill"'),
         ({"method": "cut", "pool": 4}, "pool = 4"),
         ({"pool": 4}, "pool = 4"),
     ],

@@ -125,4 +125,4 @@ def test_drafts_over_the_upper_half_change_nothing(sampling: str) -> None:
 def test_halves_need_eight_bits() -> None:
     with pytest.raises(BadConfig) as refused:
         load_profile("lean", sets=["kv.split_codes=true"])
-    assert "changes nothing while not both are 8" in "".join(refused.value.lines)
+    assert "has no effect while not both are 8" in "".join(refused.value.lines)

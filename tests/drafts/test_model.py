@@ -155,7 +155,7 @@ def test_what_is_passed_over_is_not_in_its_states() -> None:
 )
 def test_what_states_cannot_do_is_refused_by_name(settings: dict[str, Any], try_: str) -> None:
     its = hybrid("lfm2")
-    with pytest.raises(BadModel, match="lfm2 has layers that fold the text into a state") as told:
+    with pytest.raises(BadModel, match="lfm2 has recurrent layers") as told:
         SeparateModelDraft(**settings).drafter(pair=ModelPair(its, its))
     assert told.value.try_ == (f"--set spec.{try_}",)
     SeparateModelDraft(**{**settings, try_.split("=")[0]: 1 if try_ == "tree_width=1" else try_.split("=")[1]}).drafter(
