@@ -592,7 +592,7 @@ def _reason(why: str) -> str:
     for found, put in (
         (r"^\S+ \(\S+\) (is not supported: )?", ""),
         (r"\blayer \d+\b", "a layer"),
-        (r"^\w+ does not (write|generate) text", "it does not generate text"),
+        (r"^\w+ does not generate text", "it does not generate text"),
         (r"^the config of \S+ cannot", "its config cannot"),
         (r"^the weights of \S+ are", "its weights are"),
         (r"^\S+ is an? ", "it is an "),

@@ -85,7 +85,7 @@ def refuse_head(config: Mapping[str, Any], name: str, *, may_assist: bool = Fals
     ours = is_assistant(config)
     instead = "--draft MODEL, a small model of the same family: kvcli models show MODEL lists them"
     raise BadModel(
-        f"{name} is {what}, which cannot generate text alone",
+        f"{name} is {what}; it cannot generate text alone",
         code="draft_head",
         lines=[*([] if ours else [WHY]), *([f"it was made for {str(made_for)[:80]}"] if made_for else [])],
         try_=[f"-m MODEL --draft {name}, with the Gemma 4 that it was made for" if ours else instead, "--spec ngram"],
