@@ -292,7 +292,7 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         ["prompt", "decode_speedup", "read_speedup", "rows8_over_row1", "peak_mib"],
     ),
     "kvcli.bench.growth/1": (
-        "Milliseconds of a pass, and of each lookahead row (scout) in it",
+        "Milliseconds of a pass, and of each lookahead row in it",
         [
             "context",
             "plain_ms",
@@ -593,7 +593,7 @@ def _reason(why: str) -> str:
     for found, put in (
         (r"^\S+ \(\S+\) (is not supported: )?", ""),
         (r"\blayer \d+\b", "a layer"),
-        (r"^\w+ does not write text", "it does not write text"),
+        (r"^\w+ does not generate text", "it does not generate text"),
         (r"^the config of \S+ cannot", "its config cannot"),
         (r"^the weights of \S+ are", "its weights are"),
         (r"^\S+ is an? ", "it is an "),

@@ -13,8 +13,8 @@ from kvcli.kernels import native, triton_support
 
 ON_GPUS = {  # cases that Triton kernels serve, and cases left to the reference
     "attend_invariant": "rows over slots and their pass, one sequence each; slots that rows choose are not served",
-    "attend": "as attend_invariant; slots behind a mask in plain PyTorch",
-    "attend_quantized": "codes as they lie, all heads at once",
+    "attend": "as attend_invariant; masked slots in plain PyTorch",
+    "attend_quantized": "codes as stored, all heads at once",
     "merge_attention": "parts in order",
     "append_kv": "all layers at once",
 }
@@ -67,7 +67,7 @@ def _decide(op: str, device: str, dtype: torch.dtype, bent: bool) -> tuple[str, 
 
 def _decide_packed(dtype: torch.dtype) -> tuple[str, str]:
     if dtype in (torch.float64, torch.float32):
-        return "reference", f"plain PyTorch: {str(dtype).removeprefix('torch.')} is held to in full"
+        return "reference", f"plain PyTorch: {str(dtype).removeprefix('torch.')} needs full precision"
     if why := import_module("kvcli.kernels.attend_quantized.probe").why_not():
         return "reference", f"plain PyTorch: {why}"
     return "cpu", "integer products for few rows over 8-bit slots, tried at start; otherwise codes widened in stretches"

@@ -22,7 +22,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str:
     if device.type != "cuda":
         return f"no fused kernels for {device.type}"
     if dtype not in TYPES:
-        return f"{str(dtype).removeprefix('torch.')} is held to in full"
+        return f"{str(dtype).removeprefix('torch.')} needs full precision"
     return _why_no_card(device)
 
 

@@ -47,7 +47,7 @@ def store(lm: LM, profile: Profile, held: int = 0) -> KVCache:
     """
     if any(shape.device for shape in lm.shapes) and not may_split(profile):
         raise BadConfig(
-            "layers on two devices hold whole pasts in full precision, read by no view of them",
+            "a model on two devices needs the full KV cache in full precision, without views",
             code="split_past",
             lines=[f"{lm.info.id}: {lm.info.backend}"],
             try_=["--set load.layers_on_gpu=auto", "-P ngram", "--device cpu"],
@@ -75,14 +75,14 @@ def adapted_profile(lm: LM, profile: Profile) -> tuple[Profile, str]:
     profile, chained = _chained(profile) if lm.recurrent_layers else (profile, "")
     if not profile.spec.require_batch_invariance or not (by := _batch_variant_reason(lm, profile)):
         return profile, chained
-    why = f"no drafting: {by} a drafted token rounds differently from one decoded alone"
+    why = f"no drafting: {by} a drafted token is rounded unlike one decoded alone"
     return profile.replace(spec={"method": "off"}), why
 
 
 def _chained(profile: Profile) -> tuple[Profile, str]:
     """Return the profile with drafts without branches and no lookahead, as recurrent layers require; and what was
     changed."""
-    spec, why = profile.spec, "some layers of this model keep a state"
+    spec, why = profile.spec, "this model has recurrent layers"
     if spec.method == "off":
         return profile, ""
     others = [name for name in spec.sources if name != "lookahead"] if spec.method == "mix" else []
@@ -98,7 +98,7 @@ def _batch_variant_reason(lm: LM, profile: Profile) -> str:
     if lm.batch_variant_reason:
         return f"in {lm.info.dtype}"
     if lm.max_invariant_rows is not None and profile.spec.rows > lm.max_invariant_rows:
-        return f"in passes of more than {lm.max_invariant_rows} rows ({profile.spec.method} has {profile.spec.rows})"
+        return f"in passes of more than {lm.max_invariant_rows} tokens ({profile.spec.method} has {profile.spec.rows})"
     wanted = plan(lm, profile.whole)
     by = wanted.batch_variant_reason if min(lm.dtype.itemsize, wanted.dtype.itemsize) < 4 else ""
     return by and f"under this {by}"
@@ -254,7 +254,7 @@ def steps(lm: LM, profile: Profile, pair: ModelPair | None, words: PreTrainedTok
 
     if profile.reasoning_steps.second is None:
         return None
-    assert pair is not None, "somebody must write ahead"
+    assert pair is not None, "reasoning steps need a model pair"
     wanted, draft = profile.reasoning_steps.settings, pair.draft
     if pair.spelling is not None:
         raise BadConfig(
@@ -262,7 +262,7 @@ def steps(lm: LM, profile: Profile, pair: ModelPair | None, words: PreTrainedTok
             code="other_tokenizer",
             try_=[
                 "--set reasoning_steps.model=MODEL, one of the same family",
-                "--draft MODEL: tokens may be spelled anew, steps not",
+                "--draft MODEL: drafts may be tokenized again, steps not",
             ],
         )
     past, how = Dense(draft.shapes, draft.dtype, draft.device), sampler(lm, profile)

@@ -150,7 +150,7 @@ class Standby:
         except TooLong:
             found = {"heavy": "it writes without end"}
         except (ValueError, AttributeError, RecursionError):
-            found = {"broken": "it answered nonsense"}
+            found = {"broken": "it returned an invalid answer"}
         for how in {"heavy", "broken", "ended"} & {*found}:
             busy = "" if how == "broken" else "; it may be broken, or made to keep this machine busy"
             raise self._failed(how, f"{found[how]}{busy}")

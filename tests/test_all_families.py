@@ -35,7 +35,7 @@ def test_an_equal_text_is_equal_and_not_one_token_over_and_over(kind: str) -> No
     ("kind", "why"),
     [
         ("bart", "it is an encoder-decoder"),
-        ("gemma4_unified", "the mask of layer 0 follows from more than positions"),  # from what is a picture
+        ("gemma4_unified", "the mask of layer 0 depends on more than positions"),  # from what is a picture
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(kind: str, why: str) -> None:

@@ -87,7 +87,7 @@ def test_settings_and_adapters_that_are_not_kept_are_said(tmp_path: Path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with kvcli.load(str(tmp_path)) as model:
         said = [note for note in model.info.notes if "generation_config" in note]
-        assert said == ["not kept of generation_config.json: suppress_tokens, bad_words_ids, no_repeat_ngram_size"]
+        assert said == ["ignored in generation_config.json: suppress_tokens, bad_words_ids, no_repeat_ngram_size"]
         assert any("adapter" in note for note in model.info.notes)
         assert model.generate("hi", max_new_tokens=4).text == "Yes."
     (tmp_path / "adapter_config.json").unlink()

@@ -21,20 +21,20 @@ APPROX = [name for name, profile in SHIPPED.items() if profile.exactness == "app
 EXACT = [name for name, profile in SHIPPED.items() if profile.exactness == "exact"]
 SAID = {  # what each loses, in words of its note
     "balanced": "balanced stores keys and values in 8 bits",
-    "budget": "budget keeps what a budget of bytes has room for, by what repeating it looks at, "
+    "budget": "budget keeps the tokens that fit a budget of bytes, by attention while it is repeated, "
     "stores the rest in 8 and 4 bits",
     "cpu": "cpu stores keys and values in 8 bits",
-    "expected": "expected keeps 50% of a prompt, by what later questions should look at",
-    "fastgen": "fastgen keeps 50% of the tokens in each head, by what it looks at",
-    "fastgen-paper": "fastgen-paper keeps what holds 95% of its attention in each head, by what it looks at",
-    "kvzip": "kvzip keeps 25% of a prompt, by what repeating it looks at",
+    "expected": "expected keeps 50% of a prompt, by the attention expected from later questions",
+    "fastgen": "fastgen keeps 50% of the tokens in each head, by its attention pattern",
+    "fastgen-paper": "fastgen-paper keeps tokens with 95% of its attention in each head, by its attention pattern",
+    "kvzip": "kvzip keeps 25% of a prompt, by attention while it is repeated",
     "lazy": "lazy reads 20% of a prompt of 1,024 tokens or more in the upper layers",
     "lazy-fast": "lazy-fast reads 20% of a prompt of 1,024 tokens or more in the upper layers",
     "lazy-paper": "lazy-paper reads 10% of a prompt in the upper layers",
     "lean": "lean stores keys in 4 and values in 2 bits",
     "max-context": "max-context stores keys and values in 4 bits, reads 3% of the text for each token",
     "offload": "offload reads 3% of the text for each token",
-    "snap": "snap keeps 50% of a prompt, by what its end looks at",
+    "snap": "snap keeps 50% of a prompt, by attention from its end",
     "streaming": "streaming keeps the first 4 tokens and the newest 1,020",
 }
 
@@ -103,7 +103,7 @@ def test_a_budget_that_was_typed_is_named_as_what_loses():
         typed = load_profile(name, flags={key: (value, "--budget") for key, value in flags.items()})
         note = approximation_note(typed, ["forgotten"])
         assert note.startswith(
-            f"approximate answer: profile {name} --budget 25% keeps what a budget of bytes has room for"
+            f"approximate answer: profile {name} --budget 25% keeps the tokens that fit a budget of bytes"
         )
         assert note.endswith("; -P exact without --budget uses the full text")
 

@@ -377,6 +377,6 @@ def test_what_is_not_served_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcli.kernels.triton_support._why_no_card", lambda device: "")
     card = torch.device("cuda", 7)  # the answers are kept
     assert why_not(torch.bfloat16, card, 64, 80) == ""
-    assert "held to in full" in why_not(torch.float32, card, 64, 64)
+    assert "needs full precision" in why_not(torch.float32, card, 64, 64)
     assert "72" in why_not(torch.bfloat16, card, 72, 64)
     assert "512" in why_not(torch.float16, card, 64, 512)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not native.levels(), reason=native.why_not() or 
 @pytest.mark.parametrize("level", native.levels())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("k_bits", "v_bits"), [(8, 8), (4, 4), (2, 2), (16, 4), (4, 16), (8, 2)])
-def test_slots_in_few_bits_give_the_bits_that_they_give_unpacked(
+def test_slots_in_few_bits_give_the_bits_that_they_give_dequantized(
     level: str, dtype: torch.dtype, k_bits: int, v_bits: int
 ) -> None:
     torch.manual_seed(0)

@@ -157,7 +157,7 @@ def test_the_more_is_read_again_the_nearer_are_logits(demo, select: str) -> None
 
 
 @pytest.mark.parametrize("tier", ["packed", "turned"])
-def test_stores_that_hold_it_otherwise_are_read_as_they_are(tier: str) -> None:
+def test_kv_caches_that_hold_it_otherwise_are_read_as_they_are(tier: str) -> None:
     lm = lm_of("llama")
     shape = lm.n_layers, lm.n_kv_heads, lm.head_dim
 
@@ -248,7 +248,7 @@ def test_models_whose_keys_turn_by_no_table_are_refused_when_a_text_is_opened() 
 
 def test_models_whose_rows_cannot_be_stopped_are_refused_where_that_is_needed() -> None:
     lm = LM.of(all_families.build(all_families.config_of("gemma3n_text")))
-    with pytest.raises(BadModel, match="cannot be stopped"):
+    with pytest.raises(BadModel, match="cannot stop tokens"):
         GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), reusing=CacheBlend())
     assert "reused" in read(lm, Pie(LEAST)).approximations
 
@@ -275,4 +275,4 @@ def test_answers_say_so(demo) -> None:
         assert not text.generate([*ids, 11], max_new_tokens=4).stats.approx
         turn = text.generate([7, 8, *ids[50:], 11], max_new_tokens=4)
         assert turn.stats.reused == 250
-        assert "16 tokens or more in a row as they were read behind another text, 15 % of them" in turn.stats.approx
+        assert "spans of 16 tokens or more from other texts, 15 % of them" in turn.stats.approx

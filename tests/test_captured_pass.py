@@ -100,7 +100,7 @@ DENSE = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss-dense", "phi3", "gemma4_
 
 @pytest.mark.parametrize("drafts", ["off", "chain", "tree"])
 @pytest.mark.parametrize("family", DENSE)
-def test_a_frame_gives_the_text_of_single_operations(family: str, drafts: str) -> None:
+def test_a_captured_pass_gives_the_text_of_single_operations(family: str, drafts: str) -> None:
     """Chains, trees and none, greedy and seeded, while layers grow and windows open."""
     sampler = {"off": CUT, "chain": Sampler(), "tree": SEEDED}[drafts]
     want = plain(family, sampler)
@@ -127,7 +127,7 @@ class Hearing(Bush):
         super().observe(replace(step, hidden=step.hidden.clone()))  # they are the next pass's as well
 
 
-def test_a_frame_shows_the_states_of_single_operations() -> None:
+def test_a_captured_pass_shows_the_states_of_single_operations() -> None:
     truth, each = [*PROMPT, *plain("gemma2", SEEDED)], []
     for is_recorded in (False, True):
         its, _ = recorded("gemma2")
@@ -158,7 +158,7 @@ class NowAndThen(Right):
 
 
 @pytest.mark.parametrize("hears", ["queries", "hidden"])
-def test_a_pass_that_is_heard_has_no_frame_of_one_that_is_not(hears: str) -> None:
+def test_a_pass_with_recorded_queries_has_a_capture_of_its_own(hears: str) -> None:
     truth, each = [*PROMPT, *plain("llama", SEEDED)], []
     for is_recorded in (False, True):
         its, graphs = recorded("llama")
@@ -185,7 +185,7 @@ def test_a_pass_that_is_heard_has_no_frame_of_one_that_is_not(hears: str) -> Non
         Snap(sinks=2, recent=5, keep=0.5, keep_new=9, compression_interval=7),
     ],
 )
-def test_boundaries_change_a_past_under_a_frame(policy: Policy, drafts: str) -> None:
+def test_compression_points_change_a_kv_cache_under_a_captured_pass(policy: Policy, drafts: str) -> None:
     """Heads that keep slots of their own, and a policy that hears queries of what is accepted."""
     want = plain("llama", SEEDED, policy)
     its, _ = recorded("llama")
@@ -213,7 +213,7 @@ def test_a_long_answer_is_recorded_a_few_times_and_a_short_one_takes_little() ->
 
 
 @pytest.mark.parametrize("policy", [Ragged(), Random(budget=17, sinks=2, window=5)])
-def test_boundaries_have_nothing_recorded_again(policy: Policy) -> None:
+def test_compression_points_have_nothing_recorded_again(policy: Policy) -> None:
     """What a policy leaves is as long as it was before, and lies where that lay."""
     its, graphs = recorded("llama")
     text = session(its, policy=policy)
@@ -224,7 +224,7 @@ def test_boundaries_have_nothing_recorded_again(policy: Policy) -> None:
     assert graphs.recorded - before == 0
 
 
-def test_a_text_that_ends_takes_its_frames_along() -> None:
+def test_a_text_that_ends_takes_its_captured_passes_along() -> None:
     its, _ = recorded("llama")
     texts = [session(its), session(its)]
     for text in texts:
@@ -304,7 +304,9 @@ class Few(Right):
 
 
 @pytest.mark.parametrize(("most", "fits"), [(15, False), (16, True)])
-def test_frames_that_are_too_wide_together_are_not_run(most: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_passes_that_are_too_wide_together_are_not_run(
+    most: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unused rows count: with more than so many a row would not have the bits that it has alone."""
     want = plain("llama", SEEDED)
     its, _ = recorded("llama")
@@ -315,9 +317,7 @@ def test_frames_that_are_too_wide_together_are_not_run(most: int, fits: bool, mo
     tickets = generate_together(*(text.step((), NEW) for text in texts))
     assert all(ticket.error is None for ticket in tickets)
     assert its.frames is not None
-    assert [why.split(",")[0] for why in its.frames.eager] == (
-        [] if fits else ["with the unused ones more than 15 rows"]
-    )
+    assert [why.split(",")[0] for why in its.frames.eager] == ([] if fits else ["padding makes more than 15 rows"])
     for text in texts:
         assert text.ids[len(PROMPT) :] == want[:5]
 
@@ -335,7 +335,7 @@ def test_a_pass_that_there_was_no_memory_to_record_is_recorded_the_next_time(mon
         m.setattr(graphs, "record", full)
         assert written(text, 3) == want[:3]
     assert its.frames is not None
-    assert (dict(its.frames.eager), its.frames.why, graphs.recorded) == ({"no memory to record them": 3}, "", 0)
+    assert (dict(its.frames.eager), its.frames.why, graphs.recorded) == ({"no memory to capture them": 3}, "", 0)
     assert written(text, 5) == want[3:8]
     assert graphs.replays
     assert sum(its.frames.eager.values()) == 3
@@ -384,7 +384,7 @@ def test_a_model_that_asks_the_host_is_not_recorded_and_says_so(family: str) -> 
     assert written(text) == want
     assert its.frames is not None
     assert set(its.frames.eager) == {its.frames.why}
-    assert its.info.notes[-1].startswith("passes run one operation at a time: ")
+    assert its.info.notes[-1].startswith("CUDA graphs are off: ")
 
 
 def test_rope_tables_that_move_are_held_still() -> None:
@@ -470,7 +470,7 @@ def test_what_is_recorded_later_is_spoilt_by_an_earlier_one_unless_apart() -> No
         assert bool(second.isnan().all()) == spoils
 
 
-def test_a_past_that_moved_under_a_frame_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kv_cache_that_moved_under_a_captured_pass_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """The frame goes on although its layers lie elsewhere: the text is another."""
     want = plain("llama", SEEDED)[:5]
     its, _ = recorded("llama")

@@ -562,14 +562,14 @@ def test_a_held_session_stays_held_while_it_is_written_again_and_again(tmp_path:
     sessions.open(name, holds=True).kept.close()
 
 
-def test_a_short_storm_of_kills_and_pairs_damages_nothing():
+def test_a_short_stress_test_of_kills_and_pairs_damages_nothing():
     """`python tests/bench/stress_chats.py` is the long one."""
     found = storm(kills=8, pairs=2, turns=12)
     assert (found["tried"], found["bad"], found["refused"]) == (10, 0, 1), found
 
 
 @pytest.mark.slow
-def test_a_long_storm_of_kills_and_pairs_damages_nothing():
+def test_a_long_stress_test_of_kills_and_pairs_damages_nothing():
     found = storm(kills=200, pairs=10, turns=100, seed=1)
     assert found["bad"] == 0, found
     assert found["left over"] > 20, "kills that never hit a write show little"

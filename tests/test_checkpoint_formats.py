@@ -71,7 +71,7 @@ def test_the_text_of_a_model_that_sees(tmp_path: Path, kind: str):
 
     lm = LM.load(source.find(str(tmp_path)), device="cpu", dtype="fp32")
     assert ours(lm, Ngram(adaptive=False, max=7).drafter(), prompt(), NEW) == text
-    assert lm.info.notes == (f"pictures and sound are not read: {len(sees)} tensors of parts for them stay on disk",)
+    assert lm.info.notes == (f"images and audio are not supported: {len(sees)} tensors for them were not loaded",)
     assert foretold(tmp_path, 4) == pytest.approx(held(lm), abs=512)  # buffers of gemma
 
 
@@ -90,17 +90,17 @@ def needs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
-def test_a_packed_file_gives_the_bits_of_what_it_unpacks_to(tmp_path: Path, name: str):
+def test_a_quantized_file_gives_the_bits_of_what_it_dequantizes_to(tmp_path: Path, name: str):
     needs(name)
     lm = LM.load(source.find(str(written(tmp_path, name))), device="cpu")
     plain = LM.load(source.find(str(tmp_path / "plain")), device="cpu")
     assert torch.equal(_ours(lm, range(3, 40))[0], _ours(plain, range(3, 40))[0])
     assert held(lm) == held(plain)
-    assert "weights are unpacked to bfloat16" in lm.info.notes[-1]
+    assert "weights were dequantized to bfloat16" in lm.info.notes[-1]
 
 
 @pytest.mark.parametrize("name", ["fp8", "compressed-int4"])
-def test_what_is_unpacked_can_be_packed_again(tmp_path: Path, name: str):
+def test_what_is_dequantized_can_be_quantized_again(tmp_path: Path, name: str):
     needs(name)
     lm = LM.load(source.find(str(written(tmp_path, name))), device="cpu", quant="int8")
     plain = LM.load(source.find(str(tmp_path / "plain")), device="cpu", quant="int8")
@@ -126,7 +126,7 @@ def test_weights_are_counted_not_what_is_stored(tmp_path: Path, name: str):
     ],
     ids=["gptq", "gptq8", "awq", "bnb4", "bnb8"],
 )  # fmt: skip
-def test_a_packed_layer_counts_the_weights_that_it_stands_for(settings: dict[str, Any], stored: dict[str, Any]):
+def test_a_quantized_layer_counts_the_weights_that_it_stands_for(settings: dict[str, Any], stored: dict[str, Any]):
     packing = CheckpointFormat.of({"quantization_config": settings})
     held = {f"model.layers.0.self_attn.q_proj.{part}": of for part, of in stored.items()}
     assert sum(packing.weights(name, *of) for name, of in held.items()) == 64 * 64
@@ -134,7 +134,7 @@ def test_a_packed_layer_counts_the_weights_that_it_stands_for(settings: dict[str
 
 @pytest.mark.parametrize("quant", ["none", "int8"])
 @pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
-def test_fit_knows_what_a_packed_file_unpacks_to(tmp_path: Path, name: str, quant: str):
+def test_fit_knows_what_a_quantized_file_dequantizes_to(tmp_path: Path, name: str, quant: str):
     """By headers alone: no package of the format is asked for."""
     mine, plain = foretold(written(tmp_path, name), 2, quant), foretold(tmp_path / "plain", 2, quant)
     assert mine == (pytest.approx(plain, rel=0.01) if name == "mxfp4" else plain)  # whose plain experts lie turned over
@@ -163,7 +163,7 @@ def test_a_package_that_is_missing_is_named_before_a_weight_is_read(
     assert not any("download" in line for line in error.try_)
 
 
-def test_on_a_gpu_what_stays_packed_is_placed_by_a_package(monkeypatch: pytest.MonkeyPatch):
+def test_on_a_gpu_what_stays_quantized_is_placed_by_a_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: None if name == "accelerate" else name)
     hqq = CheckpointFormat.of({"quantization_config": {"quant_method": "hqq"}})
     assert (hqq.missing("cpu"), hqq.missing("cuda")) == ([], ["accelerate"])
@@ -182,7 +182,7 @@ def test_what_nothing_reads_is_no_plain_numbers(folder: Path, method: str):
     edit_config(folder, quantization_config={"quant_method": method} if method != "unnamed" else {})
     error = refused(lambda: LM.load(source.find(str(folder)), device="cpu"))
     assert error.code == "model_unsupported"
-    assert f"packed as {method}" in error.message
+    assert f"quantized as {method}" in error.message
 
 
 def test_a_package_of_a_package_is_named_too(folder: Path):
@@ -194,7 +194,7 @@ def test_a_package_of_a_package_is_named_too(folder: Path):
     assert error.try_ == (pip("-U", "y>=0.46"),)
 
 
-def test_numbers_that_stay_packed_where_kernels_read_them(monkeypatch: pytest.MonkeyPatch):
+def test_numbers_that_stay_quantized_where_kernels_read_them(monkeypatch: pytest.MonkeyPatch):
     fp8 = CheckpointFormat.of({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
     assert fp8.unpacks("cpu")
     monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: name)

@@ -58,7 +58,7 @@ def test_the_answer_alone_on_stdout_and_figures_on_stderr(machine):
 
 def test_what_a_profile_does_not_do_on_this_device_is_said(machine):
     done = machine("chat", "-p", "How deep?", "-P", "max-context")
-    assert "memory.host = auto holds nothing here" in " ".join(done.err.split())
+    assert "memory.host = auto has no effect" in " ".join(done.err.split())
 
 
 def test_no_escape_codes_outside_a_terminal(machine):
@@ -162,19 +162,19 @@ def test_a_budget_is_refused_where_something_else_forgets_or_nothing_may(machine
     assert '"much" is not allowed' in machine("chat", "--dry-run", "--budget", "much").err
     for profile in ("balanced", "cpu", "lean", "max-context"):
         run = machine(*asked, "-P", profile)
-        assert "sets kv.k_bits, which rounds by age" in run.err
+        assert "sets kv.k_bits, which quantizes by age" in run.err
         assert "try: --set kv.k_bits=16 --set kv.v_bits=16" in run.err
         assert machine(*asked, "-P", profile, *"--set kv.k_bits=16 --set kv.v_bits=16".split()).exit == 0
 
 
-def test_a_budget_of_a_comparison_leaves_the_yardstick_as_it_is(machine):
+def test_a_budget_of_a_comparison_leaves_the_baseline_as_it_is(machine):
     asked = ("bench", "demo", "--dry-run", "--json")
     plain, spent = (json.loads(machine(*asked, *more).out)["sides"] for more in ((), ("--budget", "25%")))
     assert [side["name"] for side in spent] == ["exact", "ngram"]
     assert [a["profile_hash"] == b["profile_hash"] for a, b in zip(plain, spent, strict=True)] == [True, False]
 
 
-def test_profiles_that_are_named_under_a_budget_are_compared_with_a_yardstick_that_has_none(machine):
+def test_profiles_that_are_named_under_a_budget_are_compared_with_a_baseline_that_has_none(machine):
     asked = ("bench", "demo", "--dry-run", "--json", "--profiles", "exact,ngram")
     plain, spent = (json.loads(machine(*asked, *more).out)["sides"] for more in ((), ("--budget", "25%")))
     assert [side["name"] for side in plain] == ["exact", "ngram"]
@@ -403,12 +403,12 @@ def test_an_answer_that_went_round_in_a_loop_is_said_and_is_no_success(machine):
     machine.model.loop = Repetition(2, 320)
     done = machine("chat", "-p", "How deep?")
     assert (done.exit, done.out) == (8, f"{ANSWER}\n")
-    assert "note: stopped: the text went round in a loop of 2 tokens" in done.err
+    assert "note: stopped: the answer repeated a loop of 2 tokens" in done.err
     done = machine("chat", "-p", "How deep?", "--json")
     document = json.loads(done.out)
     validate("turn", document)
     assert (done.exit, document["finish"]) == (8, "loop")
-    assert document["events"] == [{"kind": "loop", "text": "the text went round in a loop of 2 tokens"}]
+    assert document["events"] == [{"kind": "loop", "text": "the answer repeated a loop of 2 tokens"}]
 
 
 def test_what_may_be_lost_is_said_on_the_screen_and_in_the_json(machine):
@@ -515,11 +515,11 @@ def test_an_answer_is_held_to_a_schema_or_said_to_be_cut(kvcli, tmp_path):
     [
         (["--schema", "f"], '{"a": 1,\n "b": }', "bad_schema", "f is not JSON: Expecting value: line 2 column 7"),
         (["--schema", "f"], "[]", "bad_schema", "f holds no JSON object"),
-        (["--schema", "f"], '{"type": "objekt"}', "bad_schema", "f cannot be kept to: Invalid type: objekt"),
+        (["--schema", "f"], '{"type": "objekt"}', "bad_schema", "f cannot be used: Invalid type: objekt"),
         (["--schema", "none"], "", "bad_schema", "none cannot be read: No such file"),
         (["--grammar", "."], "", "bad_grammar", ". is a folder"),
-        (["--grammar", "f"], "", "bad_grammar", "f cannot be kept to: it is empty"),
-        (["--grammar", "f"], 'start: "a" foo', "bad_grammar", "f cannot be kept to: line 1, column 8: unknown name"),
+        (["--grammar", "f"], "", "bad_grammar", "f cannot be used: it is empty"),
+        (["--grammar", "f"], 'start: "a" foo', "bad_grammar", "f cannot be used: line 1, column 8: unknown name"),
         (["--grammar", "f"], b"start: \xff", "bad_grammar", "f is not UTF-8: at byte 7"),
         (["--grammar", "f", "--json-object"], "", "usage", "--grammar and --json-object exclude each other"),
         (["--grammar", "f", "--schema", "f"], "", "usage", "--schema and --grammar exclude each other"),

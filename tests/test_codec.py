@@ -115,7 +115,7 @@ HOSTILE: Mapping[str, Mapping[str, object]] = {
 
 
 @pytest.mark.parametrize("how", HOSTILE)
-def test_a_past_that_says_too_much_is_refused(how: str) -> None:
+def test_a_kv_cache_that_says_too_much_is_refused(how: str) -> None:
     with pytest.raises(SnapshotMismatch):
         decoded_state({"kv": {"0": {"k": {**PART, **HOSTILE[how]}}}})
 
@@ -148,7 +148,7 @@ def test_a_damaged_coded_block_is_none(lm: Any, tmp_path: Path) -> None:
         tensors = load_file(path)
         tensors["k.0"] = tensors["k.0"][:-1].clone()
         path.write_bytes(save(tensors, {SUM: _sum(tensors)}))  # well made but for that
-        with pytest.raises(CorruptFile, match="longer or shorter"):
+        with pytest.raises(CorruptFile, match="its size does not fit its tensor"):
             read(path, lm.shapes, lm.dtype)
     assert shelf.load_prefix(prefix_cache_stress.session(lm, WHOLE), IDS) == 0
 
@@ -159,7 +159,7 @@ def test_coded_files_are_smaller(lm: Any, tmp_path: Path) -> None:
     assert size_of(tmp_path / "coded") < 0.93 * size_of(tmp_path / "as they are")
 
 
-def test_a_shaped_past_in_fewer_bytes_goes_on_to_the_same_bits(lm: Any, tmp_path: Path) -> None:
+def test_a_shaped_kv_cache_in_fewer_bytes_goes_on_to_the_same_bits(lm: Any, tmp_path: Path) -> None:
     shelf, coding = shelf_in(tmp_path / "kv", lm), replace(SNAP, codec=Lossless())
     live = prefix_cache_stress.read(lm, SNAP, 850)
     assert not shelf.save(live, shaping=coding).why_not

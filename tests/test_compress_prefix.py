@@ -303,7 +303,7 @@ def test_it_is_kept_in_no_file(tmp_path: Path) -> None:
         ("memory.fallbacks", {"memory": {"fallbacks": ["kv.v_bits=4"]}}),
     ],
 )
-def test_it_is_refused_beside_what_lets_go_of_a_past(other: str, changes: dict[str, Any]) -> None:
+def test_it_is_refused_beside_what_lets_go_of_a_kv_cache(other: str, changes: dict[str, Any]) -> None:
     usual = {"exactness": "approx", "context": {"on_overflow": "compress"}}
     Profile.load("exact").replace(**usual)
     with pytest.raises(BadConfig) as refused:

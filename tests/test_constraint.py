@@ -81,7 +81,7 @@ def test_an_answer_fits_its_schema_with_any_drafter(profile: str, sample: dict[s
     assert turns[1].stats.drafted_passes
 
 
-def test_guesses_that_fit_are_taken() -> None:
+def test_drafts_that_fit_are_taken() -> None:
     m = model("ngram")
     chat = m.chat()
     chat.attach(kvcli.read_document("demo:report"))
@@ -176,13 +176,13 @@ def test_what_has_no_end_or_no_bytes_is_refused() -> None:
         m.stream(QUESTION, constraint=m.constraint(Grammar.json_object()), ignore_eos=True)
     assert error.value.code == "needs_end"
     for empty in ("root ::= ", 'start: ""'):
-        with pytest.raises(BadInput, match="no answer but an empty one"):
+        with pytest.raises(BadInput, match="only an empty answer"):
             m.constraint(Grammar.of_text(empty))
     assert m.constraint(Grammar.of_text('start: "a"?')).allowed([]) is not None
-    with pytest.raises(BadModel, match="ends an answer"):
+    with pytest.raises(BadModel, match="no stop token"):
         Vocabulary(small_tokenizers.demo(), V, [])
     for tokenizer, said in ((SlowTokenizer(), "fast"), (small_tokenizers.metaspace(), "decoder")):
-        with pytest.raises(BadModel, match="cannot be held") as found:
+        with pytest.raises(BadModel, match="cannot follow a grammar") as found:
             Vocabulary(tokenizer, V, [5])
         assert said in found.value.lines[0]
 

@@ -317,7 +317,7 @@ class Spelling(FakeModel):
         yield End(Turn(self.answer, (*letters, demo().eos_token_id), "stop", Stats()))
 
 
-def test_what_the_model_has_heard_is_asked_in_the_same_tokens():
+def test_what_the_model_has_recorded_is_asked_in_the_same_tokens():
     model = Spelling(answer=ANSWER, tokenizer=demo())
     chat = Chat(model, "Be brief.")
     turn = chat.send("How deep?")

@@ -122,7 +122,7 @@ def test_a_full_tier_forgets_what_came_first_and_says_so(lower: str) -> None:
         settle(made(drops=False), 20)
 
 
-def test_a_boundary_that_fails_at_any_allocation_loses_nothing() -> None:
+def test_a_compression_point_that_fails_at_any_allocation_loses_nothing() -> None:
     one = Dense(alike(L, K, D), torch.float64)
     fill(one, 40)
 
@@ -180,7 +180,7 @@ def whole() -> list[int]:
 
 
 @pytest.mark.parametrize("policy", ["window", "random", "snap", "h2o", "kvzip", "fastgen"])
-def test_recall_that_reads_everything_gives_the_text_of_the_full_cache(policy: str) -> None:
+def test_sparse_attention_that_reads_everything_gives_the_text_of_the_full_cache(policy: str) -> None:
     settings: dict[str, Any] = {"name": policy, "compression_interval": 8}
     settings |= {"window": {"window": 11}, "random": {"budget": 17, "window": 5}}.get(
         policy, {"keep": 0.2, "recent": 5}
@@ -190,7 +190,7 @@ def test_recall_that_reads_everything_gives_the_text_of_the_full_cache(policy: s
     assert session.cache.n_slots(1) < session.committed - 10, "a part of it lies below"
 
 
-def test_recall_that_reads_little_does_not() -> None:
+def test_sparse_attention_that_reads_little_does_not() -> None:
     assert told(opened(sparse=SMALL | {"fraction": 0.01})) != whole()
 
 
@@ -269,8 +269,8 @@ REFUSED = [
     ({"sparse": SMALL, "memory": DEMOTE | {"device": "1GiB"}}, "share one device"),
     ({"kv": {"v_bits": 8}, "memory": DEMOTE | {"disk": "1GiB"}}, "share one device"),
     ({"sparse": SMALL, "memory": DEMOTE | {"fallbacks": ["kv.v_bits=8"]}}, '"kv.v_bits=8" cannot be taken'),
-    ({"kv": {"v_bits": 8, "residual": 7}}, "7 changes nothing"),
-    ({"sparse": SMALL, "kv": {"sinks": 7}}, "7 changes nothing"),
+    ({"kv": {"v_bits": 8, "residual": 7}}, "7 has no effect"),
+    ({"sparse": SMALL, "kv": {"sinks": 7}}, "7 has no effect"),
 ]
 
 

@@ -160,7 +160,7 @@ def test_two_texts_over_a_split_and_layers_with_windows(family):
         assert text.ids == alone.ids
 
 
-def test_what_chooses_from_a_past_is_refused_where_layers_lie_apart(monkeypatch):
+def test_what_chooses_from_a_kv_cache_is_refused_where_layers_lie_apart(monkeypatch):
     lm = LM.of(families.build("llama"), layers_on_gpu=2)
     assemble.store(lm, Profile.load("balanced"))  # all on one device after all
     lm.shapes = (*(assemble.replace(of, device=CPU) for of in lm.shapes[:1]), *lm.shapes[1:])
@@ -172,7 +172,7 @@ def test_what_chooses_from_a_past_is_refused_where_layers_lie_apart(monkeypatch)
 
 def test_rows_of_a_split_model_are_not_stopped_on_the_way():
     lm = LM.of(families.build("llama"), layers_on_gpu=2)
-    with pytest.raises(BadModel, match="cannot be stopped between its layers"):
+    with pytest.raises(BadModel, match="cannot stop tokens between its layers"):
         lm.check_layer_gates()
 
 

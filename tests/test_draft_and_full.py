@@ -67,7 +67,7 @@ def plain(sampling: str) -> list[int]:
 
 @pytest.mark.parametrize("sampling", ["sample.temperature=0", "sample.temperature=0.9"])
 @pytest.mark.parametrize("name", SMALL)
-def test_the_text_is_that_of_the_whole_past(name: str, sampling: str) -> None:
+def test_the_text_is_that_of_the_whole_kv_cache(name: str, sampling: str) -> None:
     under = profile(name, sampling)
     found, stats = written(under)
     assert found.ids == plain(sampling)
@@ -77,7 +77,7 @@ def test_the_text_is_that_of_the_whole_past(name: str, sampling: str) -> None:
     assert nbytes(found.cache).keys() == {"cpu", "draft"}
 
 
-def test_guesses_come_of_what_is_kept() -> None:
+def test_drafts_come_of_what_is_kept() -> None:
     """All of it is as good as the whole past; of next to nothing guesses fail."""
     all_of_it = written(profile("streaming", "policy.window=400"))[1]
     nothing = written(profile("streaming", "policy.sinks=0", "policy.window=1", "policy.compression_interval=4"))[1]
@@ -97,7 +97,7 @@ def test_what_a_policy_let_go_is_there_to_go_back_to() -> None:
     assert found.ids == again.ids
 
 
-def test_the_whole_past_gives_back_what_windows_hide() -> None:
+def test_the_whole_kv_cache_gives_back_what_windows_hide() -> None:
     sliding = LM.of(families.build("gemma3", torch.bfloat16))
     taken = []
     for under in (load_profile("exact", sets=["prefill.chunk=37"]), profile("streaming", "policy.window=64")):
@@ -107,7 +107,7 @@ def test_the_whole_past_gives_back_what_windows_hide() -> None:
     assert taken[0] == taken[1]
 
 
-def test_both_pasts_are_kept_for_later() -> None:
+def test_both_kv_caches_are_kept_for_later() -> None:
     a, _ = written(profile("lean"))
     b = session(lm(), profile("lean"))
     b.restore(SnapshotReader(a.state(), len(a.ids)).tree, a.ids[-1])
@@ -131,7 +131,7 @@ def test_exact_says_what_to_type_and_takes_it() -> None:
         ({"exactness": "certified", "spec": {"method": "self"}}, "which evicts tokens"),
         (
             {"exactness": "exact", "spec": {"method": "self"}, "prune": {"method": "lazy"}},
-            "leaves out tokens",
+            "drops tokens of a prompt",
         ),
         (
             {
@@ -184,7 +184,7 @@ class NotedKept(Noted):
         ("reserve", (5, (0, 1)), "both"),
     ],
 )
-def test_the_whole_past_says_what_rows_find_and_the_other_what_policies_judge(
+def test_the_whole_kv_cache_says_what_rows_find_and_the_other_what_policies_judge(
     verb: str, of: tuple[Any, ...], who: str
 ) -> None:
     calls: list[Any] = []
@@ -195,7 +195,7 @@ def test_the_whole_past_says_what_rows_find_and_the_other_what_policies_judge(
     assert answer == (None if who == "both" else who)
 
 
-def test_boundaries_reach_both_pasts_and_masks_the_one_they_are_of() -> None:
+def test_compression_points_reach_both_kv_caches_and_masks_the_one_they_are_of() -> None:
     calls: list[Any] = []
     both: Any = DraftAndFullCache(Noted("whole", calls), NotedKept("kept", calls))  # type: ignore[arg-type]
     assert both.compress(["mask"], 9, iter([0, 2])) == "kept"

@@ -109,7 +109,7 @@ def test_layers_that_draft_are_named_and_by_whom_they_are_used(name: str, machin
     save_file(load_file(file) | {name: torch.zeros(3, 3)}, file, {"format": "pt"})
     edit(folder, num_nextn_predict_layers=1)
     (said,) = found_in(source.find(str(folder)))
-    assert said == f"1 MTP layer (1 tensors, {name}, ...): not used, transformers builds none for llama"
+    assert said == f"1 MTP layer (1 tensors, {name}, ...): not used, transformers lacks them for llama"
     assert "1 MTP layer" in machine("models", "show", "tiny").out
     edit(folder, model_type="deepseek_v3")
     found = source.find(str(folder))
@@ -124,7 +124,7 @@ def test_layers_that_were_left_out_are_missed(machine: Machine) -> None:
     edit(machine.folder / "tiny", num_nextn_predict_layers=1, model_type="glm4_moe")
     found = source.find(str(machine.folder / "tiny"))
     assert found_in(found) == [
-        "1 MTP layer by its config.json: its files hold nothing of it: who made them smaller left it out"
+        "1 MTP layer in its config.json: its files hold none of their tensors, as is usual for quantized copies"
     ]
     assert not has_mtp(found)
 
@@ -146,5 +146,5 @@ def test_an_early_exit_is_named_where_the_files_say_so(stated: object, is_said: 
     file.write_text(json.dumps(json.loads(file.read_text()) | {"assistant_early_exit": stated}))
     said = found_in(source.find(str(folder)))
     use = "--set spec.method=self --set spec.skip=early --set spec.skipped=1"
-    assert said == ([f"an early exit behind 2 of 3 layers, by its generation_config.json: {use}"] if is_said else [])
+    assert said == ([f"early exit after 2 of 3 layers (generation_config.json): {use}"] if is_said else [])
     assert ("spec.skip=early" in machine("models", "show", "tiny").out) == is_said

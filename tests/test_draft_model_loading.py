@@ -105,7 +105,7 @@ def test_one_that_cannot_be_loaded_for_want_of_memory_or_by_a_fault_is_done_with
 
 
 def test_it_must_be_named() -> None:
-    with pytest.raises(BadConfig, match="needs a model that drafts") as found:
+    with pytest.raises(BadConfig, match="needs a draft model") as found:
         kvcli.load("demo", "draft")
     assert found.value.code == "no_draft_model"
     assert "--draft MODEL" in found.value.try_
@@ -171,7 +171,7 @@ def test_its_weights_and_its_store_are_planned_for() -> None:
     assert need.loading - need.mapped == weights + without.loading - without.mapped - without.base + need.base
     large = replace(demo, path="large", shape=replace(demo.shape, vocab=64 * demo.shape.vocab))
     assert plan(demo, profile, room, 100, MeasuredFacts(find=lambda name: large)).need.working > 2 * need.working
-    with pytest.raises(BadConfig, match="needs a model that drafts"):
+    with pytest.raises(BadConfig, match="needs a draft model"):
         plan(demo, Profile.load("draft"), room, 1000, MeasuredFacts(find=find))
 
 

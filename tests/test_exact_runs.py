@@ -98,7 +98,7 @@ def test_exact_runs_write_one_text_whatever_passes_take() -> None:
     assert (found["drafted_bf16"] > 0) is (native() is not None)  # elsewhere rows of 16 bits know their neighbours
 
 
-def test_readme_says_of_the_storm_what_it_gave() -> None:
+def test_readme_says_of_the_stress_test_what_it_gave() -> None:
     kept = json.loads((ROOT / "docs" / "benchmarks" / "reliability.json").read_text())
     (row,) = [row for row in kept["rows"] if row["storm"] == "stress_exact"]
     (tokens,) = re.findall(r"([\d,]+) tokens in bf16$", row["what"])

@@ -449,7 +449,7 @@ def test_the_published_method_has_no_guard_to_set() -> None:
     for wrong in ({"recent": 64}, {"criterion": "p05"}, {"policies": ["special"]}, {"probe_rows": 9}):
         with pytest.raises(KvcliError) as refused:
             load_profile("exact").replace(exactness="approx", policy={"name": "fastgen", "paper": True, **wrong})
-        assert "leaves no room" in "\n".join(refused.value.lines)
+        assert "paper = true sets" in "\n".join(refused.value.lines)
     assert FastGen(paper=True, recent=0, criterion="mean", crossfit=False).guarded == 0
 
 

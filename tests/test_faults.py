@@ -46,7 +46,7 @@ def test_every_call_that_writes_may_fail(cases: str, tmp_path: Path):
     assert storm("stress_faults.py", "--cases", cases, "--step", "40")["tried"] >= 25
 
 
-def test_a_storm_that_sees_no_fault_is_none(tmp_path: Path):
+def test_a_stress_test_that_sees_no_fault_is_none(tmp_path: Path):
     """What the storm calls bad: the check itself is tried on a writer that leaves a half."""
     usual = stress_faults.Ended(0, "", "", {"a.json": b"{}"})
     case = stress_faults.Case(lambda folder: (0, "", ""), (1,), same=("a.json",))
@@ -167,7 +167,7 @@ def test_a_user_who_may_write_nowhere(closed: str):
     assert codes == {"chat": 0, "chat -p": 0, "summarize": 0, "profiles new": 3, "calibrate": 1, "config": 0}
     assert "972" in str(found["chat -p"][1])
     assert "Permission denied" in str(found["profiles new"][2])
-    assert "a calibration cannot be kept" in str(found["calibrate"][2])
+    assert "the calibration cannot be saved" in str(found["calibrate"][2])
     assert "cannot" in str(found["chat"][2])
 
 

@@ -128,7 +128,7 @@ def test_rows_read_the_slots_that_are_shown(name: str, sight: AttentionParams, s
 @ALL
 @pytest.mark.skipif(native() is None, reason="without native kernels rows know of each other")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_alone_has_the_bits_of_one_in_company(name: str, dtype: torch.dtype) -> None:
+def test_a_row_alone_has_the_bits_of_one_in_a_batch(name: str, dtype: torch.dtype) -> None:
     kv = filled(name, dtype)
     assert not kv.batch_variant_reason
     q, pos = rows(7, dtype)
@@ -219,7 +219,7 @@ def test_heads_that_are_written_alone_may_differ(name: str) -> None:
 
 
 @ALL
-def test_a_past_goes_on_from_its_state(name: str) -> None:
+def test_a_kv_cache_goes_on_from_its_state(name: str) -> None:
     kv, again = filled(name), tier(name)
     kv.keep(0, scattered(kv.slots(0), 0.7))
     again.restore(SnapshotReader(copy.deepcopy(kv.snapshot()), N))
@@ -487,27 +487,27 @@ def test_cskv_refuses_what_saves_nothing() -> None:
 REFUSED = [
     (
         {"kv_format": {"method": "mustafar"}, "kv": {"rotate": "hadamard"}},
-        "spreads over all channels the large numbers",
+        "spreads the large values",
     ),
-    ({"kv_format": {"method": "mustafar"}, "kv": {"k_bits": 4}}, "cannot be kept with kv.k_bits = 4"),
-    ({"kv_format": {"method": "freqkv"}, "kv": {"v_bits": 8}}, "of what this form keeps it rounds nothing"),
+    ({"kv_format": {"method": "mustafar"}, "kv": {"k_bits": 4}}, "is impossible with kv.k_bits = 4"),
+    ({"kv_format": {"method": "freqkv"}, "kv": {"v_bits": 8}}, "this KV format does not quantize"),
     ({"kv_format": {"method": "cskv"}, "policy": {"name": "snap"}}, "set kv_format.joint = 1"),
     ({"kv_format": {"method": "subgen"}, "memory": {"fallbacks": ["kv.v_bits=2"]}}, "frees nothing"),
-    ({"kv_format": {"method": "gear"}}, "which rounds nothing"),
-    ({"kv_format": {"method": "gear"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads over all channels the outliers"),
-    ({"kv_format": {"method": "qaq"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads over all channels the outliers"),
-    ({"kv_format": {"method": "rotatekv"}, "kv": FOUR | {"rotate": "hadamard"}}, "this form turns them already"),
+    ({"kv_format": {"method": "gear"}}, "which does not quantize"),
+    ({"kv_format": {"method": "gear"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads the outliers"),
+    ({"kv_format": {"method": "qaq"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads the outliers"),
+    ({"kv_format": {"method": "rotatekv"}, "kv": FOUR | {"rotate": "hadamard"}}, "as this KV format does already"),
     (
         {"kv_format": {"method": "zipcache"}, "kv": {"k_bits": 8, "v_bits": 8, "split_codes": True}},
-        "halves are of kv_format.method",
+        "split codes need kv_format.method",
     ),
-    ({"kv_format": {"method": "kivi", "rope": "before"}, "kv": FOUR | {"rotate": "hadamard"}}, "which turns what"),
-    ({"kv_format": {"method": "kivi", "rope": "before"}}, "changes nothing while kv.k_bits"),
+    ({"kv_format": {"method": "kivi", "rope": "before"}, "kv": FOUR | {"rotate": "hadamard"}}, "which rotates what"),
+    ({"kv_format": {"method": "kivi", "rope": "before"}}, "has no effect while kv.k_bits"),
     (
         {"kv_format": {"method": "kivi", "rope": "before"}, "memory": {"fallbacks": ["kv.v_bits=8"]}},
         "with kv.k_bits = 16",
     ),
-    ({"kv_format": {"method": "zipcache"}, "kv": {"k_bits": 4}}, "cannot be kept with kv.v_bits = 16"),
+    ({"kv_format": {"method": "zipcache"}, "kv": {"k_bits": 4}}, "is impossible with kv.v_bits = 16"),
     ({"kv_format": {"method": "rotatekv"}, "kv": FOUR, "policy": {"name": "snap"}}, "set kv_format.joint = 1"),
 ]
 
@@ -522,7 +522,7 @@ def test_what_cannot_be_kept_is_refused_by_name(changes: dict[str, Any], says: s
 def test_a_form_needs_a_profile_that_may_round() -> None:
     with pytest.raises(BadConfig) as caught:
         Profile.load("exact").replace(kv_format={"method": "gear"}, kv=FOUR)
-    assert '"exact" cannot be kept' in "\n".join(caught.value.lines)
+    assert '"exact" is impossible' in "\n".join(caught.value.lines)
 
 
 def test_a_model_whose_tables_depend_on_length_is_refused() -> None:

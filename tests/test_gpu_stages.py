@@ -128,7 +128,7 @@ def test_the_bundled_model_answers() -> None:
     assert all(row["same"] and row["text"] and row["new"] for row in rows)
 
 
-def test_packed_weights_are_near_the_whole_ones_and_smaller() -> None:
+def test_quantized_weights_are_near_the_whole_ones_and_smaller() -> None:
     whole, *rows = found("quantized")[:-1]
     assert {row["weights"] for row in rows} == {f"load.quant = int{n}" for n in (8, 4)} | {
         f"kvcli's {n} bits" for n in (8, 4)

@@ -105,7 +105,7 @@ def test_no_change_is_missed(tmp_path: Path, settled: None, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3, 103))
-def test_no_change_is_missed_in_a_long_storm(tmp_path: Path, settled: None, seed: int) -> None:
+def test_no_change_is_missed_in_a_long_stress_test(tmp_path: Path, settled: None, seed: int) -> None:
     storm(tmp_path, seed, 200)
 
 
@@ -171,7 +171,7 @@ def test_what_takes_long_is_told_once(tmp_path: Path, settled: None, monkeypatch
     put(file, bytes(SIZE))
     for _ in range(2):
         Hashes(tmp_path, told.append).of([Stamped.of(file)])
-    assert told == ["hashing 0 MB of weights, once: what is kept of a model is found by its bytes"]
+    assert told == ["hashing 0 MB of weights once: saved data of a model is found by its hash"]
 
 
 @pytest.mark.parametrize("how", ["before", "while", "cut", "gone"])
@@ -380,7 +380,7 @@ def test_a_gguf_file_is_not_answered_from_its_twins_copy(tmp_path: Path, settled
     assert len({next(iter(copies))[1] for copies in made.values()}) == 3
 
 
-def test_a_gguf_file_that_changes_while_it_is_unpacked_leaves_no_copy(
+def test_a_gguf_file_that_changes_while_it_is_dequantized_leaves_no_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gguf_files = pytest.importorskip("tests.gguf_files", reason="the gguf package is absent")

@@ -166,7 +166,7 @@ def test_what_flies_ahead_is_dropped_when_its_tier_changes() -> None:
     torch.testing.assert_close(got, answer(one, 1, q))
 
 
-def test_the_cpu_attends_while_the_device_reads_its_own_rungs() -> None:
+def test_the_cpu_attends_while_the_device_reads_its_own_levels() -> None:
     bus, told = FakeBus(), list[str]()
 
     class Told(Dense):

@@ -121,7 +121,7 @@ def test_text_and_states_in_any_chunks(name: str, chunk: int):
 
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("chunk", [64, 11])
-def test_guesses_accepted_in_part_change_nothing(name: str, chunk: int):
+def test_drafts_accepted_in_part_change_nothing(name: str, chunk: int):
     drafter = Partly(truth(name), seed=chunk)
     text = session(name, drafter, chunk)
     run_to_end(text.read(prompt(PROMPT)))
@@ -228,7 +228,7 @@ def packed(lm: LM) -> KVCache:
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "nemotron_h", "granitemoehybrid", "falcon_h1", "kimi_linear"])
 @pytest.mark.parametrize("how", ["window", "int8"])
-def test_what_is_stored_otherwise_is_so_with_guesses(name: str, how: str):
+def test_what_is_stored_otherwise_is_so_with_drafts(name: str, how: str):
     """A policy, or fewer bits, act on keys and values alone: the text is that of the same profile without guesses."""
     texts = []
     for drafter in (Off(), None):
@@ -301,10 +301,10 @@ def test_states_are_handed_out_as_copies(name: str, what: str, copies: bool, mon
     assert all(map(torch.equal, held, was)) is copies
 
 
-def test_a_pass_that_ends_before_a_mixer_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_a_pass_that_ends_before_a_recurrent_layer_is_noticed(monkeypatch: pytest.MonkeyPatch):
     assert model("nemotron_h").recurrent_layers.are_last
     monkeypatch.setattr(model("nemotron_h").recurrent_layers, "are_last", False)
-    with pytest.raises(AssertionError, match="ended before a mixer"):
+    with pytest.raises(AssertionError, match="ended before a recurrent layer"):
         run_to_end(session("nemotron_h").read(prompt(PROMPT)))
 
 
@@ -312,9 +312,9 @@ def test_a_pass_that_ends_before_a_mixer_is_noticed(monkeypatch: pytest.MonkeyPa
 def test_the_check_at_load_notices(fault: str, monkeypatch: pytest.MonkeyPatch):
     of, wrong = {"_again": (recurrent_layers.StateCacheShim, _no_replay), "_newest": (StateUpdate, _uncut)}[fault]
     monkeypatch.setattr(of, fault, wrong)
-    with quiet(), pytest.raises(BadModel, match="does not give the logits") as told:
+    with quiet(), pytest.raises(BadModel, match="gives other logits") as told:
         LM.of(build("qwen3_5_text"), verify=True)
-    assert "states of its layers" in " ".join(told.value.lines)
+    assert "recurrent states after them" in " ".join(told.value.lines)
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -408,7 +408,7 @@ def test_a_state_goes_to_disk_and_comes_back():
     assert other.rewind(PROMPT + 5) == text.rewind(PROMPT + 5) > 0
 
 
-def test_a_past_on_the_shelf_is_gone_on_from(tmp_path: Path):
+def test_a_kv_cache_in_the_prefix_cache_is_continued(tmp_path: Path):
     """As a whole, with its checkpoints: blocks of keys and values would be no past of it."""
     made = build("qwen3_next")
     save_file({name: p.clone() for name, p in made.named_parameters()}, tmp_path / "model.safetensors")
@@ -434,7 +434,7 @@ def test_a_conversation_is_gone_back_in(profile: str):
         lm = LM.of(build("qwen3_5_text", seed=5, vocab_size=2048))  # whose answers are spelled as they were written
     wanted = Profile.load(profile).replace(sample={"temperature": 0, "max_new_tokens": 12}, spec={"adaptive": False})
     made = Model(lm, small_tokenizers.demo(), wanted)
-    assert any("some layers of this model keep a state" in said for said in made.cautions)
+    assert any("this model has recurrent layers" in said for said in made.cautions)
     chat = made.chat("Be brief.")
     first = chat.send("What is the depth of the well?").text
     chat.send("And of the other one?")
@@ -455,7 +455,7 @@ def test_a_conversation_is_gone_back_in(profile: str):
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h", "lfm2"])
-def test_packed_weights_and_16_bits_load(name: str):
+def test_quantized_weights_and_16_bits_load(name: str):
     """The check at load is passed, and what is packed answers from the tape, too."""
     with quiet():
         LM.of(build(name, torch.bfloat16), verify=True)
@@ -483,7 +483,7 @@ def test_what_cannot_be_served_is_refused_by_name():
         lambda: rotaries(lm),
         lambda: SelfDraft().drafter(pair=ModelPair(lm, lm)),
     ):
-        with pytest.raises(BadModel, match="lfm2 has layers that fold the text into a state") as told:
+        with pytest.raises(BadModel, match="lfm2 has recurrent layers") as told:
             asked()
         assert told.value.code == "keeps_states"
         assert told.value.try_

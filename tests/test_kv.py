@@ -236,7 +236,7 @@ def test_what_is_evicted_under_recorded_passes_leaves_nothing_where_it_lay(ragge
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_store_emptied_after_an_eviction_is_as_good_as_new(ragged: bool) -> None:
+def test_a_kv_cache_emptied_after_an_eviction_is_as_good_as_new(ragged: bool) -> None:
     kv = filled(37)
     kv.compress(masks(kv, lambda layer, s: uneven(s) if ragged else s.pos % 3 > 0))
     kv.crop(0)
@@ -245,7 +245,7 @@ def test_a_store_emptied_after_an_eviction_is_as_good_as_new(ragged: bool) -> No
     assert kv._slabs[1].ordered, "windows of slots out of order are read under a mask, all slots of them"
 
 
-def test_running_out_of_memory_while_growing_leaves_the_store_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_while_growing_leaves_the_kv_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     kv, ones = filled(37), torch.ones(K, 1, D, dtype=torch.float64)
     want, new_zeros, calls = read(kv, *rows(5, 37)), Tensor.new_zeros, iter(range(99))
 
@@ -329,7 +329,7 @@ def test_the_newest_slots_are_those_stored_last(ragged: bool) -> None:
     assert kv.n_slots(1) == 39
 
 
-def test_a_view_reads_what_is_picked_and_leaves_the_store_alone() -> None:
+def test_a_view_reads_what_is_picked_and_leaves_the_kv_cache_alone() -> None:
     kv = filled(37)
     q, pos = rows(5, 37)
     whole = GatheredView(kv, lambda layer, q, s: s.pos >= 0)
@@ -395,9 +395,9 @@ def test_what_shares_slots_stores_none() -> None:
     kv.append(0, torch.ones(3, 4, 8), torch.ones(3, 4, 12), 0)
     with pytest.raises(KeyError):
         kv.append(2, torch.ones(3, 4, 8), torch.ones(3, 4, 12), 4)
-    with pytest.raises(AssertionError, match="another's slots"):
+    with pytest.raises(AssertionError, match="the KV of another"):
         kv.put(2, kv.slots(2))
-    with pytest.raises(AssertionError, match="slots of its own"):
+    with pytest.raises(AssertionError, match="a layer without KV"):
         Dense([*UNEVEN, LayerShape(3, 8, 12, shared_from=2)], torch.float64)
 
 
@@ -433,7 +433,7 @@ SIZES = (LayerShape(2, 16, 16), LayerShape(1, 32, 16), LayerShape(2, 16, 16, sha
 
 
 @pytest.mark.parametrize("key", MORE)
-def test_what_packs_moves_away_or_recalls_takes_layers_of_any_size(key: str) -> None:
+def test_tiers_and_sparse_attention_take_layers_of_any_size(key: str) -> None:
     """And gives what a dense tier gives, to what is rounded."""
     profile = load_profile("exact").replace(exactness="approx", **MORE[key])
     plan = assemble.plan(LM.of(families.build("llama", num_hidden_layers=4)), profile)

@@ -126,7 +126,7 @@ def test_a_second_prompt_repeats_only_what_came_since(monkeypatch: pytest.Monkey
 def test_a_text_that_leaves_no_room_behind_it_is_refused() -> None:
     short = LM.of(families.build("llama", max_position_embeddings=64))
     s = session(short)
-    with pytest.raises(KvcliError, match="repeats the text behind itself") as refused:
+    with pytest.raises(KvcliError, match="repeats the text after itself") as refused:
         run_to_end(s.read(families.prompt(N + 1)))
     assert refused.value.code == "context_overflow"
     fits = session(short)

@@ -129,7 +129,7 @@ def test_idle_gates_change_nothing(name: str) -> None:
 @pytest.mark.parametrize("start", [0, 20])
 @pytest.mark.parametrize("name_of_plan", ["from the first", "from the second"])
 @pytest.mark.parametrize("name", ANYWHERE)
-def test_rows_that_stay_behind_are_rows_hidden_by_a_mask(name: str, name_of_plan: str, start: int) -> None:
+def test_rows_that_stop_are_rows_hidden_by_a_mask(name: str, name_of_plan: str, start: int) -> None:
     model, by = lm(name), plan(name_of_plan)
     kv, rows = past(model, start), Rows.chain(families.prompt(N), start)
     feed = ForwardRequest(model, rows, past(model, start), record_queries=HEAR)
@@ -166,7 +166,7 @@ def made_of(one: ForwardPass) -> ForwardResult:
     return ForwardResult(None, None, None, one.fresh, ())  # type: ignore[arg-type]
 
 
-def test_a_pruner_is_shown_who_came_and_what_is_heard_of_them() -> None:
+def test_a_pruner_gets_the_active_rows_and_their_recorded_queries() -> None:
     by = plan()
     run_to_end(to_its_end(prompt := narrowed(Dense(lm("llama").shapes, torch.float64), lm("llama"), 0, by)))
     assert [list(live.rows) for live in by.shown[1:]] == [by.live(N, layer) for layer in (0, 1)]
@@ -176,7 +176,7 @@ def test_a_pruner_is_shown_who_came_and_what_is_heard_of_them() -> None:
         assert torch.equal(live.queries, prompt.queries[layer])
 
 
-def test_rows_that_are_heard_may_not_stay_behind() -> None:
+def test_rows_with_recorded_queries_may_not_stop() -> None:
     with pytest.raises(AssertionError, match="go through every layer"):
         run_to_end(to_its_end(narrowed(Dense(lm("llama").shapes, torch.float64), lm("llama"), 0, Plan({1: {28}}))))
 

@@ -211,7 +211,7 @@ def wide(tmp_path: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(("quant", "least", "most"), [("int8", 3.3, 4.0), ("int4", 4.7, 8.0)])
-def test_packed_weights_shrink_the_layers_and_nothing_else(tmp_path: Path, quant: str, least: float, most: float):
+def test_quantized_weights_shrink_the_layers_and_nothing_else(tmp_path: Path, quant: str, least: float, most: float):
     found = source.find(str(wide(tmp_path)))
     plain, packed = LM.load(found, device="cpu"), LM.load(found, device="cpu", quant=quant)
     assert packed.info.backend.split(",")[0] in (f"native packed {quant}", f"torch packed {quant}")
@@ -224,11 +224,11 @@ def test_packed_weights_shrink_the_layers_and_nothing_else(tmp_path: Path, quant
     assert type(packed.model.lm_head) is type(plain.model.lm_head)
 
 
-def test_layers_that_cannot_be_packed_are_counted(tmp_path: Path):
+def test_layers_that_cannot_be_quantized_are_counted(tmp_path: Path):
     found = source.find(str(wide(tmp_path, intermediate_size=40)))
     notes = LM.load(found, device="cpu", quant="int4").info.notes
-    assert "3 linear layers stay unpacked: 40 inputs are not a multiple of 32" in notes
-    assert "6 linear layers stay unpacked: 40 outputs are not a multiple of 16" in notes
+    assert "3 linear layers were not quantized: 40 inputs are not a multiple of 32" in notes
+    assert "6 linear layers were not quantized: 40 outputs are not a multiple of 16" in notes
 
 
 EXPERTS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 32}
@@ -236,7 +236,7 @@ EXPERTS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "moe_int
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # files with a tensor an expert; with all in one, and biases
-def test_experts_are_packed_on_their_way_into_memory(tmp_path: Path, name: str, quant: str):
+def test_experts_are_quantized_on_their_way_into_memory(tmp_path: Path, name: str, quant: str):
     model = build(name, torch.bfloat16, **EXPERTS)
     model.save_pretrained(tmp_path / "mine")
     found = source.find(str(tmp_path / "mine"))
@@ -255,9 +255,9 @@ def test_experts_are_packed_on_their_way_into_memory(tmp_path: Path, name: str, 
     assert planned.memory == pytest.approx(lm.info.weight_bytes, rel=0.02)
 
 
-def test_experts_that_cannot_be_packed_are_counted():
+def test_experts_that_cannot_be_quantized_are_counted():
     notes = LM.of(build("qwen3_moe", hidden_size=64, moe_intermediate_size=24), quant="int4").info.notes
-    assert "15 linear layers stay unpacked: 24 inputs are not a multiple of 32" in notes
+    assert "15 linear layers were not quantized: 24 inputs are not a multiple of 32" in notes
 
 
 @pytest.mark.parametrize(("quant", "within"), [("int8", 0.02), ("int4", 0.15), ("nf4", 0.13)])
@@ -354,7 +354,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "remote code": (
         lambda f: edit_config(f, model_type="novel", auto_map={"AutoConfig": "configuration_novel.NovelConfig"}),
-        "runs code of its own, which is off",
+        "needs Python code from its folder, which is not allowed",
         "model_remote_code",
     ),
 }
@@ -395,7 +395,7 @@ def test_shards_of_another_revision_are_noticed(sharded: Path):
     shards = sorted(sharded.glob("*.safetensors"))
     shutil.copy(shards[0], shards[1])
     error = refused(lambda: source.find(str(sharded)))
-    assert "do not hold what their index promises" in error.message
+    assert "lack 6 tensors of their index" in error.message
     assert error.lines[0].endswith(f"is not in {shards[1].name}")
 
 
@@ -410,7 +410,7 @@ def test_an_index_without_tensors(sharded: Path):
 def test_a_hub_id_that_is_not_in_the_cache_while_offline():
     error = refused(lambda: source.find("someone/absent", offline=True))
     assert error.message == "someone/absent is neither a folder nor in the Hugging Face cache"
-    assert error.lines == ("the network was not asked",)
+    assert error.lines == ("offline: the network was not used",)
     assert error.exit == ExitStatus.BAD_MODEL
     assert "hf download someone/absent" in error.try_
 
@@ -454,7 +454,7 @@ def test_a_cache_with_half_a_model_is_completed(folder: Path, monkeypatch: pytes
 def test_a_name_without_an_owner_is_never_asked_of_the_network(name: str):
     told: list[str] = []
     error = refused(lambda: source.find(name, tell=told.append))
-    assert (told, error.code, error.lines) == ([], "model_not_found", ("an id of the hub is OWNER/NAME",))
+    assert (told, error.code, error.lines) == ([], "model_not_found", ("a hub id is OWNER/NAME",))
     assert f"hf download {name}" in error.try_
 
 
@@ -504,7 +504,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "it is an encoder-decoder"),
     "bloom": ({"model_type": "bloom"}, "it uses ALiBi"),
     "mpt": ({"model_type": "mpt", "attn_config": {"alibi": True}}, "it uses ALiBi"),
-    "classifier": ({"architectures": ["BertForSequenceClassification"]}, "does not write text"),
+    "classifier": ({"architectures": ["BertForSequenceClassification"]}, "does not generate text"),
     "vision": ({"architectures": ["ViTModel"], "vision_config": {}, "vocab_size": None}, "no text decoder"),
     "nested": ({"text_config": {"model_type": "x", "attention_chunk_size": 8}}, "it uses chunked attention"),
 }
@@ -532,7 +532,7 @@ def test_layers_that_keep_a_state_are_not_refused(folder: Path, kind: str):
 STRANGE = {
     "falcon": ({"alibi": False, "ffn_hidden_size": 64}, "does not go through transformers' attention interface"),
     "diffllama": ({}, "its layers attend more than once"),
-    "doge": ({}, "layer 0 makes a mask of its own"),
+    "doge": ({}, "layer 0 builds its own mask"),
     "llama4_text": (
         {"num_local_experts": 2, "head_dim": 12, "intermediate_size_mlp": 32, "attention_chunk_size": 8},
         "the mask of layer 0 is not causal",

@@ -120,7 +120,7 @@ def test_a_text_that_was_rewound_or_forked_goes_on_as_if_it_had_not(name: str) -
 
 @pytest.mark.parametrize("name", LATENT)
 @pytest.mark.parametrize("store", ["window", "int8", "int4", "disk"])
-def test_drafts_over_less_of_the_past_write_what_plain_decoding_does(name: str, store: str) -> None:
+def test_drafts_over_less_of_the_kv_cache_write_what_plain_decoding_does(name: str, store: str) -> None:
     model = lm(name)
 
     def of(drafter: Drafter | None = None) -> list[int]:
@@ -167,7 +167,7 @@ def test_a_latent_without_its_turn_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     model = lm("youtu")
     monkeypatch.setattr(CacheShim, "update", unturned)
     assert answered(opened(model)) != theirs("youtu")
-    with pytest.raises(BadModel, match="does not give the logits"):
+    with pytest.raises(BadModel, match="gives other logits"):
         LM.of(build("youtu"), verify=True)
 
 
@@ -190,11 +190,11 @@ def test_what_is_not_made_of_latents_as_known_is_stored_as_it_is_and_said(
     found = LM.of(model, verify=True)
     assert {(of.n_kv_heads, of.k_dim, of.v_dim, of.rank) for of in found.shapes} == {(4, 24, 12, 0)}
     (note,) = found.info.notes
-    assert note.startswith("3 layers store keys and values of all heads, and no latents: ")
+    assert note.startswith("3 layers store keys and values instead of latents: ")
     assert answered(opened(found)) == want
 
 
-def test_what_expands_latents_stays_in_plain_numbers_where_others_are_packed() -> None:
+def test_what_expands_latents_stays_in_plain_numbers_where_others_are_quantized() -> None:
     model = LM.of(build("youtu", hidden_size=64, intermediate_size=64, q_lora_rank=32), quant="int8")
     attention = model.model.model.layers[0].self_attn
     assert type(attention.kv_b_proj) is LatentProjection
@@ -203,7 +203,7 @@ def test_what_expands_latents_stays_in_plain_numbers_where_others_are_packed() -
     assert answered(opened(model, drafters.Moody(plain, 97, STOP))) == plain
 
 
-def test_layers_that_attend_twice_are_not_packed_and_say_so() -> None:
+def test_layers_that_attend_twice_are_not_quantized_and_say_so() -> None:
     with pytest.raises(BadModel) as caught:
         LM.of(build("longcat_flash"), quant="int8")
     assert caught.value.try_ == ("--quant none",)
@@ -263,7 +263,7 @@ def test_in_few_bits_what_is_turned_has_scales_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("bits", [(8, 8), (4, 2), (16, 8)])
-def test_a_packed_latent_is_read_as_it_unpacks(bits: tuple[int, int]) -> None:
+def test_a_quantized_latent_is_read_as_it_dequantizes(bits: tuple[int, int]) -> None:
     from kvcli.kernels.attend import attend
     from kvcli.kv.slots import AttentionParams
 
@@ -277,7 +277,7 @@ def test_a_packed_latent_is_read_as_it_unpacks(bits: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "ragged", "packed", "disk"])
-def test_a_past_of_latents_is_made_again_from_what_it_gave(kind: str) -> None:
+def test_a_kv_cache_of_latents_is_made_again_from_what_it_gave(kind: str) -> None:
     def empty() -> Any:
         if kind == "packed":
             return QuantizedTier([LAYER], torch.float32, group=8)

@@ -119,7 +119,7 @@ def test_longrope_uses_one_table_for_the_whole_text():
     lm = LM.of(model)
     for chunk in (PROMPT, 7):
         torch.testing.assert_close(our_logits(lm, prompt(PROMPT), chunk), stock, rtol=1e-4, atol=1e-4)
-    assert lm.info.notes == ("rope: its table for texts beyond 20 tokens is used for shorter ones too",)
+    assert lm.info.notes == ("rope: the table for texts beyond 20 tokens is used for shorter texts too",)
 
 
 def test_dynamic_rope_ends_where_it_would_change_stored_keys():
@@ -150,7 +150,7 @@ def test_the_self_check_notices_what_is_forgotten(key: str, dtype: torch.dtype, 
     with pytest.raises(BadModel, match=_FORGOTTEN[key]) as caught:
         LM.of(build(_FORGOTTEN[key], dtype), id="mine", verify=True)
     assert caught.value.exit == ExitStatus.BAD_MODEL
-    assert "does not give the logits of its own forward" in caught.value.message
+    assert "gives other logits than transformers'" in caught.value.message
     assert any("expect wrong text" in line for line in caught.value.try_)
 
 

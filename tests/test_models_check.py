@@ -107,10 +107,10 @@ def test_what_asks_for_numbers_on_its_way_is_left_to_the_load(tmp_path: Path) ->
     """Doge makes its masks of keys."""
     built(tiny("doge")).save_pretrained(tmp_path)
     said = check_on_meta_device(source.find(str(tmp_path)), "cpu", trust_remote_code=False)
-    assert "shows when it is loaded" in said
+    assert "is checked when it is loaded" in said
 
 
-def test_a_packed_model_says_what_it_needs_and_what_it_unpacks_to(
+def test_a_quantized_model_says_what_it_needs_and_what_it_dequantizes_to(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = with_words(written(tmp_path, "fp8"))
@@ -124,7 +124,7 @@ def test_a_packed_model_says_what_it_needs_and_what_it_unpacks_to(
     monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: name)
     document = json.loads(machine("models", "check", str(folder), "--json").out)
     assert (document["packed"], document["unpacks"], document["numbers"]) == ("fp8", True, "bfloat16")
-    assert "unpacks to" in " ".join(json.loads(machine("fit", str(folder), "--ctx", "64", "--json").out)["notes"])
+    assert "dequantized" in " ".join(json.loads(machine("fit", str(folder), "--ctx", "64", "--json").out)["notes"])
 
 
 def test_the_hub_is_asked_for_headers_alone(tmp_path: Path) -> None:

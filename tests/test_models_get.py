@@ -246,7 +246,7 @@ def test_a_member_that_grows_is_not_inflated_to_its_end(index: Path, tmp_path: P
         for piece in fetching._pieces({"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}):
             seen.append(len(piece))
 
-    with pytest.raises(BadModel, match="not what the list has"):
+    with pytest.raises(BadModel, match="wrong hash or size"):
         read()
     assert sum(seen) <= len(MODEL)
 

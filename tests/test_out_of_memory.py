@@ -36,7 +36,7 @@ from tests import families, small_tokenizers
 from tests.exact.table import DRAFTERS, prompt
 from tests.fake_device import FakeDevice
 from tests.policies import Ragged
-from tests.test_recall_rungs import ladder as recalled
+from tests.test_sparse_over_tiers import ladder as recalled
 from tests.test_tiered_cache import PACKED, on_disk, rounding, three, two_dense
 
 torch.set_num_threads(1)
@@ -393,7 +393,7 @@ def test_host_memory_is_no_tier_on_a_cpu_and_the_error_says_so() -> None:
         ({"exactness": "exact", "memory": {"fallbacks": ["kv.v_bits=2"]}}, "memory.fallbacks"),
         ({"kv": {"v_bits": 4}, "memory": {"fallbacks": ["kv.v_bits=4"]}}, "frees nothing"),
         ({"memory": {"fallbacks": ["kv.residual=64"]}}, "frees nothing"),
-        ({"memory": {"fallbacks": ["kv.residual=64", "kv.k_bits=8"]}}, "nothing is packed when it is taken"),
+        ({"memory": {"fallbacks": ["kv.residual=64", "kv.k_bits=8"]}}, "the step quantizes nothing"),
         ({"memory": {"fallbacks": ["kv.k_bits=4", "kv.v_bits=8", "kv.k_bits=8"]}}, '"kv.k_bits=4" comes before it'),
         ({"memory": {"fallbacks": ["kv.v_bits=4"], "on_oom": "fail"}}, "no step is ever taken"),
         ({"memory": {"fallbacks": ["policy.name=snap"]}}, "a list of steps"),
@@ -436,7 +436,7 @@ def test_a_lack_of_memory_is_told_from_other_errors(error: Exception) -> None:
     assert as_cache_full(OSError(errno.EACCES, "no")) is None
 
 
-def test_plain_profiles_store_in_one_tier_and_others_in_a_ladder() -> None:
+def test_plain_profiles_store_in_one_tier_and_others_in_a_tiered_cache() -> None:
     assert isinstance(model().session.cache, Dense)
     assert model().session.every is None
     m = model(memory={"disk": "1GiB"})

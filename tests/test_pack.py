@@ -166,7 +166,7 @@ def test_each_field_in_which_it_differs_is_named_with_what_to_type(model: Model,
     assert caught.value.try_[0].startswith("leave out -P and --set")
 
 
-def test_it_says_under_which_settings_its_past_was_made(packs: Callable[[str], Path]) -> None:
+def test_it_says_under_which_settings_its_kv_cache_was_made(packs: Callable[[str], Path]) -> None:
     pack = open_pack(packs("sparse"))
     assert pack.about.settings["sparse.floor"] == "64"
     assert "sample.seed" not in pack.about.settings
@@ -257,7 +257,7 @@ def test_a_hostile_pack_is_refused_before_anything_is_read(
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "linked", "gone", "other"])
-def test_a_hostile_past_is_refused_when_it_is_asked(
+def test_a_hostile_kv_cache_is_refused_when_it_is_asked(
     model: Model, packs: Callable[[str], Path], tmp_path: Path, how: str
 ) -> None:
     path = tmp_path / "one.kvs"
@@ -340,7 +340,7 @@ def test_why_nothing_is_kept_is_said_once_until_it_can_be(model: Model, tmp_path
     for question in (QUESTION, "And then?", "And then?"):
         chat.send(question, **OPTIONS)
         said.append(chat.model.keep().why_not)
-    assert said[0].startswith("what was read is not kept: ")
+    assert said[0].startswith("the KV cache of the prompt is not saved: ")
     assert said[1:] == ["", ""]
     (tmp_path / "kv").unlink()
     assert chat.model.keep().shelf is shelf

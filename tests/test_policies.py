@@ -115,7 +115,7 @@ def test_smallest_and_largest_settings_answer_and_an_undo_answers_alike(policy: 
     assert [token for step in iterate_events(s.stream(20)) for token in step.new] == first
 
 
-def test_a_fork_has_a_past_of_its_own() -> None:
+def test_a_fork_has_a_kv_cache_of_its_own() -> None:
     s = session(name="window", sinks=2, window=20)
     run_to_end(s.read(families.prompt(60)))
     other = s.fork()

@@ -287,7 +287,7 @@ def test_what_was_not_used_for_longest_makes_room(lm: LM, tmp_path: Path) -> Non
     held = sum(p.stat().st_size for p in (tmp_path / "kv").glob("*/*"))
     assert held < 2.5 * one
     assert [shelf.load_prefix(session(lm), ids) > LENGTH for ids in texts] == [False, True, True, False]
-    assert "no room" in shelf_in(tmp_path / "kv", lm, one // 2).save(read_all(lm, texts[3])).why_not
+    assert "do not fit" in shelf_in(tmp_path / "kv", lm, one // 2).save(read_all(lm, texts[3])).why_not
 
 
 def read_all(lm: LM, ids: list[int]) -> GenerationSession:
@@ -310,7 +310,7 @@ def test_files_are_their_owners_alone(lm: LM, tmp_path: Path) -> None:
 
 def test_a_folder_that_takes_nothing_costs_no_answer(lm: LM, tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("in the way")
-    assert "not kept" in shelf_in(tmp_path / "kv", lm).save(read_all(lm, IDS)).why_not
+    assert "not saved" in shelf_in(tmp_path / "kv", lm).save(read_all(lm, IDS)).why_not
     assert shelf_in(tmp_path / "kv", lm).load_prefix(session(lm), IDS) == 0
 
 
@@ -441,7 +441,7 @@ def test_on_a_full_disk_what_is_new_counts(lm: LM, tmp_path: Path, monkeypatch: 
     left = sum(path.stat().st_size for path in (tmp_path / "kv").glob("*/*")) // 2
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=SPARE + left))
     assert not shelf.save(read_all(lm, IDS)).why_not
-    assert "no room" in shelf.save(read_all(lm, [3, *IDS])).why_not
+    assert "do not fit" in shelf.save(read_all(lm, [3, *IDS])).why_not
 
 
 @pytest.mark.parametrize("have", [33, 88, LENGTH, 600])
@@ -538,7 +538,7 @@ def test_where_nothing_can_be_written_what_was_kept_stays(
     with monkeypatch.context() as patch:
         patch.setattr("kvcli.files._temporary", full)
         why = shelf.save(prefix_cache_stress.read(llama, shaping, 850), shaping=shaping).why_not
-    assert why.startswith("what was read is not kept: ")
+    assert why.startswith("the KV cache of the prompt is not saved: ")
     assert shelf.load_prefix(prefix_cache_stress.session(llama, shaping), prefix_cache_stress.IDS, shaping) == 399
 
 
@@ -582,7 +582,7 @@ def _forked(work: Callable[[], None]) -> int:
     os._exit(status)
 
 
-def test_each_setting_that_shaped_a_past_is_named_where_it_differs(llama: LM, tmp_path: Path) -> None:
+def test_each_setting_that_shaped_a_kv_cache_is_named_where_it_differs(llama: LM, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
     shelf.save(prefix_cache_stress.read(llama, SNAP, 400), shaping=SNAP)
     for key, value in SNAP.settings.items():
@@ -596,7 +596,7 @@ def test_each_setting_that_shaped_a_past_is_named_where_it_differs(llama: LM, tm
         assert shelf.mismatch(s, SNAP) == [f"{field} was {fields[field]}, is another"]
 
 
-def test_a_shaped_past_serves_a_text_that_goes_on_from_it_and_no_other(llama: LM, tmp_path: Path) -> None:
+def test_a_shaped_kv_cache_serves_a_text_that_goes_on_from_it_and_no_other(llama: LM, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
     shelf.save(prefix_cache_stress.read(llama, SNAP, 400), shaping=SNAP)
     for ids, n in (
@@ -609,7 +609,7 @@ def test_a_shaped_past_serves_a_text_that_goes_on_from_it_and_no_other(llama: LM
     assert shelf.load_prefix(prefix_cache_stress.session(llama, WHOLE), prefix_cache_stress.IDS) == 0
 
 
-def test_a_shaped_past_under_the_name_of_another_text_is_not_taken(llama: LM, tmp_path: Path) -> None:
+def test_a_shaped_kv_cache_under_the_name_of_another_text_is_not_taken(llama: LM, tmp_path: Path) -> None:
     shelf, other = shelf_in(tmp_path / "kv", llama), [*prefix_cache_stress.IDS[:200], 3, *prefix_cache_stress.IDS[201:]]
     shelf.save(prefix_cache_stress.read(llama, SNAP, 400), shaping=SNAP)
     (path,) = (tmp_path / "kv").glob("*/*.kv")
@@ -621,7 +621,7 @@ def test_a_shaped_past_under_the_name_of_another_text_is_not_taken(llama: LM, tm
     assert torch.equal(prefix_cache_stress.logits(s, other), want)
 
 
-def test_a_longer_shaped_past_takes_the_place_of_its_beginning(llama: LM, tmp_path: Path) -> None:
+def test_a_longer_shaped_kv_cache_takes_the_place_of_its_beginning(llama: LM, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
     for n in (100, 400, 850):
         shelf.save(prefix_cache_stress.read(llama, SNAP, n), shaping=SNAP)
@@ -629,7 +629,7 @@ def test_a_longer_shaped_past_takes_the_place_of_its_beginning(llama: LM, tmp_pa
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_what_a_head_map_says_is_part_of_what_shaped_a_past(tmp_path: Path) -> None:
+def test_what_a_head_map_says_is_part_of_what_shaped_a_kv_cache(tmp_path: Path) -> None:
     (tmp_path / "map").write_text("1 2\n")
     changes = {"alloc": "headmap", "headmap": str(tmp_path / "map")}
     profile = Profile.load("snap").replace(policy=changes)

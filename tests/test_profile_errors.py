@@ -108,7 +108,7 @@ IN_FILE = {
         [
             "~/config.toml:2:2: kv: unknown key",
             "    2 | [kv]",
-            "      |  ^ settings stand in a profile: [profiles.NAME.kv]",
+            "      |  ^ settings belong in a profile: [profiles.NAME.kv]",
         ],
     ),
     "wrong type": (
@@ -458,7 +458,7 @@ def test_a_config_file_asked_for_has_to_exist(tmp_path: Path) -> None:
 def _certain(profile: Profile) -> list[Conflict]:
     """A made-up rule: 16-bit storage changes the text."""
     if profile.exactness == "exact" and profile.kv.dtype == "fp16":
-        return [Conflict("exactness", "kv.dtype", '"exact" cannot be kept', "which changes the output")]
+        return [Conflict("exactness", "kv.dtype", '"exact" is impossible', "which changes the output")]
     return []
 
 
@@ -467,7 +467,7 @@ CLASHES = {
         "[profiles.mine]\nexactness = 'exact'\nkv.dtype = 'fp16'",
         [],
         [
-            '~/config.toml:2:1: profiles.mine.exactness: "exact" cannot be kept',
+            '~/config.toml:2:1: profiles.mine.exactness: "exact" is impossible',
             "    2 | exactness = 'exact'",
             "      | ^ but line 3 sets kv.dtype, which changes the output",
         ],
@@ -476,7 +476,7 @@ CLASHES = {
         "[profiles.mine]\nexactness = 'exact'",
         ["kv.dtype=fp16"],
         [
-            '~/config.toml:2:1: profiles.mine.exactness: "exact" cannot be kept',
+            '~/config.toml:2:1: profiles.mine.exactness: "exact" is impossible',
             "    2 | exactness = 'exact'",
             "      | ^ but --set sets kv.dtype, which changes the output",
         ],
@@ -485,7 +485,7 @@ CLASHES = {
         "[profiles.mine]\nkv.dtype = 'fp16'",
         [],
         [
-            '~/config.toml:2:4: profiles.mine.kv.dtype: exactness: "exact" cannot be kept',
+            '~/config.toml:2:4: profiles.mine.kv.dtype: exactness: "exact" is impossible',
             "    2 | kv.dtype = 'fp16'",
             "      |    ^ which changes the output",
         ],

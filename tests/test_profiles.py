@@ -89,7 +89,7 @@ def test_a_drafting_key_that_nothing_reads_is_refused(name: str, sets: list[str]
         load_profile(name, sets=typed)
     said = str(refused.value) + "".join(refused.value.lines)
     assert f"spec.{key}: " in said
-    assert f"changes nothing while spec.{other}" in said
+    assert f"has no effect while spec.{other}" in said
     load_profile(name, sets=[one for one in typed if not one.startswith(f"spec.{key}=")])
 
 

@@ -191,7 +191,7 @@ def test_going_back_reads_again() -> None:
     assert said(s, ids, 5) == first
 
 
-def test_a_policy_hears_its_rows_beside() -> None:
+def test_queries_of_a_policy_are_recorded_beside() -> None:
     s = session(lm("llama"), settings(), policy=Recent(20), every=4)
     assert len(said(s, families.prompt(N))) == 20
 
@@ -239,7 +239,7 @@ def breaking(kv: KVCache, nth: int) -> Iterator[None]:
             delattr(kv, name)
 
 
-def test_a_pass_that_breaks_leaves_the_past_as_it_was() -> None:
+def test_a_pass_that_breaks_leaves_the_kv_cache_as_it_was() -> None:
     model, ids = lm("llama"), families.prompt(N)
     s = session(model, settings(), 7)
     with breaking(s.cache, 9), pytest.raises(MemoryError):
@@ -257,11 +257,11 @@ def test_a_model_whose_layers_all_slide_is_refused_before_anything_is_read() -> 
 
 def test_where_tokens_go_on_is_said_with_layers_that_were_moved_and_who_always_does() -> None:
     assert settings().describe(lm("llama")) == (
-        "of a prompt of 8 tokens or more 70% go on from layer 1, 34% go on from layer 2; "
+        "of a prompt of 8 tokens or more 70% continue from layer 1, 34% continue from layer 2; "
         "the first 1 and the newest 3, the template, the system text and the question always do"
     )
     moved = settings().describe(lm("gemma3"))  # which sees all of a text in its layer 1 alone
-    assert "34% go on from layer 2 (not 1, 2, as the layer below must see all of a text)" in moved
+    assert "34% continue from layer 2 (not 1, 2, because the layer below must attend to the whole text)" in moved
 
 
 def test_a_pass_that_breaks_among_others_is_made_again_as_it_was() -> None:
@@ -402,7 +402,7 @@ def test_no_more_attention_is_dropped_than_was_allowed(mass: float) -> None:
     [
         ({"end_prune_layer": 0.2}, "end_prune_layer = 0.2 is below start_prune_layer"),
         ({"end_keep_ratio": 0.8}, "end_keep_ratio = 0.8 is above start_keep_ratio"),
-        ({"revive_max": 3}, 'prune.revive_max: revive_max changes nothing with scope = "prefill"'),
+        ({"revive_max": 3}, 'prune.revive_max: revive_max has no effect with scope = "prefill"'),
         ({"method": "cut", "pool": 4}, "pool = 4"),
         ({"pool": 4}, "pool = 4"),
     ],
@@ -440,8 +440,8 @@ def test_a_vector_dearer_than_what_it_spares_is_said() -> None:
         model = LM.of(families.build("llama", num_hidden_layers=8, num_key_value_heads=1, hidden_size=hidden))
         told.append(back.describe(model))
         assert "spares" not in settings().describe(model)
-    assert "spares" not in told[0]
-    assert "kept as 160 numbers, and spares 128" in told[1]
+    assert "to save" not in told[0]
+    assert "takes 160 numbers to save 128" in told[1]
     assert "nor one of the last 4" in told[0]
 
 

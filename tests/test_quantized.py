@@ -306,7 +306,7 @@ def test_numbers_given_are_not_held_on_to() -> None:
 @pytest.mark.parametrize(
     ("head_dim", "more", "why"),
     [
-        (48, {"rotate": "hadamard"}, r"heads of a power of two.*48"),
+        (48, {"rotate": "hadamard"}, r"head sizes of a power of two.*48"),
         (13, {"k_bits": 4}, r"kv\.k_bits = 4 does not fit.*13"),
         (6, {"v_bits": 2}, r"kv\.v_bits = 2 does not fit.*6"),
     ],

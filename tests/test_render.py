@@ -366,7 +366,7 @@ def test_spec_breaks_between_words(width, why):
     assert {*said.split(), *why.split()} <= words
 
 
-def test_spec_says_why_scouts_rest():
+def test_spec_says_why_lookahead_rows_rest():
     lines = spec_table(some_stats(scouts_why="they cost too much"), 80)
     assert any(line.endswith("lookahead   paused: they cost too much") for line in lines)
 

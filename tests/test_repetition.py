@@ -108,7 +108,7 @@ def demo(profile, **sample):
     return kvcli.load("demo", profile=profile, set=set_)
 
 
-def test_an_answer_ends_at_the_same_token_however_it_was_guessed():
+def test_an_answer_ends_at_the_same_token_however_it_was_drafted():
     whole = demo("exact", stop_loops=0).generate(PROMPT, max_new_tokens=400)
     assert (whole.finish, len(whole.ids)) == ("length", 400)
     plain = demo("exact", stop_loops=101).generate(PROMPT, max_new_tokens=400)

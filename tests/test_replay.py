@@ -53,7 +53,7 @@ class Trial(PerLayerPolicy):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-def test_what_is_lost_is_the_kl_of_the_newest_tokens_by_the_past_that_is_left(family: str) -> None:
+def test_what_is_lost_is_the_kl_of_the_newest_tokens_by_the_kv_cache_that_is_left(family: str) -> None:
     model, ids = lm(family), prompt(60)
     n, start = len(ids) - 1, len(ids) - 1 - Trial.replays
     mask = torch.arange(n) % 3 != 1
@@ -269,7 +269,7 @@ def test_probed_queries_stay_for_who_needs_them_longer() -> None:
 
 
 @pytest.mark.parametrize("kv", [{"rotate": "hadamard"}, {"group": 32}, {"residual": 64}, {"sinks": 8}])
-def test_how_to_pack_is_refused_where_nothing_is_packed(kv: dict[str, Any]) -> None:
+def test_keys_of_quantization_are_refused_where_nothing_is_quantized(kv: dict[str, Any]) -> None:
     base, (key,) = load_profile("exact"), kv
     with pytest.raises(BadConfig) as caught:
         base.replace(kv=kv)

@@ -78,7 +78,7 @@ def test_keys_and_values_are_those_that_were_read_turned_to_where_they_stand_now
         before = [text.session.cache.slots(layer) for layer in range(model.lm.n_layers)]
         kept = [(s.k[:, 100:300].clone(), s.v[:, 100:300].clone()) for s in before]
         turn = text.generate([*a[:90], *new, *a[100:], 12], max_new_tokens=1)
-        assert turn.stats.approx.startswith("approximate answer: profile ngram takes over 16 tokens or more in a row")
+        assert turn.stats.approx.startswith("approximate answer: profile ngram reuses KV of spans of 16 tokens or more")
         plain.with_profile(plain.profile.replace(reuse={"method": "none"}))
         shift = len(new) - 10
         for layer, (k, v) in enumerate(kept):

@@ -58,7 +58,7 @@ def test_what_drops_nothing_draws_what_the_sorted_candidates_would(seed: int) ->
 
 @pytest.mark.parametrize("sampler", SETTINGS)
 @pytest.mark.parametrize("seed", range(5))
-def test_the_law_is_that_of_transformers(sampler: Sampler, seed: int) -> None:
+def test_the_distribution_is_that_of_transformers(sampler: Sampler, seed: int) -> None:
     row = logits(seed=seed)
     want = TemperatureLogitsWarper(sampler.temperature)(None, row)
     if sampler.top_k:
@@ -71,7 +71,7 @@ def test_the_law_is_that_of_transformers(sampler: Sampler, seed: int) -> None:
 
 
 @pytest.mark.parametrize("sampler", SETTINGS)
-def test_draws_follow_the_law(sampler: Sampler) -> None:
+def test_draws_follow_the_distribution(sampler: Sampler) -> None:
     n, row = 20_000, logits(seed=3)
     found = sampler(row.expand(n, -1), torch.arange(n))
     p = law(sampler, row)

@@ -72,7 +72,7 @@ def test_values_are_weighed_by_what_each_head_adds_to_the_stream() -> None:
             torch.testing.assert_close(found[h // group, h % group], want)
 
 
-def test_packed_projections_weigh_as_what_they_stand_for() -> None:
+def test_quantized_projections_weigh_as_what_they_stand_for() -> None:
     lm = LM.of(families.build("llama", hidden_size=96, intermediate_size=96, head_dim=24), quant="int8")
     v = torch.randn(lm.n_kv_heads, 5, 24)
     module = lm.attentions[0].o_proj
@@ -415,7 +415,7 @@ def test_settings_that_cannot_be_kept_are_refused_by_name(policy: dict[str, Any]
 
 def test_models_that_cannot_be_judged_so_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     latent = LM.of(families.build("youtu"))
-    with pytest.raises(KvcliError, match="has none by head"):
+    with pytest.raises(KvcliError, match="needs an output projection per head"):
         session(latent, post="critical")
     shared = LM.of(families.build("gemma4_shared"))
     with pytest.raises(KvcliError, match="those of others"):

@@ -173,7 +173,7 @@ def test_expected_integrates_over_normal_queries(covariance: bool, softcap: floa
 
 
 @pytest.mark.parametrize(("heard", "counts"), [(64, True), (63, False)])
-def test_expected_takes_the_samples_that_it_heard_if_they_are_some(heard: int, counts: bool) -> None:
+def test_expected_takes_recorded_queries_if_there_are_some(heard: int, counts: bool) -> None:
     """64 of 256 will do: what else was heard, as of a chunk's end, says more of one place than of the text."""
     s, how, n = ragged(), Expected(sinks=0), 5120
     memory = ScoreState(known=[None])
@@ -189,7 +189,7 @@ def test_expected_takes_the_samples_that_it_heard_if_they_are_some(heard: int, c
     torch.testing.assert_close(got, alone if counts else every)
 
 
-def test_heavy_hitters_add_up_over_boundaries_and_count_each_query_once() -> None:
+def test_heavy_hitters_add_up_over_compression_points_and_count_each_query_once() -> None:
     s, q = ragged(), queries(9)
     sums = RunningScores(NO_MODEL)
     memory = ScoreState(own=sums)

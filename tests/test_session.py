@@ -74,19 +74,19 @@ def test_keys_of_accepted_rows_are_those_of_plain_decoding() -> None:
         torch.testing.assert_close(a.v, b.v)
 
 
-def test_the_past_changes_only_at_boundaries() -> None:
+def test_the_kv_cache_changes_only_at_compression_points() -> None:
     s = session(drafters.Right(TRUTH, 97, -1), policy=Recent(), every=8)
     run_to_end(s.read(families.prompt(12)))
     for step in iterate_events(s.stream(26)):
         before = s.committed - len(step.path)
-        assert before // 8 == (s.committed - 1) // 8, "a draft crossed a boundary"
+        assert before // 8 == (s.committed - 1) // 8, "a draft crossed a compression point"
         held = s.cache.slots(0).n_slots
         if s.committed % 8:
             assert held == min(15, 12 - 1) + s.committed - 11 if s.committed < 16 else held >= 15 + s.committed % 8
     assert len(s.ids) == 12 + 26
 
 
-def test_a_pass_refuses_to_commit_across_a_boundary() -> None:
+def test_a_pass_refuses_to_commit_across_a_compression_point() -> None:
     s = session()
     s.compression_point = 2
     made = ForwardResult(torch.empty(0), lambda row: 0, lambda row: [], (), ())
@@ -105,7 +105,7 @@ def test_a_draft_deeper_than_the_room_is_refused() -> None:
         run_to_end(s.step())
 
 
-def test_right_guesses_end_where_the_window_does() -> None:
+def test_right_drafts_end_where_the_window_does() -> None:
     short = copy.copy(TINY)
     short.limit = 30
     s = GenerationSession(
@@ -133,7 +133,7 @@ def test_tokens_that_were_taken_back_are_not_punished() -> None:
     assert s.ids == first != TRUTH[:24], "the penalty changes this text"
 
 
-def test_who_takes_a_past_over_knows_that_some_of_it_is_gone() -> None:
+def test_who_takes_a_kv_cache_over_knows_that_some_of_it_is_gone() -> None:
     lossy, taker = (session(policy=Recent(), every=8) for _ in range(2))
     run_to_end(lossy.read(families.prompt(30)))
     taker.take_over(lossy)
@@ -168,7 +168,7 @@ def test_a_turn_ends_at_its_length_at_a_stop_token_and_when_cancelled() -> None:
     assert len(list(iterate_events(s.stream(20, cancel=lambda: next(asked))))) == 2
 
 
-def test_rewinding_crops_the_store_and_an_evicted_past_is_read_again() -> None:
+def test_rewinding_crops_the_kv_cache_and_an_evicted_one_is_read_again() -> None:
     s = session()
     run_to_end(s.read(families.prompt(12)))
     list(iterate_events(s.stream(10)))
@@ -185,7 +185,7 @@ def test_rewinding_crops_the_store_and_an_evicted_past_is_read_again() -> None:
     assert lossy.cache.slots(0).n_slots == 0
 
 
-def test_a_policy_hears_no_queries_of_a_text_that_was_rewound() -> None:
+def test_no_queries_of_a_rewound_text_reach_a_policy() -> None:
     s = session(policy=Ragged(recent=12), every=20)
     run_to_end(s.read(families.prompt(1)))  # nothing to read, so nothing is evicted before token 20
     list(iterate_events(s.stream(19)))
@@ -201,7 +201,7 @@ def test_a_policy_hears_no_queries_of_a_text_that_was_rewound() -> None:
 def test_a_text_that_was_not_read_to_its_end_cannot_be_continued() -> None:
     s = session(chunk=3)
     next(iter(iterate_events(s.read(TRUTH[:12]))))
-    with pytest.raises(AssertionError, match="read the text"):
+    with pytest.raises(AssertionError, match="the text is prefilled"):
         run_to_end(s.step())
 
 
@@ -222,7 +222,7 @@ def test_reading_stopped_between_chunks_can_be_taken_up_again() -> None:
     assert s.ids == TRUTH[:22]
 
 
-def test_scouts_read_what_the_drafters_policy_keeps() -> None:
+def test_lookahead_rows_read_what_the_drafters_policy_keeps() -> None:
     """A scout at the pending token's place sees what plain decoding sees if the view keeps all, less if it does not."""
 
     class Scouting(Off):

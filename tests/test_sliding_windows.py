@@ -112,7 +112,7 @@ def test_what_a_chunk_hides_makes_room_for_it(monkeypatch: pytest.MonkeyPatch) -
         assert most[1] == 511
 
 
-def test_a_chunk_that_finds_no_room_leaves_no_past_with_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_finds_no_room_leaves_no_kv_cache_with_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would have made room for it is what its rows see once it is read again."""
     want, session, append = opened(MODEL, dense(MODEL), chunk=128), opened(MODEL, dense(MODEL), chunk=128), Dense.append
     ids = families.prompt(384)
@@ -151,7 +151,7 @@ def test_what_stays_in_few_bits_is_not_rounded_again(bits: int) -> None:
 
 @pytest.mark.parametrize("store", [dense, ladder])
 @pytest.mark.parametrize("model", [MODEL, NARROW], ids=["fp64", "bf16"])
-def test_guesses_change_nothing(model: LM, store: Any) -> None:
+def test_drafts_change_nothing(model: LM, store: Any) -> None:
     want = written(opened(model, store(model), every=16))
     drafter = drafters.Moody(want, 97, -1)
     session = GenerationSession(model, store(model), drafter, Sampler(), chunk=31, every=16)
@@ -197,7 +197,7 @@ def test_a_fork_goes_back_by_itself() -> None:
     assert written(session) == written(opened(MODEL, dense(MODEL, None)))
 
 
-def test_a_past_that_moves_to_another_store_knows_what_it_lacks() -> None:
+def test_a_kv_cache_that_moves_to_another_knows_what_it_lacks() -> None:
     from kvcli.chat.memory_recovery import move
 
     session = opened(MODEL, dense(MODEL))

@@ -387,7 +387,9 @@ def test_a_row_chooses_for_itself(name: str, epsilon: float | None) -> None:
 
 
 @pytest.mark.parametrize(("name", "epsilon"), READERS)
-def test_the_choice_does_not_depend_on_what_was_stored_since_the_boundary(name: str, epsilon: float | None) -> None:
+def test_the_choice_does_not_depend_on_what_was_stored_since_the_compression_point(
+    name: str, epsilon: float | None
+) -> None:
     kv, q = filled(INDEXES[name], 83, epsilon=epsilon), rows(2)
     (before,) = kv.attend(0, q, AttentionParams(0.3), at(kv, 2))
     fill(kv, 9, start=83)
@@ -415,7 +417,7 @@ def test_windows_and_prompts_read_everything(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_the_first_row_behind_a_boundary_may_choose_for_all_until_the_next(name: str) -> None:
+def test_the_first_row_behind_a_compression_point_may_choose_for_all_until_the_next(name: str) -> None:
     kv, own = (filled(INDEXES[name], 83, is_shared=shared) for shared in (True, False))
     q = rows(5)
     guesses = replace(AttentionParams(0.3), is_guess=True)
@@ -530,7 +532,7 @@ def same_pages(a: SparseTier, b: SparseTier) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(cuts=st.lists(st.integers(1, 90), min_size=1, max_size=8), name=st.sampled_from(sorted(BOUNDS)))
-def test_pages_added_at_boundaries_are_those_made_at_once(cuts: list[int], name: str) -> None:
+def test_pages_added_at_compression_points_are_those_made_at_once(cuts: list[int], name: str) -> None:
     grown = recall(INDEXES[name])
     for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), 97], strict=True):
         fill(grown, end - start, start=start)
@@ -584,7 +586,7 @@ def test_a_sketch_learns_anew_while_it_knows_little() -> None:
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_slots_that_come_down_a_ladder_join_the_pages(name: str) -> None:
+def test_slots_demoted_in_a_tiered_cache_join_the_pages(name: str) -> None:
     kv, whole = recall(INDEXES[name]), filled(INDEXES[name], 83)
     s = whole.slots(0)
     for a, b in ((0, 40), (40, 83)):
@@ -657,14 +659,16 @@ def profile(exactness: str = "approx", **recall: Any) -> Profile:
         ("approx", "certified", True),
     ],
 )
-def test_a_promise_that_recall_cannot_keep_is_refused_by_name(exactness: str, method: str, is_kept: bool) -> None:
+def test_an_exactness_that_sparse_attention_breaks_is_refused_by_name(
+    exactness: str, method: str, is_kept: bool
+) -> None:
     if is_kept:
         assert profile(exactness, method=method).sparse.method == method
         return
     with pytest.raises(KvcliError) as refused:
         profile(exactness, method=method)
     told = "\n".join([str(refused.value), *refused.value.lines])
-    assert f'"{exactness}" cannot be kept' in told
+    assert f'"{exactness}" is impossible' in told
     assert "sparse.method" in told
 
 
@@ -716,7 +720,7 @@ def test_the_plan_of_memory_counts_the_index(method: str) -> None:
     assert nbytes(kv)["index"] == pytest.approx(K * 4000 * chosen.per_slot(D, 4), rel=0.01)
 
 
-def test_the_yardstick_of_a_benchmark_recalls_nothing() -> None:
+def test_the_baseline_of_a_benchmark_attends_to_all() -> None:
     assert plain(profile(method="sketch")).sparse.method == "none"
 
 

@@ -72,7 +72,7 @@ def test_rows_read_what_the_halves_say(dtype: torch.dtype, window: int | None, r
     assert (coarse.out - got.out).abs().max() > 1e-2
 
 
-def test_a_row_alone_has_the_bits_of_one_in_company() -> None:
+def test_a_row_alone_has_the_bits_of_one_in_a_batch() -> None:
     tier, q = filled(torch.bfloat16), numbers(2 * K, 5, D, dtype=torch.bfloat16) / 8
     for is_guess in (False, True):
         sight = AttentionParams(D**-0.5, is_guess=is_guess)
@@ -125,4 +125,4 @@ def test_drafts_over_the_upper_half_change_nothing(sampling: str) -> None:
 def test_halves_need_eight_bits() -> None:
     with pytest.raises(BadConfig) as refused:
         load_profile("lean", sets=["kv.split_codes=true"])
-    assert "changes nothing while not both are 8" in "".join(refused.value.lines)
+    assert "has no effect while not both are 8" in "".join(refused.value.lines)

@@ -34,7 +34,7 @@ def test_identities_hold(history: list[tuple[int, int]]) -> None:
         assert stats.per_position == sorted(stats.per_position, reverse=True)
 
 
-def test_a_pass_with_scouts_is_not_taken_for_a_plain_one() -> None:
+def test_a_pass_with_lookahead_rows_is_not_taken_for_a_plain_one() -> None:
     scouts = LookaheadRows([4, 5], [1, 2], torch.eye(2, dtype=torch.bool), [1])
     stats = Stats()
     stats.add_step(Step(Rows.build(1, 5, Draft([], [], scouts)), None, [0], [3], 0.1))  # type: ignore[arg-type]

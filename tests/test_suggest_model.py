@@ -134,7 +134,7 @@ def test_on_a_terminal_it_is_asked(new, said, loaded):
     assert "1 to 3, d, or Enter to quit" in done.err
 
 
-def test_the_choice_brings_its_packed_weights(new, monkeypatch):
+def test_the_choice_brings_its_quantized_weights(new, monkeypatch):
     monkeypatch.setattr(available_memory, "look", lambda: available_memory.AvailableMemory("cpu", 9 << 30))
     done = new("chat", "-f", "a.md", "-p", "Where?", stdin=b"3\n", tty=TTY)
     assert "kvcli models get qwen3-4b 7.5 GiB, needs 6.5 GiB, Apache-2.0, --quant int8" in " ".join(done.err.split())

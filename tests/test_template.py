@@ -265,7 +265,7 @@ def test_its_process_goes_with_it():
 
 @pytest.mark.parametrize("options", [{}, {"tokenize": True}, {"tokenize": False}, template.ASKED | {"tools": []}])
 def test_no_option_brings_a_template_into_this_process(loaded, options):
-    with pytest.raises(UsageError, match="nothing else"):
+    with pytest.raises(UsageError, match="only returns the text"):
         loaded.apply_chat_template(TALKS["question"], **options)
 
 

@@ -108,7 +108,7 @@ def positions(kv: KVCache, layer: int = 1) -> list[list[int]]:
 
 @pytest.mark.parametrize("window", [None, 1, 9, 33])
 @pytest.mark.parametrize("name", EXACT)
-def test_rungs_of_equal_numbers_are_one_tier(name: str, window: int | None) -> None:
+def test_levels_of_equal_numbers_are_one_tier(name: str, window: int | None) -> None:
     one, ladder = Dense(alike(L, K, D), torch.float64), LADDERS[name]((L, K, D), torch.float64)
     fill(one, 40)
     fill(ladder, 40)
@@ -117,7 +117,7 @@ def test_rungs_of_equal_numbers_are_one_tier(name: str, window: int | None) -> N
     assert positions(ladder) == positions(one)
 
 
-def test_one_rung_is_the_bare_tier() -> None:
+def test_one_level_is_the_bare_tier() -> None:
     one, ladder = Dense(alike(L, K, D), torch.float64), TieredCache(Dense(alike(L, K, D), torch.float64))
     fill(one, 40)
     fill(ladder, 40)
@@ -132,7 +132,7 @@ def test_what_moves_down_is_the_oldest_beyond_sinks_and_residual_in_whole_groups
     assert not slots_to_demote(pos, sinks=2, holds=3, group=7).any()
 
 
-def test_the_past_changes_at_boundaries_only() -> None:
+def test_the_kv_cache_changes_at_compression_points_only() -> None:
     kv = two_dense((L, K, D), torch.float64)
     fill(kv, 40, settle_at=1000)
     assert [u.slots for u in kv.usage() if u.layer == 0] == [40, 0]
@@ -145,7 +145,7 @@ def test_the_past_changes_at_boundaries_only() -> None:
     assert kv.changes == before
 
 
-def test_a_long_rung_waits_until_moving_is_worth_it() -> None:
+def test_a_long_level_waits_until_moving_is_worth_it() -> None:
     kv = TieredCache(
         Dense(alike(L, K, D), torch.float64), [TierLevel(Dense(alike(L, K, D), torch.float64))], holds=64, group=2
     )
@@ -170,7 +170,7 @@ def test_rounding_reaches_what_went_down_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("name", LADDERS)
-def test_a_mask_over_all_rungs_is_split_by_rung(name: str) -> None:
+def test_a_mask_over_all_levels_is_split_by_level(name: str) -> None:
     kv, one = LADDERS[name]((L, K, D), torch.float64), Dense(alike(L, K, D), torch.float64)
     fill(kv, 40)
     for s in [kv.slots(1)]:
@@ -190,7 +190,7 @@ def test_a_mask_over_all_rungs_is_split_by_rung(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LADDERS)
-def test_cropping_reaches_every_rung(name: str) -> None:
+def test_cropping_reaches_every_level(name: str) -> None:
     kv = LADDERS[name]((L, K, D), torch.float64)
     fill(kv, 40)
     for n in (38, 12, 3):
@@ -202,7 +202,7 @@ def test_cropping_reaches_every_rung(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LADDERS)
-def test_a_past_moves_from_one_store_to_another(name: str) -> None:
+def test_slots_move_from_one_kv_cache_to_another(name: str) -> None:
     one, kv = Dense(alike(L, K, D), torch.float64), LADDERS[name]((L, K, D), torch.float64)
     fill(one, 40)
     for layer in range(L):
@@ -225,7 +225,7 @@ def positions_of(s: Slots) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("below", [True, False])
-def test_the_last_rung_says_when_it_is_full_and_keeps_what_it_has(below: bool) -> None:
+def test_the_last_level_says_when_it_is_full_and_keeps_what_it_has(below: bool) -> None:
     shape = (L, K, D)
     rungs = [TierLevel(Dense(alike(*shape), torch.float64), 14)] if below else []
     kv = TieredCache(Dense(alike(*shape), torch.float64), rungs, holds=10 if below else 22, group=2 if below else 1)
@@ -313,7 +313,7 @@ def test_room_on_the_disk_is_used_again() -> None:
     assert os.fstat(kv._file._file.fileno()).st_size == os.fstat(once._file._file.fileno()).st_size
 
 
-def test_a_copy_of_a_store_has_a_file_of_its_own() -> None:
+def test_a_copy_of_a_kv_cache_has_a_file_of_its_own() -> None:
     import copy
 
     kv = a_disk()
@@ -377,7 +377,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPat
 def test_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert temp_folder._file_system(Path("/")) not in temp_folder.IN_MEMORY
     monkeypatch.setattr(temp_folder, "_file_system", lambda _: "tmpfs")
-    with pytest.raises(CacheFull, match="no disk"):
+    with pytest.raises(CacheFull, match="a folder on a disk"):
         a_disk()
 
 
@@ -431,7 +431,7 @@ def test_sliding_layers_and_sinks_too(name: str, model: str, drafter: str) -> No
 
 @pytest.mark.parametrize("model", ["dense", "sliding", "sinks"])
 @pytest.mark.parametrize("name", EXACT)
-def test_rungs_that_round_nothing_give_the_text_of_one_tier(name: str, model: str) -> None:
+def test_levels_that_round_nothing_give_the_text_of_one_tier(name: str, model: str) -> None:
     found = lm(model, "fp64")
     session = GenerationSession(found, Dense(found.shapes, found.dtype), Off(),
                       SAMPLERS["sampled"], chunk=13)  # fmt: skip
@@ -440,7 +440,7 @@ def test_rungs_that_round_nothing_give_the_text_of_one_tier(name: str, model: st
     assert plain(name, model, "all", "sampled", "fp64") == session.ids
 
 
-def test_some_rung_below_is_used_and_rounding_shows() -> None:
+def test_some_level_below_is_used_and_rounding_shows() -> None:
     """Or the table above would compare one tier with itself."""
     texts = {name: plain(name, "dense", "all", "greedy", "fp32") for name in LADDERS}
     assert texts["two_dense"] == texts["on_disk"]

@@ -321,7 +321,9 @@ def test_a_text_taken_back_before_anything_was_forgotten_competes_again(name: st
 
 @pytest.mark.parametrize("where", ["_score", "_hold"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_boundary_that_failed_half_way_is_made_again(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compression_point_that_failed_half_way_is_made_again(
+    name: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     s, fresh = (session(name, alloc="uniform") for _ in range(2))
     for text in (s, fresh):
         run_to_end(text.read(families.prompt(60)))
@@ -353,8 +355,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"name": "snap", "keep_new": 10}, "keep_new = 10 is less than sinks + guard = 68"),
     ({"name": "snap", "alloc": "headmap"}, "needs headmap"),
     ({"name": "snap", "headmap": "x.tsv"}, "headmap"),
-    ({"name": "kvzip", "per_chunk": True}, "per_chunk = true cannot be kept"),
-    ({"name": "kvzip", "keep_new": 100}, "keep_new = 100 cannot be kept"),
+    ({"name": "kvzip", "per_chunk": True}, "per_chunk = true is impossible"),
+    ({"name": "kvzip", "keep_new": 100}, "keep_new = 100 is impossible"),
     ({"name": "snap", "keep": 0.0}, "above 0 and at most 1"),
     ({"name": "snap", "keep": 1.5}, "above 0 and at most 1"),
 ]
@@ -378,11 +380,12 @@ def test_expected_attention_refuses_a_model_whose_rotary_embedding_it_does_not_f
 
 
 def test_what_stays_is_said_in_words() -> None:
-    assert Snap().describe_kept == "50% of a prompt, by what its end looks at"
+    assert Snap().describe_kept == "50% of a prompt, by attention from its end"
     assert (
-        KeyDiff(budget=1024).describe_kept == "1,024 tokens a head of a prompt, by how unlike the others its keys are"
+        KeyDiff(budget=1024).describe_kept
+        == "1,024 tokens per head of a prompt, by how much its keys differ from the others"
     )
-    assert KVzip(keep=0.25).describe_kept == "25% of a prompt, by what repeating it looks at"
+    assert KVzip(keep=0.25).describe_kept == "25% of a prompt, by attention while it is repeated"
 
 
 @pytest.mark.parametrize("name", ["snap", "expected"])

@@ -197,8 +197,8 @@ def test_what_takes_the_place_of_another_part_counts_once(folder: Path):
 
 HEADERS: dict[str, tuple[str, str]] = {
     "a shape beyond all": ('{"x": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}', "too large"),
-    "a shape in words": ('{"x": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}', "is no size"),
-    "less than nothing": ('{"x": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}', "-1 is no size"),
+    "a shape in words": ('{"x": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}', "is not a size"),
+    "less than nothing": ('{"x": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}', "-1 is not a size"),
     "a hole": ('{"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', "begins at byte 4"),
     "shared bytes": (
         '{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},'
@@ -212,7 +212,7 @@ HEADERS: dict[str, tuple[str, str]] = {
     ),
     "brackets without end": ("[" * 100_000, "nested deeper"),
     "levels": ('{"x": ' + "[" * 100 + "]" * 100 + "}", "nested deeper"),
-    "no dtype": ('{"x": {"dtype": 5, "shape": [1], "data_offsets": [0, 4]}}', "is no dtype"),
+    "no dtype": ('{"x": {"dtype": 5, "shape": [1], "data_offsets": [0, 4]}}', "is not a dtype"),
 }
 
 

@@ -86,14 +86,14 @@ DRAFTS = {
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("seed", range(5))
-def test_any_guess_leaves_the_law_alone(draft: str, seed: int) -> None:
+def test_any_draft_leaves_the_distribution_alone(draft: str, seed: int) -> None:
     p = distributions(seed)
     for pending in range(V):
         assert variation(engine_law(p, pending, DRAFTS[draft]), target_law(p, pending)) < 1e-12
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 3, "top_p": 0.8}])
-def test_the_warp_is_the_law_it_stands_for(settings: dict[str, Any]) -> None:
+def test_the_warp_is_the_distribution_it_stands_for(settings: dict[str, Any]) -> None:
     """Filters in transformers' order, by hand."""
     temperature = 0.8
     for seed in range(5):

@@ -29,7 +29,7 @@ def addresses(tables: Sequence[Table], fresh: Fresh, device: torch.device) -> Te
         pos_start = table.start if table.pos_start is None else table.pos_start
         held = table.k, table.v, table.pos, table.start, table.length, pos_start, k, v
         d, e = k.shape[2], v.shape[2]
-        assert [s * e for s in k.stride()[:2]] == [s * d for s in v.stride()[:2]], "keys and values lie alike"
+        assert [s * e for s in k.stride()[:2]] == [s * d for s in v.stride()[:2]], "keys and values have one layout"
         assert not any(t.data_ptr() % 16 for t in (table.k, table.v, k, v)), "16 bytes go at a time"
         rows.append([*(t.data_ptr() for t in held), k.stride(0) // d, k.stride(1) // d])
     host = torch.tensor(rows, dtype=torch.int64)

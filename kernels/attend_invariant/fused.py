@@ -287,7 +287,7 @@ def attend_invariant(
 
 def _strides(t: Tensor) -> tuple[int, int]:
     """Return the strides of heads and rows; a stride of size 1 is arbitrary and becomes 0, a multiple of 16."""
-    assert t.stride(2) == 1, "numbers of a row lie side by side"
+    assert t.stride(2) == 1, "numbers of a row are contiguous"
     return t.stride(0) * (t.shape[0] > 1), t.stride(1) * (t.shape[1] > 1)
 
 

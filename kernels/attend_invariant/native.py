@@ -63,7 +63,7 @@ def call(
         k, v, kv = run.k.data_ptr(), run.v.data_ptr(), len(run.starts)
         heads = array("q", (*run.starts, *run.lengths, *run.pos_starts))
     if chosen is not None:
-        assert chosen.pages.is_contiguous(), "choices lie in one piece"
+        assert chosen.pages.is_contiguous(), "choices are contiguous"
         assert chosen.pages.shape[:2] == (kv, n), "a choice of each row"
         behind = array("q", (*chosen.behind, *chosen.left))
         choice = CHOSEN.pack(chosen.pages.data_ptr(), behind.buffer_info()[0], chosen.pages.shape[2], chosen.page)
@@ -133,7 +133,7 @@ def table_of(heads: Sequence[PackedHead]) -> array[int]:
 
 def _packed(head: PackedHead) -> bytes:
     k, v = head.keys, head.values
-    assert all(t.is_contiguous() for t in (*k.tensors, *v.tensors, head.rest)), "codes lie in one piece"
+    assert all(t.is_contiguous() for t in (*k.tensors, *v.tensors, head.rest)), "codes are contiguous"
     k_group = 0 if k.zero is None else k.codes.shape[0] // max(1, k.zero.shape[0])
     v_group = 0 if v.zero is None else head.v_dim // v.zero.shape[1]
     k_at, v_at = ([0 if t is None else t.data_ptr() for t in (x.codes, x.scale, x.zero, x.fine)] for x in (k, v))

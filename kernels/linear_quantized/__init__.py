@@ -40,7 +40,7 @@ class QuantizedWeight:
     def codes(self) -> Tensor:
         """The codes [N, K], int8 or 0..15. Raises TypeError if only a kernel reads their order."""
         if self.is_native:
-            raise TypeError("weights packed for the CPU's kernel are multiplied, and cannot be looked at")
+            raise TypeError("weights packed for the CPU's kernel can only be multiplied")
         return self.data if self.bits == 8 else reference.unpack4(self.data)
 
     def plain(self) -> Tensor:
@@ -79,7 +79,7 @@ def pack(weight: Tensor, bits: Bits, *, native: bool = True) -> QuantizedWeight:
     """Quantize a weight [N, K]; scales keep its dtype. Raises ValueError if `why_not` has a reason."""
     n, k = weight.shape
     if native and (why := why_not((n, k), bits)):
-        raise ValueError(f"a weight of {n} x {k} cannot be packed to {bits} bits: {why}")
+        raise ValueError(f"a weight of {n} x {k} cannot be quantized to {bits} bits: {why}")
     group = 0 if bits == 8 else group_of(k) or k
     q, scale = reference.round8(weight) if bits == 8 else reference.round4(weight, group)
     data = arrange(q, bits, scale.dtype) if native else q if bits == 8 else reference.pack4(q)

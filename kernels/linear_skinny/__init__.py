@@ -52,7 +52,7 @@ def why_not(weight: Tensor) -> str:
     if why := triton_support.why_not(weight.device, weight.dtype):
         return why
     if not weight.is_contiguous():
-        return "its rows do not lie one behind another"
+        return "its rows are not contiguous"
     return f"{weight.shape[1]} inputs are not a multiple of 16" if weight.shape[1] % 16 else ""
 
 

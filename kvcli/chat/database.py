@@ -82,7 +82,7 @@ class Database:
     def _frozen(self) -> sqlite3.Connection:
         with suppress(FileNotFoundError):
             if Path(f"{self.path}-wal").stat().st_size:
-                raise sqlite3.OperationalError("what was written last stands beside it")
+                raise sqlite3.OperationalError("its last changes are in a separate file")
         db = sqlite3.connect(f"{self.path.as_uri()}?immutable=1", uri=True)
         db.text_factory = _text
         return db
@@ -106,7 +106,7 @@ class Database:
                     try_=["install the newer kvcli", "KVCLI_HOME=FOLDER, for a separate folder", "--no-save"],
                 )
             if version < VERSION:
-                raise Damaged("it has no form")
+                raise Damaged("it has no schema version")
             _prepare(db)
         except BaseException:
             db.close()

@@ -62,7 +62,7 @@ def load(
 ) -> Model:
     """Load `demo`, a folder, a GGUF file, a hub id, or files already found; config files of the user are not read.
 
-    A hub id is downloaded only with `offline=False` and a `tell` for messages. A GGUF file is unpacked below `cache`.
+    A hub id is downloaded only with `offline=False` and a `tell` for messages. A GGUF file is converted below `cache`.
     `find`: finds the files of a draft model by name; default: as for `model`. Raises KvcliError subclasses.
     """
     from kvcli.engine.hf import model_settings

@@ -206,7 +206,7 @@ class EngineTask(Generic[E, T]):
 
     def result(self) -> T:
         """Return the result of a finished task. Raises the error that ended it, CancelledError if it was cancelled."""
-        assert self.is_over, "not over yet"
+        assert self.is_over, "the task has not finished"
         if self.error is not None:
             raise self.error
         return self._found  # type: ignore[return-value]

@@ -93,7 +93,7 @@ class ForwardPass:
         if (tree := rows.tree) == len(rows.ids):
             own = NewRows(k, v, rows.pos, line, sees, sink, sent=self._sent)
             return merge_attention(feed.cache.attend(layer, q, sight, rows.pos, own))
-        assert line is not None, "scouts stand beside a tree"
+        assert line is not None, "lookahead rows come with a draft tree"
         assert sees is not None
         of_tree = NewRows(k[:, :tree], v[:, :tree], rows.pos[:tree], line[:tree, :tree], sees[:tree, :tree], sink)
         for_scouts = NewRows(k, v, rows.pos, line[tree:], sees[tree:], sink)

@@ -123,7 +123,7 @@ class Stats:
         self.scouts_why = after.scouts.why if after.scouts else ""
         self.free_rows, self.drafts_by = after.free_rows, after.by
         if after.fault:
-            self.shortages.append(f"{after.fault}; the answer went on without it")
+            self.shortages.append(f"{after.fault}; the answer continued without it")
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -99,18 +99,18 @@ def binding(wrong: Plan) -> str:
     """Name in words the component that the plan fails on."""
     parts = wrong.need
     if wrong.need.context > wrong.limit:
-        return "the model's own limit"
+        return "the model's context limit"
     if wrong.need.short and wrong.fits_card:
-        return "memory.budget, which has no room for what always stays"
+        return "memory.budget, which is smaller than the protected tokens"
     if wrong.need.loading - wrong.need.mapped > wrong.need.running:
-        return "loading, while numbers are converted"
+        return "loading, while weights are converted"
     if parts.base > wrong.usable:
-        return "the program itself"
+        return "the runtime"
     if parts.base + parts.weights > wrong.usable:
         return "weights"
     if parts.over and wrong.run.on_card is not None:
-        return "host memory, in which layers lie that the card has no room for"
+        return "host memory, which holds the layers that do not fit on the GPU"
     if parts.over:
-        return "the room that memory.device, host and disk leave to keys and values"
-    sizes = {"keys and values": parts.kv, "what drafts": parts.draft, "working memory": parts.working}
+        return "the limits of memory.device, host and disk on the KV cache"
+    sizes = {"KV cache": parts.kv, "draft model": parts.draft, "activations": parts.working}
     return max(sizes, key=lambda name: sizes[name])

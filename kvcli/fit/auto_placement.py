@@ -60,16 +60,16 @@ def told(found: Plan) -> list[str]:
     device, made = found.room.device, chosen(found)
     said = []
     if (quant := made.get("load.quant")) == "none":
-        said.append("weights stay in the bits of their file: --quant int8, which packs them anew, takes more")
+        said.append("weights keep the bits of their file, because --quant int8 takes more memory")
     elif quant:
         why = f"in full precision they do not fit on {device}"
-        said.append(f"weights in {quant}: {why} (--quant none keeps them, and has the CPU run some layers)")
+        said.append(f"weights in {quant}: {why} (--quant none keeps full precision and runs some layers on the CPU)")
     if (n := found.run.on_card) is not None and "load.layers_on_gpu" in made:
         below = found.run.of_layers - n
         what = f"embeddings and the first {below} of {found.run.of_layers} layers" if below else "embeddings"
-        said.append(f"{what} are in host memory, with the CPU: more does not fit on {device}")
+        said.append(f"{what} run on the CPU, because more does not fit on {device}")
     if made.get("prefill.order"):
-        said.append("prompts are read layer by layer: by chunks, less of them fits")
+        said.append("prompts are read layer by layer, because less fits in chunks")
     return said
 
 

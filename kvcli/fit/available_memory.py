@@ -98,10 +98,10 @@ def choose(found: dict[str, AvailableMemory], device: str) -> AvailableMemory:
     wanted = "cuda:0" if device == "cuda" else device
     if wanted not in found:
         raise UsageError(
-            f"load.device = {device}: nothing is known of its memory",
+            f"load.device = {device}: its memory is unknown",
             code="no_such_device",
             lines=[f"this machine has {', '.join(found)}"],
-            try_=["--vram 12GiB describes a card", "--device cpu"],
+            try_=["--vram 12GiB describes a GPU", "--device cpu"],
         )
     return found[wanted]
 

@@ -53,7 +53,7 @@ def load_calibration(
         found = CalibrationDocument.model_validate_json(text)
         age_days(found.date)
     except (ValueError, TypeError):  # pydantic's errors are ValueErrors; the others come from a date without an offset
-        tell(f"the calibration in {file} is damaged and is not used: kvcli bench --calibrate makes it anew")
+        tell(f"the calibration in {file} is damaged and is not used: kvcli bench --calibrate replaces it")
         return None
     return found
 
@@ -79,10 +79,10 @@ def save_calibration(cache: Path, found: CalibrationDocument) -> Path:
 
 def _unwritable(path: Path, error: OSError) -> KvcliError:
     return KvcliError(
-        "a calibration cannot be kept",
+        "the calibration cannot be saved",
         code="not_kept",
         lines=[f"{path}: {error.strerror or error}"],
-        try_=["KVCLI_HOME or XDG_CACHE_HOME name another place", "kvcli config path"],
+        try_=["KVCLI_HOME or XDG_CACHE_HOME name another folder", "kvcli config path"],
     )
 
 

@@ -122,10 +122,10 @@ def parts(plan: Plan, subject: PlannedModel) -> list[FitPart]:
     need = plan.need
     names = {
         "weights": need.weights,
-        "keys and values": need.kv,
-        "what drafts": need.draft,
-        "program": need.base,
-        "working memory": need.working,
+        "KV cache": need.kv,
+        "draft model": need.draft,
+        "runtime": need.base,
+        "activations": need.working,
         "loading": need.loading_peak,
     }
     found = {name: FitPart(name=name, bytes=size, changes=[]) for name, size in names.items() if size}
@@ -149,7 +149,7 @@ def _ways(plan: Plan) -> Iterator[tuple[str, str, dict[str, Any]]]:
         # a quarter: a budget given as a share is in memory in full until prefill ends
         asked = f"{max(1, plan.need.kv >> 22)}MiB"
         lossy = {"exactness": "approx", "policy": {"name": "budget"}}
-        yield "keys and values", f"--budget {asked}", {**lossy, "memory": {"budget": asked}}
-    yield "keys and values", "--set kv.k_bits=8 --set kv.v_bits=8", {"kv": {"k_bits": 8, "v_bits": 8}}
-    yield "what drafts", "--spec off", {"spec": {"method": "off"}}
-    yield "working memory", "--set prefill.chunk=256", {"prefill": {"chunk": 256}}
+        yield "KV cache", f"--budget {asked}", {**lossy, "memory": {"budget": asked}}
+    yield "KV cache", "--set kv.k_bits=8 --set kv.v_bits=8", {"kv": {"k_bits": 8, "v_bits": 8}}
+    yield "draft model", "--spec off", {"spec": {"method": "off"}}
+    yield "activations", "--set prefill.chunk=256", {"prefill": {"chunk": 256}}

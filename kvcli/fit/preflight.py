@@ -84,24 +84,24 @@ class Preflight:
         """Return the error with its figures and with changes that would fit."""
         parts, room = wrong.need, wrong.room
         sizes = {
-            "program": parts.base,
+            "runtime": parts.base,
             "weights": parts.weights,
             "kv": parts.kv,
             "draft": parts.draft,
-            "working": parts.working,
+            "activations": parts.working,
             "loading": wrong.least - parts.running,
         }
         listed = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
         second = wrong.profile.spec.second or wrong.profile.reasoning_steps.second
-        what = self.name if second is None else f"{self.name} and {second.model}, which drafts,"
+        what = self.name if second is None else f"{self.name} and draft model {second.model}"
         tried = changes(self.subject, wrong, others, self.found, wrong.facts)
         detail = {"needed": wrong.least, "available": room.available, "usable": wrong.usable, **sizes}
         try_ = [*(change.type for change in tried), f"kvcli fit {self.name} --all", "--force tries it anyway"]
         if parts.short and wrong.fits_card:
             always, most = (parts.budget + parts.short) / MIB, parts.budget / MIB
             return DoesNotFit(
-                f"memory.budget = {wrong.profile.memory.budget} has no room for what always stays",
-                lines=[f"{wrong.run.always} first and newest tokens in full take {always:,.2f} MiB of {most:,.2f} MiB"],
+                f"memory.budget = {wrong.profile.memory.budget} is smaller than the protected tokens",
+                lines=[f"{wrong.run.always} first and newest tokens take {always:,.2f} MiB, more than {most:,.2f} MiB"],
                 detail=detail,
                 try_=try_,
             )
@@ -149,7 +149,7 @@ class Preflight:
         try:
             run_log.append(self.data, entry)
         except OSError as error:
-            return f"what this run used could not be noted in {self.data / run_log.NAME}: {error.strerror}"
+            return f"the memory use of this run could not be saved in {self.data / run_log.NAME}: {error.strerror}"
         return ""
 
 

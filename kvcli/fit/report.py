@@ -111,10 +111,10 @@ def notes_of(subject: PlannedModel, plan: Plan) -> list[str]:
 def _packing_notes(subject: PlannedModel, plan: Plan) -> list[str]:
     packing, kind, notes = subject.packing, plan.room.kind, []
     if packing.unpacks(kind):
-        sizes = f"{gib(subject.files)} GiB unpacks to {gib(plan.weights.loaded)} GiB here"
-        notes.append(f"its weights are packed as {packing.method}: this file of {sizes}")
+        sizes = f"{gib(subject.files)} GiB takes {gib(plan.weights.loaded)} GiB dequantized"
+        notes.append(f"its weights are quantized as {packing.method}: {sizes}")
     if not plan.room.is_described and (missing := packing.missing(kind)):
-        notes.append(f"to be loaded it needs what is not installed: {', '.join(missing)}")
+        notes.append(f"loading it needs packages that are not installed: {', '.join(missing)}")
     return notes
 
 
@@ -123,13 +123,13 @@ def _model_notes(subject: PlannedModel) -> list[str]:
     if shape.is_endless:
         notes.append(f"config.json states no context limit; {shape.limit:,} tokens are assumed")
     if subject.is_guess:
-        notes.append("how its weights are packed is not known: they are counted as if they were not")
+        notes.append("its weight quantization is unknown: weights are counted unquantized")
     windows = [w for w in shape.windows if w is not None]
     if windows:
         notes.append(
             f"{len(windows)} of {shape.layers} layers see only the last {max(windows):,} tokens; "
-            "their keys and values are kept for the whole text all the same"
+            "their KV is stored for all tokens nevertheless"
         )
     if shape.experts:
-        notes.append(f"all {shape.experts} experts are in memory; a token goes through {shape.active} of them")
+        notes.append(f"all {shape.experts} experts are in memory; each token uses {shape.active} of them")
     return notes

@@ -33,12 +33,12 @@ def auto_headmap(model: Model, folder: Path, tell: Callable[[str], None] = lambd
     """
     if (path := place(model.lm, folder)) is None:
         raise BadConfig(
-            'policy.headmap = "auto" keeps a map by the files of a model, and this one has none',
+            'policy.headmap = "auto" saves a map per model folder, and this model has none',
             code="no_headmap",
-            try_=["--set policy.headmap=FILE, of kvcli profile-heads"],
+            try_=["--set policy.headmap=FILE, written by kvcli profile-heads"],
         )
     if not path.exists():
-        tell(f"finding out which heads of {model.info.id} need the whole past: once, and kept in {path}")
+        tell(f"measuring which heads of {model.info.id} need the whole context (once, saved in {path})")
         plain = full_profile(model.profile).replace(exactness="approx", policy={"name": "fastgen"})
         asked = ProbeRequest(probes=("ablate",), context=min(SAMPLE, model.limit), settings=plain.policy.settings)
         found = probe(model, asked)

@@ -24,7 +24,7 @@ def compare(document: HeadsDocument, path: Path, shown: str, scalar: str) -> Hea
     mine, other = document.scalars[name], theirs[name]
     if [len(row) for row in other] != [len(row) for row in mine]:
         raise BadInput(
-            f"{shown} is not of a model like this one",
+            f"{shown} is a head map of another model",
             code="bad_headmap",
             lines=[f"it has {len(other)} layers of {len(other[0])} KV heads, this one {len(mine)} of {len(mine[0])}"],
         )

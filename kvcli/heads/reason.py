@@ -40,7 +40,7 @@ def _beside(draw: SampleSeed, size: int) -> Context:
     return Context(text, (Question(f"What is the {of}?", f"The {of} is", (values[0],), f" {values[0]}.", {}),))
 
 
-TASK = Task("beside", "a code found by way of another fact", _beside, share_of_references, is_binary=True)
+TASK = Task("beside", "a code that needs two facts", _beside, share_of_references, is_binary=True)
 
 
 def reason(

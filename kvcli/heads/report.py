@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvcli.chat.model import Model
 
 ONE_PROMPT = (
-    "a head map from one prompt: heads that this prompt leaves idle look dispensable; --probe ablate ranks heads by "
+    "a head map from one prompt: heads that this prompt does not use look unneeded; --probe ablate ranks heads by "
     "what is lost without them"
 )
 
@@ -188,16 +188,16 @@ def _notes(model: Model, ask: ProbeRequest, found: Findings) -> list[str]:
     if found.ranked_by == "prompt":
         said.append(ONE_PROMPT)
     if found.ranked_by in ("needle", "reason", "repeat"):
-        said.append(f"the head map says where heads look in the {found.ranked_by} probe, not what is lost without them")
+        said.append(f"the head map ranks heads by attention in the {found.ranked_by} probe, not by lost accuracy")
     sliding = [layer for layer in found.layers if model.lm.windows[layer] is not None]
     if sliding:
-        said.append(f"{len(sliding)} layers see a sliding window only; they are left whole")
+        said.append(f"{len(sliding)} layers attend to a sliding window only; they are not restricted")
     if found.fetched is not None and found.fetched.right < found.fetched.of / 2:
         right, of = found.fetched.right, found.fetched.of
-        said.append(f"the model answers {right} of {of} questions about hidden facts right: the ranking says little")
+        said.append(f"the model answers {right} of {of} questions about hidden facts right: the ranking is unreliable")
     if found.reasoning is not None and 2 * found.reasoned < ask.texts:
         right, of = found.reasoned, ask.texts
-        said.append(f"the model answers {right} of {of} questions by way of another fact right: reason says little")
+        said.append(f"the model answers {right} of {of} questions over two facts right: the reason probe is unreliable")
     return said
 
 

@@ -41,7 +41,7 @@ class RestrictedHeads:
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Return why captured passes cannot read this view."""
-        return DeviceCache(why_not="heads are blinkered")
+        return DeviceCache(why_not="heads are restricted")
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None

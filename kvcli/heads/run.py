@@ -109,12 +109,12 @@ def _layers(model: Model, ask: ProbeRequest) -> tuple[int, ...]:
 def _check(model: Model, ask: ProbeRequest, found: Findings) -> None:
     if ask.context > model.limit:
         raise ContextOverflow(
-            f"{ask.context:,} tokens do not fit into the window",
+            f"{ask.context:,} tokens exceed the context window",
             lines=[f"the limit is {model.limit:,} tokens"],
             try_=[f"--context {model.limit}"],
         )
     if ask.context < LEAST:
-        raise UsageError(f"--context {ask.context}: {LEAST} tokens are the least to look at", try_=["--context 2k"])
+        raise UsageError(f"--context {ask.context} is too short: the minimum is {LEAST} tokens", try_=["--context 2k"])
     if len({(of.n_kv_heads, of.shared_from) for of in model.lm.shapes}) > 1:
         raise BadModel(
             "heads of this model cannot be profiled: its layers differ in their KV heads, or share them",
@@ -124,9 +124,9 @@ def _check(model: Model, ask: ProbeRequest, found: Findings) -> None:
         )
     if all(model.lm.windows[layer] is not None for layer in found.layers):
         raise BadModel(
-            "these layers see a sliding window only: there is nothing far that a head could look at",
+            "these layers attend to a sliding window only: no head reaches distant tokens",
             code="no_full_attention",
-            try_=["--layers with one that sees all"] if None in model.lm.windows else [],
+            try_=["--layers with a full-attention layer"] if None in model.lm.windows else [],
         )
 
 

@@ -112,10 +112,10 @@ class CacheCapacity:
         if left < self.narrow:
             need = (self.between + 1) * self.wide
             raise CacheFull(
-                f"memory.device = {self.memory.device} has no room for a text",
+                f"memory.device = {self.memory.device} is too small for a text",
                 lines=[
-                    f"{self.between:,} tokens are stored between two boundaries: "
-                    f"{need / (1 << 20):,.1f} MiB of {room / (1 << 20):,.1f} MiB"
+                    f"{self.between:,} tokens are stored before the next eviction: "
+                    f"{need / (1 << 20):,.1f} MiB, more than {room / (1 << 20):,.1f} MiB"
                 ],
                 detail={"need": need, "room": room},
                 try_=[f"--set memory.device={_mib(2 * need)}MiB", *self._smaller(room)],

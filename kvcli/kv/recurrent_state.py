@@ -176,7 +176,7 @@ class RecurrentStates:
         knowns = [self._known(part) for part in given.parts(given.n)]
         ends = [known.at for known in knowns]
         if ends != sorted({*ends}) or ends[-1:] != [given.n] * self._has_any:
-            raise SnapshotMismatch("its states are not those of its text")
+            raise SnapshotMismatch("its recurrent states do not match its tokens")
         self.now, self._marks = NOTHING, []
         for known in knowns:
             self.now = known

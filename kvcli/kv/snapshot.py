@@ -126,7 +126,7 @@ def tree_of(found: Mapping[str, Leaf]) -> State:
         for each in above:
             at = at.setdefault(each, {})  # type: ignore[assignment]
             if not isinstance(at, dict):
-                raise SnapshotMismatch(f"{path} lies in no tree")
+                raise SnapshotMismatch(f"{path} is in no tree")
         if name in at:
             raise SnapshotMismatch(f"{path} is there twice")
         at[name] = leaf

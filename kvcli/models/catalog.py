@@ -95,7 +95,7 @@ _GEMMA = Terms("the Gemma Terms of Use, with the uses that they prohibit", "ai.g
 CATALOG = (  # columns: layers, hidden size, heads, KV heads, head size, inner size, vocabulary, context window
     _known("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008, "to try things out, English",
            30, 576, 9, 3, 64, 1536, 49152, 8192, package=SMOLLM2, sampling=PENALTY),
-    _known("gemma-3-270m", "google/gemma-3-270m", 268_098_176, "goes on with a text, follows no instructions",
+    _known("gemma-3-270m", "google/gemma-3-270m", 268_098_176, "continues a text, follows no instructions",
            18, 640, 4, 1, 256, 2048, 262144, 32768, window=(512, 6), licence="Gemma", package=GEMMA, terms=_GEMMA),
     _known("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct", 361_821_120, "short answers, English",
            32, 960, 15, 5, 64, 2560, 49152, 8192, sampling=_SMOLLM2),
@@ -118,7 +118,7 @@ CATALOG = (  # columns: layers, hidden size, heads, KV heads, head size, inner s
     _known("qwen3-8b", "Qwen/Qwen3-8B", 8_190_735_360, "careful answers, many languages",
            36, 4096, 32, 8, 128, 12288, 151936, 40960, tied=False),
     _known("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B-Instruct-2507", 30_532_122_624,
-           "the largest; a token takes 3B of it", 48, 2048, 32, 4, 128, 768, 151936, 262144,
+           "the largest; 3B parameters per token", 48, 2048, 32, 4, 128, 768, 151936, 262144,
            tied=False, experts=(128, 8)),
 )  # fmt: skip
 BY_NAME = {known.name: known for known in CATALOG}

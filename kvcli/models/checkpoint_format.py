@@ -1,5 +1,5 @@
-"""Quantized checkpoints: packages that load a format and the dtype it unpacks to, by config.json and headers. Standard
-library only."""
+"""Quantized checkpoints: packages that load a format and the dtype it dequantizes to, by config.json and headers.
+Only the standard library is used."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _UNPACK = {"fp8", "mxfp8", "mxfp4", "compressed-tensors"}  # dequantized to the 
 _BY_KERNELS = {"fp8", "mxfp8", "mxfp4"}
 _GPU_ONLY = {"eetq", "fbgemm_fp8", "fp_quant", "higgs", "spqr", "vptq"}
 _UNSERVED = {
-    "nvfp4": "transformers packs weights so, and reads no files of them",
-    "torchao": "its weights are tensors of a class of its own, which no product here takes",
+    "nvfp4": "transformers quantizes weights to it, but loads no files of it",
+    "torchao": "its weights are a tensor class of torchao, which kvcli cannot multiply",
 }
 _WIDTHS = {"I32": 32, "U8": 8, "I8": 8}
 # tensors of GPTQ, AWQ and bitsandbytes that hold no weights
 _BESIDE = re.compile(r"qzeros|weight\.|SCB|weight_format|channel_scale|\.scales$|g_idx")
 # names of scales and similar tensors
 _SCALES = ("_scale", "_scale_inv", "_scales", "_zero_point", "weight_shape", "_g_idx", ".scale")
-INSTEAD = "GGUF, or the unpacked model with --quant int4"
+INSTEAD = "GGUF, or the unquantized model with --quant int4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class CheckpointFormat:
         return [package for package in wanted if not _is_there(_MODULES.get(package, package.replace("-", "_")))]
 
     def shape(self, name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Shape of the weight that a tensor unpacks to; (0,) for scales and the like, None if it is not unpacked."""
+        """Shape of the weight that a tensor dequantizes to; (0,) for scales and the like, None if it does not."""
         if self.method not in _UNPACK:
             return None
         if name.endswith(_SCALES):
@@ -122,19 +122,19 @@ def refuse_unpackable(name: str, config: Mapping[str, Any], kind: str) -> None:
     """Raise BadModel for a quantized checkpoint that this kind of device cannot load or that lacks a package."""
     packing = CheckpointFormat.of(config)
     is_elsewhere = packing.method in _GPU_ONLY and kind != "cuda"
-    if why := _UNSERVED.get(packing.method) or ("transformers reads it on a GPU only" if is_elsewhere else ""):
+    if why := _UNSERVED.get(packing.method) or ("transformers loads it on a GPU only" if is_elsewhere else ""):
         raise BadModel(
-            f"{name} comes packed as {packing.method}, which does not run on {kind}",
+            f"{name} is quantized as {packing.method}, which does not run on {kind}",
             code="model_unsupported",
             lines=[why],
             try_=[INSTEAD, *(["--device cuda"] if is_elsewhere else [])],
         )
     if missing := packing.missing(kind):
         raise BadModel(
-            f"{name} comes packed as {packing.method}, which needs the package{'s' * (len(missing) > 1)} "
+            f"{name} is quantized as {packing.method}, which needs the package{'s' * (len(missing) > 1)} "
             f"{' and '.join(missing)}",
             code="package_missing",
-            lines=[f"transformers reads such weights with {'it' if len(missing) == 1 else 'them'}; none was read"],
+            lines=[f"transformers needs {'it' if len(missing) == 1 else 'them'} to load the weights; none were loaded"],
             detail={"missing": missing},
             try_=[pip(*missing), INSTEAD],
         )

@@ -36,7 +36,7 @@ def _early_exit(source: Source) -> list[str]:
     if not (isinstance(stop, int) and isinstance(layers, int) and 1 < stop < layers):
         return []
     use = f"--set spec.method=self --set spec.skip=early --set spec.skipped={(layers - stop) / (layers - 2):.3g}"
-    return [f"an early exit behind {stop} of {layers} layers, by its generation_config.json: {use}"]
+    return [f"early exit after {stop} of {layers} layers (generation_config.json): {use}"]
 
 
 def has_mtp(source: Source) -> bool:
@@ -48,13 +48,13 @@ def _mtp(source: Source) -> list[str]:
     said, held = _said(source), _held(source)
     kinds = f"{said} MTP layer{'s' if said > 1 else ''}" if said else "MTP layers"
     if not held:
-        gone = "its files hold nothing of it: who made them smaller left it out"
-        return [f"{kinds} by its config.json: {gone}"] if said and _is_built(source) else []
+        gone = "its files hold none of their tensors, as is usual for quantized copies"
+        return [f"{kinds} in its config.json: {gone}"] if said and _is_built(source) else []
     about = f"{kinds} ({len(held)} tensors, {held[0]}, ...)"
     if has_mtp(source):
         return [f"{about}: --spec mtp{', which uses the first' if said > 1 else ''}"]
     kind = source.text_config.get("model_type", source.family)
-    why = "its config.json does not say how many" if not said else f"transformers builds none for {str(kind)[:64]}"
+    why = "its config.json does not say how many" if not said else f"transformers lacks them for {str(kind)[:64]}"
     return [f"{about}: not used, {why}"]
 
 

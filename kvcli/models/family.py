@@ -27,9 +27,9 @@ def read_config(source: Source, trust_remote_code: bool) -> Any:
     remote = bool(source.config.get("auto_map"))
     if family not in known and remote and not trust_remote_code:
         raise BadModel(
-            f"{source.id} ({family}) runs code of its own, which is off",
+            f"{source.id} ({family}) needs Python code from its folder, which is not allowed",
             code="model_remote_code",
-            lines=["transformers has no such architecture; the model's folder brings Python code for it"],
+            lines=["transformers lacks this architecture; the model's folder holds Python code for it"],
             try_=["read that code, then set load.trust_remote_code = true in your own config"],
         )
     if family not in known and not remote:
@@ -49,7 +49,7 @@ def read_config(source: Source, trust_remote_code: bool) -> Any:
         )
         text = config.get_text_config()
     if not isinstance(text, transformers.PreTrainedConfig):
-        raise unreadable(source, "its config.json does not fit its architecture", "the text part is no table")
+        raise unreadable(source, "its config.json does not fit its architecture", "its text_config is no table")
     return config
 
 
@@ -66,7 +66,7 @@ def loader_of(source: Source, config: Any, trust_remote_code: bool) -> Any:
         raise BadModel(
             f"{source.id} ({source.family}) is not a causal language model",
             code="model_unsupported",
-            lines=["transformers has no class of that architecture that continues text"],
+            lines=["transformers has no text generation class for that architecture"],
             try_=["docs/models.md lists what runs"],
         )
     kind = kinds[0][0] if isinstance(kinds[0], tuple) else kinds[0]
@@ -83,9 +83,9 @@ def refuse_unknown_packing(source: Source, packing: CheckpointFormat) -> None:
     known = {name.removesuffix("_4bit") for name in AUTO_QUANTIZER_MAPPING}
     if packing.method and packing.method not in known:
         raise BadModel(
-            f"{source.id} comes packed as {packing.method}, which transformers cannot read",
+            f"{source.id} is quantized as {packing.method}, which transformers cannot load",
             code="model_unsupported",
-            lines=["by quant_method in its config.json; no weight was read"],
+            lines=["quant_method in its config.json says so; no weights were loaded"],
             try_=[INSTEAD, pip("-U", "transformers")],
         )
 

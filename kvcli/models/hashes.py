@@ -55,7 +55,7 @@ class Stamped:
     def check(self, handle: int | None = None) -> None:
         """Raise BadModel if the file changed since: data read from it may mix both versions."""
         if Stamped.of(self.path, handle) != self:
-            try_ = ["the same command again, when nothing writes there any more"]
+            try_ = ["the same command again, when no process writes to that file"]
             raise BadModel(f"{self.path} changed while it was read", code="model_changed", try_=try_)
 
 
@@ -82,7 +82,7 @@ class Hashes:
         """A single hash over names and bytes. Raises BadModel for a changed file without a cached hash."""
         size = sum(file.nbytes for file in files if file.stamp not in self._known)
         if size > LARGE and self._tell is not None:
-            self._tell(f"hashing {size / 1e6:,.0f} MB of weights, once: what is kept of a model is found by its bytes")
+            self._tell(f"hashing {size / 1e6:,.0f} MB of weights once: saved data of a model is found by its hash")
         said = [(file.path.name, self._known.get(file.stamp) or self._hash(file)) for file in files]
         return sha256(json.dumps(said).encode()).hexdigest()
 

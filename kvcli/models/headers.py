@@ -57,7 +57,7 @@ def read_header(file: Path) -> WeightFile:
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise corrupt(file, f"its header cannot be read: {error}") from error
     if size != 8 + length + end:
-        cut = f"{8 + length + end - size:,} bytes are missing" if size < 8 + length + end else "it has bytes too many"
+        cut = f"{8 + length + end - size:,} bytes are missing" if size < 8 + length + end else "the file is too long"
         raise corrupt(file, f"its header announces {8 + length + end:,} bytes, the file has {size:,}: {cut}")
     return WeightFile(file, size, tensors)
 
@@ -72,19 +72,19 @@ def _length(file: Path, first: bytes, size: int) -> int:
     if length > size - 8:
         raise corrupt(file, f"its header needs {length + 8:,} bytes, the file has {size:,}")
     if length > _LARGEST:
-        raise corrupt(file, f"its header has {length:,} bytes, and none needs more than {_LARGEST:,}")
+        raise corrupt(file, f"its header has {length:,} bytes; the limit is {_LARGEST:,}")
     return int(length)
 
 
 def _tensor(entry: Mapping[str, Any]) -> TensorHeader:
     begin, end = entry["data_offsets"]
     if len(entry["shape"]) > _RANK:
-        raise ValueError(f"a tensor has no {len(entry['shape']):,} dimensions")
+        raise ValueError(f"a tensor has {len(entry['shape']):,} dimensions")
     shape = tuple(_count(n) for n in entry["shape"])
     nbytes = _count(end) - _count(begin)
     dtype = entry["dtype"]
     if not isinstance(dtype, str):
-        raise TypeError(f"{dtype!r} is no dtype")
+        raise TypeError(f"{dtype!r} is not a dtype")
     bits = _BITS.get(dtype)
     if nbytes < 0 or (bits is not None and math.prod(shape) * bits != nbytes * 8):
         raise ValueError(f"a tensor of shape {list(shape)} in {dtype} cannot have {nbytes} bytes")
@@ -103,7 +103,7 @@ def _end(offsets: Iterable[list[int]]) -> int:
 
 def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < _ABSURD:
-        raise ValueError(f"{str(value)[:40]} is no size")
+        raise ValueError(f"{str(value)[:40]} is not a size")
     return value
 
 

@@ -40,7 +40,7 @@ def _not_cached(name: str, at: str, offline: bool) -> BadModel:
     return BadModel(
         f"{at} is neither a folder nor in the Hugging Face cache",
         code="model_not_found",
-        lines=["the network was not asked"] if offline else [] if is_id else ["an id of the hub is OWNER/NAME"],
+        lines=["offline: the network was not used"] if offline else [] if is_id else ["a hub id is OWNER/NAME"],
         try_=["kvcli models list", f"hf download {name}", "a folder: ./NAME"],
     )
 
@@ -136,7 +136,7 @@ def verify(name: str, revision: str) -> None:
     try:
         seen = HfApi().verify_repo_checksums(name.partition(":")[0], revision=revision)
     except (HfHubHTTPError, OSError) as error:
-        raise _no_network(f"{name} cannot be held against its checksums", error) from error
+        raise _no_network(f"{name} cannot be verified by its checksums", error) from error
     wrong = seen.mismatches
     for file in [seen.verified_path / one["path"] for one in wrong]:
         # the file that the cache's link points to; the next download replaces it
@@ -144,10 +144,10 @@ def verify(name: str, revision: str) -> None:
         file.unlink(missing_ok=True)
     if wrong:
         raise BadModel(
-            f"{wrong[0]['path']} of {name} is not what the hub has, and was removed",
+            f"{wrong[0]['path']} of {name} has the wrong checksum and was deleted",
             code="wrong_hash",
             lines=[f"found {wrong[0]['actual']}", f"expected {wrong[0]['expected']}"],
-            try_=["again: it may have been cut on its way"],
+            try_=["again: the download may have been cut"],
         )
 
 

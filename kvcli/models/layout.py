@@ -154,7 +154,7 @@ def placed(laid: Layout, texts: Sequence[str], prompt: str) -> Layout:
     for i in laid.changed:
         words = Counter(_WORD.findall(texts[i].casefold()))
         if (left := (words & there).total()) < LEAST * words.total():
-            raise _left_out(laid, i, f"of its {words.total():,} words {left:,} are in the prompt")
+            raise _left_out(laid, i, f"{left:,} of its {words.total():,} words are in the prompt")
     return laid
 
 

@@ -17,7 +17,7 @@ ARM_FLAGS = ("asimd", "asimddp", "bf16", "i8mm", "sve")
 
 KEPT_FREE = 1 << 30  # bytes, at most; less on a small machine, because an estimate is accurate to a tenth
 UNSURE = 0.1
-NEVER = "kvcli has never run there, MLX and llama.cpp are made for it"
+NEVER = "kvcli was never tested there; MLX and llama.cpp support it"
 OF_CARD = 0.03  # share of a GPU's memory that the driver takes meanwhile; a GPU does not swap and little else uses it
 
 
@@ -107,7 +107,7 @@ def kernels() -> list[tuple[str, str, str, str]]:
     rows = [(kind, *choice) for kind in kinds for choice in explain(kind, torch.bfloat16)]
     for found in there:
         if found.kind == "mps":
-            rows.append(("mps", "all", "reference", f"plain PyTorch, draws on the host; {NEVER}"))
+            rows.append(("mps", "all", "reference", f"plain PyTorch, samples on the host; {NEVER}"))
         elif found.kind != "cpu":
             capability = ".".join(map(str, found.capability or ()))
             served = ("Triton", f"compute capability {capability}")
@@ -117,8 +117,8 @@ def kernels() -> list[tuple[str, str, str, str]]:
 
 def quant_backends() -> dict[str, str]:
     """Software that runs quantized weights, by device."""
-    words = {"cpu": "packed int8 and int4", "mps": "none: MLX and llama.cpp have it"}
-    on_gpu = {True: "fused int8, int4 (packed as on a CPU) and nf4", False: "bitsandbytes int8, fp4 and nf4"}
+    words = {"cpu": "int8 and int4", "mps": "none: use MLX or llama.cpp"}
+    on_gpu = {True: "fused int8, int4 (as on a CPU) and nf4", False: "bitsandbytes int8, fp4 and nf4"}
     return {found.kind: words.get(found.kind) or on_gpu[not found.unserved] for found in devices()}
 
 

@@ -32,10 +32,10 @@ _SIGNS = {  # lower-case parts of architectures, types and algorithms -> kind of
     "dflash": "a DFlash head",
     "medusa": "Medusa heads",
     "muse_glimmer_assistant": "a DFlash head",
-    "_assistant": "an assistant that shares the past of the model it was made for",
+    "_assistant": "an assistant that reads the KV cache of its target model",
     "mlp_speculator": "an MLP speculator",
 }
-WHY = "it reads hidden states of several layers of the model that writes: kvcli hands those to no drafter"
+WHY = "it needs hidden states of several layers of the target model, which kvcli gives to no drafter"
 _ASSISTANTS = {"gemma4_assistant", "gemma4_unified_assistant"}
 _WRITES_TEXT = ("CausalLM", "ForConditionalGeneration", "LMHead", "ForImageTextToText")
 
@@ -85,7 +85,7 @@ def refuse_head(config: Mapping[str, Any], name: str, *, may_assist: bool = Fals
     ours = is_assistant(config)
     instead = "--draft MODEL, a small model of the same family: kvcli models show MODEL lists them"
     raise BadModel(
-        f"{name} is {what}, and no model that writes text by itself",
+        f"{name} is {what}; it cannot generate text alone",
         code="draft_head",
         lines=[*([] if ours else [WHY]), *([f"it was made for {str(made_for)[:80]}"] if made_for else [])],
         try_=[f"-m MODEL --draft {name}, with the Gemma 4 that it was made for" if ours else instead, "--spec ngram"],
@@ -117,14 +117,14 @@ def refuse_quant(name: str, quant: str, kind: str, *, is_quantized: bool) -> Non
         raise UsageError(
             "load.quant = nf4 is for CUDA: on a CPU it is slower than no quantization at all",
             code="bad_quant",
-            lines=["its CPU path unpacks every weight for every token"],
+            lines=["its CPU path dequantizes every weight for every token"],
             try_=["--quant int4", "kvcli fit --vram 12GiB, to ask about a GPU"],
         )
     if kind not in ("cpu", "cuda"):
         raise UsageError(
             f"load.quant = {quant} does not run on {kind}",
             code="bad_quant",
-            lines=["MLX and llama.cpp have kernels for weights in few bits there"] * (kind == "mps"),
+            lines=["MLX and llama.cpp have kernels for quantized weights there"] * (kind == "mps"),
             try_=["--set load.quant=none", "--device cpu"],
         )
 
@@ -141,13 +141,13 @@ def refuse_split(layers: int | str, kind: str, *, is_quantized: bool, folds: boo
         )
     if is_quantized:
         raise UsageError(
-            f"load.layers_on_gpu = {layers}: a model that comes quantized is placed as a whole",
+            f"load.layers_on_gpu = {layers}: a quantized checkpoint cannot be split over devices",
             code="no_split",
             try_=["--set load.layers_on_gpu=auto", "the original, unquantized model with --quant int4"],
         )
     if folds:
         raise UsageError(
-            f"load.layers_on_gpu = {layers}: a model of which some layers keep a state is placed as a whole",
+            f"load.layers_on_gpu = {layers}: a model with recurrent layers cannot be split over devices",
             code="no_split",
             try_=["--set load.layers_on_gpu=auto", "--quant int4"],
         )
@@ -158,7 +158,7 @@ def _encoder_decoder(config: Config, text: Config, family: str) -> list[str]:
         return []
     return [
         "it is an encoder-decoder",
-        "kvcli stores the keys and values of one text; cross-attention reads a second one",
+        "kvcli stores the KV cache of one sequence; cross-attention needs a second one",
     ]
 
 
@@ -167,7 +167,7 @@ def _writes_no_text(config: Config, text: Config, family: str) -> list[str]:
     if "vision_config" in config and "text_config" not in config and not config.get("vocab_size"):
         return ["its config has a vision part and no text decoder", f"architectures: {', '.join(names) or 'none'}"]
     if names and not any(mark in n for n in names for mark in _WRITES_TEXT):
-        return [f"{names[0]} does not write text", "needed: a causal language model, such as LlamaForCausalLM"]
+        return [f"{names[0]} does not generate text", "needed: a causal language model, such as LlamaForCausalLM"]
     return []
 
 
@@ -176,7 +176,7 @@ def _recurrent(config: Config, text: Config, family: str) -> list[str]:
         return []
     return [
         "it has recurrent layers",
-        f"those of {family} fold the text into a state that its code goes on from row by row, or keeps by itself",
+        f"the code of {family} updates their state token by token, or stores it itself",
         "Qwen3.5, LFM2, Nemotron-H, Granite 4, Falcon-H1 and their like run: docs/models.md",
     ]
 
@@ -186,17 +186,17 @@ def _odd_layers(config: Config, text: Config, family: str) -> list[str]:
     if text.get("attention_chunk_size") or "chunked_attention" in kinds:
         return [
             "it uses chunked attention",
-            "a token sees its own chunk of the text only; kvcli serves full and sliding-window attention",
+            "a token attends to its own chunk only; kvcli supports full and sliding-window attention",
         ]
     if kinds:
-        return [f"its layers are of kind {', '.join(kinds)}", "kvcli serves full and sliding-window attention"]
+        return [f"its layers are of kind {', '.join(kinds)}", "kvcli supports full and sliding-window attention"]
     return []
 
 
 def _alibi(config: Config, text: Config, family: str) -> list[str]:
     attn = text.get("attn_config")
     if text.get("alibi") or family == "bloom" or (isinstance(attn, dict) and attn.get("alibi")):
-        return ["it uses ALiBi", "it adds a bias that grows with distance to the scores, which kvcli does not serve"]
+        return ["it uses ALiBi", "kvcli does not support its bias on scores, which grows with distance"]
     return []
 
 

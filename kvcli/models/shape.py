@@ -95,9 +95,9 @@ def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
     missing = [NAMES[key][0] for key in ("layers", "hidden", "heads", "vocab") if not found[key]]
     if missing:
         raise BadModel(
-            f"config.json of {name} does not say how large the model is",
+            f"config.json of {name} lacks sizes of the model",
             code="model_sizes",
-            lines=[f"missing or no size: {', '.join(missing)}"],
+            lines=[f"missing or invalid: {', '.join(missing)}"],
             detail={"missing": missing},
             try_=["download config.json again"],
         )

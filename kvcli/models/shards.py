@@ -55,7 +55,7 @@ def _weight_map(index: Path, name: str) -> dict[str, str]:
             raise BadModel(
                 f"{index.name} of {name} names a file outside the model's folder: {shard[:80]}",
                 code="model_corrupt",
-                lines=["a model's weights lie in its own folder"],
+                lines=["a model's weights must be in its own folder"],
                 try_=["ask its author, or take another copy of the model"],
             )
     return weight_map
@@ -80,7 +80,7 @@ def _check_index(path: Path, name: str, weight_map: Mapping[str, str], files: Se
     absent = [t for t, shard in weight_map.items() if t not in held[path / shard]]
     if absent:
         raise BadModel(
-            f"the shards of {name} do not hold what their index promises: {len(absent)} tensors are missing",
+            f"the shards of {name} lack {len(absent)} tensors of their index",
             code="model_corrupt",
             lines=[f"{absent[0]} is not in {weight_map[absent[0]]}"],
             try_=["download the shards and the index of one revision again"],

@@ -58,7 +58,7 @@ def hold(config: Mapping[str, Any], text: Mapping[str, Any], files: Sequence[Wei
     n_bits = 8 * sum(file.nbytes for file in files)
     for key, layers in _layers(config):
         if layers > (n_tensors or _LAYERS):
-            _refuse(name, f"{key} = {layers:,}", f"the files of its weights hold {n_tensors:,} tensors in all")
+            _refuse(name, f"{key} = {layers:,}", f"its weight files hold {n_tensors:,} tensors")
     sizes = sizes_of(text, name)
     hidden, heads = sizes["hidden"], sizes["heads"]
     for what, numbers in (
@@ -67,11 +67,9 @@ def hold(config: Mapping[str, Any], text: Mapping[str, Any], files: Sequence[Wei
         ("hidden_size squared", hidden * hidden),
     ):
         if numbers > n_bits:
-            _refuse(name, f"{what} = {numbers:,}", f"the files of its weights have {n_bits:,} bits in all")
+            _refuse(name, f"{what} = {numbers:,}", f"its weight files have {n_bits:,} bits")
     if hidden and heads and not sizes["head_dim"] and hidden < heads:
-        _refuse(
-            name, f"num_attention_heads = {heads:,}", f"hidden_size is {hidden:,}, and each head takes a part of it"
-        )
+        _refuse(name, f"num_attention_heads = {heads:,}", f"hidden_size is {hidden:,}, which the heads share")
 
 
 def _stated(config: Mapping[str, Any], key: str, name: str) -> int:

@@ -115,7 +115,7 @@ def look_up(name: str, revision: str | None = None) -> Source:
     """Read the headers of a hub model: config and vocabulary are downloaded, weights are not."""
     if ":" in name:
         raise BadModel(
-            f"{name} is a GGUF file of the hub, whose headers are read here alone",
+            f"{name} is a GGUF file on the hub, which must be downloaded first",
             code="model_not_found",
             try_=[f"kvcli models get {name}, then kvcli models check {name}"],
         )
@@ -172,7 +172,7 @@ def _only_gguf(path: Path, name: str) -> Path | None:
         return None
     if len(files) > 1:
         raise BadModel(
-            f"{name} holds {len(files)} GGUF files, and a model is one of them",
+            f"{name} holds {len(files)} GGUF files, and a model is one file",
             code="gguf_several",
             lines=[f.name for f in files[:8]],
             try_=[f"{name}:{files[0].name}" if hub.ID.fullmatch(name) else f"{path / files[0].name}"],

@@ -39,9 +39,9 @@ class Chats(Guarded):
         """Render the chat as text. Raises jinja2.TemplateError if the template refuses it, BadModel if it is bad."""
         if others or options != ASKED:  # transformers would run the template in this process, without the sandbox
             raise UsageError(
-                "the chat template of a model that kvcli loaded makes the text of a prompt, and nothing else",
-                lines=["it runs in a process of its own, which takes no other options"],
-                try_=["tokenize=False, add_generation_prompt=True", "transformers.AutoTokenizer, for what you trust"],
+                "the chat template of a model that kvcli loaded only returns the text of a prompt",
+                lines=["it runs in a separate process, which has no other options"],
+                try_=["tokenize=False, add_generation_prompt=True", "transformers.AutoTokenizer, if you trust it"],
             )
         variables = {**self._tokenizer.special_tokens_map, "messages": conversation, "tools": None, "documents": None}
         asked = {
@@ -55,7 +55,7 @@ class Chats(Guarded):
 
             raise TemplateError(str(found["refused"]))
         if not isinstance(found.get("text"), str):
-            raise broken("it answered nonsense")
+            raise broken("its process returned no text")
         return str(found["text"])
 
     def _source(self) -> str:

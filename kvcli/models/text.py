@@ -147,7 +147,7 @@ def render_text(
 def lay_out(tokenizer: PreTrainedTokenizerBase, messages: Messages, tell: Note) -> tuple[str, Layout]:
     """Render the prompt as in `render_text`, with the position of each message in it."""
     if not messages:
-        raise BadInput("there is nothing to ask", code="empty_prompt")
+        raise BadInput("the prompt is empty", code="empty_prompt")
     laid = layout(tokenizer, messages)
     words = control_words.acting(tokenizer, "".join(laid.own))
     # answers contain the model's own marks of a thought, which the template looks for
@@ -155,21 +155,21 @@ def lay_out(tokenizer: PreTrainedTokenizerBase, messages: Messages, tell: Note) 
     inert = [of_answers if laid.is_answer(i) else words for i in range(len(messages))]
     texts = [control_words.fence(tokenizer, m["content"], of) for m, of in zip(messages, inert, strict=True)]
     if any(OPEN in text for text in texts):
-        tell("the text spells control tokens of this model; they are read as plain letters")
+        tell("the text contains control tokens of this model; they are treated as plain text")
     if not laid.has_template:
-        tell("this model has no chat template: it continues the plain text")
+        tell("this model has no chat template: it continues the text as it is")
     if laid.folds:
-        tell("this model's chat template has no system role: the system text heads the first question")
+        tell("this model's chat template has no system role: the system prompt precedes the first question")
     for i in laid.lost:
         tell(f"this model's chat template leaves out {laid.name(i)}")
     with blame_files(tokenizer_failed):
         cut = control_words.cut_up(tokenizer, laid.own)
     if cut:
-        tell(f"the model's tokenizer reads {', '.join(cut)} of its chat template letter by letter: answers may be poor")
+        tell(f"the model's tokenizer splits {', '.join(cut)} of its chat template into letters: answers may be poor")
     prompt = render(tokenizer, laid, texts)
     laid = placed(laid, texts, prompt)
     for i in laid.changed:
-        tell(f"this model's chat template changes {laid.name(i)}: the model reads it otherwise than it was said")
+        tell(f"this model's chat template changes {laid.name(i)}: the prompt does not hold it as written")
     return prompt, laid
 
 
@@ -204,7 +204,7 @@ def encode_with_places(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[l
 def tokenizer_failed(said: str) -> BadModel:
     """Return the error for `blame_files` around calls of a model's tokenizer."""
     return BadModel(
-        "the model's tokenizer cannot read this text",
+        "the model's tokenizer cannot encode this text",
         code="bad_tokenizer",
         lines=[said],
         try_=["download tokenizer.json and tokenizer_config.json again"],

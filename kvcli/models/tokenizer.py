@@ -89,7 +89,7 @@ def _refuse_unread(found: Source) -> None:
     has = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
     has = has if is_pieces else {"tiktoken": is_tiktoken_available()}
     if missing := " ".join(name for name, is_there in has.items() if not is_there):
-        said = f"what reads its {file.name} is not installed: {missing}"
+        said = f"its {file.name} needs packages that are not installed: {missing}"
         raise no_tokenizer(found.id, said, f"pip install {missing}")
 
 

@@ -76,7 +76,7 @@ class Tokenizing(Guarded):
         if self._cuts_here and not (is_text and len(text) > PIECE):
             return type(tokenizer)._encode_plus(tokenizer, text, text_pair, **options)
         if not is_text or text_pair is not None or options.get("return_tensors") is not None:
-            raise UsageError("this model's tokenizer takes one text at a time, and gives lists of ids")
+            raise UsageError("this model's tokenizer encodes one text at a time and returns lists of ids")
         names = "add_special_tokens", "split_special_tokens", "return_offsets_mapping"
         ids, places = _made(self._standby, "encode", text, *(bool(options.get(name)) for name in names))
         from transformers import BatchEncoding

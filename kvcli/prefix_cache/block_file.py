@@ -50,7 +50,7 @@ class Block:
         """Return KV of a part of the tokens, as views. Raises CorruptFile for tokens without KV."""
         k, v = self.kv.get(layer, (None, None))
         if k is None or v is None or (first := at.start - len(self.ids) + k.shape[1]) < 0:
-            raise CorruptFile("it is another one by now")
+            raise CorruptFile("it was replaced since it was found")
         mine = slice(first, first + at.stop - at.start)
         cut = k[:, mine]
         return cut, cut if v is k else v[:, mine]
@@ -79,7 +79,7 @@ def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
         raise blamed(error) from None
     ids = tensors.get(_ids_of(path))
     if ids is None or ids.dtype != torch.int32 or ids.dim() != 1 or not 0 < len(ids) <= LENGTH or _sum(tensors) != said:
-        raise CorruptFile("its numbers are not those that were written")
+        raise CorruptFile("its checksum is wrong")
     kv, firsts = {}, _firsts(tensors, len(ids))
     for layer, shape in own:
         first = firsts.get(layer, 0)
@@ -114,7 +114,7 @@ def read_tokens(path: Path) -> tuple[np.ndarray, Mapping[int, int]]:
             first, end = (said := header[_ids_of(path)])["data_offsets"]
             left = os.fstat(file.fileno()).st_size - 8 - size
             if said["dtype"] != "I32" or not 0 <= first < end <= min(left, first + 4 * LENGTH):
-                raise CorruptFile("these are no tokens")
+                raise CorruptFile("its token ids are invalid")
             file.seek(8 + size + first)
             ids = np.frombuffer(file.read(end - first), "<i4")
     except (OverflowError, *UNREADABLE) as error:
@@ -140,10 +140,10 @@ def _firsts(names: Iterable[str], n: int) -> dict[int, int]:
     found = {}
     for layer, _, first in (name[2:].partition(".") for name in names if name.startswith("k.")):
         if not layer.isdecimal() or not (first or "0").isdecimal() or len(first) > len(str(LENGTH)):
-            raise CorruptFile("it has layers of no number")
+            raise CorruptFile("it has a layer without a number")
         found[int(layer)] = at = int(first or 0)
         if at % BLOCK or at >= n:
-            raise CorruptFile("a layer of it begins where none does")
+            raise CorruptFile("a layer of it begins at an invalid position")
     return found
 
 

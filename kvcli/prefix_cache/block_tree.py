@@ -97,7 +97,7 @@ class BlockTree:
             try:
                 ids, firsts = read_tokens(path)
                 if name != name_of(parent, ids):
-                    raise CorruptFile("it is named after other tokens")
+                    raise CorruptFile("its name does not fit its tokens")
             except CorruptFile:  # a corrupt file must be deleted, else its block would never be written again
                 with suppress(OSError):
                     path.unlink()

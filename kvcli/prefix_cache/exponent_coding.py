@@ -45,11 +45,11 @@ def decode(data: bytes, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     half, most = (n + 1) // 2, int.from_bytes(data[:1], "little")
     n_far = int.from_bytes(data[1:HEAD], "little")
     if dtype not in UNSIGNED or len(data) != HEAD + half + n * (size - 1) + 5 * n_far:
-        raise ValueError("it is longer or shorter than its numbers")
+        raise ValueError("its size does not fit its tensor")
     pairs, rest = np.frombuffer(data, np.uint8, half, HEAD), HEAD + half + n * (size - 1)
     far, its = np.frombuffer(data, "<u4", n_far, rest), np.frombuffer(data, np.uint8, n_far, rest + 4 * n_far)
     if n_far and int(far.max()) >= n:
-        raise ValueError("it has numbers behind its last")
+        raise ValueError("it has an index beyond its tensor")
     top = np.empty(n, np.uint8)
     np.bitwise_and(pairs, MOST, out=top[:half])
     np.right_shift(pairs[: n - half], 4, out=top[half:])

@@ -43,7 +43,7 @@ FEW = 32  # tokens: a prefill of so few is as fast as loading them
 WORTH = 1 << 35  # model parameters times tokens: a shorter prefill takes a moment, and saving it is not worthwhile
 HEAD = 1 << 14  # approximate bytes of a block besides its KV
 FIELDS, MODEL = "identity.json", "model"  # the file, and its key for the model name
-UNKEPT = "what was read is not kept"
+UNKEPT = "the KV cache of the prompt is not saved"
 STOPPED = f"{UNKEPT}: stopped"
 
 
@@ -155,7 +155,7 @@ class PrefixCache:
             private_folder(folder)
             fresh = sum(one.nbytes for one in new)
             if size > self.most or fresh > shutil.disk_usage(folder).free - SPARE:
-                return SaveResult(0, f"{size >> 20:,} MiB of keys and values have no room in {self.folder}")
+                return SaveResult(0, f"{size >> 20:,} MiB of KV cache do not fit in {self.folder}")
             mark_used(here)
             evict_lru(self.folder, self.most, fresh)
             if not (folder / FIELDS).exists():
@@ -226,7 +226,7 @@ class PrefixCache:
                 session.restore(decoded_state(snapshot_file.read(path, path.parent.name)), ids[n])
                 if session.ids[:n] != list(ids[:n]):
                     session.rewind(0)
-                    raise SnapshotMismatch("it is of another text")
+                    raise SnapshotMismatch("it belongs to other tokens")
                 session.resume(ids)  # as each question starts
                 return mark_used([path])
             except (CorruptFile, SnapshotMismatch):
@@ -279,7 +279,7 @@ class PrefixCache:
             try:
                 block = read(one.path, self._lm.shapes, session.cache.dtype)
                 if list(block.ids[: one.n]) != list(ids[one.start : one.end]):
-                    raise CorruptFile("it is another one by now")
+                    raise CorruptFile("it was replaced since it was found")
                 parts = [
                     (layer, *block.part(layer, slice(first - one.start, last - one.start)), first)
                     for layer, first in firsts.items()
@@ -305,7 +305,7 @@ def _held(session: GenerationSession) -> Held:
         if shape.shared_from is None:
             slots = session.cache.slots(layer)
             first = int(slots.pos[0, 0])
-            assert int(slots.pos[0, -1]) - first + 1 == slots.n_slots, "something was let go"
+            assert int(slots.pos[0, -1]) - first + 1 == slots.n_slots, "slots were evicted"
             found[layer] = first, slots.k, slots.v
     return found
 

@@ -111,7 +111,7 @@ def read(path: Path, of: str = "") -> State:
                     raise CorruptFile("it was cut short")
                 total = zlib.crc32(data, zlib.crc32(entry.name.encode(), total))
             if said != f"{total:08x}":
-                raise CorruptFile("its numbers are not those that were written")
+                raise CorruptFile("its checksum is wrong")
             return tree_of(found)
     except (SnapshotMismatch, *UNREADABLE) as error:
         raise blamed(error) from None
@@ -129,17 +129,17 @@ def _entries(file: IO[bytes]) -> tuple[list[Entry], dict[str, int | float], str]
     for name, of in sorted(header.items(), key=lambda each: each[1]["data_offsets"][0]):
         sizes = *of["shape"], *of["data_offsets"]
         if len(sizes) > DEEP or not all(type(n) is int and 0 <= n <= end for n in sizes):
-            raise CorruptFile("its sizes are no sizes")
+            raise CorruptFile("its sizes are invalid")
         entry = Entry(name, DTYPES[of["dtype"]], tuple(of["shape"]))
         if of["data_offsets"] != [at, at + entry.nbytes]:
-            raise CorruptFile("its tensors do not follow each other")
+            raise CorruptFile("its tensors overlap or have gaps")
         at += entry.nbytes
         entries.append(entry)
     if 8 + size + at != end:
-        raise CorruptFile("it is longer or shorter than its tensors")
+        raise CorruptFile("its size does not fit its tensors")
     numbers = parse_object(about[NUMBERS].encode())
     if not all(isinstance(value, int | float) for value in numbers.values()):
-        raise CorruptFile("its numbers are none")
+        raise CorruptFile("its header has an invalid number")
     return entries, numbers, about[SUM]
 
 

@@ -65,7 +65,7 @@ class BlockChain:
             try:
                 block = read(seen.path, self.lm.shapes, self.dtype)
                 if block.ids != seen.ids.tolist():
-                    raise CorruptFile("it is another one by now")
+                    raise CorruptFile("it was replaced since it was found")
                 for layer in _owners(self.lm):
                     found.setdefault(layer, []).append(block.part(layer, mine))
             except CorruptFile as error:

@@ -33,7 +33,7 @@ def decoded(t: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if t.dtype == dtype and t.shape == torch.Size(shape):
         return t
     if t.dtype != torch.uint8 or t.dim() != 1:
-        raise ValueError("it is of another model")
+        raise ValueError("its dtype or shape is another")
     return exponent_coding.decode(t.numpy().tobytes(), shape, dtype)
 
 
@@ -64,9 +64,9 @@ def _decoded(part: State) -> State | Tensor:
         return decoded_state(part)
     sizes = [n for i in range(len(part) - 2) if type(n := part.get(str(i))) is int and n > 0]
     if not len(part) - 2 == len(sizes) <= SIZES or type(kind) is not int or not 0 <= kind < len(DTYPES):
-        raise SnapshotMismatch("it is coded without its sizes")
+        raise SnapshotMismatch("it is encoded without its sizes")
     if max(sizes, default=1) > 2 * t.nbytes or math.prod(sizes) * DTYPES[kind].itemsize > 2 * t.nbytes:
-        raise SnapshotMismatch("it is coded in fewer bytes than can be")
+        raise SnapshotMismatch("it has too few bytes for its sizes")
     try:
         return decoded(t, sizes, DTYPES[kind])
     except ValueError as error:

@@ -135,10 +135,10 @@ def _windows(
 
 def _check(model: Model, context: int, scored: int, windows: int) -> None:
     if context < 2 or min(scored, windows) < 1:
-        raise UsageError("agreement needs two tokens to read, one to predict and a window", code="bad_quality_size")
+        raise UsageError("agreement needs 2 context tokens, 1 predicted token, 1 window", code="bad_quality_size")
     if context + scored > model.limit:
         raise ContextOverflow(
-            "the windows of the agreement test are longer than the model's",
+            "the agreement test exceeds the context window",
             lines=[f"{context:,} read + {scored:,} predicted > {model.limit:,} tokens"],
             detail={"context": context, "scored": scored, "limit": model.limit},
             try_=["shorter ones"],
@@ -149,9 +149,9 @@ def _ids(model: Model, text: str, wanted: int) -> list[int]:
     ids = encode(model.tokenizer, text)
     if len(ids) < min(wanted, LEAST):
         raise BadInput(
-            "the text is too short to measure agreement on",
+            "the text is too short to measure agreement",
             code="text_too_short",
-            lines=[f"{len(ids):,} tokens; {min(wanted, LEAST):,} are the least"],
+            lines=[f"{len(ids):,} tokens; the minimum is {min(wanted, LEAST):,}"],
             try_=["a longer file"],
         )
     return ids

@@ -28,7 +28,7 @@ def fitted(task: Task, draw: SampleSeed, prompts: Prompts) -> Context:
         raise BadInput(
             f"{task.name} does not fit into {draw.length:,} tokens",
             code="task_too_long",
-            lines=[f"its smallest form takes about {n:,} tokens of this model, answer included"],
+            lines=[f"its shortest version takes about {n:,} tokens of this model, answer included"],
             detail={"task": task.name, "length": draw.length, "smallest": n},
             try_=["longer contexts", f"the tasks without {task.name}"],
         )

@@ -100,7 +100,7 @@ def _parsed(line: str) -> Outcome | None:
 
 def _foreign(path: Path, line: int) -> BadInput:
     return BadInput(
-        f"{path} holds something else than quality results",
+        f"{path} does not hold quality results",
         code="not_quality_results",
         lines=[f"line {line} is not one of {SCHEMA}"],
         try_=["another file, or remove this one"],

@@ -123,7 +123,7 @@ def _check(model: Model, lengths: Sequence[int], n: int) -> None:
         raise UsageError("the quality suite needs at least one length and one context", code="bad_quality_size")
     if max(lengths) > model.limit:
         raise ContextOverflow(
-            "the quality suite asks for longer texts than the window",
+            "the texts of the quality suite exceed the context window",
             lines=[f"{max(lengths):,} tokens > {model.limit:,}"],
             detail={"length": max(lengths), "limit": model.limit},
             try_=[f"lengths of at most {model.limit:,} tokens"],

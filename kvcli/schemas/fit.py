@@ -16,7 +16,7 @@ Duration = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # seconds, more t
 class FitChange(Json):
     """A change with which the model fits, verified by a plan."""
 
-    type: str = Field(description="what to type behind the command")
+    type: str = Field(description="what to type after the command")
     total: Bytes = Field(description="peak with it")
     ctx: Count
 

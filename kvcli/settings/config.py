@@ -180,7 +180,7 @@ def _add_config_file(config: Config, file: ConfigFile) -> None:
 def _add_unknown(config: Config, name: str, setting: Setting) -> None:
     known = [*keys_of(Top), *CONFIG_KEYS]
     if name in ORDER or name in keys_of(Header):
-        hint = f"settings stand in a profile: [profiles.NAME{'.' + name if name in ORDER else ''}]"
+        hint = f"settings belong in a profile: [profiles.NAME{'.' + name if name in ORDER else ''}]"
     else:
         near = did_you_mean(name, known) or f"keys here: {', '.join(sorted(set(known)))}"
         hint = f"its name is {now} now" if (now := new_name([name])) else near

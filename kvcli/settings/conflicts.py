@@ -50,7 +50,7 @@ def promise_clashes(profile: Profile) -> list[Conflict]:
         breaks["kv.dtype"] = "which may round keys and values"
     if any(map(_packs_more, profile.memory.fallbacks)) and not profile.is_checked:
         breaks["memory.fallbacks"] = "which rounds keys and values"
-    return [Conflict("exactness", key, f'"{promised}" cannot be kept', because) for key, because in breaks.items()]
+    return [Conflict("exactness", key, f'"{promised}" is impossible', because) for key, because in breaks.items()]
 
 
 def need_clashes(profile: Profile) -> list[Conflict]:
@@ -84,11 +84,11 @@ def order_clashes(profile: Profile) -> list[Conflict]:
     revived tokens: some passes must be free of drafts."""
     key, order, prunes = "prefill.order", profile.prefill.order, bool(profile.prune.describe_read)
     if order == "chunks" and prunes:
-        return [Conflict(key, "prune.method", '"chunks" cannot be kept', "which judges a whole prompt between layers")]
+        return [Conflict(key, "prune.method", '"chunks" is impossible', "which scores the whole prompt between layers")]
     if order == "layers" and "evicts" in profile.effects and not prunes:
-        return [Conflict(key, "policy.name", '"layers" cannot be kept', "which judges at the end of each chunk")]
+        return [Conflict(key, "policy.name", '"layers" is impossible', "which scores at the end of each chunk")]
     if profile.prune.compression_interval == 1 and "drafts" in profile.effects:
-        return [Conflict("spec.method", "prune.revive_interval", "no pass has room for a draft", "which is 1")]
+        return [Conflict("spec.method", "prune.revive_interval", "each pass revives, none drafts", "which is 1")]
     return []
 
 
@@ -99,15 +99,13 @@ def memory_clashes(profile: Profile) -> list[Conflict]:
     set_by = dict.fromkeys(bits, "")  # an earlier step, or the profile
     below = any(step.startswith(("memory.host", "memory.disk=")) for step in memory.fallbacks)
     if memory.host_access != "auto" and not (below or "offloads" in profile.effects):
-        because = f"which is {memory.host}, so there is nothing to reach"
-        found.append(Conflict("memory.host_access", "memory.host", f'"{memory.host_access}" changes nothing', because))
+        because = f"which is {memory.host}, so host memory holds no KV"
+        found.append(Conflict("memory.host_access", "memory.host", f'"{memory.host_access}" has no effect', because))
     for step in memory.fallbacks:
         key, _, value = step.partition("=")
         frees_nothing = f'"{step}" frees nothing'
         if key == "kv.residual" and min(bits.values()) == 16 and not profile.kv_format.is_active(profile.kv):
-            found.append(
-                Conflict("memory.fallbacks", "kv.k_bits", frees_nothing, "so nothing is packed when it is taken")
-            )
+            found.append(Conflict("memory.fallbacks", "kv.k_bits", frees_nothing, "so the step quantizes nothing"))
         if key in bits and int(value) >= bits[key]:
             there, n = ("memory.fallbacks" if set_by[key] else key), bits[key]
             because = f'whose step "{set_by[key]}" comes before it' if set_by[key] else f"which is {n} already"
@@ -122,10 +120,10 @@ def memory_clashes(profile: Profile) -> list[Conflict]:
 def form_clashes(profile: Profile) -> list[Conflict]:
     """Conflicts of `[kv_format]` with unsupported keys of `[kv]`, and with policies whose heads evict apart."""
     form, key = profile.kv_format, "kv_format.method"
-    cannot = f'"{form.method}" cannot be kept'
+    cannot = f'"{form.method}" is impossible'
     if form.rope == "before" and not _packs(profile):
-        idle = '"before" changes nothing while kv.k_bits and kv.v_bits are 16'
-        return [Conflict("kv_format.rope", "kv.k_bits", idle, "so nothing is packed")]
+        idle = '"before" has no effect while kv.k_bits and kv.v_bits are 16'
+        return [Conflict("kv_format.rope", "kv.k_bits", idle, "so nothing is quantized")]
     values = profile.values
     found = [
         Conflict(key, other, f"{cannot} with {other} = {json.dumps(values[other])}", because)
@@ -156,17 +154,17 @@ def demotion_clashes(profile: Profile) -> list[Conflict]:
     away, caps = (list(profile.effects.get(name, ())) for name in ("offloads", "caps"))
     found = []
     if "evicts" not in profile.effects:
-        found.append(Conflict(key, "policy.name", '"demote" moves nothing', "which lets nothing go"))
+        found.append(Conflict(key, "policy.name", '"demote" moves nothing', "which evicts nothing"))
     if not (packs or away or profile.sparse.describe_read):
-        because = 'so nothing is read otherwise: set sparse.method = "sketch", kv.v_bits = 8 or memory.disk = "8GiB"'
+        because = 'so nothing reads moved tokens: set sparse.method = "sketch", kv.v_bits = 8 or memory.disk = "8GiB"'
         found.append(Conflict(key, "sparse.method", '"demote" has no tier to move to', because))
     budgets = caps + (away if packs else [])
     if (packs or not away) and budgets:
-        because = "and what a policy keeps and lets go of share one device, which is not divided: leave it out"
-        found.append(Conflict(key, budgets[0], '"demote" cannot be kept', because))
+        because = "and kept and evicted tokens cannot share one device budget: leave it out"
+        found.append(Conflict(key, budgets[0], '"demote" is impossible', because))
     for step in memory.fallbacks:
         if step.startswith(("kv.", "memory.")):
-            because = 'which is "demote": what was let go cannot be told from the rest in other tiers'
+            because = 'which is "demote": evicted tokens would mix with others in lower tiers'
             found.append(Conflict("memory.fallbacks", key, f'"{step}" cannot be taken', because))
     return found
 
@@ -177,12 +175,12 @@ def budget_clashes(profile: Profile) -> list[Conflict]:
     bits, fresh = json.dumps(list(memory.bits)), type(memory)().bits
     if memory.sequences > 1 and memory.budget != "fit":
         because = f'which is "{memory.budget}": only "fit" is divided'
-        return [Conflict("memory.sequences", key, f"{memory.sequences} changes nothing", because)]
+        return [Conflict("memory.sequences", key, f"{memory.sequences} has no effect", because)]
     if not memory.spends:
         because = 'which is "": set memory.budget to "6GiB", "25%" or "fit", or memory.max_loss to 0.02'
         found = [Conflict("policy.name", key, '"budget" has nothing to spend', because)] if spends else []
         return found + (
-            [Conflict("memory.bits", key, f"{bits} changes nothing", because)] if memory.bits != fresh else []
+            [Conflict("memory.bits", key, f"{bits} has no effect", because)] if memory.bits != fresh else []
         )
     asked = json.dumps(memory.budget)
     if not memory.budget:
@@ -194,26 +192,24 @@ def budget_clashes(profile: Profile) -> list[Conflict]:
     is_whole_first = profile.prefill.order == "layers" and memory.budget[-1:] not in ("", "%")
     others = {
         "policy.name": "" if spends else 'which spends no bytes: set policy.name = "budget"',
-        packs[0] if packs else "": "which rounds by age: leave it out, and set memory.bits = [4] for four bits alone",
-        "memory.host": "beside memory.disk: what there is no room for goes to one place, so leave one out"
+        packs[0] if packs else "": "which quantizes by age: leave it out, and set memory.bits = [4] for 4 bits alone",
+        "memory.host": "beside memory.disk: tokens beyond the budget go to one tier, so leave one out"
         if len(away) == 2
         else "",
         "kv_format.method": "whose bytes a budget does not count: leave [kv_format] out" if is_other else "",
-        "memory.device": "which is a second size of one place: leave it out" if memory.device != "auto" else "",
-        "sparse.method": 'which finds nothing further away: set memory.disk = "8GiB"'
+        "memory.device": "which is a second limit of one device: leave it out" if memory.device != "auto" else "",
+        "sparse.method": 'which has no lower tier to read: set memory.disk = "8GiB"'
         if "selects" in profile.effects and not away
         else "",
-        "exactness": 'which is "exact": a whole past takes more than a budget' if profile.is_checked else "",
-        "memory.fallbacks": f'whose step "{steps[0]}" moves what the budget placed: leave it out' if steps else "",
-        "prefill.order": "which places nothing before all is stored: leave it out, or give a share"
-        if is_whole_first
-        else "",
+        "exactness": 'which is "exact": a full KV cache takes more than a budget' if profile.is_checked else "",
+        "memory.fallbacks": f'whose step "{steps[0]}" changes what the budget assigned: leave it out' if steps else "",
+        "prefill.order": "which needs the full KV cache first: leave it out, or give a share" if is_whole_first else "",
     }
-    cannot = f"{asked} cannot be kept"
+    cannot = f"{asked} is impossible"
     found = [Conflict(key, other, cannot, because) for other, because in others.items() if other and because]
     if not memory.bits or list(memory.bits) != sorted(set(memory.bits), reverse=True):
         found.append(
-            Conflict("memory.bits", key, f"{bits} are no falling rungs", "which is spent from rung to rung: [8, 4, 2]")
+            Conflict("memory.bits", key, f"{bits} are not in falling order", "which is spent from more bits to fewer")
         )
     return found
 
@@ -222,7 +218,7 @@ def cautions(profile: Profile, device: str) -> list[str]:
     """Notes on settings that have no effect on a device of this type, one line each."""
     found = []
     if profile.memory.host == "auto" and device != "cuda":
-        found.append("memory.host = auto holds nothing here: without a GPU keys and values are in host memory already")
+        found.append("memory.host = auto has no effect: without a GPU the KV cache is in host memory already")
     return found
 
 
@@ -233,8 +229,8 @@ def idle_keys(profile: Profile) -> list[Conflict]:
     # the budget of `memory.device` counts the KV in the top tier
     moves = {"offloads", "caps"} & profile.effects.keys() or any(s.startswith("memory.") for s in memory.fallbacks)
     bits, sizes = "kv.k_bits and kv.v_bits are 16", "[memory] has no budget"
-    packing = (packs, "kv.k_bits", bits, "so nothing is packed")
-    moving = (bool(packs or moves), "kv.k_bits", f"{bits} and {sizes}", "so nothing is packed, and nothing moves")
+    packing = (packs, "kv.k_bits", bits, "so nothing is quantized")
+    moving = (bool(packs or moves), "kv.k_bits", f"{bits} and {sizes}", "so nothing is quantized or moved")
     acts = {"rotate": packing, "residual": packing, "group": moving, "sinks": moving}
     if memory.demotes:
         chosen = "memory.evicted", 'memory.evicted is "demote"', "so the policy says what moves"
@@ -251,7 +247,7 @@ def idle_keys(profile: Profile) -> list[Conflict]:
     )
     plain = type(kv)()
     return [
-        Conflict(f"kv.{key}", other, f"{json.dumps(getattr(kv, key))} changes nothing while {vain}", because)
+        Conflict(f"kv.{key}", other, f"{json.dumps(getattr(kv, key))} has no effect while {vain}", because)
         for key, (does, other, vain, because) in acts.items()
         if not does and getattr(kv, key) != getattr(plain, key)
     ]
@@ -265,7 +261,7 @@ def unread_keys(profile: Profile) -> list[Conflict]:
     for key, other in spec.ignored_keys().items():
         setting, value = profile.settings.get(("spec", key)), getattr(spec, key)
         if setting is not None and not setting.is_shipped and value != getattr(type(spec.settings), key):
-            why = f"{json.dumps(value)} changes nothing while spec.{other} is {json.dumps(getattr(spec, other))}"
+            why = f"{json.dumps(value)} has no effect while spec.{other} is {json.dumps(getattr(spec, other))}"
             found.append(Conflict(f"spec.{key}", f"spec.{other}", why, "so nothing reads it: leave it out"))
     return found
 

@@ -30,10 +30,10 @@ WORDS: Mapping[Effect, str] = {  # of the setting that has the effect
     "evicts": "evicts tokens",
     "selects": "reads only a part of the KV cache",
     "degrades": "changes the KV cache when memory runs out",
-    "prunes": "leaves out tokens of a prompt",
-    "reuses": "takes over KV of another text",
+    "prunes": "drops tokens of a prompt",
+    "reuses": "reuses KV of another text",
     "condenses": "compresses a chat that outgrows its context window",
-    "steps": "takes reasoning steps that another model wrote",
+    "steps": "accepts reasoning steps of another model",
     "drafts": "drafts token by token",
     "views": "drafts with a part of the KV cache",
 }

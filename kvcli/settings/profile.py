@@ -33,7 +33,7 @@ class Conflict:
 
     key: str  # dotted
     other: str  # dotted
-    message: str  # about `key`: '"exact" cannot be kept'
+    message: str  # about `key`: '"exact" is impossible'
     because: str = ""  # about `other`: "which changes the output"
 
 

@@ -20,7 +20,7 @@ def test_it_has_the_words_of_the_demo_model():
     assert small == large
 
 
-def test_it_guesses_most_of_a_summary_and_changes_nothing():
+def test_it_drafts_most_of_a_summary_and_changes_nothing():
     question = example_report().text[:2_500] + "\n\nSummarise the main findings."
     with kvcli.load("demo", profile="exact") as model:
         want = model.generate(question, max_new_tokens=48)

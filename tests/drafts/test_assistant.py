@@ -110,7 +110,7 @@ class Follower:
 @pytest.mark.parametrize("start", [8, 50, 120])  # within the window of 11 tokens, and beyond
 @pytest.mark.parametrize("ordered", [{}, ORDERED], ids=["plain", "ordered"])
 @pytest.mark.parametrize("family", ["gemma4_shared", "gemma4", "unified"])
-def test_guesses_are_those_of_transformers(
+def test_drafts_are_those_of_transformers(
     family: str, ordered: dict[str, Any], start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unified = replace(families.FAMILIES["gemma4"], model_type="gemma4_unified_text")
@@ -138,7 +138,7 @@ def written(lm: LM, drafter: Drafter, n: int = 50, sampler: Sampler | None = Non
 
 
 @pytest.mark.parametrize("fault", ["layer", "position", "state", "window"])
-def test_guesses_are_others_where_one_of_it_is_wrong(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_others_where_one_of_it_is_wrong(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the comparison with transformers would find."""
     lm = loaded(num_hidden_layers=8, layer_types=families.PAIRS * 4)
     text = written(lm, Off())
@@ -167,7 +167,7 @@ def test_another_model_and_another_shape_are_refused_by_what_differs() -> None:
         ({"backbone_hidden_size": 64}, "backbone_hidden_size: 64 here, 48 there"),
         ({"text_config": {"vocab_size": 98}}, "vocab_size: 98 here, 97 there"),
         ({"text_config": {"sliding_window": 12}}, "sliding_window: 12 here, 11 there"),
-        ({"text_config": {"global_head_dim": 64}}, "KV heads of full_attention, and numbers of a key"),
+        ({"text_config": {"global_head_dim": 64}}, "KV heads of full_attention, and head size"),
     ):
         with pytest.raises(BadModel) as found:
             wrap_layers(lm, drafters.assistant_of(lm, **changes))
@@ -175,7 +175,7 @@ def test_another_model_and_another_shape_are_refused_by_what_differs() -> None:
         assert said in " ".join(found.value.lines)
         assert any("--draft MODEL" in one for one in found.value.try_)
     llama = loaded("llama")
-    with pytest.raises(BadModel, match="and model is not that") as found:
+    with pytest.raises(BadModel, match="not for model") as found:
         wrap_layers(llama, drafters.assistant_of(llama))
     assert any("gemma4_text here, llama there" in line for line in found.value.lines)
 
@@ -306,11 +306,11 @@ def test_who_says_more_of_it_than_its_name_is_told_what_to_type(machine: Machine
 
 
 def test_it_is_refused_alone_and_where_it_does_not_belong(machine: Machine) -> None:
-    with pytest.raises(BadModel, match="shares the past") as found:
+    with pytest.raises(BadModel, match="reads the KV cache of its target model") as found:
         Setup(machine.world(), "helper").fetch(Setup(machine.world(), "gemma").profile())
     assert any("-m MODEL --draft" in one for one in found.value.try_)
     setup = Setup(machine.world(), "gemma", flags=profile_flags({"draft": "stranger"}))
-    with pytest.raises(BadModel, match="stranger drafts for a Gemma 4") as found:
+    with pytest.raises(BadModel, match="stranger drafts only for the Gemma 4") as found:
         setup.load(setup.profile()).drafts_by  # noqa: B018
     for method, name in (("model", "helper"), ("assistant", "demo"), ("assistant", "gemma")):
         setup = Setup(machine.world(), "gemma", flags={})

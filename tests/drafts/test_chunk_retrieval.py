@@ -229,7 +229,7 @@ def test_no_pass_makes_anything_as_large_as_rows_by_heads_by_context() -> None:
 
 
 @pytest.mark.parametrize("retrieval", ["off", "every:1", "adaptive"])
-def test_with_room_for_the_whole_text_guesses_are_those_of_the_whole(retrieval: str) -> None:
+def test_with_room_for_the_whole_text_drafts_are_those_of_the_whole(retrieval: str) -> None:
     got, stats = text(drafter(working=256, branches=1, retrieval=retrieval))
     assert got == text(Off())[0]
     assert stats.accepted_tokens == stats.draft_tokens > 0
@@ -323,7 +323,7 @@ class Ear:
         self.is_due = False
 
 
-def test_a_trigger_hears_whether_the_first_guess_came_true_and_how_sure_the_next_is() -> None:
+def test_a_trigger_knows_whether_the_first_draft_was_accepted_and_how_sure_the_next_is() -> None:
     at, ear = Told(), Ear()
     at.it._trigger = ear
     for drafted, accepted in ((0, 0), (3, 0), (3, 2)):
@@ -358,7 +358,7 @@ def test_only_the_last_accepted_token_is_looked_with() -> None:
     assert not it._looks(), "once"
 
 
-def test_where_it_is_at_a_loss_it_looks_before_it_guesses() -> None:
+def test_where_it_is_at_a_loss_it_looks_before_it_drafts() -> None:
     at, due = Told(), [False, True]
     run_to_end(at.it.prefill())
     run_to_end(at.it.catch_up())
@@ -458,7 +458,7 @@ def rounds(of: Trigger, right: Sequence[bool], sure: float = 0.9) -> list[int]:
     return found
 
 
-def test_two_failures_in_a_row_are_enough_where_guesses_rarely_come_true() -> None:
+def test_two_failures_in_a_row_are_enough_where_drafts_rarely_come_true() -> None:
     of = Adaptive()
     of.hear(False)
     of.looked()
@@ -473,7 +473,7 @@ def test_two_failures_in_a_row_are_enough_where_guesses_rarely_come_true() -> No
     ("after", "helps"),
     [("100", True), ("000", False), (7 * "0" + "100", True), (8 * "0" + "100", False), (32 * "0", True)],
 )
-def test_a_look_is_vain_where_no_more_guesses_come_true_soon_after(after: str, helps: bool) -> None:
+def test_a_look_is_vain_where_no_more_drafts_come_true_soon_after(after: str, helps: bool) -> None:
     """Within eight rounds. One that nobody asked for, after 32, is never vain; three vain ones are enough."""
     of = Adaptive()
     of.hear(False)
@@ -498,7 +498,7 @@ def test_whoever_may_look_behind_the_coming_round_has_its_queries() -> None:
             of.looked()
 
 
-def test_looks_come_where_guesses_begin_to_fail() -> None:
+def test_looks_come_where_drafts_begin_to_fail() -> None:
     assert rounds(Adaptive(), [True] * 40) == [0, 32]
     assert rounds(Adaptive(), [*[True] * 40, *[False] * 4, *[True] * 20])[:4] == [0, 32, 41, 43]
     vain = rounds(Adaptive(), [*[True] * 20, *[False] * 200])

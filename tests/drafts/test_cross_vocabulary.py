@@ -120,7 +120,7 @@ class Oracle:
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
-def test_who_knows_the_text_guesses_it_in_the_other_vocabulary(target: str, draft: str) -> None:
+def test_who_knows_the_text_drafts_it_in_the_other_vocabulary(target: str, draft: str) -> None:
     words, _, spelling = pair(target, draft)
     ids = ids_of(words, 8 * TEXT.replace("😀", "").replace("é", "e"))
     whole = RetokenizedText(spelling)
@@ -219,7 +219,7 @@ ITS = small_tokenizers.byte_fallback().convert_tokens_to_ids
 FACE = [ITS(f"<0x{byte:02X}>") for byte in "😀".encode()]
 
 
-def test_a_few_candidates_are_spelled_the_best_of_several_that_are_one_guess() -> None:
+def test_a_few_candidates_are_spelled_the_best_of_several_that_are_one_draft() -> None:
     letters = [ITS(letter) for letter in "ABCDEFGHIJ"]
     row, _, spelling = named(Says(letters))
     assert row == [*(float(spelling.target.ids(letter)[0]) for letter in "ABCDEFGH"), *range(9, 1, -1)]
@@ -285,7 +285,7 @@ def test_of_what_stands_before_a_cut_nothing_is_asked() -> None:
     assert guesser.newest(3) == ids[-3:]
 
 
-def test_where_its_past_is_spelled_otherwise_it_hears_so() -> None:
+def test_where_its_kv_cache_is_spelled_otherwise_it_knows() -> None:
     words, its, spelling = pair("byte fallback", "byte-level")
     says = Says([20])
     guesser, ids = CrossVocabularyModel(says, spelling), ids_of(words, "Hello world, the harbour was closed.")  # type: ignore[arg-type]

@@ -99,7 +99,7 @@ def test_drafting_resumes_within_64_passes_of_copies(engine, random_ids, copied_
     assert run.drafted(slice(before + 64, None)) > 0.25
 
 
-def test_a_slow_start_does_not_spoil_the_yardstick(engine, copied_ids):
+def test_a_slow_start_does_not_spoil_the_baseline(engine, copied_ids):
     run = engine(Ngram().drafter(), copied_ids(2000, 1), 400, slow=SLOW["slow start"]).finish()
     assert run.drafter.report().plain_pass == pytest.approx(0.02)
 
@@ -156,7 +156,7 @@ def test_a_slow_window_pauses_and_pauses_grow():
     assert modes.count(Mode.DRAFT) < 0.1 * len(modes)
 
 
-def test_what_guesses_cost_stays_known_while_scouts_go_along():
+def test_what_drafts_cost_stays_known_while_lookahead_rows_go_along():
     pace, alone, chances = DraftController(), 0, [0.95**n for n in range(1, 16)]
     for _ in range(3000):
         guesses = 15 if pace.mode() is Mode.DRAFT else 0
@@ -167,7 +167,7 @@ def test_what_guesses_cost_stays_known_while_scouts_go_along():
     assert 2 < alone < 20
 
 
-def test_cheap_rows_are_found_a_stair_at_a_time():
+def test_cheap_rows_are_found_a_step_at_a_time():
     pace, sent, chances = DraftController(), [0], [0.95**n for n in range(1, 32)]
     pace.expect({16: 1.05, 32: 1.1})
     for _ in range(200):
@@ -187,7 +187,7 @@ def test_passes_that_decided_nothing_count_in_full():
             pace.observe(4, 0, 0.016)
         else:
             pace.observe(0, 1, 0.01)  # one token in the time of 2.6
-    assert "0.38 of plain speed" in pace.report().reason
+    assert "0.38× plain speed" in pace.report().reason
 
 
 def test_a_pause_says_why_and_for_how_long():
@@ -195,11 +195,11 @@ def test_a_pause_says_why_and_for_how_long():
     passes(pace, 60, tokens=1, seconds=0.02)
     report = pace.report()
     assert report.paused
-    assert "of plain speed over 16 passes; next try in" in report.reason
+    assert "plain speed over 16 passes; next try in" in report.reason
     assert report.paused_passes > 0
 
 
-def test_a_guess_on_paper_that_comes_true_ends_a_pause():
+def test_a_draft_on_paper_that_comes_true_ends_a_pause():
     pace = DraftController()
     passes(pace, 60, tokens=1, seconds=0.02)
     assert pace.report().paused

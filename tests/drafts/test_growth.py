@@ -72,7 +72,7 @@ def rows_of(chain: ModelDraft) -> list[int]:
     return [len(ids) for ids, _ in chain.guesser.passes]  # type: ignore[attr-defined]
 
 
-def test_a_chain_takes_a_pass_a_guess_and_trees_take_one_a_level() -> None:
+def test_a_chain_takes_a_pass_a_draft_and_trees_take_one_a_level() -> None:
     assert rows_of(drafted(Growth("chain"))) == [1] * 5
     assert rows_of(drafted(Growth("opt", wide=5))) == [3, 5, 5, 5, 5]
     assert rows_of(drafted(Growth("best", wide=4), pays=3)) == [3, 4, 4]
@@ -88,7 +88,7 @@ def test_the_likeliest_place_may_be_a_level_above() -> None:
 
 
 @pytest.mark.parametrize("kind", ["chain", "opt", "best"])
-def test_nothing_is_guessed_behind_an_end(kind: Any) -> None:
+def test_nothing_is_drafted_behind_an_end(kind: Any) -> None:
     first, *others = (int(token) for token in Says().said(7)[:3])
     passes = drafted(Growth(kind), ends=[first]).guesser.passes  # type: ignore[attr-defined]
     assert all(first not in ids for ids, _ in passes)

@@ -23,7 +23,7 @@ def test_positions_and_rows():
     assert [scouts.offset[i] for i in scouts.wanted] == [2, 3, 4]  # the last level
 
 
-def test_each_scout_sees_one_token_for_each_place_before_it():
+def test_each_lookahead_row_sees_one_token_for_each_place_before_it():
     """Seen offsets with the pending token's: 0, 1, ... up to its own, once each."""
     scouts = filled(4, 5, list(range(50))).scouts()
     assert len(scouts.offset) > 4
@@ -61,7 +61,7 @@ def test_end_tokens_do_not_enter():
 
 
 @pytest.mark.parametrize("width", [1, 4])
-def test_a_model_that_counts_is_guessed_ahead(width: int):
+def test_a_model_that_counts_is_drafted_ahead(width: int):
     """Where the next token is the last plus one, the window converges to the text within its levels."""
     window, text = filled(width, 5, [0, 900, 901]), [0, 900, 901]
     runs: list[list[int]] = []

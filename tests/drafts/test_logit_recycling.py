@@ -61,7 +61,7 @@ def test_the_longest_known_key_decides():
     assert source.offers(source.root(1), 0, 1)[0].id in (7, 8)  # the mean of both
 
 
-def test_a_path_follows_its_own_guesses():
+def test_a_path_follows_its_own_drafts():
     source = RecycledLogits("token-recycling", 1, 1)
     for token in range(5):
         source.add([token], [token + 1], logs(0.99))
@@ -70,7 +70,7 @@ def test_a_path_follows_its_own_guesses():
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.4}, {"top_k": 4, "top_p": 0.9}])
-def test_what_is_guessed_first_is_what_the_sampler_draws(settings: dict[str, float]):
+def test_what_is_drafted_first_is_what_the_sampler_draws(settings: dict[str, float]):
     """With all of the distribution known, the coupled guess is the sample."""
     sampler = Sampler(temperature=0.8, seed=5, **settings)
     source = RecycledLogits("stand", 2, 2)

@@ -12,7 +12,7 @@ from kvcli.methods.drafts.model_draft_settings import ModelDraftSettings
 from kvcli.methods.drafts.self_draft import SelfDraft
 
 
-def test_without_scouts_neither_rows_nor_a_view_are_planned_for():
+def test_without_lookahead_rows_neither_rows_nor_a_view_are_planned_for():
     with_scouts = Mix(max=7, window=4, ngram=5, view="stream", sinks=16, recent=100, refresh=8)
     assert with_scouts.rows == 1 + 7 + 15
     assert with_scouts.view_slots(1000) == 124
@@ -23,7 +23,7 @@ def test_without_scouts_neither_rows_nor_a_view_are_planned_for():
     assert without.drafter().view is None
 
 
-def test_what_a_model_keeps_beside_its_guesses_is_planned_for_as_in_a_mix():
+def test_what_a_model_keeps_beside_its_drafts_is_planned_for_as_in_a_mix():
     beside = SeparateModelDraft(sources=("stand", "token-recycling"))
     learned = Mix(sources=("stand", "token-recycling")).index_bytes(100)
     assert learned == 400 * logit_recycling.KEY_BYTES
@@ -32,7 +32,7 @@ def test_what_a_model_keeps_beside_its_guesses_is_planned_for_as_in_a_mix():
 
 
 def test_a_mix_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="one at least"):
+    with pytest.raises(ValueError, match="no draft source"):
         Mix(sources=())
 
 
@@ -59,6 +59,6 @@ def test_logits_rest_where_listening_takes_longer_than_it_brings(
 
 
 @pytest.mark.parametrize("config", [SeparateModelDraft, SelfDraft])
-def test_guessing_beside_verification_is_refused_with_the_reason(config: type[ModelDraftSettings]):
-    with pytest.raises(ValueError, match=r"one model after the other: overlap = false"):
+def test_drafting_beside_verification_is_refused_with_the_reason(config: type[ModelDraftSettings]):
+    with pytest.raises(ValueError, match=r"one after the other: set overlap = false"):
         config(overlap=True)

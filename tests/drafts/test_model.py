@@ -85,7 +85,7 @@ def hybrid(family: str, dtype: torch.dtype = torch.float32) -> LM:
 
 @pytest.mark.parametrize("settings", [{"working": 0}, {"lookup_verify": 3, "copies": True, "min_match": 1}])
 @pytest.mark.parametrize("family", STATEFUL)
-def test_with_states_it_guesses_what_it_would_write_alone(family: str, settings: dict[str, Any]) -> None:
+def test_with_states_it_drafts_what_it_would_write_alone(family: str, settings: dict[str, Any]) -> None:
     both, stats = hybrid(family), Stats()
     config = SeparateModelDraft(adaptive=False, depth=5, branches=1, **{"copies": False, **settings})
     texts = []
@@ -155,7 +155,7 @@ def test_what_is_passed_over_is_not_in_its_states() -> None:
 )
 def test_what_states_cannot_do_is_refused_by_name(settings: dict[str, Any], try_: str) -> None:
     its = hybrid("lfm2")
-    with pytest.raises(BadModel, match="lfm2 has layers that fold the text into a state") as told:
+    with pytest.raises(BadModel, match="lfm2 has recurrent layers") as told:
         SeparateModelDraft(**settings).drafter(pair=ModelPair(its, its))
     assert told.value.try_ == (f"--set spec.{try_}",)
     SeparateModelDraft(**{**settings, try_.split("=")[0]: 1 if try_ == "tree_width=1" else try_.split("=")[1]}).drafter(
@@ -266,7 +266,7 @@ def test_positions_of_the_text_end_where_the_model_does() -> None:
     assert 0 < stats.drafted_passes < stats.passes
     assert (report := made.report()) is not None
     assert report.paused
-    assert report.reason == "model, which drafts, was made for 80 tokens"
+    assert report.reason == "draft model model has a context limit of 80 tokens"
     closed = text(drafter(short, working=20, positions="contiguous"))[1]
     assert closed.drafted_passes >= closed.passes - 1
     session, stats = opened(drafter(short, working=20, positions="contiguous")), Stats()
@@ -274,7 +274,7 @@ def test_positions_of_the_text_end_where_the_model_does() -> None:
     for step in iterate_events(session.stream(NEW)):
         stats.add_step(step)
     assert stats.drafted_passes >= stats.passes - 1
-    with pytest.raises(BadConfig, match=r"spec.working = 100 is more than model"):
+    with pytest.raises(BadConfig, match=r"spec.working = 100 exceeds the context limit of draft model model"):
         drafter(short, working=100, positions="contiguous")
 
 
@@ -334,7 +334,7 @@ def test_a_model_that_runs_out_of_memory_says_so_and_leaves_the_text_alone(monke
     assert got == text(Off())[0]
     assert 0 < stats.drafted_passes < stats.passes
     assert (report := made.report()) is not None
-    assert report.reason == "no memory for model, which drafts"
+    assert report.reason == "no memory for draft model model"
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -363,9 +363,9 @@ def test_whatever_breaks_in_its_passes_leaves_the_text_alone(
     assert session.ids == text(Off())[0]
     assert (report := made.report()) is not None
     assert report.fault == (
-        "no memory for model, which drafts"
+        "no memory for draft model model"
         if isinstance(fault, MemoryError)
-        else f"model, which drafts, failed: {type(fault).__name__}: {fault}"
+        else f"draft model model failed: {type(fault).__name__}: {fault}"
     )
     assert report.paused
     session.rewind(40)
@@ -411,7 +411,7 @@ def test_a_copy_of_a_text_shares_the_weights_and_not_what_was_read() -> None:
 
 
 @pytest.mark.parametrize("positions", ["contiguous", "original"])
-def test_what_it_keeps_and_its_guesses_have_positions_that_it_was_made_for(positions: str) -> None:
+def test_what_it_keeps_and_its_drafts_have_positions_that_it_was_made_for(positions: str) -> None:
     """Where what it keeps is closed up; else positions end where the text does."""
     small, how = lm(max_position_embeddings=64), {"positions": positions, "depth": 5}
     drafter(small, working=64 - 5, **how)
@@ -421,19 +421,19 @@ def test_what_it_keeps_and_its_guesses_have_positions_that_it_was_made_for(posit
     with pytest.raises(BadConfig) as caught:
         drafter(small, working=64 - 4, **how)
     assert caught.value.code == "beyond_model"
-    assert caught.value.lines == ("its limit is 64 tokens, 5 of them for drafts",)
+    assert caught.value.lines == ("the limit is 64 tokens, 5 of them for drafts",)
     assert caught.value.try_ == ("--set spec.working=59",)
 
 
 def test_it_needs_a_model() -> None:
-    with pytest.raises(BadConfig, match="needs a model that drafts") as found:
+    with pytest.raises(BadConfig, match="needs a draft model") as found:
         _ = SeparateModelDraft().second
     assert found.value.try_[0] == "--draft MODEL"
-    with pytest.raises(ValueError, match="leaves nothing"):
+    with pytest.raises(ValueError, match="must be more than sinks"):
         SeparateModelDraft(working=4)
-    with pytest.raises(ValueError, match="reads no farther than working = 1024"):
+    with pytest.raises(ValueError, match="covers fewer tokens than working = 1024"):
         SeparateModelDraft(prefill="window:512")
-    with pytest.raises(ValueError, match="working = 300 leaves nothing to choose"):
+    with pytest.raises(ValueError, match="working = 300 is too small"):
         SeparateModelDraft(working=300, retrieval="every:8")
-    with pytest.raises(ValueError, match='stop = "reject" is not asked then'):
+    with pytest.raises(ValueError, match='not stop = "reject"'):
         SeparateModelDraft(min_gain=0.7, stop="reject")

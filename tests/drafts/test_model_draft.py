@@ -198,14 +198,14 @@ def test_a_pass_that_costs_more_than_it_can_bring_is_never_made(monkeypatch: pyt
     assert sum(run.passes) <= 2  # looks
 
 
-def test_without_adapting_it_guesses_as_deep_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_adapting_it_drafts_as_deep_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, 2.0, lambda at: 0.5, COSTS["steep"], {"adaptive": False, "depth": 3, "branches": 1})
     run.run(50)
     assert run.passes == [4] + [3] * 49  # the very first one is timed twice
     assert run.rows == [4] * 50
 
 
-def test_the_others_that_it_thought_of_are_tried_beside_its_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_others_that_it_thought_of_are_tried_beside_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, 0.1, lambda at: 0.5, settings={"adaptive": False, "depth": 3, "branches": 2}).run(10)
     assert run.rows == [7] * 10
 

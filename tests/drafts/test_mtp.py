@@ -160,7 +160,7 @@ def test_a_head_that_is_broken_costs_no_text(kind: type[Mtp], said: str) -> None
     assert said in report.fault
 
 
-def test_states_that_nobody_heard_are_made_again_and_an_undo_forgets() -> None:
+def test_hidden_states_that_were_not_recorded_are_computed_again_and_an_undo_forgets() -> None:
     lm = loaded()
     want, _ = written(lm, Off())
     head = MtpHead(lm, drafters.head_of(lm))
@@ -274,7 +274,7 @@ def test_layers_that_were_left_out_are_refused_by_name(tmp_path: Path) -> None:
     lm = LM.of(AutoModelForCausalLM.from_pretrained(tmp_path), id="tiny")
     with pytest.raises(BadModel, match="MTP layers of tiny cannot be used") as found:
         mtp_of(lm)
-    assert any("leave them out" in line for line in found.value.lines)
+    assert any("may lack them" in line for line in found.value.lines)
 
 
 @pytest.mark.parametrize("kind", ["mellum", "qwen3_5_text"])
@@ -291,7 +291,7 @@ def test_a_checkpoint_with_layers_drafts_by_them(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "lfm2"])
-def test_beside_layers_that_keep_a_state_a_head_drafts_once_it_has_heard_a_step(name: str) -> None:
+def test_with_recurrent_layers_a_head_drafts_after_its_first_recorded_step(name: str) -> None:
     """What led to the prompt's last token is not made again there: a first step says it."""
     lm = LM.of(hybrids.build(name), id=name)
     want, _ = written(lm, Off())
@@ -323,10 +323,10 @@ def test_what_a_head_stores_is_foretold() -> None:
     assert with_it.need.draft - without.need.draft == sum(use.nbytes for use in head.usage())
 
 
-def test_layers_that_find_no_room_are_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_find_no_room_are_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise MemoryError
 
     monkeypatch.setattr("kvcli.engine.drafting.mtp.MtpModel.from_pretrained", full)
-    with pytest.raises(CacheFull, match="no memory for the MTP layers"):
+    with pytest.raises(CacheFull, match="not enough memory for the MTP layers"):
         mtp_of(loaded())

@@ -79,7 +79,7 @@ def test_without_a_clock_all_there_is_is_sent():
     assert len(proposal(FIXED, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1]).ids) == 15  # the seventh is all but hopeless, and free
 
 
-def test_refused_guesses_lose_credit_and_confirmed_ones_gain_it():
+def test_refused_drafts_lose_credit_and_confirmed_ones_gain_it():
     chances = []
     for right in (True, False):
         drafter = FIXED.drafter()
@@ -161,7 +161,7 @@ def test_what_another_text_had_behind_the_shared_beginning_is_forgotten():
     assert named[0] == named[1] != []
 
 
-def test_a_guess_counts_for_its_share():
+def test_a_draft_counts_for_its_share():
     """A token that half of the places name is expected half of the time: taking it says more than taking a sure one."""
     chances = []
     for share in (0.5, 1.0):

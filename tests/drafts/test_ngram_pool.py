@@ -75,7 +75,7 @@ def test_the_text_itself_fills_it_where_it_is_to(at: int):
     assert not grow([plain], 8, 8, 8)
 
 
-def test_without_a_clock_all_there_is_to_guess_is_verified():
+def test_without_a_clock_all_there_is_to_draft_is_verified():
     """`fafo-paper`: 20 whole 9-grams, however unlikely, where a drafter that has to pay leaves the faint ones out."""
     settings = Profile.load("fafo-paper").spec.settings
     _, pool = settings.scouting(())

@@ -29,7 +29,7 @@ REFUSED = ["wrong", "bush", "moody", "endspam", "mix", "model", "blind"]  # amon
 
 @pytest.mark.parametrize("drafter", REFUSED)
 @pytest.mark.parametrize("policy", ["all", "ragged", "window"])
-def test_a_refused_guess_is_in_no_store_and_nothing_that_a_policy_heard(policy: str, drafter: str) -> None:
+def test_a_refused_draft_is_in_no_kv_cache_and_no_recorded_queries(policy: str, drafter: str) -> None:
     """To the bit, rows being the same alone and in company."""
     want = opened("dense", policy, "sampled", "fp32", Off())
     run_to_end(written(want))
@@ -48,7 +48,7 @@ def tensors(session: GenerationSession) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("of", ["mix", "model"])
-def test_a_refused_guess_is_in_no_index_of_the_text(of: str) -> None:
+def test_a_refused_draft_is_in_no_index_of_the_text(of: str) -> None:
     made: TreeDrafter = (
         Mix(adaptive=False, view="stream", sinks=2, recent=9).drafter()
         if of == "mix"

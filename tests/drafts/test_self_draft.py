@@ -67,7 +67,7 @@ def written(session: GenerationSession, n: int = 60) -> tuple[list[int], Stats]:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
-def test_guesses_over_everything_are_always_right(family: str, sampler: str) -> None:
+def test_drafts_over_everything_are_always_right(family: str, sampler: str) -> None:
     model, how = lm(family), SAMPLERS[sampler]
     got, stats = written(opened(model, drafter(model), how))
     assert got == written(opened(model, Off(), how))[0]
@@ -77,7 +77,7 @@ def test_guesses_over_everything_are_always_right(family: str, sampler: str) -> 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("settings", [{"view": "stream", "sinks": 2, "recent": 7}, {"view": "quest", "page": 3}])
-def test_a_view_guesses_worse_and_says_the_same(family: str, settings: dict[str, Any]) -> None:
+def test_a_view_drafts_worse_and_says_the_same(family: str, settings: dict[str, Any]) -> None:
     model = lm(family, torch.bfloat16)
     if settings["view"] == "quest":
         settings = {**settings, "pages": 2, "sinks": 1, "recent": 4, "refresh": 3}
@@ -189,10 +189,10 @@ def test_a_text_begins_with_what_was_found_for_one_like_it() -> None:
     known = SavedLayerSets()
     first = searched(known, families.prompt(60))
     assert first.runs == [range(2), range(4, 5), range(7, 8)]
-    assert first.about == "without 4 of 8 layers, by search: no text that is known is like this one"
+    assert first.about == "without 4 of 8 layers, by search: no earlier text is similar"
     second = searched(known, families.prompt(60), drafts=1)
     assert second.runs == first.runs
-    assert second.about == "without 4 of 8 layers, as for an earlier text like this one (cosine 1.00)"
+    assert second.about == "without 4 of 8 layers, as for an earlier text that is similar (cosine 1.00)"
     assert second._tries == first._tries, "that search had come to its end"
 
 
@@ -208,7 +208,7 @@ def test_where_no_text_is_near_it_is_searched_and_said() -> None:
     chosen = searched(known, families.prompt(60), drafts=2)
     assert chosen.runs != [range(8)]
     assert chosen._tries == 2
-    assert chosen.about.endswith(", by search: no text that is known is like this one")
+    assert chosen.about.endswith(", by search: no earlier text is similar")
 
 
 def test_of_texts_those_asked_for_last_are_remembered() -> None:
@@ -234,8 +234,8 @@ def test_what_one_text_taught_belongs_to_its_model_and_the_share_left_out(monkey
         return report.by.partition(", ")[2]
 
     monkeypatch.setattr(layer_skip, "_SHARE", math.inf)  # there is time
-    first = "by search: no text that is known is like this one)"
-    again = "as for an earlier text like this one (cosine 1.00))"
+    first = "by search: no earlier text is similar)"
+    again = "as for an earlier text that is similar (cosine 1.00))"
     assert name(factory, idle()) == first
     assert name(factory, idle()) == again
     assert name(factory, lm("llama", num_hidden_layers=6)) == first

@@ -16,14 +16,14 @@ def sent(passes: int, brought: float, cost: float, speed: float = 1.0) -> Source
     return credit
 
 
-def test_scouts_that_pay_never_rest():
+def test_lookahead_rows_that_pay_never_rest():
     assert sent(2000, brought=0.5, cost=0.2).rested_passes == 0
 
 
-def test_scouts_that_do_not_pay_rest_longer_and_longer():
+def test_lookahead_rows_that_do_not_pay_rest_longer_and_longer():
     credit = sent(3000, brought=0.1, cost=0.4)
     assert credit.rested_passes > 2800
-    assert "tokens a pass and cost 0.40" in credit.why
+    assert "tokens per pass and cost the time of 0.40" in credit.why
 
 
 def test_once_they_paid_a_rest_is_short_again():
@@ -39,10 +39,10 @@ def test_once_they_paid_a_rest_is_short_again():
     assert 0 < rests[-1] < 128
 
 
-def test_hopeless_scouts_are_stopped_at_once():
+def test_hopeless_lookahead_rows_are_stopped_at_once():
     credit = sent(143, brought=1.0, cost=2.0)
     assert credit.rested_passes == 127
-    assert "2.00 tokens' time longer" in credit.why
+    assert "cost the time of 2.00 tokens" in credit.why
 
 
 def test_where_plain_passes_yield_more_a_pass_is_dearer():
@@ -50,11 +50,11 @@ def test_where_plain_passes_yield_more_a_pass_is_dearer():
     assert sent(400, brought=0.5, cost=0.3, speed=3.0).rested_passes > 300
 
 
-def test_free_scouts_run_whatever_they_bring():
+def test_free_lookahead_rows_run_whatever_they_bring():
     assert sent(400, brought=0.0, cost=0.0).rested_passes == 0
 
 
-def test_a_dear_moment_does_not_forbid_scouts_for_good():
+def test_a_dear_moment_does_not_forbid_lookahead_rows_for_good():
     credit = SourcePayoff(wait=16)
     for _ in range(16 + 2 + 128):  # they wait, two passes take far too long, and they rest
         if credit.due(cost=0.1, speed=1.0):

@@ -22,7 +22,7 @@ def test_no_rule_is_slower_than_plain_decoding(
     assert run.gain >= 0.98
 
 
-def test_the_bound_is_on_all_guesses_or_on_the_newest():
+def test_the_bound_is_on_all_drafts_or_on_the_newest():
     chances = [0.8, 0.5, 0.25]  # the newest by itself 0.5
     assert not Reject(0.7).goes_on(chances)
     assert Reject(0.8).goes_on(chances)
@@ -30,7 +30,7 @@ def test_the_bound_is_on_all_guesses_or_on_the_newest():
     assert not Disco(0.4).goes_on(chances)
 
 
-def test_the_classifier_finds_out_at_which_depth_guesses_fail():
+def test_the_classifier_finds_out_at_which_depth_drafts_fail():
     disco = Disco(0.5)
     for _ in range(400):
         disco.learn([0.8], True)

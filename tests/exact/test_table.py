@@ -130,7 +130,7 @@ def test_a_constraint_is_kept_under_any_sampler(
     assert all(mask is None or mask[i] for mask, i in zip(masks, answer, strict=True))
 
 
-def test_the_right_guesses_are_taken_and_the_wrong_ones_are_not() -> None:
+def test_the_right_drafts_are_taken_and_the_wrong_ones_are_not() -> None:
     want = plain("dense", "all", "greedy", "fp32")
     right = drafters.Right(want, 97, STOP)
     decode("dense", "all", "greedy", "fp32", right)
@@ -156,7 +156,7 @@ def test_what_a_policy_lets_go_lies_below_in_the_rows_of_the_table(storage: str,
 
 
 @pytest.mark.parametrize(("storage", "policy"), [(s, p) for s in RUNGS for p in SPENDS if serves(s, p)])
-def test_a_budget_spreads_the_rows_of_the_table_over_its_rungs(storage: str, policy: str) -> None:
+def test_a_budget_spreads_the_rows_of_the_table_over_its_levels(storage: str, policy: str) -> None:
     session = opened(storage, policy, "greedy", "fp32", Off())
     run_to_end(written(session))
     held = [use.slots for use in session.cache.usage() if use.layer == 1 and use.tier != "index"]

@@ -63,7 +63,7 @@ def test_what_a_model_takes_is_what_fit_plans(known, quant):
     assert 1 <= known.needs(quant) / planned(known, quant, 128 * GIB).least < 1.25
 
 
-def test_packed_weights_are_offered_where_more_then_fits():
+def test_quantized_weights_are_offered_where_more_then_fits():
     assert [quant for _, quant in choices(8 * GIB)] == ["none", "none", "int8"]
     assert {quant for _, quant in choices(64 * GIB)} == {"none"}
     assert {quant for _, quant in choices(8 * GIB, ("int4",))} == {"int4"}

@@ -165,13 +165,13 @@ def test_without_a_budget_each_part_names_what_makes_it_smaller(machine):
     (plan,) = document(machine("fit", "demo", "--ctx", "8k", "--ram", "8GiB", "--explain", "--json"))["plans"]
     ways = {part["name"]: [change["type"] for change in part["changes"]] for part in plan["parts"]}
     assert ways["weights"] == ["--quant int8", "--quant int4"]
-    assert ways["keys and values"] == ["--budget 6MiB"]  # ngram promises the text, and with a budget another one stands
-    assert ways["working memory"] == ["--set prefill.chunk=256"]
+    assert ways["KV cache"] == ["--budget 6MiB"]  # ngram promises the text, and with a budget another one stands
+    assert ways["activations"] == ["--set prefill.chunk=256"]
     assert all(change["total"] < plan["total"] for part in plan["parts"] for change in part["changes"])
     assert document(machine("fit", "demo", "--json"))["plans"][0]["parts"] is None
     free = ("--ctx", "8k", "--ram", "8GiB", "--explain", "--json", "--set", "exactness=approx")
     (plan,) = document(machine("fit", "demo", *free))["plans"]
-    (kv,) = (part for part in plan["parts"] if part["name"] == "keys and values")
+    (kv,) = (part for part in plan["parts"] if part["name"] == "KV cache")
     assert [change["type"] for change in kv["changes"]] == ["--budget 6MiB", "--set kv.k_bits=8 --set kv.v_bits=8"]
 
 
@@ -219,7 +219,7 @@ def test_a_card_that_is_described(machine):
         (("--ctx", "many"), "tokens"),
         (("--all", "--profiles", "exact"), "exclude"),
         (("--profiles", ","), "takes names"),
-        (("--device", "cuda:7"), "nothing is known"),
+        (("--device", "cuda:7"), "memory is unknown"),
     ],
 )
 def test_wrong_options_are_usage_errors(machine, args, says):
@@ -264,12 +264,12 @@ def configured(machine, *args, without=(), **changes):
         ({"quant_method": "a new one"}, 16),
     ],
 )
-def test_a_config_that_says_how_weights_are_packed_is_believed(machine, packed, bits):
+def test_a_config_that_says_how_weights_are_quantized_is_believed(machine, packed, bits):
     found = document(configured(machine, quantization_config=packed))
     linear = 4 * (2 * 256 * 256 + 2 * 64 * 256 + 3 * 512 * 256)
     rest = 2 * (2 * 1000 * 256 + 4 * 2 * 256)  # embeddings, head and norms stay as they are
     assert found["plans"][0]["weights"] == pytest.approx(rest + linear * bits / 8, rel=1e-3)
-    assert any("packed is not known" in note for note in found["notes"]) == (packed["quant_method"] == "a new one")
+    assert any("quantization is unknown" in note for note in found["notes"]) == (packed["quant_method"] == "a new one")
 
 
 def test_what_loading_would_refuse_is_not_planned(machine):
@@ -419,7 +419,7 @@ def test_a_budget_too_small_for_any_text_is_named_with_one_that_is_not(machine, 
     ):
         found = json.loads(machine(*asked, *typed).out)
         assert (found["code"], found["message"]) == (
-            "does_not_fit", "memory.budget = 1KiB has no room for what always stays"
+            "does_not_fit", "memory.budget = 1KiB is smaller than the protected tokens"
         )  # fmt: skip
         assert found["try"][0] == f"{said}{'memory.budget=' * (said == '--set ')}1MiB"
         assert not any(item.startswith("--ctx") for item in found["try"])

@@ -155,12 +155,12 @@ def test_a_tied_head_is_there_twice_where_layers_are_split():
     assert found.need.weights + found.need.host_weights == found.weights.memory + found.weights.embeddings
 
 
-def test_what_reads_parts_of_a_past_keeps_its_layers_together():
+def test_what_reads_parts_of_a_kv_cache_keeps_its_layers_together():
     """So an 8B model in full precision is refused, and not split, under a profile that packs keys and values."""
     assert not planned(BALANCED.replace(load={"quant": "none"}), 8).fits
     quantized = replace(SUBJECT, packing=CheckpointFormat("awq"))
     assert not planned(NGRAM, 8, subject=quantized).fits
-    with pytest.raises(UsageError, match="placed as a whole"):
+    with pytest.raises(UsageError, match="cannot be split over devices"):
         planned(NGRAM.replace(load={"layers_on_gpu": 3}), 8, subject=quantized)
     with pytest.raises(UsageError, match="runs on cpu"):
         plan(SUBJECT, NGRAM.replace(load={"layers_on_gpu": 3}), AvailableMemory("cpu", 64 * GIB), 4096, MeasuredFacts())
@@ -233,7 +233,7 @@ def test_who_insists_on_full_precision_has_the_cpu_run_layers(typed, asked):
     ready = prepare(setup, setup.profile(), MemoryWishes(), print)
     assert ready.profile.load.quant == "none"
     assert isinstance(ready.profile.load.layers_on_gpu, int)
-    assert any("are in host memory, with the CPU" in note for note in ready.notes)
+    assert any("run on the CPU" in note for note in ready.notes)
 
 
 def test_what_was_chosen_holds_for_profiles_on_the_way(typed):

@@ -111,7 +111,7 @@ def test_experts_are_all_in_memory_and_few_are_read():
 @pytest.mark.parametrize(("device", "quant", "most"), [
     ("cpu", "int4", 0.30), ("cuda", "int4", 0.30), ("cpu", "int8", 0.53), ("cuda", "int8", 0.53), ("cuda", "nf4", 1.0),
 ])  # fmt: skip
-def test_experts_are_packed_as_layers_are(device, quant, most):
+def test_experts_are_quantized_as_layers_are(device, quant, most):
     """Of the size of Qwen3.6-35B-A3B, embeddings and head among them."""
     shape = Shape(40, 2048, 16, 2, 256, 512, 248_320, 262_144, (None,) * 40, experts=256, active=8)
     whole, found = (

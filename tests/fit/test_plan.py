@@ -58,7 +58,7 @@ def planned(subject, profile="exact", context=4096, available=64 * GIB, **facts)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_keys_and_values_are_what_the_store_allocates(demo, profile):
+def test_keys_and_values_are_what_the_kv_cache_allocates(demo, profile):
     with load("demo", profile, set={"load.device": "cpu", "load.verify": False, "prefill.chunk": 256}) as model:
         ids = torch.arange(700).remainder(model.lm.vocab).tolist()
         most = 0
@@ -100,7 +100,7 @@ FEWER += [{"kv_format.method": "cskv", "kv.group": 256}]
     [*({"kv.k_bits": k, "kv.v_bits": v} for k, v in ((8, 8), (4, 4), (4, 2), (16, 8))), HALVES, *FEWER],
     ids=lambda packs: " ".join(map(str, packs.values())),
 )
-def test_packed_keys_and_values_are_planned_as_they_lie(demo, packs):
+def test_quantized_keys_and_values_are_planned_as_they_lie(demo, packs):
     kv = packs | {"exactness": "approx"}
     with load("demo", "exact", set={"load.device": "cpu", "load.verify": False, "prefill.chunk": 16, **kv}) as model:
         ids = torch.arange(1400).remainder(model.lm.vocab).tolist()
@@ -132,7 +132,7 @@ def test_a_budget_is_planned_with_what_a_pass_adds(demo, budget, chunk, monkeypa
     ("each", "shares"),
     [(20, [1, 0, 0, 0]), (16, [1, 0, 0, 0]), (8, [0.2, 0, 0.8, 0]), (6, [0, 0, 1, 0]), (3, [0, 0, 0.5, 0.5])],
 )
-def test_tokens_worth_alike_lie_on_two_rungs_of_the_hull(each, shares):
+def test_tokens_worth_alike_lie_on_two_levels_of_the_hull(each, shares):
     # the second rung is never best: it costs half of what the third saves, and leaves less than half of the way
     assert alike([16.0, 11.0, 6.0, 0.0], [1.0, 0.9, 0.85, 0.0], each) == pytest.approx(shares)
 
@@ -157,7 +157,7 @@ def test_what_is_free_is_divided_before_what_each_text_takes_of_it(demo):
 
 
 @pytest.mark.parametrize("profile", ["streaming", "lean"])
-def test_a_past_that_guesses_is_planned_beside_the_whole_one(demo, profile):
+def test_a_kv_cache_that_drafts_is_planned_beside_the_full_one(demo, profile):
     checked = {"exactness": "exact", "spec.method": "self", "spec.copies": False, "prefill.chunk": 64}
     with load("demo", profile, set={"load.device": "cpu", "load.verify": False, **checked}) as model:
         run_to_end(model.text.session.read(torch.arange(1400).remainder(model.lm.vocab).tolist()))
@@ -278,7 +278,7 @@ def test_chunks_come_first_and_layers_where_only_so_it_fits(demo):
     assert {("chunks", True), ("layers", True)} <= found
 
 
-def test_the_index_of_recall_is_in_memory_too(demo):
+def test_the_index_of_sparse_attention_is_in_memory_too(demo):
     plain = PROFILES["exact"].replace(exactness="approx")
     reads = plain.replace(sparse={"method": "sketch"})
     layers = demo.shape.layers - reads.sparse.dense_layers
@@ -313,7 +313,7 @@ def test_the_program_takes_of_host_memory_too(demo):
         assert found.run.caps.host == max(0, 2 * GIB - base)
 
 
-def test_a_pass_has_as_many_rows_as_guesses_or_steps_ask_for(demo):
+def test_a_pass_has_as_many_rows_as_drafts_or_steps_ask_for(demo):
     """Steps that are judged go through in one pass, however few guesses there are."""
     steps = {"method": "lookahead", "model": "demo", "ahead": 4, "tokens": 100}
     judging = PROFILES["exact"].replace(exactness="approx", reasoning_steps=steps)
@@ -338,7 +338,7 @@ CHUNK = {"prefill.chunk": 512}
         ("max-context", {"memory.device": "6MiB", "memory.disk": "4MiB", **CHUNK}),
     ],
 )
-def test_a_store_holds_the_longest_text_that_is_promised_and_no_longer_one(demo, profile, sets):
+def test_a_kv_cache_holds_the_longest_text_that_is_planned_and_no_longer_one(demo, profile, sets):
     most = planned(demo, Profile.load(profile).replace(**sets)).most
     assert 100 < most < 8192 - 2
 
@@ -455,11 +455,11 @@ def test_a_model_that_drafts_and_is_too_large_is_what_is_named_and_given_up(demo
     profile = Profile.load("draft").replace(spec={"model": "heavy"})
     looked = outlook(2 * GIB)
     looked.find = lambda name: heavy
-    with pytest.raises(DoesNotFit, match="demo and heavy, which drafts, with") as caught:
+    with pytest.raises(DoesNotFit, match="demo and draft model heavy with") as caught:
         looked.fitted(profile, lambda: {})
     assert caught.value.try_[0] == "--spec ngram"
     assert caught.value.detail["draft"] > 2 * GIB > caught.value.detail["kv"]
-    assert binding(looked.plan(profile)) == "what drafts"
+    assert binding(looked.plan(profile)) == "draft model"
 
 
 def test_too_little_for_any_answer_is_refused(outlook):
@@ -624,7 +624,7 @@ def test_what_expands_latents_is_counted_twice_where_kernels_multiply_it_by_head
     assert planned(whole, context=64).weights.memory == plain.memory + sum(found)
 
 
-def test_latents_whose_weights_stay_packed_are_planned_as_they_are_stored(tmp_path):
+def test_latents_whose_weights_stay_quantized_are_planned_as_they_are_stored(tmp_path):
     plain = of_latents(tmp_path)
     packed = of_latents(tmp_path, qweight=("I32", (2, 64)), scales=("F16", (1, 64)))
     heads, (key, value) = plain.shape.heads, plain.shape.stores[0].head
@@ -638,13 +638,13 @@ def test_layers_that_keep_a_state_are_not_placed_by_hand():
     shape = shape_of(hybrids.build(next(iter(hybrids.HYBRIDS))).config.to_dict())
     subject = PlannedModel("hybrid", shape, of_shape(shape, 2), "bfloat16", CheckpointFormat(), True, False, 1 << 20)
     profile = PROFILES["exact"].replace(load={"layers_on_gpu": 1})
-    with pytest.raises(UsageError, match="keep a state"):
+    with pytest.raises(UsageError, match="recurrent layers"):
         plan(subject, profile, AvailableMemory("cuda", 8 * GIB), 64, MeasuredFacts())
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
 @pytest.mark.parametrize("lies", ["outputs first", "inputs first"])
-def test_experts_are_packed_over_their_inputs_however_they_lie(name, lies, tmp_path):
+def test_experts_are_quantized_over_their_inputs_however_they_lie(name, lies, tmp_path):
     """gpt-oss has [E, K, N]: groups of int4 run over K, and 100 inputs are in none."""
     experts, hidden, inner = 4, 128, 96
     n, k = (2 * inner, hidden) if name == "gate_up_proj" else (hidden, inner)

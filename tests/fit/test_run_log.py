@@ -107,7 +107,7 @@ def test_a_smaller_turn_does_not_lower_what_was_foretold_for_the_process(outlook
 def test_a_log_that_cannot_be_written_is_a_note(outlook, tmp_path):
     (tmp_path / "data").write_text("a file where the folder should be")
     outlook.estimate_peak(Profile.load("exact"), 10)
-    assert "could not be noted" in outlook.record(Profile.load("exact"), Stats(peak=1, context=10))
+    assert "could not be saved" in outlook.record(Profile.load("exact"), Stats(peak=1, context=10))
 
 
 def test_a_turn_carries_its_estimate_and_a_changed_profile_its_own(outlook):

@@ -46,5 +46,5 @@ def test_the_map_is_that_of_the_command_and_is_made_once(model: Model, tmp_path:
 def test_weights_without_files_have_no_place(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcli.heads.auto_headmap.cache_key", lambda lm: {})
     assert place(model.lm, tmp_path) is None
-    with pytest.raises(BadConfig, match="by the files of a model"):
+    with pytest.raises(BadConfig, match="per model folder"):
         auto_headmap(model, tmp_path)

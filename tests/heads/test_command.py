@@ -199,7 +199,7 @@ def test_several_files_are_read_and_hide_the_facts(machine, tmp_path):
         (("--emit", "pdf"), 2, "--emit none"),
         (("--emit", "toml"), 2, "--emit json,toml"),
         (("--context", "9k"), 6, "--context 8192"),
-        (("--context", "32"), 2, "the least"),
+        (("--context", "32"), 2, "the minimum"),
         (("--stability", "8", "--probe", "ablate"), 2, "--probe prompt"),
         (("--texts", "3"), 2, "--probe ablate"),
         (("--top", "-1"), 2, "--top 0"),
@@ -298,7 +298,7 @@ def test_what_the_page_shows_large_is_not_said_again(made):
     folder, _ = made
     found = document(folder)
     large = [small for _, _, small in _cards(found)]
-    assert f"{100 * found.policy.kept:.1f} % of them are kept" in large[0]
+    assert f"{100 * found.policy.kept:.1f} % of the tokens are kept" in large[0]
     assert set(facts(found, beside=True)) < set(facts(found))
     assert not any("policies keep" in text for text in facts(found, beside=True))
 

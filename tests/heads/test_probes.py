@@ -121,7 +121,7 @@ def test_a_head_in_blinkers_sees_first_and_newest_tokens_only(sight):
         torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
 
 
-def test_listening_hears_the_rows_asked_for_and_keeps_everything():
+def test_the_probe_records_the_rows_asked_for_and_keeps_everything():
     heard = []
     policy = QueryProbe(lambda n: [n // 2, n - 1], lambda s, at: heard.append(at.phase))
     assert policy.requirements(None).probes(40) == [20, 39]
@@ -160,7 +160,7 @@ def test_all_questions_in_one_pass_are_as_each_alone(model):
     assert right(together, sample) == len(sample.asked)
 
 
-def test_ablation_leaves_the_store_whole_and_finds_the_layer_that_retrieves(model):
+def test_ablation_leaves_the_kv_cache_whole_and_finds_the_layer_that_retrieves(model):
     (sample,) = samples(model, 1, 300, seed=1)
     session = open_past(model, sample)
     before = [session.cache.slots(layer).pos.clone() for layer in range(6)]

@@ -183,7 +183,7 @@ COMPANY = {
 
 
 @pytest.mark.parametrize("case", COMPANY)
-def test_a_row_has_the_bits_in_company_that_it_has_alone(case: str) -> None:
+def test_a_row_has_the_bits_in_a_batch_that_it_has_alone(case: str) -> None:
     assert not rows_that_differ(Case(**COMPANY[case]))
 
 
@@ -238,7 +238,9 @@ def _plain(helper: Callable[[Tensor, int], Tensor], of: int, unit: int) -> int:
 
 @pytest.mark.parametrize("is_prompt", [False, True])
 @pytest.mark.parametrize("window", [None, 30])
-def test_stores_hand_over_runs_and_passes(is_prompt: bool, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_caches_hand_over_runs_and_passes(
+    is_prompt: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows over a run with what their pass brings, scouts that see rows of their own, and what they saw before."""
     monkeypatch.setattr(passes, "MANY", 3)
     n = 5
@@ -267,7 +269,7 @@ def test_stores_hand_over_runs_and_passes(is_prompt: bool, window: int | None, m
 
 
 @pytest.mark.parametrize("is_ragged", [False, True])
-def test_a_store_reads_its_slots_through_them(is_ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kv_cache_reads_its_slots_through_them(is_ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     r = torch.Generator().manual_seed(8)
     q, k, v, fk, fv = (torch.randn(2, n, 16, generator=r).bfloat16() for n in (3, 41, 41, 3, 3))
     kv, pos = Dense(alike(1, 2, 16), torch.bfloat16, step=8), [41, 42, 42]

@@ -197,7 +197,7 @@ def test_bits_of_more_shapes(kind: str, sk: int):
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        triton_support, "why_not", lambda device, dtype: "" if dtype in WITHIN else "float32 is held to in full"
+        triton_support, "why_not", lambda device, dtype: "" if dtype in WITHIN else "float32 needs full precision"
     )
 
 
@@ -239,7 +239,7 @@ def test_quant_on_a_gpu_is_in_our_kernels(quant: str, within: float, served: Non
 
 
 @pytest.mark.parametrize(("is_served", "quant", "why"), [
-    (True, "nf4", "experts have int8 and int4, no nf4"), (False, "int4", "bitsandbytes packs no experts"),
+    (True, "nf4", "experts support int8 and int4, not nf4"), (False, "int4", "bitsandbytes quantizes no experts"),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_experts_that_no_kernel_packs_are_said(is_served: bool, quant: str, why: str, monkeypatch: pytest.MonkeyPatch):

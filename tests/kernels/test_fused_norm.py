@@ -64,7 +64,7 @@ class Centred(LlamaRMSNorm):
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        triton_support, "why_not", lambda device, dtype: "" if dtype in TYPES else "float32 is held to in full"
+        triton_support, "why_not", lambda device, dtype: "" if dtype in TYPES else "float32 needs full precision"
     )
 
 

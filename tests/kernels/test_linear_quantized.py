@@ -181,7 +181,7 @@ def test_quantize_replaces_layers_one_for_one(bits: Bits):
     assert off < (0.02 if bits == 8 else 0.15)
 
 
-def test_a_packed_layer_keeps_its_bias_and_its_size():
+def test_a_quantized_layer_keeps_its_bias_and_its_size():
     layer = nn.Linear(64, 32)
     packed = PackedLinear.of(layer, 8)
     x = torch.randn(2, 64)

@@ -181,7 +181,7 @@ def says(error: BadConfig | BadInput) -> str:
 def test_it_is_never_exact_and_refuses_what_it_cannot_keep() -> None:
     with pytest.raises(BadConfig) as caught:
         Profile.load("exact").replace(reasoning_steps=STEPS)
-    assert '"exact" cannot be kept' in says(caught.value)
+    assert '"exact" is impossible' in says(caught.value)
     for others in ({"spec": {"method": "ngram"}}, {"policy": {"name": "window"}}):
         with pytest.raises(BadConfig) as caught:
             Profile.load("exact").replace(exactness="approx", reasoning_steps=STEPS, **others)

@@ -48,7 +48,7 @@ class BorrowedCache:
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the reason why the assistant cannot run as a captured pass."""
-        return DeviceCache(why_not="an assistant reads the store of another model")
+        return DeviceCache(why_not="the assistant reads the KV cache of the target model")
 
     def usage(self) -> list[Usage]:
         """No memory of its own: the KV cache belongs to the target model."""
@@ -99,12 +99,12 @@ class AssistantHead(HiddenStateHead):
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
         """Return the hook output of the pending token's row; empty if no token comes before it."""
-        assert want == 1, "nothing else is passed over"
+        assert want == 1, "one row has a hook output"
         end = self.length - 1
         if not end:
             return []
         if self._at != end:
-            assert self._past is not None, "there is no past to read"
+            assert self._past is not None, "no KV cache is bound"
             _, states = yield from recompute_hidden_states(self._lm, self._past, self._text)
             self._at, self._state = end, states[-1:]
         made = yield from self._pass(self._text[-1:], self._state)
@@ -119,7 +119,7 @@ class AssistantHead(HiddenStateHead):
 
     def _pass(self, ids: Sequence[int], states: Tensor) -> Steps[tuple[list[list[float]], Tensor]]:
         """Return the hook output of tokens with the hidden states [N, E] before them, and the new hidden states."""
-        assert self._past is not None, "there is no past to read"
+        assert self._past is not None, "no KV cache is bound"
         n = len(ids)
         rows = Rows(ids, [self.length - 1] * n, sees=None, tree=n, parent=())
         of = self._head, rows, BorrowedCache(self._past.cache, self._layers)

@@ -68,7 +68,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
         `attention_params`, target layers whose queries are recorded; `is_far`, whether other chunks are on the host."""
         self._size, self._recent, self._attention_params, self._new_trigger = size, recent, attention_params, trigger
         self._most = (working - sinks - recent - size) // size - SPARE  # chunks beside the newest tokens
-        assert self._most > 0, "nothing is left for chunks"
+        assert self._most > 0, "working is too small for chunks"
         self._is_far, self._working = is_far, working
         super().__init__(lm, working, sinks, sees=sees, closes=closes)
 

@@ -184,9 +184,9 @@ class Knn(Swift):
             seen = newest[-SEEN - 1 : -1]
             like = yield from self._place(kv, seen, length - 1 - len(seen))
             self._found, near = self._known.near(like)
-            self._how = f", as for an earlier text like this one (cosine {near:.2f})"
+            self._how = f", as for an earlier text that is similar (cosine {near:.2f})"
             if self._found is None:
-                self._how = ", by search: no text that is known is like this one"
+                self._how = ", by search: no earlier text is similar"
                 self._found = LayerSet(like, self.runs)
             self.runs, self._tries = self._found.runs, self._found.tries
             # a score below _ENOUGH is discarded, because it was measured on another sequence

@@ -101,7 +101,7 @@ class MtpHead(HiddenStateHead):
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
         """Return the hook output of the pending token's row; empty if the hidden state before it is unknown."""
-        assert want == 1, "nothing else is passed over"
+        assert want == 1, "one row has a hook output"
         self._drop()
         if self._end == self.length:  # called again after the verification pass failed
             self._kv.crop(self.length - 1)
@@ -124,7 +124,7 @@ class MtpHead(HiddenStateHead):
 
     def _hear_again(self) -> Steps[None]:
         """Recompute the hidden states of the newest tokens."""
-        assert self._past is not None, "there is no past to read"
+        assert self._past is not None, "no KV cache is bound"
         end = self.length - 1
         if not end:  # the first token has no token before it
             self._wait([0], torch.zeros(1, self._lm.model.config.get_text_config().hidden_size, dtype=self._lm.dtype))

@@ -97,8 +97,8 @@ class SelfDraftModel:
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
         """Return the hook output of the pending token's row."""
-        assert want == 1, "nothing else is passed over"
-        assert self._past is not None, "there is no past to read"
+        assert want == 1, "one row has a hook output"
+        assert self._past is not None, "no KV cache is bound"
         view, kv = self._past.view, self._past.cache
         past = DraftCacheView(kv if view is None else view, kv.dtype)
         yield from self._skipping.improve(kv, past, self._newest, self.length)
@@ -119,7 +119,7 @@ class DraftCacheView:
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the reason why drafting cannot run as a captured pass."""
-        return DeviceCache(why_not="guesses of the model itself read less than the past")
+        return DeviceCache(why_not="self-drafting reads a part of the KV cache")
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None

@@ -178,7 +178,7 @@ class SeparateDraftModel:
     def _feed(self, ids: Sequence[int], want: int = 0) -> Steps[list[list[float]]]:
         rows = Rows.chain(self._known(ids), self._n - self._gap)
         n = rows.n_rows
-        assert want <= n, "what is asked for was not passed over"
+        assert want <= n, "hook outputs of rows outside the pass"
         wanted = range(n - want, n)
         logits_hook = top if want else None
         made = yield ForwardRequest(

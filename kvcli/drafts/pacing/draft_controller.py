@@ -123,7 +123,7 @@ class DraftController:
     def rows(self, chances: Sequence[float], safe: int) -> int:
         """Return how many draft tokens to verify; `chances` of acceptance, falling.
 
-        Beyond `safe`, the row count grows one stair at a time, and each stair must be timed before the next one is
+        Beyond `safe`, the row count grows one step at a time, and each step must be timed before the next one is
         tried.
         """
         return self._best(chances, safe)[0]
@@ -269,7 +269,7 @@ class DraftController:
         is_relapse = guessed and self._passes - self._resumed < _RELAPSE
         self._pause = min(2 * self._pause, _LONGEST_PAUSE) if is_relapse else _PAUSE
         self._left, self._kept = self._pause, 0
-        self._why = f"drafting ran at {rate:.2f} of plain speed over {len(self._window)} passes"
+        self._why = f"drafting ran at {rate:.2f}× plain speed over {len(self._window)} passes"
         self._window.clear()
 
     def _tick_pause(self) -> None:

@@ -54,7 +54,7 @@ class SourcePayoff:
             self._wait -= 1
             return False
         if not self._left and (price := (self.cost if self.cost is not None else cost) * max(1.0, speed)) > _HOPELESS:
-            self._stop(f"a pass with {self._what} takes {price:.2f} tokens' time longer")
+            self._stop(f"{self._what} cost the time of {price:.2f} tokens per pass")
         if not self._left:
             return True
         self._left -= 1
@@ -71,12 +71,12 @@ class SourcePayoff:
             self._cost.append(max(0.0, cost))
         price = (self.cost or 0.0) * max(1.0, speed)
         if len(self._cost) >= _FIRST and price > _HOPELESS:
-            self._stop(f"a pass with {self._what} takes {price:.2f} tokens' time longer")
+            self._stop(f"{self._what} cost the time of {price:.2f} tokens per pass")
         elif len(self._brought) == _BURST:
             if (worth := self.brought or 0.0) >= price:
                 self._rest = _REST
             else:
-                self._stop(f"{self._what} brought {worth:.2f} tokens a pass and cost {price:.2f}")
+                self._stop(f"{self._what} added {worth:.2f} tokens per pass and cost the time of {price:.2f}")
 
     def _stop(self, why: str) -> None:
         self._left, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)

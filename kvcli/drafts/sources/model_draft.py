@@ -270,7 +270,7 @@ class ModelDraft:
     def _can_go_on(self) -> bool:
         if self.guesser.max_depth > 0:
             return not self.why
-        self.why = f"{self.guesser.name}, which drafts, was made for {self.guesser.limit:,} tokens"
+        self.why = f"draft model {self.guesser.name} has a context limit of {self.guesser.limit:,} tokens"
         return False
 
     @contextmanager
@@ -282,9 +282,9 @@ class ModelDraft:
             is_lack = as_cache_full(error) is not None
             said = error.message if isinstance(error, KvcliError) else f"{type(error).__name__}: {error}".split("\n")[0]
             self.fault = (
-                f"no memory for {self.guesser.name}, which drafts"
+                f"no memory for draft model {self.guesser.name}"
                 if is_lack
-                else (f"{self.guesser.name}, which drafts, failed: {said}")
+                else (f"draft model {self.guesser.name} failed: {said}")
             )
             log.log(logging.INFO if is_lack else logging.WARNING, "%s", self.fault, exc_info=not is_lack)
             self.why, self._places = self.fault, []

@@ -66,15 +66,15 @@ class CapturedPasses:
         try:
             return self._run(feeds)
         except torch.OutOfMemoryError:
-            why = "no memory to record them"
+            why = "no memory to capture them"
         except NotCaptured as no:
             why = str(no)
         except HostSyncInCapture as no:
             lm = feeds[0].lm
-            self.why = why = f"{lm.info.family} cannot be recorded: {no}"
-            lm.info = replace(lm.info, notes=(*lm.info.notes, f"passes run one operation at a time: {why}"))
+            self.why = why = f"{lm.info.family} passes cannot be captured: {no}"
+            lm.info = replace(lm.info, notes=(*lm.info.notes, f"CUDA graphs are off: {why}"))
         if not self.eager[why]:
-            log.info("passes run one operation at a time: %s", why)
+            log.info("CUDA graphs are off: %s", why)
         self.eager[why] += 1
         return None
 
@@ -93,7 +93,7 @@ class CapturedPasses:
             raise NotCaptured(why)
         sizes, most = [self._size(feed) for feed in feeds], feeds[0].lm.max_invariant_rows
         if most is not None and sum(rows for rows, _ in sizes) > most:
-            raise NotCaptured(f"with the unused ones more than {most} rows, beyond which they would lose their bits")
+            raise NotCaptured(f"padding makes more than {most} rows, the limit of batch invariance")
         caches = [feed.cache.fixed(rows, feed.grows) for feed, (rows, _) in zip(feeds, sizes, strict=True)]
         if why := next(filter(None, (past.why_not for past in caches)), ""):
             raise NotCaptured(why)
@@ -102,12 +102,12 @@ class CapturedPasses:
     def _why_not(self, feed: ForwardRequest) -> str:
         rows, hear = feed.rows, feed.record_queries
         if rows.tree < rows.n_rows:
-            return "lookahead runs beside the draft tree (spec.method)"
+            return "the pass has lookahead rows (spec.method)"
         if rows.n_rows > self._sizes[-1]:
             return f"more than {self._sizes[-1]} rows"
         if len(rows.parent) < rows.n_rows or list(feed.want) != list(range(rows.n_rows)) or feed.draw is None:
-            return "not a step of a text"
-        return "" if list(hear) == list(range(len(hear))) else "some rows of a tree are heard"
+            return "not a decoding step"
+        return "" if list(hear) == list(range(len(hear))) else "queries of some draft tokens are recorded"
 
     def _size(self, feed: ForwardRequest) -> tuple[int, int]:
         """Return the numbers of rows and paths."""

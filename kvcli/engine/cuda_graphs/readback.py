@@ -40,9 +40,9 @@ class Readback:
         token = self.ids[row] if self.ids else int(self._draw(range(row, row + 1))[0])
         if token == STUCK:
             raise BadInput(
-                "the answer cannot go on: its schema or grammar allows no token here",
+                "the answer cannot continue: its schema or grammar allows no token here",
                 code="nothing_allowed",
-                lines=[f"after position {self._feed.rows.pos[row]:,}: no token fits, or too many rules could be meant"],
+                lines=[f"after position {self._feed.rows.pos[row]:,}: no token fits, or the grammar is too ambiguous"],
                 try_=["a simpler schema or grammar"],
             )
         if token < 0:
@@ -79,7 +79,7 @@ class Readback:
         self._hook_output = {i: rest[i * wide : (i + 1) * wide] for i in range(len(self._feed.want) if wide else 0)}
 
     def _draw(self, which: range) -> Tensor:
-        assert self._feed.draw is not None, "nothing was to be drawn"
+        assert self._feed.draw is not None, "the request has no sampler"
         with one_pool(self._has_pool):  # the next step waits for this
             return self._feed.draw.behind(self._feed.rows, which, self._logits)
 

@@ -79,7 +79,7 @@ class DraftTreeKV:
         self._pos = [self._at + len(seen) - 1 for seen in above]
         among = (-1,) * n  # these rows are never verified
         states = None if self._states is None else self._behind(parents[0], self._states)
-        assert states is None or [*parents[1:]] == [*range(had, had + n - 1)], "a state is of one line of rows"
+        assert states is None or [*parents[1:]] == [*range(had, had + n - 1)], "a recurrent state is of one chain"
         sees = self._line[:, had:] if n > 1 and states is None else None
         rows = Rows(ids, self._pos[had:], sees, tree=n, parent=among)
         for run in layers[:-1]:
@@ -105,14 +105,14 @@ class DraftTreeKV:
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Name the reason why passes over this cache are not captured."""
-        return DeviceCache(why_not="guesses of a draft lie beside the store")
+        return DeviceCache(why_not="draft tokens are stored outside the KV cache")
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, n, D] of the running pass, at positions pos [n], over all rows and slots it
         attends to."""
-        assert own is not None, "rows see themselves"
+        assert own is not None, "rows attend to their own KV"
         source = self._lm.shapes[layer].shared_from
         holder = layer if source is None else source
         if holder not in self._grown:

@@ -127,7 +127,7 @@ def _refuse_misfit(target: LM, config: Any, name: str) -> None:
     """Raise BadModel if the assistant cannot read the KV of `target`."""
     if target.is_split:
         raise BadModel(
-            f"{name} cannot read what {target.info.id} stores: its layers are on two devices",
+            f"{name} cannot read the KV cache of {target.info.id}: its layers are on two devices",
             code="draft_head",
             try_=["--quant int4", "--spec ngram"],
         )
@@ -141,10 +141,10 @@ def _refuse_misfit(target: LM, config: Any, name: str) -> None:
     stored = {target.windows[layer] is not None: target.shapes[layer] for layer in target.storing}
     for kind, (heads, size) in _kinds(text).items():
         of = stored.get(kind == "sliding_attention")
-        wanted[f"KV heads of {kind}, and numbers of a key"] = ((heads, size), of and (of.n_kv_heads, of.k_dim))
+        wanted[f"KV heads of {kind}, and head size"] = ((heads, size), of and (of.n_kv_heads, of.k_dim))
     if misfits := [f"{what}: {a} here, {b} there" for what, (a, b) in wanted.items() if a != b]:
         raise BadModel(
-            f"{name} drafts for a Gemma 4 that it was made for, and {target.info.id} is not that",
+            f"{name} drafts only for the Gemma 4 that it was made for, not for {target.info.id}",
             code="draft_head",
             lines=misfits,
             try_=[

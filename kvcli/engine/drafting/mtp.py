@@ -73,7 +73,7 @@ def mtp_of(lm: LM) -> LM:
             except Exception as error:
                 if (lack := as_cache_full(error)) is None:
                     raise
-                why = f"there is no memory for the MTP layers of {lm.info.id}"
+                why = f"not enough memory for the MTP layers of {lm.info.id}"
                 raise CacheFull(why, lines=lack.lines, try_=["--spec ngram", f"kvcli fit {lm.info.id}"]) from None
     found: LM = lm.remembers[Mtp]
     return found
@@ -97,6 +97,6 @@ def _refusal(lm: LM, said: str) -> BadModel:
     return BadModel(
         f"the MTP layers of {lm.info.id} cannot be used",
         code="no_draft_head",
-        lines=[said, "some who make a model smaller leave them out, or keep them in numbers of their own"],
+        lines=[said, "quantized copies of a model may lack them, or store them in another format"],
         try_=[f"kvcli models show {lm.info.id}", "--draft auto", "--spec ngram"],
     )

@@ -35,7 +35,7 @@ def verify_partial_passes(lm: LM) -> None:
     """
     kind, is_half = f"{lm.info.id} ({lm.info.family})", lm.dtype.itemsize < 4
     if lm.is_split:
-        raise _unstopped(kind, "they lie on two devices")
+        raise _unstopped(kind, "its layers are on two devices")
     layers, n = spans(lm.shapes), min(24, lm.limit)
     stop, n_read = layers[len(layers) // 2].start, 2 * n // 3
     if not stop or not n_read:
@@ -48,14 +48,14 @@ def verify_partial_passes(lm: LM) -> None:
         with blame_files(lambda why: _unstopped(kind, why)):
             (first,) = run([ForwardRequest(lm, rows, nothing, layers=layers[0])])
             if first.hidden is None:
-                raise _unstopped(kind, "a pass through its first layer does not end there")
+                raise _unstopped(kind, "a pass through its first layer alone does not stop")
             whole = _Hiding(ForwardRequest(lm, rows, nothing, want=want), stop, on)
             plain = call(lm.model, rows.ids, rows.pos, want, its_pass=whole)
             said = run_to_end(_stopping(lm, rows, want, stop, on))
         off = relative_rms(said.cpu().double(), plain.cpu().double(), len(want) // 2 if is_half else 0)
         if off <= WITHIN.get(lm.dtype, 0.05):
             return
-    raise _unstopped(kind, f"{n} tokens, of which some go on later: off by {off:.2g}")
+    raise _unstopped(kind, f"{n} tokens, of which some continue later: off by {off:.2g}")
 
 
 class _Hiding(ForwardPass):
@@ -93,7 +93,7 @@ def _stopping(lm: LM, rows: Rows, want: range, stop: int, on: Sequence[int]) -> 
 
 def _unstopped(kind: str, why: str) -> BadModel:
     return BadModel(
-        f"rows of {kind} cannot be stopped between its layers",
+        f"{kind} cannot stop tokens between its layers",
         code="no_pruning",
         lines=[why],
         try_=["--set prune.method=none --set prefill.order=chunks"],

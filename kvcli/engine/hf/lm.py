@@ -238,7 +238,7 @@ class LM:
         if self._has_gates:
             return
         try_ = ["--set prefill.order=chunks", "--set prune.method=none", "--set reuse.method=none"]
-        self.recurrent_layers.refuse(self.info.id, "rows cannot be stopped between them", try_)
+        self.recurrent_layers.refuse(self.info.id, "tokens cannot stop between them", try_)
         self._has_gates = True  # set for the passes of the check
         try:
             layer_gates.install(self._layers or ())
@@ -260,7 +260,7 @@ class LM:
         """
         widened = "in oneDNN's blocks" if multiplies(self.dtype) else "multiplied in float32"
         native, experts = "layers in native panels", "weights of experts and routers in native panels"
-        skinny, blocked = (lay_out_skinny_, "layers fused for few rows"), (block_, f"layers {widened}")
+        skinny, blocked = (lay_out_skinny_, "layers fused for small batches"), (block_, f"layers {widened}")
         for swap, how in ((use_native_linear_, native), (lay_out_experts_, experts), skinny, blocked):
             if done := swap(self.model, drop_pages):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
@@ -271,7 +271,7 @@ class LM:
         self.recurrent_layers.settle()
         if self.recurrent_layers.are_by_row:
             self.info = replace(
-                self.info, backend=f"{self.info.backend}, {len(self.recurrent_layers)} recurrences row by row"
+                self.info, backend=f"{self.info.backend}, {len(self.recurrent_layers)} recurrences by token"
             )
         if self.is_split:  # fused layers expect all layers on one device
             return
@@ -293,7 +293,7 @@ class LM:
         )
         if not (why := next(filter(None, whys), "")):
             self.frames = CapturedPasses(CudaGraphs(self.device))
-        how = f"passes not recorded: {why}" if why else "passes recorded"
+        how = f"no CUDA graphs: {why}" if why else "CUDA graphs"
         self.info = replace(self.info, backend=f"{self.info.backend}, {how}")
 
     @cached_property

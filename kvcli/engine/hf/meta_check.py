@@ -56,7 +56,7 @@ def _examine(source: Source, kind: str, trust_remote_code: bool) -> str:
         except BadModel as error:
             if not any("meta" in line.lower() for line in error.lines):
                 raise
-            return "what its layers ask of attention shows when it is loaded: on the way there they ask for numbers"
+            return "its attention is checked when it is loaded, because its code needs the values of tensors"
     return ""
 
 

@@ -105,15 +105,15 @@ def latent_of(module: nn.Module, noted: tuple[Tensor, Tensor] | None, k: Tensor,
     latent, turned = noted
     expands = getattr(module, "kv_b_proj", None)
     if latent.shape[1] != 1 or turned.shape[1] != 1 or expands is None:
-        return Expanded(why_not="what it stores is expanded in no way that is known")
+        return Expanded(why_not="its latents are expanded in an unknown way")
     if type(expands) not in (nn.Linear, LatentProjection):
-        return Expanded(why_not=f"the weights that expand it are packed ({type(expands).__name__})")
+        return Expanded(why_not=f"the weights that expand them are quantized ({type(expands).__name__})")
     heads, plain = k.shape[1], k.shape[3] - turned.shape[3]
     if expands.bias is not None or expands.weight.shape != (heads * (plain + v.shape[3]), latent.shape[3]):
-        return Expanded(why_not="the weights that expand it have another shape")
+        return Expanded(why_not="the weights that expand them have another shape")
     made = LatentProjection(expands, heads, plain, turned.shape[3])
     same = v.shape[1] == heads and made.expands(latent[0, 0], turned[0, 0], k[0], v[0])
-    return Expanded(made) if same else Expanded(why_not="its keys and values are not what these weights make")
+    return Expanded(made) if same else Expanded(why_not="its keys and values are not the product of these weights")
 
 
 def _each(x: Tensor, panels: Tensor, n: int) -> Tensor:

@@ -100,11 +100,11 @@ def probe_layers(model: Any, probe: Probe, n_layers: int, limit: int, name: str)
     """Run one row through the model with `probe` in place; raises BadModel if a layer needs an unsupported feature."""
     kind = f"{name} ({model.config.model_type})"
     finder = RecurrentLayerFinder()
-    with blame_files(lambda said: refusal(kind, "a row does not get through it", [said])), finder.watching(model):
+    with blame_files(lambda said: refusal(kind, "a forward pass of one token fails", [said])), finder.watching(model):
         call(model, [0], [0], [0], its_pass=probe, trial=finder)
     layers, recurrent_layers = probe.layers, finder.recurrent_layers()
     if not layers and recurrent_layers:
-        _refuse(kind, "none of its layers attends", ["kvcli stores keys and values, and states beside them"])
+        _refuse(kind, "none of its layers has attention", ["kvcli needs an attention layer beside recurrent ones"])
     if not layers:
         _refuse(kind, "its attention does not go through transformers' attention interface", [type(model).__name__])
     seen = [at.index for at in layers]
@@ -123,7 +123,7 @@ def probe_layers(model: Any, probe: Probe, n_layers: int, limit: int, name: str)
         found = {at.index: latent_of(at.module, finder.given.get(at.index), *at.kv) for at in layers}
     latents = {layer: of.latent for layer, of in found.items() if of.latent is not None}
     lacks = Counter(of.why_not for of in found.values() if of.why_not)
-    notes = tuple(f"{n} layers store keys and values of all heads, and no latents: {why}" for why, n in lacks.items())
+    notes = tuple(f"{n} layers store keys and values instead of latents: {why}" for why, n in lacks.items())
     stored = tuple(_stored(at, latents.get(at.index), layers[:place]) for place, at in enumerate(layers))
     return ModelLayout(heads, attention_params, sinks, modules, stored, recurrent_layers, latents, notes)
 
@@ -156,15 +156,15 @@ def _owner(at: ProbedLayer, before: Sequence[ProbedLayer]) -> int | None:
 def _check_layer(at: ProbedLayer, probe: Probe, limit: int, kind: str) -> None:
     h, k, *_ = at.heads
     if h % k:
-        _refuse(kind, f"layer {at.index} has {h} heads over {k} KV heads", ["kvcli serves as many to each"])
+        _refuse(kind, f"layer {at.index} has {h} heads over {k} KV heads", ["kvcli needs a multiple of the KV heads"])
     if at.extras:
-        _refuse(kind, f"layer {at.index} asks its attention for {', '.join(at.extras)}", ["which kvcli does not serve"])
+        _refuse(kind, f"layer {at.index} gives its attention {', '.join(at.extras)}", ["which kvcli does not support"])
     if at.mask == -1:
-        _refuse(kind, f"layer {at.index} makes a mask of its own", ["kvcli serves full and sliding-window attention"])
+        _refuse(kind, f"layer {at.index} builds its own mask", ["kvcli supports full and sliding-window attention"])
     if at.mask is None:
         return
     with blame_files(
-        lambda said: refusal(kind, f"the mask of layer {at.index} follows from more than positions", [said])
+        lambda said: refusal(kind, f"the mask of layer {at.index} depends on more than positions", [said])
     ):
         is_causal = _is_causal(probe.masks[at.mask], at.sight.window, limit)
     if not is_causal:
@@ -211,11 +211,11 @@ def verify_logits(lm: Any, stock: Callable[[], AbstractContextManager[object]], 
     largest = float((mine - theirs).abs().nan_to_num(torch.inf).max())
     _refuse(
         kind,
-        "our pass does not give the logits of its own forward",
+        "kvcli's forward pass gives other logits than transformers'",
         [
             f"{n} tokens: logits off by up to {largest:.3g} on a scale of {float(theirs.abs().max()):.3g}",
             f"relative error {worst:.2g}, allowed in {lm.info.dtype}: {bound:g}",
-            *[f"states of its layers behind them off by {folded:.2g} from those of one pass"]
+            *[f"recurrent states after them off by {folded:.2g} from those of one pass"]
             * bool(lm.recurrent_layers),
         ],
         ["report it with the output of kvcli doctor", "--set load.verify=false runs it anyway: expect wrong text"],
@@ -260,7 +260,7 @@ def _folded(lm: Any, ids: Sequence[int], known: StateCheckpoint) -> float:
     if not lm.recurrent_layers:
         return 0.0
     (made,) = run([ForwardRequest(lm, rows, Dense(lm.shapes, lm.dtype, lm.device), states=states, is_prompt=True)])
-    assert made.fold is not None, "it has mixers"
+    assert made.fold is not None, "it has recurrent layers"
     made.fold(len(ids))
     return apart_by(known, states.now)
 

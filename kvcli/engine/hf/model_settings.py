@@ -31,7 +31,7 @@ def context_limit(text: Any, name: str) -> tuple[int, tuple[str, ...]]:
     dynamic = [r for r in _ropes(text) if "dynamic" in str(r.get("rope_type"))]
     if dynamic:
         end = _original(dynamic[0], said, name)
-        return end, (f"context ends at {end:,} tokens: beyond, dynamic rope changes keys that are stored already",)
+        return end, (f"context ends at {end:,} tokens: beyond, dynamic rope would change stored keys",)
     return count(said, "max_position_embeddings", name), ()
 
 
@@ -57,7 +57,7 @@ def settle_rope(model: nn.Module, text: Any, name: str) -> tuple[str, ...]:
             # one position further: selects the long table
             part(x, torch.tensor([[max(reach)]], device=x.device), **kind)
             setattr(part, table, getattr(part, f"{prefix}inv_freq").clone())
-    return (f"rope: its table for texts beyond {min(reach):,} tokens is used for shorter ones too",)
+    return (f"rope: the table for texts beyond {min(reach):,} tokens is used for shorter texts too",)
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def unkept(model: Any) -> tuple[str, ...]:
     """Return a note on settings of the generation config that are ignored; 0 and 1 have no effect."""
     given = getattr(model, "generation_config", None)
     names = [key for key in _UNKEPT if (value := getattr(given, key, None)) and value != 1]
-    return (f"not kept of generation_config.json: {', '.join(names)}",) if names else ()
+    return (f"ignored in generation_config.json: {', '.join(names)}",) if names else ()
 
 
 _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")

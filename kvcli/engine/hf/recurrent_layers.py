@@ -104,7 +104,7 @@ class StateCacheShim(CacheShim):
     def advance_state(self, i: int) -> Callable[[int], None]:
         """Return the function that advances the states of the i-th sequence by its accepted rows."""
         part = self.parts[i]
-        assert len(part.calls) == self._n_mixers, "a pass ended before a mixer"
+        assert len(part.calls) == self._n_mixers, "a pass ended before a recurrent layer"
         return partial(self._fold, part)
 
     def _fold(self, part: SequenceSlice, n: int) -> None:
@@ -124,7 +124,7 @@ class StateCacheShim(CacheShim):
             self.now = again = SequenceSlice(part.states, StateUpdate(known, rows.stop - rows.start), rows)
             with torch.inference_mode(), active_pass(self):
                 for mixer, call in part.calls.items():
-                    assert call is not None, "with a tape calls are kept"
+                    assert call is not None, "a tape needs the recorded calls"
                     mixer.run(again, _picked(call, part.folding.n_rows, rows))
             known = again.folding.known(rows.stop - rows.start, again.folding.rec)
         return known.rec
@@ -173,7 +173,7 @@ class RecurrentLayer:
 
     def _held(self) -> nn.Module:
         module = self._module()
-        assert module is not None, "it is held by the model"
+        assert module is not None, "the model was freed"
         return module
 
 
@@ -223,7 +223,7 @@ class RecurrentLayers:
     @property
     def why_not_recorded(self) -> str:
         """Reason why passes are not captured; "" without recurrent layers."""
-        return "some of its layers keep a state" if self._found else ""
+        return "it has recurrent layers" if self._found else ""
 
     def trial(self, feeds: Sequence[ForwardRequest], plain: CacheShim) -> StateCacheShim:
         """Return the layers' cache for a pass over these sequences, in place of `plain`. Raises BadModel if rows are no
@@ -238,13 +238,13 @@ class RecurrentLayers:
 def _part(feed: ForwardRequest, rows: slice) -> SequenceSlice:
     name = feed.lm.info.id
     if feed.states is None:
-        why = "what is asked for reads the past by a way of its own, which knows keys and values alone"
+        why = "this method reads the KV cache directly, without recurrent states"
         raise refused(name, why, ["--set policy.name=window", "--set spec.method=ngram"])
     if feed.rows.sees is not None:
         raise refused(
             name, "it drafts one chain only, without lookahead", ["--set spec.method=ngram --set spec.branches=1"]
         )
-    assert feed.states.now.at in (0, feed.rows.pos[0]), "rows do not stand behind what is known"
+    assert feed.states.now.at in (0, feed.rows.pos[0]), "rows do not follow the recurrent state"
     is_sure = feed.is_prompt or feed.rows.n_rows == 1
     folding = StateUpdate(feed.states.now, feed.rows.n_rows, is_sure=is_sure)
     return SequenceSlice(feed.states, folding, rows, tape=None if is_sure else {})
@@ -252,7 +252,7 @@ def _part(feed: ForwardRequest, rows: slice) -> SequenceSlice:
 
 def refused(name: str, why: str, try_: Sequence[str]) -> BadModel:
     """Return the error for a feature that recurrent layers rule out."""
-    return BadModel(f"{name} has layers that fold the text into a state: {why}", code="keeps_states", try_=try_)
+    return BadModel(f"{name} has recurrent layers: {why}", code="keeps_states", try_=try_)
 
 
 # ---- detection ----
@@ -329,7 +329,7 @@ def _trial() -> StateCacheShim | None:
 def _now() -> SequenceSlice:
     """Return the sequence slice that a recurrent layer currently computes."""
     trial = _trial()
-    assert trial is not None, "only of a pass of ours"
+    assert trial is not None, "no pass is running"
     return trial.now
 
 

@@ -55,9 +55,9 @@ def rotaries(lm: LM) -> tuple[Rotary | None, ...]:
 
 def _found(lm: LM) -> tuple[Rotary | None, ...]:
     try_ = ["--set reuse.method=none", "--set context.on_overflow=error", "--set kv_format.rope=after"]
-    lm.recurrent_layers.refuse(lm.info.id, "keys moved to other positions are not all that it knows of a text", try_)
+    lm.recurrent_layers.refuse(lm.info.id, "recurrent states cannot move to other positions", try_)
     if any(of.rank for of in lm.shapes):
-        _refuse(lm, "it stores latents, of which only a part is turned")
+        _refuse(lm, "it stores latents, of which only a part is rotated")
     tables = list(_tables(lm))
     far = (0, 131, lm.limit // 2, lm.limit - 1)
     passes = [torch.tensor(sorted({p for p in at if p < lm.limit}), device=lm.device) for at in (NEAR, far)]
@@ -69,7 +69,7 @@ def _found(lm: LM) -> tuple[Rotary | None, ...]:
         off = [max(_off(rotary, pos, k) for pos, k in keys) for rotary in (None, *fit)]
         best = min(range(len(off)), key=off.__getitem__)
         if not off[best] <= _WITHIN.get(lm.dtype, 0.04):
-            _refuse(lm, f"layer {layer} turns its keys as no fixed table does", [f"relative error {off[best]:.2g}"])
+            _refuse(lm, f"layer {layer} rotates its keys by no fixed table", [f"relative error {off[best]:.2g}"])
         found.append(None if best == 0 else fit[best - 1])
     return tuple(found)
 
@@ -111,7 +111,7 @@ def _off(rotary: Rotary | None, pos: Tensor, k: Tensor) -> float:
 
 def _refuse(lm: LM, why: str, lines: Sequence[str] = ()) -> NoReturn:
     raise BadModel(
-        f"keys of {lm.info.id} ({lm.info.family}) cannot be turned to other positions: {why}",
+        f"keys of {lm.info.id} ({lm.info.family}) cannot be rotated to other positions: {why}",
         code="model_unsupported",
         lines=lines,
         try_=["--set reuse.method=none", "--set kv_format.rope=after"],

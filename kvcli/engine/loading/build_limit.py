@@ -81,6 +81,6 @@ class _BuildCounter:
         raise BadModel(
             f"the weights of {self.name} are incomplete: config.json describes a larger model",
             code="model_incomplete",
-            lines=["the numbers in config.json make a model that its files cannot fill"],
+            lines=["config.json describes more weights than its files hold"],
             try_=["check that config.json belongs to these weights", "download the model again"],
         )

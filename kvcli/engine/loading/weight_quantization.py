@@ -36,9 +36,9 @@ def quantize_and_place(
         return ("torch" if given is None else f"{said}, as in the checkpoint"), ()
     layers = model_probe.decoder_layers(model, shape)
     if layers is None:  # LongCat has two attention modules per layer
-        why = "its attention modules stand in no list of layers"
+        why = "its attention modules are in no list of layers"
         raise BadModel(
-            "linear layers of this model cannot be packed", code="model_unsupported", lines=[why], try_=["--quant none"]
+            "its linear layers cannot be quantized", code="model_unsupported", lines=[why], try_=["--quant none"]
         )
     backend, swap = _packed(layers, quant, device)
     assert swap is not None
@@ -65,8 +65,8 @@ def split(
     """Quantize the model, with the last layers on `device`. Return also the device of each layer."""
     layers = None if shape.recurrent_layers else model_probe.decoder_layers(model, shape)
     if layers is None:
-        why = "some keep a state" if shape.recurrent_layers else "its attention modules stand in no list of layers"
-        raise BadModel("layers of this model cannot be placed one by one", code="no_split", lines=[why])
+        why = "some are recurrent" if shape.recurrent_layers else "its attention modules are in no list of layers"
+        raise BadModel("layers of this model cannot be split over devices", code="no_split", lines=[why])
     n, notes = min(on_gpu, len(layers)), list[str]()
     backends = dict[str, None]()
     for part, where in ((layers[: len(layers) - n], model.device), (layers[len(layers) - n :], device)):
@@ -89,7 +89,7 @@ def with_devices(
 
 def _swap_notes(swap: Swap, quant: str) -> tuple[str, ...]:
     """Return one note per reason for layers that were not quantized."""
-    notes = [f"{count} linear layers stay unpacked: {why}" for why, count in swap.kept.items()]
+    notes = [f"{count} linear layers were not quantized: {why}" for why, count in swap.kept.items()]
     if not swap.packed:
-        notes.append(f"load.quant = {quant} changed nothing")
+        notes.append(f"load.quant = {quant} had no effect: no layer of the model can be quantized")
     return tuple(notes)

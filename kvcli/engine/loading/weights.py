@@ -77,7 +77,7 @@ def load_weights(
     notes = list(_unused(model, sorted(loading["unexpected_keys"])))
     if packing.unpacks(device.type):
         numbers = str(model.dtype).removeprefix("torch.")
-        notes.append(f"{packing.method} weights are unpacked to {numbers}, from {source.nbytes >> 20:,} MiB of files")
+        notes.append(f"{packing.method} weights were dequantized to {numbers}: {source.nbytes >> 20:,} MiB of files")
     return model, tuple(notes)
 
 
@@ -94,7 +94,7 @@ def _unloadable(source: Source, said: str) -> BadModel:
         return unreadable(source, "transformers could not load it", said)
     named = re.search(r"pip install (?:-U |--upgrade )?['\"]?([\w.\[\]<>=!~,-]+)|No module named '([\w-]+)", said)
     return BadModel(
-        f"{source.id} ({source.family}) needs a package that is not here, or too old",
+        f"{source.id} ({source.family}) needs a package that is missing or too old",
         code="package_missing",
         lines=[said],
         try_=[pip("-U", (named[1] or named[2]).rstrip(".,"))] if named else [INSTEAD],
@@ -112,7 +112,7 @@ def _unused(model: nn.Module, names: Sequence[str]) -> Iterator[str]:
     """Yield notes on tensors of the checkpoint that were not loaded."""
     apart = [name for name in names if _is_left_out(model, name)]
     if apart:
-        yield f"pictures and sound are not read: {len(apart)} tensors of parts for them stay on disk"
+        yield f"images and audio are not supported: {len(apart)} tensors for them were not loaded"
     if unused := [name for name in names if name not in apart]:
         yield f"{len(unused)} tensors of the checkpoint are not used, such as {unused[0]}"
 
@@ -182,10 +182,10 @@ def quantize_for_gpu(root: nn.Module, quant: str, device: torch.device) -> tuple
     """
     if why := triton_support.why_not(device, next(root.parameters()).dtype):
         kind = "fp4" if quant == "int4" else quant
-        swap = quantize_with_bitsandbytes(root, quant, device) + stay(root, "bitsandbytes packs no experts")
+        swap = quantize_with_bitsandbytes(root, quant, device) + stay(root, "bitsandbytes quantizes no experts")
         return swap, f"bitsandbytes {kind} ({why})"
     if quant == "nf4":
-        swap = quantize_with_bitsandbytes(root, quant, device) + stay(root, "experts have int8 and int4, no nf4")
+        swap = quantize_with_bitsandbytes(root, quant, device) + stay(root, "experts support int8 and int4, not nf4")
     else:
         bits: Bits = 8 if quant == "int8" else 4
         swap = quantize_(root, bits, drop_pages, device) + quantize_experts_(root, bits, drop_pages, device)

@@ -25,10 +25,10 @@ class ProjectedValueNorms:
         self._modules = [_module(attends) for attends in lm.attentions]
         if None in self._modules or any(of.rank for of in lm.shapes):
             raise BadModel(
-                f"{who} weighs values by the output projection, and {lm.info.id} ({lm.info.family}) has none by head",
+                f"{who} needs an output projection per head, and {lm.info.id} ({lm.info.family}) has none",
                 code="policy_unsupported",
-                lines=["its heads share what is stored, or the projection has another name"],
-                try_=["leave it out", "--set policy.name=vatp, which weighs values alone"],
+                lines=["its heads share latents, or the projection has another name"],
+                try_=["leave it out", "--set policy.name=vatp, which uses the norm of values"],
             )
         self._heads, self._dtype = lm.heads, lm.dtype
 

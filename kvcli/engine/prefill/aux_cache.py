@@ -137,7 +137,7 @@ class AuxCache:
             pos = one.positions("pos", None).tolist()
             layer = one.number("layer", self._lm.n_layers - 1)
             if layer not in starts or pos != sorted(set(pos)) or not self.depth.keys().isdisjoint(pos):
-                raise SnapshotMismatch("nobody stops there")
+                raise SnapshotMismatch("no token stops at that layer")
             vectors = one.tensor("x", self._lm.dtype, len(pos), width)
             self._put(layer, pos, vectors.to(self._lm.device, copy=True))
 

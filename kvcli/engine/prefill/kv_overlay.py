@@ -36,7 +36,7 @@ class KVOverlay:
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Name the reason why passes over this cache are not captured."""
-        return DeviceCache(why_not="rows read beside the store what was taken over")
+        return DeviceCache(why_not="reused KV is read outside the KV cache")
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None

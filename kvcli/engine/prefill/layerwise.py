@@ -123,7 +123,7 @@ class LayerwisePrefill:
         chosen = self.pruner(layers.start, self.active_rows) if self.pruner is not None else None
         if chosen is not None and len(chosen) < len(self._live):
             on = set(chosen)
-            assert self._hear <= on, "rows that are heard go through every layer"
+            assert self._hear <= on, "rows whose queries are recorded go through every layer"
             if self._comes_back and self._given:
                 stay = [i for i, row in enumerate(self._live) if row not in on]
                 stopped = torch.cat([part[at] for part, at in _of_parts(self._given, stay)])

@@ -95,7 +95,7 @@ class PositionMaskedCache:
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Name the reason why passes over this cache are not captured."""
-        return DeviceCache(why_not="tokens that come back are older than what is stored")
+        return DeviceCache(why_not="revived tokens are older than stored ones")
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None

@@ -51,9 +51,7 @@ class Vocabulary:
         from llguidance.hf import from_tokenizer
 
         if not stops:
-            raise BadModel(
-                "no token of the model ends an answer, so none can be held to a grammar", code="no_stop_token"
-            )
+            raise BadModel("the model has no stop token, so no answer can follow a grammar", code="no_stop_token")
         with blame_files(_unreadable):
             self._tokens: Any = from_tokenizer(tokenizer, max(vocab, len(tokenizer)), sorted(stops))
         self._vocab, self._stops = vocab, sorted(stops)
@@ -65,7 +63,7 @@ class Vocabulary:
             raise refused(grammar.name, matcher.get_error(), "bad_grammar")
         held = _Follows(matcher, self._vocab)
         if not held.allowed([]).index_fill(0, torch.tensor(self._stops), False).any():
-            raise refused(grammar.name, "it allows no answer but an empty one", "bad_grammar")
+            raise refused(grammar.name, "it allows only an empty answer", "bad_grammar")
         self._refuse_vast(grammar, matcher.deep_copy())
         return held
 
@@ -112,4 +110,4 @@ class _Follows:
 
 
 def _unreadable(said: str) -> BadModel:
-    return BadModel("this model's tokens cannot be held to a grammar", code="bad_vocabulary", lines=[said])
+    return BadModel("this model's vocabulary cannot follow a grammar", code="bad_vocabulary", lines=[said])

@@ -20,7 +20,7 @@ class Repetition:
 
     def __str__(self) -> str:
         what = f"{self.period} tokens" if self.period > 1 else "one token"
-        return f"the text went round in a loop of {what}"
+        return f"the answer repeated a loop of {what}"
 
 
 class RepetitionDetector:

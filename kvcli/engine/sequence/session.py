@@ -60,12 +60,12 @@ class GenerationSession(SequenceState):
     def step(self, stop: Collection[int] = (), most: float = math.inf) -> Steps[Step]:
         """Run one decoding step: draft, run, verify, commit. It adds one to `most` tokens and ends at the first of
         `stop`."""
-        assert self.committed == len(self.ids) - 1 < self.lm.limit, "read the text to its end, and stay in the window"
+        assert self.committed == len(self.ids) - 1 < self.lm.limit, "the text is prefilled, and within the context"
         began = time.perf_counter()
         room = int(min(self.compression_point - self.committed, most, self.lm.limit - self.committed)) - 1
         draft = yield from await_passes(self.drafter.propose(self.ids, room, self))
         rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
-        assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than there is room"
+        assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than allowed"
         how = SamplingContext(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
         hear = range(rows.tree) if draft.needs == "queries" else self.heard.rows_to_record_in_tree(rows.tree)
         made = yield ForwardRequest(
@@ -242,7 +242,7 @@ class GenerationSession(SequenceState):
 
     def _commit(self, rows: Rows, hear: Sequence[int], made: ForwardResult, path: Sequence[int]) -> None:
         """Commit the KV of the accepted rows. The KV of other rows is discarded with the pass."""
-        assert len(path) <= self.compression_point - self.committed, "a draft crossed a boundary"
+        assert len(path) <= self.compression_point - self.committed, "a draft crossed a compression point"
         commit(self.cache, rows, made, path)
         self.heard.take(rows, hear, made.queries, path)
         self.committed += len(path)  # last: an earlier failure commits nothing

@@ -155,7 +155,7 @@ class SequenceState:
 
     def _append(self, past: Iterable[tuple[int, Tensor, Tensor, int]], n: int) -> None:
         """Store the KV of the tokens up to n, or nothing if that fails."""
-        assert not self.lm.recurrent_layers, "keys and values alone are not all that such a model knows of a text"
+        assert not self.lm.recurrent_layers, "a model with recurrent layers needs its states too"
         try:
             self.cache.reserve(n)
             for layer, k, v, start in past:
@@ -192,7 +192,7 @@ class SequenceState:
     def _restore(self, state: State, pending: int) -> None:
         ids = SnapshotReader(state, self.lm.vocab).positions("ids", None).tolist()
         if not 1 <= len(ids) < self.lm.limit:
-            raise SnapshotMismatch("its text has another length than there is room for")
+            raise SnapshotMismatch("its length does not fit the context window")
         given = SnapshotReader(state, len(ids))
         self.cache.restore(given.part("kv"))
         self.states.restore(given.part("states"))

@@ -48,7 +48,7 @@ class DraftAndFullCache:
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the reason why no captured pass can read this cache."""
-        return DeviceCache(why_not="two stores hold one text")
+        return DeviceCache(why_not="two KV caches hold one sequence")
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None

@@ -116,18 +116,18 @@ class CachePlan:
         if steps or (self.memory.host != "auto" and size_of(self.memory.host)):
             asked = f"memory.fallbacks has {steps[0]}" if steps else f"memory.host = {self.memory.host}"
             raise BadConfig(
-                f"{asked}, but keys and values are in host memory already",
+                f"{asked}, but the KV cache is in host memory already",
                 code="no_host_tier",
-                lines=["the model runs on the CPU, where tiers are precisions: older tokens in fewer bits"],
+                lines=["the model runs on the CPU, where tiers differ in bits only"],
                 try_=["--set memory.host=0GiB", "--set kv.k_bits=8 --set kv.v_bits=8", "--set memory.disk=8GiB"],
             )
 
     def _refuse_all_alike(self) -> None:
         if not self.recall.describe_read:
             raise BadConfig(
-                'memory.evicted = "demote" has no tier to move to, nor an index that finds what was moved',
+                'memory.evicted = "demote" needs a lower tier or sparse attention',
                 code="no_lower_tier",
-                lines=["what lies beside the rest and is read like it was not let go"],
+                lines=["tokens in the same tier that every token reads are not evicted"],
                 try_=["--set sparse.method=sketch", "--set kv.k_bits=8 --set kv.v_bits=8", "--set memory.disk=8GiB"],
             )
 
@@ -240,7 +240,7 @@ class CachePlan:
         from kvcli.kv.offload.link_rates import rates
 
         asked, unserved = self.memory.host_access, self._unserved()
-        why = "slots of few bits are read by the CPU" if self.is_packed else unserved if asked == "zero-copy" else ""
+        why = "quantized KV is read by the CPU" if self.is_packed else unserved if asked == "zero-copy" else ""
         if why and asked in ("zero-copy", "stream"):
             raise BadConfig(
                 f'memory.host_access = "{asked}" cannot be used here: {why}',

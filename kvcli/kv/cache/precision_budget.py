@@ -26,7 +26,7 @@ SCALE = 2  # bytes of a scale; a zero point takes as many
 NOTED = 24  # bytes of the tables that locate one head
 WORTH = 8  # bytes per token and head for the two stored scores, evicted tokens included
 PLACED = 10  # more bytes per token and head for score, level and order while slots are assigned to levels
-FINDS = ", where recall finds them again"
+FINDS = ", read by sparse attention"
 TINY = 1e-6  # share of a token; absorbs floating-point error
 
 
@@ -112,7 +112,7 @@ class PrecisionBudget:
     @property
     def describe(self) -> str:
         """Line for the user: the tokens that fit if all were at one level, or the loss allowed."""
-        loses = f"memory.max_loss = {self.lose}: as few bytes as leave {1 - self.lose:.1%} of what a text is worth"
+        loses = f"memory.max_loss = {self.lose}: as few bytes as keep {1 - self.lose:.1%} of the score"
         if not self.asked:
             return f"{loses}, known once it has been read"
         rungs = self.by_rung[: self.last]
@@ -122,9 +122,8 @@ class PrecisionBudget:
         )
         if self.has_place and self.holds is not None:
             ways += f" (no more than {self.holds:,})"
-        return (
-            f"memory.budget = {self.asked}: room for so many tokens{' of a text' * self.is_share}: {ways}, or a mixture"
-            + (f"; {loses}, at most these" if self.lose else "")
+        return f"memory.budget = {self.asked}: tokens that fit{' of a text' * self.is_share}: {ways}, or a mixture" + (
+            f"; {loses}, at most these" if self.lose else ""
         )
 
     def nbytes(self, layer: int, counts: Sequence[Sequence[int]]) -> float:

@@ -47,7 +47,7 @@ class TieredCache:
         `demotes`: slots dropped by masks are demoted. `drops`: if the last level is full, its oldest slots are
         evicted; otherwise CacheFull is raised.
         """
-        assert below or not demotes, "there is nowhere to go"
+        assert below or not demotes, "there is no lower tier"
         self._top, self._sinks = top, sinks
         self._levels = [TierLevel(top, holds, group), *below]
         self._read_levels = self._levels[:1] if demotes else self._levels
@@ -87,7 +87,7 @@ class TieredCache:
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the device tables of the top if there is no lower level."""
         if len(self._levels) > 1:
-            return DeviceCache(why_not="slots lie in several tiers (kv.k_bits, memory.host)")
+            return DeviceCache(why_not="the KV cache has several tiers (kv.k_bits, memory.host)")
         most = self._levels[0].holds  # the host checks this limit at compression points
         return self._top.fixed(rows, more if most is None else min(more, max(0, most - self._top.n_slots(0))))
 
@@ -166,7 +166,7 @@ class TieredCache:
 
     def snapshot(self) -> State:
         """Return the snapshots of all levels."""
-        assert not self._twice, "what a failure left half done is mended by `crop`"
+        assert not self._twice, "a failed step must be undone by `crop`"
         rungs: State = {str(i): level.tier.snapshot() for i, level in enumerate(self._levels)}
         return {"rungs": rungs, "has_dropped": self._has_dropped}
 
@@ -197,7 +197,7 @@ class TieredCache:
     def _by_level(self, layer: int, said: Tensor) -> list[tuple[int, Tensor]]:
         """Split a tensor [K, S] in the order of `slots` by level."""
         spans = self._spans(layer)
-        assert said.shape[1] == sum(span.n for span in spans), "it is not of the slots that are shown"
+        assert said.shape[1] == sum(span.n for span in spans), "it does not match the slots of the view"
         parts = said.split_with_sizes([span.n for span in spans], dim=1)
         return [(span.rung, part) for span, part in zip(spans, parts, strict=True)]
 
@@ -276,7 +276,7 @@ class TieredCache:
         return self._levels[at].forget(layer, s)
 
     def _outgrown(self) -> CacheFull:
-        return CacheFull("keys and values have outgrown their memory", lines=list(map(str, self._levels)))
+        return CacheFull("the KV cache has outgrown its memory", lines=list(map(str, self._levels)))
 
     def _once(self, at: int, layer: int, to: int) -> None:
         """Remove slots from level `at` that level `to` stores too."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvcli.kv.sparse.page_source import PageTier
     from kvcli.settings.schema import Kv
 
-APART = {"kv.rotate": "which spreads over all channels the outliers that are kept apart"}
+APART = {"kv.rotate": "which spreads the outliers that are stored apart over all channels"}
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class BlockFormat:
 
     def unsupported_keys(self, kv: Kv) -> Mapping[str, str]:
         is_wide = {f"kv.{key}": getattr(kv, key) == 16 for key in ("k_bits", "v_bits")}
-        why = "which rounds nothing: 8, 4 and 2 do" if self.rounds else "and of what this form keeps it rounds nothing"
+        why = "which does not quantize: 8, 4 and 2 do" if self.rounds else "but this KV format does not quantize"
         bits = {key: why for key, is_16 in is_wide.items() if is_16 == self.rounds}
-        turned = {"kv.rotate": self.own.get("kv.rotate", 'which turns what kv_format.method = "kivi" packs')}
-        halves = {"kv.split_codes": 'and halves are of kv_format.method = "kivi"'}
+        turned = {"kv.rotate": self.own.get("kv.rotate", 'which rotates what only kv_format.method = "kivi" quantizes')}
+        halves = {"kv.split_codes": 'and split codes need kv_format.method = "kivi"'}
         return bits | (turned if kv.rotate != "none" else {}) | (halves if kv.split_codes else {})
 
     def heads(self, n: int) -> int:

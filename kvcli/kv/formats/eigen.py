@@ -15,7 +15,7 @@ def eigenvectors(x: Tensor) -> Tensor:
         raise BadModel(
             "the model's keys or values are not numbers",
             code="bad_slots",
-            lines=["NaN or infinity has no directions, and what is stored here goes by those that hold most"],
+            lines=["this KV format needs singular vectors, which NaN or infinity do not have"],
             try_=["--set load.dtype=fp32", "download the model again: its weights may be damaged"],
         )
     found: Tensor = torch.linalg.eigh(x).eigenvectors

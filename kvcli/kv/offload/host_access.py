@@ -112,7 +112,7 @@ class CpuAttention:
 class ZeroCopyKernel:
     """Device kernels that read pinned host memory, each byte once for all rows."""
 
-    how = "the GPU reads it across the bus"
+    how = "the GPU reads it directly"
     nbytes = 0
 
     def __init__(self, tier: ChunkedReader, bus: DeviceLink) -> None:
@@ -137,7 +137,7 @@ class Buffer:
 class StreamedCopy:
     """Streamed copies: while one chunk is read, the next one is copied, of this layer or the next one."""
 
-    how = "it is copied past the GPU"
+    how = "the GPU copies it in streams"
 
     def __init__(self, tier: ChunkedReader, bus: DeviceLink) -> None:
         self._tier, self._bus = tier, bus

@@ -41,7 +41,7 @@ class SparseCache(SparseTier):
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Return no tables, because rows select pages on the host."""
-        return DeviceCache(why_not="rows choose which pages they read (sparse.method)")
+        return DeviceCache(why_not="tokens select the pages they read (sparse.method)")
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Allocate capacity for n slots per head."""

@@ -97,7 +97,7 @@ class HeadGroup:
     def keep(self, mask: Tensor) -> None:
         """Evict slots whose mask [h, S] is False."""
         full, h = self.full, self._codec.heads
-        assert h == 1 or bool((mask == mask[:1]).all()), "heads that are written together hold the same slots"
+        assert h == 1 or bool((mask == mask[:1]).all()), "heads of one block have the same slots"
         left = blocked(mask[:, :full], self._group)  # [h, B, g]
         pos = blocked(self.pos[:, :full], self._group)
         stays = left.sum((0, 2)) * 2 >= h * self._group  # [B]
@@ -154,7 +154,7 @@ class HeadGroup:
         v = given.tensor("v", codec.dtype, codec.heads, k.shape[1], codec.dims[1])
         full, rest = pos.shape[1] - k.shape[1], k.shape[1]
         if full % self._group or not 0 <= rest < self._group:
-            raise SnapshotMismatch("its slots make no blocks")
+            raise SnapshotMismatch("its slots do not fill blocks")
         layout = codec.layout(full // self._group)
         part = given.part("codes")
         self.codes = tuple(part.like(str(i), t).to(here) for i, t in enumerate(layout))
@@ -228,15 +228,13 @@ class BlockTier(LossyTier):
         """Store slots, keys after rotary embedding; slots with position -1 are skipped."""
         if not slots.n_slots:
             return
-        assert layer in self._bands, "this layer reads another's slots"
+        assert layer in self._bands, "this layer shares the KV of another"
         k, v = split_latent(self._shapes[layer].rank, slots)
         at = 0
         for band in self._bands[layer]:
             own = slice(at, at := at + band.pos.shape[0])
             held = slots.pos[own] >= 0
-            assert len(held) == 1 or bool((held == held[:1]).all()), (
-                "heads that are written together hold the same slots"
-            )
+            assert len(held) == 1 or bool((held == held[:1]).all()), "heads of one block have the same slots"
             band.take(k[own, held[0]], v[own, held[0]], slots.pos[own, held[0]])
         self._share(layer)
         self.changes += 1

@@ -140,7 +140,7 @@ class Dense:
             for layer, shape in enumerate(shapes)
             if shape.shared_from is None
         }
-        assert all(holder in self._slabs for holder in self._holder), "a shared layer has slots of its own"
+        assert all(holder in self._slabs for holder in self._holder), "a layer shares the KV of a layer without KV"
 
     @property
     def batch_variant_reason(self) -> str:
@@ -307,7 +307,7 @@ class Dense:
 
     def _hold(self, layer: int, slots: Slots) -> None:
         """Replace the slots of a layer, in the layout that suits them."""
-        assert layer in self._slabs, "this layer reads another's slots"
+        assert layer in self._slabs, "this layer shares the KV of another"
         is_alike, slides = agree(slots), layer in self.windows
         self._slabs[layer] = UniformLayer.of(slots, self._step, slides) if is_alike else RaggedLayer(slots, self._step)
         self.changes += 1

@@ -80,7 +80,7 @@ class ExtentTier:
     def _store(self, layer: int, s: Slots) -> None:
         """Store slots without compacting them."""
         n, held = s.n_slots, self._layers[layer]
-        assert self._holder[layer] == layer, "this layer reads another's slots"
+        assert self._holder[layer] == layer, "this layer shares the KV of another"
         self._place.may_write(layer, n)
         at = min(n, held[-1].room) if held else 0
         places, fresh = [(held[-1], 0, at)] if at else [], list[Extent]()

@@ -157,7 +157,7 @@ class SlotFile:
             raise
         k, v = laid(torch.frombuffer(mapped, dtype=self._dtype), of, cap)
         pos = torch.full((of.n_kv_heads, cap), -1, dtype=torch.int32)
-        return Extent(offset, size, k, v, pos, "it lies on the disk")
+        return Extent(offset, size, k, v, pos, "it is on the disk")
 
     def free(self, extents: Iterable[Extent]) -> None:
         """Free extents; their space in the file is reused."""

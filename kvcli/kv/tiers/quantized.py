@@ -68,7 +68,7 @@ class QuantizedTier(LossyTier):
         """`shapes`: by layer; a layer that reads another's slots stores none. `dtype`: of given slots and computation;
         `group`: elements that share a scale below 8 bits. `halves`: 8-bit codes are split into two 4-bit halves, of
         which drafting reads only the upper one (QuantSpec, arXiv 2502.10424)."""
-        assert not halves or k_bits == v_bits == 8, "halves are of 8 bits"
+        assert not halves or k_bits == v_bits == 8, "split codes have 8 bits"
         k_bits, v_bits = (4, 4) if halves else (k_bits, v_bits)
         own = {layer: of for layer, of in enumerate(shapes) if of.shared_from is None}
         for of in own.values():
@@ -174,7 +174,7 @@ class QuantizedTier(LossyTier):
         """Quantize and store slots, keys after rotary embedding; slots with position -1 are skipped."""
         if not slots.n_slots:
             return
-        assert layer in self._own, "this layer reads another's slots"
+        assert layer in self._own, "this layer shares the KV of another"
         self._forget_table(layer)
         k, v = map(self._turned, split_latent(self._ranks[layer], slots))
         held = slots.pos >= 0
@@ -328,7 +328,7 @@ def _check(of: LayerShape, k_bits: int, v_bits: int, rotate: str) -> None:
     odd = [dim for dim in of.parts if dim & (dim - 1)]
     if rotate == "hadamard" and odd:
         raise BadConfig(
-            f'kv.rotate = "hadamard" needs heads of a power of two, and those of this model have {odd[0]} numbers',
+            f'kv.rotate = "hadamard" needs head sizes of a power of two, and this model has {odd[0]}',
             code="kv_rotate",
             try_=['--set kv.rotate="none"'],
         )

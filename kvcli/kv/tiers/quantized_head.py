@@ -84,7 +84,7 @@ class QuantizedHead:
         rest = given.tensor("rest", form.dtype, None, dim)
         full = len(pos) - len(rest)
         if full % form.group or not 0 <= len(rest) < form.group if form.is_grouped else len(rest):
-            raise SnapshotMismatch("its keys make no groups")
+            raise SnapshotMismatch("its keys do not fill groups")
         keys_like, values_like = _layouts(form, full, len(pos), dim, self._v_dim)
         keys = _made(given.part("keys"), keys_like, self.rest)
         values = _made(given.part("values"), values_like, self.rest)

@@ -19,7 +19,7 @@ def temporary_folder() -> Path:
         if folder.is_dir() and _file_system(folder) not in IN_MEMORY:
             return folder
     names = ", ".join(map(str, found))
-    raise CacheFull("memory.disk has no disk to use", lines=[f"{names}: kept in memory, or not there"])
+    raise CacheFull("memory.disk needs a folder on a disk", lines=[f"{names}: in memory, or missing"])
 
 
 def _file_system(folder: Path) -> str:

@@ -36,7 +36,7 @@ class AssistantDraft(ModelDraftSettings):
 
         if not self.model:
             raise BadConfig(
-                'spec.method = "assistant" needs the assistant of the model that writes',
+                'spec.method = "assistant" needs the assistant of the target model',
                 code="no_draft_model",
                 try_=["--draft ASSISTANT", "--set spec.model=ASSISTANT"],
             )
@@ -53,7 +53,7 @@ class AssistantDraft(ModelDraftSettings):
         from kvcli.drafts.sources.model_draft import ModelDraft
         from kvcli.drafts.sources.prompt_lookup import PromptLookup
 
-        assert pair is not None, "somebody must draft"
+        assert pair is not None, "a drafter needs a model pair"
         lm, head = pair.target, pair.draft
         share = head.info.weight_bytes / lm.info.weight_bytes
         guesser = AssistantHead(lm, head)

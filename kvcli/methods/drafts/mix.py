@@ -38,7 +38,7 @@ class Mix(LookaheadSettings):
         if self.max_match < self.min_match:
             raise ValueError(f"max_match = {self.max_match} is less than min_match = {self.min_match}")
         if not self.sources:
-            raise ValueError('sources = [] must name one at least; method = "off" drafts from none')
+            raise ValueError('sources = [] names no draft source; to disable drafting: method = "off"')
 
     def ignored_keys(self) -> dict[str, str]:
         """Return the keys that have no effect: key -> the key that disables it. Adds keys of sources not in use."""

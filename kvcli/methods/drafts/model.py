@@ -58,24 +58,22 @@ class SeparateModelDraft(ModelDraftSettings):
         super().__post_init__()
         if self.stop != "marginal" and not self.adaptive:
             raise ValueError(
-                f'adaptive = false guesses as far as `depth` says: stop = "{self.stop}" needs adaptive = true'
+                f'stop = "{self.stop}" needs adaptive = true: adaptive = false always drafts `depth` tokens'
             )
         if self.stop != "marginal" and self.min_gain:
-            raise ValueError(
-                f'min_gain = {self.min_gain} is what a pass must bring: stop = "{self.stop}" is not asked then'
-            )
+            raise ValueError(f'min_gain = {self.min_gain} needs stop = "marginal", not stop = "{self.stop}"')
         if 0 < self.working <= self.sinks:
-            raise ValueError(f"working = {self.working} leaves nothing beside sinks = {self.sinks}")
+            raise ValueError(f"working = {self.working} must be more than sinks = {self.sinks}")
         if self.lookup_verify and not self.copies:
-            raise ValueError(f"lookup_verify = {self.lookup_verify} checks copies, and copies = false makes none")
+            raise ValueError(f"lookup_verify = {self.lookup_verify} needs copies = true")
         least = self.working if self.retrieval == "off" else self.recent
         if self._far and not 0 < least <= self._far:
             what = f"working = {self.working or 'all'}" if self.retrieval == "off" else f"recent = {self.recent}"
-            raise ValueError(f'prefill = "{self.prefill}" reads no farther than {what}')
+            raise ValueError(f'prefill = "{self.prefill}" covers fewer tokens than {what}')
         if self.retrieval != "off" and self._least > self.working:
             raise ValueError(
-                f"working = {self.working or 'all'} leaves nothing to choose where sinks, recent and four chunks take "
-                f'{self._least}: more of it, or retrieval = "off"'
+                f"working = {self.working or 'all'} is too small: sinks, recent and four chunks take "
+                f'{self._least}; raise it, or set retrieval = "off"'
             )
 
     def ignored_keys(self) -> dict[str, str]:
@@ -105,7 +103,7 @@ class SeparateModelDraft(ModelDraftSettings):
 
         if not self.model:
             raise BadConfig(
-                'spec.method = "model" needs a model that drafts',
+                'spec.method = "model" needs a draft model',
                 code="no_draft_model",
                 try_=["--draft MODEL", "--set spec.model=MODEL"],
             )
@@ -144,15 +142,15 @@ class SeparateModelDraft(ModelDraftSettings):
         from kvcli.drafts.tree.growth import Growth
         from kvcli.errors import BadConfig
 
-        assert pair is not None, "somebody must draft"
+        assert pair is not None, "a drafter needs a model pair"
         draft, target = pair.draft, pair.target
         closes = self.positions == "contiguous" and self.working > 0
         of_keys = {
-            "retrieval=off": (self.retrieval != "off", "chunks that are chosen again have none"),
-            "positions=original": (closes, "keys moved to other positions are not all that it knows of a text"),
+            "retrieval=off": (self.retrieval != "off", "retrieved chunks have no recurrent state"),
+            "positions=original": (closes, "recurrent states cannot move to other positions"),
             "tree_width=1": (
                 self.tree_width > 1 and "tree_width" not in self.ignored_keys(),
-                "guesses of a pass of its own are one chain",
+                "its drafts are a single chain",
             ),
         }
         for key, (is_asked, why) in of_keys.items():
@@ -160,9 +158,9 @@ class SeparateModelDraft(ModelDraftSettings):
                 draft.recurrent_layers.refuse(draft.info.id, why, [f"--set spec.{key}"])
         if closes and self.working + self.depth > draft.limit:
             raise BadConfig(
-                f"spec.working = {self.working:,} is more than {draft.info.id}, which drafts, was made for",
+                f"spec.working = {self.working:,} exceeds the context limit of draft model {draft.info.id}",
                 code="beyond_model",
-                lines=[f"its limit is {draft.limit:,} tokens, {self.depth} of them for drafts"],
+                lines=[f"the limit is {draft.limit:,} tokens, {self.depth} of them for drafts"],
                 try_=[f"--set spec.working={draft.limit - self.depth}"],
             )
         copies = PromptLookup(self.min_match, self.max_match)
@@ -191,14 +189,12 @@ class SeparateModelDraft(ModelDraftSettings):
         asked = [key for key, is_asked in wants.items() if is_asked]
         if pair.spelling is not None and asked:
             raise BadConfig(
-                f"spec.{asked[0]} needs a model that drafts with the tokenizer of {pair.target.info.id}",
+                f"spec.{asked[0]} needs a draft model with the tokenizer of {pair.target.info.id}",
                 code="other_tokenizer",
-                lines=[
-                    f"{pair.draft.info.id} has tokens of its own, and guesses spelled anew come one behind the other"
-                ],
+                lines=[f"{pair.draft.info.id} has another tokenizer, and retokenized drafts are a single chain"],
                 try_=[
                     " ".join(f"--set spec.{key}={keys_of(SeparateModelDraft)[key].default}" for key in asked),
-                    "kvcli models show MODEL lists who shares it",
+                    "kvcli models show MODEL lists models that share it",
                 ],
             )
         if self.retrieval != "off":

@@ -30,8 +30,8 @@ class ModelDraftSettings(Ngram):
         super().__post_init__()
         if self.overlap:  # PEARL, arXiv 2408.11850; SpecBranch, arXiv 2506.01979
             raise ValueError(
-                "overlap = true would guess on while guesses are verified, but a step asks for one pass at a time, and "
-                "a round runs one model after the other: overlap = false; what takes no pass of its own are copies and "
+                "overlap = true would draft during verification, but kvcli runs the models one after the other: set "
+                "overlap = false; draft sources that need no pass of their own are copies = true and "
                 'sources = ["stand", "token-recycling"]'
             )
 

@@ -36,7 +36,7 @@ class MtpDraft(ModelDraftSettings):
         from kvcli.drafts.sources.prompt_lookup import PromptLookup
         from kvcli.engine.drafting.mtp import mtp_of
 
-        assert pair is not None, "somebody must draft"
+        assert pair is not None, "a drafter needs a model pair"
         lm = pair.target
         head = mtp_of(lm)
         share = 1 / lm.n_layers  # time of a pass in plain passes, until measured

@@ -48,7 +48,7 @@ class SelfDraft(ModelDraftSettings, ViewSettings):
         from kvcli.drafts.sources.model_draft import ModelDraft
         from kvcli.drafts.sources.prompt_lookup import PromptLookup
 
-        assert pair is not None, "somebody must draft"
+        assert pair is not None, "a drafter needs a model pair"
         lm = pair.target
         lm.recurrent_layers.refuse(
             lm.info.id, "it cannot draft over a part of its KV cache", ["--set spec.method=ngram"]

@@ -28,7 +28,7 @@ class Mustafar(BlockFormat):
     k_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # share of key elements dropped, the smallest
     v_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # share of value elements dropped, the smallest
 
-    own: ClassVar = {"kv.rotate": "which spreads over all channels the large numbers that this form keeps"}
+    own: ClassVar = {"kv.rotate": "which spreads the large values that this KV format keeps over all channels"}
     rounds = False
 
     def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:

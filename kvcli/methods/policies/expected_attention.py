@@ -39,7 +39,7 @@ class Expected(TopK):
     epsilon: Annotated[float, Range(0)] = 0.0  # added to expected attention before multiplying by the value norm
 
     name: ClassVar[str] = "expected"
-    by: ClassVar[str] = "what later questions should look at"
+    by: ClassVar[str] = "the attention expected from later questions"
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Return the policy's requirements. Raises BadModel if the model's rotary frequencies are not found."""

@@ -47,7 +47,7 @@ class H2O(TopK):
     queries: Annotated[int, Range(1)] = 64  # newest queries that score tokens; at least compression_interval
 
     name: ClassVar[str] = "h2o"
-    by: ClassVar[str] = "what was looked at most"
+    by: ClassVar[str] = "accumulated attention"
 
     def __post_init__(self) -> None:
         super().__post_init__()

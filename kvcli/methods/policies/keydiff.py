@@ -22,7 +22,7 @@ class KeyDiff(TopK):
     """
 
     name: ClassVar[str] = "keydiff"
-    by: ClassVar[str] = "how unlike the others its keys are"
+    by: ClassVar[str] = "how much its keys differ from the others"
     is_share: ClassVar[bool] = False
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:

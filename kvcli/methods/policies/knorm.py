@@ -24,7 +24,7 @@ class KNorm(TopK):
     alloc: Alloc = "uniform"
 
     name: ClassVar[str] = "knorm"
-    by: ClassVar[str] = "how short its keys are"
+    by: ClassVar[str] = "small norms of its keys"
     is_share: ClassVar[bool] = False
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:

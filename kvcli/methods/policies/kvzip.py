@@ -47,14 +47,14 @@ class KVzip(TopK):
     plus: bool = False  # multiply by the relative size of the projected value in the residual stream (KVzip+)
 
     name: ClassVar[str] = "kvzip"
-    by: ClassVar[str] = "what repeating it looks at"
+    by: ClassVar[str] = "attention while it is repeated"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.per_chunk:
-            raise ValueError("per_chunk = true cannot be kept: a text is repeated when all of it has been read")
+            raise ValueError("per_chunk = true is impossible: a text is repeated after all of it was read")
         if self.keep_new:
-            raise ValueError(f"keep_new = {self.keep_new} cannot be kept: what was generated is never repeated")
+            raise ValueError(f"keep_new = {self.keep_new} is impossible: generated tokens are never repeated")
 
     def extra_rows(self, n: int) -> int:
         """Return n rows, plus `lead` rows for each piece but the first."""
@@ -63,7 +63,7 @@ class KVzip(TopK):
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Require no queries, because the repetition computes its own. The stored scores take 1/D of the KV cache."""
         try_ = ["--set policy.name=expected"]
-        lm.recurrent_layers.refuse(lm.info.id, "a repetition behind it would be of what they know, not of slots", try_)
+        lm.recurrent_layers.refuse(lm.info.id, "a repetition would score their state, not the KV cache", try_)
         if self.plus and any(of.shared_from is not None for of in lm.shapes):
             raise BadModel(
                 f"policy.plus = true needs layers with keys of their own; some of {lm.info.id} read those of others",
@@ -98,7 +98,7 @@ class KVzip(TopK):
         size = min(self.piece, room - self.lead)
         if size < 1:
             raise ContextOverflow(
-                f'policy.name = "kvzip" repeats the text behind itself, but {n:,} tokens leave room for {room:,}',
+                f'policy.name = "kvzip" repeats the text after itself, but {n:,} tokens leave {room:,} of the context',
                 lines=[f"the model takes {limit:,} tokens, and a repeated piece {self.lead + 1} at least"],
                 try_=["--set policy.name=expected", "a shorter text"],
             )

@@ -27,7 +27,7 @@ class Lag(TopK):
     across: bool = False  # rank tokens of all parts together, not an equal share of each
 
     name: ClassVar[str] = "lag"
-    by: ClassVar[str] = "how far it stands out"
+    by: ClassVar[str] = "how far its KV deviates from the next tokens"
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Return the rank of each token's deviation, scaled by the next part, within its part; `across` skips ranking,

@@ -38,7 +38,7 @@ class Random(PerLayerPolicy):
 
     @property
     def describe_kept(self) -> str:
-        return f"{self.budget:,} tokens a head, drawn by lot"
+        return f"{self.budget:,} tokens per head, chosen at random"
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
         """Select by a random number fixed by position, so that a token evicted early would not be kept later either."""

@@ -27,7 +27,7 @@ class Snap(QueryScored):
     pooling: Literal["max", "avg"] = "max"  # maximum or average
 
     name: ClassVar[str] = "snap"
-    by: ClassVar[str] = "what its end looks at"
+    by: ClassVar[str] = "attention from its end"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,7 +25,7 @@ class Tova(QueryScored):
     alloc: Alloc = "uniform"
 
     name: ClassVar[str] = "tova"
-    by: ClassVar[str] = "what its last token looks at"
+    by: ClassVar[str] = "attention from its last token"
     queries: ClassVar[int] = 1  # the newest
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:

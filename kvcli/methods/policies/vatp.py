@@ -32,7 +32,7 @@ class Vatp(QueryScored):
     queries: Annotated[int, Range(1)] = 400  # newest tokens whose queries score the others
 
     name: ClassVar[str] = "vatp"
-    by: ClassVar[str] = "what its end looks at and how large its values are"
+    by: ClassVar[str] = "attention from its end times the size of its values"
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Return the mean attention times the L1 norm of the value."""

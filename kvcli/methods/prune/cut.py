@@ -58,8 +58,8 @@ class SingleCut(PruneSettings):
     def describe(self, lm: LM) -> str:
         """Describe the layer that prunes, in words. Raises BadModel if the model has no layer to score tokens in."""
         cut = self.at(lm)
-        how = f"through all layers, after a look through {cut}" if self.again else f"from layer {cut}"
-        return f"of a prompt of {self.min_prompt:,} tokens or more {self.keep:.0%} go on {how}; {self.always}"
+        how = f"through all layers, scored by the first {cut}" if self.again else f"from layer {cut}"
+        return f"of a prompt of {self.min_prompt:,} tokens or more {self.keep:.0%} continue {how}; {self.always}"
 
     def at(self, lm: LM) -> int:
         """Return the first layer run with fewer tokens."""

@@ -61,7 +61,7 @@ def attention_mass(
 
     from kvcli.kernels.attention_mass import attention_mass
 
-    assert live.queries is not None, "the newest rows are heard"
+    assert live.queries is not None, "queries of the newest rows are recorded"
     s = cache.slots(layer)
     k, at = s.k, s.pos
     if live.fresh is not None:

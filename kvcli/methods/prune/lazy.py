@@ -51,7 +51,7 @@ class LazyLLM(Schedule):
             raise ValueError(f"pool = {self.pool}: as many neighbours on either side make an odd number")
         for of in fields(self) if self.scope == "prefill" else ():
             if of.name.startswith(("revive", "idle")) and getattr(self, of.name) != of.default:
-                raise ValueError(f'{of.name} changes nothing with scope = "prefill": nobody comes back')
+                raise ValueError(f'{of.name} has no effect with scope = "prefill": tokens are not revived')
 
     @property
     def n_scoring_rows(self) -> int:
@@ -90,7 +90,7 @@ class LazyLLM(Schedule):
         spares = sum(of.numbers for of in lm.shapes[layer:])
         if self.compression_interval is None or spares >= width:
             return said
-        return f"{said}; one left behind before layer {layer} is kept as {width:,} numbers, and spares {spares:,}"
+        return f"{said}; a deferred token at layer {layer} takes {width:,} numbers to save {spares:,}"
 
     def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> LayerPruner | None:
         """Return the pruner, or None for a short prompt. Raises BadModel if no layer can score tokens."""

@@ -69,14 +69,14 @@ def below_all(lm: LM, spared: int = 0) -> list[int]:
     """
     from kvcli.kv.slots import spans  # imported late, because loading a profile must not import torch
 
-    lm.recurrent_layers.refuse(lm.info.id, "rows cannot be stopped between them", ["--set prune.method=none"])
+    lm.recurrent_layers.refuse(lm.info.id, "tokens cannot stop between them", ["--set prune.method=none"])
     starts = [span.start for span in spans(lm.shapes)[1:] if span.start <= lm.n_layers - spared]
     shown = [i for i in starts if lm.windows[i - 1] is None and lm.shapes[i - 1].shared_from is None]
     if not shown:
         raise BadModel(
-            f"[prune] judges tokens in layers that see all of a text, and {lm.info.id} has none",
+            f"[prune] scores tokens in layers with full attention, and {lm.info.id} has none",
             code="no_pruning",
-            lines=[f"below its last {spared}, where tokens that may come back stay"] if spared else [],
+            lines=[f"below its last {spared}, which hold deferred tokens"] if spared else [],
             try_=["--set prune.method=none"],
         )
     return shown

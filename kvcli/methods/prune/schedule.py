@@ -29,7 +29,7 @@ class Schedule(PruneSettings):
         if self.end_prune_layer < self.start_prune_layer:
             raise ValueError(f"end_prune_layer = {self.end_prune_layer} is below start_prune_layer")
         if self.end_keep_ratio > self.start_keep_ratio and self.ratio_of == "prompt":
-            raise ValueError(f"end_keep_ratio = {self.end_keep_ratio} is above start_keep_ratio: nobody comes back")
+            raise ValueError(f"end_keep_ratio = {self.end_keep_ratio} is above start_keep_ratio: it must not be")
 
     @property
     def describe_read(self) -> str:
@@ -54,10 +54,10 @@ class Schedule(PruneSettings):
     def describe(self, lm: LM) -> str:
         """Describe the pruning layers and the protected tokens. Raises BadModel if no layer can score tokens."""
         cuts = self.cuts(lm)
-        shares = ", ".join(f"{share:.0%} go on from layer {layer}" for layer, share in cuts.items())
+        shares = ", ".join(f"{share:.0%} continue from layer {layer}" for layer, share in cuts.items())
         wanted = {nearest(range(1, lm.n_layers), at) for at in self._wanted(lm.n_layers)}
         last = f", nor one of the last {self.spared}" if self.spared else ""
-        why = f"as the layer below must see all of a text{last}"
+        why = f"because the layer below must attend to the whole text{last}"
         moved = f" (not {', '.join(map(str, sorted(wanted)))}, {why})" if wanted != set(cuts) else ""
         return f"of a prompt{self._long} {shares}{moved}; {self.always}"
 

@@ -37,7 +37,7 @@ class CacheBlend(Pie):
 
     @property
     def describe_reused(self) -> str:
-        return f"{super().describe_reused}, {100 * self.recompute:.3g} % of them read again"
+        return f"{super().describe_reused}, {100 * self.recompute:.3g} % of them recomputed"
 
     def bind(self, lm: LM) -> ReusableSpans:
         """Return the re-rotated spans, with selective recompute of some of their tokens."""

@@ -37,7 +37,7 @@ class Pie:
 
     @property
     def describe_reused(self) -> str:
-        return f"takes over {self.min_span} tokens or more in a row as they were read behind another text"
+        return f"reuses KV of spans of {self.min_span} tokens or more from other texts"
 
     def bind(self, lm: LM) -> ReusableSpans:
         """Return the re-rotated spans, without recompute."""

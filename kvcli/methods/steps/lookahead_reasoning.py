@@ -43,7 +43,7 @@ class LookaheadReasoning:
 
     def __post_init__(self) -> None:
         if self.alpha and self.judge != "likely":
-            raise ValueError(f'alpha = {self.alpha} holds nothing: it is judge = "likely" that it moves')
+            raise ValueError(f'alpha = {self.alpha} has no effect: it needs judge = "likely"')
 
     @property
     def second(self) -> DraftModelRef:
@@ -52,7 +52,7 @@ class LookaheadReasoning:
 
         if not self.model:
             raise BadConfig(
-                'reasoning_steps.method = "lookahead" needs a model that writes ahead',
+                'reasoning_steps.method = "lookahead" needs a draft model',
                 code="no_draft_model",
                 try_=["--set reasoning_steps.model=MODEL", "--set reasoning_steps.method=none"],
             )
@@ -61,7 +61,7 @@ class LookaheadReasoning:
     @property
     def takes(self) -> str:
         """Parts of the answer that the smaller model writes, in words."""
-        how = {"exact": "token by token the same", "likely": "likely enough", "alike": "like its own"}[self.judge]
+        how = {"exact": "identical", "likely": "likely enough", "alike": "similar to its own"}[self.judge]
         return f"takes steps of {self.model or 'a smaller model'} that are {how}"
 
     @property

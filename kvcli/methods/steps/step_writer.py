@@ -180,13 +180,13 @@ def _refuse(session: GenerationSession) -> None:
     """Refuse settings that need all tokens before a token, because several branches are written at once."""
     if session.constraint is not None:
         raise BadInput(
-            "an answer that is held to a schema or grammar cannot be written by steps",
+            "reasoning steps cannot follow a schema or grammar",
             code="steps",
             try_=["--set reasoning_steps.method=none"],
         )
     if session.sampler.needs_text:
         raise BadInput(
-            "steps cannot be written under a repetition penalty",
+            "reasoning steps cannot have a repetition penalty",
             code="steps",
             lines=[f"it is {session.sampler.repetition_penalty}, by the profile or the model's own settings"],
             try_=["--set sample.repetition_penalty=1", "--set reasoning_steps.method=none"],

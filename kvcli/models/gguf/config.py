@@ -83,18 +83,18 @@ def describe(header: Header, name: str) -> Described:
     layers, heads, is_tied = config["num_hidden_layers"], config["num_attention_heads"], said.is_tied
     config = {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // heads, **config}
     if not config["head_dim"]:
-        raise said.refused(f"{heads:,} heads share a width of {config['hidden_size']:,}")
+        raise said.refused(f"{heads:,} heads are more than its hidden size, {config['hidden_size']:,}")
     config |= {"rms_norm_eps": said.number("attention.layer_norm_rms_epsilon", 1e-6), "tie_word_embeddings": is_tied}
     config |= {f"{ours}_token_id": said.token(theirs) for ours, theirs in _TOKENS.items()}
     if layers > len(header.tensors) or "token_embd.weight" not in header.tensors:
-        raise said.refused(f"{layers:,} layers and the embedding are not in {len(header.tensors):,} tensors")
+        raise said.refused(f"its {len(header.tensors):,} tensors do not hold {layers:,} layers and the embedding")
     config |= {"vocab_size": header.tensors["token_embd.weight"].shape[0], "dtype": _dtype(header)}
     if layout.chooses_bias:
         config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     config |= _gemma(said, config) if layout.is_gemma else {"rope_parameters": said.rope(config["head_dim"])}
     for key in ("attention.value_length", "rope.dimension_count"):
         if said.has(key) and said.size(key) != config["head_dim"]:
-            raise said.refused(f"{key} is not the size of a head, {config['head_dim']:,}")
+            raise said.refused(f"{key} differs from the head size, {config['head_dim']:,}")
     said.refuse_rest()
     pieces = dict(_pieces(said, config))
     return Described(config, pieces, _check_words(said, config["vocab_size"]))
@@ -125,7 +125,7 @@ def _gemma(said: _Said, config: Mapping[str, Any]) -> dict[str, Any]:
         found["final_logit_softcapping"] = said.number("final_logit_softcapping", 0.0) or None
         return found
     if near["rope_theta"] != rope["rope_theta"]:
-        raise said.refused("rope.freq_base_swa is not rope.freq_base")
+        raise said.refused("rope.freq_base_swa differs from rope.freq_base")
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # llama.cpp's values if none are stated
     return found | {"rope_parameters": rope, **{key: said.number(key, usual) for key, usual in caps.items()}}
 
@@ -145,11 +145,11 @@ def _pieces(said: _Said, config: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
                 try_=["download the file again"],
             )
         if tensor is not None and heads and tensor.shape[0] % (2 * heads):
-            raise said.refused(f"the {tensor.shape[0]:,} rows of {ours} are not those of {heads:,} heads")
+            raise said.refused(f"{ours} has {tensor.shape[0]:,} outputs, not a multiple of {heads:,} heads")
         if tensor is not None:
             yield theirs, TensorSource(ours, heads, 1.0 if layout.is_gemma and ours.endswith("norm.weight") else 0.0)
     if left:
-        raise said.refused(f"nothing takes its tensor {next(iter(left))[:80]}")
+        raise said.refused(f"its tensor {next(iter(left))[:80]} is unknown")
 
 
 def _dtype(header: Header) -> str:
@@ -170,18 +170,18 @@ def _check_words(said: _Said, rows: int) -> str:
     if words.count > rows:
         raise said.refused(f"its vocabulary has {words.count:,} tokens, its embedding {rows:,} rows")
     if kind not in ("gpt2", "llama") or (kind == "gpt2" and split not in SPLITS | DIGITS | {"gpt-2"}):
-        raise said.refused(f"tokenizer.ggml.model = {kind}, tokenizer.ggml.pre = {split} is not read here")
+        raise said.refused(f"tokenizer.ggml.model = {kind}, tokenizer.ggml.pre = {split} is not supported")
     kinds, leads = meta.get("tokenizer.ggml.token_type"), meta.get("tokenizer.ggml.add_space_prefix")
     if isinstance(kinds, Listed) and kinds.count != words.count:
-        raise said.refused(f"its vocabulary has {words.count:,} tokens, and {kinds.count:,} have a type")
+        raise said.refused(f"its vocabulary has {words.count:,} tokens, but {kinds.count:,} token types")
     if leads and (kind == "gpt2" or said.layout.is_gemma):
-        raise said.refused("tokenizer.ggml.add_space_prefix = True is not read for such a vocabulary")
+        raise said.refused("tokenizer.ggml.add_space_prefix = True is not supported for its vocabulary")
     for key, value in meta.items():
         name = key.removeprefix("tokenizer.")
         if name != key and not name.startswith("chat_template.") and not name.endswith("_token_id"):
             harmless = _WORDS.get(name, ())
             if harmless is not None and value not in harmless:
-                raise said.refused(f"{key} = {str(value)[:60]} is not understood, and may matter")
+                raise said.refused(f"{key} = {str(value)[:60]} is unknown and may change the output")
     return str(split) if kind == "gpt2" else ""
 
 
@@ -215,7 +215,7 @@ class _Said:
         if isinstance(value, Listed) and value.values and len(set(value.values)) == 1:
             value = value.values[0]
         if type(value) is not int or not 0 < value < 1 << 40:
-            raise self.refused(f"{key} is {str(value)[:80]}: one number for all layers is read")
+            raise self.refused(f"{key} is {str(value)[:80]}: only one number for all layers is supported")
         return value
 
     def number(self, key: str, usual: float) -> float:
@@ -236,14 +236,14 @@ class _Said:
         factor = 1.0 if kind == "none" else factor
         stretched = floats(self.header, _ROPE) if _ROPE in self.header.tensors else (1.0,)
         if not theta or not all(0 < s < math.inf for s in stretched):
-            raise self.refused("the frequencies of its rope are no numbers")
+            raise self.refused("its rope frequencies are no positive numbers")
         alike = float(f"{stretched[0]:.5g}")
         if all(math.isclose(s, alike, rel_tol=1e-5) for s in stretched):
             factor *= alike
         elif factor == 1.0 and self.layout.stretches and _is_llama3(stretched, theta, head):
             return {"rope_type": "llama3", "rope_theta": theta, "factor": max(stretched), **_LLAMA3}
         else:
-            raise self.refused(f"{_ROPE} stretches its rope in an unknown way")
+            raise self.refused(f"{_ROPE} scales its rope in an unknown way")
         linear = {"rope_type": "linear", "factor": factor}
         return {"rope_theta": theta, **({"rope_type": "default"} if factor == 1.0 else linear)}
 
@@ -251,7 +251,7 @@ class _Said:
         for key, value in self._left.items():
             harmless = _HARMLESS.get(key, ())
             if harmless is not None and value not in harmless:
-                raise self.refused(f"{self.layout.arch}.{key} = {str(value)[:60]} is not understood, and may matter")
+                raise self.refused(f"{self.layout.arch}.{key} = {str(value)[:60]} is unknown and may change the output")
 
     def refused(self, why: str, *try_: str) -> BadModel:
         return BadModel(

@@ -75,8 +75,8 @@ def conversion_notes(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
     tensors = [(name, t) for file in found.files for name, t in file.tensors.items() if t.dtype in BLOCKS]
     stay = Counter(t.dtype for name, t in tensors if packs and stays_packed(name, t.dtype, t.shape))
     gone = Counter(t.dtype for _, t in tensors) - stay
-    told = (("layers that stay packed as in the file", stay), (f"tensors of the file unpacked to {dtype}", gone))
-    return tuple(f"{what}: {', '.join(f'{n} of {kind}' for kind, n in sorted(c.items()))}" for what, c in told if c)
+    told = (("GGUF layers that run in the file's bits", stay), (f"GGUF tensors converted to {dtype}", gone))
+    return tuple(f"{what}: {', '.join(f'{n} {kind}' for kind, n in sorted(c.items()))}" for what, c in told if c)
 
 
 def _make(
@@ -94,7 +94,7 @@ def _make(
     forget(folder.parent, KEPT - 1)
     check_room(folder.parent, need, f"unpacking {found.id}")
     if tell is not None:
-        tell(f"unpacking {found.id}, {need / 1e6:,.0f} MB, once: {folder}")
+        tell(f"converting {found.id} for first use ({need / 1e6:,.0f} MB, saved in {folder})")
     config = {**described.config, "dtype": dtype}
     if modules := [out.name.removesuffix(".data") for out in plan if out.kind == "U8"]:
         config["quantization_config"] = {"quant_method": METHOD, "bits": 4, "group_size": GROUP, "modules": modules}
@@ -212,7 +212,7 @@ def _write_words(folder: Path, found: Source, header: Header, described: Describ
         _, words, _ = get_gguf_tokenizer(str(header.path))
         most = _mend(folder / "tokenizer.json", described.split, words)
     if most >= described.config["vocab_size"]:
-        raise _no_words(found, f"its token {most:,} has no row in the embedding")
+        raise _no_words(found, f"its token {most:,} has no embedding")
     said = [header.meta.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
     return sorted({i for i in said if type(i) is int})
 

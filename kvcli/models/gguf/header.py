@@ -108,7 +108,7 @@ def _read(file: Path, reader: _Reader, size: int) -> Header:
     version = reader.number("I")
     if version not in (2, 3):
         big = " in the byte order of other machines" if version in (2 << 24, 3 << 24) else ""
-        raise ValueError(f"it is GGUF of version {version}{big}; 2 and 3 are read")
+        raise ValueError(f"it is GGUF version {version}{big}; supported are 2 and 3")
     n_tensors, n_keys = reader.number("Q"), reader.number("Q")
     if n_tensors > _TENSORS or n_keys > _KEYS:
         raise ValueError(f"it announces {n_tensors:,} tensors and {n_keys:,} keys; no model has as many")
@@ -116,7 +116,7 @@ def _read(file: Path, reader: _Reader, size: int) -> Header:
     for _ in range(n_keys):
         key = reader.text(_WORD)
         if key in meta:
-            raise ValueError(f"its key {key[:60]} stands there twice")
+            raise ValueError(f"its key {key[:60]} occurs twice")
         meta[key] = reader.value(reader.number("I"))
     table = [_entry(reader) for _ in range(n_tensors)]
     align = meta.get("general.alignment", 32)
@@ -133,7 +133,7 @@ def _entry(reader: _Reader) -> tuple[str, Stored]:
     shape = tuple(reader.number("Q") for _ in range(rank))[::-1]  # ggml writes the innermost first
     kind, at = reader.number("I"), reader.number("Q")
     if kind not in TYPES:
-        raise ValueError(f"its tensor {name[:60]} is of type {kind}, which is not known here")
+        raise ValueError(f"its tensor {name[:60]} is of unknown type {kind}")
     what, numbers, nbytes = TYPES[kind]
     if math.prod(shape) >= _ABSURD or 0 in shape or shape[-1] % numbers:
         raise ValueError(f"its tensor {name[:60]} cannot be {list(shape)} in {what}")
@@ -149,7 +149,7 @@ def _placed(table: list[tuple[str, Stored]], start: int, align: int, size: int) 
     for name, t in sorted(table, key=lambda entry: entry[1].at):
         at = start + t.at
         if name in seen or at % align or at < free:
-            raise ValueError(f"its tensor {name[:60]} stands there twice, or on another")
+            raise ValueError(f"its tensor {name[:60]} occurs twice or overlaps another")
         seen.add(name)
         free = at + t.nbytes
         yield name, Stored(t.kind, t.shape, at, t.nbytes)
@@ -176,7 +176,7 @@ class _Reader:
     def text(self, most: int) -> str:
         n = self.number("Q")
         if n > most:
-            raise ValueError(f"it has a string of {n:,} bytes where {most:,} are the most")
+            raise ValueError(f"it has a string of {n:,} bytes; the limit is {most:,}")
         return str(self.take(n), "utf-8")
 
     def value(self, kind: int) -> str | int | float | bool | Listed:
@@ -191,7 +191,7 @@ class _Reader:
             words: list[str | None] = [None] * len(SAMPLE)
             for i in range(first := min(count, SAMPLE.stop)):
                 if (n := self.number("Q")) > _WORD:
-                    raise ValueError(f"it lists a string of {n:,} bytes; {_WORD:,} are the most")
+                    raise ValueError(f"it lists a string of {n:,} bytes; the limit is {_WORD:,}")
                 word = bytes(self.take(n))
                 if i in SAMPLE:
                     words[SAMPLE.index(i)] = str(word, "utf-8", "replace")
@@ -201,7 +201,7 @@ class _Reader:
 
     def _numbers(self, kind: int, count: int) -> tuple[int | float | bool, ...]:
         if kind not in _SCALARS:
-            raise ValueError(f"its metadata has a value of type {kind}, which is not known")
+            raise ValueError(f"its metadata has a value of unknown type {kind}")
         taken = self.take(count * struct.calcsize(f"<{_SCALARS[kind]}"))
         return struct.unpack(f"<{count}{_SCALARS[kind]}", taken) if count <= _SHORT else ()
 
@@ -213,13 +213,13 @@ class _Reader:
                 self._need(min(8 + length(self._held, self.at)[0], 8 + _WORD))
             (n,) = length(self._held, self.at)
             if n > _WORD:
-                raise ValueError(f"it lists a string of {n:,} bytes; {_WORD:,} are the most")
+                raise ValueError(f"it lists a string of {n:,} bytes; the limit is {_WORD:,}")
             self.at += 8 + n
 
     def _need(self, n: int) -> None:
         end = self.at + n
         if end > min(self._size, _LARGEST):
-            most = f"the file has {self._size:,}" if end > self._size else f"none needs more than {_LARGEST:,}"
+            most = f"the file has {self._size:,}" if end > self._size else f"the limit is {_LARGEST:,}"
             raise ValueError(f"its header needs {end:,} bytes, and {most}")
         while len(self._held) < end:
             more = self._stream.read(max(_STEP, end - len(self._held)))

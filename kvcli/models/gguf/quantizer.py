@@ -48,10 +48,10 @@ def _swap(model: nn.Module, name: str, dtype: torch.dtype) -> None:
     """Replace a linear layer by an empty quantized layer."""
     layer = model.get_submodule(name)
     if type(layer) is not torch.nn.Linear:
-        raise TypeError(f"{name} is no linear layer, and packed in the file")
+        raise TypeError(f"{name} is quantized in the file, but is no linear layer")
     n, k = shape = (layer.out_features, layer.in_features)
     if why := why_not(shape, 4):
-        raise ValueError(f"{name} cannot be packed: {why}")
+        raise ValueError(f"{name} cannot be quantized: {why}")
     data = torch.empty(n, k // 2, dtype=torch.uint8, device="meta")
     scale = torch.empty(k // GROUP, n, 2, dtype=dtype, device="meta")
     parent, _, last = name.rpartition(".")

@@ -28,7 +28,7 @@ def read_headmap(path: str | Path) -> list[list[float]]:
         raise _bad(path, f"it cannot be read: {why}") from None
     rows = _of_json(path, text) if text.lstrip()[:1] in ("{", "[") else _of_table(path, text)
     if not rows or len({len(row) for row in rows}) != 1 or not rows[0]:
-        raise _bad(path, "its rows have different lengths, or there are none")
+        raise _bad(path, "its lines have different lengths, or there are none")
     if not all(math.isfinite(value) and value >= 0 for row in rows for value in row):
         raise _bad(path, "it holds numbers that are negative or not finite")
     return rows
@@ -59,7 +59,7 @@ def refuse_latents(lm: LM, what: str) -> None:
     """Raise BadModel if heads share their keys (MLA), because evicting a slot for one head evicts it for all."""
     if any(of.rank for of in lm.shapes):
         raise BadModel(
-            f"{what} tells heads apart, and those of {lm.info.id} ({lm.info.family}) share what is stored",
+            f"{what} needs KV per head, and heads of {lm.info.id} ({lm.info.family}) share latents",
             code="policy_unsupported",
             lines=["latent attention stores one vector a token and layer, which all heads read"],
             try_=["--set policy.name=snap", "--set policy.name=keydiff"],
@@ -72,7 +72,7 @@ def _of_json(path: Path, text: str) -> list[list[float]]:
         rows = found["heads"] if isinstance(found, dict) else found
         return [[float(value) for value in row] for row in rows]
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        raise _bad(path, 'it has no rows of numbers under "heads"') from None
+        raise _bad(path, 'it has no lists of numbers under "heads"') from None
 
 
 def _of_table(path: Path, text: str) -> list[list[float]]:

@@ -33,7 +33,7 @@ class QueryScored(TopK):
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Require the newest queries. Raises BadModel if `lookahead` is set and the model has recurrent layers."""
         if self.lookahead:
-            why = "an answer that is only tried would go into it"
+            why = "the trial answer would change its state"
             lm.recurrent_layers.refuse(lm.info.id, why, ["--set policy.lookahead=0"])
         return self.want(lm)
 

@@ -60,7 +60,7 @@ class PrefixCacheView:
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Return why captured passes cannot read this view."""
-        return DeviceCache(why_not="a text is read again by what a policy picks")
+        return DeviceCache(why_not="the policy cannot select tokens to replay")
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None

@@ -120,10 +120,10 @@ class TopK(PolicyDefaults):
             needs = "headmap, the name of a file" if self.alloc == "headmap" else 'alloc = "headmap"'
             raise ValueError(f"{asked} needs {needs}")
         if self.post != "none" and self.unit != 1:
-            raise ValueError(f'post = "{self.post}" judges tokens one by one: it needs unit = 1')
+            raise ValueError(f'post = "{self.post}" scores single tokens: it needs unit = 1')
         for key, value in (("post", self.post), ("alloc", self.alloc)):
             if value in ("critical", "graph", "prefix") and not self.is_share:
-                raise ValueError(f'{key} = "{value}" needs scores that add up, and "{self.name}" has none: take "snap"')
+                raise ValueError(f'{key} = "{value}" needs scores that add up, unlike "{self.name}": use "snap"')
         if self.grow_new and not self.recent < self.keep_new < self.grow_new:
             raise ValueError(f"grow_new = {self.grow_new} needs guard < keep_new < grow_new")
         if self.reuse_layers > 1 and self.alloc == "headmap":
@@ -258,7 +258,7 @@ class TopK(PolicyDefaults):
 
     @property
     def describe_kept(self) -> str:
-        share = f"{self.budget:,} tokens a head of a prompt" if self.budget else f"{self.keep:.0%} of a prompt"
+        share = f"{self.budget:,} tokens per head of a prompt" if self.budget else f"{self.keep:.0%} of a prompt"
         return f"{share}, by {self.by}"
 
     def _round(self, at: CompressionPoint, done: int) -> Selection | None:

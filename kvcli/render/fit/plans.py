@@ -184,7 +184,7 @@ def _gave_way(plan: FitPlan, document: FitDocument) -> Iterator[str]:
     if (split := plan.split) is None:
         return
     if split.layers == split.of:
-        yield f"{f.long_size(plan.places.get('host', 0))} of embeddings are in host memory (few rows are read)"
+        yield f"{f.long_size(plan.places.get('host', 0))} of embeddings are in host memory (few of them are read)"
         return
     by = "" if split.basis == "machine" else " (assumed)"
     yield (

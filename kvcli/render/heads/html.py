@@ -80,7 +80,7 @@ def _cards(document: HeadsDocument) -> list[tuple[str, str, str]]:
     found = []
     kv, policy, total = document.kv[0], document.policy, len(document.probed) * document.kv_heads
     if policy is not None and kv.policy is not None:
-        small = f"of {long_size(kv.whole)} at {kv.context:,} tokens; {100 * policy.kept:.1f} % of them are kept"
+        small = f"of {long_size(kv.whole)} at {kv.context:,} tokens; {100 * policy.kept:.1f} % of the tokens are kept"
         found.append(("Memory under these policies", long_size(kv.policy), small))
         found.append(("Attention recovered", f"{policy.recovered:.3f}", f"{policy.worst:.3f} in the worst rows"))
     if document.ranked_by != "prompt":

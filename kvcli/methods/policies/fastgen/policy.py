@@ -74,7 +74,7 @@ class FastGen(PolicyDefaults):
         for key, own in published.items():
             given = getattr(self, key)
             if self.paper and given not in (own, FastGen.__dataclass_fields__[key].default):
-                raise ValueError(f"paper = true has its own {key} and leaves no room for {given}")
+                raise ValueError(f"paper = true sets {key} itself, not to {given}")
         if self.keep and self.recovery == "auto":
             words = 'leaves nothing for recovery = "auto" to find; keep = 0 lifts it'
             raise ValueError(f"keep = {self.keep} is a budget and {words}")
@@ -151,7 +151,7 @@ class FastGen(PolicyDefaults):
         if self.recovery == "auto" and self.replay and not self.keep:
             try_ = ["--set policy.recovery=0.95"]
             lm.recurrent_layers.refuse(
-                lm.info.id, "what stands in the middle of it cannot be predicted once more", try_
+                lm.info.id, "tokens in its middle cannot be predicted again", try_
             )
         rows = head_rows(self.headmap, lm) if self.headmap else []
         full = [[value >= self.headmap_from for value in row] for row in rows]
@@ -192,10 +192,10 @@ class FastGen(PolicyDefaults):
 
     @property
     def describe_kept(self) -> str:
-        share = f"{self.keep:.0%} of the tokens" if self.keep else f"what holds {self.recovery:.0%} of its attention"
+        share = f"{self.keep:.0%} of the tokens" if self.keep else f"tokens with {self.recovery:.0%} of its attention"
         if not self.keep and self.recovery == "auto":
-            share = "what the newest tokens are predicted by"
-        return f"{share} in each head, by what it looks at"
+            share = "the tokens that predict the newest ones"
+        return f"{share} in each head, by its attention pattern"
 
 
 def spread(start: int, end: int, most: int) -> list[int]:

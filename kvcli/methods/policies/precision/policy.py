@@ -151,11 +151,11 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
             for layer, rung in zip(layers, rungs, strict=True)
         )
         if held > most and self.spending.is_share and len(at.ids) > self.sinks + self.recent:
-            always = f"what always stays has it take {held / MIB:,.1f} MiB"
+            always = f"protected tokens take {held / MIB:,.1f} MiB"
             return f"beyond memory.budget = {self.spending.asked}, {most / MIB:,.1f} MiB: {always}"
         if not (share := lost_share(layers, self.spending, rungs)):
             return ""
-        return f"with {1 - share:.1%} of what it is worth in {held / whole:.0%} of its bytes"
+        return f"with {1 - share:.1%} of its score in {held / whole:.0%} of its bytes"
 
     def _full(self, at: CompressionPoint, layers: Container[int]) -> int:
         """Return the bytes of these layers, if no slot was demoted. Bytes are counted by slots, because spare capacity
@@ -197,7 +197,7 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         return score / score.sum(1, keepdim=True).clamp(min=TINY)
 
     def _no_room(self, error: ContextOverflow) -> ContextOverflow:
-        said = f'policy.score = "{self.score}" finds no room to repeat the text behind itself'
+        said = f'policy.score = "{self.score}" needs more context to repeat the text'
         return ContextOverflow(said, lines=error.lines, try_=["--set policy.score=expected", "a shorter text"])
 
     def _shortage(self, layers: Sequence[Layer], left: int, elsewhere: int) -> CacheFull:
@@ -205,10 +205,10 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         always = sum(int(layer.worth.isinf().sum()) * self.spending.each(layer.number)[0] for layer in layers)
         size = f"{-(-(2 * int(always) + elsewhere) // MIB)}MiB"
         return CacheFull(
-            f"memory.budget = {self.spending.asked} has no room for a text",
+            f"memory.budget = {self.spending.asked} is smaller than the protected tokens",
             lines=[
-                f"what always stays ({self.sinks} first and {self.recent} newest tokens, the system "
-                f"prompt, what tools said) takes {always / MIB:,.1f} MiB of {max(0, left) / MIB:,.1f} MiB"
+                f"protected tokens ({self.sinks} first and {self.recent} newest ones, the system "
+                f"prompt, tool results) take {always / MIB:,.1f} MiB, more than {max(0, left) / MIB:,.1f} MiB"
             ],
             try_=[f"--budget {size}", f"--set memory.budget={size} without --budget", "--set policy.protect=false"],
         )

@@ -65,4 +65,4 @@ class PrecisionBudgetSettings(PolicyDefaults):
 
     @property
     def describe_kept(self) -> str:
-        return f"what a budget of bytes has room for, by {self.scorer.by}"
+        return f"the tokens that fit a budget of bytes, by {self.scorer.by}"

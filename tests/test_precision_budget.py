@@ -69,7 +69,7 @@ class Plain(PrecisionBudget):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.4, 0.8])
 @pytest.mark.parametrize("recalls", [False, True])
-def test_no_choice_of_rungs_is_better_by_more_than_one_slot(seed: int, share: float, recalls: bool) -> None:
+def test_no_choice_of_levels_is_better_by_more_than_one_slot(seed: int, share: float, recalls: bool) -> None:
     g = torch.Generator().manual_seed(seed)
     worth = torch.rand(2, 3, generator=g) ** 3
     rung = torch.randint(0, 3, worth.shape, generator=g).to(torch.int8)
@@ -153,7 +153,7 @@ def test_what_lies_elsewhere_stays_and_counts_as_much_as_its_longest_head() -> N
     assert price([layer], plain, 2 * 7 * 9.0) < float("inf")
     assert price([layer], plain, 2 * 7 * 9.0 - 1) == float("inf")
     told = [replace(plain, asked=asked).describe for asked in ("1MiB", "25%")]
-    assert all("elsewhere, where recall finds them again" in line for line in told)
+    assert all("elsewhere, read by sparse attention" in line for line in told)
 
 
 def test_infinite_worth_stays_where_it_is() -> None:
@@ -171,7 +171,7 @@ def test_slots_that_share_scales_are_worth_the_same() -> None:
 
 @pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize("dims", [(8, 8), (16, 24), (16, 20), (24, 12)])
-def test_bytes_of_rungs_are_at_least_those_held_and_hardly_more(number: int, dims: tuple[int, int]) -> None:
+def test_bytes_of_levels_are_at_least_those_held_and_hardly_more(number: int, dims: tuple[int, int]) -> None:
     shapes = (LayerShape(3, *dims),)
     dtype = {2: torch.bfloat16, 4: torch.float32}[number]
     plan = PrecisionBudget("1MiB", 0, shapes, number, BITS, 8, [0.0])
@@ -239,7 +239,7 @@ def asked(kv: TieredCache, choose: Callable[[Tensor], Tensor]) -> list[Tensor]:
     return [choose(kv.slots(layer).pos).to(torch.int8) for layer in range(L)]
 
 
-def test_each_slot_goes_to_the_rung_that_its_level_names() -> None:
+def test_each_slot_goes_to_the_tier_that_its_level_names() -> None:
     kv, by_hand = ladder(), ladder()
     fill(kv, 40)
     fill(by_hand, 40)
@@ -284,7 +284,7 @@ def test_a_failure_half_way_leaves_each_slot_once() -> None:
     assert positions(kv, 0) == [list(range(30))] * K
 
 
-def test_levels_of_two_rungs_are_a_mask() -> None:
+def test_two_levels_are_a_mask() -> None:
     kv, masked = ladder(), ladder()
     fill(kv, 20)
     fill(masked, 20)
@@ -317,7 +317,7 @@ SCORES = ("kvzip", "expected", "snap", "keydiff")
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("budget", ["60%", "25%", "13%", "64MiB", "0.1MiB"])
-def test_a_text_stays_within_its_budget_at_every_boundary(score: str, budget: str) -> None:
+def test_a_text_stays_within_its_budget_at_every_compression_point(score: str, budget: str) -> None:
     chosen = profile(policy={"score": score}, memory={"budget": budget}, prefill={"chunk": 128})
     session = assemble.session(model(), chosen)
     spent = assemble.plan(model(), chosen).spending
@@ -341,7 +341,9 @@ FOUND_BY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("method", FOUND_BY)
 @pytest.mark.parametrize("budget", ["25%", "15%", "0.1MiB"])
-def test_where_recall_finds_the_rest_again_the_device_stays_within_the_budget(method: str, budget: str) -> None:
+def test_where_sparse_attention_finds_the_rest_again_the_device_stays_within_the_budget(
+    method: str, budget: str
+) -> None:
     recall = {"method": method, "floor": 16, "dense_layers": 0, **FOUND_BY[method]}
     memory = {"budget": budget, "disk": "1GiB", "evicted": "demote"}
     chosen = profile(memory=memory, sparse=recall, prefill={"chunk": 128})
@@ -427,7 +429,7 @@ def test_what_was_lost_stays_lost_however_a_slot_goes_on(monkeypatch: pytest.Mon
     assert all(after >= before * (1 - 1e-5) for before, after in itertools.pairwise(seen))
 
 
-def test_more_is_kept_where_recall_finds_it_again() -> None:
+def test_more_is_kept_where_sparse_attention_finds_it_again() -> None:
     def n_slots(**memory: Any) -> int:
         recall = {"sparse": {"method": "sketch", "floor": 16}} if memory else {}
         session = assemble.session(model(), profile(memory={"budget": "20%", "bits": [8], **memory}, **recall))
@@ -492,7 +494,7 @@ def test_a_share_that_what_stays_exceeds_says_so_in_numbers() -> None:
     session = assemble.session(model(), chosen)
     run_to_end(session.read(families.prompt(200, seed=4)))
     said = assemble.policy(model(), chosen).describe_result(session.memory)
-    assert said.startswith("beyond memory.budget = 1%, 0.0 MiB: what always stays has it take 0.")
+    assert said.startswith("beyond memory.budget = 1%, 0.0 MiB: protected tokens take 0.")
     assert said in approximation_note(chosen, session.approximations, said)
     assert approximation_note(chosen, (), said).endswith(f"{said}; no tokens were lost")
     held = sum(nbytes(session.cache).values()) / (1 << 20)
@@ -547,13 +549,13 @@ def test_room_that_is_spare_decides_nothing(budget: str, monkeypatch: pytest.Mon
 def test_the_plan_is_told_in_a_line() -> None:
     token = L * (2 * K * D * 4 + K * 4)
     assert spending(f"{100 * token / 1024}KiB").describe.startswith(
-        f"memory.budget = {100 * token / 1024}KiB: room for so many"
+        f"memory.budget = {100 * token / 1024}KiB: tokens that fit"
     )
     assert "100 in full" in spending(f"{100 * token / 1024}KiB").describe
-    assert spending("25%").describe.startswith("memory.budget = 25%: room for so many tokens of a text: 25% in full, ")
+    assert spending("25%").describe.startswith("memory.budget = 25%: tokens that fit of a text: 25% in full, ")
 
 
-def test_a_shortage_names_a_budget_that_has_room() -> None:
+def test_running_out_of_memory_names_a_budget_that_has_room() -> None:
     layers = [of([[float("inf")] * 4])]
     told = PrecisionBudgetPolicy(spending=spending())._shortage(layers, 0, 50 << 20)
     # a flag wins over what a profile says, and nobody here knows which of them it was
@@ -561,7 +563,7 @@ def test_a_shortage_names_a_budget_that_has_room() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [16, 24])
-def test_rows_of_a_draft_round_alike_on_rungs_of_few_bits_or_nothing_is_drafted(head_dim: int) -> None:
+def test_rows_of_a_draft_round_alike_on_levels_of_few_bits_or_nothing_is_drafted(head_dim: int) -> None:
     lm = LM.of(families.build("llama", torch.bfloat16, head_dim=head_dim))
     lm.install_kernels()
     strict = profile(spec={"method": "ngram", "require_batch_invariance": True}, kv={"group": 8})
@@ -597,7 +599,7 @@ def test_an_undo_gives_the_text_of_a_new_reading() -> None:
 
 def test_what_always_stays_must_fit() -> None:
     session = assemble.session(model(), profile(memory={"budget": "0.01MiB"}))
-    with pytest.raises(CacheFull, match=r"memory.budget = 0.01MiB has no room"):
+    with pytest.raises(CacheFull, match=r"memory.budget = 0.01MiB is smaller than the protected"):
         run_to_end(session.read(families.prompt(200, seed=4)))
 
 

@@ -63,7 +63,7 @@ class Forgetful(FakeGraphs):
         return work(), lambda: None
 
 
-def test_what_becomes_slots_is_held_by_its_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_becomes_slots_is_held_by_its_captured_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels know rows by address alone: of those let go the memory would be that of what draws, which runs first."""
     lm, made, own = LM.of(families.build("llama", torch.float16, **SINGLE)), list[Any](), captured_pass.storing
     lm.frames = CapturedPasses(Forgetful())

@@ -79,7 +79,7 @@ def test_codes_and_scales_are_those_of_the_reference(shape: tuple[int, int, int]
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("far", [1e5, -1e5, 1e6])
-def test_numbers_beyond_sixteen_bits_are_packed_as_the_reference_packs_them(bits: int, far: float, both: Any) -> None:
+def test_numbers_beyond_sixteen_bits_are_quantized_as_by_the_reference(bits: int, far: float, both: Any) -> None:
     """Neither zero nor scale becomes infinite, which would make every number of the group none."""
     x = noise(64, 16)
     x[3, 5], x[32:, 7] = far, far
@@ -90,7 +90,7 @@ def test_numbers_beyond_sixteen_bits_are_packed_as_the_reference_packs_them(bits
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_no_slots_are_packed(bits: int, both: Any) -> None:
+def test_no_slots_are_quantized(bits: int, both: Any) -> None:
     got, want = both(
         lambda: (quantize_kv.pack_keys(noise(0, 16), bits, 8), quantize_kv.pack_values(noise(0, 16), bits, 8))
     )
@@ -145,7 +145,7 @@ def test_masses_are_those_of_the_reference(over: str, softcap: float, window: in
     torch.testing.assert_close(*both_of, atol=1e-5, rtol=2e-3)
 
 
-def test_masses_of_long_pasts_are_found_in_spans(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masses_of_long_kv_caches_are_found_in_spans(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FUSED["attention_mass"], "SPAN", 64)
     q, k = noise(1, 3, 64).half(), noise(1, 200, 64, seed=1).half()
     pos = torch.arange(200, dtype=torch.int32).expand(1, -1)

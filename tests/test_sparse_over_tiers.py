@@ -357,7 +357,7 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
 
 
 @pytest.mark.parametrize("rungs", RUNGS)
-def test_every_rung_below_is_read_in_part(rungs: str) -> None:
+def test_every_level_below_is_read_in_part(rungs: str) -> None:
     """Or the table above would compare ladders that read everything."""
     _, kv = decode(rungs, "all", "greedy", "fp64", Off())
     read = [rung.tier for rung in kv._levels[1:]]
@@ -389,7 +389,7 @@ def test_a_prompt_is_stored_as_if_nothing_were_left_out(rungs: str | None, polic
     torch.testing.assert_close(a.k, b.k)
 
 
-def test_a_policy_may_evict_below_what_recall_reads() -> None:
+def test_a_policy_may_evict_below_what_sparse_attention_reads() -> None:
     ids, kv = decode("disk", "ragged", "greedy", "fp64", Off())
     assert len(ids) == len(exactness.prompt()) + exactness.NEW
     assert kv.n_slots(1) < len(ids) - 5
@@ -422,7 +422,7 @@ RECALL = {
         {"memory": {"host": "auto"}},
     ],
 )
-def test_a_profile_reads_a_part_of_any_ladder(other: dict[str, dict[str, object]]) -> None:
+def test_a_profile_reads_a_part_of_any_tiered_cache(other: dict[str, dict[str, object]]) -> None:
     model = lm("fp32")
     session = assemble.session(model, profile(sparse=RECALL, **other))
     run_to_end(session.read(families.prompt(400)))

@@ -138,7 +138,7 @@ def differing(q: Tensor, heads: list[QuantizedHead], together: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("bits", ALONE, ids=str)
-def test_rows_do_not_depend_on_their_company(bits: tuple[int, int]) -> None:
+def test_rows_do_not_depend_on_their_batch(bits: tuple[int, int]) -> None:
     heads = heads_of(bits, (300,))  # two spans, whole tiles and a rest
     assert differing(rows(heads, 9), heads, (9,)) == 0
 
@@ -146,7 +146,7 @@ def test_rows_do_not_depend_on_their_company(bits: tuple[int, int]) -> None:
 @pytest.mark.parametrize("bits", [*ALONE, (2, 2)], ids=str)
 @pytest.mark.parametrize("slots", [(1, 64), (255, 65), (256, 63), (257, 530)], ids=str)
 @pytest.mark.slow
-def test_rows_do_not_depend_on_their_company_at_edges(bits: tuple[int, int], slots: tuple[int, ...]) -> None:
+def test_rows_do_not_depend_on_their_batch_at_edges(bits: tuple[int, int], slots: tuple[int, ...]) -> None:
     heads = heads_of(bits, slots)
     assert differing(rows(heads, 9), heads, (8, 9)) == 0  # tiles of 16 rows and of 32
 

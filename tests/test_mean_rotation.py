@@ -63,7 +63,7 @@ def test_expected_attention_is_the_papers_formula(covariance: bool) -> None:
     torch.testing.assert_close(scorer.score(s, at), want)
 
 
-def test_a_short_question_is_heard_whole() -> None:
+def test_a_short_question_is_recorded_whole() -> None:
     scorer, n = Expected(samples=256, covariance=False), 2 * RECENT
     s = Slots(torch.randn(1, n, 4), torch.ones(1, n, 4), torch.arange(n).expand(1, -1))
     q = torch.randn(1, 5, 4)
@@ -71,7 +71,7 @@ def test_a_short_question_is_heard_whole() -> None:
     torch.testing.assert_close(scorer.score(s, at), expected(s, q.mean(1), None, at.scale, 0.0, 0.0))
 
 
-def test_with_no_query_heard_only_values_count() -> None:
+def test_without_recorded_queries_only_values_count() -> None:
     scorer = Expected()
     s = Slots(torch.randn(1, 9, 4), torch.randn(1, 9, 4), torch.arange(9).expand(1, -1))
     score = scorer.score(s, moment(s, memory=ScoreState(known=[None])))

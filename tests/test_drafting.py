@@ -107,7 +107,7 @@ def test_a_view_that_shows_nothing() -> None:
 
 
 @pytest.mark.parametrize("sampler", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_an_end_inside_a_guess(sampler: Sampler) -> None:
+def test_an_end_inside_a_draft(sampler: Sampler) -> None:
     """Every token of the answer in turn is what ends it."""
     inside = 0
     for token in dict.fromkeys(plain(sampler)[len(prompt()) :]):
@@ -119,7 +119,7 @@ def test_an_end_inside_a_guess(sampler: Sampler) -> None:
     assert inside or sampler.temperature  # a guessed token did end a text
 
 
-def test_a_cap_inside_a_guess() -> None:
+def test_a_cap_inside_a_draft() -> None:
     capped = 0
     for new in range(1, 20):
         ids, steps = decode(Mix(adaptive=False).drafter(), new=new)
@@ -130,7 +130,7 @@ def test_a_cap_inside_a_guess() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 2, 5, 16])
-def test_no_draft_crosses_a_boundary(every: int) -> None:
+def test_no_draft_crosses_a_compression_point(every: int) -> None:
     want = decode(Off(), policy=Ragged(), every=every)[0]
     got, steps = decode(Mix(adaptive=False, view="stream", sinks=1, recent=8).drafter(), policy=Ragged(), every=every)
     assert got == want
@@ -178,7 +178,7 @@ def test_what_a_row_must_not_see_is_poisoned(shown: dict[str, Any], policy: Any)
     assert poisoned
 
 
-def test_tree_rows_see_neither_scouts_nor_other_branches() -> None:
+def test_tree_rows_see_neither_lookahead_rows_nor_other_branches() -> None:
     model = lm()
     kv = Dense(model.shapes, model.dtype)
     session = GenerationSession(model, kv, Off(), GREEDY, chunk=13)
@@ -213,7 +213,7 @@ def accepted(steps: list[Step]) -> int:
     return sum(step.n_accepted for step in steps)
 
 
-def test_guesses_come_true() -> None:
+def test_drafts_come_true() -> None:
     """Or none of the above says anything."""
     for config in (
         Lookahead(adaptive=False),
@@ -226,7 +226,7 @@ def test_guesses_come_true() -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_scouts_stay_behind_when_guesses_are_to_be_timed(alone: bool, monkeypatch) -> None:
+def test_lookahead_rows_stay_behind_when_drafts_are_to_be_timed(alone: bool, monkeypatch) -> None:
     monkeypatch.setattr("kvcli.drafts.pacing.source_payoff.SourcePayoff.due", lambda *_: True)
     monkeypatch.setattr("kvcli.drafts.pacing.draft_controller.DraftController.wants_alone", lambda *_: alone)
     ids, steps = decode(Mix(min_speedup=0.0).drafter())
@@ -234,7 +234,7 @@ def test_scouts_stay_behind_when_guesses_are_to_be_timed(alone: bool, monkeypatc
     assert any(step.rows.n_rows > step.rows.tree for step in steps) is not alone
 
 
-def test_guesses_are_ranked_with_the_noise_that_tokens_are_drawn_with() -> None:
+def test_drafts_are_ranked_with_the_noise_that_tokens_are_drawn_with() -> None:
     """A drafter that is not told how tokens are drawn guesses the likeliest ones, and is right less often."""
 
     class Untold(TreeDrafter):
@@ -254,7 +254,7 @@ def test_guesses_are_ranked_with_the_noise_that_tokens_are_drawn_with() -> None:
 
 
 @pytest.mark.parametrize("runs", [500, pytest.param(1500, marks=pytest.mark.slow)])
-def test_the_text_of_a_seed_has_the_law_of_the_model(runs: int) -> None:
+def test_the_text_of_a_seed_has_the_distribution_of_the_model(runs: int) -> None:
     """End to end: three tokens, many seeds, guesses on; chi-square against the exact joint law."""
     sampler, model = Sampler(temperature=1.0, top_k=3), lm(torch.float32)
     start = prompt()

@@ -559,13 +559,13 @@ def test_what_is_written_is_on_the_disk_and_what_is_removed_is_overwritten(sessi
     }
 
 
-def test_a_short_storm_of_kills_loses_nothing_that_was_said_to_be_kept():
+def test_a_short_stress_test_of_kills_loses_nothing_that_was_said_to_be_kept():
     found = storm(kills=10, pairs=0, turns=0, seed=2)
     assert (found["tried"], found["bad"]) == (10, 0), found
 
 
 @pytest.mark.slow
-def test_a_long_storm_of_kills_loses_nothing_that_was_said_to_be_kept():
+def test_a_long_stress_test_of_kills_loses_nothing_that_was_said_to_be_kept():
     found = storm(kills=200, pairs=0, turns=0, seed=3)
     assert (found["tried"], found["bad"]) == (200, 0), found
 

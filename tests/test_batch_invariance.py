@@ -124,7 +124,7 @@ def test_a_choice_is_a_part_and_rows_differ_in_theirs(index: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
-def test_a_store_says_which_setting_has_rows_know_each_other(dtype: torch.dtype) -> None:
+def test_a_kv_cache_says_which_setting_makes_it_batch_variant(dtype: torch.dtype) -> None:
     for kind in ("dense", "packed", "disk"):
         assert store(kind, "minmax", dtype).batch_variant_reason == "kv.dtype"
     assert QuantizedTier(alike(1, 1, 24), torch.bfloat16).batch_variant_reason == "kv.k_bits"

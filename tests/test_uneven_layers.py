@@ -103,7 +103,7 @@ def test_in_any_chunks_the_text_is_that_of_generate(name: str, chunk: int) -> No
 
 @pytest.mark.parametrize("guesses", [drafters.Moody, drafters.Bush], ids=["chains", "trees"])
 @pytest.mark.parametrize("name", NAMES)
-def test_guesses_that_are_partly_right_change_nothing(name: str, guesses: Any) -> None:
+def test_drafts_that_are_partly_right_change_nothing(name: str, guesses: Any) -> None:
     drafter = guesses(theirs(name), VOCAB, NO_STOP)
     assert written(opened(name, drafter=drafter)) == theirs(name)
     taken = [(step.n_drafted, len(step.new) - 1) for step in drafter.steps]
@@ -128,7 +128,7 @@ POLICIES: dict[str, Policy | None] = {"all": None, "window": StreamingLLM(sinks=
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kv", STORES)
 @pytest.mark.parametrize("name", SEVERAL)
-def test_whatever_stores_it_guesses_change_nothing(name: str, kv: str, policy: str) -> None:
+def test_whatever_stores_it_drafts_change_nothing(name: str, kv: str, policy: str) -> None:
     how: dict[str, Any] = {"policy": POLICIES[policy], "every": 11} if policy != "all" else {}
     want = written(opened(name, kv, **how))
     drafter = drafters.Moody(want, VOCAB, NO_STOP)
@@ -199,7 +199,7 @@ def test_keys_of_a_wrong_owner_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         return None if found is None else found - 2
 
     monkeypatch.setattr(model_probe, "_owner", wrong)
-    with pytest.raises(BadModel, match="does not give the logits"):
+    with pytest.raises(BadModel, match="gives other logits"):
         LM.of(build(), verify=True)
 
 

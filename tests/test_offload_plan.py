@@ -75,7 +75,7 @@ def test_the_way_is_what_the_setting_asks_for() -> None:
     assert way(replace(HOST, host_access="stream"))[0] == "StreamedCopy"
     assert way(kv=Kv(k_bits=4, v_bits=4))[0] == "CpuAttention"
     for reach in ("zero-copy", "stream"):
-        with pytest.raises(BadConfig, match="few bits"):
+        with pytest.raises(BadConfig, match="quantized KV"):
             way(replace(HOST, host_access=reach), kv=Kv(k_bits=4))  # type: ignore[arg-type]
 
 
@@ -93,7 +93,7 @@ def test_where_no_kernel_serves_answers_go_by_query_and_asking_for_one_is_refuse
 def test_a_reach_without_host_memory_is_refused() -> None:
     with pytest.raises(BadConfig) as refused:
         load_profile("exact").replace(memory={"host_access": "cpu"})
-    assert "nothing to reach" in "".join(refused.value.lines)
+    assert "host memory holds no KV" in "".join(refused.value.lines)
     for below in ({"host": "1GiB"}, {"disk": "1GiB"}):  # a file is read by way of host memory
         assert load_profile("exact").replace(memory={"host_access": "cpu", **below}).memory.host_access == "cpu"
 

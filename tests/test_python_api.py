@@ -277,7 +277,7 @@ def test_an_empty_prompt_is_refused() -> None:
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])
-def test_cancelling_keeps_what_was_said_and_the_past(after: int) -> None:
+def test_cancelling_keeps_what_was_said_and_the_kv_cache(after: int) -> None:
     m = model(prefill={"chunk": 16})
     whole = model(prefill={"chunk": 16}).generate(prompt(), max_new_tokens=20)
     asked = iter(range(100))
@@ -288,7 +288,7 @@ def test_cancelling_keeps_what_was_said_and_the_past(after: int) -> None:
     assert m.generate(prompt(), max_new_tokens=20).ids == whole.ids
 
 
-def test_a_turn_that_breaks_leaves_a_past_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_that_breaks_leaves_a_kv_cache_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     m = model()
     want = m.generate(prompt(), max_new_tokens=12).ids
     calls = iter(range(10**6))
@@ -316,7 +316,7 @@ def test_another_profile_shares_the_weights_and_another_load_is_refused() -> Non
     assert caught.value.lines == ("load.dtype: auto -> fp16",)
 
 
-def test_a_profile_that_keeps_the_past_alike_goes_on_without_reading_again() -> None:
+def test_a_profile_that_keeps_the_kv_cache_alike_goes_on_without_reading_again() -> None:
     m = model()
     first = m.generate(prompt(), max_new_tokens=12).ids
     other = m.with_profile(Profile.load("ngram").replace(sample={"max_new_tokens": 8}))
@@ -328,7 +328,7 @@ def test_a_profile_that_keeps_the_past_alike_goes_on_without_reading_again() -> 
     assert m.generate(prompt(), max_new_tokens=12).ids == first
 
 
-def test_who_takes_a_past_over_has_no_answer_under_way() -> None:
+def test_no_kv_cache_is_taken_over_during_an_answer() -> None:
     other = model()
     answer = other.stream(prompt(30), max_new_tokens=20)
     assert any(isinstance(event, Text) for event in answer)
@@ -340,7 +340,7 @@ def test_who_takes_a_past_over_has_no_answer_under_way() -> None:
     assert len(other.session.ids) == len(prompt()) + 4
 
 
-def test_scouts_keep_their_view_when_a_past_is_taken_over() -> None:
+def test_lookahead_rows_keep_their_view_when_a_kv_cache_is_taken_over() -> None:
     m = model()
     m.generate(prompt(), max_new_tokens=4)
     fafo = m.with_profile(Profile.load("fafo").replace(spec={"adaptive": False, "sinks": 1, "recent": 4}))
@@ -356,14 +356,14 @@ def test_scouts_keep_their_view_when_a_past_is_taken_over() -> None:
     assert fafo.session.view is not None
 
 
-def test_a_profile_that_keeps_the_past_otherwise_reads_again() -> None:
+def test_a_profile_that_keeps_the_kv_cache_otherwise_reads_again() -> None:
     m = model()
     m.generate(prompt(), max_new_tokens=4)
     assert not m.with_profile(m.profile.replace(prefill={"chunk": 5})).take_cache(m)
     assert m.session.ids
 
 
-def test_closing_frees_the_past() -> None:
+def test_closing_frees_the_kv_cache() -> None:
     m = model()
     m.generate(prompt(), max_new_tokens=4)
     assert sum(nbytes(m.session.cache).values()) > 0
