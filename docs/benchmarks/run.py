@@ -5,7 +5,7 @@ the other: leave the machine alone for some hours. A result that cannot be measu
 The sides beside transformers need `pip install 'kvcli[llama]'`, results named gpu-... a card.
 
 `--stale` measures nothing. It lists the results whose commit is not in the history of this branch or not recorded, and
-those with more than 200 commits to the package since.
+those with a quarter of the code that they speak of changed since (docs/benchmarks/changes.py says what counts as such).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
+from docs.benchmarks.changes import share_changed  # noqa: E402
 from kvcli.bench.run import refuse_unbuilt  # noqa: E402
 
 RANDOM = "random-152M"  # a folder beside the command; written first where a command names it
@@ -124,7 +125,17 @@ RESULTS = {
 }
 
 NOT_AGAIN = {"gpu-past-h200": "the script that measured it was not kept"}  # they cannot be measured again
-FAR = 200  # commits to the package, after which a result is old
+FAR = 0.25  # share of the measured code that has changed, from which on a result is old
+MODEL = ("kernels", "kvcli/engine", "kvcli/kv", "kvcli/drafts", "kvcli/methods")  # what computes an answer
+MEASURED = {  # the code that a result speaks of, where it is not that of MODEL
+    "citations": ("kvcli/summarize",),
+    "summarize": ("kvcli/summarize", "kvcli/documents"),
+    "wordings": ("kvcli/summarize", "kvcli/documents"),
+    "extract": ("kvcli/documents",),
+    "pdf-text": ("kvcli/documents",),
+    "fit": (*MODEL, "kvcli/fit"),
+    "gpu-model": ("kernels",),
+}
 
 
 def measure(name: str) -> bool:
@@ -161,16 +172,16 @@ def stale() -> Iterator[tuple[str, str]]:
     """Name of each result that is to be measured again, and why."""
     for path in sorted(HERE.glob("*.json")):
         commits = commits_in(path.read_text(encoding="utf-8"))
-        ages = {commit: age for commit in commits if (age := commits_since(commit)) is not None}
         if path.stem in NOT_AGAIN:
             yield path.stem, NOT_AGAIN[path.stem]
         elif not commits:
-            written = git("log", "-1", "--format=%h", "--", str(path))
-            yield path.stem, f"no commit recorded; written at {written}, {commits_since(written)} commits ago"
-        elif missing := commits - ages.keys():
+            yield path.stem, "no commit recorded"
+        elif missing := {commit for commit in commits if not is_in_history(commit)}:
             yield path.stem, f"commit {', '.join(sorted(missing))} is not in the history"
-        elif max(ages.values()) > FAR:
-            yield path.stem, f"commit {max(ages, key=ages.__getitem__)}, {max(ages.values())} commits ago"
+        else:
+            share, commit = max((share_changed(commit, MEASURED.get(path.stem, MODEL)), commit) for commit in commits)
+            if share >= FAR:
+                yield path.stem, f"commit {commit}: {share:.0%} of its code has changed"
 
 
 def commits_in(text: str) -> set[str]:
@@ -179,16 +190,9 @@ def commits_in(text: str) -> set[str]:
     return {commit for pair in found for commit in "".join(pair).split(", ")}
 
 
-def commits_since(commit: str) -> int | None:
-    """Commits to the package since; None if this commit is not in the history of the branch."""
+def is_in_history(commit: str) -> bool:
     command = ["git", "merge-base", "--is-ancestor", commit, "HEAD"]
-    if subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode:
-        return None
-    return int(git("rev-list", "--count", f"{commit}..HEAD", "--", "kvcli", "kernels"))
-
-
-def git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return not subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode
 
 
 def main(names: list[str]) -> int:
