@@ -297,20 +297,6 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         "Seconds to extract the text of 200 PDF pages, and peak MiB for 2,000 pages",
         ["side", "seconds", "best", "cpu", "parent_mib", "worker_mib"],
     ),
-    "kvcli.bench.pdf_text/1": (
-        "Words of 33 PDFs compared with `pdftotext`: recall, precision, share in its order; and of an earlier version",
-        [
-            "file",
-            "columns",
-            "pages",
-            "recall",
-            "precision",
-            "order",
-            "before_recall",
-            "before_precision",
-            "before_order",
-        ],
-    ),
     "kvcli.bench.recall_tiers/1": (
         "Facts of a report of 4,400 tokens found by the demo model, and bytes for each token",
         ["store", "recall", "right", "same", "bytes", "cpu", "packed", "disk", "index"],
