@@ -17,9 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ("kvcli", "kernels")
 SOURCES = (".py", ".c", ".cpp", ".h", ".hpp", ".inc")
+LINK = "120000"  # mode of a symbolic link
 C_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[A-Za-z_]\w*|\d[\w.]*|[^\s\w]')
 
 Shapes = Counter[tuple[int, int]]  # of functions: hash of the shape, and its size
+_known = dict[str, Shapes]()  # by blob
 
 
 def share_changed(commit: str, folders: Sequence[str]) -> float:
@@ -31,18 +33,26 @@ def share_changed(commit: str, folders: Sequence[str]) -> float:
 @cache
 def shapes(commit: str, folders: Sequence[str]) -> Shapes:
     """Shapes of all functions in these folders at a commit."""
-    found = Shapes()
-    for line in git("ls-tree", "-r", commit, "--", *folders).splitlines():
-        (mode, _, blob), path = line.partition("\t")[0].split(), line.partition("\t")[2]
-        if path.endswith(SOURCES) and mode != "120000":
-            found += shapes_in(blob, path.endswith(".py"))
-    return found
+    lines = [line.partition("\t") for line in git("ls-tree", "-r", commit, "--", *folders).splitlines()]
+    blobs = [(about.split()[2], path) for about, _, path in lines if path.endswith(SOURCES) and about[:6] != LINK]
+    texts = read([blob for blob, _ in blobs if blob not in _known])
+    for blob, path in blobs:
+        if blob in texts:
+            _known[blob] = Counter((hash(x), len(x)) for x in (_python if path.endswith(".py") else _c)(texts[blob]))
+    return sum((_known[blob] for blob, _ in blobs), Shapes())
 
 
-@cache
-def shapes_in(blob: str, is_python: bool) -> Shapes:
-    text = git("cat-file", "blob", blob)
-    return Shapes((hash(shape), len(shape)) for shape in (_python if is_python else _c)(text))
+def read(blobs: Sequence[str]) -> dict[str, str]:
+    """Texts of files, by the names of their blobs."""
+    batch = ["git", "cat-file", "--batch"]
+    given, texts, at = "\n".join(blobs).encode(), dict[str, str](), 0
+    found = subprocess.run(batch, cwd=ROOT, input=given, capture_output=True, check=True).stdout
+    while at < len(found):
+        end = found.index(b"\n", at)
+        blob, _, size = found[at:end].split()
+        at = end + int(size) + 2
+        texts[blob.decode()] = found[end + 1 : at - 1].decode()
+    return texts
 
 
 def _python(text: str) -> Iterator[tuple[str, ...]]:

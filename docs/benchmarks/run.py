@@ -60,7 +60,7 @@ RESULTS = {
     "presses": "python tests/bench/presses.py",  # of the packages it names, installed
     "presses-smollm2": f"python tests/bench/presses.py --model {LISTED} --texts 2 --length 1024 --shares 0.25",
     "agreement": f"python tests/bench/agreement.py --model {LISTED} --windows 1"
-    " --sides int8,4+4bits,4+2bits,fastgen,kvzip,snap,expected,streaming,random,sketch,minmax",
+    " --sides int8,4+4bits,4+2bits,sketch,minmax --shares 0.5",
     "probe-rows": "python tests/bench/probe_rows.py",
     "retrieval-heads": "python tests/bench/retrieval_heads.py",
     "citations": "python tests/bench/citations.py --grid",
