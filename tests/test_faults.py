@@ -33,7 +33,7 @@ def storm(name: str, *args: str) -> dict[str, object]:
         [sys.executable, ROOT / "tests" / "bench" / name, *args], env=env, cwd=ROOT, capture_output=True, text=True
     )
     assert done.stdout, done.stderr
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])["rows"][-1]
     assert found["bad"] == 0, done.stdout
     return found
 
