@@ -3,8 +3,9 @@
     python -m tests.recipes.faults [NAME ...] [--core] [--unchanged] [--resume FILE]
 
 Each fault runs its own test files: the core of them first (`--core`, tests/core.py), then all of them where the core
-did not fail. Every module of this folder with a list FAULTS is read. Run it from the root of a checkout whose native
-library is built; a fault in C builds the library anew in the copy. The last line of the output is JSON.
+did not fail. Single tests that it names are tried before the rest of their file. Every module of this folder with a
+list FAULTS is read. Run it from the root of a checkout whose native library is built; a fault in C builds the library
+anew in the copy. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".hypothesi
 NATIVE = "kernels/native/"
 PYTEST = ["-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
 MOST_SECONDS = 1800  # of one run; a fault may make its tests wait for ever
+NO_TESTS = 5  # pytest: all were left out
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -70,9 +72,9 @@ class Copy:
                 (self.root / NATIVE / library.name).unlink(missing_ok=True)  # never overwritten: see build.py
                 shutil.copy2(library, self.root / NATIVE / library.name)
 
-    def failing(self, tests: str, *options: str) -> str:
+    def failing(self, tests: Sequence[str], *options: str) -> str:
         """Run the tests and return the first that failed, "" if none did. Raises LookupError if none could run."""
-        command = [sys.executable, *PYTEST, *options, *tests.split()]
+        command = [sys.executable, *PYTEST, *options, *tests]
         with subprocess.Popen(
             command, cwd=self.root, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL, text=True, errors="replace", start_new_session=True,
@@ -86,18 +88,21 @@ class Copy:
                     os.killpg(running.pid, signal.SIGKILL)  # what the tests started too
         if running.returncode < 0:
             return f"ended by signal {-running.returncode}"
-        if running.returncode not in (0, 1):
+        if running.returncode not in (0, 1, NO_TESTS):  # none of them may be in the core
             raise LookupError(f"pytest ends with {running.returncode}: {output[-1000:]}")
         found = FAILED.search(output)
-        return (found[1] if found else output[-200:]) if running.returncode else ""
+        return (found[1] if found else output[-200:]) if running.returncode == 1 else ""
 
 
 def result_of(copy: Copy, fault: Fault, core_only: bool) -> Result:
     try:
         copy.put_in(fault)
-        if test := copy.failing(fault.tests, "--core"):
-            return Result(fault.name, "core", test)
-        if not core_only and (test := copy.failing(fault.tests)):
+        named = fault.tests.split()
+        files = list(dict.fromkeys(test.partition("::")[0] for test in named))
+        for tests in ([test for test in named if "::" in test], files):
+            if tests and (test := copy.failing(tests, "--core")):
+                return Result(fault.name, "core", test)
+        if not core_only and (test := copy.failing(files)):
             return Result(fault.name, "rest", test)
         return Result(fault.name, "survived")
     except (LookupError, OSError) as error:
@@ -135,8 +140,8 @@ def main() -> None:
         copy = Copy(Path(folder, "checkout"))
         shutil.copytree(ROOT, copy.root, symlinks=True, ignore=LEFT_OUT)
         if given.unchanged:
-            tests = sorted({each for fault in chosen for each in fault.tests.split()})
-            sys.exit(copy.failing(" ".join(tests)) or None)
+            tests = sorted({each.partition("::")[0] for fault in chosen for each in fault.tests.split()})
+            sys.exit(copy.failing(tests) or None)
         for fault in chosen:
             if fault.name not in results:
                 result = results[fault.name] = result_of(copy, fault, given.core)

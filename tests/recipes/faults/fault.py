@@ -11,4 +11,4 @@ class Fault:
     file: str
     old: str  # occurs once in the file
     new: str
-    tests: str  # files or single tests, with spaces between them
+    tests: str  # files, and single tests that are tried first, with spaces between them
