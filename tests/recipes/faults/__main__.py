@@ -1,11 +1,12 @@
 """Put seeded faults into a copy of this checkout, one at a time, and see whether the tests that own them fail.
 
-    python -m tests.recipes.faults [NAME ...] [--core] [--unchanged] [--resume FILE]
+    python -m tests.recipes.faults [NAME ...] [--core] [--resume FILE]
 
 Each fault runs its own test files: the core of them first (`--core`, tests/core.py), then all of them where the core
 did not fail. Single tests that it names are tried before the rest of their file. Every module of this folder with a
 list FAULTS is read. Run it from the root of a checkout whose native library is built; a fault in C builds the library
-anew in the copy. The last line of the output is JSON.
+anew in the copy. In the end the tests that failed run without a fault, where they must pass: the first that does not is
+`fails_anyway`. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -126,7 +127,6 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="the faults to put in; all without one")
     parser.add_argument("--core", action="store_true", help="run the core of each fault's tests alone")
-    parser.add_argument("--unchanged", action="store_true", help="put nothing in: all tests named must pass")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="add results to this file; leave out those in it")
     given = parser.parse_args()
     table = table_of_faults()
@@ -139,9 +139,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvcli-faults-") as folder:
         copy = Copy(Path(folder, "checkout"))
         shutil.copytree(ROOT, copy.root, symlinks=True, ignore=LEFT_OUT)
-        if given.unchanged:
-            tests = sorted({each.partition("::")[0] for fault in chosen for each in fault.tests.split()})
-            sys.exit(copy.failing(tests) or None)
         for fault in chosen:
             if fault.name not in results:
                 result = results[fault.name] = result_of(copy, fault, given.core)
@@ -149,13 +146,15 @@ def main() -> None:
                 if given.resume:
                     with given.resume.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(asdict(result)) + "\n")
-    shown = [results[fault.name] for fault in chosen]
+        shown = [results[fault.name] for fault in chosen]
+        killing = sorted({result.test for result in shown if "::" in result.test})
+        fails_anyway = copy.failing(killing) if killing else ""
     print("\n| fault | outcome | file | test |\n|---|---|---|---|")
     for result in shown:
         print(f"| {result.name} | {result.outcome} | {table[result.name].file} | {result.test.partition(chr(10))[0]} |")
     names = {each: [r.name for r in shown if r.outcome == each] for each in ("core", "rest", "survived", "error")}
-    print(json.dumps({"faults": len(shown), **names}))
-    sys.exit(1 if names["error"] or names["survived"] else 0)
+    print(json.dumps({"faults": len(shown), **names, "fails_anyway": fails_anyway}))
+    sys.exit(1 if names["error"] or names["survived"] or fails_anyway else 0)
 
 
 if __name__ == "__main__":

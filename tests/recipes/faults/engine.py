@@ -74,7 +74,7 @@ FAULTS = [
         "kernels/attend_invariant/fused.py",
         "(deep - 2 + unit) // unit + 1)",
         "(deep - 2 + unit) // unit)",
-        "tests/kernels/test_fused_attention.py::test_a_row_has_these_bits_round_every_edge",
+        "tests/kernels/test_fused_attention.py::test_branches_behind_the_edge_of_a_span_have_the_bits_that_they_have_alone",
     ),
     Fault(
         "T2",
@@ -123,7 +123,7 @@ FAULTS = [
         "kernels/quantize_kv/fused.py",
         "tl.minimum(tl.maximum(low, -LARGEST), LARGEST)",
         "low",
-        "tests/kernels/test_fused_boundary.py::test_codes_and_scales_are_those_of_the_reference "
+        "tests/kernels/test_fused_boundary.py::test_numbers_beyond_sixteen_bits_are_packed_as_the_reference_packs_them "
         "tests/kernels/test_fused_packed.py",
     ),
     Fault(
@@ -139,7 +139,7 @@ FAULTS = [
         "kvcli/engine/cuda_graphs/captured_pass.py",
         "here.count.numpy()[0] = path, len(path)",
         "here.count.numpy()[0] = path, 1",
-        "tests/test_captured_pass.py::test_a_step_waits_once_and_allocates_nothing",
+        "tests/test_captured_pass.py::test_a_frame_gives_the_text_of_single_operations",
     ),
     Fault(
         "E2",
@@ -181,7 +181,7 @@ FAULTS = [
         "kvcli/kv/recurrent_state.py",
         " / (at[-1] - at[i])",
         "",
-        "tests/test_hybrids.py::test_a_turn_back_in_a_long_conversation_reads_little_again",
+        "tests/test_hybrids.py::test_checkpoints_are_the_fewer_the_further_back",
     ),
     Fault(
         "E10",
@@ -310,7 +310,7 @@ FAULTS = [
         "kvcli/prefix_cache/prefix_cache.py",
         "n - windows[layer].size + 1)",
         "n - windows[layer].size + 2)",
-        "tests/test_prefix_cache.py::test_another_question_about_a_text_finds_all_that_a_window_may_undo",
+        "tests/test_prefix_cache.py::test_texts_share_what_they_begin_with",
     ),
     # the drafts
     Fault(
