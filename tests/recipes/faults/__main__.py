@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvcli.kernels.native import levels
 from tests.recipes.faults.fault import Fault
 
 HERE = Path(__file__).resolve().parent
@@ -35,13 +36,14 @@ NATIVE = "kernels/native/"
 PYTEST = ["-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
 MOST_SECONDS = 1800  # of one run; a fault may make its tests wait for ever
 NO_TESTS = 5  # pytest: all were left out
+OUTCOMES = ("core", "rest", "survived", "no CPU", "error")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     name: str
-    outcome: str  # "core", "rest" = killed by a test of the core, or only by another one; "survived"; "error"
+    outcome: str  # "core", "rest" = killed by a test of the core, or only by another one; or another of OUTCOMES
     test: str = ""  # the test that failed; of an error, the reason
 
 
@@ -96,6 +98,8 @@ class Copy:
 
 
 def result_of(copy: Copy, fault: Fault, core_only: bool) -> Result:
+    if fault.level and fault.level not in levels():
+        return Result(fault.name, "no CPU", f"runs on {fault.level} alone")
     try:
         copy.put_in(fault)
         named = fault.tests.split()
@@ -135,7 +139,7 @@ def main() -> None:
     chosen = [table[name] for name in given.names or table]
     lines = given.resume.read_text(encoding="utf-8").splitlines() if given.resume and given.resume.exists() else []
     earlier = [Result(**json.loads(line)) for line in lines]
-    results = {result.name: result for result in earlier if result.outcome != "error"}
+    results = {result.name: result for result in earlier if result.outcome not in ("error", "no CPU")}
     with tempfile.TemporaryDirectory(prefix="kvcli-faults-") as folder:
         copy = Copy(Path(folder, "checkout"))
         shutil.copytree(ROOT, copy.root, symlinks=True, ignore=LEFT_OUT)
@@ -152,7 +156,7 @@ def main() -> None:
     print("\n| fault | outcome | file | test |\n|---|---|---|---|")
     for result in shown:
         print(f"| {result.name} | {result.outcome} | {table[result.name].file} | {result.test.partition(chr(10))[0]} |")
-    names = {each: [r.name for r in shown if r.outcome == each] for each in ("core", "rest", "survived", "error")}
+    names = {each: [r.name for r in shown if r.outcome == each] for each in OUTCOMES}
     print(json.dumps({"faults": len(shown), **names, "fails_anyway": fails_anyway}))
     sys.exit(1 if names["error"] or names["survived"] or fails_anyway else 0)
 
