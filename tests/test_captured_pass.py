@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from inspect import unwrap
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -35,6 +36,7 @@ from kvcli.methods.policies.random import Random
 from kvcli.methods.policies.snapkv import Snap
 from tests import families
 from tests.bench.waits import counted
+from tests.covering import pinned
 from tests.drafters import Bush, Right
 from tests.fake_graphs import FakeGraphs, poison
 from tests.policies import Ragged
@@ -98,8 +100,7 @@ def plain(family: str, sampler: Sampler, policy: Policy | None = None) -> list[i
 DENSE = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss-dense", "phi3", "gemma4_shared", "youtu")
 
 
-@pytest.mark.parametrize("drafts", ["off", "chain", "tree"])
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize(("family", "drafts"), pinned(product(DENSE, ("off", "chain", "tree")), ("llama", "chain")))
 def test_a_captured_pass_gives_the_text_of_single_operations(family: str, drafts: str) -> None:
     """Chains, trees and none, greedy and seeded, while layers grow and windows open."""
     sampler = {"off": CUT, "chain": Sampler(), "tree": SEEDED}[drafts]

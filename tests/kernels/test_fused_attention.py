@@ -187,6 +187,11 @@ def test_a_row_has_the_bits_in_a_batch_that_it_has_alone(case: str) -> None:
     assert not rows_that_differ(Case(**COMPANY[case]))
 
 
+@pytest.mark.core
+def test_branches_behind_the_edge_of_a_span_have_the_bits_that_they_have_alone() -> None:
+    assert not rows_that_differ(Case([-1, 0, 0], [UNIT - 1], group=1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bent", [{}, BENT], ids=["plain", "bent"])
 @pytest.mark.parametrize("dtype", ROUNDING)
