@@ -12,7 +12,7 @@ from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.forward_memory import DRAWN, working_bytes
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.mla import LatentProjection
-from kvcli.errors import DoesNotFit, UsageError
+from kvcli.errors import BadInput, DoesNotFit, UsageError
 from kvcli.fit.advice import binding, changes
 from kvcli.fit.available_memory import AvailableMemory, choose, container_room, rooms, size
 from kvcli.fit.explain import alike
@@ -634,12 +634,19 @@ def test_latents_whose_weights_stay_packed_are_planned_as_they_are_stored(tmp_pa
     assert planned(packed, context=512).need.kv > 2 * planned(plain, context=512).need.kv
 
 
+def test_a_plan_is_for_one_token_at_least(demo):
+    with pytest.raises(BadInput) as found:
+        planned(demo, context=0)
+    assert found.value.code == "bad_length"
+
+
 def test_layers_that_keep_a_state_are_not_placed_by_hand():
     shape = shape_of(hybrids.build(next(iter(hybrids.HYBRIDS))).config.to_dict())
     subject = PlannedModel("hybrid", shape, of_shape(shape, 2), "bfloat16", CheckpointFormat(), True, False, 1 << 20)
     profile = PROFILES["exact"].replace(load={"layers_on_gpu": 1})
-    with pytest.raises(UsageError, match="keep a state"):
+    with pytest.raises(UsageError) as found:
         plan(subject, profile, AvailableMemory("cuda", 8 * GIB), 64, MeasuredFacts())
+    assert found.value.code == "no_split"
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
