@@ -514,6 +514,16 @@ def test_the_limit_of_our_own_group_counts_where_the_root_has_none(tmp_path, lin
     assert container_room(tmp_path, tmp_path / "cgroup") == 600
 
 
+@pytest.mark.parametrize(("job", "service"), [(300, 900), (900, 300)])
+def test_of_groups_within_each_other_the_least_counts_and_none_outside(tmp_path, job, service):
+    (tmp_path / "cgroup").write_text("0::/../service/job\n")
+    for folder, left in (("../service", 1), ("service", service), ("service/job", job)):
+        (tmp_path / "root" / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / folder / "memory.max").write_text(str(left))
+        (tmp_path / "root" / folder / "memory.current").write_text("0")
+    assert container_room(tmp_path / "root", tmp_path / "cgroup") == 300
+
+
 def test_auto_is_the_first_gpu_else_the_cpu():
     cpu, gpu = AvailableMemory("cpu", 1), AvailableMemory("cuda:0", 2)
     assert choose({"cpu": cpu}, "auto") == cpu
