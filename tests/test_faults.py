@@ -216,5 +216,6 @@ def test_a_disk_that_fails_is_no_bug_of_ours(number: str, said: str):
     known = machine_gave_out(error)
     assert known is not None
     assert said in known.message
+    assert (known.code == "cannot_write") == (number in FULL)
     assert "/new" in known.message
     assert "/old" not in known.message

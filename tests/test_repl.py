@@ -227,7 +227,10 @@ def test_the_first_ctrl_c_is_a_flag_and_a_later_one_an_exception():
         assert not cancel()
         signal.raise_signal(signal.SIGINT)
         assert cancel()
-        signal.raise_signal(signal.SIGINT)  # the same wish, twice
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:  # which would end the run and name no test
+            pytest.fail("the same wish, twice, is not a second one")
         now[0] = IMPATIENT + 0.1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -235,6 +238,12 @@ def test_the_first_ctrl_c_is_a_flag_and_a_later_one_an_exception():
 
 
 # --- slash commands
+
+
+def test_without_profiles_a_chat_keeps_its_own(talk):
+    talk.repl.profiles = None
+    assert "[no_profiles]" in talk.type("/profile lean")
+    assert talk.repl.profile_name == "fafo"
 
 
 def test_help_lists_every_command(talk):
@@ -248,7 +257,9 @@ def test_help_lists_every_command(talk):
     ("typed", "meant"), [("/hlep", "/help"), ("/quitt", "/quit"), ("/sp", "/spec"), ("/sessions", "/chats")]
 )
 def test_an_unknown_command_asks_what_was_meant(talk, typed, meant):
-    assert f"did you mean {meant}?" in talk.type(typed)
+    said = talk.type(typed)
+    assert "[unknown_command]" in said
+    assert f"did you mean {meant}?" in said
 
 
 def test_an_unknown_command_that_is_a_path_can_be_sent_as_text(talk):
@@ -263,7 +274,9 @@ def test_undo_and_retry(talk):
     assert talk.model.prompts[2] == talk.model.prompts[0]
     assert "removed 1 question, 0 left" in talk.type("/undo 5")
     assert "[no_question]" in talk.type("/retry")
-    assert "try: /undo 2" in talk.type("/undo x")
+    said = talk.type("/undo x")
+    assert "[not_a_number]" in said
+    assert "try: /undo 2" in said
     assert "try: /undo 2" in talk.type("/undo " + "9" * 5000)
 
 
@@ -278,6 +291,8 @@ def test_edit_asks_the_changed_question_in_place_of_the_last(talk, tmp_path):
     assert "the question was not changed" in talk.type("/edit")
     talk.world.environ["EDITOR"] = "/no/such/editor"
     assert "[no_editor]" in talk.type("/edit")
+    talk.world.environ["EDITOR"] = "false"
+    assert "[editor_failed]" in talk.type("/edit")
 
 
 def test_a_document_with_pages_is_counted_in_pages(talk):

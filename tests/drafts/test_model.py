@@ -27,7 +27,8 @@ from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.off import Off
-from tests import families, hybrids
+from kvcli.models.retokenizer import TokenMapping
+from tests import families, hybrids, small_tokenizers
 from tests.covering import marked
 
 NEW = 48
@@ -423,6 +424,15 @@ def test_what_it_keeps_and_its_drafts_have_positions_that_it_was_made_for(positi
     assert caught.value.code == "beyond_model"
     assert caught.value.lines == ("the limit is 64 tokens, 5 of them for drafts",)
     assert caught.value.try_ == ("--set spec.working=59",)
+
+
+@pytest.mark.parametrize("needs", [{"retrieval": "adaptive"}, {"tree": "opt"}, {"lookup_verify": 3}], ids=str)
+def test_what_needs_one_vocabulary_is_refused_where_there_are_two(needs: dict[str, Any]) -> None:
+    pair = ModelPair(lm(), lm(), TokenMapping(small_tokenizers.demo(), small_tokenizers.metaspace()))
+    with pytest.raises(BadConfig) as caught:
+        SeparateModelDraft(**needs).drafter(pair=pair)
+    assert caught.value.code == "other_tokenizer"
+    assert f"--set spec.{next(iter(needs))}=" in caught.value.try_[0]
 
 
 def test_it_needs_a_model() -> None:

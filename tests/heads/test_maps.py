@@ -258,8 +258,15 @@ def test_sliding_layers_are_left_whole(name):
 
 def test_a_model_of_windows_only_is_refused():
     ask = ProbeRequest(probes=("prompt",), context=300, settings=FastGen())
-    with pytest.raises(BadModel, match="sliding window"):
+    with pytest.raises(BadModel) as found:
         probe(other("mistral"), ask)
+    assert found.value.code == "no_full_attention"
+
+
+def test_a_model_of_uneven_layers_is_refused():
+    with pytest.raises(BadModel) as found:
+        probe(other("gemma4_shared"), ProbeRequest(probes=("prompt",), context=300, settings=FastGen()))
+    assert found.value.code == "uneven_layers"
 
 
 def test_half_is_where_profiles_draw_the_line():

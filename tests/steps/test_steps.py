@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli import load
+from kvcli import assemble, load
+from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import generate_together, run_to_end
 from kvcli.engine.forward_request import Steps
 from kvcli.engine.hf.lm import LM
@@ -22,8 +23,9 @@ from kvcli.methods.drafts.off import Off
 from kvcli.methods.steps.judge import Judge
 from kvcli.methods.steps.lookahead_reasoning import CHECKPOINTS, LookaheadReasoning
 from kvcli.methods.steps.step_writer import Writer
+from kvcli.models.retokenizer import TokenMapping
 from kvcli.settings.profile import Profile
-from tests import families, hybrids
+from tests import families, hybrids, small_tokenizers
 
 NEW, STOP = 60, 96
 SAMPLERS = {"greedy": Sampler(), "drawn": Sampler(temperature=0.5, top_k=24, seed=3)}
@@ -195,6 +197,14 @@ def test_it_is_never_exact_and_refuses_what_it_cannot_keep() -> None:
     with pytest.raises(BadInput) as refused:
         run_to_end(written(lm(), Sampler(repetition_penalty=1.2), writer(lm())))
     assert "--set sample.repetition_penalty=1" in says(refused.value)
+    by_steps = Profile.load("exact").replace(exactness="approx", reasoning_steps=STEPS)
+    words, its = small_tokenizers.demo(), small_tokenizers.metaspace()
+    with pytest.raises(BadConfig) as caught:
+        assemble.steps(lm(), by_steps, ModelPair(lm(), lm(), TokenMapping(words, its)), words)
+    assert caught.value.code == "other_tokenizer"
+    with pytest.raises(BadConfig) as caught:
+        load("demo").under(by_steps).new_session()
+    assert caught.value.code == "only_answers"
 
 
 def test_an_answer_by_steps_says_so() -> None:
