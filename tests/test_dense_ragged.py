@@ -16,7 +16,6 @@ from torch import Tensor
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention, merge_attention
@@ -24,7 +23,7 @@ from kvcli.kv.slots import AttentionParams, LayerShape, Masks, Slots, Usage, ali
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.dense_ragged import HeadExtents
 from kvcli.methods.drafts.off import Off
-from tests import drafters, families
+from tests import drafters, families, make
 from tests.policies import Ragged, Recent, masks
 from tests.test_kv import allocated
 
@@ -136,7 +135,7 @@ def reads_the_same(kv: Dense, plain: Listed, layer: int, q: Tensor, sight: Atten
 def test_whatever_happens_a_store_is_a_list_per_head(data: st.DataObject) -> None:
     n_kv, group, dim, layers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2)), 4, 2
     noise = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    kv = Dense(alike(layers, n_kv, dim), torch.float64, step=data.draw(st.sampled_from([1, 4, 64, 256])))
+    kv = make.dense((layers, n_kv, dim), step=data.draw(st.sampled_from([1, 4, 64, 256])))
     plain = Listed(alike(layers, n_kv, dim), torch.float64)
     at = 0
 
@@ -213,7 +212,7 @@ def test_heads_of_equal_length_are_read_at_once(monkeypatch: pytest.MonkeyPatch)
         return attend(q, k, *args, **more)
 
     monkeypatch.setattr(ragged, "attend", noted)
-    kv = Dense(alike(1, 3, 4), torch.float64)
+    kv = make.dense((1, 3, 4))
     kv.append(0, torch.ones(3, 60, 4), torch.ones(3, 60, 4), 0)
     kv.compress(masks(kv, lambda layer, s: (s.pos + torch.arange(3).view(-1, 1)) % 3 == 0))
     kv.attend(0, torch.ones(6, 1, 4, dtype=torch.float64), AttentionParams(1.0), [60])
@@ -226,7 +225,7 @@ def test_heads_of_equal_length_are_read_at_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_numbers_that_are_not_finite_go_with_their_text() -> None:
     """Spare room is read along: what was there must not come back."""
-    kv = Dense(alike(1, 3, 4), torch.float64)
+    kv = make.dense((1, 3, 4))
     ones = torch.ones(3, 60, 4, dtype=torch.float64)
     bad = ones.clone()
     bad[:, 30:] = torch.nan
@@ -248,7 +247,7 @@ MODELS = {"dense": "llama", "sliding": "gemma3", "bent": "gemma2"}
 
 @cache
 def lm(name: str) -> LM:
-    return LM.of(families.build(MODELS[name], torch.float64))
+    return make.model(MODELS[name], torch.float64)
 
 
 def text(
@@ -256,7 +255,7 @@ def text(
 ) -> GenerationSession:
     model = lm(name)
     kv = kind(model.shapes, torch.float64)
-    session = GenerationSession(model, kv, drafter, Sampler(), policy=keep, every=every, chunk=chunk)  # type: ignore[arg-type]
+    session = make.session(model, kv, drafter, policy=keep, every=every, chunk=chunk)  # type: ignore[arg-type]
     run_to_end(session.read(families.prompt(30)))
     for _ in iterate_events(session.stream(16)):
         assert session.committed == len(session.ids) - 1

@@ -19,7 +19,7 @@ from kvcli.kv.cache.draft_and_full import DraftAndFullCache
 from kvcli.kv.slots import nbytes
 from kvcli.kv.snapshot import SnapshotReader
 from kvcli.settings.profile import Profile, load_profile
-from tests import families
+from tests import families, make
 
 NEW = 40
 CHECKED = [
@@ -43,9 +43,7 @@ SMALL = {
 
 @cache
 def lm() -> LM:
-    found = LM.of(families.build("llama", torch.bfloat16))
-    found.install_kernels()
-    return found
+    return make.model("llama", torch.bfloat16, kernels=True)
 
 
 def profile(name: str, *sets: str) -> Profile:
@@ -98,7 +96,7 @@ def test_what_a_policy_let_go_is_there_to_go_back_to() -> None:
 
 
 def test_the_whole_past_gives_back_what_windows_hide() -> None:
-    sliding = LM.of(families.build("gemma3", torch.bfloat16))
+    sliding = make.model("gemma3", torch.bfloat16)
     taken = []
     for under in (load_profile("exact", sets=["prefill.chunk=37"]), profile("streaming", "policy.window=64")):
         found = session(sliding, under)

@@ -14,21 +14,18 @@ from kvcli.engine.engine import Engine, iterate_events, run, run_to_end
 from kvcli.engine.forward_request import Coroutine, ForwardRequest, Steps
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
-from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
-from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
-from tests import families
+from tests import families, make
 
 
 @cache
 def lm(name: str = "llama") -> LM:
-    return LM.of(families.build(name, torch.float64))
+    return make.model(name, torch.float64)
 
 
 def session(name: str = "llama", chunk: int = 13) -> GenerationSession:
     model = lm(name)
-    return GenerationSession(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=chunk)
+    return make.session(model, chunk=chunk)
 
 
 def answer(text: GenerationSession, ids: list[int], new: int) -> Coroutine[object, list[int]]:

@@ -18,18 +18,16 @@ from kvcli.engine.rows import Draft, LookaheadRows, Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.slots import Slots
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
-from tests import drafters, families
+from tests import drafters, families, make
 from tests.policies import KeepAll, Ragged, Recent
 
 torch.set_num_threads(1)
-TINY = LM.of(families.build("llama"))
+TINY = make.model()
 
 
 def session(drafter: object = None, **options: object) -> GenerationSession:
-    kv = Dense(TINY.shapes, TINY.dtype)
-    return GenerationSession(TINY, kv, drafter or Off(), Sampler(), **options)  # type: ignore[arg-type]
+    return make.session(TINY, drafter=drafter, **options)  # type: ignore[arg-type]
 
 
 def truth(n: int) -> list[int]:
@@ -108,12 +106,7 @@ def test_a_draft_deeper_than_the_room_is_refused() -> None:
 def test_right_guesses_end_where_the_window_does() -> None:
     short = copy.copy(TINY)
     short.limit = 30
-    s = GenerationSession(
-        short,
-        Dense(TINY.shapes, TINY.dtype),
-        drafters.Right(TRUTH, 97, -1),
-        Sampler(),
-    )
+    s = make.session(short, make.dense(TINY), drafters.Right(TRUTH, 97, -1))
     run_to_end(s.read(families.prompt(12)))
     passes = []
     while s.committed < short.limit:

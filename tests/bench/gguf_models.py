@@ -25,7 +25,7 @@ from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.session import commit
-from kvcli.kv.tiers.dense import Dense
+from tests import make
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 256  # rows
@@ -73,7 +73,7 @@ def text() -> str:
 
 def logits(lm: LM, ids: list[int]) -> Tensor:
     """[N, V] of our engine, in chunks, each stored before the next."""
-    kv = Dense(lm.shapes, lm.dtype)
+    kv = make.dense(lm)
     made = []
     for a in range(0, len(ids), CHUNK):
         rows = Rows.chain(ids[a : a + CHUNK], a)

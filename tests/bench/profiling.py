@@ -21,12 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.forward_request import await_passes
-from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.slots import nbytes
-from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.fastgen.policy import FastGen
+from tests import make
 from tests.bench.harness import Ints, Rows, measurement
 from tests.bench.random_model import build, ours_of
 
@@ -62,10 +60,7 @@ def read(lm: Any, ids: list[int], settings: FastGen | None) -> tuple[float, floa
     timed = None
     if settings is not None:
         timed = Timed(settings, lm.device)
-    kv = Dense(lm.shapes, lm.dtype, lm.device)
-    session = GenerationSession(
-        lm, kv, Off(), Sampler(), policy=timed, every=settings.compression_interval if settings else None
-    )  # type: ignore[arg-type]
+    session = make.session(lm, policy=timed, every=settings.compression_interval if settings else None)  # type: ignore[arg-type]
     began = time.perf_counter()
     run_to_end(session.read(ids))
     wait(lm.device)
