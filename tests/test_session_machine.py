@@ -1,0 +1,247 @@
+"""A session writes the text of plain decoding and stores no more than that, whatever is done to it on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import Tensor
+
+from kvcli.engine.engine import Engine, iterate_events, run_to_end
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.kv.snapshot import leaves, tree_of
+from kvcli.methods.prune.lazy import LazyLLM
+from tests import drafters, families, make
+from tests.policies import Ragged, Recent
+
+SAMPLER = Sampler(temperature=0.9, top_k=40, repetition_penalty=1.2, seed=3)
+MOST = 60  # tokens of a text
+
+
+@dataclass(frozen=True)
+class Kind:
+    storage: str = "dense"
+    family: str = "llama"
+    is_exact: bool = True  # the text is that of a dense cache
+    keeps_all: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+KINDS = {
+    "dense": Kind(),
+    "layer-wise": Kind(options={"by_layers": True}),
+    "windows": Kind("given", "gemma3", keeps_all=False, options={"every": 7}),
+    "tiers": Kind("two_dense", options={"every": 7}),
+    "demoted": Kind("demoted", keeps_all=False, options={"policy": Recent(last=6), "every": 7}),
+    "checked": Kind("checked", keeps_all=False, options={"policy": Ragged(), "every": 7}),
+    "evicted": Kind(is_exact=False, keeps_all=False, options={"policy": Ragged(), "every": 7}),
+    "packed": Kind("packed_8", is_exact=False, options={"every": 7}),
+}
+LONG = {
+    "recalled": Kind("recalled", is_exact=False, keeps_all=False, options={"policy": Ragged(), "every": 7}),
+    "on_disk": Kind("on_disk", options={"every": 3}),
+    "gear": Kind("gear", is_exact=False, options={"every": 7}),
+    "minmax": Kind("minmax", is_exact=False, options={"every": 7}),
+    "deferred": Kind(is_exact=False, keeps_all=False, options={"pruning": LazyLLM(min_prompt=8, recent=3, sinks=1)}),
+}
+
+
+@cache
+def lm(family: str) -> LM:
+    return make.model(family, torch.float64)
+
+
+@cache
+def decoded(family: str, ids: tuple[int, ...], n: int) -> list[int]:
+    s = make.session(lm(family), sampler=SAMPLER)
+    run_to_end(s.read(ids))
+    list(iterate_events(s.stream(n)))
+    return s.ids
+
+
+@dataclass
+class Pair:
+    """A session whose drafts are right now and then, and one without drafts to which the same is done."""
+
+    drafted: GenerationSession
+    plain: GenerationSession
+
+    def do(self, work: Callable[[GenerationSession], Any]) -> Any:
+        found = work(self.drafted), work(self.plain)
+        assert found[0] == found[1]
+        return found[0]
+
+
+class Sessions(RuleBasedStateMachine):
+    kind: Kind
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = lm(self.kind.family)
+        self.pairs = [Pair(self.new(drafters.Moody([], 97, -1)), self.new())]
+
+    def new(self, drafter: Any = None) -> GenerationSession:
+        kv = make.cache(self.kind.storage, self.lm)
+        return make.session(self.lm, kv, drafter, SAMPLER, **{"chunk": 9, **self.kind.options})
+
+    @property
+    def pair(self) -> Pair:
+        return self.pairs[-1]
+
+    def will_say(self, pair: Pair, n: int) -> int:
+        """How many tokens there is room for; the drafter comes to know them."""
+        n = max(0, min(n, MOST - len(pair.plain.ids)))
+        drafter = pair.drafted.drafter
+        assert isinstance(drafter, drafters.Moody)
+        ahead = pair.plain.fork()
+        list(iterate_events(ahead.stream(n)))
+        if self.kind.is_exact:
+            assert ahead.ids == decoded(self.kind.family, tuple(pair.plain.ids), n)
+        drafter.truth = ahead.ids
+        return n
+
+    @initialize(n=st.integers(1, 30), seed=st.integers(1, 3))
+    def ask_first(self, n: int, seed: int) -> None:
+        self.ask(0.0, n, seed)
+
+    @rule(share=st.floats(0, 1), n=st.integers(1, 20), seed=st.integers(1, 3))
+    def ask(self, share: float, n: int, seed: int) -> None:
+        """Other words behind a part of the text."""
+        text = [
+            *self.pair.plain.ids[: int(share * min(MOST - n, len(self.pair.plain.ids)))],
+            *families.prompt(n, seed=seed),
+        ]
+        self.pair.do(lambda s: s.start_answer(text, SAMPLER))
+        self.pair.do(lambda s: run_to_end(s.read(text[len(s.ids) :])))
+        assert self.pair.drafted.ids == text
+
+    @rule(n=st.integers(1, 20), passes=st.integers(0, 4))
+    def ask_and_cancel(self, n: int, passes: int) -> None:
+        """The reading is cancelled after a few passes, and taken up again; the other session is not disturbed."""
+        s, text = self.pair.drafted, [*self.pair.plain.ids, *families.prompt(n, seed=4)][:MOST]
+        engine, before = Engine(), s.committed
+        task = engine.add(s.read(text[len(s.ids) :]))
+        for _ in range(passes):
+            engine.step()
+        task.cancel()
+        assert before <= s.committed < len(text)
+        s.resume(text)
+        run_to_end(s.read(text[len(s.ids) :]))
+        run_to_end(self.pair.plain.read(text[len(self.pair.plain.ids) :]))
+
+    @precondition(lambda self: self.pair.plain.ids)
+    @rule(n=st.integers(1, 9))
+    def stream(self, n: int) -> None:
+        n = self.will_say(self.pair, n)
+        list(iterate_events(self.pair.drafted.stream(n)))
+        list(iterate_events(self.pair.plain.stream(n)))
+
+    @precondition(lambda self: self.pair.plain.ids)
+    @rule(n=st.integers(1, 12), passes=st.integers(0, 3))
+    def stream_and_cancel(self, n: int, passes: int) -> None:
+        n, before = self.will_say(self.pair, n), len(self.pair.plain.ids)
+        left = iter(range(passes))
+        list(iterate_events(self.pair.drafted.stream(n, cancel=lambda: next(left, None) is None)))
+        list(iterate_events(self.pair.plain.stream(len(self.pair.drafted.ids) - before)))
+
+    @precondition(lambda self: len(self.pairs) > 1 and all(pair.plain.ids for pair in self.pairs))
+    @rule(n=st.tuples(st.integers(1, 6), st.integers(1, 6)), passes=st.integers(0, 5))
+    def stream_together(self, n: tuple[int, int], passes: int) -> None:
+        """In the same passes, and beside a text that is cancelled."""
+        engine, third = Engine(rows=12), self.new()
+        task = engine.add(third.read(families.prompt(30)))
+        for pair, each in zip(self.pairs, n, strict=True):
+            each = self.will_say(pair, each)
+            list(iterate_events(pair.plain.stream(each)))
+            engine.add(pair.drafted.stream(each))
+        for _ in range(passes):
+            engine.step()
+        task.cancel()
+        while engine.step():
+            pass
+
+    @rule(share=st.floats(0, 1))
+    def rewind(self, share: float) -> None:
+        self.pair.do(lambda s: s.rewind(int(share * len(s.ids))))
+
+    @precondition(lambda self: self.pair.plain.committed)
+    @rule()
+    def save_and_restore(self) -> None:
+        pair = self.pair
+        for name in ("drafted", "plain"):
+            s = getattr(pair, name)
+            given = {key: leaf.clone() if isinstance(leaf, Tensor) else leaf for key, leaf in leaves(s.state())}
+            restored = self.new(s.drafter)
+            restored.restore(tree_of(given), s.ids[-1])
+            setattr(pair, name, restored)
+
+    @rule()
+    def take_over(self) -> None:
+        pair = self.pair
+        taker = self.new(pair.drafted.drafter)
+        taker.take_over(pair.drafted)
+        assert pair.drafted.ids == []
+        pair.drafted = taker
+
+    @rule()
+    def fork(self) -> None:
+        self.pairs = [self.pair, Pair(self.pair.drafted.fork(), self.pair.plain.fork())]
+
+    @precondition(lambda self: len(self.pairs) > 1)
+    @rule()
+    def go_on_with_the_other(self) -> None:
+        self.pairs.reverse()
+
+    @invariant()
+    def says_and_stores_the_same(self) -> None:
+        for pair in self.pairs:
+            s, plain = pair.drafted, pair.plain
+            assert s.ids == plain.ids
+            assert s.committed == plain.committed == max(0, len(s.ids) - 1)
+            assert s.approximations == plain.approximations
+            assert not self.kind.is_exact or not s.approximations
+            held = dict.fromkeys(range(self.lm.n_layers), 0)
+            for use in s.cache.usage():
+                held[use.layer] += use.slots
+            for layer in range(self.lm.n_layers):
+                stored = [sorted(pos[pos >= 0].tolist()) for pos in s.cache.slots(layer).pos]
+                assert stored == [sorted(pos[pos >= 0].tolist()) for pos in plain.cache.slots(layer).pos]
+                assert all(set(pos) <= set(range(s.committed)) for pos in stored)
+                if self.kind.keeps_all:
+                    assert stored == [list(range(s.committed))] * len(stored)
+                    assert held[layer] == s.committed
+
+
+def holds(of_kind: Kind, n: int, steps: int) -> None:
+    class Named(Sessions):
+        kind = of_kind
+
+    usual = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(Named, settings=settings(usual, max_examples=n, stateful_step_count=steps))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_session_writes_the_text_of_plain_decoding(name: str) -> None:
+    holds(KINDS[name], 2, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS | LONG)
+def test_a_session_writes_the_text_of_plain_decoding_at_length(name: str) -> None:
+    holds((KINDS | LONG)[name], 100, 30)
