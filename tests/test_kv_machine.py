@@ -23,7 +23,7 @@ from torch import Tensor
 from kvcli.engine.hf.lm import LM
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import merge_attention
-from kvcli.kv.slots import AttentionParams, KVCache, storing_layer_of
+from kvcli.kv.slots import AttentionParams, KVCache, Slots, storing_layer_of
 from kvcli.kv.snapshot import SnapshotReader, leaves, tree_of
 from tests import make
 
@@ -45,6 +45,7 @@ class Kind:
 
 KINDS = {
     "dense": Kind(),
+    "short steps": Kind(),
     "uneven": Kind("gemma4_shared"),
     "given": Kind("gemma3"),
     "two_dense": Kind(),
@@ -130,7 +131,14 @@ class Caches(RuleBasedStateMachine):
         return torch.randn(*shape, generator=self.noise, dtype=torch.float64)
 
     def new(self) -> KVCache:
+        if self.name == "short steps":
+            return make.dense(self.lm, step=4)
         return make.cache({"uneven": "dense", "uneven turned": "turned"}.get(self.name, self.name), self.lm)
+
+    @property
+    def is_plain(self) -> bool:
+        """Slots may come and go at any time."""
+        return self.kind.drops == "evict" and not self.kind.levels and self.name != "given"
 
     @initialize(seed=st.integers(0, 999), n=st.integers(1, 40))
     def begin(self, seed: int, n: int) -> None:
@@ -208,7 +216,7 @@ class Caches(RuleBasedStateMachine):
     def go_on_with_the_other(self) -> None:
         self.pasts.reverse()
 
-    @precondition(lambda self: self.kind.drops == "evict" and not self.kind.levels and self.name != "given")
+    @precondition(lambda self: self.is_plain)
     @rule()
     def move(self) -> None:
         """Into another cache."""
@@ -218,15 +226,48 @@ class Caches(RuleBasedStateMachine):
             other.take(layer, kv.slots(layer))
         self.pasts[-1] = other, plain
 
+    @precondition(lambda self: self.is_plain)
+    @rule(share=st.floats(0, 1))
+    def take(self, share: float) -> None:
+        """What another tier demotes: any number of slots by head, in any order, with empty ones among them."""
+        kv, plain = self.pasts[-1]
+        for layer in self.owners:
+            of = self.lm.shapes[layer]
+            k, v = self.randn(of.n_kv_heads, 9, of.k_dim), self.randn(of.n_kv_heads, 9, of.v_dim)
+            there = torch.rand(of.n_kv_heads, 9, generator=self.noise) < share
+            there = there if self.kind.heads_apart else there[:1].expand_as(there)
+            order = torch.randperm(9, generator=self.noise)
+            pos = torch.where(there, torch.arange(plain.n, plain.n + 9), -1)[:, order]
+            kv.take(layer, Slots(k[:, order], v[:, order], pos))
+            plain.append(layer, k, v)
+            for marks in (plain.shown, plain.read):
+                marks[layer][:, plain.n :] = there
+        plain.n, plain.fresh = plain.n + 9, 0
+
+    @precondition(lambda self: self.is_plain)
+    @rule(share=st.floats(0, 1), is_alike=st.booleans())
+    def keep(self, share: float, is_alike: bool) -> None:
+        """As between two compression points; what is evicted comes back."""
+        kv, plain = self.pasts[-1]
+        plain.fresh = 0
+        for layer in self.owners:
+            pos, stays = kv.slots(layer).pos, torch.rand(*plain.shown[layer].shape, generator=self.noise) < share
+            stays = (stays[:1] if is_alike or not self.kind.heads_apart else stays).expand_as(stays)
+            mask = stays.gather(1, pos.clamp(min=0).long()) if plain.n else pos >= 0
+            for fell, gone in zip(kv.keep(layer, mask).pos, plain.shown[layer] & ~stays, strict=True):
+                assert sorted(fell[fell >= 0].tolist()) == gone.nonzero().flatten().tolist()
+            plain.shown[layer] = plain.read[layer] = plain.shown[layer] & stays
+
     @invariant()
     def holds_each_slot_once(self) -> None:
         for kv, plain in self.pasts:
             held = dict.fromkeys(self.owners, 0)
             for use in kv.usage():
-                held[use.layer] += use.slots
+                held[use.layer] += use.slots if use.tier != "index" else 0
             for layer in self.owners:
                 s, window = kv.slots(layer), self.lm.sights[layer].window if self.name == "given" else None
-                assert s.n_slots == kv.n_slots(layer) == held[layer] or self.kind.drops != "evict"
+                assert s.n_slots == kv.n_slots(layer)
+                assert s.n_slots == held[layer] or self.kind.drops != "evict" or self.kind.within != 0
                 assert held[layer] >= int(plain.read[layer].sum(1).max()) or window
                 first = max(0, plain.n - window + 1) if window else 0  # no row sees older ones
                 for head, pos in enumerate(s.pos):

@@ -50,7 +50,9 @@ KINDS = {
     "tiers": Kind("two_dense", options={"every": 7}),
     "demoted": Kind("demoted", keeps_all=False, options={"policy": Recent(last=6), "every": 7}),
     "checked": Kind("checked", keeps_all=False, options={"policy": Ragged(), "every": 7}),
-    "evicted": Kind(is_exact=False, keeps_all=False, options={"policy": Ragged(), "every": 7}),
+    "evicted": Kind("dense", "llama", False, False, {"policy": Ragged(), "every": 7}),
+    "evicted, windows": Kind("dense", "gemma3", False, False, {"policy": Ragged(1), "every": 5}),
+    "evicted, softcap": Kind("dense", "gemma2", False, False, {"policy": Recent(1, 9), "every": 3}),
     "packed": Kind("packed_8", is_exact=False, options={"every": 7}),
 }
 LONG = {
@@ -93,12 +95,11 @@ class Sessions(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lm = lm(self.kind.family)
-        self.pairs = [Pair(self.new(drafters.Moody([], 97, -1)), self.new())]
+        self.lm, self.chunk = lm(self.kind.family), 9
 
     def new(self, drafter: Any = None) -> GenerationSession:
         kv = make.cache(self.kind.storage, self.lm)
-        return make.session(self.lm, kv, drafter, SAMPLER, **{"chunk": 9, **self.kind.options})
+        return make.session(self.lm, kv, drafter, SAMPLER, chunk=self.chunk, **self.kind.options)
 
     @property
     def pair(self) -> Pair:
@@ -116,8 +117,10 @@ class Sessions(RuleBasedStateMachine):
         drafter.truth = ahead.ids
         return n
 
-    @initialize(n=st.integers(1, 30), seed=st.integers(1, 3))
-    def ask_first(self, n: int, seed: int) -> None:
+    @initialize(n=st.integers(1, 30), seed=st.integers(1, 3), chunk=st.integers(1, 20))
+    def ask_first(self, n: int, seed: int, chunk: int) -> None:
+        self.chunk = chunk
+        self.pairs = [Pair(self.new(drafters.Moody([], 97, -1)), self.new())]
         self.ask(0.0, n, seed)
 
     @rule(share=st.floats(0, 1), n=st.integers(1, 20), seed=st.integers(1, 3))
@@ -178,7 +181,14 @@ class Sessions(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1))
     def rewind(self, share: float) -> None:
-        self.pair.do(lambda s: s.rewind(int(share * len(s.ids))))
+        plain = self.pair.plain
+        n, had = int(share * len(plain.ids)), plain.committed
+        kept = self.pair.do(lambda s: s.rewind(n))
+        assert kept in (0, n - 1)
+        if self.kind.keeps_all or self.kind.storage == "demoted":
+            assert kept == max(0, n - 1), "nothing is read again"
+        if self.kind.storage == "dense" and kept < had:
+            assert all(pos == list(range(kept)) for pos in self.stored(plain)), "evicted slots do not come back"
 
     @precondition(lambda self: self.pair.plain.committed)
     @rule()
@@ -219,13 +229,22 @@ class Sessions(RuleBasedStateMachine):
             held = dict.fromkeys(range(self.lm.n_layers), 0)
             for use in s.cache.usage():
                 held[use.layer] += use.slots
-            for layer in range(self.lm.n_layers):
-                stored = [sorted(pos[pos >= 0].tolist()) for pos in s.cache.slots(layer).pos]
-                assert stored == [sorted(pos[pos >= 0].tolist()) for pos in plain.cache.slots(layer).pos]
-                assert all(set(pos) <= set(range(s.committed)) for pos in stored)
-                if self.kind.keeps_all:
-                    assert stored == [list(range(s.committed))] * len(stored)
-                    assert held[layer] == s.committed
+            stored = self.stored(s)
+            assert stored == self.stored(plain)
+            assert all(set(pos) <= set(range(s.committed)) for pos in stored)
+            if self.kind.keeps_all:
+                assert all(pos == list(range(s.committed)) for pos in stored)
+                assert set(held.values()) == {s.committed}
+            if self.kind.storage == "dense":
+                for layer in range(self.lm.n_layers):
+                    ours, theirs = (each.cache.slots(layer) for each in (s, plain))
+                    torch.testing.assert_close(ours.k[ours.pos >= 0], theirs.k[theirs.pos >= 0])
+                    torch.testing.assert_close(ours.v[ours.pos >= 0], theirs.v[theirs.pos >= 0])
+
+    def stored(self, s: GenerationSession) -> list[list[int]]:
+        """Positions by layer and head."""
+        layers = range(self.lm.n_layers)
+        return [sorted(pos[pos >= 0].tolist()) for layer in layers for pos in s.cache.slots(layer).pos]
 
 
 def holds(of_kind: Kind, n: int, steps: int) -> None:
