@@ -71,20 +71,6 @@ def test_what_masks_let_go_is_read_as_before_and_shown_no_more(lower: str) -> No
     assert kv.usage()[0].slots + kv.usage()[L].slots >= 40
 
 
-def test_what_went_down_is_chosen_no_second_time() -> None:
-    one, kv = make.dense((L, K, D)), demoting()
-    fill(one, 40)
-    fill(kv, 40)
-    for seed in range(3):
-        kv.compress(some(kv, seed))
-    below = kv._rungs[1].tier.slots(1).pos
-    assert sorted([*below[0][below[0] >= 0].tolist(), *positions(kv)[0]]) == list(range(40))
-    torch.testing.assert_close(read(kv), read(one))
-    before = kv.changes
-    assert not kv.compress([torch.ones(K, kv.n_slots(layer), dtype=torch.bool) for layer in range(L)])
-    assert kv.changes == before
-
-
 def test_the_oldest_go_too_where_the_top_is_full() -> None:
     kv = demoting(holds=10, sinks=2)
     fill(kv, 40, settle_at=1000)

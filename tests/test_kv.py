@@ -85,23 +85,6 @@ def test_a_sliding_window_hides_what_is_too_old(window: int, n: int, shuffle: bo
     torch.testing.assert_close(read(kv, q, pos, window), out)
 
 
-def test_unequal_heads_read_their_own_slots_and_take_more() -> None:
-    kv = filled(37)
-    s = kv.slots(1)
-    mask = uneven(s)
-    out, _ = specified(rows(5, 37)[0], s.k, s.v, 0.3, 0.0, mask.unsqueeze(1).expand(-1, 5, -1), s.n_slots)
-    fell = kv.keep(1, mask)
-    torch.testing.assert_close(read(kv, *rows(5, 37)), out)
-    assert int((fell.pos >= 0).sum()) == int((~mask).sum())
-    k, v = torch.randn(K, 2, D, dtype=torch.float64), torch.randn(K, 2, D, dtype=torch.float64)
-    kv.append(1, k, v, 37)
-    after = kv.slots(1)
-    for j in range(K):
-        held = after.pos[j][after.pos[j] >= 0].tolist()
-        assert held == [p for p in range(37) if p % (j + 1) == 0] + [37, 38]
-        torch.testing.assert_close(after.k[j, len(held) - 2 : len(held)], k[j])
-
-
 def allocated(kv: Dense) -> int:
     """Bytes of every tensor that the store holds on to, found by looking, each storage once."""
     held: dict[int, int] = {}
@@ -187,20 +170,6 @@ def test_positions_lie_on_the_host_whatever_the_device(window: int | None) -> No
         assert kv._slabs[0].pos.is_cpu
         assert {t.device.type for t in astuple(kv.fixed(2).layers[0].table)} == {"meta"}
     assert kv._slabs[0].at.tolist() == [*range(7)]  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-def test_cropping_forgets_the_newest(ragged: bool) -> None:
-    kv = filled(37)
-    if ragged:
-        kv.keep(1, uneven(kv.slots(1)))
-    kv.crop(20)
-    for layer in range(L):
-        pos = kv.slots(layer).pos
-        assert int(pos.max()) < 20
-        assert 0 in pos[0].tolist()
-    kv.append(0, torch.ones(K, 1, D, dtype=torch.float64), torch.ones(K, 1, D, dtype=torch.float64), 20)
-    assert kv.slots(0).pos[0].tolist() == list(range(21))
 
 
 @pytest.mark.parametrize("n", [2, 1100])  # long runs are read with the spare room behind them

@@ -28,7 +28,7 @@ from kvcli.methods.drafts.off import Off
 from tests import make
 from tests.covering import pairs
 from tests.exact.table import DRAFTERS, DTYPES, MODELS, NEW, SAMPLERS, STOP, prompt
-from tests.policies import KeepAll, Ragged, masks
+from tests.policies import KeepAll, Ragged
 
 K, G, D, L = 3, 2, 8, 2
 H = K * G
@@ -59,17 +59,6 @@ def read(kv: KVCache, window: int | None = None, n: int = 40, layer: int = 1) ->
 
 def positions(kv: KVCache, layer: int = 1) -> list[list[int]]:
     return [sorted(pos[pos >= 0].tolist()) for pos in kv.slots(layer).pos]
-
-
-@pytest.mark.parametrize("window", [None, 1, 9, 33])
-@pytest.mark.parametrize("name", EXACT)
-def test_rungs_of_equal_numbers_are_one_tier(name: str, window: int | None) -> None:
-    one, ladder = make.dense((L, K, D)), make.cache(name, (L, K, D))
-    fill(one, 40)
-    fill(ladder, 40)
-    assert len([u for u in ladder.usage() if u.layer == 1 and u.slots]) > 1
-    torch.testing.assert_close(read(ladder, window), read(one, window))
-    assert positions(ladder) == positions(one)
 
 
 def test_one_rung_is_the_bare_tier() -> None:
@@ -120,38 +109,6 @@ def test_rounding_reaches_what_went_down_and_nothing_else() -> None:
     same = (got.k[0, order] == want.k[0]).all(-1)
     assert same.tolist() == [True] + [False] * 33 + [True] * 6
     torch.testing.assert_close(got.k[0, order], want.k[0], rtol=0.01, atol=0.01)
-
-
-@pytest.mark.parametrize("name", LADDERS)
-def test_a_mask_over_all_rungs_is_split_by_rung(name: str) -> None:
-    kv, one = make.cache(name, (L, K, D)), make.dense((L, K, D))
-    fill(kv, 40)
-    for s in [kv.slots(1)]:
-        one.take(1, s)
-
-    def uneven(s: Slots) -> Tensor:
-        return torch.stack([s.pos[j] % (j + 2) == 0 for j in range(K)])
-
-    fell = kv.keep(1, uneven(kv.slots(1)))
-    one.keep(1, uneven(one.slots(1)))
-    want = [[p for p in range(40) if p % (j + 2) == 0] for j in range(K)]
-    assert positions(kv) == want
-    assert int((fell.pos >= 0).sum()) == 40 * K - sum(map(len, want))
-    torch.testing.assert_close(read(kv), read(one))
-    kv.compress(masks(kv, lambda layer, s: s.pos % 4 == 0))
-    assert positions(kv) == [[p for p in row if p % 4 == 0] for row in want]
-
-
-@pytest.mark.parametrize("name", LADDERS)
-def test_cropping_reaches_every_rung(name: str) -> None:
-    kv = make.cache(name, (L, K, D))
-    fill(kv, 40)
-    for n in (38, 12, 3):
-        kv.crop(n)
-        assert positions(kv) == [list(range(n))] * K
-    kv.crop(0)
-    fill(kv, 20)
-    assert positions(kv) == [list(range(20))] * K
 
 
 @pytest.mark.parametrize("name", LADDERS)
@@ -264,20 +221,6 @@ def test_room_on_the_disk_is_used_again() -> None:
     once = a_disk()
     once.take(0, some(700))
     assert os.fstat(kv._file._file.fileno()).st_size == os.fstat(once._file._file.fileno()).st_size
-
-
-def test_a_copy_of_a_store_has_a_file_of_its_own() -> None:
-    import copy
-
-    kv = a_disk()
-    kv.take(1, some(20))
-    kv.keep(1, kv.slots(1).pos % 3 == 0)
-    twin = copy.deepcopy(kv)
-    torch.testing.assert_close(read(twin), read(kv))
-    assert torch.equal(twin.slots(1).pos, kv.slots(1).pos), "others are found by their place behind forgotten ones"
-    twin.crop(5)
-    assert positions(kv) == [list(range(0, 20, 3))] * K
-    assert positions(twin) == [[0, 3]] * K
 
 
 @pytest.mark.parametrize("most", ["bytes", "writes"])
