@@ -206,16 +206,3 @@ def test_closing_the_events_closes_the_work() -> None:
     next(saying)
     saying.close()
     assert ended == [True]
-
-
-def test_a_cancelled_text_leaves_its_store_as_it_was() -> None:
-    many, text = Engine(), session()
-    ticket = many.add(answer(text, families.prompt(30), 20))
-    for _ in range(6):
-        many.step()
-    ticket.cancel()
-    assert not many.step()
-    n = len(text.ids)
-    assert text.committed == n - 1
-    list(iterate_events(text.stream(20 - (n - 30))))
-    assert text.ids == run_to_end(answer(session(), families.prompt(30), 20))
