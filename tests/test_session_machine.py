@@ -30,8 +30,9 @@ from kvcli.methods.prune.lazy import LazyLLM
 from tests import drafters, families, make
 from tests.policies import Ragged, Recent
 
-SAMPLER = Sampler(temperature=0.9, top_k=40, repetition_penalty=1.2, seed=3)
+SAMPLER = Sampler(temperature=0.9, top_k=40, repetition_penalty=1.7, seed=3)
 MOST = 60  # tokens of a text
+WAYS = st.sampled_from(["", "restored", "taken over", "forked"])
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,22 @@ class Sessions(RuleBasedStateMachine):
     def pair(self) -> Pair:
         return self.pairs[-1]
 
+    def pass_on(self, way: str) -> None:
+        """To a session that restores a snapshot of this one, takes it over, or is a fork of it beside it."""
+        pair = self.pair
+        if way == "forked":
+            self.pairs = [pair, Pair(pair.drafted.fork(), pair.plain.fork())]
+        for name in ("drafted", "plain") if way in ("restored", "taken over") and pair.plain.committed else ():
+            s = getattr(pair, name)
+            other = self.new(s.drafter)
+            if way == "restored":
+                given = {key: leaf.clone() if isinstance(leaf, Tensor) else leaf for key, leaf in leaves(s.state())}
+                other.restore(tree_of(given), s.ids[-1])
+            else:
+                other.take_over(s)
+                assert s.ids == []
+            setattr(pair, name, other)
+
     def will_say(self, pair: Pair, n: int) -> int:
         """How many tokens there is room for; the drafter comes to know them."""
         n = max(0, min(n, MOST - len(pair.plain.ids)))
@@ -127,11 +144,12 @@ class Sessions(RuleBasedStateMachine):
     def ask_first(self, n: int, seed: int, chunk: int, drafter: type[drafters.Scripted]) -> None:
         self.chunk = chunk
         self.pairs = [Pair(self.new(drafter([], 97, -1)), self.new())]
-        self.ask(0.0, n, seed)
+        self.ask(0.0, n, seed, "")
 
-    @rule(share=st.floats(0, 1), n=st.integers(1, 20), seed=st.integers(1, 3))
-    def ask(self, share: float, n: int, seed: int) -> None:
+    @rule(share=st.floats(0, 1), n=st.integers(1, 20), seed=st.integers(1, 3), way=WAYS)
+    def ask(self, share: float, n: int, seed: int, way: str) -> None:
         """Other words behind a part of the text."""
+        self.pass_on(way)
         text = [
             *self.pair.plain.ids[: int(share * min(MOST - n, len(self.pair.plain.ids)))],
             *families.prompt(n, seed=seed),
@@ -155,8 +173,9 @@ class Sessions(RuleBasedStateMachine):
         run_to_end(self.pair.plain.read(text[len(self.pair.plain.ids) :]))
 
     @precondition(lambda self: self.pair.plain.ids)
-    @rule(n=st.integers(1, 9))
-    def stream(self, n: int) -> None:
+    @rule(n=st.integers(1, 9), way=WAYS)
+    def stream(self, n: int, way: str) -> None:
+        self.pass_on(way)
         n = self.will_say(self.pair, n)
         list(iterate_events(self.pair.drafted.stream(n)))
         list(iterate_events(self.pair.plain.stream(n)))
@@ -188,8 +207,9 @@ class Sessions(RuleBasedStateMachine):
         while engine.step():
             pass
 
-    @rule(share=st.floats(0, 1))
-    def rewind(self, share: float) -> None:
+    @rule(share=st.floats(0, 1), way=WAYS)
+    def rewind(self, share: float, way: str) -> None:
+        self.pass_on(way)
         plain = self.pair.plain
         n, had = int(share * len(plain.ids)), plain.committed
         kept = self.pair.do(lambda s: s.rewind(n))
@@ -198,29 +218,6 @@ class Sessions(RuleBasedStateMachine):
             assert kept == max(0, n - 1), "nothing is read again"
         if self.kind.storage == "dense" and kept < had:
             assert all(pos == list(range(kept)) for pos in self.stored(plain)), "evicted slots do not come back"
-
-    @precondition(lambda self: self.pair.plain.committed)
-    @rule()
-    def save_and_restore(self) -> None:
-        pair = self.pair
-        for name in ("drafted", "plain"):
-            s = getattr(pair, name)
-            given = {key: leaf.clone() if isinstance(leaf, Tensor) else leaf for key, leaf in leaves(s.state())}
-            restored = self.new(s.drafter)
-            restored.restore(tree_of(given), s.ids[-1])
-            setattr(pair, name, restored)
-
-    @rule()
-    def take_over(self) -> None:
-        pair = self.pair
-        taker = self.new(pair.drafted.drafter)
-        taker.take_over(pair.drafted)
-        assert pair.drafted.ids == []
-        pair.drafted = taker
-
-    @rule()
-    def fork(self) -> None:
-        self.pairs = [self.pair, Pair(self.pair.drafted.fork(), self.pair.plain.fork())]
 
     @precondition(lambda self: len(self.pairs) > 1)
     @rule()
