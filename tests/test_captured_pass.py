@@ -27,14 +27,12 @@ from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
 from kvcli.kernels.append_kv import COLUMNS, addresses
 from kvcli.kernels.attend_invariant.tables import Table
-from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.slots import AttentionParams
-from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.device_tables import MOST_ROWS, DeviceCache
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.random import Random
 from kvcli.methods.policies.snapkv import Snap
-from tests import families
+from tests import families, make
 from tests.bench.waits import counted
 from tests.covering import pinned
 from tests.drafters import Bush, Right
@@ -76,8 +74,8 @@ def recorded(family: str) -> tuple[LM, FakeGraphs]:
 
 def session(its: LM, drafter: Any = None, sampler: Sampler = SEEDED, policy: Policy | None = None) -> GenerationSession:
     every = None if policy is None else 7
-    kv = Dense(its.shapes, its.dtype, its.device, step=4, windows=windows_of(its.shapes, its.attention_params))
-    return GenerationSession(its, kv, drafter or Off(), sampler, policy=policy, every=every, chunk=16)
+    kv = make.dense(its, step=4, windows=make.windows(its))
+    return make.session(its, kv, drafter, sampler, policy=policy, every=every, chunk=16)
 
 
 def written(text: GenerationSession, new: int = NEW, stop: Sequence[int] = ()) -> list[int]:

@@ -12,9 +12,8 @@ from kvcli.engine.drafting.draft_kv import DraftTreeKV
 from kvcli.engine.engine import run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.rows import Rows
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kernels.native import native
-from tests import families
+from tests import families, make
 from tests.exact import table
 
 PROMPT = 59
@@ -26,7 +25,7 @@ if native() is not None:
 @pytest.mark.parametrize(("storage", "dtype"), STORAGES)
 def test_a_row_reads_its_own_line_as_if_that_were_stored(storage: str, dtype: str) -> None:
     random, lm = Random(7), table.lm(storage, dtype)
-    session = GenerationSession(lm, table.past(storage, lm), table.Off(), table.SAMPLERS["greedy"], chunk=13)
+    session = make.session(lm, table.past(storage, lm), chunk=13)
     run_to_end(session.read(families.prompt(PROMPT + 1)))
     draft_kv, said = DraftTreeKV(lm, session.cache, PROMPT), []
     for n in (13, 1, 4, 2):  # first a line that is longer than a window

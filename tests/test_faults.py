@@ -19,8 +19,7 @@ import torch
 
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.slots import alike
-from kvcli.kv.tiers.disk import DiskTier
+from tests import make
 from tests.bench import stress_faults
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +72,7 @@ def test_room_whose_use_failed_is_there_again(tmp_path: Path, monkeypatch: pytes
     from kvcli.kv.tiers import extents
 
     size = 1 << 16
-    tier = DiskTier(alike(1, 1, 16), torch.float32, size, 100 * size, tmp_path)
+    tier = make.disk((1, 1, 16), torch.float32, most=size, writes=100 * size, folder=tmp_path)
     k = torch.randn(1, 500, 16)
 
     def fails(*_: object, **__: object) -> None:

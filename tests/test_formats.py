@@ -24,7 +24,6 @@ from kvcli.kv.formats.quantization import by_slot, dequantize, of_slots, quantiz
 from kvcli.kv.slots import AttentionParams, LayerShape, Slots, alike, compact, nbytes, visible
 from kvcli.kv.snapshot import SnapshotReader
 from kvcli.kv.tiers.block_tier import BlockCodec, BlockTier
-from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.formats.cskv import Cskv
 from kvcli.methods.formats.freqkv import FreqKV
 from kvcli.methods.formats.gear import Gear
@@ -37,7 +36,7 @@ from kvcli.methods.formats.zipcache import ZipCache, joined, separated
 from kvcli.settings.profile import Profile
 from kvcli.settings.registry import registries
 from kvcli.settings.schema import Kv
-from tests import families
+from tests import families, make
 from tests.exact import table
 
 K, G, D, L = 2, 2, 16, 2
@@ -244,7 +243,7 @@ def test_keys_before_the_rotary_embedding_are_rounded_as_they_were_there() -> No
 
 
 def test_kivi_read_back_says_what_it_says_where_it_lies() -> None:
-    s, plain = made(64), QuantizedTier(alike(L, K, D), torch.float32, k_bits=4, v_bits=2, group=8)
+    s, plain = made(64), make.quantized((L, K, D), (4, 2), torch.float32, group=8)
     plain.take(0, s)
     coded = BlockTier(Kivi(), of(), "cpu", KV)
     coded.take(0, s)

@@ -32,7 +32,7 @@ from kvcli.methods.policies.precision.plan import FOUND, QUALITY, Layer, in_plac
 from kvcli.methods.policies.precision.policy import PrecisionBudgetPolicy
 from kvcli.methods.policies.precision.settings import PrecisionBudgetSettings
 from kvcli.settings.profile import Profile, load_profile
-from tests import families
+from tests import families, make
 from tests.test_tiered_cache import D, K, L, fill, positions, read
 
 BITS = (8, 4, 2)
@@ -300,9 +300,7 @@ def test_two_levels_are_a_mask() -> None:
 
 @cache
 def model(dtype: torch.dtype = torch.float32) -> LM:
-    found = LM.of(families.build("llama", dtype, max_position_embeddings=2048))
-    found.install_kernels()
-    return found
+    return make.model("llama", dtype, max_position_embeddings=2048, kernels=True)
 
 
 def profile(**changes: Any) -> Profile:
@@ -564,7 +562,7 @@ def test_running_out_of_memory_names_a_budget_that_has_room() -> None:
 
 @pytest.mark.parametrize("head_dim", [16, 24])
 def test_rows_of_a_draft_round_alike_on_levels_of_few_bits_or_nothing_is_drafted(head_dim: int) -> None:
-    lm = LM.of(families.build("llama", torch.bfloat16, head_dim=head_dim))
+    lm = make.model("llama", torch.bfloat16, head_dim=head_dim)
     lm.install_kernels()
     strict = profile(spec={"method": "ngram", "require_batch_invariance": True}, kv={"group": 8})
     settled, why = assemble.adapted_profile(lm, strict)

@@ -10,16 +10,13 @@ import torch
 
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.sliding_windows import Window, windows_of
 from kvcli.kv.slots import AttentionParams, KVCache, LayerShape
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.quantized import QuantizedTier
-from kvcli.methods.drafts.off import Off
-from tests import drafters, families
+from tests import drafters, families, make
 from tests.policies import KeepAll, Ragged
 
 torch.set_num_threads(1)
@@ -37,17 +34,17 @@ def windows(model: LM, back: int = BACK) -> dict[int, Window]:
 
 
 def dense(model: LM, back: int | None = BACK) -> Dense:
-    return Dense(model.shapes, model.dtype, step=16, windows=None if back is None else windows(model, back))
+    return make.dense(model, step=16, windows=None if back is None else windows(model, back))
 
 
 def ladder(model: LM, back: int | None = BACK, bits: int = 8) -> TieredCache:
     """A few slots in full, older ones in few bits."""
-    below = QuantizedTier(model.shapes, model.dtype, k_bits=bits, v_bits=bits, group=8)
+    below = make.quantized(model, (bits, bits), group=8)
     return TieredCache(dense(model, back), [TierLevel(below, group=8)], holds=16, group=8, sinks=2)
 
 
 def opened(model: LM, kv: KVCache, **options: Any) -> GenerationSession:
-    return GenerationSession(model, kv, Off(), Sampler(), **{"chunk": 31, **options})
+    return make.session(model, kv, **{"chunk": 31, **options})
 
 
 def written(session: GenerationSession, text: Sequence[int] = TEXT, new: int = 30) -> list[int]:
@@ -154,7 +151,7 @@ def test_what_stays_in_few_bits_is_not_rounded_again(bits: int) -> None:
 def test_drafts_change_nothing(model: LM, store: Any) -> None:
     want = written(opened(model, store(model), every=16))
     drafter = drafters.Moody(want, 97, -1)
-    session = GenerationSession(model, store(model), drafter, Sampler(), chunk=31, every=16)
+    session = make.session(model, store(model), drafter, chunk=31, every=16)
     assert written(session) == want
 
 

@@ -23,7 +23,7 @@ from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.session import commit
-from kvcli.kv.tiers.dense import Dense
+from tests import make
 from tests.bench.harness import ROOT, Words, measurement, picked
 from tests.bench.harness import Rows as Found
 
@@ -66,7 +66,7 @@ def text() -> str:
 
 def logits(lm: LM, ids: list[int]) -> Tensor:
     """[N, V] of our engine, in chunks, each stored before the next."""
-    kv = Dense(lm.shapes, lm.dtype)
+    kv = make.dense(lm)
     made = []
     for a in range(0, len(ids), CHUNK):
         rows = Rows.chain(ids[a : a + CHUNK], a)

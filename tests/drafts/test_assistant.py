@@ -28,13 +28,11 @@ from kvcli.engine.engine import generate_together, iterate_events, run_to_end
 from kvcli.engine.forward_request import Steps
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel, UsageError
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.models import source
 from kvcli.settings.profile import Profile, load_profile
-from tests import drafters, families
+from tests import drafters, families, make
 from tests.covering import pinned
 from tests.fakes import Machine
 
@@ -43,9 +41,7 @@ ORDERED = {"use_ordered_embeddings": True, "num_centroids": 16, "centroid_interm
 
 
 def loaded(family: str = "gemma4_shared", **changes: Any) -> LM:
-    found = LM.of(families.build(family, **changes))
-    found.install_kernels()
-    return found
+    return make.model(family, **changes, kernels=True)
 
 
 def theirs(lm: LM, assistant: Any, text: Sequence[int], start: int) -> list[list[int]]:
@@ -137,7 +133,7 @@ def test_drafts_are_those_of_transformers(
 
 
 def written(lm: LM, drafter: Drafter, n: int = 50, sampler: Sampler | None = None) -> list[int]:
-    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype, lm.device), drafter, sampler or Sampler(), chunk=13)
+    session = make.session(lm, drafter=drafter, sampler=sampler, chunk=13)
     run_to_end(session.read(families.prompt(n, 96)))
     list(iterate_events(session.stream(40)))
     return session.ids

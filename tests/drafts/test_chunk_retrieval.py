@@ -28,14 +28,14 @@ from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.off import Off
-from tests import families
+from tests import families, make
 
 NEW = 60
 
 
 @cache
 def lm(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: Any) -> LM:
-    return LM.of(families.build(family, dtype, **changes))
+    return make.model(family, dtype, **changes)
 
 
 def drafter(draft: LM | None = None, **settings: Any) -> Drafter:
@@ -45,8 +45,8 @@ def drafter(draft: LM | None = None, **settings: Any) -> Drafter:
 
 
 def opened(drafter: Drafter, kv: Any = None) -> GenerationSession:
-    kv = kv or Dense(lm().shapes, lm().dtype)
-    return GenerationSession(lm(), kv, drafter, Sampler(temperature=0.9, top_k=24, seed=3), chunk=13)
+    kv = kv or make.dense(lm())
+    return make.session(lm(), kv, drafter, Sampler(temperature=0.9, top_k=24, seed=3), chunk=13)
 
 
 def text(drafter: Drafter, n: int = 130) -> tuple[list[int], Stats]:

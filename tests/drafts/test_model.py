@@ -24,11 +24,10 @@ from kvcli.engine.stats import Stats
 from kvcli.errors import BadConfig, BadModel
 from kvcli.kv.recurrent_state import apart_by
 from kvcli.kv.slots import Slots
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.off import Off
 from kvcli.models.retokenizer import TokenMapping
-from tests import families, hybrids, small_tokenizers
+from tests import families, hybrids, make, small_tokenizers
 from tests.covering import marked
 
 NEW = 48
@@ -41,7 +40,7 @@ SAMPLERS = {
 
 @cache
 def lm(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: Any) -> LM:
-    return LM.of(families.build(family, dtype, **changes))
+    return make.model(family, dtype, **changes)
 
 
 def drafter(draft: LM, **settings: Any) -> Drafter:
@@ -51,7 +50,7 @@ def drafter(draft: LM, **settings: Any) -> Drafter:
 
 
 def opened(drafter: Drafter, sampler: Sampler = SAMPLERS["greedy"]) -> GenerationSession:
-    return GenerationSession(lm(), Dense(lm().shapes, lm().dtype), drafter, sampler, chunk=13)
+    return make.session(lm(), drafter=drafter, sampler=sampler, chunk=13)
 
 
 def text(drafter: Drafter, sampler: Sampler = SAMPLERS["greedy"], n: int = 60) -> tuple[list[int], Stats]:
@@ -79,9 +78,7 @@ STATEFUL = ("qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1", "kimi_linear")
 
 @cache
 def hybrid(family: str, dtype: torch.dtype = torch.float32) -> LM:
-    found = LM.of(hybrids.build(family, dtype), id=family)
-    found.install_kernels()
-    return found
+    return make.model(family, dtype, id=family, kernels=True)
 
 
 @pytest.mark.parametrize("settings", [{"working": 0}, {"lookup_verify": 3, "copies": True, "min_match": 1}])
@@ -91,7 +88,7 @@ def test_with_states_it_drafts_what_it_would_write_alone(family: str, settings: 
     config = SeparateModelDraft(adaptive=False, depth=5, branches=1, **{"copies": False, **settings})
     texts = []
     for made in (config.drafter(pair=ModelPair(both, both)), Off()):
-        session = GenerationSession(both, Dense(both.shapes, both.dtype), made, SAMPLERS["drawn"], chunk=13)
+        session = make.session(both, drafter=made, sampler=SAMPLERS["drawn"], chunk=13)
         run_to_end(session.read(hybrids.prompt(43)))
         for step in iterate_events(session.stream(NEW)):
             stats.add_step(step) if not isinstance(made, Off) else None

@@ -10,7 +10,6 @@ import torch
 from kvcli import load
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.forward_memory import DRAWN, working_bytes
-from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.mla import LatentProjection
 from kvcli.errors import BadInput, DoesNotFit, UsageError
 from kvcli.fit.advice import binding, changes
@@ -41,7 +40,7 @@ from kvcli.policies.scoring.topk import SCORE
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes, PassTime
 from kvcli.settings.profile import Profile
 from kvcli.settings.schema import size_of
-from tests import families, hybrids
+from tests import families, hybrids, make
 
 MIB = 1 << 20
 PROFILES = {name: Profile.load(name) for name in ("exact", "ngram", "streaming")}
@@ -622,7 +621,7 @@ def of_latents(tmp_path, **packed):
 
 
 def test_what_expands_latents_is_counted_twice_where_kernels_multiply_it_by_head():
-    lm = LM.of(families.build("deepseek_v3"))
+    lm = make.model("deepseek_v3")
     lm.install_kernels()
     held = [m.panels for m in lm.model.modules() if isinstance(m, LatentProjection)]
     shape = shape_of(families.config_of("deepseek_v3").to_dict())

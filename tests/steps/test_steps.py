@@ -19,13 +19,12 @@ from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadConfig, BadInput
 from kvcli.kernels.native import native, why_not
 from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.steps.judge import Judge
 from kvcli.methods.steps.lookahead_reasoning import CHECKPOINTS, LookaheadReasoning
 from kvcli.methods.steps.step_writer import Writer
 from kvcli.models.retokenizer import TokenMapping
 from kvcli.settings.profile import Profile
-from tests import families, hybrids, small_tokenizers
+from tests import families, make, small_tokenizers
 
 NEW, STOP = 60, 96
 SAMPLERS = {"greedy": Sampler(), "drawn": Sampler(temperature=0.5, top_k=24, seed=3)}
@@ -35,7 +34,7 @@ STEPS = {"method": "lookahead", "model": "demo"}
 
 @cache
 def lm(family: str = "llama", dtype: torch.dtype = torch.float64) -> LM:
-    found = LM.of(families.build(family, dtype))
+    found = make.model(family, dtype)
     if dtype != torch.float64:
         found.install_kernels()
     return found
@@ -54,7 +53,7 @@ def near(dtype: torch.dtype) -> LM:
 
 
 def opened(model: LM, sampler: Sampler, kv: Dense | None = None) -> GenerationSession:
-    return GenerationSession(model, kv or Dense(model.shapes, model.dtype), Off(), sampler, chunk=13)
+    return make.session(model, kv, sampler=sampler, chunk=13)
 
 
 def writer(draft: LM, **settings: Any) -> Writer:
@@ -100,7 +99,7 @@ def test_where_only_the_same_is_accepted_the_text_is_the_models_own(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_windows_and_sinks_too_by_a_model_of_other_words(family: str) -> None:
-    by = writer(LM.of(families.build("qwen2", torch.float64, vocab_size=91)), alike=1.0, tokens=6)
+    by = writer(make.model("qwen2", torch.float64, vocab_size=91), alike=1.0, tokens=6)
     assert run_to_end(written(lm(family), SAMPLERS["greedy"], by)) == plain(family, "greedy", torch.float64)
     by = writer(lm(family), alike=1.0, tokens=6)
     assert run_to_end(written(lm(family), SAMPLERS["greedy"], by)) == plain(family, "greedy", torch.float64)
@@ -108,7 +107,7 @@ def test_with_windows_and_sinks_too_by_a_model_of_other_words(family: str) -> No
 
 
 def test_states_of_a_smaller_hybrid_count_and_are_those_that_were_planned() -> None:
-    draft = LM.of(hybrids.build("lfm2", torch.float64))
+    draft = make.model("lfm2", torch.float64)
     by = writer(draft, ahead=2, tokens=3)
     run_to_end(written(lm(), SAMPLERS["greedy"], by))
     layer = {use.layer: use.nbytes for use in by.usage() if use.slots == 0}

@@ -215,8 +215,7 @@ def verify_logits(lm: Any, stock: Callable[[], AbstractContextManager[object]], 
         [
             f"{n} tokens: logits off by up to {largest:.3g} on a scale of {float(theirs.abs().max()):.3g}",
             f"relative error {worst:.2g}, allowed in {lm.info.dtype}: {bound:g}",
-            *[f"recurrent states after them off by {folded:.2g} from those of one pass"]
-            * bool(lm.recurrent_layers),
+            *[f"recurrent states after them off by {folded:.2g} from those of one pass"] * bool(lm.recurrent_layers),
         ],
         ["report it with the output of kvcli doctor", "--set load.verify=false runs it anyway: expect wrong text"],
     )

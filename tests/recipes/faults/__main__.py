@@ -105,9 +105,9 @@ def result_of(copy: Copy, fault: Fault, core_only: bool) -> Result:
         named = fault.tests.split()
         files = list(dict.fromkeys(test.partition("::")[0] for test in named))
         for tests in ([test for test in named if "::" in test], files):
-            if tests and (test := copy.failing(tests, "--core")):
+            if tests and (test := copy.failing(tests)):
                 return Result(fault.name, "core", test)
-        if not core_only and (test := copy.failing(files)):
+        if not core_only and (test := copy.failing(files, "--whole")):
             return Result(fault.name, "rest", test)
         return Result(fault.name, "survived")
     except (LookupError, OSError) as error:

@@ -150,9 +150,7 @@ class FastGen(PolicyDefaults):
         own = self.of(lm)
         if self.recovery == "auto" and self.replay and not self.keep:
             try_ = ["--set policy.recovery=0.95"]
-            lm.recurrent_layers.refuse(
-                lm.info.id, "tokens in its middle cannot be predicted again", try_
-            )
+            lm.recurrent_layers.refuse(lm.info.id, "tokens in its middle cannot be predicted again", try_)
         rows = head_rows(self.headmap, lm) if self.headmap else []
         full = [[value >= self.headmap_from for value in row] for row in rows]
         since = own.compression_interval if any("frequent" in name for name in own.candidates) else 0
