@@ -2,7 +2,7 @@
 
     python -m tests.recipes.faults [NAME ...] [--core] [--resume FILE]
 
-Each fault runs its own test files: the core of them first (`--core`, tests/core.py), then all of them where the core
+Each fault runs its own test files: the core of them first (tests/core.py), then all of them (`--whole`) where the core
 did not fail. Single tests that it names are tried before the rest of their file. Every module of this folder with a
 list FAULTS is read. Run it from the root of a checkout whose native library is built; a fault in C builds the library
 anew in the copy. In the end the tests that failed run without a fault, where they must pass: the first that does not is
@@ -152,7 +152,7 @@ def main() -> None:
                         file.write(json.dumps(asdict(result)) + "\n")
         shown = [results[fault.name] for fault in chosen]
         killing = sorted({result.test for result in shown if "::" in result.test})
-        fails_anyway = copy.failing(killing) if killing else ""
+        fails_anyway = copy.failing(killing, "--whole") if killing else ""
     print("\n| fault | outcome | file | test |\n|---|---|---|---|")
     for result in shown:
         print(f"| {result.name} | {result.outcome} | {table[result.name].file} | {result.test.partition(chr(10))[0]} |")
