@@ -266,7 +266,7 @@ def text(
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_sessions_store_what_a_list_per_head_stores(data: st.DataObject) -> None:
-    """Any accept length, boundary and chunk, over evicted, sliding and soft-capped layers."""
+    """Any accept length, compression point and chunk, over evicted, sliding and soft-capped layers."""
     name, every, chunk = (
         data.draw(st.sampled_from(list(MODELS))),
         data.draw(st.integers(1, 12)),

@@ -1,4 +1,4 @@
-"""Ladders: the same attention as one tier over what is stored, demotion at boundaries only, and the text of I2."""
+"""Tiered caches: the attention of one tier over the same slots, demotion at compression points, the text of I2."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_slots_move_from_one_kv_cache_to_another(name: str) -> None:
 def test_the_newest_slots_are_those_stored_last(name: str) -> None:
     kv = LADDERS[name]((L, K, D), torch.float64)
     fill(kv, 40)
-    for n in range(1, 41):  # of the top alone, and so many that its first tokens or lower rungs would be among them
+    for n in range(1, 41):  # of the top alone, and so many that its first tokens or lower levels would be among them
         assert positions_of(kv.newest(1, n)) == [list(range(40 - n, 40))] * K
 
 

@@ -94,14 +94,14 @@ NONE = {("rounded", "fp32"), ("blocks", "fp64"), *((name, "fp64") for name in LO
 NONE |= {("given", "fp32"), ("given", "fp64")}  # tests/test_sliding_windows.py has them
 STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (name, dtype) not in NONE]
 # where rows are known to have the same bits alone and in company, 16 bits are a row like any other
-# stores whose rows read a part of the past, or some of it in other numbers or another place
+# stores whose rows read a part of the KV cache, or some of it in other numbers or another place
 INDEXES: dict[str, PageIndex] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
 INDEXES |= {
     "cluster": Clusters(6, 2),
     "lowrank": LowRank(3, 5),
     "chosen once": Sketch(3),
-}  # the last by the first row behind a boundary
-# or two pasts, of which a smaller one guesses
+}  # the last by the first row behind a compression point
+# or two KV caches, of which a smaller one drafts
 # old slots in other forms, in four bits
 FORMS: dict[str, KVFormat] = {
     "before": Kivi("before"),
@@ -145,19 +145,19 @@ WIDE = {"hidden_size": 64, "moe_intermediate_size": 32}  # which take a group of
 # layers that store one vector a token, which is key and value of all heads
 MODELS |= {"latents": "youtu"}
 STORAGES += [("latents", dtype) for dtype in ("fp32", "fp64", *(("bf16",) if native() is not None else ()))]
-# layers that fold the text into a state, so that guesses are chains
+# layers that fold the text into a state, so that drafts are chains
 CHAINS = ("chain", "right", "wrong", "moody")
 MODELS |= {"hybrid": "qwen3_5_text"}
 if native() is not None:
     STORAGES += [("hybrid", "fp32"), ("hybrid", "bf16")]
 BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear layers in 4-bit groups of 32, as in GGUF
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
-BITS = (8, 4, 2)  # of rungs that a policy places slots on
+BITS = (8, 4, 2)  # of levels that a policy places slots on
 SPENT = PrecisionBudget("40%", 0, alike(3, 2, 16), 4, BITS, 16, [0.0] * 3)
 SPENDS = {"budget": SPENT, "lose": replace(SPENT, asked="", lose=0.05)}
 SPENDER: dict[str, int] = {"sinks": 2, "recent": 5, "compression_interval": 16}
 POLICIES |= {name: (PrecisionBudgetPolicy(**SPENDER, spending=spent), 16) for name, spent in SPENDS.items()}
-AWAY: dict[str, Any] = {"beyond": [18.0] * 3, "apart": [0.0] * 3}  # what that costs where recall finds slots again
+AWAY: dict[str, Any] = {"beyond": [18.0] * 3, "apart": [0.0] * 3}  # costs where sparse attention reads these slots
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
 AHEAD = Snap(
     0.4, sinks=2, recent=5, queries=4, lookahead=3, keep_new=14, compression_interval=11, alloc="prefix", post="graph"
@@ -208,12 +208,12 @@ DRAFTERS: dict[str, Make] = {
         )
         for name in ("foreign", "constant")
     },
-    # itself, over what the store shows to guesses, by two of three layers; tests/drafts/test_self_draft.py has more
+    # itself, over what the store shows to drafts, by two of three layers; tests/drafts/test_self_draft.py has more
     "self": lambda truth: drafters.Itself(skip="clasp", skipped=1.0, sources=("token-recycling",)),
     # the same without its last layers, and without those that an earlier text of the table did not need
     "self-early": lambda truth: drafters.Itself(skip="early", skipped=1.0),
     "self-knn": lambda truth: drafters.Itself(skip="knn", skipped=1.0),
-    # an MTP layer over its hidden states, that guesses well and that is at random
+    # an MTP layer over its hidden states, that drafts well and that is at random
     "mtp": lambda truth: drafters.Headed(truth, depth=4, branches=2),
     "mtp-random": lambda truth: drafters.Headed(branches=3, sources=("token-recycling",)),
     # an assistant that reads what the model has stored, in whichever way that lies
@@ -254,7 +254,7 @@ TREES = ("opt", "best", "sequoia", "cape")
 
 
 def trees(tree: Any) -> Drafter:
-    """A second model and copies in one tree, copies behind its guesses, and its rows over what is copied."""
+    """A second model and copies in one tree, copies behind its drafts, and its rows over what is copied."""
     config = SeparateModelDraft(
         adaptive=False, depth=4, tree=tree, tree_width=3, branches=4, lookup_verify=3, min_match=1
     )
@@ -460,7 +460,7 @@ def decode(
 
 @cache
 def plain(storage: str, policy: str, sampler: str, dtype: str, device: str = "cpu", seed: int = 0) -> list[int]:
-    if storage == "checked":  # whatever is kept beside the whole past
+    if storage == "checked":  # whatever is kept beside the whole KV cache
         return plain("dense", "all", sampler, dtype, device, seed)
     if storage in FAR:
         return plain(FAR[storage][0], policy, sampler, dtype, device, seed)
