@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import html
 import json
 import os
 import re
@@ -144,10 +143,10 @@ def _cell_text(text: str) -> str:
 
 def slash(_: str) -> str:
     """The commands of a chat."""
-    from kvcli.commands.chat import slash  # noqa: F401  # its import fills the table
-    from kvcli.commands.chat.slash_table import markdown
+    from kvcli.commands.chat.slash import SLASH
 
-    return markdown()
+    rows = [f"| `{_cell_text(call)}` | {help} |" for call, help in SLASH.rows()]
+    return "\n".join(["| command | what it does |", "|---|---|", *rows])
 
 
 def keys(_: str) -> str:
@@ -196,28 +195,29 @@ def workloads(_: str) -> str:
 
 
 def exists(_: str) -> str:
-    """The methods that profiles can name, the kinds of KV storage, and the operations with more than a reference."""
+    """The methods that profiles can name and their cost, the kinds of KV storage, and the operations with more than a
+    reference."""
     from kvcli.settings.registry import registries
 
     rows = []
     for table, methods in registries().items():
         for name, where in methods.items():
             module, _, cls = where.partition(":")
-            doc = (getattr(import_module(module), cls).__doc__ or "").strip().splitlines()[0]
-            rows.append(f"| `[{table}]` | `{name}` | {_cell_text(doc)} |")
+            said, _, more = _prose(getattr(import_module(module), cls).__doc__ or "").partition("\n\n")
+            cost = re.sub(r"\((measurements/([\w-]+)\.md)\)", r"([\2](../\1))", more.partition("\n\n")[0])
+            rows.append(f"| `[{table}]` | `{name}` | {_cell_text(said)} | {_cell_text(cost)} |")
     for path in sorted((ROOT / "kvcli" / "kv").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         verbs = [{f.name: f.args.args for f in node.body if isinstance(f, ast.FunctionDef)} for node in classes]
         if path.stem != "slots" and any(_has_layers(v.get("take")) and _has_layers(v.get("attend")) for v in verbs):
-            rows.append(
-                f"| store | `{path.relative_to(ROOT / 'kvcli')}` | {(ast.get_docstring(tree) or '').splitlines()[0]} |"
-            )
+            doc = (ast.get_docstring(tree) or "").splitlines()[0]
+            rows.append(f"| store | `{path.relative_to(ROOT / 'kvcli')}` | {doc} | |")
     for folder in sorted((ROOT / "kernels").glob("*/")):
         more = sorted({file.stem for file in folder.glob("*.py")} - {"__init__", "build", "module", "probe"})
         if more:
-            rows.append(f"| kernel | `{folder.name}` | {', '.join(more)} |")
-    return "\n".join(["| | | |", "|---|---|---|", *rows])
+            rows.append(f"| kernel | `{folder.name}` | {', '.join(more)} | |")
+    return "\n".join(["| | | | by our own measurement |", "|---|---|---|---|", *rows])
 
 
 def _has_layers(arguments: list[ast.arg] | None) -> bool:
@@ -286,33 +286,9 @@ def _words(node: ast.expr) -> str:
 
 
 BENCHES = {  # schema -> what was measured, and the columns worth a reader's time
-    "kvcli.bench.decode/1": (
-        "Plain decoding, in multiples of transformers' speed",
-        ["prompt", "decode_speedup", "read_speedup", "rows8_over_row1", "peak_mib"],
-    ),
-    "kvcli.bench.growth/1": (
-        "Milliseconds of a pass, and of each lookahead row in it",
-        [
-            "context",
-            "plain_ms",
-            "guesses_ms",
-            "lookahead_ms",
-            "fafo_ms",
-            "lookahead_ms_per_scout",
-            "fafo_ms_per_scout",
-        ],
-    ),
-    "kvcli.bench.draft_overhead/1": (
-        "Milliseconds of drafting for each pass",
-        ["side", "temperature", "ms", "ms_p90", "rows", "tokens_per_pass"],
-    ),
     "kvcli.bench.kv_memory/1": (
         "Bytes of the KV cache of 8,192 tokens on a random 152M Llama, each side in a separate process",
         ["side", "slots", "counted", "process", "freed"],
-    ),
-    "kvcli.bench.kv_speed/1": (
-        "Decoding over 16,384 stored tokens on a random 152M Llama, by KV storage",
-        ["side", "mib", "step_ms", "step_speedup", "with_boundaries_speedup", "rows8_speedup"],
     ),
     "kvcli.bench.attend_packed/1": (
         "Attention of one layer over quantized slots, in multiples of the speed over bf16",
@@ -321,20 +297,6 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
     "kvcli.bench.extract/1": (
         "Seconds to extract the text of 200 PDF pages, and peak MiB for 2,000 pages",
         ["side", "seconds", "best", "cpu", "parent_mib", "worker_mib"],
-    ),
-    "kvcli.bench.pdf_text/1": (
-        "Words of 33 PDFs compared with `pdftotext`: recall, precision, share in its order; and of an earlier version",
-        [
-            "file",
-            "columns",
-            "pages",
-            "recall",
-            "precision",
-            "order",
-            "before_recall",
-            "before_precision",
-            "before_order",
-        ],
     ),
     "kvcli.bench.recall_tiers/1": (
         "Facts of a report of 4,400 tokens found by the demo model, and bytes for each token",
@@ -362,18 +324,6 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
             "same",
         ],
     ),
-    "kvcli.bench.specextend/1": (
-        "A recent window, and chunks that the target attends to: speed, and accepted tokens of facts and of the rest",
-        ["task", "context", "side", "speedup", "tokens_per_pass", "of_facts", "of_others", "draft_bytes", "same"],
-    ),
-    "kvcli.bench.itself/1": (
-        "Self-drafting: accepted share, bytes over those of the full cache, speed in multiples of plain decoding",
-        ["task", "guesses_over", "accepted", "bytes", "speed", "paced", "same"],
-    ),
-    "kvcli.bench.ngram/1": (
-        "Drafting, in multiples of the speed of plain decoding",
-        ["task", "tokens", "speedup", "tokens_per_pass", "drafted_share", "same_fp32"],
-    ),
 }
 
 
@@ -381,9 +331,7 @@ def bench(where: str) -> str:
     """The tables of a result in docs/benchmarks, with the command and the machine of the measurement."""
     result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
     if result.get("schema") == "kvcli.bench/1":
-        return _sides(result, Path(where).stem)
-    if result.get("schema") == "kvcli.bench.fafo/1":
-        result = _turned(result)
+        return _sides(result)
     if result.get("schema") == "kvcli.bench.drafters/1":
         result = {**result, "command": f"python docs/benchmarks/run.py {Path(where).stem}"}
     rows = result["rows"]
@@ -405,101 +353,21 @@ def bench(where: str) -> str:
     return "\n".join(lines)
 
 
-def summaries(where: str) -> str:
-    """The summaries of each document by each prompt, side by side."""
-    result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
-    return "\n\n".join(_beside(one) for one in result["summaries"])
-
-
-def _beside(one: dict[str, Any]) -> str:
-    pages = f", pages {one['pages']}" if one["pages"] else ""
-    heads, cells = [], []
-    for side, found in one["sides"].items():
-        counts = ", ".join(f"{name} {found[name]}" for name in found if name != "summary")
-        heads.append(f"<th>{side}<br>{counts}</th>")
-        cells.append(
-            "<td><ul>" + "".join(f"<li>{html.escape(point)}</li>\n" for point in found["summary"]) + "</ul></td>"
-        )
-    table = f"<table><tr>{''.join(heads)}</tr><tr valign=top>\n{''.join(cells)}</tr></table>"
-    return f"## {one['document']} (`{one['package']}`{pages})\n\n{table}"
-
-
-def _turned(result: dict[str, Any]) -> dict[str, Any]:
-    """A row for each side, a column for each task at each temperature: the speedup with its range."""
-    names = list(result["rows"][0]["sides"])
-    rows = []
-    for name in names:
-        row: dict[str, Any] = {"side": name}
-        for task in result["rows"]:
-            row[_task(task)] = task["sides"][name]["speedup"]
-        same = [task["sides"][name].get("same_fp32") for task in result["rows"]]
-        row["same fp32"] = None if None in same else all(same)
-        rows.append(row)
-    machine = ", ".join(f"{k} {v}" for k, v in result["environment"].items())
-    command = "python tests/bench/fafo.py"
-    return {"title": "Speed in multiples of plain decoding", "machine": machine, "command": command, "rows": rows}
-
-
-def _task(row: dict[str, Any]) -> str:
-    return f"{row['task']} greedy" if not row["temperature"] else f"{row['task']} at {row['temperature']}"
-
-
-def order(where: str) -> str:
-    """Methods in order of their effect on a real model's predictions, with the demo model's and the answers of both.
-
-    `where`: the files agreement, agreement of the demo, facts, facts of the demo.
-    """
-    tables = [
-        {row["side"]: row for row in json.loads((ROOT / name).read_text(encoding="utf-8"))["rows"]}
-        for name in where.split()
-    ]
-    shares = list(dict.fromkeys(side.rpartition(" ")[2] for side in tables[0] if side.endswith("%")))
-    lines = ["| side | kl | kl, demo | right answers | right answers, demo |", "|" + "---|" * 5]
-    for share in shares:
-        sides = [side for side in tables[0] if side.endswith(f" {share}")]
-        kls = [{side: each[side]["kl"][1] for side in sides if side in each} for each in tables[:2]]
-        places = [{side: n + 1 for n, side in enumerate(sorted(kl, key=lambda side: kl[side]))} for kl in kls]
-        for side in places[0]:
-            cells = [f"{_cell(kl[side])} ({at[side]})" for kl, at in zip(kls, places, strict=True)]
-            cells += [_cell(each.get(side, {}).get("accuracy")) for each in tables[2:]]
-            lines.append(f"| {side} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", "In brackets: the rank among those of that share."])
-
-
-def flops(where: str) -> str:
-    """Rows per token of each side of the FAFO benchmark: weight products in multiples of plain decoding's."""
-    result: dict[str, Any] = json.loads((ROOT / where).read_text(encoding="utf-8"))
-    tasks = [(_task(row), row["sides"]) for row in result["rows"]]
-    names = [name for name, side in tasks[0][1].items() if "rows_per_pass" in side]
-    lines = ["| rows per token | " + " | ".join(task for task, _ in tasks) + " |", "|" + "---|" * (len(tasks) + 1)]
-    for name in names:
-        each = [f"{sides[name]['rows_per_pass'] / sides[name]['tokens_per_pass']:.2f}" for _, sides in tasks]
-        lines.append(f"| {name} | " + " | ".join(each) + " |")
-    return "\n".join(lines)
-
-
-def _sides(result: dict[str, Any], name: str) -> str:
+def _sides(result: dict[str, Any]) -> str:
     """A result of `kvcli bench`: its command, its tables, and each row in which kvcli is not the fastest."""
+    from kvcli.render.bench.html_setup import command_of
     from kvcli.render.bench.text import markdown
     from kvcli.schemas.bench import BenchDocument
 
     document = BenchDocument.model_validate(result)
     lost = [line for case in _cases(document) for line in _lost(case, set(document.args.profiles))]
     said = "Where kvcli is slower: " + "; ".join(lost) + "." if lost else "No side is faster than kvcli's."
-    return f"```sh\n{_command_line(document, name)}\n```\n\n{markdown(document)}\n{said}"
-
-
-def _command_line(document: Any, name: str) -> str:
-    """The command of a `kvcli bench`; that of a checkout where a side is no part of an installation."""
-    from kvcli.render.bench.html_setup import command_of
-
-    run = runpy.run_path(str(ROOT / "docs" / "benchmarks" / "run.py"))
-    is_checkouts = run["RESULTS"].get(name, "").startswith(run["CHECKOUT"])
-    return command_of(document).replace("kvcli bench", run["CHECKOUT"] if is_checkouts else "kvcli bench", 1)
+    return f"```sh\n{command_of(document)}\n```\n\n{markdown(document)}\n{said}"
 
 
 def glance(where: str) -> str:
     """A line for each workload of a `kvcli bench`: sides in multiples of the baseline, tokens per pass in brackets."""
+    from kvcli.render.bench.html_setup import command_of
     from kvcli.schemas.bench import BenchDocument
 
     document = BenchDocument.model_validate_json((ROOT / where).read_text(encoding="utf-8"))
@@ -513,7 +381,7 @@ def glance(where: str) -> str:
         lines.append(f"| {rows[0].workload} | {by[first].median.tok_s:.1f} | " + " | ".join(cells) + " |")
     env = document.env
     machine = f"{env.cpu} · {env.threads} threads · commit {env.commit} · load {env.load_before[0]:.2f} before"
-    return "\n".join([f"```sh\n{_command_line(document, Path(where).stem)}\n```", "", machine, "", *lines])
+    return "\n".join([f"```sh\n{command_of(document)}\n```", "", machine, "", *lines])
 
 
 def _times(row: Any) -> str:
@@ -713,7 +581,6 @@ def spared(where: str) -> str:
 
 
 KINDS: dict[str, Callable[[str], str]] = {
-    "flops": flops,
     "run": run,
     "commands": commands,
     "slash": slash,
@@ -725,8 +592,6 @@ KINDS: dict[str, Callable[[str], str]] = {
     "codes": codes,
     "bench": bench,
     "glance": glance,
-    "order": order,
-    "summaries": summaries,
     "bounds": bounds,
     "families": families,
     "census": census,

@@ -72,7 +72,7 @@ def adapted_profile(lm: LM, profile: Profile) -> tuple[Profile, str]:
     A strict profile drafts only if the model is batch invariant. Otherwise a row rounds differently next to other rows,
     and so does the KV of accepted draft tokens.
     """
-    profile, chained = _chained(profile) if lm.mixers else (profile, "")
+    profile, chained = _chained(profile) if lm.recurrent_layers else (profile, "")
     if not profile.spec.require_batch_invariance or not (by := _batch_variant_reason(lm, profile)):
         return profile, chained
     why = f"no drafting: {by} a drafted token is rounded unlike one decoded alone"
@@ -174,7 +174,7 @@ def plan(lm: LM, profile: Profile, n_slots: int = 0) -> CachePlan:
         profile.kv,
         profile.memory,
         profile.sparse.settings,
-        lm.sights,
+        lm.attention_params,
         most,
         n_slots,
         pass_bytes(lm, most, rows, dtype, kind) if lm.is_apart or is_fit else 0,

@@ -47,14 +47,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM, quiet
-from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import KvcliError
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
 from kvcli.models.refusals import refuse
 from kvcli.models.source import find
+from tests import make
 from tests.exact.table import prompt
 from tests.families import WINDOW, sharpen
 
@@ -187,7 +185,7 @@ OWN: dict[str, dict[str, Any]] = {
 NGRAM = Ngram(adaptive=False, max=7)
 DRAFTERS: dict[str, Callable[[LM], Drafter]] = {
     "plain": lambda lm: Off(),
-    "ngram": lambda lm: replace(NGRAM, branches=1 if lm.mixers else NGRAM.branches).drafter(),
+    "ngram": lambda lm: replace(NGRAM, branches=1 if lm.recurrent_layers else NGRAM.branches).drafter(),
 }
 
 
@@ -281,7 +279,7 @@ def theirs(model: PreTrainedModel, ids: list[int], new: int, **options: Any) -> 
 
 
 def ours(lm: LM, drafter: Drafter, ids: list[int], new: int) -> list[int]:
-    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), drafter, Sampler(), chunk=13)
+    session = make.session(lm, drafter=drafter, chunk=13)
     run_to_end(session.read(ids))
     for _ in iterate_events(session.stream(new)):
         pass

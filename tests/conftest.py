@@ -31,9 +31,9 @@ CPU_SECONDS = pytest.StashKey[float]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--models", metavar="FOLDER", help="where the GGUF files of tests marked `models` lie")
     parser.addoption("--method", metavar="PACKAGE", help="run the table of exactness for methods of this package")
-    parser.addoption("--core", action="store_true", help="mark as slow what tests/core.py leaves out")
+    parser.addoption("--whole", action="store_true", help="run what tests/core.py leaves to `-m slow` too")
     parser.addoption("--weigh", action="store_true", help="write what each test took to tests/seconds.json")
-    parser.addoption("--tenth", type=int, metavar="0-9", help="of the tests marked `slow`, only this tenth")
+    parser.addoption("--tenth", type=int, metavar="0-9", help="run this tenth of what the core leaves out too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,11 +50,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before those that `-m` does not name are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--core"):
-        core.leave_out(items, json.loads(core.SECONDS.read_text(encoding="utf-8")))
-    tenth = config.getoption("--tenth")
-    if tenth is not None:
-        items[:] = [i for i in items if not i.get_closest_marker("slow") or core.is_in_tenth(i.nodeid, tenth)]
+    if not config.getoption("--whole"):
+        core.leave_out(items, json.loads(core.SECONDS.read_text(encoding="utf-8")), config.getoption("--tenth"))
 
 
 @pytest.hookimpl(wrapper=True)

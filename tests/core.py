@@ -1,8 +1,8 @@
-"""Which tests are the core, `--core`: those chosen to find most faults a second. The rest is then `slow`.
+"""The core of the tests: those that find most faults a second. The rest is marked `slow`; `--whole` marks nothing.
 
 Every function is in it whole, but those whose cases are dear: such a function has two CPU seconds, which go to cases
-that differ in most words of their names. `tests/seconds.json` has the CPU seconds of a case; `--weigh` writes those of
-the tests that run anew. Cases marked `core` are always in it.
+that differ in most words of their names. `tests/seconds.json` has the CPU seconds of a case; `--whole --weigh` writes
+those of the tests that run anew. Cases marked `core` are always in it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def function_of(nodeid: str) -> str:
     return nodeid.partition("[")[0]
 
 
-def leave_out(items: Iterable[pytest.Item], seconds: Mapping[str, float]) -> None:
-    """Mark as slow the cases that the core has no time for."""
+def leave_out(items: Iterable[pytest.Item], seconds: Mapping[str, float], tenth: int | None = None) -> None:
+    """Mark as slow the cases that the core has no time for, but for a tenth of them, if one is asked for."""
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if function_of(item.nodeid) in seconds and not any(map(item.get_closest_marker, ("slow", "core"))):
@@ -43,11 +43,11 @@ def leave_out(items: Iterable[pytest.Item], seconds: Mapping[str, float]) -> Non
         words = [tuple(item.nodeid.split("-")) for item in same]
         chosen = spread(words, int(ALLOWANCE / seconds[name]))
         for item, named in zip(same, words, strict=True):
-            if named not in chosen:
+            if named not in chosen and not is_in_tenth(item.nodeid, tenth):
                 item.add_marker(pytest.mark.slow)
 
 
-def is_in_tenth(nodeid: str, tenth: int) -> bool:
+def is_in_tenth(nodeid: str, tenth: int | None) -> bool:
     return zlib.crc32(nodeid.encode()) % 10 == tenth
 
 

@@ -48,6 +48,13 @@ def marked(rows: Sequence[Row], short: Collection[Row], core: Collection[Row] = 
     ]
 
 
+def pinned(rows: Iterable[Row], *core: Row) -> list[Any]:
+    """All rows for `parametrize`, these marked `core`: a fault was seen that they notice and most others do not."""
+    every = list(rows)
+    assert set(core) <= set(every)
+    return marked(every, every, core)
+
+
 def pairs(rows: Iterable[Row]) -> list[Any]:
     """All rows, of which the short form runs some in which any two columns meet.
 

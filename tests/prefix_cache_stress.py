@@ -23,11 +23,9 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
-from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.snapkv import Snap
 from kvcli.prefix_cache.prefix_cache import WHOLE, CacheConditions, PrefixCache
-from tests import families
+from tests import families, make
 
 IDS, OLD, NEW = families.prompt(900), 400, 850
 SNAP = CacheConditions(False, {"policy.name": "snap", "policy.keep": "0.4", "prefill.chunk": "100"})
@@ -45,7 +43,7 @@ def model(folder: Path) -> LM:
 def session(lm: LM, shaping: CacheConditions) -> GenerationSession:
     policy = None if shaping.is_whole else Snap(keep=0.4, compression_interval=16)
     every = None if policy is None else policy.compression_interval
-    return GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=100, policy=policy, every=every)
+    return make.session(lm, chunk=100, policy=policy, every=every)
 
 
 def read(lm: LM, shaping: CacheConditions, n: int) -> GenerationSession:

@@ -13,7 +13,7 @@ from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import merge_attention
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache
-from kvcli.kv.slots import AttentionParams, KVCache, Slots, alike
+from kvcli.kv.slots import AttentionParams, KVCache, Slots
 from kvcli.kv.sparse.index import PageIndex
 from kvcli.kv.sparse.index_certified import Certified
 from kvcli.kv.sparse.index_minmax import MinMax
@@ -22,9 +22,7 @@ from kvcli.kv.sparse.page_source import PageTier
 from kvcli.kv.sparse.pages import PageBudget
 from kvcli.kv.sparse.sparse_cache import SparseCache
 from kvcli.kv.sparse.sparse_tier import SparseTier
-from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import DiskTier
-from kvcli.kv.tiers.quantized import QuantizedTier
+from tests import make
 from tests.policies import masks
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason=native.why_not() or "unknown")
@@ -40,13 +38,13 @@ INDEXES: dict[str, Callable[[], PageIndex]] = {
 
 def below(kind: str, dtype: torch.dtype) -> PageTier:
     if kind == "disk":
-        return DiskTier(alike(1, K, D), dtype, 1 << 26, 1 << 30)
+        return make.disk((1, K, D), dtype)
     turn = "hadamard" if kind == "turned" else "none"
-    return QuantizedTier(alike(1, K, D), dtype, k_bits=4, v_bits=8, group=32, rotate=turn)
+    return make.quantized((1, K, D), (4, 8), dtype, group=32, rotate=turn)
 
 
 def store(kind: str, index: str, dtype: torch.dtype) -> KVCache:
-    dense = Dense(alike(1, K, D), dtype)
+    dense = make.dense((1, K, D), dtype)
     more = {"epsilon": 0.4} if index == "certified" else {}
     if kind == "dense":
         return SparseCache(dense, INDEXES[index](), BUDGET, [0], source=dense, **more) if index else dense
@@ -127,4 +125,4 @@ def test_a_choice_is_a_part_and_rows_differ_in_theirs(index: str) -> None:
 def test_a_kv_cache_says_which_setting_makes_it_batch_variant(dtype: torch.dtype) -> None:
     for kind in ("dense", "packed", "disk"):
         assert store(kind, "minmax", dtype).batch_variant_reason == "kv.dtype"
-    assert QuantizedTier(alike(1, 1, 24), torch.bfloat16).batch_variant_reason == "kv.k_bits"
+    assert make.quantized((1, 1, 24), dtype=torch.bfloat16).batch_variant_reason == "kv.k_bits"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -23,17 +23,15 @@ from kvcli.errors import BadModel
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.native import native
-from kvcli.kv.cache.tiered_cache import TieredCache, TierLevel
-from kvcli.kv.sliding_windows import windows_of
+from kvcli.kv.cache.tiered_cache import TierLevel
 from kvcli.kv.slots import AttentionParams, KVCache, alike
-from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.quantized import QuantizedTier
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.reuse.cacheblend import CacheBlend
 from kvcli.methods.reuse.pie import Pie
 from kvcli.methods.reuse.selective_recompute import First
 from kvcli.settings.profile import Profile
-from tests import all_families, families
+from tests import all_families, families, make
+from tests.covering import pinned
 
 LEAST = 16
 A, B, C = (families.prompt(n, seed=n) for n in (90, 130, 70))
@@ -44,17 +42,15 @@ def lm_of(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> LM:
     more = {"max_position_embeddings": 2048, "num_hidden_layers": 5, **changes}
     if name in ("gemma3", "gpt_oss"):
         more |= {"layer_types": ["full_attention", "sliding_attention"] * 3, "num_hidden_layers": 6}
-    found = LM.of(families.build(name, dtype, **more))
-    found.install_kernels()
-    return found
+    return make.model(name, dtype, **more, kernels=True)
 
 
 def read(
     lm: LM, how: ReuseMethod | None, old: Sequence[int] = OLD, new: Sequence[int] = NEW, **more: object
 ) -> GenerationSession:
     """A text that was read, and another one behind it."""
-    kv: KVCache = more.pop("kv", None) or Dense(lm.shapes, lm.dtype)  # type: ignore[assignment]
-    session = GenerationSession(lm, kv, Off(), Sampler(), chunk=50, reusing=how, **more)  # type: ignore[arg-type]
+    kv: KVCache = more.pop("kv", None) or make.dense(lm)  # type: ignore[assignment]
+    session = make.session(lm, kv, chunk=50, reusing=how, **more)  # type: ignore[arg-type]
     run_to_end(session.read(old))
     session.save(new)
     session.start_answer(new, Sampler())
@@ -108,9 +104,11 @@ def test_none_of_it_read_again_is_pie(name: str) -> None:
     assert not same(read(lm, CacheBlend(LEAST, 0.2)), read(lm, Pie(LEAST)))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("select", ["kv", "hidden"])
-def test_some_of_it_reads_what_is_older_in_every_layer(name: str, select: str, monkeypatch: pytest.MonkeyPatch) -> None:
+SOME = product(("kv", "hidden"), ("llama", "gemma3", "gpt_oss"))
+
+
+@pytest.mark.parametrize(("select", "name"), pinned(SOME, ("hidden", "llama")))
+def test_some_of_it_reads_what_is_older_in_every_layer(select: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By position, as it is stored in the end: the same with one plain softmax over all of it."""
     lm, how = lm_of(name), CacheBlend(LEAST, 0.3, select)  # type: ignore[arg-type]
     mixed, plain, turned = (read(lm, one) for one in (how, None, Pie(LEAST)))
@@ -164,7 +162,7 @@ def test_kv_caches_that_hold_it_otherwise_are_read_as_they_are(tier: str) -> Non
     def kv() -> KVCache:
         rotate = "hadamard" if tier == "turned" else "none"
         packed = QuantizedTier(alike(*shape), lm.dtype, lm.device, k_bits=8, v_bits=8, group=8, rotate=rotate)  # type: ignore[arg-type]
-        return TieredCache(Dense(lm.shapes, lm.dtype), [TierLevel(packed)], holds=16, group=8, sinks=2)
+        return make.tiered(lm, TierLevel(packed), holds=16, group=8, sinks=2)
 
     plain, mixed, turned = (read(lm, how, kv=kv()) for how in (None, CacheBlend(LEAST, 0.5), Pie(LEAST)))
     assert off(mixed, plain) < off(turned, plain)
@@ -174,9 +172,7 @@ def test_kv_caches_that_hold_it_otherwise_are_read_as_they_are(tier: str) -> Non
 def test_what_is_held_as_no_number_is_read_again(bad: float) -> None:
     """Before all that differs by a number: else it would stay, and make nothing of all that is read behind it."""
     lm = lm_of("llama")
-    session = GenerationSession(
-        lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=50, reusing=CacheBlend(LEAST, 0.15, "kv")
-    )
+    session = make.session(lm, chunk=50, reusing=CacheBlend(LEAST, 0.15, "kv"))
     run_to_end(session.read(OLD))
     with torch.inference_mode():
         for layer in range(1, lm.n_layers):
@@ -194,7 +190,7 @@ def test_what_is_held_as_no_number_is_read_again(bad: float) -> None:
 def test_windows_that_moved_on_leave_it_to_be_read() -> None:
     lm = lm_of("gemma3")
     old, new = families.prompt(700), [3, *families.prompt(700)]
-    kv = [Dense(lm.shapes, lm.dtype, windows=windows_of(lm.shapes, lm.sights)) for _ in range(2)]
+    kv = [make.dense(lm, windows=make.windows(lm)) for _ in range(2)]
     mine, plain = (read(lm, how, old, new, kv=one) for how, one in zip((CacheBlend(LEAST), None), kv, strict=True))
     assert "reused" not in mine.approximations
     assert same(mine, plain)
@@ -202,7 +198,7 @@ def test_windows_that_moved_on_leave_it_to_be_read() -> None:
 
 def test_the_old_text_goes_through_its_first_layer_once_and_back_again() -> None:
     lm = lm_of("llama")
-    first, kv = First(lm, OLD, lm.dtype, range(1)), Dense(lm.shapes, lm.dtype)
+    first, kv = First(lm, OLD, lm.dtype, range(1)), make.dense(lm)
     (made,) = run([ForwardRequest(lm, Rows.chain(OLD, 0), kv, layers=range(1))])
     for start, n in ((40, 30), (70, 5), (200, 60), (0, 20), (33, 40)):
         assert torch.equal(run_to_end(first.gave(start, n)), made.hidden[start : start + n])
@@ -213,7 +209,7 @@ def test_what_breaks_on_the_way_is_made_again(select: str) -> None:
     lm, how = lm_of("llama"), CacheBlend(LEAST, 0.3, select)  # type: ignore[arg-type]
     want = read(lm, how)
     for at in range(3):
-        session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=50, reusing=how)
+        session = make.session(lm, chunk=50, reusing=how)
         run_to_end(session.read(OLD))
         session.save(NEW)
         session.start_answer(NEW, Sampler())
@@ -240,16 +236,16 @@ def test_what_breaks_on_the_way_is_made_again(select: str) -> None:
 
 def test_models_whose_keys_turn_by_no_table_are_refused_when_a_text_is_opened() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    lm = LM.of(families.build("llama", rope_parameters=rope))
+    lm = make.model("llama", rope_parameters=rope)
     for how in (CacheBlend(), Pie()):
         with pytest.raises(BadModel, match="dynamic"):
-            GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), reusing=how)
+            make.session(lm, reusing=how)
 
 
 def test_models_whose_rows_cannot_be_stopped_are_refused_where_that_is_needed() -> None:
     lm = LM.of(all_families.build(all_families.config_of("gemma3n_text")))
     with pytest.raises(BadModel, match="cannot stop tokens"):
-        GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), reusing=CacheBlend())
+        make.session(lm, reusing=CacheBlend())
     assert "reused" in read(lm, Pie(LEAST)).approximations
 
 

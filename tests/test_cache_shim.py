@@ -17,17 +17,16 @@ from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.cache_shim import active_pass, cache_name, current
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
-from kvcli.kv.tiers.dense import Dense
-from tests import families
+from tests import families, make
 
 
 def feed_of(lm: LM, seed: int) -> ForwardRequest:
-    return ForwardRequest(lm, Rows.chain(families.prompt(9, seed=seed), 0), Dense(lm.shapes, lm.dtype), want=range(9))
+    return ForwardRequest(lm, Rows.chain(families.prompt(9, seed=seed), 0), make.dense(lm), want=range(9))
 
 
 def test_engines_in_two_threads_answer_their_own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over one model, layer by layer in step: each meets the other in every layer."""
-    lm = LM.of(families.build("llama"))
+    lm = make.model()
     feeds = [feed_of(lm, seed) for seed in (1, 2)]
     alone = [run([feed])[0].logits for feed in feeds]
     in_step, attend = Barrier(2, timeout=60), ForwardPass.attend
@@ -43,7 +42,7 @@ def test_engines_in_two_threads_answer_their_own_texts(monkeypatch: pytest.Monke
 
 
 def test_a_call_that_breaks_leaves_no_pass_behind() -> None:
-    lm = LM.of(families.build("llama"))
+    lm = make.model()
     with active_pass("outer"), pytest.raises(AttributeError):
         call(lm.model, [1, 2], its_pass="not a pass")
     assert current() is None
@@ -58,7 +57,7 @@ def test_a_call_of_no_pass_stands_above_one_that_is() -> None:
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_the_cache_has_the_name_that_its_class_gives_it(name: str) -> None:
-    lm = LM.of(families.build(name))
+    lm = make.model(name)
     assert cache_name(type(lm.model)) in ("cache", "past_key_values")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -14,15 +14,12 @@ from kvcli.engine import forward_memory
 from kvcli.engine.cuda_graphs import captured_pass
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.forward_memory import captured_bytes
-from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kernels import argmax
-from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.device_tables import MOST_ROWS
 from kvcli.methods.drafts.off import Off
 from kvcli.models.shape import shape_of
-from tests import families
+from tests import families, make
 from tests.drafters import Right
 from tests.fake_device import FakeDevice
 from tests.fake_graphs import FakeGraphs
@@ -80,11 +77,11 @@ def test_captured_passes_hold_what_fit_counts(rows: int, sampler: Sampler, monke
     monkeypatch.setattr(forward_memory, "STRETCHES", 0)  # torch sums a linear layer in one go
     monkeypatch.setattr(argmax, "why_not", lambda logits: "")  # as on a card, where it makes nothing else
     monkeypatch.setattr(argmax, "argmax", lambda logits: logits.argmax(-1))
-    lm, graphs = LM.of(families.build("llama", torch.bfloat16, **LARGE)), Weighed()
+    lm, graphs = make.model("llama", torch.bfloat16, **LARGE), Weighed()
     lm.frames = captured_pass.CapturedPasses(graphs, [rows])
     truth = families.prompt(400, vocab=4000)
     drafter: Any = Off() if rows == 1 else Right(truth, 4000, 3999)
-    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), drafter, sampler)
+    session = make.session(lm, drafter=drafter, sampler=sampler)
     run_to_end(session.read(truth[:300]))
     run_to_end(session.step((), 64))
     assert not lm.frames.eager

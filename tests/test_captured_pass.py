@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from inspect import unwrap
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -26,15 +27,14 @@ from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
 from kvcli.kernels.append_kv import COLUMNS, addresses
 from kvcli.kernels.attend_invariant.tables import Table
-from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.slots import AttentionParams
-from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.device_tables import MOST_ROWS, DeviceCache
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.random import Random
 from kvcli.methods.policies.snapkv import Snap
-from tests import families
+from tests import families, make
 from tests.bench.waits import counted
+from tests.covering import pinned
 from tests.drafters import Bush, Right
 from tests.fake_graphs import FakeGraphs, poison
 from tests.policies import Ragged
@@ -74,8 +74,8 @@ def recorded(family: str) -> tuple[LM, FakeGraphs]:
 
 def session(its: LM, drafter: Any = None, sampler: Sampler = SEEDED, policy: Policy | None = None) -> GenerationSession:
     every = None if policy is None else 7
-    kv = Dense(its.shapes, its.dtype, its.device, step=4, windows=windows_of(its.shapes, its.sights))
-    return GenerationSession(its, kv, drafter or Off(), sampler, policy=policy, every=every, chunk=16)
+    kv = make.dense(its, step=4, windows=make.windows(its))
+    return make.session(its, kv, drafter, sampler, policy=policy, every=every, chunk=16)
 
 
 def written(text: GenerationSession, new: int = NEW, stop: Sequence[int] = ()) -> list[int]:
@@ -98,8 +98,7 @@ def plain(family: str, sampler: Sampler, policy: Policy | None = None) -> list[i
 DENSE = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss-dense", "phi3", "gemma4_shared", "youtu")
 
 
-@pytest.mark.parametrize("drafts", ["off", "chain", "tree"])
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize(("family", "drafts"), pinned(product(DENSE, ("off", "chain", "tree")), ("llama", "chain")))
 def test_a_captured_pass_gives_the_text_of_single_operations(family: str, drafts: str) -> None:
     """Chains, trees and none, greedy and seeded, while layers grow and windows open."""
     sampler = {"off": CUT, "chain": Sampler(), "tree": SEEDED}[drafts]

@@ -21,8 +21,8 @@ from kvcli.chat.conversation import Chat
 from kvcli.chat.database import NAME
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.chat.transcript import messages_of
-from kvcli.commands.chat import slash  # noqa: F401  # fills the table of slash commands
 from kvcli.commands.chat.repl import Repl
+from kvcli.commands.chat.slash import SLASH
 from kvcli.commands.common.run_setup import Setup
 from kvcli.documents import Document
 from kvcli.environment import Environment, Paths
@@ -293,7 +293,7 @@ class Talk:
         self.profiles = Profiles()
         self.chat = Chat(FakeModel(answer=ANSWER), sessions=self.sessions, holds=True)
         options = {"keeps": True, "profiles": self.profiles, "profile": "exact"} | options
-        self.repl = Repl(self.chat, Screen.of(self.world), self.world, **options)
+        self.repl = Repl(self.chat, Screen.of(self.world), self.world, SLASH, **options)
 
     def type(self, *lines):
         self.repl.reader, self.repl.is_over = Keys(lines), False

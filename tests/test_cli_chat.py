@@ -157,7 +157,7 @@ def test_a_budget_is_refused_where_something_else_forgets_or_nothing_may(machine
     assert "--budget and memory.budget=30% (--set) exclude each other" in run.err
     assert machine(*asked, "--set", "memory.budget=25%").exit == 0
     run = machine(*asked, "--exact")
-    assert "--exact conflicts with profile" in run.err
+    assert "[not_exact]" in run.err
     assert "try: leave --budget out\n" in run.err  # and nothing that cannot be typed beside it
     assert '"much" is not allowed' in machine("chat", "--dry-run", "--budget", "much").err
     for profile in ("balanced", "cpu", "lean", "max-context"):

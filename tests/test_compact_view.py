@@ -12,6 +12,7 @@ from kvcli.kv.views.compact_view import CompactView
 from kvcli.kv.views.view import GatheredView
 from kvcli.methods.policies.quest import Quest
 from kvcli.methods.policies.streaming import StreamingLLM
+from tests import make
 from tests.policies import moment
 
 LAYERS, HEADS, DIM = 2, 2, 8
@@ -32,7 +33,7 @@ def pick(policy):
 
 
 def pair(policy, every: int) -> tuple[Dense, CompactView, GatheredView]:
-    kv = Dense(alike(LAYERS, HEADS, DIM), torch.float32)
+    kv = make.dense((LAYERS, HEADS, DIM), torch.float32)
     shapes = alike(LAYERS, HEADS, DIM)
     return kv, CompactView(kv, pick(policy), every, shapes), GatheredView(kv, pick(policy))
 
@@ -104,7 +105,7 @@ def test_an_empty_store_has_nothing_to_show():
 
 
 def test_quest_reads_the_page_that_the_query_wants():
-    kv = Dense(alike(1, HEADS, DIM), torch.float32)
+    kv = make.dense((1, HEADS, DIM), torch.float32)
     k = 0.01 * rand(HEADS, 64, DIM)
     q = rand(4, 1, DIM)
     k[0, 21] = 3 * q[0, 0]  # head 0 of two; queries 0 and 1 are its group
@@ -115,7 +116,7 @@ def test_quest_reads_the_page_that_the_query_wants():
 
 
 def test_a_page_that_a_head_has_lost_is_not_chosen():
-    kv = Dense(alike(1, HEADS, DIM), torch.float32)
+    kv = make.dense((1, HEADS, DIM), torch.float32)
     kv.append(0, rand(HEADS, 64, DIM), rand(HEADS, 64, DIM), 0)
     held = torch.ones(HEADS, 64, dtype=torch.bool)
     held[0, :8] = False  # its padding must not pass for the first page
@@ -129,7 +130,7 @@ def test_over_another_store_it_shows_that_one():
     kv, front, view = pair(StreamingLLM(sinks=2, window=90), every=50)
     grown(kv, 40)
     same(front, view, 40)
-    other = Dense(alike(LAYERS, HEADS, DIM), torch.float32)
+    other = make.dense((LAYERS, HEADS, DIM), torch.float32)
     grown(other, 40)
     moved, reference = front.rebind(other), view.rebind(other)
     same(moved, reference, 40)

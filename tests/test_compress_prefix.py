@@ -26,12 +26,10 @@ from kvcli.engine.sequence.token_kinds import SYSTEM, KindSpan
 from kvcli.errors import BadConfig
 from kvcli.kernels.rope import rotate, unrotate
 from kvcli.kv.slots import Slots
-from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.compress_prefix import compress_prefix, fits_repetition
 from kvcli.prefix_cache.prefix_cache import PrefixCache
 from kvcli.settings.profile import Profile
-from tests import families
+from tests import make
 
 torch.set_num_threads(1)
 N, END, MOST = 45, 30, 12
@@ -40,12 +38,12 @@ TEXT = [*range(7, 7 + N)]  # values tell tokens apart
 
 @cache
 def lm(name: str = "llama") -> LM:
-    return LM.of(families.build(name, torch.float64))
+    return make.model(name, torch.float64)
 
 
 def session(ids: list[int], name: str = "llama") -> GenerationSession:
     model = lm(name)
-    s = GenerationSession(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=16)
+    s = make.session(model, chunk=16)
     run_to_end(s.read(ids))
     return s
 

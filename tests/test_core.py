@@ -22,8 +22,8 @@ class Case:
         self.marks.add(mark.name)
 
 
-def core_of(cases: list[Any], seconds: dict[str, float]) -> list[str]:
-    leave_out(cases, seconds)
+def core_of(cases: list[Any], seconds: dict[str, float], tenth: int | None = None) -> list[str]:
+    leave_out(cases, seconds, tenth)
     return [case.nodeid for case in cases if "slow" not in case.marks]
 
 
@@ -51,6 +51,12 @@ def test_each_test_is_in_one_tenth() -> None:
     tenths = [{case for case in cases if is_in_tenth(case, n)} for n in range(10)]
     assert sorted(case for tenth in tenths for case in tenth) == sorted(cases)
     assert all(60 < len(tenth) < 140 for tenth in tenths)
+
+
+def test_ten_tenths_run_all_that_the_core_leaves_out() -> None:
+    of = [{*core_of([Case(f"a.py::dear[{n}]") for n in range(60)], {"a.py::dear": 1.0}, tenth)} for tenth in range(10)]
+    assert len(set.intersection(*of)) == 2
+    assert len(set.union(*of)) == 60
 
 
 def test_what_was_weighed_is_kept_beside_what_was_not(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,24 +22,22 @@ from kvcli.heads.sample import ProbeSample, samples
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.slots import KVCache, alike, nbytes
+from kvcli.kv.slots import KVCache, nbytes
 from kvcli.kv.sparse.page_source import PageTier
-from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import DiskTier
 from kvcli.kv.tiers.host import HostTier
 from kvcli.settings.profile import Profile, load_profile
-from tests import families
+from tests import families, make
 from tests.exact import table as exactness
 from tests.fake_device import FakeDevice
-from tests.test_tiered_cache import BIG, D, K, L, fill, positions, read
+from tests.test_tiered_cache import D, K, L, fill, positions, read
 
 DEMOTE = {"evicted": "demote"}
 SMALL = {"method": "sketch", "page": 3, "floor": 4, "sinks": 1, "recent": 4, "dense_layers": 0}
 
 
 def demoting(lower: Any = None, most: int | None = None, **more: Any) -> TieredCache:
-    lower = lower or Dense(alike(L, K, D), torch.float64)
-    return TieredCache(Dense(alike(L, K, D), torch.float64), [TierLevel(lower, most)], demotes=True, **more)
+    lower = lower or make.dense((L, K, D))
+    return make.tiered((L, K, D), TierLevel(lower, most), demotes=True, **more)
 
 
 def some(kv: KVCache, seed: int = 0) -> list[Tensor]:
@@ -52,15 +50,15 @@ def some(kv: KVCache, seed: int = 0) -> list[Tensor]:
 
 
 LOWER: dict[str, Callable[[], PageTier]] = {
-    "dense": lambda: Dense(alike(L, K, D), torch.float64),
-    "host": lambda: HostTier(Dense(alike(L, K, D), torch.float64), "cpu"),
-    "disk": lambda: DiskTier(alike(L, K, D), torch.float64, BIG, BIG),
+    "dense": lambda: make.dense((L, K, D)),
+    "host": lambda: HostTier(make.dense((L, K, D)), "cpu"),
+    "disk": lambda: make.disk((L, K, D)),
 }
 
 
 @pytest.mark.parametrize("lower", LOWER)
 def test_what_masks_let_go_is_read_as_before_and_shown_no_more(lower: str) -> None:
-    one = Dense(alike(L, K, D), torch.float64)
+    one = make.dense((L, K, D))
     kv = demoting(LOWER[lower]())
     fill(one, 40)
     fill(kv, 40)
@@ -71,20 +69,6 @@ def test_what_masks_let_go_is_read_as_before_and_shown_no_more(lower: str) -> No
     for window in (None, 9):
         torch.testing.assert_close(read(kv, window), read(one, window))
     assert kv.usage()[0].slots + kv.usage()[L].slots >= 40
-
-
-def test_what_went_down_is_chosen_no_second_time() -> None:
-    one, kv = Dense(alike(L, K, D), torch.float64), demoting()
-    fill(one, 40)
-    fill(kv, 40)
-    for seed in range(3):
-        kv.compress(some(kv, seed))
-    below = kv._rungs[1].tier.slots(1).pos
-    assert sorted([*below[0][below[0] >= 0].tolist(), *positions(kv)[0]]) == list(range(40))
-    torch.testing.assert_close(read(kv), read(one))
-    before = kv.changes
-    assert not kv.compress([torch.ones(K, kv.n_slots(layer), dtype=torch.bool) for layer in range(L)])
-    assert kv.changes == before
 
 
 def test_the_oldest_go_too_where_the_top_is_full() -> None:
@@ -110,11 +94,11 @@ def test_a_full_tier_forgets_what_came_first_and_says_so(lower: str) -> None:
     assert not kv.forgets
     settle(kv, 20)
     assert kv.forgets
-    below = kv._rungs[1].tier.slots(0).pos[0]
+    below = kv._levels[1].tier.slots(0).pos[0]
     assert sorted(below[below >= 0].tolist())[-10:] == list(range(10, 20))
     assert int((below >= 0).sum()) <= 12
     settle(kv, 39)  # more at once than there is room for
-    below = kv._rungs[1].tier.slots(0).pos[0]
+    below = kv._levels[1].tier.slots(0).pos[0]
     assert below[below >= 0].tolist() == list(range(27, 39))
     kv.crop(0)
     assert not kv.forgets
@@ -123,7 +107,7 @@ def test_a_full_tier_forgets_what_came_first_and_says_so(lower: str) -> None:
 
 
 def test_a_compression_point_that_fails_at_any_allocation_loses_nothing() -> None:
-    one = Dense(alike(L, K, D), torch.float64)
+    one = make.dense((L, K, D))
     fill(one, 40)
 
     def made() -> tuple[TieredCache, list[Tensor]]:

@@ -17,9 +17,8 @@ from kvcli.engine.stats import Stats
 from kvcli.errors import BadConfig
 from kvcli.kv.cache.draft_and_full import DraftAndFullCache
 from kvcli.kv.slots import nbytes
-from kvcli.kv.snapshot import SnapshotReader
 from kvcli.settings.profile import Profile, load_profile
-from tests import families
+from tests import families, make
 
 NEW = 40
 CHECKED = [
@@ -43,9 +42,7 @@ SMALL = {
 
 @cache
 def lm() -> LM:
-    found = LM.of(families.build("llama", torch.bfloat16))
-    found.install_kernels()
-    return found
+    return make.model("llama", torch.bfloat16, kernels=True)
 
 
 def profile(name: str, *sets: str) -> Profile:
@@ -85,36 +82,14 @@ def test_drafts_come_of_what_is_kept() -> None:
     assert nothing.acceptance_rate < 0.9
 
 
-def test_what_a_policy_let_go_is_there_to_go_back_to() -> None:
-    found, _ = written(profile("streaming"))
-    assert found.rewind(100) == 99
-    assert all(int(found.cache.slots(layer).pos.max()) < 99 for layer in range(lm().n_layers))
-    run_to_end(found.read(found.ids[:0] + families.prompt(7, seed=9)))
-    again = session(lm(), load_profile("exact"))
-    run_to_end(again.read(found.ids))
-    for each in (found, again):
-        run_to_end(each.stream(9))
-    assert found.ids == again.ids
-
-
 def test_the_whole_kv_cache_gives_back_what_windows_hide() -> None:
-    sliding = LM.of(families.build("gemma3", torch.bfloat16))
+    sliding = make.model("gemma3", torch.bfloat16)
     taken = []
     for under in (load_profile("exact", sets=["prefill.chunk=37"]), profile("streaming", "policy.window=64")):
         found = session(sliding, under)
         run_to_end(found.read(families.prompt(600)))
         taken.append(nbytes(found.cache)["cpu"])
     assert taken[0] == taken[1]
-
-
-def test_both_kv_caches_are_kept_for_later() -> None:
-    a, _ = written(profile("lean"))
-    b = session(lm(), profile("lean"))
-    b.restore(SnapshotReader(a.state(), len(a.ids)).tree, a.ids[-1])
-    run_to_end(a.stream(9))
-    run_to_end(b.stream(9))
-    assert a.ids == b.ids
-    assert [use.slots for use in a.cache.usage()] == [use.slots for use in b.cache.usage()]
 
 
 def test_exact_says_what_to_type_and_takes_it() -> None:

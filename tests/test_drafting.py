@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.assemble import compact_view, view
+from kvcli.assemble import compact_view
 from kvcli.drafts.tree.tree_drafter import TreeDrafter
 from kvcli.engine.engine import iterate_events, run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest
@@ -22,11 +22,10 @@ from kvcli.engine.rows import Draft, LookaheadRows, Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Step
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.lookahead import Lookahead
 from kvcli.methods.drafts.mix import Mix
 from kvcli.methods.drafts.off import Off
-from tests import families
+from tests import families, make
 from tests.policies import Ragged
 
 GREEDY, SAMPLED = Sampler(), Sampler(temperature=0.9, top_k=40, seed=3)
@@ -38,7 +37,7 @@ NEW = 48
 
 @cache
 def lm(dtype: torch.dtype = torch.float64) -> LM:
-    return LM.of(families.build("llama", dtype))
+    return make.model("llama", dtype)
 
 
 def prompt() -> list[int]:
@@ -48,8 +47,7 @@ def prompt() -> list[int]:
 
 def decode(drafter: Any, sampler: Sampler = GREEDY, new: int = NEW, stop: frozenset[int] = frozenset(), **more: Any):
     model = lm()
-    kv = Dense(model.shapes, model.dtype)
-    session = GenerationSession(model, kv, drafter, sampler, view=view(model, kv, drafter), chunk=13, **more)
+    session = make.session(model, drafter=drafter, sampler=sampler, chunk=13, **more)
     run_to_end(session.read(prompt()))
     steps = list(iterate_events(session.stream(new, stop)))
     return session.ids, steps
@@ -98,9 +96,9 @@ def test_a_view_that_shows_nothing() -> None:
             return torch.zeros_like(s.pos, dtype=torch.bool)
 
     model = lm()
-    kv = Dense(model.shapes, model.dtype)
+    kv = make.dense(model)
     blind = compact_view(model, kv, Blind(), 4)
-    session = GenerationSession(model, kv, Lookahead(adaptive=False).drafter(), GREEDY, view=blind, chunk=13)
+    session = make.session(model, kv, Lookahead(adaptive=False).drafter(), view=blind, chunk=13)
     run_to_end(session.read(prompt()))
     list(iterate_events(session.stream(NEW)))
     assert session.ids == plain()
@@ -160,10 +158,10 @@ def test_what_a_row_must_not_see_is_poisoned(shown: dict[str, Any], policy: Any)
     """Huge keys and values in all spare room of the store and of the view, before each step: FAFO's released code,
     which lets rows attend ten empty slots, would not survive it."""
     model = lm()
-    kv = Dense(model.shapes, model.dtype)
+    kv = make.dense(model)
     drafter = Lookahead(adaptive=False, refresh=4, **shown).drafter()
     kept: dict[str, Any] = {"policy": policy, "every": 16 if policy else None}
-    session = GenerationSession(model, kv, drafter, GREEDY, view=view(model, kv, drafter), chunk=13, **kept)
+    session = make.session(model, kv, drafter, chunk=13, **kept)
     run_to_end(session.read(prompt()))
     want, poisoned = decode(Off(), **kept)[0], 0
     while len(session.ids) < len(want):
@@ -180,8 +178,8 @@ def test_what_a_row_must_not_see_is_poisoned(shown: dict[str, Any], policy: Any)
 
 def test_tree_rows_see_neither_lookahead_rows_nor_other_branches() -> None:
     model = lm()
-    kv = Dense(model.shapes, model.dtype)
-    session = GenerationSession(model, kv, Off(), GREEDY, chunk=13)
+    kv = make.dense(model)
+    session = make.session(model, kv, chunk=13)
     run_to_end(session.read(prompt()))
     sees = torch.ones(3, 3, dtype=torch.bool).tril()
 
@@ -260,8 +258,7 @@ def test_the_text_of_a_seed_has_the_distribution_of_the_model(runs: int) -> None
     start = prompt()
 
     def session(drafter: Any, seed: int) -> GenerationSession:
-        kv = Dense(model.shapes, model.dtype)
-        return GenerationSession(model, kv, drafter, Sampler(temperature=1.0, top_k=3, seed=seed), chunk=64)
+        return make.session(model, drafter=drafter, sampler=Sampler(temperature=1.0, top_k=3, seed=seed), chunk=64)
 
     def law(text: list[int], depth: int) -> dict[tuple[int, ...], float]:
         if not depth:

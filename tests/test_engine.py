@@ -14,21 +14,18 @@ from kvcli.engine.engine import Engine, iterate_events, run, run_to_end
 from kvcli.engine.forward_request import Coroutine, ForwardRequest, Steps
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
-from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
-from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
-from tests import families
+from tests import families, make
 
 
 @cache
 def lm(name: str = "llama") -> LM:
-    return LM.of(families.build(name, torch.float64))
+    return make.model(name, torch.float64)
 
 
 def session(name: str = "llama", chunk: int = 13) -> GenerationSession:
     model = lm(name)
-    return GenerationSession(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=chunk)
+    return make.session(model, chunk=chunk)
 
 
 def answer(text: GenerationSession, ids: list[int], new: int) -> Coroutine[object, list[int]]:
@@ -209,16 +206,3 @@ def test_closing_the_events_closes_the_work() -> None:
     next(saying)
     saying.close()
     assert ended == [True]
-
-
-def test_a_cancelled_text_leaves_its_store_as_it_was() -> None:
-    many, text = Engine(), session()
-    ticket = many.add(answer(text, families.prompt(30), 20))
-    for _ in range(6):
-        many.step()
-    ticket.cancel()
-    assert not many.step()
-    n = len(text.ids)
-    assert text.committed == n - 1
-    list(iterate_events(text.stream(20 - (n - 30))))
-    assert text.ids == run_to_end(answer(session(), families.prompt(30), 20))

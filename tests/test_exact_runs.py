@@ -11,12 +11,11 @@ import torch
 
 from kvcli import assemble
 from kvcli.chat.model import Model
-from kvcli.engine.hf.lm import LM
 from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.native import native
 from kvcli.settings.profile import Profile
 from kvcli.summarize.request import Request
-from tests import families, small_tokenizers
+from tests import make, small_tokenizers
 from tests.bench import stress_summaries
 from tests.bench.stress_exact import storm
 
@@ -25,7 +24,7 @@ DRAFTING = ["ngram", "lookahead", "fafo", "fafo-paper"]
 
 
 def model(profile: Profile, dtype: torch.dtype) -> Model:
-    return Model(LM.of(families.build("llama", dtype)), small_tokenizers.demo(), profile)
+    return Model(make.model("llama", dtype), small_tokenizers.demo(), profile)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -60,7 +59,7 @@ def test_a_strict_profile_drafts_only_where_rows_round_alike_and_says_so(name: s
 def test_a_store_that_is_not_read_natively_is_not_drafted_over_by_a_strict_profile(
     changes: dict[str, dict[str, object]], by: str
 ) -> None:
-    of = LM.of(families.build("llama", torch.bfloat16))
+    of = make.model("llama", torch.bfloat16)
     of.install_kernels()
     assert of.is_row_invariant
     wanted = Profile.load("ngram").replace(exactness="approx", spec={"require_batch_invariance": True}, **changes)
@@ -71,7 +70,7 @@ def test_a_store_that_is_not_read_natively_is_not_drafted_over_by_a_strict_profi
 
 
 def test_passes_of_more_rows_than_a_gpu_serves_alike_are_not_called_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = LM.of(families.build("llama", torch.bfloat16))
+    of = make.model("llama", torch.bfloat16)
     of.install_kernels()
     few, many = Profile.load("ngram"), Profile.load("fafo-paper").replace(exactness="exact")
     assert few.spec.rows <= MOST < many.spec.rows
@@ -84,7 +83,7 @@ def test_passes_of_more_rows_than_a_gpu_serves_alike_are_not_called_exact(monkey
 
 def test_only_what_is_exact_is_called_so() -> None:
     def said(name: str, dtype: torch.dtype) -> str:
-        return assemble.promise(LM.of(families.build("llama", dtype)), Profile.load(name))
+        return assemble.promise(make.model("llama", dtype), Profile.load(name))
 
     assert {said(name, torch.bfloat16) for name in DRAFTING} == {"exact up to 16-bit rounding"}
     assert {said(name, torch.float32) for name in DRAFTING} == {"exact"}

@@ -26,7 +26,6 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.slots import AttentionParams, Masks, Slots, Usage, attend_new_only, compact
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.lookahead import Lookahead
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
@@ -34,7 +33,7 @@ from kvcli.methods.policies.fastgen.frequency_scores import Scores
 from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.methods.policies.fastgen.recovery import CandidateSets
 from kvcli.settings.profile import load_profile
-from tests import drafters, families, head_zoo
+from tests import drafters, families, head_zoo, make
 from tests.covering import pairs
 from tests.policies import kept, moment
 
@@ -54,7 +53,7 @@ SETTINGS = {
 
 @cache
 def lm(family: str = "llama", dtype: torch.dtype = torch.float64) -> LM:
-    return LM.of(families.build(family, dtype))
+    return make.model(family, dtype)
 
 
 def kinds(vocab: int = 97) -> Tensor:
@@ -66,12 +65,10 @@ def kinds(vocab: int = 97) -> Tensor:
 def session(
     settings: FastGen | None, model: LM, drafter: Drafter | None = None, store: Any = None, **more: Any
 ) -> GenerationSession:
-    kv = store or Dense(model.shapes, model.dtype)
+    kv = store or make.dense(model)
     if settings is not None:
         more |= {"policy": settings, "every": settings.compression_interval}
-    return GenerationSession(
-        model, kv, drafter or Off(), more.pop("sampler", Sampler()), chunk=23, kinds=kinds(), **more
-    )
+    return make.session(model, kv, drafter, more.pop("sampler", Sampler()), chunk=23, kinds=kinds(), **more)
 
 
 def prompt(n: int = 90) -> list[int]:

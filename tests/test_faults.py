@@ -19,8 +19,7 @@ import torch
 
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.slots import alike
-from kvcli.kv.tiers.disk import DiskTier
+from tests import make
 from tests.bench import stress_faults
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +32,7 @@ def storm(name: str, *args: str) -> dict[str, object]:
         [sys.executable, ROOT / "tests" / "bench" / name, *args], env=env, cwd=ROOT, capture_output=True, text=True
     )
     assert done.stdout, done.stderr
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])["rows"][-1]
     assert found["bad"] == 0, done.stdout
     return found
 
@@ -73,7 +72,7 @@ def test_room_whose_use_failed_is_there_again(tmp_path: Path, monkeypatch: pytes
     from kvcli.kv.tiers import extents
 
     size = 1 << 16
-    tier = DiskTier(alike(1, 1, 16), torch.float32, size, 100 * size, tmp_path)
+    tier = make.disk((1, 1, 16), torch.float32, most=size, writes=100 * size, folder=tmp_path)
     k = torch.randn(1, 500, 16)
 
     def fails(*_: object, **__: object) -> None:
@@ -216,5 +215,6 @@ def test_a_disk_that_fails_is_no_bug_of_ours(number: str, said: str):
     known = machine_gave_out(error)
     assert known is not None
     assert said in known.message
+    assert (known.code == "cannot_write") == (number in FULL)
     assert "/new" in known.message
     assert "/old" not in known.message

@@ -23,7 +23,7 @@ from kvcli.kernels import native, triton_support
 from kvcli.kernels.gated_mlp.module import NativeMlp
 from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.rms_norm.module import NativeNorm, norm_
-from kvcli.kv.tiers.dense import Dense
+from tests import make
 from tests.families import build
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason=native.why_not() or "unknown")
@@ -49,9 +49,7 @@ torch.set_num_threads(1)
 
 
 def loaded(name: str, dtype: torch.dtype = torch.float32, quant: str = "none") -> LM:
-    found = LM.of(build(name, dtype), quant=quant)
-    found.install_kernels()
-    return found
+    return make.model(name, dtype, quant=quant, kernels=True)
 
 
 def counts(model: nn.Module) -> tuple[int, ...]:
@@ -61,7 +59,7 @@ def counts(model: nn.Module) -> tuple[int, ...]:
 
 def logits(of: LM) -> Tensor:
     """[19, V] in two passes."""
-    kv, found = Dense(of.shapes, of.dtype), []
+    kv, found = make.dense(of), []
     ids = torch.randint(0, of.vocab, (19,), generator=torch.Generator().manual_seed(5)).tolist()
     for a, b in ((0, 12), (12, 19)):
         (made,) = run([ForwardRequest(of, Rows.chain(ids[a:b], a), kv, want=range(b - a))])
@@ -202,7 +200,7 @@ def test_the_model_says_what_was_made_native():
 
 
 def test_layers_of_a_kind_are_tried_at_its_ends_and_restored(monkeypatch: pytest.MonkeyPatch):
-    found = LM.of(build("llama", num_hidden_layers=5))
+    found = make.model("llama", num_hidden_layers=5)
     layers = list(found._layers or ())
     with reduced_model(found, layers) as tried:
         assert tried == [0, 4]
@@ -217,7 +215,7 @@ def test_layers_of_a_kind_are_tried_at_its_ends_and_restored(monkeypatch: pytest
 
 
 def test_a_device_is_tried_where_fused_kernels_serve_it(monkeypatch: pytest.MonkeyPatch):
-    found = LM.of(build("llama", torch.bfloat16))
+    found = make.model("llama", torch.bfloat16)
     found.install_kernels()
     assert (found.is_row_invariant, found.max_invariant_rows) == (True, None)
     monkeypatch.setattr(found, "is_apart", True)

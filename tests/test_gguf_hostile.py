@@ -152,6 +152,20 @@ def test_a_file_made_to_hurt_is_damaged(tmp_path: Path, trick: str):
     assert caught.value.code == "model_corrupt"
 
 
+@pytest.mark.parametrize(("kind", "n", "is_read"), [("F32", 1024, True), ("F32", 1025, False), ("F16", 8, False)])
+def test_factors_are_read_from_a_short_tensor_alone(tmp_path: Path, kind: str, n: int, is_read: bool):
+    """A tensor of gigabytes by that name would fill memory before anything is loaded."""
+    file, nbytes = tmp_path / "tiny.gguf", n * int(kind[1:]) // 8
+    file.write_bytes(struct.pack("<f", 2.5) * 2000)
+    found = header.Header(file, 8000, {}, {"factors": header.Stored(kind, (n,), 0, nbytes)})
+    if is_read:
+        assert header.floats(found, "factors") == (2.5,) * n
+        return
+    with pytest.raises(BadModel) as caught:
+        header.floats(found, "factors")
+    assert caught.value.code == "model_corrupt"
+
+
 def test_a_pipe_and_a_folder_of_that_name_are_no_files(tmp_path: Path):
     os.mkfifo(tmp_path / "tiny.gguf")
     with pytest.raises(BadModel, match="damaged"):

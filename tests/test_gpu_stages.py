@@ -157,14 +157,14 @@ def test_the_bundled_model_is_given_room_for_a_part_of_the_report() -> None:
     from tests.gpu.offload import BEHIND, CHUNK
 
     chosen = Profile.load("exact").replace(memory=BEHIND)
-    shapes, sights = alike(6, 2, 64), [AttentionParams(1.0)] * 6
+    shapes, attention_params = alike(6, 2, 64), [AttentionParams(1.0)] * 6
     free: dict[str, Any] = {"is_cpu": False, "free": 1 << 36, "host": 1 << 36}
     room = plan.room(
         chosen.kv,
         chosen.kv_format.settings,
         chosen.memory,
         chosen.sparse.settings,
-        sights,
+        attention_params,
         shapes,
         4,
         chunk=CHUNK,

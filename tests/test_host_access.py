@@ -29,6 +29,7 @@ from kvcli.kv.sparse.sparse_tier import SparseTier
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.host import HostTier
 from kvcli.kv.tiers.pinned_host import PinnedHostTier
+from tests import make
 from tests.fake_bus import FakeBus
 
 L, K, H, D = 3, 2, 4, 8
@@ -59,7 +60,7 @@ def host(bus: FakeBus, way: Way = CpuAttention) -> HostTier:
 
 
 def filled(bus: FakeBus, way: Way, uneven: bool = False) -> tuple[HostTier, Dense]:
-    far, one = host(bus, way), Dense(alike(L, K, D), torch.float64)
+    far, one = host(bus, way), make.dense((L, K, D))
     for layer in range(L):
         for at, n in ((0, 25), (25, 4), (29, 17)):
             s = some(n, at, layer)
@@ -137,7 +138,7 @@ def _unwaited(lane: str) -> Breaks:
 @pytest.mark.parametrize("lane", ["work", "copies"])
 def test_a_wait_that_is_missing_is_found(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bus, q = FakeBus(), asked()
-    far, one = host(bus, StreamedCopy), Dense(alike(L, K, D), torch.float64)
+    far, one = host(bus, StreamedCopy), make.dense((L, K, D))
     for kv in (far, one):
         kv.take(0, some(20 if lane == "work" else 46))
     _unwaited(lane)(monkeypatch)
@@ -278,7 +279,7 @@ def test_layers_of_different_shapes_lie_in_one_tier() -> None:
 
 def test_parts_join_into_one() -> None:
     _, one = filled(FakeBus(), CpuAttention)
-    half = [Dense(alike(L, K, D), torch.float64) for _ in "ab"]
+    half = [make.dense((L, K, D)) for _ in "ab"]
     for tier, (a, b) in zip(half, ((0, 20), (20, 46)), strict=True):
         s = one.slots(0)
         tier.take(0, Slots(s.k[:, a:b], s.v[:, a:b], s.pos[:, a:b]))
@@ -313,7 +314,7 @@ def recalled(bus: FakeBus, far: HostTier | Dense) -> SparseTier:
 
 def test_pages_fetched_ahead_change_no_answer_and_are_found() -> None:
     bus = FakeBus()
-    near, plain = recalled(bus, host(bus)), recalled(bus, Dense(alike(L, K, D), torch.float64))
+    near, plain = recalled(bus, host(bus)), recalled(bus, make.dense((L, K, D)))
     assert near._near is not None
     g = torch.Generator().manual_seed(2)
     q = asked()

@@ -123,6 +123,14 @@ def test_every_test_named_in_the_docs_exists():
     assert {name for name in named if f"def {name}(" not in there} == set()
 
 
+def test_every_code_of_an_error_stands_in_a_test():
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
+    codes = re.findall(r"^\| `(\w+)` \|", page.partition("generated: codes")[2], re.MULTILINE)
+    tests = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py"))
+    assert len(codes) > 100
+    assert set(codes) - set(re.findall(r"""["'[](\w+)["'\]]""", tests)) == set()
+
+
 def test_the_readmes_sample_is_one_of_the_demos():
     from tests.demo_model.example import SAMPLES
 

@@ -28,17 +28,15 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel
 from kvcli.kv.cache.level import TierLevel
-from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.recurrent_state import RecurrentStates, StateCheckpoint, StateUpdate, apart_by
 from kvcli.kv.slots import KVCache
-from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.streaming import StreamingLLM
 from kvcli.prefix_cache.prefix_cache import PrefixCache
 from kvcli.settings.profile import Profile
-from tests import small_tokenizers
+from tests import make, small_tokenizers
+from tests.covering import pinned
 from tests.hybrids import HYBRIDS, VOCAB, build, prompt
 
 PROMPT, NEW = 29, 28  # tokens
@@ -50,9 +48,7 @@ FAR = 0.05  # relative error of states that a fault must make
 def model(name: str) -> LM:
     """As it is loaded, its check included."""
     with quiet():
-        lm = LM.of(build(name), id=name, verify=True)
-        lm.install_kernels()
-    return lm
+        return make.model(name, id=name, verify=True, kernels=True)
 
 
 @cache
@@ -83,7 +79,7 @@ def session(
     name: str, drafter: Drafter | None = None, chunk: int = 64, kv: KVCache | None = None, **told: Any
 ) -> GenerationSession:
     lm = model(name)
-    return GenerationSession(lm, kv or Dense(lm.shapes, lm.dtype), drafter or Off(), Sampler(), chunk=chunk, **told)
+    return make.session(lm, kv, drafter, chunk=chunk, **told)
 
 
 def written(text: GenerationSession, n: int) -> list[int]:
@@ -182,7 +178,7 @@ def test_back_to_any_point(name: str):
     assert is_right(text)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", pinned(zip(HYBRIDS, strict=True), ("nemotron_h",)))
 def test_a_copy_goes_its_own_way(name: str):
     text = session(name, Partly(truth(name)))
     run_to_end(text.read(prompt(PROMPT)))
@@ -222,8 +218,8 @@ def _read_and_write(text: GenerationSession, ids: Sequence[int]) -> Any:
 
 def packed(lm: LM) -> KVCache:
     """The newest tokens as they are, older ones in 8 bits."""
-    below = QuantizedTier(lm.shapes, lm.dtype, k_bits=8, v_bits=8, group=8)
-    return TieredCache(Dense(lm.shapes, lm.dtype), [TierLevel(below, group=8)], holds=16, group=8)
+    below = make.quantized(lm, group=8)
+    return make.tiered(lm, TierLevel(below, group=8), holds=16, group=8)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "nemotron_h", "granitemoehybrid", "falcon_h1", "kimi_linear"])
@@ -302,8 +298,8 @@ def test_states_are_handed_out_as_copies(name: str, what: str, copies: bool, mon
 
 
 def test_a_pass_that_ends_before_a_recurrent_layer_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    assert model("nemotron_h").mixers.are_last
-    monkeypatch.setattr(model("nemotron_h").mixers, "are_last", False)
+    assert model("nemotron_h").recurrent_layers.are_last
+    monkeypatch.setattr(model("nemotron_h").recurrent_layers, "are_last", False)
     with pytest.raises(AssertionError, match="ended before a recurrent layer"):
         run_to_end(session("nemotron_h").read(prompt(PROMPT)))
 
@@ -313,7 +309,7 @@ def test_the_check_at_load_notices(fault: str, monkeypatch: pytest.MonkeyPatch):
     of, wrong = {"_again": (recurrent_layers.StateCacheShim, _no_replay), "_newest": (StateUpdate, _uncut)}[fault]
     monkeypatch.setattr(of, fault, wrong)
     with quiet(), pytest.raises(BadModel, match="gives other logits") as told:
-        LM.of(build("qwen3_5_text"), verify=True)
+        make.model("qwen3_5_text", verify=True)
     assert "recurrent states after them" in " ".join(told.value.lines)
 
 
@@ -352,7 +348,7 @@ def test_no_weight_of_a_linear_layer_is_read_twice(name: str, monkeypatch: pytes
     written(text, 20)
     assert calls > 20
     assert text.drafter.n_partly > 1
-    assert lm.mixers
+    assert lm.recurrent_layers
 
 
 # ---- checkpoints ----
@@ -415,7 +411,7 @@ def test_a_kv_cache_in_the_prefix_cache_is_continued(tmp_path: Path):
     with quiet():
         lm = LM.of(made, id="qwen3_next", path=str(tmp_path))
     shelf, ids = PrefixCache(tmp_path / "kept", 1 << 30, lm, worth=0), prompt(400)
-    first, other = (GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=64) for _ in range(2))
+    first, other = (make.session(lm, chunk=64) for _ in range(2))
     run_to_end(first.read(ids))
     assert not shelf.save(first).why_not
     longer = [*ids, *prompt(30, seed=2)]
@@ -431,7 +427,7 @@ def test_a_kv_cache_in_the_prefix_cache_is_continued(tmp_path: Path):
 def test_a_conversation_is_gone_back_in(profile: str):
     """Asked, asked again otherwise, taken back: each answer is that of a conversation that never was another."""
     with quiet():
-        lm = LM.of(build("qwen3_5_text", seed=5, vocab_size=2048))  # whose answers are spelled as they were written
+        lm = make.model("qwen3_5_text", seed=5, vocab_size=2048)  # whose answers are spelled as they were written
     wanted = Profile.load(profile).replace(sample={"temperature": 0, "max_new_tokens": 12}, spec={"adaptive": False})
     made = Model(lm, small_tokenizers.demo(), wanted)
     assert any("this model has recurrent layers" in said for said in made.cautions)
@@ -458,14 +454,14 @@ def test_a_conversation_is_gone_back_in(profile: str):
 def test_quantized_weights_and_16_bits_load(name: str):
     """The check at load is passed, and what is packed answers from the tape, too."""
     with quiet():
-        LM.of(build(name, torch.bfloat16), verify=True)
-        lm = LM.of(build(name), id=name, quant="int8")
+        make.model(name, torch.bfloat16, verify=True)
+        lm = make.model(name, id=name, quant="int8")
         lm.install_kernels()
     assert "packed int8" in lm.info.backend
-    text = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
+    text = make.session(lm)
     run_to_end(text.read(prompt(PROMPT)))
     plain = written(text, 20)
-    guessed = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Partly([*prompt(PROMPT), *plain]), Sampler())
+    guessed = make.session(lm, drafter=Partly([*prompt(PROMPT), *plain]))
     run_to_end(guessed.read(prompt(PROMPT)))
     assert written(guessed, 20) == plain
     assert apart_by(guessed.states.now, text.states.now) < 1e-3
@@ -509,7 +505,7 @@ def test_fit_knows_the_sizes_before_a_weight_is_read(name: str):
     lm = model(name)
     config = {**lm.model.config.to_dict(), "num_hidden_layers": lm.info.layers}
     shape = shape_of(config)
-    assert shape.folds.nbytes(lm.dtype.itemsize) == sum(t.nbytes for _, t in lm.mixers.like.tensors)
+    assert shape.folds.nbytes(lm.dtype.itemsize) == sum(t.nbytes for _, t in lm.recurrent_layers.like.tensors)
     stores = [(of.kv_heads, of.key, of.value) for of in shape.stores if of.numbers]
     assert stores == [(of.n_kv_heads, of.k_dim, of.v_dim) for of in lm.shapes]
     text = session(name, Partly(truth(name)))
@@ -538,12 +534,12 @@ def test_layers_that_a_config_lists_and_does_not_count_are_counted(tmp_path: Pat
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"])
 def test_what_is_called_bit_exact_has_the_same_bits_in_any_chunks(name: str, dtype: torch.dtype):
     """Of all rows, not of those alone that the trial at load writes."""
-    lm, ids, found = LM.of(build(name, dtype), id=name), prompt(150), []
+    lm, ids, found = make.model(name, dtype, id=name), prompt(150), []
     lm.install_kernels()
     if not lm.is_row_invariant:
         pytest.skip("it is not called so")
     for chunk in (150, 7):
-        kv, states, logits = Dense(lm.shapes, lm.dtype), RecurrentStates(lm.mixers.like), []
+        kv, states, logits = make.dense(lm), RecurrentStates(lm.recurrent_layers.like), []
         for at in range(0, len(ids), chunk):
             rows = Rows.chain(ids[at : at + chunk], at)
             (made,) = run([ForwardRequest(lm, rows, kv, want=range(rows.n_rows), states=states)])

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvcli import assemble
-from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.attend_invariant import NewRows
@@ -23,7 +22,7 @@ from kvcli.kv.tiers.dense_uniform import UniformLayer
 from kvcli.kv.views.compact_view import CompactView
 from kvcli.kv.views.view import GatheredView
 from kvcli.settings.profile import load_profile
-from tests import families
+from tests import make
 from tests.policies import masks
 
 K, G, D, L = 3, 2, 8, 2
@@ -32,7 +31,7 @@ H = K * G
 
 def filled(n: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Dense:
     g = torch.Generator().manual_seed(seed)
-    kv = Dense(alike(L, K, D), dtype)
+    kv = make.dense((L, K, D), dtype)
     at = 0
     for m in (1, n // 3, n - n // 3 - 1):
         for layer in range(L):
@@ -63,7 +62,7 @@ def test_shuffling_slots_changes_nothing() -> None:
     want = read(kv, q, pos)
     slots = kv.slots(1)
     order = torch.randperm(37, generator=torch.Generator().manual_seed(1))
-    shuffled = Dense(alike(L, K, D), torch.float64)
+    shuffled = make.dense((L, K, D))
     for i in order.tolist():
         shuffled.append(1, slots.k[:, i : i + 1], slots.v[:, i : i + 1], int(slots.pos[0, i]))
     torch.testing.assert_close(read(shuffled, q, pos), want)
@@ -76,7 +75,7 @@ def test_a_sliding_window_hides_what_is_too_old(window: int, n: int, shuffle: bo
     kv = filled(37)
     if shuffle:
         slots, order = kv.slots(1), torch.randperm(37, generator=torch.Generator().manual_seed(2))
-        kv = Dense(alike(L, K, D), torch.float64)
+        kv = make.dense((L, K, D))
         for i in order.tolist():
             kv.append(1, slots.k[:, i : i + 1], slots.v[:, i : i + 1], int(slots.pos[0, i]))
     q, pos = rows(n, 37)
@@ -84,23 +83,6 @@ def test_a_sliding_window_hides_what_is_too_old(window: int, n: int, shuffle: bo
     mask = s.pos.unsqueeze(1) > (pos - window).view(1, -1, 1)
     out, _ = specified(q, s.k, s.v, 0.3, 0.0, mask, s.n_slots)
     torch.testing.assert_close(read(kv, q, pos, window), out)
-
-
-def test_unequal_heads_read_their_own_slots_and_take_more() -> None:
-    kv = filled(37)
-    s = kv.slots(1)
-    mask = uneven(s)
-    out, _ = specified(rows(5, 37)[0], s.k, s.v, 0.3, 0.0, mask.unsqueeze(1).expand(-1, 5, -1), s.n_slots)
-    fell = kv.keep(1, mask)
-    torch.testing.assert_close(read(kv, *rows(5, 37)), out)
-    assert int((fell.pos >= 0).sum()) == int((~mask).sum())
-    k, v = torch.randn(K, 2, D, dtype=torch.float64), torch.randn(K, 2, D, dtype=torch.float64)
-    kv.append(1, k, v, 37)
-    after = kv.slots(1)
-    for j in range(K):
-        held = after.pos[j][after.pos[j] >= 0].tolist()
-        assert held == [p for p in range(37) if p % (j + 1) == 0] + [37, 38]
-        torch.testing.assert_close(after.k[j, len(held) - 2 : len(held)], k[j])
 
 
 def allocated(kv: Dense) -> int:
@@ -142,7 +124,7 @@ def test_keeping_all_is_a_no_op() -> None:
 
 
 def test_reserved_room_is_counted_and_never_moves() -> None:
-    kv = Dense(alike(L, K, D), torch.float32)
+    kv = make.dense((L, K, D), torch.float32)
     kv.reserve(100)
     at = kv.slots(0).k.untyped_storage().data_ptr()
     for i in range(100):
@@ -190,23 +172,9 @@ def test_positions_lie_on_the_host_whatever_the_device(window: int | None) -> No
     assert kv._slabs[0].at.tolist() == [*range(7)]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_cropping_forgets_the_newest(ragged: bool) -> None:
-    kv = filled(37)
-    if ragged:
-        kv.keep(1, uneven(kv.slots(1)))
-    kv.crop(20)
-    for layer in range(L):
-        pos = kv.slots(layer).pos
-        assert int(pos.max()) < 20
-        assert 0 in pos[0].tolist()
-    kv.append(0, torch.ones(K, 1, D, dtype=torch.float64), torch.ones(K, 1, D, dtype=torch.float64), 20)
-    assert kv.slots(0).pos[0].tolist() == list(range(21))
-
-
 @pytest.mark.parametrize("n", [2, 1100])  # long runs are read with the spare room behind them
 def test_numbers_that_are_not_finite_go_with_their_text(n: int) -> None:
-    kv, ones = Dense(alike(1, K, D), torch.float32), torch.ones(K, n, D)
+    kv, ones = make.dense((1, K, D), torch.float32), torch.ones(K, n, D)
     kv.append(0, ones, ones, 0)
     kv.append(0, ones[:, :2] / 0, ones[:, :2] * torch.nan, n)
     kv.crop(n)
@@ -217,7 +185,7 @@ def test_numbers_that_are_not_finite_go_with_their_text(n: int) -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 def test_what_is_evicted_under_recorded_passes_leaves_nothing_where_it_lay(ragged: bool) -> None:
     """Numbers that are not finite go with their slots; a KV cache of the same length differs from the one before."""
-    kv = Dense(alike(1, K, D), torch.float64)
+    kv = make.dense((1, K, D))
     ones = torch.ones(K, 40, D, dtype=torch.float64)
     kv.append(0, ones, ones, 0)
     if ragged:
@@ -436,7 +404,7 @@ SIZES = (LayerShape(2, 16, 16), LayerShape(1, 32, 16), LayerShape(2, 16, 16, sha
 def test_tiers_and_sparse_attention_take_layers_of_any_size(key: str) -> None:
     """And gives what a dense tier gives, to what is rounded."""
     profile = load_profile("exact").replace(exactness="approx", **MORE[key])
-    plan = assemble.plan(LM.of(families.build("llama", num_hidden_layers=4)), profile)
+    plan = assemble.plan(make.model("llama", num_hidden_layers=4), profile)
     kv, plain = replace(plan, shapes=SIZES).store(), Dense(SIZES, plan.dtype)
     for layer, of in enumerate(SIZES):
         if of.shared_from is None:
@@ -462,7 +430,7 @@ def test_tiers_and_sparse_attention_take_layers_of_any_size(key: str) -> None:
 
 def test_what_a_layout_cannot_hold_is_refused_by_the_key_that_asks_for_it() -> None:
     profile = load_profile("exact").replace(exactness="approx", kv={"v_bits": 4})
-    plan = assemble.plan(LM.of(families.build("llama", num_hidden_layers=4)), profile)
+    plan = assemble.plan(make.model("llama", num_hidden_layers=4), profile)
     with pytest.raises(BadConfig, match=r"kv\.v_bits = 4 does not fit") as caught:
         replace(plan, shapes=UNEVEN).store()
     assert caught.value.code == "kv_bits"

@@ -14,13 +14,12 @@ from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.session import GenerationSession, commit
 from kvcli.errors import KvcliError
 from kvcli.kernels.attention_mass import attention_mass
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.policies.kvzip import KVzip
 from kvcli.settings.profile import load_profile
-from tests import families
+from tests import families, make
 
 torch.set_num_threads(1)
-TINY = LM.of(families.build("llama", torch.float64))
+TINY = make.model("llama", torch.float64)
 N = 61
 
 
@@ -39,7 +38,7 @@ def test_scores_are_the_most_that_a_repeated_piece_looks_at() -> None:
     run_to_end(s.read(ids))
 
     for start, end in ((0, 25), (25, 50), (50, N)):
-        kv = Dense(TINY.shapes, TINY.dtype)
+        kv = make.dense(TINY)
         first = Rows.chain(ids[:N], 0)
         commit(kv, first, *run([ForwardRequest(TINY, first, kv)]), range(N))
         rows = Rows.chain(ids[max(0, start - 3) : end], N)
@@ -48,7 +47,7 @@ def test_scores_are_the_most_that_a_repeated_piece_looks_at() -> None:
             there = [p for p in range(N) if p < 2 or start <= p < end]
             k = torch.cat((kv.slots(layer).k[:, there], again.fresh[layer].k), 1)
             pos = torch.cat((torch.tensor(there), where := torch.tensor(rows.pos))).expand(TINY.n_kv_heads, -1)
-            every = attention_mass(again.queries[layer], where, k, pos, TINY.sights[layer].scale, over="none")
+            every = attention_mass(again.queries[layer], where, k, pos, TINY.attention_params[layer].scale, over="none")
             want = every.amax((1, 2))[:, [i for i, p in enumerate(there) if start <= p < end and p >= 2]]
             torch.testing.assert_close(scored(s)[layer][:, max(2, start) : end], want)
 
@@ -57,10 +56,10 @@ def test_scores_are_the_most_that_a_repeated_piece_looks_at() -> None:
 def test_plus_weighs_what_a_value_adds_beside_the_stream_that_asks_for_it(family: str) -> None:
     """KVzip+ by transformers' own hidden states: max of mass x |W_o v| / |h| over queries and heads."""
     more = {"layer_types": ["full_attention"] * TINY.n_layers} if family == "gemma2" else {}
-    lm = LM.of(families.build(family, torch.float64, **more))
+    lm = make.model(family, torch.float64, **more)
     ids, s = families.prompt(N + 1), session(lm, keep=1.0, plus=True, piece=100)
     run_to_end(s.read(ids))
-    kv = Dense(lm.shapes, lm.dtype)
+    kv = make.dense(lm)
     first = Rows.chain(ids[:N], 0)
     commit(kv, first, *run([ForwardRequest(lm, first, kv)]), range(N))
     rows = Rows.chain(ids[:N], N)
@@ -74,7 +73,13 @@ def test_plus_weighs_what_a_value_adds_beside_the_stream_that_asks_for_it(family
         pos = torch.arange(2 * N).expand(lm.n_kv_heads, -1)
         where = torch.arange(N, 2 * N)
         mass = attention_mass(
-            again.queries[layer], where, k, pos, lm.sights[layer].scale, softcap=lm.sights[layer].softcap, over="none"
+            again.queries[layer],
+            where,
+            k,
+            pos,
+            lm.attention_params[layer].scale,
+            softcap=lm.attention_params[layer].softcap,
+            over="none",
         )[..., :N]
         v = kv.slots(layer).v.repeat_interleave(lm.n_heads // lm.n_kv_heads, 0)
         adds = torch.einsum("hsd,ehd->hse", v, weight).norm(dim=-1).view(*mass.shape[:2], 1, N)
@@ -118,7 +123,7 @@ def test_a_second_prompt_repeats_only_what_came_since(monkeypatch: pytest.Monkey
 
 
 def test_a_text_that_leaves_no_room_behind_it_is_refused() -> None:
-    short = LM.of(families.build("llama", max_position_embeddings=64))
+    short = make.model("llama", max_position_embeddings=64)
     s = session(short)
     with pytest.raises(KvcliError, match="repeats the text after itself") as refused:
         run_to_end(s.read(families.prompt(N + 1)))

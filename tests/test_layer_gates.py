@@ -26,19 +26,17 @@ from kvcli.engine.prefill.aux_cache import AuxCache
 from kvcli.engine.prefill.layerwise import LayerwisePrefill
 from kvcli.engine.prefill.prompt_pruner import ActiveRows
 from kvcli.engine.rows import Rows
-from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import GenerationSession, commit
+from kvcli.engine.sequence.session import commit
 from kvcli.engine.sequence.token_kinds import kinds_of
 from kvcli.errors import BadModel, ExitStatus
 from kvcli.kernels.attend.reference import attend
 from kvcli.kv.slots import AttentionParams, KVCache, LayerShape
 from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.knorm import KNorm
 from kvcli.methods.policies.streaming import StreamingLLM
 from kvcli.methods.prune.lazy import LazyLLM
-from tests import families
-from tests.test_tiered_cache import LADDERS, PACKED
+from tests import families, make
+from tests.test_tiered_cache import LADDERS
 
 N = 33  # rows of a prompt: three windows
 HEAR = [28, 32]
@@ -86,7 +84,7 @@ ANYWHERE = sorted(set(families.GATED) - {"gemma4_shared", "gemma3n", "mimo", *fa
 
 @cache
 def lm(name: str) -> LM:
-    return LM.of(families.build(name, torch.float64))
+    return make.model(name, torch.float64)
 
 
 def hidden(feed: ForwardRequest, plan: Plan) -> Hiding:
@@ -98,7 +96,7 @@ def hidden(feed: ForwardRequest, plan: Plan) -> Hiding:
 
 def past(model: LM, n: int, seed: int = 3) -> Dense:
     """Of n tokens."""
-    kv, rows = Dense(model.shapes, model.dtype), Rows.chain(families.prompt(n, seed=seed), 0)
+    kv, rows = make.dense(model), Rows.chain(families.prompt(n, seed=seed), 0)
     if n:
         commit(kv, rows, *run([ForwardRequest(model, rows, kv)]), range(n))
     return kv
@@ -116,8 +114,8 @@ def to_its_end(prompt: LayerwisePrefill) -> Steps[None]:
 
 @pytest.mark.parametrize("name", families.GATED)
 def test_idle_gates_change_nothing(name: str) -> None:
-    model = LM.of(families.build(name, torch.float64))
-    feed = ForwardRequest(model, Rows.chain(families.prompt(N), 0), Dense(model.shapes, model.dtype), want=range(N))
+    model = make.model(name, torch.float64)
+    feed = ForwardRequest(model, Rows.chain(families.prompt(N), 0), make.dense(model), want=range(N))
     (bare,) = run([feed])
     assert not any(isinstance(part.forward, Gate) for part in model.model.modules()), "nobody has asked for them"
     model.check_layer_gates()
@@ -168,7 +166,7 @@ def made_of(one: ForwardPass) -> ForwardResult:
 
 def test_a_pruner_gets_the_active_rows_and_their_recorded_queries() -> None:
     by = plan()
-    run_to_end(to_its_end(prompt := narrowed(Dense(lm("llama").shapes, torch.float64), lm("llama"), 0, by)))
+    run_to_end(to_its_end(prompt := narrowed(make.dense(lm("llama"), torch.float64), lm("llama"), 0, by)))
     assert [list(live.rows) for live in by.shown[1:]] == [by.live(N, layer) for layer in (0, 1)]
     assert by.shown[0].queries is None
     for layer, live in enumerate(by.shown[1:]):
@@ -178,7 +176,7 @@ def test_a_pruner_gets_the_active_rows_and_their_recorded_queries() -> None:
 
 def test_rows_with_recorded_queries_may_not_stop() -> None:
     with pytest.raises(AssertionError, match="go through every layer"):
-        run_to_end(to_its_end(narrowed(Dense(lm("llama").shapes, torch.float64), lm("llama"), 0, Plan({1: {28}}))))
+        run_to_end(to_its_end(narrowed(make.dense(lm("llama"), torch.float64), lm("llama"), 0, Plan({1: {28}}))))
 
 
 @pytest.mark.parametrize("name", ANYWHERE)
@@ -203,13 +201,11 @@ def test_a_text_that_is_pruned_does_not_show_beside_others(name: str) -> None:
             torch.testing.assert_close(kv.slots(layer).v, expected.slots(layer).v, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("store", ["dense", *LADDERS, *PACKED])
+@pytest.mark.parametrize("store", ["dense", *LADDERS, *make.PACKED])
 def test_each_layer_stores_the_rows_that_reached_it(store: str) -> None:
     """And what is read next is what would be read if the others had been forgotten."""
     model, by = lm("gemma3"), plan("from the first")
-    make = (LADDERS | PACKED).get(store)
-    one = model.shapes[0]
-    kv = make((model.n_layers, one.n_kv_heads, one.k_dim), model.dtype) if make else Dense(model.shapes, model.dtype)
+    kv = make.cache(store, model)
     rows = Rows.chain(families.prompt(N), 0)
     masked = hidden(ForwardRequest(model, rows, past(model, 0)), by)
     run_to_end(to_its_end(narrowed(kv, model, 0, by, part=N)))
@@ -217,9 +213,9 @@ def test_each_layer_stores_the_rows_that_reached_it(store: str) -> None:
         assert kv.slots(layer).pos.sort().values.unique(dim=0).tolist() == [by.live(N, layer)]
     kv.crop(30)
     assert kv.slots(1).pos.max() < 30
-    if store in PACKED or "round" in store or "three" in store:
+    if store in make.PACKED or "round" in store or "three" in store:
         return  # which read something else than was stored
-    expected = Dense(model.shapes, model.dtype)
+    expected = make.dense(model)
     commit(expected, rows, made_of(masked), range(N))
     expected.crop(30)
     for layer in range(3):
@@ -234,8 +230,7 @@ def test_each_layer_stores_the_rows_that_reached_it(store: str) -> None:
 
 def conversation(model: LM, pruning: LazyLLM | None) -> tuple[list[int], Tensor]:
     """Two turns of 20 tokens: the text, and the logits behind each token that was written."""
-    kv = Dense(model.shapes, model.dtype)
-    session, logits = GenerationSession(model, kv, Off(), Sampler(), chunk=10, pruning=pruning), list[Tensor]()
+    session, logits = make.session(model, chunk=10, pruning=pruning), list[Tensor]()
     for seed in (1, 2):
         text = [*session.ids, *families.prompt(N, seed=seed)]
         while run_to_end(session.prefill_chunk(text)):
@@ -272,7 +267,7 @@ def test_with_every_ratio_one_logits_are_those_of_the_stock_model(name: str, wit
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "gpt_oss", "qwen3_moe"])
 def test_with_every_ratio_one_logits_are_those_of_no_pruner_to_the_bit(name: str) -> None:
     idle = LazyLLM(start_prune_layer=0.4, end_prune_layer=0.7, start_keep_ratio=1.0, end_keep_ratio=1.0, min_prompt=1)
-    model = LM.of(families.build(name, torch.float32))
+    model = make.model(name, torch.float32)
     (ids, logits), (plain, expected) = conversation(model, idle), conversation(model, None)
     assert ids == plain
     assert torch.equal(logits, expected)
@@ -280,7 +275,7 @@ def test_with_every_ratio_one_logits_are_those_of_no_pruner_to_the_bit(name: str
 
 def test_whatever_the_schedule_each_token_goes_through_each_layer_once_at_most() -> None:
     """200 random ones: what is computed, and what is stored, is what the plan says."""
-    model = LM.of(families.build("llama", torch.float64, num_hidden_layers=5))
+    model = make.model("llama", torch.float64, num_hidden_layers=5)
     lots = random.Random(0)
     for _ in range(200):
         n, part, start = lots.randint(2, 24), lots.randint(1, 25), lots.choice([0, 9])
@@ -313,12 +308,12 @@ def test_whatever_the_schedule_each_token_goes_through_each_layer_once_at_most()
 def test_a_model_whose_rows_cannot_be_stopped_is_refused_for_that_alone(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = LM.of(families.build("llama"), id="mine", verify=True)
+    model = make.model("llama", id="mine", verify=True)
     if how == "no gates":
         monkeypatch.setattr(layer_gates, "install", lambda layers: None)
     else:
         carries(model)
-    feed = ForwardRequest(model, Rows.chain(families.prompt(N), 0), Dense(model.shapes, model.dtype), want=[32])
+    feed = ForwardRequest(model, Rows.chain(families.prompt(N), 0), make.dense(model), want=[32])
 
     def refused() -> Steps[BadModel]:
         try:
@@ -354,8 +349,8 @@ def whole(feed: ForwardRequest) -> Steps[Tensor]:
 def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, compare = [], layer_gate_check.verify_partial_passes
     monkeypatch.setattr(layer_gate_check, "verify_partial_passes", lambda lm: (asked.append(lm.info.id), compare(lm)))
-    model = LM.of(families.build("llama"), id="mine", verify=True)
-    feed = ForwardRequest(model, Rows.chain(families.prompt(N), 0), Dense(model.shapes, model.dtype), want=[32])
+    model = make.model("llama", id="mine", verify=True)
+    feed = ForwardRequest(model, Rows.chain(families.prompt(N), 0), make.dense(model), want=[32])
     run([feed])
     assert not asked
     for _ in range(2):
@@ -366,7 +361,7 @@ def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", families.GATED)
 def test_every_family_is_accepted(name: str, dtype: torch.dtype) -> None:
-    LM.of(families.build(name, dtype)).check_layer_gates()
+    make.model(name, dtype).check_layer_gates()
 
 
 # ---- layers that are not alike ----
@@ -417,8 +412,10 @@ def test_a_policy_judges_layers_of_any_shape_that_store_something(policy: Policy
     for layer, s in enumerate(SHAPES):
         if s.shared_from is None:
             kv.append(layer, torch.randn(s.n_kv_heads, n, s.k_dim), torch.randn(s.n_kv_heads, n, s.v_dim), 0)
-    sights = [AttentionParams(0.3)] * len(SHAPES)
-    lm: Any = SimpleNamespace(n_layers=len(SHAPES), shapes=SHAPES, sights=sights, sinks=[None] * len(SHAPES))
+    attention_params = [AttentionParams(0.3)] * len(SHAPES)
+    lm: Any = SimpleNamespace(
+        n_layers=len(SHAPES), shapes=SHAPES, attention_params=attention_params, sinks=[None] * len(SHAPES)
+    )
     wants, nothing = policy.requirements(lm), kinds_of([], None, [])
     past = lm, kv, QueryRecorder(0, lambda n: ()), wants.guard, range(n), nothing
     masks = run_to_end(CompressionPoint(*past, "read", n, True, wants.memory()).ask(policy))

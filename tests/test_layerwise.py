@@ -25,9 +25,8 @@ from kvcli.kv.sliding_windows import Window, windows_of
 from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, spans
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.dense_uniform import UniformLayer
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.prune.lazy import LazyLLM
-from tests import families
+from tests import families, make
 
 torch.set_num_threads(1)
 N = 45
@@ -36,21 +35,21 @@ LAZY = LazyLLM(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3
 
 @cache
 def lm(name: str) -> LM:
-    return LM.of(families.build(name, torch.float64))
+    return make.model(name, torch.float64)
 
 
 def store(model: LM, n: int) -> Dense:
     """A KV cache of n tokens."""
-    kv, rows = Dense(model.shapes, model.dtype), Rows.chain(families.prompt(n, seed=7), 0)
+    kv, rows = make.dense(model), Rows.chain(families.prompt(n, seed=7), 0)
     if n:
         commit(kv, rows, *run([ForwardRequest(model, rows, kv)]), range(n))
     return kv
 
 
 def session(model: LM, chunk: int = 16, by_layers: bool = True, **more: Any) -> GenerationSession:
-    windows = {at: Window(of.size, back=1) for at, of in windows_of(model.shapes, model.sights).items()}
-    kv = Dense(model.shapes, model.dtype, windows=windows, step=8)
-    return GenerationSession(model, kv, Off(), Sampler(), chunk=chunk, by_layers=by_layers, **more)
+    windows = {at: Window(of.size, back=1) for at, of in windows_of(model.shapes, model.attention_params).items()}
+    kv = make.dense(model, windows=windows, step=8)
+    return make.session(model, kv, chunk=chunk, by_layers=by_layers, **more)
 
 
 def held(kv: KVCache, n_layers: int) -> list[Any]:
@@ -117,7 +116,7 @@ def test_layer_by_layer_is_chunk_by_chunk(name: str, part: int, past: int) -> No
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_a_way_straight_through_the_layers_goes_from_one_to_the_next(name: str) -> None:
-    model = LM.of(families.build(name, torch.bfloat16))
+    model = make.model(name, torch.bfloat16)
     model.install_kernels()
     assert model.is_row_invariant
     whole, parts, rows = store(model, 0), store(model, 0), Rows.chain(families.prompt(N), 0)

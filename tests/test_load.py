@@ -27,6 +27,7 @@ from kvcli.kernels.native import levels
 from kvcli.models import hub, source
 from kvcli.models.family import read_config
 from kvcli.models.shape import shape_of
+from tests import make
 from tests.families import build, config_of
 
 ROOT = Path(__file__).parents[1]
@@ -154,7 +155,7 @@ def test_loading_prints_nothing(sharded: Path, capfd: pytest.CaptureFixture[str]
 
 
 def test_a_model_that_nobody_holds_is_freed():
-    lm = LM.of(build("llama"), verify=True)
+    lm = make.model("llama", verify=True)
     gone = weakref.ref(lm.model)
     del lm
     gc.collect()
@@ -256,7 +257,7 @@ def test_experts_are_quantized_on_their_way_into_memory(tmp_path: Path, name: st
 
 
 def test_experts_that_cannot_be_quantized_are_counted():
-    notes = LM.of(build("qwen3_moe", hidden_size=64, moe_intermediate_size=24), quant="int4").info.notes
+    notes = make.model("qwen3_moe", hidden_size=64, moe_intermediate_size=24, quant="int4").info.notes
     assert "15 linear layers were not quantized: 24 inputs are not a multiple of 32" in notes
 
 
@@ -278,14 +279,15 @@ def test_bitsandbytes_layers_take_the_place_of_linear_ones(quant: str, within: f
 def test_nf4_on_a_cpu_says_what_to_type(folder: Path):
     error = refused(lambda: LM.load(source.find(str(folder)), device="cpu", quant="nf4"))
     assert isinstance(error, UsageError)
-    assert "nf4 is for CUDA" in error.message
+    assert error.code == "bad_quant"
     assert error.try_ == ("--quant int4", "kvcli fit --vram 12GiB, to ask about a GPU")
 
 
 def test_a_checkpoint_quantized_already_is_not_quantized_again(folder: Path):
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     error = refused(lambda: LM.load(source.find(str(folder)), device="cpu", quant="int8"))
-    assert "quantized already" in error.message
+    assert error.code == "bad_quant"
+    assert "--set load.quant=none" in error.try_
 
 
 @pytest.mark.parametrize("device", ["cuda:7", "sofa", "mps:3"])

@@ -7,13 +7,12 @@ import math
 import pytest
 import torch
 
-from kvcli.engine.hf.lm import LM
 from kvcli.kernels.rope import Rotary, rotate, unrotate
 from kvcli.kv.slots import Slots
 from kvcli.methods.policies.expected_attention import RECENT, Expected, expected
 from kvcli.policies.scoring.mean_rotation import mean_turn
 from kvcli.policies.scoring.topk import ScoreState
-from tests import families
+from tests import families, make
 from tests.policies import moment
 
 torch.set_num_threads(1)
@@ -21,7 +20,7 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize("name", [f.name for f in families.FAMILIES.values() if f.has_tables])
 def test_every_family_can_be_judged_by_queries_to_come(name: str) -> None:
-    model = LM.of(families.build(name))
+    model = make.model(name)
     assert len(Expected().requirements(model).memory().known) == model.n_layers
 
 

@@ -17,18 +17,13 @@ from kvcli.engine.engine import generate_together, iterate_events, run_to_end
 from kvcli.engine.hf.cache_shim import CacheShim
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.mla import LatentProjection
-from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel
 from kvcli.kernels.native import native
 from kvcli.kv.cache.level import TierLevel
-from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.slots import KVCache, LayerShape, Slots, nbytes, run_of
 from kvcli.kv.snapshot import SnapshotReader
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import DiskTier
-from kvcli.kv.tiers.quantized import QuantizedTier
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.expected_attention import Expected
 from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.methods.policies.keydiff import KeyDiff
@@ -38,7 +33,7 @@ from kvcli.methods.policies.vatp import Vatp
 from kvcli.models.shape import shape_of
 from kvcli.prefix_cache.block_file import LENGTH, Block, read
 from kvcli.prefix_cache.codec import Uncompressed
-from tests import drafters
+from tests import drafters, make
 from tests.families import LATENT, build, config_of, prompt
 
 NEW, STOP = 40, 96
@@ -47,7 +42,7 @@ R, T = 24, 8  # numbers of a latent, and of the part behind it that is turned
 
 @cache
 def lm(name: str, dtype: torch.dtype = torch.float32) -> LM:
-    return LM.of(build(name, dtype), verify=True)
+    return make.model(name, dtype, verify=True)
 
 
 @cache
@@ -66,15 +61,15 @@ def text() -> list[int]:
 
 
 def packed(model: LM, k_bits: int = 8, v_bits: int = 8, **how: Any) -> KVCache:
-    below = QuantizedTier(model.shapes, model.dtype, k_bits=k_bits, v_bits=v_bits, group=4, **how)
-    return TieredCache(Dense(model.shapes, model.dtype), [TierLevel(below)], holds=7, group=4, sinks=2)
+    below = make.quantized(model, (k_bits, v_bits), group=4, **how)
+    return make.tiered(model, TierLevel(below), holds=7, group=4, sinks=2)
 
 
 def opened(
     model: LM, drafter: Drafter | None = None, kv: KVCache | None = None, chunk: int = 13, **more: Any
 ) -> GenerationSession:
-    store = kv or Dense(model.shapes, model.dtype)
-    return GenerationSession(model, store, drafter or Off(), Sampler(), chunk=chunk, **more)
+    store = kv or make.dense(model)
+    return make.session(model, store, drafter, chunk=chunk, **more)
 
 
 def answered(session: GenerationSession, ids: list[int] | None = None, n: int = NEW) -> list[int]:
@@ -127,8 +122,8 @@ def test_drafts_over_less_of_the_kv_cache_write_what_plain_decoding_does(name: s
         if store == "window":
             return answered(opened(model, drafter, policy=StreamingLLM(sinks=2, window=13), every=11))
         bits = {"int8": (8, 8), "int4": (4, 4)}.get(store)
-        below = DiskTier(model.shapes, model.dtype, 1 << 26, 1 << 30)
-        disk = TieredCache(Dense(model.shapes, model.dtype), [TierLevel(below)], holds=7, group=5, sinks=2)
+        below = make.disk(model)
+        disk = make.tiered(model, TierLevel(below), holds=7, group=5, sinks=2)
         return answered(opened(model, drafter, disk if bits is None else packed(model, *bits), every=16))
 
     plain = of()
@@ -141,7 +136,7 @@ def test_drafts_over_less_of_the_kv_cache_write_what_plain_decoding_does(name: s
 @pytest.mark.parametrize("name", LATENT)
 @pytest.mark.skipif(native() is None, reason="no native kernels")
 def test_a_row_has_the_same_bits_alone_in_a_draft_and_beside_others(name: str) -> None:
-    model = LM.of(build(name, torch.bfloat16))
+    model = make.model(name, torch.bfloat16)
     model.install_kernels()
     assert model.is_row_invariant
     assert all(latent.panels is not None for latent in model.latents.values())
@@ -168,7 +163,7 @@ def test_a_latent_without_its_turn_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(CacheShim, "update", unturned)
     assert answered(opened(model)) != theirs("youtu")
     with pytest.raises(BadModel, match="gives other logits"):
-        LM.of(build("youtu"), verify=True)
+        make.model("youtu", verify=True)
 
 
 @pytest.mark.parametrize("part", ["key", "value", "turned"])
@@ -195,7 +190,7 @@ def test_what_is_not_made_of_latents_as_known_is_stored_as_it_is_and_said(
 
 
 def test_what_expands_latents_stays_in_plain_numbers_where_others_are_quantized() -> None:
-    model = LM.of(build("youtu", hidden_size=64, intermediate_size=64, q_lora_rank=32), quant="int8")
+    model = make.model("youtu", hidden_size=64, intermediate_size=64, q_lora_rank=32, quant="int8")
     attention = model.model.model.layers[0].self_attn
     assert type(attention.kv_b_proj) is LatentProjection
     assert type(attention.o_proj) is not nn.Linear
@@ -205,14 +200,14 @@ def test_what_expands_latents_stays_in_plain_numbers_where_others_are_quantized(
 
 def test_layers_that_attend_twice_are_not_quantized_and_say_so() -> None:
     with pytest.raises(BadModel) as caught:
-        LM.of(build("longcat_flash"), quant="int8")
+        make.model("longcat_flash", quant="int8")
     assert caught.value.try_ == ("--quant none",)
 
 
 @pytest.mark.parametrize("name", LATENT)
 def test_bytes_are_those_of_one_key_and_what_the_config_says(name: str) -> None:
     model, n = lm(name), 200  # of which 256 have room
-    kv = Dense(model.shapes, model.dtype)
+    kv = make.dense(model)
     run_to_end(opened(model, kv=kv).read(prompt(n + 1)))
     assert sum(nbytes(kv).values()) == len(model.shapes) * 256 * ((R + T) * 4 + 4)
     for layer in range(len(model.shapes)):
@@ -253,7 +248,7 @@ def noise(n: int, seed: int = 0) -> Slots:
 
 
 def test_in_few_bits_what_is_turned_has_scales_of_its_own() -> None:
-    tier, s = QuantizedTier([LAYER], torch.float32, k_bits=8, v_bits=8, group=8), noise(40)
+    tier, s = make.quantized([LAYER], dtype=torch.float32, group=8), noise(40)
     tier.take(0, s)
     got = tier.slots(0)
     assert got.v is got.k
@@ -267,7 +262,7 @@ def test_a_quantized_latent_is_read_as_it_dequantizes(bits: tuple[int, int]) -> 
     from kvcli.kernels.attend import attend
     from kvcli.kv.slots import AttentionParams
 
-    tier = QuantizedTier([LAYER], torch.float32, k_bits=bits[0], v_bits=bits[1], group=8)
+    tier = make.quantized([LAYER], bits, torch.float32, group=8)
     tier.take(0, noise(43))
     tier.keep(0, torch.arange(43).view(1, -1) % 5 > 0)
     q, s = torch.randn(4, 3, R + T), tier.slots(0)
@@ -280,8 +275,8 @@ def test_a_quantized_latent_is_read_as_it_dequantizes(bits: tuple[int, int]) -> 
 def test_a_kv_cache_of_latents_is_made_again_from_what_it_gave(kind: str) -> None:
     def empty() -> Any:
         if kind == "packed":
-            return QuantizedTier([LAYER], torch.float32, group=8)
-        return DiskTier([LAYER], torch.float32, 1 << 26, 1 << 30) if kind == "disk" else Dense([LAYER], torch.float32)
+            return make.quantized([LAYER], dtype=torch.float32, group=8)
+        return make.disk([LAYER], torch.float32) if kind == "disk" else Dense([LAYER], torch.float32)
 
     tier, again, s = empty(), empty(), noise(43)
     if kind == "ragged":
@@ -329,7 +324,7 @@ def test_long_chunks_of_a_prompt_read_each_other_expanded_where_that_is_less_wor
 
     latent.__class__ = Counting
     try:
-        kv, short = (Dense(model.shapes, model.dtype) for _ in range(2))
+        kv, short = (make.dense(model) for _ in range(2))
         run_to_end(opened(model, kv=short, chunk=32).read(ids))
         assert made == [32] * 5
         made.clear()

@@ -13,11 +13,9 @@ from kvcli.engine.engine import iterate_events, run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
-from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import GenerationSession, commit
+from kvcli.engine.sequence.session import commit
 from kvcli.errors import BadModel, ExitStatus
-from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
+from tests import make
 from tests.families import FAMILIES, WINDOW, build, prompt
 
 PROMPT = 37  # tokens: more than three windows, a prime
@@ -38,7 +36,7 @@ def stock_logits(name: str, dtype: torch.dtype) -> Tensor:
 
 def our_logits(lm: LM, ids: list[int], chunk: int) -> Tensor:
     """[N, V] of passes of at most `chunk` rows, each committed before the next."""
-    kv = Dense(lm.shapes, lm.dtype)
+    kv = make.dense(lm)
     logits = []
     for a in range(0, len(ids), chunk):
         rows = Rows.chain(ids[a : a + chunk], a)
@@ -51,7 +49,7 @@ def our_logits(lm: LM, ids: list[int], chunk: int) -> Tensor:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 def test_logits_equal_the_stock_forward(name: str, dtype: torch.dtype):
-    lm, stock = LM.of(build(name, dtype)), stock_logits(name, dtype)
+    lm, stock = make.model(name, dtype), stock_logits(name, dtype)
     is_wide = dtype == torch.float64 and name not in NARROW
     within = 1e-10 if is_wide else 2e-5
     for chunk in (PROMPT, 13, 1):  # one pass; chunks across and inside the window; plain decoding
@@ -87,8 +85,7 @@ def test_greedy_text_equals_generate(name: str):
     theirs = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, PROMPT:].tolist()
     lm = LM.of(model)
     for chunk in (64, 7):
-        kv = Dense(lm.shapes, lm.dtype)
-        session = GenerationSession(lm, kv, Off(), Sampler(), chunk=chunk)
+        session = make.session(lm, chunk=chunk)
         run_to_end(session.read(ids))
         for _ in iterate_events(session.stream(NEW)):
             pass
@@ -98,13 +95,13 @@ def test_greedy_text_equals_generate(name: str):
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda f: f.name)
 def test_windows_are_read_off_the_model(family: Any):
-    assert LM.of(build(family.name)).windows == family.windows
+    assert make.model(family.name).windows == family.windows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_self_check_accepts(name: str, dtype: torch.dtype):
-    LM.of(build(name, dtype), verify=True)
+    make.model(name, dtype, verify=True)
 
 
 def test_longrope_uses_one_table_for_the_whole_text():
@@ -124,7 +121,7 @@ def test_longrope_uses_one_table_for_the_whole_text():
 
 def test_dynamic_rope_ends_where_it_would_change_stored_keys():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-    lm = LM.of(build("llama", rope_parameters=rope))
+    lm = make.model("llama", rope_parameters=rope)
     assert lm.limit == 128
     assert "context ends at 128 tokens" in lm.info.notes[0]
 
@@ -145,10 +142,10 @@ def test_the_self_check_notices_what_is_forgotten(key: str, dtype: torch.dtype, 
         asked.pop(key)
         return forward.attention(*args, **asked)
 
-    LM.of(build("llama"))  # so that ours is registered, and only then replaced
+    make.model()  # so that ours is registered, and only then replaced
     monkeypatch.setitem(AttentionInterface._global_mapping, "kvcli", careless)
     with pytest.raises(BadModel, match=_FORGOTTEN[key]) as caught:
-        LM.of(build(_FORGOTTEN[key], dtype), id="mine", verify=True)
+        make.model(_FORGOTTEN[key], dtype, id="mine", verify=True)
     assert caught.value.exit == ExitStatus.BAD_MODEL
     assert "gives other logits than transformers'" in caught.value.message
     assert any("expect wrong text" in line for line in caught.value.try_)

@@ -7,7 +7,6 @@ import torch
 
 from kvcli import assemble
 from kvcli.engine.engine import iterate_events, run_to_end
-from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import KvcliError
@@ -16,11 +15,11 @@ from kvcli.methods.policies.keep_all import KeepAll
 from kvcli.methods.policies.random import Random
 from kvcli.methods.policies.streaming import StreamingLLM
 from kvcli.settings.profile import Profile, load_profile
-from tests import families
+from tests import families, make
 from tests.policies import moment
 
 torch.set_num_threads(1)
-TINY = LM.of(families.build("llama"))
+TINY = make.model()
 
 
 def slots(n: int, n_kv: int = 3) -> Slots:

@@ -32,7 +32,7 @@ from kvcli.methods.policies.precision.plan import FOUND, QUALITY, Layer, in_plac
 from kvcli.methods.policies.precision.policy import PrecisionBudgetPolicy
 from kvcli.methods.policies.precision.settings import PrecisionBudgetSettings
 from kvcli.settings.profile import Profile, load_profile
-from tests import families
+from tests import families, make
 from tests.test_tiered_cache import D, K, L, fill, positions, read
 
 BITS = (8, 4, 2)
@@ -249,7 +249,7 @@ def test_each_slot_goes_to_the_tier_that_its_level_names() -> None:
     for layer, level in enumerate(chosen):
         s = by_hand._top.slots(layer)
         for rung in (1, 2, 3):
-            by_hand._rungs[rung].tier.take(layer, compact(s, level == rung))
+            by_hand._levels[rung].tier.take(layer, compact(s, level == rung))
         by_hand._top.keep(layer, level == 0)
     for layer, level in enumerate(chosen):
         assert same(kv.slots(layer), by_hand.slots(layer))
@@ -267,14 +267,14 @@ def test_slots_go_further_down_and_never_up() -> None:
     fill(kv, 20)
     for level, lies in ((1, 1), (0, 1), (3, 3), (2, 3)):
         kv.compress(asked(kv, lambda pos, level=level: torch.full_like(pos, level)))
-        assert [kv._rungs[rung].tier.n_slots(0) for rung in range(4)] == [20 * (rung == lies) for rung in range(4)]
+        assert [kv._levels[rung].tier.n_slots(0) for rung in range(4)] == [20 * (rung == lies) for rung in range(4)]
 
 
 def test_a_failure_half_way_leaves_each_slot_once() -> None:
     kv = ladder()
     fill(kv, 40)
     chosen = asked(kv, lambda pos: 1 + pos % 3)
-    lowest = kv._rungs[3].tier
+    lowest = kv._levels[3].tier
     take = lowest.take
     lowest.take = lambda *_: (_ for _ in ()).throw(MemoryError())  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
@@ -300,9 +300,7 @@ def test_two_levels_are_a_mask() -> None:
 
 @cache
 def model(dtype: torch.dtype = torch.float32) -> LM:
-    found = LM.of(families.build("llama", dtype, max_position_embeddings=2048))
-    found.install_kernels()
-    return found
+    return make.model("llama", dtype, max_position_embeddings=2048, kernels=True)
 
 
 def profile(**changes: Any) -> Profile:
@@ -326,7 +324,7 @@ def test_a_text_stays_within_its_budget_at_every_compression_point(score: str, b
     for _ in range(12):
         held = sum(nbytes(session.cache).values())
         assert held <= spent.most(session.committed)
-        moved |= {rung for rung in range(3) if session.cache._rungs[rung].tier.n_slots(0)}
+        moved |= {rung for rung in range(3) if session.cache._levels[rung].tier.n_slots(0)}
         list(iterate_events(session.stream(16 - session.committed % 16)))
     assert (moved == {0}) == (budget == "64MiB")
     assert (len(moved) > 2) or budget in ("60%", "64MiB")
@@ -564,7 +562,7 @@ def test_running_out_of_memory_names_a_budget_that_has_room() -> None:
 
 @pytest.mark.parametrize("head_dim", [16, 24])
 def test_rows_of_a_draft_round_alike_on_levels_of_few_bits_or_nothing_is_drafted(head_dim: int) -> None:
-    lm = LM.of(families.build("llama", torch.bfloat16, head_dim=head_dim))
+    lm = make.model("llama", torch.bfloat16, head_dim=head_dim)
     lm.install_kernels()
     strict = profile(spec={"method": "ngram", "require_batch_invariance": True}, kv={"group": 8})
     settled, why = assemble.adapted_profile(lm, strict)

@@ -24,12 +24,9 @@ from kvcli.engine.engine import iterate_events, run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
-from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.files import SPARE
 from kvcli.kv.sliding_windows import windows_of
-from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
 from kvcli.prefix_cache import block_tree
 from kvcli.prefix_cache import prefix_cache as shelves
 from kvcli.prefix_cache.block_file import LENGTH, SUM, Block, CorruptFile, _ids_of, _sum, read, read_tokens
@@ -38,7 +35,7 @@ from kvcli.prefix_cache.codec import Codec, Lossless, Uncompressed
 from kvcli.prefix_cache.prefix_cache import WHOLE, CacheConditions, PrefixCache, SaveResult
 from kvcli.prefix_cache.snapshot_file import path_of
 from kvcli.settings.profile import Profile
-from tests import families, prefix_cache_stress
+from tests import families, make, prefix_cache_stress
 from tests.twins import flipped, put
 
 torch.set_num_threads(1)
@@ -64,9 +61,7 @@ def shelf_in(folder: Path, lm: LM, most: int = 1 << 30) -> PrefixCache:
 
 
 def session(lm: LM) -> GenerationSession:
-    return GenerationSession(
-        lm, Dense(lm.shapes, lm.dtype, windows=windows_of(lm.shapes, lm.sights)), Off(), Sampler(), chunk=100
-    )
+    return make.session(lm, make.dense(lm, windows=make.windows(lm)), chunk=100)
 
 
 def answer(lm: LM, shelf: PrefixCache | None, ids: list[int]) -> tuple[int, list[int], torch.Tensor]:
@@ -102,7 +97,9 @@ def test_texts_share_what_they_begin_with(lm: LM, tmp_path: Path, shared: int) -
     other = [*IDS[:shared], *reversed(IDS)]
     alike = next(i for i, (a, b) in enumerate(zip([*IDS, -1], other, strict=False)) if a != b)
     cached, said, logits = answer(lm, shelf, other)
-    gone = max((w.window_start(len(IDS)) + w.size - 1 for w in windows_of(lm.shapes, lm.sights).values()), default=0)
+    gone = max(
+        (w.window_start(len(IDS)) + w.size - 1 for w in windows_of(lm.shapes, lm.attention_params).values()), default=0
+    )
     assert cached == (alike if alike >= max(32, gone) else 0)  # what windows had given back was not there to be kept
     _, plain, alone = answer(lm, None, other)
     assert said == plain

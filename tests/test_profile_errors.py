@@ -10,7 +10,12 @@ import pytest
 
 from kvcli.errors import BadConfig, ExitStatus, KvcliError
 from kvcli.settings.profile import Conflict, Profile, Sources, load_profile
-from kvcli.settings.sources import builtin_files
+from kvcli.settings.registry import registries
+from kvcli.settings.renamed import FORMER
+from kvcli.settings.resolve import method_class
+from kvcli.settings.schema import ORDER, TABLES, Top
+from kvcli.settings.sources import CONFIG_KEYS, builtin_files
+from kvcli.settings.values import keys_of
 
 
 @dataclass(frozen=True)
@@ -508,11 +513,26 @@ def test_a_copy_with_other_settings_is_checked_as_well() -> None:
     ("old", "new"),
     [
         ("memory.ladder=[]", "memory.fallbacks"),
-        ("recall.every=8", "sparse"),
-        ("form.rope=after", "kv_format"),
+        ("recall.every=8", "sparse.selection_interval"),
+        ("form.rope=after", "kv_format.rope"),
+        ("keep.codec=none", "prefix_cache.codec"),
+        ("steps={}", "reasoning_steps"),
     ],
 )
 def test_a_former_name_is_refused_with_the_present_one(old: str, new: str) -> None:
     with pytest.raises(BadConfig) as refused:
         load_profile("exact", sets=[old])
     assert f"its name is {new} now" in str(refused.value) + "".join(refused.value.lines)
+
+
+def test_the_present_name_of_each_setting_is_a_setting() -> None:
+    known = {*ORDER, *CONFIG_KEYS, *keys_of(Top)} | {
+        f"{table}.{key}"
+        for table in ORDER
+        for schema in ([TABLES[table]] if table in TABLES else map(method_class, registries()[table].values()))
+        for key in keys_of(schema)
+    }
+    settings = {old: new for old, new in FORMER.items() if old[0] not in "-/"}
+    assert len(settings) > 20
+    assert set(settings.values()) <= known
+    assert not set(settings) & known

@@ -25,14 +25,13 @@ from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.slots import KVCache
 from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.prune import layer_pruner
 from kvcli.methods.prune.chunked import Chunked
 from kvcli.methods.prune.cut import SingleCut
 from kvcli.methods.prune.lazy import LazyLLM
 from kvcli.methods.prune.random import Random
 from kvcli.settings.profile import Profile
-from tests import families
+from tests import families, make
 from tests.policies import Recent
 
 torch.set_num_threads(1)
@@ -41,20 +40,18 @@ N = 45
 
 @cache
 def lm(name: str, dtype: torch.dtype = torch.float64) -> LM:
-    return LM.of(families.build(name, dtype))
+    return make.model(name, dtype)
 
 
 def store(model: LM, n: int) -> Dense:
-    kv, rows = Dense(model.shapes, model.dtype), Rows.chain(families.prompt(n, seed=7), 0)
+    kv, rows = make.dense(model), Rows.chain(families.prompt(n, seed=7), 0)
     if n:
         commit(kv, rows, *run([ForwardRequest(model, rows, kv)]), range(n))
     return kv
 
 
 def session(model: LM, pruning: PromptPruning | None, chunk: int = 16, **more: object) -> GenerationSession:
-    return GenerationSession(
-        model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=chunk, pruning=pruning, **more
-    )  # type: ignore[arg-type]
+    return make.session(model, chunk=chunk, pruning=pruning, **more)  # type: ignore[arg-type]
 
 
 def settings(**changes: object) -> LazyLLM:
@@ -99,18 +96,13 @@ def test_those_that_the_end_looks_at_go_on(chunk: int) -> None:
     cuts = lazy.cuts(model)
     for layer in range(model.n_layers):
         if layer in cuts:
-            (made,) = run(
-                [
-                    ForwardRequest(
-                        model, Rows.chain(ids[:N], 0), Dense(model.shapes, model.dtype), record_queries=[N - 1]
-                    )
-                ]
-            )
+            (made,) = run([ForwardRequest(model, Rows.chain(ids[:N], 0), make.dense(model), record_queries=[N - 1])])
             if layer == min(cuts):  # below the first cut the pruned pass is the plain one
                 q, k = made.queries[layer - 1][:, 0], full.cache.slots(layer - 1).k
                 group = q.shape[0] // k.shape[0]
                 scores = (
-                    torch.stack([q[h] @ k[h // group].T for h in range(q.shape[0])]) * model.sights[layer - 1].scale
+                    torch.stack([q[h] @ k[h // group].T for h in range(q.shape[0])])
+                    * model.attention_params[layer - 1].scale
                 )
                 mass = scores.softmax(-1).mean(0)
                 best = mass.argsort(descending=True, stable=True)[: math.ceil(cuts[layer] * N)].tolist()
@@ -289,9 +281,9 @@ def answered(s: GenerationSession, ids: list[int]):  # type: ignore[no-untyped-d
 def test_what_stayed_behind_is_missing_where_a_policy_moves_things_down() -> None:
     """Such a store forgets nothing, and still has not what it was never given."""
     model, ids = lm("llama"), families.prompt(N)
-    top, below = (Dense(model.shapes, model.dtype) for _ in range(2))
+    top, below = (make.dense(model) for _ in range(2))
     kv = TieredCache(top, [TierLevel(below)], demotes=True)
-    s = GenerationSession(model, kv, Off(), Sampler(), chunk=16, pruning=settings(), policy=Recent(20), every=4)
+    s = make.session(model, kv, chunk=16, pruning=settings(), policy=Recent(20), every=4)
     said(s, ids)
     assert not kv.forgets
     assert s.approximations == {"forgotten"}
@@ -330,9 +322,9 @@ def test_one_cut_lets_on_whom_the_window_looks_at(method: str) -> None:
     read(s, ids)
     below = 1  # of three layers the second is the first that fewer reach
     rows = Rows.chain(ids[:N], 0)
-    (made,) = run([ForwardRequest(model, rows, Dense(model.shapes, model.dtype), record_queries=range(N - 8, N))])
+    (made,) = run([ForwardRequest(model, rows, make.dense(model), record_queries=range(N - 8, N))])
     q, k = made.queries[below - 1], made.fresh[below - 1].k.repeat_interleave(2, 0)
-    scores = (q @ k.transpose(1, 2)) * model.sights[below - 1].scale
+    scores = (q @ k.transpose(1, 2)) * model.attention_params[below - 1].scale
     scores = scores.masked_fill(torch.arange(N) > torch.arange(N - 8, N).view(-1, 1), -torch.inf)
     mass = scores.softmax(-1).mean((0, 1))
     pooled = torch.stack([mass[max(0, i - 3) : i + 4].max() for i in range(N)])
@@ -347,7 +339,7 @@ def test_read_again_they_see_each_other_and_nobody_else() -> None:
     s = session(model, METHODS["cut, again"], 7)
     read(s, ids)
     on = s.cache.slots(0).pos[0].tolist()
-    (made,) = run([ForwardRequest(model, Rows.chain(ids[:N], 0).only(on), Dense(model.shapes, model.dtype))])
+    (made,) = run([ForwardRequest(model, Rows.chain(ids[:N], 0).only(on), make.dense(model))])
     for layer in range(model.n_layers):
         torch.testing.assert_close(s.cache.slots(layer).v, made.fresh[layer].v, rtol=0, atol=1e-12)
 
@@ -436,7 +428,7 @@ def test_a_vector_dearer_than_what_it_spares_is_said() -> None:
     back = settings(scope="prefill+decode")
     told = []
     for hidden in (48, 160):
-        model = LM.of(families.build("llama", num_hidden_layers=8, num_key_value_heads=1, hidden_size=hidden))
+        model = make.model("llama", num_hidden_layers=8, num_key_value_heads=1, hidden_size=hidden)
         told.append(back.describe(model))
         assert "spares" not in settings().describe(model)
     assert "to save" not in told[0]

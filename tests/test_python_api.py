@@ -20,7 +20,7 @@ from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow, DoesNot
 from kvcli.kv.slots import nbytes
 from kvcli.settings.profile import Profile
 from kvcli.settings.sources import builtin_files
-from tests import drafters, families, small_tokenizers
+from tests import drafters, families, make, small_tokenizers
 
 DRAFTED = ("draft", "specextend", "specextend-paper")  # tests/test_draft_model_loading.py has those
 SHIPPED = [file.profile for file in builtin_files() if file.profile not in DRAFTED]
@@ -29,12 +29,12 @@ LONG = 1301  # tokens: beyond every guard, residual and window
 
 @cache
 def lm() -> LM:
-    return LM.of(families.build("llama", vocab_size=2048))
+    return make.model("llama", vocab_size=2048)
 
 
 @cache
 def long_lm(layers: int = 3) -> LM:
-    return LM.of(families.build("llama", vocab_size=2048, max_position_embeddings=2048, num_hidden_layers=layers))
+    return make.model("llama", vocab_size=2048, max_position_embeddings=2048, num_hidden_layers=layers)
 
 
 @cache
@@ -209,7 +209,7 @@ def test_reading_layer_by_layer_says_how_far_it_is_and_is_in_the_figures() -> No
 
 
 def test_a_model_that_a_pruner_cannot_judge_is_refused_when_it_is_opened() -> None:
-    sliding = Model(LM.of(families.build("mistral", vocab_size=2048)), small_tokenizers.demo(), Profile.load("lazy"))
+    sliding = Model(make.model("mistral", vocab_size=2048), small_tokenizers.demo(), Profile.load("lazy"))
     with pytest.raises(BadModel, match="has none") as caught:
         sliding.open()
     assert caught.value.code == "no_pruning"

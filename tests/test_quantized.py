@@ -12,16 +12,14 @@ from torch import Tensor
 from kvcli.assemble import view
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run_to_end
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge_attention import merge_attention
 from kvcli.kv.cache.level import TierLevel
-from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.slots import AttentionParams, Slots, alike, compact, nbytes, visible
-from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.off import Off
+from tests import make
 from tests.covering import pairs
 from tests.exact.table import DRAFTERS, POLICIES, SAMPLERS, lm, prompt
 
@@ -39,7 +37,7 @@ def made(n: int, seed: int = 0, dtype: torch.dtype = torch.float64, first: int =
 
 
 def tier(bits: tuple[int, int], dtype: torch.dtype = torch.float64, rotate: str = "none") -> QuantizedTier:
-    return QuantizedTier(alike(L, K, D), dtype, k_bits=bits[0], v_bits=bits[1], group=GROUP, rotate=rotate)
+    return make.quantized((L, K, D), bits, dtype, group=GROUP, rotate=rotate)
 
 
 def filled(bits: tuple[int, int], dtype: torch.dtype = torch.float64, rotate: str = "none") -> QuantizedTier:
@@ -117,7 +115,7 @@ def test_the_cpu_reads_the_same_in_sixteen_bits(bits: tuple[int, int], n: int, e
 
 @pytest.mark.parametrize(("bits", "off"), [((16, 16), 1e-12), ((8, 8), 0.02), ((4, 4), 0.25), ((2, 2), 0.9)], ids=str)
 def test_the_error_is_that_of_the_rounding(bits: tuple[int, int], off: float) -> None:
-    whole, s = Dense(alike(L, K, D), torch.float64), made(N)
+    whole, s = make.dense((L, K, D)), made(N)
     whole.append(1, s.k, s.v, int(s.pos[0, 0]))
     q, pos = rows(5)
     want = merge_attention(whole.attend(1, q, AttentionParams(0.3), pos))
@@ -249,7 +247,7 @@ def test_a_copy_goes_its_own_way_and_still_shares_positions() -> None:
 @pytest.mark.parametrize("coarse", [False, True])
 def test_a_copy_of_what_was_read_reads_its_own_slots(coarse: bool) -> None:
     sight, n = AttentionParams(0.3, is_guess=coarse), 256
-    kv = QuantizedTier(alike(1, K, 64), torch.float32, halves=True)
+    kv = make.quantized((1, K, 64), dtype=torch.float32, halves=True)
     noise = torch.Generator().manual_seed(0)
     k, v, q = (torch.randn(heads, n, 64, generator=noise) for heads in (K, K, 2 * K))
     kv.append(0, k, v, 0)
@@ -265,7 +263,7 @@ def test_a_copy_of_what_was_read_reads_its_own_slots(coarse: bool) -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 def test_bytes_are_a_fraction_of_sixteen_bits(bits: tuple[int, int], most: float, ragged: bool) -> None:
     n, d = 64 * 31, 64
-    kv = QuantizedTier(alike(1, K, d), torch.bfloat16, k_bits=bits[0], v_bits=bits[1], group=64)
+    kv = make.quantized((1, K, d), bits, torch.bfloat16, group=64)
     noise = torch.Generator().manual_seed(0)
     k, v = (torch.randn(K, n, d, generator=noise).bfloat16() for _ in "kv")
     for a in range(0, n, 62):
@@ -330,9 +328,9 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
     def text(drafter: Drafter) -> list[int]:
         shape = model.shapes, model.dtype
         packed = QuantizedTier(*shape, k_bits=bits[0], v_bits=bits[1], group=GROUP, rotate=rotate)
-        kv = TieredCache(Dense(model.shapes, model.dtype), [TierLevel(packed)], holds=7, group=GROUP, sinks=2)
+        kv = make.tiered(model, TierLevel(packed), holds=7, group=GROUP, sinks=2)
         chosen = {"view": view(model, kv, drafter), "policy": keep, "every": every or 16, "chunk": 13}
-        session = GenerationSession(model, kv, drafter, SAMPLERS["sampled"], **chosen)
+        session = make.session(model, kv, drafter, SAMPLERS["sampled"], **chosen)
         run_to_end(session.read(prompt()))
         list(iterate_events(session.stream(40)))
         assert packed.n_slots(1) > 20 or policy == "ragged"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from kvcli.settings import registry
 from kvcli.settings.profile import Profile
 from kvcli.settings.schema import METHOD_TABLES
 
+ROOT = Path(__file__).parents[1]
 MINE = """
 from dataclasses import dataclass
 from typing import Annotated
@@ -63,8 +66,31 @@ def test_the_usual_method_of_a_table_is_its_first() -> None:
         assert next(iter(registry.registries()[table])) == usual
 
 
+NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?%?")
+OURS = {
+    (table, name): t for table, all in registry.registries().items() for name, t in all.items() if t[:6] == "kvcli."
+}
+
+
+@pytest.mark.parametrize(("table", "name"), OURS)
+def test_a_method_names_its_paper_and_a_figure_of_ours_that_its_source_has(table: str, name: str) -> None:
+    module, _, cls = OURS[table, name].partition(":")
+    first, *others = inspect.cleandoc(vars(getattr(import_module(module), cls))["__doc__"]).split("\n\n")
+    named = first.partition(": ")[0]
+    paper = re.search(r"\b20(\d\d), arXiv (\d\d)\d\d\.\d{5}", named)
+    assert paper or "kvcli's own" in named
+    assert not paper or paper[1] == paper[2]
+    if "Not measured here" in first:
+        return
+    sentence, page = re.fullmatch(r"(.+) \((measurements/[\w-]+\.md)\)\.", others[0]).groups()
+    figures = set(NUMBER.findall(sentence))
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    assert figures
+    assert any(figures <= set(NUMBER.findall(line)) for line in lines), figures
+
+
 def test_a_checkout_and_what_is_installed_have_the_same_methods() -> None:
-    project = tomli.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
     try:
         points = metadata.distribution("kvcli").entry_points.select(group=registry.GROUP)
     except metadata.PackageNotFoundError:

@@ -16,12 +16,9 @@ from prompt_toolkit.document import Document as Typed
 from kvcli.api import Text
 from kvcli.chat.conversation import Chat
 from kvcli.chat.saved_chats import SavedChats
-from kvcli.commands.chat import (
-    line_editor,
-    slash,  # noqa: F401  # fills the table of slash commands
-    slash_table,
-)
+from kvcli.commands.chat import line_editor
 from kvcli.commands.chat.repl import HINT, Repl
+from kvcli.commands.chat.slash import SLASH
 from kvcli.commands.common.background import in_background
 from kvcli.commands.common.interrupt import IMPATIENT, Interrupt
 from kvcli.demo import sample_path
@@ -75,7 +72,7 @@ class Talk:
         self.now = 0.0
         self.model = FakeModel(**({"answer": "an answer"} | facts))
         self.chat = Chat(self.model, sessions=SavedChats(folder))
-        self.repl = Repl(self.chat, Screen.of(self.world), self.world, profiles=Profiles(), profile="fafo")
+        self.repl = Repl(self.chat, Screen.of(self.world), self.world, SLASH, profiles=Profiles(), profile="fafo")
 
     def type(self, *lines):
         """Type the lines, then Ctrl-D; what the chat said on stderr meanwhile."""
@@ -230,7 +227,10 @@ def test_the_first_ctrl_c_is_a_flag_and_a_later_one_an_exception():
         assert not cancel()
         signal.raise_signal(signal.SIGINT)
         assert cancel()
-        signal.raise_signal(signal.SIGINT)  # the same wish, twice
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:  # which would end the run and name no test
+            pytest.fail("the same wish, twice, is not a second one")
         now[0] = IMPATIENT + 0.1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -240,9 +240,15 @@ def test_the_first_ctrl_c_is_a_flag_and_a_later_one_an_exception():
 # --- slash commands
 
 
+def test_without_profiles_a_chat_keeps_its_own(talk):
+    talk.repl.profiles = None
+    assert "[no_profiles]" in talk.type("/profile lean")
+    assert talk.repl.profile_name == "fafo"
+
+
 def test_help_lists_every_command(talk):
     said = talk.type("/help")
-    assert all(f"/{name}" in said for name in slash_table.COMMANDS)
+    assert all(f"/{name}" in said for name in SLASH)
     assert talk.type("/help undo").strip() == "/undo [N]: remove the last question, or the last N"
     assert talk.type("/?") == said
 
@@ -251,7 +257,9 @@ def test_help_lists_every_command(talk):
     ("typed", "meant"), [("/hlep", "/help"), ("/quitt", "/quit"), ("/sp", "/spec"), ("/sessions", "/chats")]
 )
 def test_an_unknown_command_asks_what_was_meant(talk, typed, meant):
-    assert f"did you mean {meant}?" in talk.type(typed)
+    said = talk.type(typed)
+    assert "[unknown_command]" in said
+    assert f"did you mean {meant}?" in said
 
 
 def test_an_unknown_command_that_is_a_path_can_be_sent_as_text(talk):
@@ -266,7 +274,9 @@ def test_undo_and_retry(talk):
     assert talk.model.prompts[2] == talk.model.prompts[0]
     assert "removed 1 question, 0 left" in talk.type("/undo 5")
     assert "[no_question]" in talk.type("/retry")
-    assert "try: /undo 2" in talk.type("/undo x")
+    said = talk.type("/undo x")
+    assert "[not_a_number]" in said
+    assert "try: /undo 2" in said
     assert "try: /undo 2" in talk.type("/undo " + "9" * 5000)
 
 
@@ -281,6 +291,8 @@ def test_edit_asks_the_changed_question_in_place_of_the_last(talk, tmp_path):
     assert "the question was not changed" in talk.type("/edit")
     talk.world.environ["EDITOR"] = "/no/such/editor"
     assert "[no_editor]" in talk.type("/edit")
+    talk.world.environ["EDITOR"] = "false"
+    assert "[editor_failed]" in talk.type("/edit")
 
 
 def test_a_document_with_pages_is_counted_in_pages(talk):
@@ -394,7 +406,7 @@ def test_save_and_export(talk, tmp_path):
 
 
 def test_every_command_survives_a_chat_in_which_nothing_happened(talk):
-    for name in slash_table.COMMANDS:
+    for name in SLASH:
         assert "internal" not in talk.type(f"/{name}"), name
 
 
@@ -403,7 +415,8 @@ def test_every_command_survives_a_chat_in_which_nothing_happened(talk):
 
 def test_the_guide_lists_the_commands_as_they_are():
     page = Path(__file__).parents[1].joinpath("docs", "chat.md").read_text(encoding="utf-8")
-    assert slash_table.markdown() in page
+    assert SLASH
+    assert all(f"| {help} |" in page for _, help in SLASH.rows())
 
 
 # --- the prompt
@@ -431,7 +444,7 @@ def test_blocks_on_a_dumb_terminal(tmp_path):
     world = Environment(
         io.StringIO('"""a\nb\n"""\nc\n'), io.StringIO(), io.StringIO(), {"TERM": "dumb"}, tmp_path, None
     )
-    reader = line_editor.reader(world, {}, None)
+    reader = line_editor.reader(world, SLASH, {}, None)
     assert [reader.read(), reader.read()] == ["a\nb", "c"]
     with pytest.raises(EOFError):
         reader.read()
@@ -439,7 +452,7 @@ def test_blocks_on_a_dumb_terminal(tmp_path):
 
 
 def completions(talk, text):
-    completer = line_editor.SlashCompleter(talk.repl._words(), talk.world.cwd)
+    completer = line_editor.SlashCompleter(SLASH, talk.repl._words(), talk.world.cwd)
     return [c.text for c in completer.get_completions(Typed(text), CompleteEvent())]
 
 

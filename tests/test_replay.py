@@ -18,12 +18,11 @@ from kvcli.engine.policy.policy import LayerContext, PerLayerPolicy, PolicyRequi
 from kvcli.engine.rows import Rows
 from kvcli.errors import BadConfig
 from kvcli.kv.slots import Masks, Slots, compact
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.methods.policies.fastgen.recovery import recover
 from kvcli.policies.scoring.replay import Replay
 from kvcli.settings.profile import load_profile
-from tests import families
+from tests import families, make
 from tests.policies import KeepAll
 from tests.test_fastgen import SMALL, count, lm, prompt, session
 
@@ -64,7 +63,7 @@ def test_what_is_lost_is_the_kl_of_the_newest_tokens_by_the_kv_cache_that_is_lef
     def predicted(kept: Tensor | None) -> Tensor:
         full = session(None, model)
         run_to_end(full.read([*ids[:start], 0]))
-        kv = Dense(model.shapes, model.dtype)
+        kv = make.dense(model)
         for layer in range(model.n_layers):
             held = full.cache.slots(layer)
             kv.put(layer, compact(held, held.pos >= 0 if kept is None else kept[held.pos.long()]))

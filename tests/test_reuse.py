@@ -10,18 +10,13 @@ import torch
 
 import kvcli
 from kvcli.engine.engine import run_to_end
-from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.prefill.matching_spans import MatchingSpan, find_matching_spans
 from kvcli.engine.rows import Rows
-from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.sliding_windows import Window
-from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.reuse.pie import Pie
 from kvcli.settings.profile import Profile
-from tests import families
+from tests import families, make
 
 LEAST = 16
 
@@ -184,14 +179,13 @@ def test_tiers_that_lie_in_another_order_give_the_tokens_that_were_meant(model, 
 
 
 def test_what_a_window_no_longer_holds_is_read():
-    lm = LM.of(families.build("gemma3", torch.float32, max_position_embeddings=4096))
+    lm = make.model("gemma3", torch.float32, max_position_embeddings=4096)
     ids = families.prompt(1400)
     more = [*ids, 3, *ids[100:400], 5]
     windows = {i: Window(w) for i, w in enumerate(lm.windows) if w}
     assert windows
     one, plain = (
-        GenerationSession(lm, Dense(lm.shapes, lm.dtype, windows=windows), Off(), Sampler(), chunk=128, reusing=how)
-        for how in (Pie(LEAST), None)
+        make.session(lm, make.dense(lm, windows=windows), chunk=128, reusing=how) for how in (Pie(LEAST), None)
     )
     for session in (one, plain):
         run_to_end(session.read(ids))

@@ -22,10 +22,9 @@ from kvcli.engine.sequence.session import GenerationSession, commit
 from kvcli.kv.sliding_windows import Window
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.prune.chunked import Chunked
 from kvcli.methods.prune.lazy import LazyLLM
-from tests import drafters, families
+from tests import drafters, families, make
 from tests.covering import covering, marked
 from tests.test_prune import breaking
 
@@ -39,7 +38,7 @@ def lm(name: str = "llama", dtype: torch.dtype = torch.float64) -> LM:
     more: dict[str, Any] = {"num_hidden_layers": LAYERS}
     if name == "gemma3":
         more["layer_types"] = ["sliding_attention", "full_attention"] * (LAYERS // 2)
-    model = LM.of(families.build(name, dtype, **more))
+    model = make.model(name, dtype, **more)
     if dtype == torch.bfloat16:
         model.install_kernels()
     return model
@@ -76,7 +75,7 @@ class Once(Dense):
 
 
 def session(model: LM, pruning: LazyLLM | None, drafter: Drafter | None = None, chunk: int = 16) -> GenerationSession:
-    return GenerationSession(model, Once(model), drafter or Off(), Sampler(), chunk=chunk, pruning=pruning)
+    return make.session(model, Once(model), drafter, chunk=chunk, pruning=pruning)
 
 
 def read(s: GenerationSession, ids: list[int], sampler: Sampler | None = None) -> GenerationSession:
@@ -233,7 +232,7 @@ def test_windows_keep_what_those_who_come_back_will_see() -> None:
     """They stand in the middle of the prompt, and their windows open before them, long after its end was read."""
     model, ids = lm("gemma3"), families.prompt(200)  # windows give back whole blocks of 64
     how = lazy(revive_interval=1, revive_max=8)
-    whole = GenerationSession(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=16, pruning=how)
+    whole = make.session(model, chunk=16, pruning=how)
     short = session(model, how)
     said = []
     for s in (whole, short):
@@ -284,8 +283,8 @@ def test_beside_other_texts_they_come_back_as_alone() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_a_row_of_any_age_sees_what_is_older(name: str) -> None:
     """Read in another order than they stand in the text, tokens give what they give in order."""
-    model, ids = lm(name) if name != "gpt_oss" else LM.of(families.build(name, torch.float64)), families.prompt(30)
-    whole, gap, rows = Dense(model.shapes, model.dtype), Dense(model.shapes, model.dtype), Rows.chain(ids, 0)
+    model, ids = lm(name) if name != "gpt_oss" else make.model(name, torch.float64), families.prompt(30)
+    whole, gap, rows = make.dense(model), make.dense(model), Rows.chain(ids, 0)
     (made,) = run([ForwardRequest(model, rows, whole)])
     commit(whole, rows, made, range(30))
     commit(gap, rows, made, [*range(20, 30), *range(10)])

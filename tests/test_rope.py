@@ -10,14 +10,11 @@ import torch
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.rope import rotaries
-from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel
 from kvcli.kernels.rope import rotate, unrotate
 from kvcli.kv.slots import storing_layer_of
-from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
-from tests import families
+from tests import families, make
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -30,12 +27,12 @@ LONGROPE = {
 
 @cache
 def lm(name: str, dtype: torch.dtype = torch.float64) -> LM:
-    return LM.of(families.build(name, dtype))
+    return make.model(name, dtype)
 
 
 def read(model: LM) -> GenerationSession:
     """A text in which each token stands twice."""
-    session = GenerationSession(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=13)
+    session = make.session(model, chunk=13)
     run_to_end(session.read([*families.prompt(20), *families.prompt(20)]))
     list(iterate_events(session.stream(12)))
     return session
@@ -98,7 +95,7 @@ def test_layers_have_tables_of_their_own() -> None:
 
 
 def test_longrope_that_stays_with_one_table_is_served() -> None:
-    model = LM.of(families.build("phi3", torch.float64, sliding_window=None, rope_parameters=LONGROPE))
+    model = make.model("phi3", torch.float64, sliding_window=None, rope_parameters=LONGROPE)
     assert all(r is not None for r in rotaries(model))
     first = bare(read(model), 0)
     torch.testing.assert_close(first[:, :20], first[:, 20:40], atol=1e-10, rtol=1e-10)
@@ -106,12 +103,12 @@ def test_longrope_that_stays_with_one_table_is_served() -> None:
 
 def test_tables_that_depend_on_length_are_refused_by_name() -> None:
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    model = LM.of(families.build("llama", rope_parameters=dynamic), id="stretchy")
+    model = make.model("llama", rope_parameters=dynamic, id="stretchy")
     with pytest.raises(BadModel, match=r"stretchy \(llama\) .*dynamic") as refused:
         rotaries(model)
     assert refused.value.try_
 
-    model = LM.of(families.build("phi3", sliding_window=None, rope_parameters=LONGROPE), id="two-tables")
+    model = make.model("phi3", sliding_window=None, rope_parameters=LONGROPE, id="two-tables")
     for part in model.model.modules():  # as transformers has it: short texts by the short table
         if hasattr(part, "original_inv_freq"):
             part.original_inv_freq = part.original_inv_freq * 3
@@ -120,7 +117,7 @@ def test_tables_that_depend_on_length_are_refused_by_name() -> None:
 
 
 def test_a_model_without_rotary_embedding_is_refused_by_name() -> None:
-    model = LM.of(families.build("llama"), id="bare")
+    model = make.model("llama", id="bare")
     model.model.model.rotary_emb._buffers.clear()
     with pytest.raises(BadModel, match=r"bare .*no rotary embedding"):
         rotaries(model)

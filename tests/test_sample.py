@@ -205,8 +205,9 @@ def test_logits_that_are_no_numbers_are_refused(temperature: float, at_once: boo
         SamplingContext(Sampler(temperature=temperature), SeenTokens(V)), Rows.chain([1, 2, 3], 7), bad, at_once
     )
     assert made.drawn(0) == Sampler(temperature=temperature)(bad[:1], torch.tensor([7])).item()
-    with pytest.raises(BadModel, match="not a number") as found:
+    with pytest.raises(BadModel) as found:
         made.drawn(1)
+    assert found.value.code == "bad_logits"
     assert "position 8" in found.value.lines[0]
 
 
@@ -222,8 +223,9 @@ def test_a_row_that_nothing_may_follow_is_refused_where_it_is_reached(temperatur
     rows = Rows.build(3, 7, Draft([5, 1, 2, 4], [-1, 0, 0, 2]))
     made = back(SamplingContext(Sampler(temperature=temperature), SeenTokens(V), Alley()), rows, logits(5), at_once)
     assert all(made.drawn(row) >= 0 for row in (0, 1, 2))
-    with pytest.raises(BadInput, match="allows no token here") as found:
+    with pytest.raises(BadInput) as found:
         made.drawn(3)
+    assert found.value.code == "nothing_allowed"
     assert "position 9" in found.value.lines[0]
 
 

@@ -300,6 +300,17 @@ def test_what_does_not_listen_does_not_hold_its_parent_up(monkeypatch):
     process.end()
 
 
+def test_it_leads_a_session_of_its_own(monkeypatch):
+    """A terminal's Ctrl-C goes to the parent alone, and what ends its group ends nobody else."""
+    monkeypatch.setattr("kvcli.worker_process.BOOT", "import time; time.sleep(60)")
+    process = WorkerProcess("", Limits())
+    pid = process._process.pid
+    sessions = os.getsid(pid), os.getpgid(pid)
+    os.kill(pid, signal.SIGKILL)
+    process.end()
+    assert sessions == (pid, pid)
+
+
 def test_it_is_killed_when_nobody_holds_it(monkeypatch):
     monkeypatch.setattr("kvcli.worker_process.BOOT", "import time; time.sleep(60)")
     process = WorkerProcess("", Limits())

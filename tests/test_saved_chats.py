@@ -400,7 +400,8 @@ def test_what_is_kept_can_be_read_where_nothing_can_be_written(machine: Machine,
     assert (done.exit, done.out) == (0, f"{ANSWER}\n")
     assert "disk I/O error" in " ".join(done.err.split())
     assert "How deep?" in "".join(map(chr, machine.model.prompts[-1]))
-    assert machine("chats", "rm", "1", "-y").exit == 3
+    done = machine("chats", "rm", "1", "-y")
+    assert (done.exit, "[no_sessions]" in done.err) == (3, True)
     monkeypatch.undo()
     assert asked(sessions, sessions.find(None)) == ["How deep?"]
 

@@ -24,18 +24,17 @@ from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.sequence.token_kinds import END, QUESTION, SHOT, TOOLS, KindSpan
 from kvcli.errors import KvcliError
 from kvcli.kv.slots import Slots
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.snapkv import Snap
 from kvcli.policies.scoring import budget_split, score_stages, selection, token_units
 from kvcli.settings.profile import load_profile
-from tests import drafters, families
+from tests import drafters, families, make
 from tests.covering import pairs
 from tests.policies import moment
 
 torch.set_num_threads(1)
-TINY = LM.of(families.build("llama", torch.float64))
-SLIDING = LM.of(families.build("gemma3", torch.float64))
+TINY = make.model("llama", torch.float64)
+SLIDING = make.model("gemma3", torch.float64)
 L, K = TINY.n_layers, TINY.n_kv_heads
 SMALL: dict[str, Any] = {"sinks": 2, "recent": 5}
 SNAP: dict[str, Any] = {"name": "snap", **SMALL, "queries": 4, "pool": 3}
@@ -43,9 +42,9 @@ SNAP: dict[str, Any] = {"name": "snap", **SMALL, "queries": 4, "pool": 3}
 
 def session(lm: LM = TINY, drafter: Drafter | None = None, **more: Any) -> GenerationSession:
     profile = load_profile("exact").replace(exactness="approx", policy={**SNAP, **more}, prefill={"chunk": 64})
-    policy, kv = profile.policy.settings, Dense(lm.shapes, lm.dtype)
-    return GenerationSession(
-        lm, kv, drafter or Off(), Sampler(0.8, seed=3), policy=policy, every=policy.compression_interval, chunk=64
+    policy, kv = profile.policy.settings, make.dense(lm)
+    return make.session(
+        lm, kv, drafter, Sampler(0.8, seed=3), policy=policy, every=policy.compression_interval, chunk=64
     )
 
 
@@ -73,7 +72,7 @@ def test_values_are_weighed_by_what_each_head_adds_to_the_stream() -> None:
 
 
 def test_quantized_projections_weigh_as_what_they_stand_for() -> None:
-    lm = LM.of(families.build("llama", hidden_size=96, intermediate_size=96, head_dim=24), quant="int8")
+    lm = make.model("llama", hidden_size=96, intermediate_size=96, head_dim=24, quant="int8")
     v = torch.randn(lm.n_kv_heads, 5, 24)
     module = lm.attentions[0].o_proj
     group = lm.n_heads // lm.n_kv_heads
@@ -308,7 +307,7 @@ def test_queries_of_a_greedy_answer_vote() -> None:
     s = session(keep=0.3, lookahead=4, alloc="uniform")
     run_to_end(s.read(ids))
 
-    kv, queries, text = Dense(TINY.shapes, TINY.dtype), [], ids[:60]
+    kv, queries, text = make.dense(TINY), [], ids[:60]
     (made,) = run([ForwardRequest(TINY, Rows.chain(text, 0), kv, want=[59], record_queries=range(60))])
     stored = made.fresh
     for _ in range(4):  # the newest stored token, and three that follow
@@ -320,7 +319,7 @@ def test_queries_of_a_greedy_answer_vote() -> None:
         k = stored[layer].k
         past = Slots(k, stored[layer].v, torch.arange(60).expand(K, -1))
         q = torch.cat([one[layer] for one in queries], 1)
-        at = moment(past, q, layer, q_pos=torch.arange(59, 63), scale=TINY.sights[layer].scale)
+        at = moment(past, q, layer, q_pos=torch.arange(59, 63), scale=TINY.attention_params[layer].scale)
         guarded = (past.pos < 2) | (past.pos >= 55)
         score = Snap(queries=4, pool=3).score(past, at).masked_fill(guarded, torch.inf)
         want = selection.uniform(score, past.pos, 18)
@@ -414,10 +413,11 @@ def test_settings_that_cannot_be_kept_are_refused_by_name(policy: dict[str, Any]
 
 
 def test_models_that_cannot_be_judged_so_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    latent = LM.of(families.build("youtu"))
-    with pytest.raises(KvcliError, match="needs an output projection per head"):
+    latent = make.model("youtu")
+    with pytest.raises(KvcliError) as found:
         session(latent, post="critical")
-    shared = LM.of(families.build("gemma4_shared"))
+    assert found.value.code == "policy_unsupported"
+    shared = make.model("gemma4_shared")
     with pytest.raises(KvcliError, match="those of others"):
         assemble.session(
             shared, load_profile("exact").replace(exactness="approx", policy={"name": "kvzip", "plus": True})

@@ -137,8 +137,17 @@ def test_an_open_text_has_a_profile_of_its_own_and_the_weights_of_all() -> None:
         a.generate("Hello", 4)
         assert not b.session.ids
     assert not sum(nbytes(a.session.cache).values())
-    with pytest.raises(BadConfig, match="loaded already"):
+    with pytest.raises(BadConfig) as found:
         demo().open(profile="cpu")
+    assert found.value.code == "needs_reload"
+
+
+def test_tokens_that_the_model_has_not_are_refused() -> None:
+    with demo().open("exact") as text:
+        for ids in ([demo().lm.vocab], [5, -1]):
+            with pytest.raises(BadInput) as found:
+                text.generate(ids, 4)
+            assert found.value.code == "no_such_token"
 
 
 def test_a_model_under_another_profile_has_a_text_of_its_own() -> None:

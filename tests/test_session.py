@@ -6,8 +6,6 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvcli import assemble
 from kvcli.engine.engine import iterate_events, run_to_end
@@ -15,21 +13,18 @@ from kvcli.engine.forward_request import ForwardResult
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import LayerContext, PolicyRequirements, ProtectedTokens
 from kvcli.engine.rows import Draft, LookaheadRows, Rows
-from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.slots import Slots
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
-from tests import drafters, families
+from tests import drafters, families, make
 from tests.policies import KeepAll, Ragged, Recent
 
 torch.set_num_threads(1)
-TINY = LM.of(families.build("llama"))
+TINY = make.model()
 
 
 def session(drafter: object = None, **options: object) -> GenerationSession:
-    kv = Dense(TINY.shapes, TINY.dtype)
-    return GenerationSession(TINY, kv, drafter or Off(), Sampler(), **options)  # type: ignore[arg-type]
+    return make.session(TINY, drafter=drafter, **options)  # type: ignore[arg-type]
 
 
 def truth(n: int) -> list[int]:
@@ -40,38 +35,6 @@ def truth(n: int) -> list[int]:
 
 
 TRUTH = truth(40)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.data())
-def test_only_accepted_rows_are_stored_and_positions_are_unique(data: st.DataObject) -> None:
-    moody = drafters.Moody(TRUTH, 97, -1)
-    moody.random.seed(data.draw(st.integers(0, 999)))
-    policy = data.draw(st.sampled_from([None, Recent(), Ragged()]))
-    every = data.draw(st.integers(1, 9)) if policy else None
-    s = session(moody, policy=policy, every=every, chunk=data.draw(st.integers(1, 20)))
-    run_to_end(s.read(families.prompt(12)))
-    for _ in iterate_events(s.stream(24)):
-        for layer in range(TINY.n_layers):
-            for pos in s.cache.slots(layer).pos:
-                stored = pos[pos >= 0].tolist()
-                assert len(stored) == len(set(stored))
-                assert set(stored) <= set(range(s.committed))
-                if policy is None:
-                    assert len(stored) == s.committed
-    assert len(s.ids) == 12 + 24
-
-
-def test_keys_of_accepted_rows_are_those_of_plain_decoding() -> None:
-    plain, drafted = session(), session(drafters.Bush(TRUTH, 97, -1))
-    for s in (plain, drafted):
-        run_to_end(s.read(families.prompt(12)))
-        list(iterate_events(s.stream(20)))
-    for layer in range(TINY.n_layers):
-        a, b = plain.cache.slots(layer), drafted.cache.slots(layer)
-        assert a.pos.tolist() == b.pos.tolist()
-        torch.testing.assert_close(a.k, b.k)
-        torch.testing.assert_close(a.v, b.v)
 
 
 def test_the_kv_cache_changes_only_at_compression_points() -> None:
@@ -88,7 +51,7 @@ def test_the_kv_cache_changes_only_at_compression_points() -> None:
 
 def test_a_pass_refuses_to_commit_across_a_compression_point() -> None:
     s = session()
-    s.boundary = 2
+    s.compression_point = 2
     made = ForwardResult(torch.empty(0), lambda row: 0, lambda row: [], (), ())
     with pytest.raises(AssertionError, match="boundary"):
         s._commit(Rows.chain([1, 2, 3], 0), (), made, [0, 1, 2])
@@ -108,37 +71,13 @@ def test_a_draft_deeper_than_the_room_is_refused() -> None:
 def test_right_drafts_end_where_the_window_does() -> None:
     short = copy.copy(TINY)
     short.limit = 30
-    s = GenerationSession(
-        short,
-        Dense(TINY.shapes, TINY.dtype),
-        drafters.Right(TRUTH, 97, -1),
-        Sampler(),
-    )
+    s = make.session(short, make.dense(TINY), drafters.Right(TRUTH, 97, -1))
     run_to_end(s.read(families.prompt(12)))
     passes = []
     while s.committed < short.limit:
         passes.append(run_to_end(s.step()))
     assert max(max(step.rows.pos) for step in passes) == short.limit - 1
     assert s.ids == TRUTH[: short.limit + 1]
-
-
-def test_tokens_that_were_taken_back_are_not_punished() -> None:
-    s = session()
-    s.sampler = Sampler(repetition_penalty=1.7)
-    run_to_end(s.read(families.prompt(12)))
-    list(iterate_events(s.stream(12)))
-    first = list(s.ids)
-    s.rewind(12)
-    list(iterate_events(s.stream(12)))
-    assert s.ids == first != TRUTH[:24], "the penalty changes this text"
-
-
-def test_who_takes_a_kv_cache_over_knows_that_some_of_it_is_gone() -> None:
-    lossy, taker = (session(policy=Recent(), every=8) for _ in range(2))
-    run_to_end(lossy.read(families.prompt(30)))
-    taker.take_over(lossy)
-    assert taker.committed == 29
-    assert taker.rewind(15) == 0
 
 
 def test_what_a_guard_covers_stays_whatever_the_policy_says() -> None:
@@ -168,23 +107,6 @@ def test_a_turn_ends_at_its_length_at_a_stop_token_and_when_cancelled() -> None:
     assert len(list(iterate_events(s.stream(20, cancel=lambda: next(asked))))) == 2
 
 
-def test_rewinding_crops_the_kv_cache_and_an_evicted_one_is_read_again() -> None:
-    s = session()
-    run_to_end(s.read(families.prompt(12)))
-    list(iterate_events(s.stream(10)))
-    assert s.rewind(15) == 14
-    assert s.cache.slots(0).n_slots == 14
-    assert s.ids == TRUTH[:15]
-    list(iterate_events(s.stream(25)))
-    assert s.ids == TRUTH[:40]
-    lossy = session(policy=Recent(), every=8)
-    run_to_end(lossy.read(families.prompt(12)))
-    list(iterate_events(lossy.stream(10)))
-    assert lossy.rewind(15) == 0
-    assert lossy.ids == []
-    assert lossy.cache.slots(0).n_slots == 0
-
-
 def test_no_queries_of_a_rewound_text_reach_a_policy() -> None:
     s = session(policy=Ragged(recent=12), every=20)
     run_to_end(s.read(families.prompt(1)))  # nothing to read, so nothing is evicted before token 20
@@ -203,23 +125,6 @@ def test_a_text_that_was_not_read_to_its_end_cannot_be_continued() -> None:
     next(iter(iterate_events(s.read(TRUTH[:12]))))
     with pytest.raises(AssertionError, match="the text is prefilled"):
         run_to_end(s.step())
-
-
-def test_a_one_token_prompt_and_a_prompt_of_one_chunk_work() -> None:
-    for n in (1, 2, 3):
-        s = session(chunk=2)
-        run_to_end(s.read(families.prompt(n)))
-        list(iterate_events(s.stream(3)))
-        assert len(s.ids) == n + 3
-
-
-def test_reading_stopped_between_chunks_can_be_taken_up_again() -> None:
-    s = session(chunk=3)
-    next(iter(iterate_events(s.read(TRUTH[:12]))))
-    assert s.resume(TRUTH[:12]) == 3
-    run_to_end(s.read(TRUTH[len(s.ids) : 12]))
-    list(iterate_events(s.stream(10)))
-    assert s.ids == TRUTH[:22]
 
 
 def test_lookahead_rows_read_what_the_drafters_policy_keeps() -> None:

@@ -10,16 +10,13 @@ import torch
 
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.sliding_windows import Window, windows_of
 from kvcli.kv.slots import AttentionParams, KVCache, LayerShape
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.quantized import QuantizedTier
-from kvcli.methods.drafts.off import Off
-from tests import drafters, families
+from tests import drafters, families, make
 from tests.policies import KeepAll, Ragged
 
 torch.set_num_threads(1)
@@ -31,21 +28,23 @@ NARROW = LM.of(families.build("gemma3").bfloat16())
 
 
 def windows(model: LM, back: int = BACK) -> dict[int, Window]:
-    return {layer: Window(window.size, back) for layer, window in windows_of(model.shapes, model.sights).items()}
+    return {
+        layer: Window(window.size, back) for layer, window in windows_of(model.shapes, model.attention_params).items()
+    }
 
 
 def dense(model: LM, back: int | None = BACK) -> Dense:
-    return Dense(model.shapes, model.dtype, step=16, windows=None if back is None else windows(model, back))
+    return make.dense(model, step=16, windows=None if back is None else windows(model, back))
 
 
 def ladder(model: LM, back: int | None = BACK, bits: int = 8) -> TieredCache:
     """A few slots in full, older ones in few bits."""
-    below = QuantizedTier(model.shapes, model.dtype, k_bits=bits, v_bits=bits, group=8)
+    below = make.quantized(model, (bits, bits), group=8)
     return TieredCache(dense(model, back), [TierLevel(below, group=8)], holds=16, group=8, sinks=2)
 
 
 def opened(model: LM, kv: KVCache, **options: Any) -> GenerationSession:
-    return GenerationSession(model, kv, Off(), Sampler(), **{"chunk": 31, **options})
+    return make.session(model, kv, **{"chunk": 31, **options})
 
 
 def written(session: GenerationSession, text: Sequence[int] = TEXT, new: int = 30) -> list[int]:
@@ -152,7 +151,7 @@ def test_what_stays_in_few_bits_is_not_rounded_again(bits: int) -> None:
 def test_drafts_change_nothing(model: LM, store: Any) -> None:
     want = written(opened(model, store(model), every=16))
     drafter = drafters.Moody(want, 97, -1)
-    session = GenerationSession(model, store(model), drafter, Sampler(), chunk=31, every=16)
+    session = make.session(model, store(model), drafter, chunk=31, every=16)
     assert written(session) == want
 
 
@@ -214,9 +213,9 @@ def test_shared_slots_stay_as_long_as_any_layer_sees_them() -> None:
         LayerShape(1, 4, 4, shared_from=0),
         LayerShape(1, 4, 4, shared_from=1),
     ]
-    sights = [AttentionParams(1.0, window=size) for size in (5, 5, 9, None)]
-    assert windows_of(shapes, sights) == {0: Window(9)}
-    kv = Dense(shapes, torch.float32, windows=windows_of(shapes, sights))
+    attention_params = [AttentionParams(1.0, window=size) for size in (5, 5, 9, None)]
+    assert windows_of(shapes, attention_params) == {0: Window(9)}
+    kv = Dense(shapes, torch.float32, windows=windows_of(shapes, attention_params))
     for layer in (0, 1):
         kv.append(layer, torch.randn(1, 900, 4), torch.randn(1, 900, 4), 0)
     kv.compress((), 900)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,9 @@ from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import KvcliError
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache
-from kvcli.kv.sliding_windows import Window, windows_of
 from kvcli.kv.slots import KVCache
 from kvcli.kv.snapshot import SnapshotMismatch, State, leaves, tree_of
-from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import DiskTier
 from kvcli.kv.tiers.host import HostTier
-from kvcli.kv.tiers.quantized import QuantizedTier
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.expected_attention import Expected
 from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.methods.policies.h2o import H2O
@@ -40,7 +36,7 @@ from kvcli.methods.policies.streaming import StreamingLLM as Stream
 from kvcli.methods.prune.lazy import LazyLLM
 from kvcli.prefix_cache import snapshot_file
 from kvcli.prefix_cache.block_file import CorruptFile
-from tests import families
+from tests import families, make
 from tests.exact import table
 
 torch.set_num_threads(1)
@@ -50,32 +46,21 @@ MORE = families.prompt(37, seed=8)
 ANSWER, AGAIN = 27, 40
 
 
-def packed(lm: LM, **how: Any) -> QuantizedTier:
-    return QuantizedTier(lm.shapes, lm.dtype, lm.device, **{"group": 8, **how})
-
-
-def disk(lm: LM) -> DiskTier:
-    return DiskTier(lm.shapes, lm.dtype, 1 << 26, 1 << 30)
-
-
 def over(lm: LM, *below: TierLevel, **how: Any) -> TieredCache:
-    return TieredCache(Dense(lm.shapes, lm.dtype, step=16), below, **{"holds": 16, "group": 8, "sinks": 4, **how})
-
-
-def narrow(lm: LM) -> dict[int, Window]:
-    """Windows of which whole blocks are given back within these short texts."""
-    return {layer: Window(of.size, back=16) for layer, of in windows_of(lm.shapes, lm.sights).items()}
+    return make.tiered(lm, *below, step=16, **{"holds": 16, "group": 8, "sinks": 4, **how})
 
 
 STORES: Mapping[str, Callable[[LM], KVCache]] = {
-    "dense": lambda lm: Dense(lm.shapes, lm.dtype, windows=narrow(lm)),
-    "packed 8 8": lambda lm: over(lm, TierLevel(packed(lm), group=8)),
-    "packed 8 4": lambda lm: over(lm, TierLevel(packed(lm, v_bits=4), group=8)),
-    "packed 4 2": lambda lm: over(lm, TierLevel(packed(lm, k_bits=4, v_bits=2, rotate="hadamard"), group=8)),
-    "ladder": lambda lm: over(lm, TierLevel(packed(lm, k_bits=4, v_bits=8), 24, 8), TierLevel(disk(lm))),
-    "host": lambda lm: over(lm, TierLevel(HostTier(packed(lm), "cpu"), group=8)),
-    "disk": lambda lm: over(lm, TierLevel(disk(lm))),
-    **{name: lambda lm, name=name: table.past(name, lm) for name in (*table.INDEXES, *table.LOWER)},  # type: ignore[misc]
+    "dense": lambda lm: make.dense(
+        lm, windows=make.windows(lm, back=16)
+    ),  # whole blocks are evicted within these short texts,
+    "packed 8 8": lambda lm: over(lm, TierLevel(make.quantized(lm, group=8), group=8)),
+    "packed 8 4": lambda lm: over(lm, TierLevel(make.quantized(lm, (8, 4), group=8), group=8)),
+    "packed 4 2": lambda lm: over(lm, TierLevel(make.quantized(lm, (4, 2), group=8, rotate="hadamard"), group=8)),
+    "ladder": lambda lm: over(lm, TierLevel(make.quantized(lm, (4, 8), group=8), 24, 8), TierLevel(make.disk(lm))),
+    "host": lambda lm: over(lm, TierLevel(HostTier(make.quantized(lm, group=8), "cpu"), group=8)),
+    "disk": lambda lm: over(lm, TierLevel(make.disk(lm))),
+    **{name: partial(make.cache, name) for name in (*make.INDEXES, *table.LOWER)},
 }
 POLICIES: Mapping[str, tuple[Policy | None, int | None]] = {
     "none": (None, 16),
@@ -115,7 +100,7 @@ def models() -> Callable[[str], LM]:
 
     def model(name: str) -> LM:
         if name not in found:
-            found[name] = LM.of(families.build(name))
+            found[name] = make.model(name)
             found[name].install_kernels()
         return found[name]
 
@@ -125,7 +110,7 @@ def models() -> Callable[[str], LM]:
 def session(lm: LM, store: str, policy: str) -> GenerationSession:
     keep, every = POLICIES.get(policy, (None, 16))
     pruning: PromptPruning | None = LazyLLM(min_prompt=64, sinks=2, recent=8) if policy == "lazy" else None
-    return GenerationSession(lm, STORES[store](lm), Off(), DRAWS, policy=keep, every=every, chunk=50, pruning=pruning)
+    return make.session(lm, STORES[store](lm), sampler=DRAWS, policy=keep, every=every, chunk=50, pruning=pruning)
 
 
 def answered(lm: LM, store: str, policy: str) -> GenerationSession:
@@ -174,7 +159,7 @@ def test_a_text_goes_on_from_a_file_as_if_it_had_never_been_saved(
 
 def test_slots_behind_a_window_keep_their_places(tmp_path: Path) -> None:
     """Sums are made by spans of 4,096 places, of which those that were given back are some."""
-    lm = LM.of(families.build("gemma3", sliding_window=300, max_position_embeddings=8192))
+    lm = make.model("gemma3", sliding_window=300, max_position_embeddings=8192)
     lm.install_kernels()
     s, again = session(lm, "dense", "none"), session(lm, "dense", "none")
     list(iterate_events(s.read(families.prompt(4150))))
@@ -337,8 +322,8 @@ def test_a_file_says_nothing_that_is_run(tmp_path: Path) -> None:
 
 
 def test_a_text_that_was_taken_back_goes_on_too() -> None:
-    model = LM.of(families.build("llama", torch.float32))
-    s, again = (GenerationSession(model, Dense(model.shapes, model.dtype), Off(), Sampler()) for _ in range(2))
+    model = make.model("llama", torch.float32)
+    s, again = (make.session(model) for _ in range(2))
     run_to_end(s.read(families.prompt(100)))
     s.rewind(50)
     again.restore(s.state(), s.ids[-1])

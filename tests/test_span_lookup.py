@@ -16,9 +16,6 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.prefill.span_reuse import ReuseMethod
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
-from kvcli.kv.sliding_windows import windows_of
-from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.reuse.cacheblend import CacheBlend
 from kvcli.methods.reuse.pie import Pie
 from kvcli.prefix_cache import span_lookup as finding
@@ -28,7 +25,7 @@ from kvcli.prefix_cache.block_tree import BlockTree
 from kvcli.prefix_cache.codec import Uncompressed
 from kvcli.prefix_cache.prefix_cache import WHOLE, PrefixCache
 from kvcli.settings.profile import Profile
-from tests import families
+from tests import families, make
 
 LEAST = 64
 A, B, C = (families.prompt(n, seed=n) for n in (300, 600, 700))
@@ -46,8 +43,8 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> LM:
 
 
 def session(lm: LM, how: ReuseMethod | None = None) -> GenerationSession:
-    kv = Dense(lm.shapes, lm.dtype, windows=windows_of(lm.shapes, lm.sights))
-    return GenerationSession(lm, kv, Off(), Sampler(), chunk=200, reusing=how)
+    kv = make.dense(lm, windows=make.windows(lm))
+    return make.session(lm, kv, chunk=200, reusing=how)
 
 
 def shelf_of(folder: Path, lm: LM, *texts: Sequence[int]) -> PrefixCache:

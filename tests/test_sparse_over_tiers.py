@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from kvcli import assemble
-from kvcli.assemble import view
 from kvcli.chat.model import Model
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kernels.merge_attention import merge_attention
 from kvcli.kernels.rope import Rotary, rotate
 from kvcli.kv.cache.level import TierLevel
@@ -34,15 +32,12 @@ from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.page_source import AnyTierSource, PageTier
 from kvcli.kv.sparse.pages import PageBudget
 from kvcli.kv.sparse.sparse_tier import SparseTier
-from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import DiskTier
 from kvcli.kv.tiers.host import HostTier
-from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.formats.cskv import Cskv
 from kvcli.settings.profile import Profile, load_profile
 from kvcli.settings.schema import Kv, Memory
-from tests import families, small_tokenizers
+from tests import families, make, small_tokenizers
 from tests.covering import pairs
 from tests.exact import table as exactness
 from tests.policies import KeepAll, Ragged
@@ -52,23 +47,16 @@ K, D, L = 2, 16, 2
 H = 2 * K
 BIG = 1 << 30
 Shape = tuple[int, int, int]
-Make = Callable[[Shape, torch.dtype], PageTier]
-
-
-def packed(k_bits: int, v_bits: int, rotate: str = "none") -> Make:
-    return lambda shape, dtype: QuantizedTier(
-        alike(*shape), dtype, k_bits=k_bits, v_bits=v_bits, group=4, rotate=rotate
-    )
-
-
-SHELVES: dict[str, Make] = {
-    "dense": lambda shape, dtype: Dense(alike(*shape), dtype, step=8),
-    "packed_8": packed(8, 8),
-    "packed_4_2": packed(4, 2, "hadamard"),
-    "packed_16_4": packed(16, 4),
-    "packed_2_16": packed(2, 16),
-    "host": lambda shape, dtype: HostTier(packed(4, 4)(shape, dtype), "cpu"),
-    "disk": lambda shape, dtype: DiskTier(alike(*shape), dtype, BIG, BIG),
+SHELVES: dict[str, Callable[[make.Of], PageTier]] = {
+    "dense": partial(make.dense, step=8),
+    **{
+        f"packed_{k_bits}" + (f"_{v_bits}" if v_bits != 8 else ""): partial(
+            make.quantized, bits=(k_bits, v_bits), group=4, rotate="hadamard" if v_bits == 2 else "none"
+        )
+        for k_bits, v_bits in ((8, 8), (4, 2), (16, 4), (2, 16))
+    },
+    "host": lambda of: HostTier(make.quantized(of, (4, 4), group=4), "cpu"),
+    "disk": make.disk,
 }
 SMALL = PageBudget(fraction=0.1, floor=4, sinks=2, recent=3)
 INDEXES: dict[str, PageIndex] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
@@ -104,7 +92,7 @@ def holed(tier: PageTier) -> None:
 @pytest.mark.parametrize("is_holed", [False, True])
 @pytest.mark.parametrize("name", SHELVES)
 def test_a_few_slots_are_those_that_the_tier_shows(name: str, is_holed: bool) -> None:
-    tier = SHELVES[name]((L, K, D), torch.float64)
+    tier = SHELVES[name]((L, K, D))
     if is_holed:
         holed(tier)
     else:
@@ -135,7 +123,7 @@ def test_a_few_slots_are_those_that_the_tier_shows(name: str, is_holed: bool) ->
 def test_a_tier_read_in_its_own_way_is_read_as_in_the_plain_one(name: str, epsilon: float | None) -> None:
     parts = []
     for own in (True, False):
-        tier = SHELVES[name]((L, K, D), torch.float64)
+        tier = SHELVES[name]((L, K, D))
         kv = SparseTier(tier, Certified(3), SMALL, [1], epsilon=epsilon, source=tier if own else Shown(tier))
         holed(kv)
         q = torch.randn(H, 5, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -169,7 +157,7 @@ OPS += [("crop", 5), ("take", 40), ("crop", 50), ("take", 90), ("crop", 0)]
 @pytest.mark.parametrize("index", ["minmax", "certified"])
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 def test_bounds_hold_whatever_was_stored_forgotten_and_undone(bits: int, index: str) -> None:
-    tier = QuantizedTier(alike(L, K, D), torch.float64, k_bits=bits, v_bits=8, group=8)
+    tier = make.quantized((L, K, D), (bits, 8), group=8)
     kv, n, judged = SparseTier(tier, INDEXES[index], SMALL, [1], source=tier), 0, 0
     for op, x in OPS:
         if op == "take":
@@ -188,7 +176,7 @@ def test_bounds_hold_whatever_was_stored_forgotten_and_undone(bits: int, index: 
 
 def test_a_group_that_falls_apart_at_an_undo_is_summarized_anew() -> None:
     """Older keys wait behind newer ones after an eviction: an undo packs what is left of the newer ones with them."""
-    tier = QuantizedTier(alike(L, K, D), torch.float64, k_bits=2, v_bits=8, group=8)
+    tier = make.quantized((L, K, D), (2, 8), group=8)
     kv = SparseTier(tier, Certified(3), SMALL, [1], source=tier)
     kv.take(1, some(40))
     at = torch.arange(40).expand(K, -1)
@@ -203,7 +191,7 @@ def test_a_group_that_falls_apart_at_an_undo_is_summarized_anew() -> None:
 
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 def test_pages_reach_as_far_as_numbers_are_final(bits: int) -> None:
-    tier = QuantizedTier(alike(L, K, D), torch.float64, k_bits=bits, v_bits=8, group=8)
+    tier = make.quantized((L, K, D), (bits, 8), group=8)
     kv = SparseTier(tier, Certified(3), SMALL, [1], source=tier)
     kv.take(1, some(45))
     p = kv._pages[1]
@@ -212,7 +200,7 @@ def test_pages_reach_as_far_as_numbers_are_final(bits: int) -> None:
 
 
 def test_what_a_pass_read_of_a_far_tier_is_fetched_once() -> None:
-    tier = SHELVES["host"]((L, K, D), torch.float64)
+    tier = SHELVES["host"]((L, K, D))
     kv = SparseTier(tier, MinMax(3), SMALL, [1], source=tier)
     plain = SparseTier(tier, MinMax(3), SMALL, [1], source=Shown(tier))
     holed(kv)
@@ -238,7 +226,7 @@ def test_what_a_drafted_row_read_is_near_when_its_token_comes() -> None:
     guess = torch.randn(H, 2, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     fetched = []
     for drafted in (1, 2):
-        tier = SHELVES["host"]((L, K, D), torch.float64)
+        tier = SHELVES["host"]((L, K, D))
         kv = SparseTier(tier, LowRank(3, 8), SMALL, [1], source=tier)
         holed(kv)
         kv.attend(1, guess[:, :drafted], AttentionParams(0.3), range(400, 400 + drafted))
@@ -280,7 +268,7 @@ def test_keys_are_rebuilt_from_a_few_directions_and_values_fetched_as_they_are()
 @pytest.mark.parametrize("n", [0, 3, 133, 200, 280, 301])
 def test_an_undo_leaves_what_was_learned_of_what_remains(name: str, n: int) -> None:
     """Few bits may be rounded anew when a group falls apart: then its pages are known by their first rounding."""
-    tier = SHELVES[name]((L, K, D), torch.float64)
+    tier = SHELVES[name]((L, K, D))
     kv = SparseTier(tier, MinMax(3), SMALL, [1], source=tier)
     holed(kv)
     kv.crop(n)
@@ -296,21 +284,14 @@ def test_an_undo_leaves_what_was_learned_of_what_remains(name: str, n: int) -> N
 # ---- whole texts ----
 
 
-def ladder(shape: Shape, dtype: torch.dtype, index: str, rungs: str) -> TieredCache:
-    def read(make: Make) -> SparseTier:
-        tier = make(shape, dtype)
-        epsilon = 0.3 if index == "certified" else None
-        return SparseTier(tier, INDEXES[index], SMALL, range(1, shape[0]), epsilon=epsilon, source=tier)
+def ladder(of: LM, index: str, rungs: str) -> TieredCache:
+    def read(shelf: str) -> SparseTier:
+        tier, epsilon = SHELVES[shelf](of), 0.3 if index == "certified" else None
+        return SparseTier(tier, INDEXES[index], SMALL, range(1, of.n_layers), epsilon=epsilon, source=tier)
 
-    if rungs == "three":
-        below = [
-            TierLevel(read(SHELVES["packed_8"]), 14, 4),
-            TierLevel(read(SHELVES["host"]), 14, 4),
-            TierLevel(read(SHELVES["disk"])),
-        ]
-    else:
-        below = [TierLevel(read(SHELVES[rungs]))]
-    return TieredCache(Dense(alike(*shape), dtype), below, holds=5, group=4, sinks=1)
+    three = rungs == "three"
+    upper = [TierLevel(read(shelf), 14, 4) for shelf in ("packed_8", "host") if three]
+    return make.tiered(of, *upper, TierLevel(read("disk" if three else rungs)), holds=5, group=4, sinks=1)
 
 
 RUNGS = {"packed_8": "certified", "packed_4_2": "sketch", "host": "minmax", "disk": "certified", "three": "minmax"}
@@ -324,17 +305,8 @@ def lm(dtype: str) -> LM:
 
 def decode(rungs: str, policy: str, sampler: str, dtype: str, drafter: Drafter) -> tuple[list[int], TieredCache]:
     model = lm(dtype)
-    kv = ladder((model.n_layers, model.n_kv_heads, model.head_dim), model.dtype, RUNGS[rungs], rungs)
-    session = GenerationSession(
-        model,
-        kv,
-        drafter,
-        exactness.SAMPLERS[sampler],
-        view=view(model, kv, drafter),
-        policy=POLICIES[policy],
-        every=8,
-        chunk=13,
-    )
+    kv = ladder(model, RUNGS[rungs], rungs)
+    session = make.session(model, kv, drafter, exactness.SAMPLERS[sampler], policy=POLICIES[policy], every=8, chunk=13)
     run_to_end(session.read(exactness.prompt()))
     list(iterate_events(session.stream(exactness.NEW, stop={exactness.STOP})))
     return session.ids, kv
@@ -360,7 +332,7 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
 def test_every_level_below_is_read_in_part(rungs: str) -> None:
     """Or the table above would compare tiered caches that read everything."""
     _, kv = decode(rungs, "all", "greedy", "fp64", Off())
-    read = [rung.tier for rung in kv._rungs[1:]]
+    read = [rung.tier for rung in kv._levels[1:]]
     assert all(isinstance(tier, SparseTier) and tier.tally.pages for tier in read)
 
 
@@ -368,18 +340,19 @@ def test_every_level_below_is_read_in_part(rungs: str) -> None:
 @pytest.mark.parametrize("rungs", [None, "disk"])
 def test_a_prompt_is_stored_as_if_nothing_were_left_out(rungs: str | None, policy: Any) -> None:
     model, stores = lm("fp64"), []
-    shape = (model.n_layers, model.n_kv_heads, model.head_dim)
     small = {"page": 3, "floor": 4, "sinks": 1, "recent": 4, "selection_interval": 8, "dense_layers": 0}
     for method in ("none", "minmax"):
         settings = small if method != "none" else {}
         profile = load_profile("exact").replace(exactness="approx", sparse={"method": method} | settings)
         recall = profile.sparse.settings
-        low = DiskTier(alike(*shape), model.dtype, BIG, BIG)
-        dense = Dense(alike(*shape), model.dtype)
-        kv = recall.bind(dense, dense, model.sights)
+        low = make.disk(model)
+        dense = make.dense(model)
+        kv = recall.bind(dense, dense, model.attention_params)
         if rungs:
-            kv = TieredCache(dense, [TierLevel(recall.bind_tier(low, model.sights))], holds=5, group=4, sinks=1)
-        session = GenerationSession(model, kv, Off(), exactness.SAMPLERS["greedy"], policy=policy, chunk=13, every=8)
+            kv = TieredCache(
+                dense, [TierLevel(recall.bind_tier(low, model.attention_params))], holds=5, group=4, sinks=1
+            )
+        session = make.session(model, kv, policy=policy, chunk=13, every=8)
         run_to_end(session.read(families.prompt(90)))
         stores.append(kv.slots(2))
     a, b = stores
@@ -438,7 +411,7 @@ def test_max_context_loads_without_a_gpu_and_says_what_it_does_not_do() -> None:
     small = {"residual": 16, "group": 16}
     shipped = load_profile("max-context").replace(kv=small, sparse={"floor": 64})
     model = Model(
-        LM.of(families.build("llama", vocab_size=2048, head_dim=16, max_position_embeddings=1024)),
+        make.model("llama", vocab_size=2048, head_dim=16, max_position_embeddings=1024),
         small_tokenizers.demo(),
         shipped,
     )

@@ -17,19 +17,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcli import assemble
-from kvcli.assemble import view
 from kvcli.bench.profile_side import plain
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import KvcliError
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge_attention import PartialAttention, merge_attention
 from kvcli.kernels.native import native
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache
-from kvcli.kv.slots import AttentionParams, KVCache, Slots, alike, nbytes
+from kvcli.kv.slots import AttentionParams, KVCache, Slots, nbytes
 from kvcli.kv.sparse import index_cluster
 from kvcli.kv.sparse.index import PageIndex, scale_and_softcap
 from kvcli.kv.sparse.index_certified import Certified
@@ -44,7 +42,7 @@ from kvcli.kv.sparse.sparse_tier import SparseTier, _choose
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.settings.profile import Profile, load_profile
-from tests import families
+from tests import families, make
 from tests.covering import pairs
 from tests.exact import table as exactness
 from tests.policies import Ragged, masks
@@ -74,7 +72,7 @@ def fill(kv: Dense | SparseTier, n: int, start: int = 0, seed: int = 0, sharp: f
 def recall(
     index: PageIndex, budget: PageBudget = SMALL, dtype: torch.dtype = torch.float64, **more: Any
 ) -> SparseCache:
-    return SparseCache(Dense(alike(1, K, D), dtype), index, budget, [0], **more)
+    return SparseCache(make.dense((1, K, D), dtype), index, budget, [0], **more)
 
 
 def filled(index: PageIndex, n: int, budget: PageBudget = SMALL, **more: Any) -> SparseCache:
@@ -712,7 +710,7 @@ def test_clusters_divide_their_window() -> None:
 def test_the_plan_of_memory_counts_the_index(method: str) -> None:
     sizes = {"window": 40, "size": 4} if method == "cluster" else {"page": 4}
     chosen = profile(method=method, floor=64, dense_layers=0, **sizes).sparse.settings
-    store = Dense(alike(1, K, D), torch.float32)
+    store = make.dense((1, K, D), torch.float32)
     kv = chosen.bind(store, store, [AttentionParams(0.25)])
     store.append(0, randn(K, 4000, D, dtype=torch.float32), randn(K, 4000, D, dtype=torch.float32), 0)
     kv.compress()
@@ -746,12 +744,10 @@ def text(
     model = exactness.lm("dense", dtype)
     epsilon = 0.3 if name == "certified" else None
     kv = past(model, INDEXES[name], replace(SMALL, floor=4), epsilon, on_ladder, shared)
-    make: Callable[[list[int]], Drafter] = exactness.DRAFTERS.get(drafter, lambda _: Off())
-    tool = make(text(name, dtype, sampler, uneven, "off", on_ladder, shared)[0] if drafter != "off" else [])
+    drafts: Callable[[list[int]], Drafter] = exactness.DRAFTERS.get(drafter, lambda _: Off())
+    tool = drafts(text(name, dtype, sampler, uneven, "off", on_ladder, shared)[0] if drafter != "off" else [])
     policy = Ragged() if uneven else None
-    session = GenerationSession(
-        model, kv, tool, exactness.SAMPLERS[sampler], view=view(model, kv, tool), policy=policy, every=11, chunk=13
-    )
+    session = make.session(model, kv, tool, exactness.SAMPLERS[sampler], policy=policy, every=11, chunk=13)
     run_to_end(session.read(exactness.prompt()))
     list(iterate_events(session.stream(exactness.NEW, stop={exactness.STOP})))
     return session.ids, kv
@@ -801,7 +797,7 @@ def test_the_table_reads_a_part_and_changes_the_text(name: str) -> None:
 def test_a_fork_goes_on_alike(name: str) -> None:
     model = exactness.lm("dense", "fp64")
     kv = past(model, INDEXES[name], SMALL, 0.3 if name == "certified" else None, False)
-    session = GenerationSession(model, kv, Off(), exactness.SAMPLERS["greedy"], every=7)
+    session = make.session(model, kv, every=7)
     run_to_end(session.read(families.prompt(60)))
     list(iterate_events(session.stream(10)))
     other = session.fork()
@@ -818,7 +814,7 @@ def test_an_undone_turn_leaves_no_trace(name: str) -> None:
     texts = []
     for with_undo in (False, True):
         kv = past(model, INDEXES[name], SMALL, 0.3 if name == "certified" else None, False)
-        session = GenerationSession(model, kv, Off(), exactness.SAMPLERS["greedy"], every=7, chunk=1000)
+        session = make.session(model, kv, every=7, chunk=1000)
         if with_undo:
             run_to_end(session.read(first))
             list(iterate_events(session.stream(10)))
@@ -833,10 +829,8 @@ def test_an_undone_turn_leaves_no_trace(name: str) -> None:
 def test_a_prompt_is_stored_as_if_nothing_were_left_out(name: str) -> None:
     model, stores = exactness.lm("dense", "fp64"), []
     for with_recall in (False, True):
-        kv = Dense(model.shapes, model.dtype)
+        kv = make.dense(model)
         read = SparseCache(kv, INDEXES[name], SMALL, range(model.n_layers)) if with_recall else kv
-        run_to_end(
-            GenerationSession(model, read, Off(), exactness.SAMPLERS["greedy"], chunk=13).read(families.prompt(90))
-        )
+        run_to_end(make.session(model, read, chunk=13).read(families.prompt(90)))
         stores.append(kv.slots(2))
     torch.testing.assert_close(stores[0].k, stores[1].k)

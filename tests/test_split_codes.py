@@ -11,11 +11,11 @@ from kvcli.engine.stats import Stats
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend import attend
 from kvcli.kernels.quantize_kv import pack_keys, pack_values, unpack_keys, unpack_values
-from kvcli.kv.slots import AttentionParams, Slots, alike, run_of
+from kvcli.kv.slots import AttentionParams, Slots, run_of
 from kvcli.kv.snapshot import SnapshotReader
 from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.settings.profile import load_profile
-from tests import families
+from tests import families, make
 from tests.test_draft_and_full import lm
 
 K, S, D = 3, 150, 32
@@ -27,7 +27,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def filled(dtype: torch.dtype = torch.float32, rotate: str = "none") -> QuantizedTier:
-    tier = QuantizedTier(alike(2, K, D), dtype, group=16, rotate=rotate, halves=True)
+    tier = make.quantized((2, K, D), dtype=dtype, group=16, rotate=rotate, halves=True)
     k, v = numbers(K, S, D, dtype=dtype), numbers(K, S, D, dtype=dtype).flip(1)
     for at in range(0, S, 50):
         tier.append(0, k[:, at : at + 50], v[:, at : at + 50], at)
@@ -101,7 +101,7 @@ def test_what_stays_of_a_broken_group_keeps_its_halves() -> None:
 
 
 def test_a_slot_takes_little_more_than_half() -> None:
-    tier = QuantizedTier(alike(1, 4, 64), torch.bfloat16, halves=True)
+    tier = make.quantized((1, 4, 64), dtype=torch.bfloat16, halves=True)
     tier.take(0, Slots(numbers(4, 1024, 64), numbers(4, 1024, 64), run_of(0, 1024, 4, torch.device("cpu"))))
     assert sum(use.nbytes for use in tier.usage()) <= 0.55 * (2 * 4 * 64 * 2 * 1024)
 

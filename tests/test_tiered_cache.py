@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from itertools import product
@@ -14,27 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.assemble import view
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kernels.merge_attention import merge_attention
 from kvcli.kv.cache.level import TierLevel
-from kvcli.kv.cache.tiered_cache import TieredCache, slots_to_demote
+from kvcli.kv.cache.tiered_cache import slots_to_demote
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.slots import AttentionParams, KVCache, Slots, alike, nbytes
+from kvcli.kv.slots import AttentionParams, KVCache, Slots, nbytes
 from kvcli.kv.tiers import extents, temp_folder
-from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import DiskTier
 from kvcli.kv.tiers.host import DownloadBuffer, HostTier
-from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.off import Off
-from tests import families
+from tests import make
 from tests.covering import pairs
 from tests.exact.table import DRAFTERS, DTYPES, MODELS, NEW, SAMPLERS, STOP, prompt
-from tests.fake_device import Rounding
-from tests.policies import KeepAll, Ragged, masks
+from tests.policies import KeepAll, Ragged
 
 K, G, D, L = 3, 2, 8, 2
 H = K * G
@@ -42,47 +36,8 @@ Shape = tuple[int, int, int]
 BIG = 1 << 30
 
 
-def two_dense(shape: Shape, dtype: torch.dtype) -> TieredCache:
-    return TieredCache(
-        Dense(alike(*shape), dtype), [TierLevel(Dense(alike(*shape), dtype, step=5))], holds=7, group=4, sinks=2
-    )
-
-
-def rounding(shape: Shape, dtype: torch.dtype) -> TieredCache:
-    return TieredCache(
-        Dense(alike(*shape), dtype, step=8), [TierLevel(Rounding(alike(*shape), dtype))], holds=5, group=3, sinks=1
-    )
-
-
-def three(shape: Shape, dtype: torch.dtype) -> TieredCache:
-    below = [TierLevel(Rounding(alike(*shape), dtype), 8, 4), TierLevel(HostTier(Dense(alike(*shape), dtype), "cpu"))]
-    return TieredCache(Dense(alike(*shape), dtype), below, holds=4, group=4, sinks=3)
-
-
-def on_disk(shape: Shape, dtype: torch.dtype) -> TieredCache:
-    return TieredCache(
-        Dense(alike(*shape), dtype), [TierLevel(DiskTier(alike(*shape), dtype, BIG, BIG))], holds=6, group=2
-    )
-
-
-LADDERS: dict[str, Callable[[Shape, torch.dtype], TieredCache]] = {
-    "two_dense": two_dense,
-    "rounding": rounding,
-    "three": three,
-    "on_disk": on_disk,
-}
+LADDERS = ("two_dense", "rounding", "three", "on_disk")
 EXACT = ("two_dense", "on_disk")  # those that round nothing
-
-
-def packed(k_bits: int, v_bits: int, rotate: str = "none") -> Callable[[Shape, torch.dtype], TieredCache]:
-    def make(shape: Shape, dtype: torch.dtype) -> TieredCache:
-        low = QuantizedTier(alike(*shape), dtype, k_bits=k_bits, v_bits=v_bits, group=4, rotate=rotate)
-        return TieredCache(Dense(alike(*shape), dtype), [TierLevel(low)], holds=6, group=4, sinks=2)
-
-    return make
-
-
-PACKED = {"packed_8": packed(8, 8), "packed_4_2": packed(4, 2, "hadamard"), "packed_16_4": packed(16, 4)}
 POLICIES = {"all": None, "keepall": KeepAll(), "ragged": Ragged()}
 
 
@@ -106,19 +61,8 @@ def positions(kv: KVCache, layer: int = 1) -> list[list[int]]:
     return [sorted(pos[pos >= 0].tolist()) for pos in kv.slots(layer).pos]
 
 
-@pytest.mark.parametrize("window", [None, 1, 9, 33])
-@pytest.mark.parametrize("name", EXACT)
-def test_levels_of_equal_numbers_are_one_tier(name: str, window: int | None) -> None:
-    one, ladder = Dense(alike(L, K, D), torch.float64), LADDERS[name]((L, K, D), torch.float64)
-    fill(one, 40)
-    fill(ladder, 40)
-    assert len([u for u in ladder.usage() if u.layer == 1 and u.slots]) > 1
-    torch.testing.assert_close(read(ladder, window), read(one, window))
-    assert positions(ladder) == positions(one)
-
-
-def test_one_level_is_the_bare_tier() -> None:
-    one, ladder = Dense(alike(L, K, D), torch.float64), TieredCache(Dense(alike(L, K, D), torch.float64))
+def test_one_rung_is_the_bare_tier() -> None:
+    one, ladder = make.dense((L, K, D)), make.tiered((L, K, D))
     fill(one, 40)
     fill(ladder, 40)
     assert torch.equal(read(ladder), read(one))
@@ -133,7 +77,7 @@ def test_what_moves_down_is_the_oldest_beyond_sinks_and_residual_in_whole_groups
 
 
 def test_the_kv_cache_changes_at_compression_points_only() -> None:
-    kv = two_dense((L, K, D), torch.float64)
+    kv = make.cache("two_dense", (L, K, D))
     fill(kv, 40, settle_at=1000)
     assert [u.slots for u in kv.usage() if u.layer == 0] == [40, 0]
     before = kv.changes
@@ -146,9 +90,7 @@ def test_the_kv_cache_changes_at_compression_points_only() -> None:
 
 
 def test_a_long_level_waits_until_moving_is_worth_it() -> None:
-    kv = TieredCache(
-        Dense(alike(L, K, D), torch.float64), [TierLevel(Dense(alike(L, K, D), torch.float64))], holds=64, group=2
-    )
+    kv = make.tiered((L, K, D), TierLevel(make.dense((L, K, D))), holds=64, group=2)
     held = []
     for at in range(0, 80, 2):
         for layer in range(L):
@@ -159,7 +101,7 @@ def test_a_long_level_waits_until_moving_is_worth_it() -> None:
 
 
 def test_rounding_reaches_what_went_down_and_nothing_else() -> None:
-    one, ladder = Dense(alike(L, K, D), torch.float64), rounding((L, K, D), torch.float64)
+    one, ladder = make.dense((L, K, D)), make.cache("rounding", (L, K, D))
     fill(one, 40)
     fill(ladder, 40)
     want, got = one.slots(1), ladder.slots(1)
@@ -170,40 +112,8 @@ def test_rounding_reaches_what_went_down_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("name", LADDERS)
-def test_a_mask_over_all_levels_is_split_by_level(name: str) -> None:
-    kv, one = LADDERS[name]((L, K, D), torch.float64), Dense(alike(L, K, D), torch.float64)
-    fill(kv, 40)
-    for s in [kv.slots(1)]:
-        one.take(1, s)
-
-    def uneven(s: Slots) -> Tensor:
-        return torch.stack([s.pos[j] % (j + 2) == 0 for j in range(K)])
-
-    fell = kv.keep(1, uneven(kv.slots(1)))
-    one.keep(1, uneven(one.slots(1)))
-    want = [[p for p in range(40) if p % (j + 2) == 0] for j in range(K)]
-    assert positions(kv) == want
-    assert int((fell.pos >= 0).sum()) == 40 * K - sum(map(len, want))
-    torch.testing.assert_close(read(kv), read(one))
-    kv.compress(masks(kv, lambda layer, s: s.pos % 4 == 0))
-    assert positions(kv) == [[p for p in row if p % 4 == 0] for row in want]
-
-
-@pytest.mark.parametrize("name", LADDERS)
-def test_cropping_reaches_every_level(name: str) -> None:
-    kv = LADDERS[name]((L, K, D), torch.float64)
-    fill(kv, 40)
-    for n in (38, 12, 3):
-        kv.crop(n)
-        assert positions(kv) == [list(range(n))] * K
-    kv.crop(0)
-    fill(kv, 20)
-    assert positions(kv) == [list(range(20))] * K
-
-
-@pytest.mark.parametrize("name", LADDERS)
-def test_slots_move_from_one_kv_cache_to_another(name: str) -> None:
-    one, kv = Dense(alike(L, K, D), torch.float64), LADDERS[name]((L, K, D), torch.float64)
+def test_a_past_moves_from_one_store_to_another(name: str) -> None:
+    one, kv = make.dense((L, K, D)), make.cache(name, (L, K, D))
     fill(one, 40)
     for layer in range(L):
         kv.take(layer, one.slots(layer))
@@ -214,7 +124,7 @@ def test_slots_move_from_one_kv_cache_to_another(name: str) -> None:
 
 @pytest.mark.parametrize("name", LADDERS)
 def test_the_newest_slots_are_those_stored_last(name: str) -> None:
-    kv = LADDERS[name]((L, K, D), torch.float64)
+    kv = make.cache(name, (L, K, D))
     fill(kv, 40)
     for n in range(1, 41):  # of the top alone, and so many that its first tokens or lower levels would be among them
         assert positions_of(kv.newest(1, n)) == [list(range(40 - n, 40))] * K
@@ -227,8 +137,8 @@ def positions_of(s: Slots) -> list[list[int]]:
 @pytest.mark.parametrize("below", [True, False])
 def test_the_last_level_says_when_it_is_full_and_keeps_what_it_has(below: bool) -> None:
     shape = (L, K, D)
-    rungs = [TierLevel(Dense(alike(*shape), torch.float64), 14)] if below else []
-    kv = TieredCache(Dense(alike(*shape), torch.float64), rungs, holds=10 if below else 22, group=2 if below else 1)
+    rungs = [TierLevel(make.dense(shape), 14)] if below else []
+    kv = make.tiered(shape, *rungs, holds=10 if below else 22, group=2 if below else 1)
     with pytest.raises(CacheFull, match="outgrown"):
         fill(kv, 40)
     kv.crop(20)
@@ -241,7 +151,7 @@ def test_the_last_level_says_when_it_is_full_and_keeps_what_it_has(below: bool) 
 
 
 def test_a_host_tier_answers_rows_of_its_device_and_counts_as_host() -> None:
-    one, host = Dense(alike(L, K, D), torch.float64), HostTier(Dense(alike(L, K, D), torch.float64), "cpu")
+    one, host = make.dense((L, K, D)), HostTier(make.dense((L, K, D)), "cpu")
     for layer in range(L):
         host.append(layer, *(t := torch.randn(2, K, 9, D, dtype=torch.float64)).unbind(0), 0)
         one.append(layer, *t.unbind(0), 0)
@@ -262,7 +172,7 @@ def test_staging_copies_in_pieces_and_does_without_pinned_memory() -> None:
 
 
 def a_disk(most: int = BIG, writes: int = BIG) -> DiskTier:
-    return DiskTier(alike(L, K, D), torch.float64, most, writes)
+    return make.disk((L, K, D), most=most, writes=writes)
 
 
 def some(n: int, at: int = 0) -> Slots:
@@ -280,7 +190,7 @@ def test_the_file_is_private_and_has_no_name() -> None:
 
 
 def test_slots_come_back_from_the_disk_as_they_went() -> None:
-    kv, one = a_disk(), Dense(alike(L, K, D), torch.float64)
+    kv, one = a_disk(), make.dense((L, K, D))
     for at, n in ((0, 1), (1, 299), (300, 5000)):
         s = some(n, at)
         kv.take(1, s)
@@ -294,7 +204,7 @@ def test_slots_come_back_from_the_disk_as_they_went() -> None:
 
 
 def test_slots_that_go_to_the_disk_together_are_read_together_but_by_a_device_apart() -> None:
-    kv, apart = a_disk(), DiskTier(alike(L, K, D), torch.float64, BIG, BIG, longest=4096)
+    kv, apart = a_disk(), make.disk((L, K, D), longest=4096)
     for one in (kv, apart):
         one.take(0, some(9000))
     assert [e.length for e in kv._layers[0]] == [9000]
@@ -311,20 +221,6 @@ def test_room_on_the_disk_is_used_again() -> None:
     once = a_disk()
     once.take(0, some(700))
     assert os.fstat(kv._file._file.fileno()).st_size == os.fstat(once._file._file.fileno()).st_size
-
-
-def test_a_copy_of_a_kv_cache_has_a_file_of_its_own() -> None:
-    import copy
-
-    kv = a_disk()
-    kv.take(1, some(20))
-    kv.keep(1, kv.slots(1).pos % 3 == 0)
-    twin = copy.deepcopy(kv)
-    torch.testing.assert_close(read(twin), read(kv))
-    assert torch.equal(twin.slots(1).pos, kv.slots(1).pos), "others are found by their place behind forgotten ones"
-    twin.crop(5)
-    assert positions(kv) == [list(range(0, 20, 3))] * K
-    assert positions(twin) == [[0, 3]] * K
 
 
 @pytest.mark.parametrize("most", ["bytes", "writes"])
@@ -386,7 +282,7 @@ def test_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def lm(model: str, dtype: str) -> LM:
-    found = LM.of(families.build(MODELS[model], DTYPES[dtype]))
+    found = make.model(MODELS[model], DTYPES[dtype])
     if dtype != "fp64":  # a last digit may become another code
         found.install_kernels()
     return found
@@ -394,11 +290,8 @@ def lm(model: str, dtype: str) -> LM:
 
 def decode(name: str, model: str, policy: str, sampler: str, dtype: str, drafter: Drafter) -> list[int]:
     found = lm(model, dtype)
-    kv = (LADDERS | PACKED)[name]((found.n_layers, found.n_kv_heads, found.head_dim), found.dtype)
-    keep = POLICIES[policy]
-    session = GenerationSession(
-        found, kv, drafter, SAMPLERS[sampler], view=view(found, kv, drafter), policy=keep, every=8, chunk=13
-    )
+    kv = make.cache(name, found)
+    session = make.session(found, kv, drafter, SAMPLERS[sampler], policy=POLICIES[policy], every=8, chunk=13)
     run_to_end(session.read(prompt()))
     for _ in iterate_events(session.stream(NEW, stop={STOP})):
         assert session.committed == len(session.ids) - 1
@@ -412,7 +305,7 @@ def plain(name: str, model: str, policy: str, sampler: str, dtype: str) -> list[
 
 @pytest.mark.parametrize(
     ("name", "policy", "drafter", "sampler", "dtype"),
-    pairs(product(LADDERS | PACKED, POLICIES, DRAFTERS, SAMPLERS, DTYPES)),
+    pairs(product((*LADDERS, *make.PACKED), POLICIES, DRAFTERS, SAMPLERS, DTYPES)),
 )
 def test_any_drafter_gives_the_text_of_plain_decoding(
     name: str, policy: str, drafter: str, sampler: str, dtype: str
@@ -433,8 +326,7 @@ def test_sliding_layers_and_sinks_too(name: str, model: str, drafter: str) -> No
 @pytest.mark.parametrize("name", EXACT)
 def test_levels_that_round_nothing_give_the_text_of_one_tier(name: str, model: str) -> None:
     found = lm(model, "fp64")
-    session = GenerationSession(found, Dense(found.shapes, found.dtype), Off(),
-                      SAMPLERS["sampled"], chunk=13)  # fmt: skip
+    session = make.session(found, sampler=SAMPLERS["sampled"], chunk=13)  # fmt: skip
     run_to_end(session.read(prompt()))
     list(iterate_events(session.stream(NEW, stop={STOP})))
     assert plain(name, model, "all", "sampled", "fp64") == session.ids

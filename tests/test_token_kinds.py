@@ -10,7 +10,6 @@ import torch
 from kvcli.chat.conversation import Chat
 from kvcli.chat.model import Model
 from kvcli.chat.token_kinds import LONG, chat_spans, kind_of, kinds_by_id
-from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.token_kinds import (
     END,
     NEWLINE,
@@ -26,7 +25,7 @@ from kvcli.engine.sequence.token_kinds import (
 )
 from kvcli.models.text import decode, encode, render_prompt, render_text, special_ids
 from kvcli.settings.profile import load_profile
-from tests import families
+from tests import make
 from tests.small_tokenizers import DROPS_SYSTEM, KINDS, NO_SYSTEM, byte_fallback, demo
 
 CHAT = [
@@ -162,7 +161,7 @@ def test_an_answer_in_other_tokens_does_not_move_what_is_around_it() -> None:
 
 
 def test_a_conversation_tells_the_session_where_its_system_text_stands() -> None:
-    lm = LM.of(families.build("llama", vocab_size=len(demo()), max_position_embeddings=1024))
+    lm = make.model("llama", vocab_size=len(demo()), max_position_embeddings=1024)
     policy = {"name": "fastgen", "recovery": 0.0, "recent": 3, "sinks": 0}
     model = Model(lm, demo(), load_profile("exact").replace(exactness="approx", policy=policy))
     chat = Chat(model, "Answer in one word, always.")
@@ -180,7 +179,7 @@ def test_a_conversation_tells_the_session_where_its_system_text_stands() -> None
 
 
 def test_without_a_policy_no_kinds_are_looked_up() -> None:
-    lm = LM.of(families.build("llama"))
+    lm = make.model()
 
     class Silent:
         def __getattr__(self, name: str) -> object:

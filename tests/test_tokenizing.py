@@ -174,16 +174,14 @@ def made(whole: Path, folder: Path, **changes: Any) -> Path:
 
 ADDED = {"id": 382, "content": "banana", "special": False, "normalized": True}
 ADDED |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+HEAVY = "tokenizer_too_heavy"
 BOMBS: dict[str, tuple[str, Json]] = {
-    "a normalizer that doubles": ("too_heavy", {"normalizer": row("normalizers", *[literal("a", "aa")] * 28)}),
-    "by a pattern": ("too_heavy", {"normalizer": row("normalizers", *[regex("[a-z]", "aa")] * 28)}),
-    "of nothing": ("too_heavy", {"normalizer": row("normalizers", *[regex("(?=a)", "a")] * 28)}),
-    "at once": ("too_heavy", {"normalizer": literal("a", "a" * 20_000_000)}),
-    "when it is loaded": (
-        "too_heavy",
-        {"normalizer": row("normalizers", *[literal("a", "aa")] * 40), "added": [ADDED]},
-    ),
-    "a decoder that doubles": ("too_heavy", {"decoder": row("decoders", *[regex("[^q]", "aa")] * 28)}),
+    "a normalizer that doubles": (HEAVY, {"normalizer": row("normalizers", *[literal("a", "aa")] * 28)}),
+    "by a pattern": (HEAVY, {"normalizer": row("normalizers", *[regex("[a-z]", "aa")] * 28)}),
+    "of nothing": (HEAVY, {"normalizer": row("normalizers", *[regex("(?=a)", "a")] * 28)}),
+    "at once": (HEAVY, {"normalizer": literal("a", "a" * 20_000_000)}),
+    "when it is loaded": (HEAVY, {"normalizer": row("normalizers", *[literal("a", "aa")] * 40), "added": [ADDED]}),
+    "a decoder that doubles": (HEAVY, {"decoder": row("decoders", *[regex("[^q]", "aa")] * 28)}),
     "a pattern that goes back": ("bad_tokenizer", {"pre_tokenizer": split("(x+x+)+y")}),
     "a normalizer that goes back": ("bad_tokenizer", {"normalizer": regex("(x+x+)+y", "z")}),
     "a map that is none": ("bad_tokenizer", {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}),
@@ -198,7 +196,7 @@ def test_a_tokenizer_is_bounded_in_time_and_memory(whole: Path, tmp_path: Path, 
     code, changes = BOMBS[bomb]
     with pytest.raises(BadModel) as caught, kvcli.load(str(made(whole, tmp_path / "m", **changes)), "exact") as model:
         model.generate(QUESTION, max_new_tokens=4)
-    assert caught.value.code.endswith(code)
+    assert caught.value.code == code
     assert caught.value.try_
     assert "panicked" not in capfd.readouterr().err
 

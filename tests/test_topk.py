@@ -29,13 +29,13 @@ from kvcli.methods.policies.keydiff import KeyDiff
 from kvcli.methods.policies.kvzip import KVzip
 from kvcli.methods.policies.snapkv import Snap
 from kvcli.settings.profile import load_profile
-from tests import drafters, families
+from tests import drafters, families, make
 from tests.covering import pairs
 from tests.policies import kept, moment
 
 torch.set_num_threads(1)
-TINY = LM.of(families.build("llama"))
-SLIDING = LM.of(families.build("gemma3"))
+TINY = make.model()
+SLIDING = make.model("gemma3")
 L, K = TINY.n_layers, TINY.n_kv_heads
 SMALL = {"sinks": 2, "recent": 5}
 NAMES: dict[str, dict[str, Any]] = {
@@ -255,7 +255,7 @@ DRAFTERS: dict[str, Any] = {
     "bush": lambda truth: drafters.Bush(truth, 97, -1),
 }
 ROWS = [*((name, "ada") for name in NAMES), ("snap", "uniform"), ("snap", "pyramid"), ("h2o", "global")]
-EXACT = {True: LM.of(families.build("llama", torch.float64)), False: LM.of(families.build("gpt_oss", torch.float64))}
+EXACT = {True: make.model("llama", torch.float64), False: make.model("gpt_oss", torch.float64)}
 
 
 @cache
@@ -267,16 +267,8 @@ def spoken(name: str, alloc: str, full: bool, drafter: Drafter) -> list[int]:
     """Two turns of a chat."""
     lm, new = EXACT[full], {} if name == "kvzip" else {"keep_new": 9, "compression_interval": 7}
     policy = _settings(name, keep=0.4, alloc=alloc, **new)
-    kv = Dense(lm.shapes, lm.dtype)
-    s = GenerationSession(
-        lm,
-        kv,
-        drafter,
-        Sampler(0.8, seed=3),
-        view=assemble.view(lm, kv, drafter),
-        policy=policy,
-        every=policy.compression_interval,
-        chunk=19,
+    s = make.session(
+        lm, drafter=drafter, sampler=Sampler(0.8, seed=3), policy=policy, every=policy.compression_interval, chunk=19
     )
     phrase = families.prompt(9)
     run_to_end(s.read(families.prompt(40, seed=2) + phrase + families.prompt(5, seed=3) + phrase[:6]))

@@ -15,27 +15,21 @@ from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf import model_probe
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
-from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel
 from kvcli.fit import weights
 from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.memory import GIB, kv_bytes, stored
 from kvcli.fit.plan import MeasuredFacts, PlannedModel, plan
-from kvcli.kv.cache.level import CroppableTier, TierLevel
-from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.footprint import layer_bytes
-from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.slots import nbytes
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import DiskTier
-from kvcli.kv.tiers.quantized import QuantizedTier
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.streaming import StreamingLLM
 from kvcli.models.checkpoint_format import CheckpointFormat
 from kvcli.models.shape import shape_of
 from kvcli.settings.profile import Profile
-from tests import all_families, drafters, families
+from tests import all_families, drafters, families, make
 
 NAMES = ("stablelm", "nemotron", "gemma4", "gemma4_shared", "gemma3n", "mimo", "deepseek_v3", "glm4_moe_lite")
 SEVERAL = NAMES[2:]
@@ -45,7 +39,7 @@ VOCAB, NO_STOP = 97, -1
 
 @cache
 def lm(name: str, dtype: torch.dtype = torch.float32) -> LM:
-    return LM.of(families.build(name, dtype))
+    return make.model(name, dtype)
 
 
 def ids() -> list[int]:
@@ -62,30 +56,20 @@ def theirs(name: str, dtype: torch.dtype = torch.float32) -> list[int]:
 
 
 def dense(model: LM) -> Dense:
-    return Dense(model.shapes, model.dtype, windows=windows_of(model.shapes, model.sights))
+    return make.dense(model, windows=make.windows(model))
 
 
-def ladder(model: LM, below: CroppableTier) -> TieredCache:
-    return TieredCache(Dense(model.shapes, model.dtype, step=8), [TierLevel(below)], holds=7, group=4, sinks=2)
-
-
-def int8(model: LM) -> TieredCache:
-    return ladder(model, QuantizedTier(model.shapes, model.dtype, k_bits=8, v_bits=8, group=4))
-
-
-def disk(model: LM) -> TieredCache:
-    return ladder(model, DiskTier(model.shapes, model.dtype, 1 << 24, 1 << 26))
-
-
-STORES = {"dense": dense, "int8": int8, "disk": disk}
+STORES: dict[str, Any] = {
+    "dense": dense,
+    "int8": lambda lm: make.tiered(lm, TierLevel(make.quantized(lm, group=4)), step=8, holds=7, group=4, sinks=2),
+    "disk": lambda lm: make.tiered(lm, TierLevel(make.disk(lm)), step=8, holds=7, group=4, sinks=2),
+}
 
 
 def opened(name: str, kv: str = "dense", drafter: Drafter | None = None, **how: Any) -> GenerationSession:
     model = lm(name, how.pop("dtype", torch.float32))
     every = how.pop("every", 16 if kv != "dense" else None)
-    return GenerationSession(
-        model, STORES[kv](model), drafter or Off(), Sampler(), **{"chunk": 13, "every": every, **how}
-    )
+    return make.session(model, STORES[kv](model), drafter, **{"chunk": 13, "every": every, **how})
 
 
 def written(session: GenerationSession, new: int = NEW) -> list[int]:
@@ -213,7 +197,7 @@ def held_bytes(kv: Dense) -> int:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_reported_is_held_and_foretold(name: str) -> None:
     session = opened(name)
-    session.cache = kv = Dense(session.lm.shapes, session.lm.dtype)  # windows that nobody gives back
+    session.cache = kv = make.dense(session.lm)  # windows that nobody gives back
     run_to_end(session.read(ids()))
     exact = Profile.load("exact")
     foretold = [of for of, _ in stored(shape_of(families.config_of(name).to_dict(), name))]

@@ -75,6 +75,12 @@ def once(lm: LM, kv: Dense, rows: int, context: int) -> float:
     want = range(rows if rows < ROWS[-1] else 0)  # prefill needs no logits
     synchronize(lm.device)
     began = time.perf_counter()
-    run([ForwardRequest(lm, built, kv, want=want, states=RecurrentStates(lm.mixers.like), is_prompt=rows == ROWS[-1])])
+    run(
+        [
+            ForwardRequest(
+                lm, built, kv, want=want, states=RecurrentStates(lm.recurrent_layers.like), is_prompt=rows == ROWS[-1]
+            )
+        ]
+    )
     synchronize(lm.device)
     return time.perf_counter() - began

@@ -31,7 +31,7 @@ def repair_session(session: GenerationSession) -> bool:
     stored are removed, and a prompt in prefill then ends with the last token that all layers stored.
     """
     session.committed = min(session.committed, max(0, len(session.ids) - 1))
-    is_due = session.committed > 0 and session.committed == session.boundary
+    is_due = session.committed > 0 and session.committed == session.compression_point
     session.rewind(session.committed + 1)
     return is_due
 

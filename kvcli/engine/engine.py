@@ -62,8 +62,8 @@ def _run(lm: LM, feeds: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     if feeds[0].layers is not None and lm.straight is None:
         lm.check_layer_gates()
     way = BatchedPass(passes) if len(passes) > 1 else passes[0]
-    if lm.mixers:
-        way.trial = lm.mixers.trial(feeds, way.trial)
+    if lm.recurrent_layers:
+        way.trial = lm.recurrent_layers.trial(feeds, way.trial)
     logits, hidden = _forward(lm, feeds, way)
     wanted = [len(feed.want) for feed in feeds]
     each = torch.split(logits, wanted) if len(feeds) > 1 else [logits]
@@ -92,7 +92,7 @@ def _forward(
         starts.append(starts[-1] + feed.rows.n_rows)
     want: list[int] | None = [start + row for start, feed in zip(starts, feeds, strict=False) for row in feed.want]
     is_below = attends.layers.stop < lm.n_layers and not feeds[0].only_kv
-    at_end = want or is_below or lm.mixers.are_last
+    at_end = want or is_below or lm.recurrent_layers.are_last
     attends.last = -1 if at_end else _last(lm, feeds, attends.layers)
     if want == list(range(starts[-1])):
         want = None  # every row is wanted: no selection

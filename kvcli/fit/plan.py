@@ -238,7 +238,7 @@ def _spending(profile: Profile, shape: Shape, number: int, kind: str, caps: Tier
     except CacheFull:  # the plan reports it for the device
         holds = 0
     layers = [of for of, _ in memory.stored(shape)]
-    of_kv = profile.memory, profile.kv, profile.sparse.settings, _sights(shape), layers, number
+    of_kv = profile.memory, profile.kv, profile.sparse.settings, _attention_params(shape), layers, number
     return spending(*of_kv, kind=kind, free=0, has_more=room.has_more, holds=holds)
 
 
@@ -364,7 +364,7 @@ def _caps(profile: Profile, shape: Shape, room: AvailableMemory, number: int, fr
             profile.kv_format.settings,
             profile.memory,
             profile.sparse.settings,
-            _sights(shape),
+            _attention_params(shape),
             [of for of, _ in memory.stored(shape)],
             number,
             chunk=chunk,
@@ -376,14 +376,14 @@ def _caps(profile: Profile, shape: Shape, room: AvailableMemory, number: int, fr
     return TierLimits(found, free)
 
 
-def _sights(shape: Shape) -> list[AttentionParams]:
+def _attention_params(shape: Shape) -> list[AttentionParams]:
     return [AttentionParams(1.0, window=window) for window in shape.windows]
 
 
 def _index(profile: Profile, shape: Shape, number: int) -> Callable[[int, int], int]:
     """Return a function: slots per head, and of these the newly stored ones -> bytes of the sparse attention index."""
     layers = [of for of, _ in memory.stored(shape)]
-    read = [layers[i] for i in profile.sparse.layers(storing(_sights(shape), layers))]
+    read = [layers[i] for i in profile.sparse.layers(storing(_attention_params(shape), layers))]
     per_slot = sum(of.n_kv_heads * profile.sparse.per_slot(of.k_dim, number) for of in read)
     return lambda slots, fresh: index_bytes(
         profile.kv, profile.kv_format.settings, profile.memory, per_slot, slots, fresh

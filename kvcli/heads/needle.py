@@ -55,7 +55,7 @@ def looks(session: GenerationSession, sample: ProbeSample) -> Iterator[Iterator[
 
 
 def _weights(feed: ForwardRequest, kv: KVCache, made: ForwardResult, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-    sight, s, rows, heard = feed.lm.sights[layer], kv.slots(layer), feed.rows, list(feed.record_queries)
+    sight, s, rows, heard = feed.lm.attention_params[layer], kv.slots(layer), feed.rows, list(feed.record_queries)
     q, pos = made.queries[layer].float(), [rows.pos[row] for row in heard]
     among = torch.ones(rows.n_rows, rows.n_rows, dtype=torch.bool).tril() if rows.sees is None else rows.sees
     n_kv = s.k.shape[0]

@@ -143,7 +143,7 @@ def room(
     form: KVFormat,
     memory: Memory,
     recall: SparseMethod,
-    sights: Sequence[AttentionParams],
+    attention_params: Sequence[AttentionParams],
     shapes: Sequence[LayerShape],
     number: int,
     *,
@@ -157,7 +157,7 @@ def room(
     `number`: bytes of an element in full precision. `chunk`: most tokens of a prefill pass. `free`, `host`: bytes if no
     size is set; on a CPU there is no separate host memory.
     """
-    read = [shapes[layer] for layer in recall.layers(storing(sights, shapes))]
+    read = [shapes[layer] for layer in recall.layers(storing(attention_params, shapes))]
     each = [full_bytes(shape, number) for shape in shapes]
     index = sum(shape.n_kv_heads * recall.per_slot(shape.k_dim, number) for shape in read)
     near = sum(recall.page_cache_bytes(shape.numbers // 2, number) for shape in read)

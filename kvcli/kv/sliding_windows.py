@@ -77,10 +77,10 @@ class Windows:
         self._opened.clear()
 
 
-def windows_of(shapes: Sequence[LayerShape], sights: Sequence[AttentionParams]) -> dict[int, Window]:
+def windows_of(shapes: Sequence[LayerShape], attention_params: Sequence[AttentionParams]) -> dict[int, Window]:
     """Return the largest window of each storing layer; layers with full attention are left out."""
     size: dict[int, int | None] = {}
-    for layer, (shape, sight) in enumerate(zip(shapes, sights, strict=True)):
+    for layer, (shape, sight) in enumerate(zip(shapes, attention_params, strict=True)):
         holder = layer if shape.shared_from is None else shape.shared_from
         of, here = size.get(holder, 0), sight.window
         size[holder] = None if of is None or here is None else max(of, here)

@@ -56,9 +56,9 @@ def storing_layer_of(shapes: Sequence[LayerShape]) -> list[int]:
     return [layer if of.shared_from is None else of.shared_from for layer, of in enumerate(shapes)]
 
 
-def storing(sights: Sequence[AttentionParams], shapes: Sequence[LayerShape]) -> list[AttentionParams | None]:
+def storing(attention_params: Sequence[AttentionParams], shapes: Sequence[LayerShape]) -> list[AttentionParams | None]:
     """Return the attention parameters of each layer; None for a layer that reads another layer's slots."""
-    return [sight if of.shared_from is None else None for sight, of in zip(sights, shapes, strict=True)]
+    return [sight if of.shared_from is None else None for sight, of in zip(attention_params, shapes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

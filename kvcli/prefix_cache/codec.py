@@ -18,7 +18,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Uncompressed:
-    """No compression: keys and values are saved as they are in memory."""
+    """No compression (kvcli's own): KV is saved as it is in memory. Not measured here: it is the baseline."""
 
     def encode(self, t: Tensor) -> bytes | None:
         """Return None: no tensor is encoded."""
@@ -27,7 +27,10 @@ class Uncompressed:
 
 @dataclass(frozen=True)
 class Lossless:
-    """Lossless compression: three quarters of the bytes for bf16, whose exponents are mostly alike."""
+    """Exponents in four bits (kvcli's own), without loss: three quarters of the bytes for bf16.
+
+    A block of the demo model takes 595 kB, 4.9 ms to write and 1.3 ms to read (measurements/lab-log.md).
+    """
 
     def encode(self, t: Tensor) -> bytes | None:
         """Encode with exponents in four bits; None if that takes no fewer bytes."""

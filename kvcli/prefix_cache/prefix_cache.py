@@ -174,7 +174,7 @@ class PrefixCache:
 
     def _is_in_blocks(self, shaping: CacheConditions) -> bool:
         """True if only KV is saved. A recurrent state belongs to a whole sequence and is saved in a snapshot."""
-        return shaping.is_whole and not self._lm.mixers
+        return shaping.is_whole and not self._lm.recurrent_layers
 
     def _blocks(
         self, session: GenerationSession, tree: BlockTree, codec: Codec
@@ -248,7 +248,7 @@ class PrefixCache:
         From `have` tokens on there must be no gap, even outside of windows, because a sum over slots in another layout
         has other bits.
         """
-        windows, begins = windows_of(self._lm.shapes, self._lm.sights), dict[int, int]()
+        windows, begins = windows_of(self._lm.shapes, self._lm.attention_params), dict[int, int]()
         for layer, shape in enumerate(self._lm.shapes):
             if shape.shared_from is not None:
                 continue

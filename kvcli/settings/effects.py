@@ -55,6 +55,9 @@ class Needs:
     key: str = ""  # key of the method's table that asks for it; "" = the key that names the method
 
 
+ALIKE_HEADS = Needs(frozenset({"evicts"}), "heads with the same tokens: set kv_format.joint = 1", "joint")
+
+
 def is_there(size: str) -> bool:
     """True if a size of `[memory]` enables its tier."""
     return size == "auto" or size_of(size) > 0

@@ -1,41 +1,26 @@
-"""Former names of settings. An old name is refused, and the error gives the new one."""
+"""Former names of settings, options and commands. A former name is refused, and the error gives the present one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-TABLES = {"recall": "sparse", "form": "kv_format", "keep": "prefix_cache", "steps": "reasoning_steps"}
-KEYS = {
-    "kv.halves": "split_codes",
-    "memory.disposition": "evicted",
-    "memory.ladder": "fallbacks",
-    "memory.lose": "max_loss",
-    "memory.on_shortage": "on_oom",
-    "memory.reach": "host_access",
-    "memory.texts": "sequences",
-    "policy.every": "compression_interval",
-    "policy.guard": "recent",
-    "policy.reprofile_every": "reprofile_interval",
-    "prune.least": "min_prompt",
-    "prune.revive_every": "revive_interval",
-    "reuse.least": "min_span",
-    "sparse.every": "selection_interval",
-    "spec.cascade": "lookup_verify",
-    "spec.kill_below": "min_speedup",
-    "spec.local": "recent",
-    "spec.looks": "scored_layers",
-    "spec.probe_every": "baseline_interval",
-    "spec.promise": "min_gain",
-    "spec.shelf": "chunk_device",
-    "spec.strict": "require_batch_invariance",
-    "spec.wide": "tree_width",
-    "keep_kv": "prefix_cache_size",
-}
+FORMER: Mapping[str, str] = {
+    "recall": "sparse", "form": "kv_format", "keep": "prefix_cache", "steps": "reasoning_steps",
+    "kv.halves": "kv.split_codes", "memory.disposition": "memory.evicted", "memory.ladder": "memory.fallbacks",
+    "memory.lose": "memory.max_loss", "memory.on_shortage": "memory.on_oom", "memory.reach": "memory.host_access",
+    "memory.texts": "memory.sequences", "policy.every": "policy.compression_interval", "policy.guard": "policy.recent",
+    "policy.reprofile_every": "policy.reprofile_interval", "prune.least": "prune.min_prompt",
+    "prune.revive_every": "prune.revive_interval", "reuse.least": "reuse.min_span",
+    "sparse.every": "sparse.selection_interval", "spec.cascade": "spec.lookup_verify",
+    "spec.kill_below": "spec.min_speedup", "spec.local": "spec.recent", "spec.looks": "spec.scored_layers",
+    "spec.probe_every": "spec.baseline_interval", "spec.promise": "spec.min_gain", "spec.shelf": "spec.chunk_device",
+    "spec.strict": "spec.require_batch_invariance", "spec.wide": "spec.tree_width", "keep_kv": "prefix_cache_size",
+    "--fresh": "--no-cache", "--mode map": "--mode parts", "/sessions": "/chats",
+}  # fmt: skip
 
 
 def new_name(keys: Sequence[str]) -> str:
     """Return the present dotted name of a setting that was renamed; "" if it never had another name."""
-    table = TABLES.get(keys[0], keys[0])
-    now = ".".join([table, *keys[1:]])
-    now = ".".join([*now.split(".")[:-1], KEYS[now]]) if now in KEYS else now
+    now = ".".join([FORMER.get(keys[0], keys[0]), *keys[1:]])
+    now = FORMER.get(now, now)
     return now if now != ".".join(keys) else ""

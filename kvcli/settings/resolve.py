@@ -115,7 +115,7 @@ def _problem(keys: Keys, setting: Setting, around: Settings, registries: Registr
     depth = 2 if keys[0] in ORDER else 1
     name = keys[depth - 1]
     if name not in known or (depth == 1 and isinstance(setting.origin, Typed) and name != "exactness"):
-        return unknown(keys[:depth], setting, known, dotted_keys(around, registries))
+        return unknown(keys if new_name(keys) else keys[:depth], setting, known, dotted_keys(around, registries))
     try:
         check(known[name].hint, setting.value if len(keys) == depth else {keys[depth]: setting.value})
     except WrongValue as wrong:

@@ -1,37 +1,35 @@
 """This checkout against an earlier one: reading and plain decoding of the same random model, in turns, in one run.
 
     git worktree add /tmp/before COMMIT
-    python tests/bench/against.py /tmp/before [--prompts 512,4096,16384] [--reps 20] [--reads 2] [--out FILE]
+    python tests/bench/against.py [--before /tmp/before] [--prompts 512,4096,16384] [--reps 20] [--reads 2] [--out FILE]
 
 Each side is a process that has loaded its own checkout (`build`, `ours_of`, `ours` and `rows_against_row` of its
 tests/bench/decode.py) and works when it is told to: a few tokens here, a few there. Also passes of 8 rows. Ratios above
 1: this checkout is faster. `least` compares the shortest steps, the shortest passes of either side: what a busy machine
 leaves alone.
-Prints a table, then JSON on the last line.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Annotated, Any
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.bench.harness import ROOT, Ints, Rows, in_turns, measurement, quotients
 
 WORKER = """
-import json, statistics, sys
-sys.path.insert(0, sys.argv[1])
+import json, sys
+sys.path.insert(0, "")
 import torch
 torch.set_num_threads(1)
 from tests.bench import decode
-try:
-    from kvcli.engine.engine import iterate_events
-except ImportError:  # before sessions yielded feeds
-    iterate_events = iter
+from kvcli.engine.engine import iterate_events
 lm = decode.ours_of(decode.build())
 for line in sys.stdin:
     what, n = json.loads(line)
@@ -46,60 +44,45 @@ for line in sys.stdin:
 """
 
 
-class Side:
-    """A checkout at work."""
+class Checkout:
+    """A checkout at work in a process of its own, which answers each line of JSON with another."""
 
-    def __init__(self, checkout: Path) -> None:
-        self.commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True
-        ).stdout.strip()
+    def __init__(self, root: Path, *words: str) -> None:
+        git = ["git", "describe", "--always", "--dirty"]
+        self.commit = subprocess.run(git, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
         pipe = subprocess.PIPE
-        command = [sys.executable, "-c", WORKER, str(checkout)]
-        self._process = subprocess.Popen(command, cwd=checkout, stdin=pipe, stdout=pipe, text=True)
+        self._process = subprocess.Popen([sys.executable, *words], cwd=root, stdin=pipe, stdout=pipe, text=True)
 
-    def measure(self, what: str, n: int) -> list[float]:
-        """Seconds: of reading n tokens, of each step of the n next ones, of each pass of n rows."""
+    def measure(self, *asked: object) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([what, n]) + "\n")
+        self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
-        found: list[float] = json.loads(self._process.stdout.readline())
-        return found
+        return json.loads(self._process.stdout.readline())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", type=Path)
-    parser.add_argument("--prompts", default="512,4096,16384")
-    parser.add_argument("--new", type=int, default=6, help="tokens of one turn")
-    parser.add_argument("--reps", type=int, default=20, help="turns of decoding, and of passes of 8 rows")
-    parser.add_argument("--reads", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    sides = [Side(args.before.resolve()), Side(ROOT)]
-    for side in sides:
+@measurement("This checkout in multiples of the speed of an earlier one")
+def against(
+    before: Annotated[Path, "the earlier checkout"] = Path("/tmp/before"),
+    prompts: Ints = (512, 4096, 16384),
+    new: Annotated[int, "tokens of one turn"] = 6,
+    reps: Annotated[int, "turns of decoding, and of passes of 8 rows"] = 20,
+    reads: int = 2,
+) -> Rows:
+    sides = {name: Checkout(root, "-c", WORKER) for name, root in (("before", before), ("now", ROOT))}
+    for side in sides.values():
         side.measure("read", 64)  # warm
-    rows: list[dict[str, Any]] = []
-    print(f"{sides[1].commit} against {sides[0].commit}, times as fast (min, quartiles, max; least)")
-    for n in map(int, args.prompts.split(",")):
-        for what, size, reps in (("read", n, args.reads), ("decode", args.new, args.reps), ("pass", 8, args.reps)):
-            times, least = [], [float("inf")] * 2
-            for rep in range(reps):
-                order = sides if rep % 2 else sides[::-1]
-                found = {id(side): side.measure(what, size) for side in order}
-                both = [found[id(side)] for side in sides]
-                times.append(statistics.median(both[0]) / statistics.median(both[1]))
-                least = [min(old, *new) for old, new in zip(least, both, strict=True)]
-            quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
-            spread = [round(x, 3) for x in (min(times), *quartiles, max(times))]
-            shortest = round(least[0] / least[1], 3)
-            rows.append({"prompt": n, "what": what, "times": spread, "least": shortest})
-            print(f"{n:7,}  {what:8}", *(f"{x:6.3f}" for x in spread), f"  {shortest:6.3f}", flush=True)
-    text = json.dumps({"before": sides[0].commit, "now": sides[1].commit, "rows": rows})
-    if args.out:
-        args.out.write_text(text, encoding="utf-8")
-    print(text)
+    for n in prompts:
+        for what, size, turns in (("read", n, reads), ("decode", new, reps), ("pass", 8, reps)):
+            work: dict[str, Callable[[], list[float]]] = {
+                name: partial(side.measure, what, size) for name, side in sides.items()
+            }
+            found = in_turns(work, turns, 0)
+            least = [min(min(turn) for turn in found[name]) for name in sides]
+            times = quotients(map(median, found["before"]), map(median, found["now"]), 3)
+            yield {"prompt": n, "what": what, "times": times, "least": round(least[0] / least[1], 3)}
+    return {"before": sides["before"].commit}
 
 
 if __name__ == "__main__":
-    main()
+    against.main()

@@ -165,12 +165,13 @@ def row(context: int, side: str, found: Windows, full: Windows, control: Windows
     return out | {f"kl {text}": round(fmean(some), 6) for text, some in each(found, of_tokens("kl")).items()}
 
 
-def columns(is_long: bool) -> list[str]:
+def columns(is_long: bool, has_control: bool) -> list[str]:
     """Those that a reader is shown."""
     if is_long:
         return ["context", "side", "kv bytes", "perplexity", "agree", "kl"]
     behind = [f"kl {a}-{b}" for a, b in BEHIND]
-    return ["side", "kept", "kv bytes", "perplexity", "agree", "kl", *behind, "below random"]
+    control = ["below random"] * has_control
+    return ["side", "kept", "kv bytes", "perplexity", "agree", "kl", *behind, *control]
 
 
 @measurement(
@@ -207,7 +208,7 @@ def agreement(
     for (n, side), each_of in found.items():
         control = found.get((n, f"random {side.rpartition(' ')[2]}"))
         yield row(n, side, each_of, found[n, "full"], control)
-    return {"windows": len(order), "columns": columns(len(context) > 1)}
+    return {"windows": len(order), "columns": columns(len(context) > 1, not sides or "random" in sides)}
 
 
 if __name__ == "__main__":

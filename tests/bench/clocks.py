@@ -1,15 +1,25 @@
-"""Clocks between the parts of a pass, and a model whose layers take nothing, for any tree of this project."""
+"""Clocks between the parts of a pass, and a model whose layers take nothing."""
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pkgutil import iter_modules
 from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import Any
+
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
+
+from kvcli.engine import engine, forward
+from kvcli.engine.hf.cache_shim import current
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence import session
+from kvcli.kernels import dispatch
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.tiers import dense_uniform
 
 VOCAB = 1024
 
@@ -84,12 +94,12 @@ class Parts:
 class Prepared:
     """Tensors that are there already, by their shapes."""
 
-    def __init__(self, torch: Any) -> None:
-        self._torch, self._held = torch, dict[Any, Any]()
+    def __init__(self) -> None:
+        self._held = dict[Any, Any]()
 
     def tensor(self, *shape: int) -> Any:
         if shape not in self._held:
-            self._held[shape] = self._torch.rand(shape, generator=self._torch.Generator().manual_seed(1))
+            self._held[shape] = torch.rand(shape, generator=torch.Generator().manual_seed(1))
         return self._held[shape]
 
     def part(self, q: Any, *_: Any) -> tuple[Any, Any]:
@@ -100,26 +110,16 @@ class Prepared:
     def merged(self, parts: Any) -> Any:
         return self.tensor(*parts[0].out.shape)
 
-    def layer(self, module: Any, attention: Any, sight: Any) -> Callable[..., Any]:
-        """A decoder layer that does nothing but attend, as native layers do it where there are such."""
+    def layer(self, module: Any, sight: Any) -> Callable[..., Any]:
+        """A decoder layer that does nothing but attend, as native layers do it."""
 
-        def forward(hidden: Any, **told: Any) -> Any:
-            n = hidden.shape[1]
-            q, kv = self.tensor(1, 4, n, 16), self.tensor(1, 2, n, 16)
-            attention(module, q, kv, kv, None, dropout=0.0, scaling=0.25, sliding_window=None, **told)
-            return hidden
-
-        def native(hidden: Any, kvcli_pass: Any) -> Any:
+        def forward(hidden: Any, kvcli_pass: Any) -> Any:
             n = hidden.shape[1]
             q, kv = self.tensor(4, n, 16), self.tensor(2, n, 16)
             kvcli_pass.attend(module.layer_idx, q, kv, kv, sight, None)
             return hidden
 
-        return (
-            forward
-            if first("kvcli.engine.hf.fused_layers", "kvcli.engine.fused", "kvcli") is sys.modules["kvcli"]
-            else native
-        )
+        return forward
 
 
 class Hollow:
@@ -139,9 +139,7 @@ class Hollow:
 
     def _through(self, input_ids: Any, kvcli_pass: Any = None, logits_to_keep: Any = None, **_: Any) -> Any:
         n = input_ids.shape[1]
-        if kvcli_pass is None:  # it stands on a stack, where it was handed on before
-            kvcli_pass = first("kvcli.engine.hf.cache_shim", "kvcli.engine.trial").current()
-        return SimpleNamespace(logits=self.straight(range(n), (), logits_to_keep, kvcli_pass).unsqueeze(0))
+        return SimpleNamespace(logits=self.straight(range(n), (), logits_to_keep, kvcli_pass or current()).unsqueeze(0))
 
     def straight(self, ids: Any, pos: Any, want: Any, kvcli_pass: Any, *_: Any) -> Any:
         """As of a model without transformers' own loop."""
@@ -151,110 +149,59 @@ class Hollow:
         return self._answer.tensor(len(ids) if want is None else len(want), VOCAB)
 
 
-class Checkout:
-    """The names of one tree, wherever a file lay when it was committed."""
-
-    def __init__(self, root: str) -> None:
-        sys.path.insert(0, root)
-        import torch
-        from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
-
-        torch.set_num_threads(1)
-        self.torch, self._interface = torch, AttentionInterface
-        self._build, self._config = AutoModelForCausalLM.from_config, LlamaConfig
-        self.forward = first("kvcli.engine.forward", "kvcli.forward")
-        self.session = first("kvcli.engine.sequence.session", "kvcli.engine.session", "kvcli.session")
-        self.sample = first("kvcli.engine.sequence.sampler", "kvcli.engine.sample", "kvcli.sample")
-        self.lm = first("kvcli.engine.hf.lm", "kvcli.engine.lm", "kvcli.model")
-        self.stats = first("kvcli.engine.stats", "kvcli.stats")
-        self.drafter = first(
-            "kvcli.methods.drafts.off", "kvcli.drafts.off", "kvcli.engine.drafter", "kvcli.drafts.base"
-        )
-        self.build = first("kvcli.assemble", "kvcli.build")
-        self.dense = first("kvcli.kv.tiers.dense", "kvcli.kv.dense")
-
-    def model(self, layers: int) -> Any:
-        config = self._config(
-            hidden_size=64,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=VOCAB,
-            intermediate_size=128,
-            max_position_embeddings=32768,
-            tie_word_embeddings=True,
-            eos_token_id=None,
-        )
-        self.torch.manual_seed(0)
-        lm = self.lm.LM.of(self._build(config, dtype=self.torch.float32, attn_implementation="sdpa").eval())
-        named(lm, "install_kernels", "lay_out", "block")()
-        return lm
-
-    def clock(self, parts: Parts, lm: Any, *, hollow: bool) -> None:
-        """Put clocks where work passes from one part to another."""
-        answer = Prepared(self.torch)
-        for op in ("attend", "attend_new_tokens", "merge_attention"):
-            package = first(f"kvcli.kernels.{op}", "kvcli.kernels.merge")
-            for inner in iter_modules(package.__path__):
-                module = import_module(f"{package.__name__}.{inner.name}")
-                if hasattr(module, op):
-                    own = answer.part if hollow else getattr(module, op)
-                    setattr(module, op, parts.timed("kernels", own))
-        import_module("kvcli.kernels.dispatch").choose.cache_clear()
-        slab = first("kvcli.kv.tiers.dense_uniform", "kvcli.kv.slab")
-        read = "attend_stored_and_new" if hasattr(slab, "attend_stored_and_new") else "read"
-        if hasattr(slab, read):
-            part = named(first("kvcli.kernels.merge_attention", "kvcli.kernels.merge"), "PartialAttention", "Part")
-            own = getattr(slab, read)
-            setattr(slab, read, parts.timed("kernels", (lambda q, *_, **__: part(*answer.part(q))) if hollow else own))
-            one = named(self.forward, "ForwardPass", "Pass")
-            one.attend = parts.timed("attention", one.attend)
-        merge = "merge_attention" if hasattr(self.forward, "merge_attention") else "merge"
-        setattr(self.forward, merge, parts.timed("kernels", answer.merged if hollow else getattr(self.forward, merge)))
-        attention = parts.timed("attention", self.forward.attention)
-        self._interface.register("kvcli", attention)
-        for layer in lm.model.model.layers:
-            own = answer.layer(layer.self_attn, attention, lm.sights[0]) if hollow else None
-            if hasattr(vars(layer).get("forward"), "_forward"):  # a gate
-                gate = layer.forward
-                inner = parts.timed("model", own or gate._forward())
-                gate._forward = lambda inner=inner: inner
-                layer.forward = parts.timed("gates", gate)
-            elif own:
-                layer.forward = own
-        if hollow:
-            lm.model = Hollow(parts, lm.model, answer)
-        else:
-            lm.model.forward = parts.timed("model", lm.model.forward)
-        if hasattr(lm, "straight"):
-            lm.straight = parts.timed("model", lm.model.straight if hollow else lm.straight)
-        walk = "accepted_path" if hasattr(self.session, "accepted_path") else "walk"
-        if hasattr(self.session, walk):
-            setattr(self.session, walk, parts.timed("drawing", getattr(self.session, walk)))
-            self.session.commit = parts.timed("store", self.session.commit)
-            engine = import_module("kvcli.engine.engine")
-            engine.run = parts.timed("engine", engine.run)
-        else:  # before sessions yielded feeds
-            self.session.exact = parts.timed("drawing", self.session.exact)
-            self.session.run = parts.timed("engine", self.session.run)
-            one = named(self.forward, "ForwardPass", "Pass")
-            one.commit = parts.timed("store", one.commit)
-
-    def events(self, work: Any) -> Iterator[Any]:
-        """The engine's, which an earlier session did without."""
-        engine = sys.modules.get("kvcli.engine.engine")
-        return iter(named(engine, "iterate_events", "events")(work) if engine else work)
+def small_model(layers: int) -> LM:
+    """A random Llama of 64 numbers a row, in float32."""
+    config = LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        intermediate_size=128,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    lm = LM.of(model.eval())
+    lm.install_kernels()
+    return lm
 
 
-def named(owner: Any, *names: str) -> Any:
-    """The attribute by the first of its names, of now and of earlier trees, that is there."""
-    return next(getattr(owner, name) for name in names if hasattr(owner, name))
+def clock(parts: Parts, lm: Any, *, hollow: bool) -> None:
+    """Put clocks where work passes from one part to another."""
+    answer = Prepared()
 
+    def put(owner: Any, name: str, part: str, instead: Any = None) -> None:
+        setattr(owner, name, parts.timed(part, instead if hollow and instead else getattr(owner, name)))
 
-def first(*names: str) -> Any:
-    for name in names[:-1]:
-        try:
-            return import_module(name)
-        except ModuleNotFoundError:
-            pass
-    return import_module(names[-1])
+    for op in ("attend", "attend_new_tokens", "merge_attention"):
+        package = import_module(f"kvcli.kernels.{op}")
+        for inner in iter_modules(package.__path__):
+            module = import_module(f"{package.__name__}.{inner.name}")
+            if hasattr(module, op):
+                put(module, op, "kernels", answer.part)
+    dispatch.choose.cache_clear()
+    put(dense_uniform, "attend_stored_and_new", "kernels", lambda q, *_, **__: PartialAttention(*answer.part(q)))
+    put(forward.ForwardPass, "attend", "attention")
+    put(forward, "merge_attention", "kernels", answer.merged)
+    attention = parts.timed("attention", forward.attention)
+    AttentionInterface.register("kvcli", attention)
+    for layer in lm.model.model.layers:
+        own = answer.layer(layer.self_attn, lm.attention_params[0]) if hollow else None
+        if hasattr(vars(layer).get("forward"), "_forward"):  # a gate
+            gate = layer.forward
+            inner = parts.timed("model", own or gate._forward())
+            gate._forward = lambda inner=inner: inner
+            layer.forward = parts.timed("gates", gate)
+        elif own:
+            layer.forward = own
+    if hollow:
+        lm.model = Hollow(parts, lm.model, answer)
+    else:
+        put(lm.model, "forward", "model")
+    lm.straight = parts.timed("model", lm.model.straight if hollow else lm.straight)
+    put(session, "accepted_path", "drawing")
+    put(session, "commit", "store")
+    put(engine, "run", "engine")

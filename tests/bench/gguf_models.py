@@ -1,14 +1,12 @@
 """Do we compute what a GGUF file says? Logits beside transformers' own reading of it, top tokens beside llama.cpp's.
 
-python tests/bench/gguf_models.py FILE.gguf ... [--tokens 2000] [--without llama.cpp]     last line JSON
+    python tests/bench/gguf_models.py --files FILE.gguf,.. [--tokens 2000] [--without llama.cpp] [--out FILE]
 
 Needs accelerate for transformers' side and llama-cpp-python for the other. The text is this project's documentation.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -25,24 +23,21 @@ from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.session import commit
-from kvcli.kv.tiers.dense import Dense
+from tests import make
+from tests.bench.harness import ROOT, Words, measurement, picked
+from tests.bench.harness import Rows as Found
 
-ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 256  # rows
 
 
-def main() -> None:
-    ask = argparse.ArgumentParser()
-    ask.add_argument("files", nargs="+", type=Path)
-    ask.add_argument("--tokens", type=int, default=2000)
-    ask.add_argument("--without", choices=["llama.cpp", "transformers"], action="append", default=[])
-    args = ask.parse_args()
-    found = [compare(file, args.tokens, args.without) for file in args.files]
-    print(json.dumps({"torch": torch.__version__, "models": found}))
+@measurement("Logits of GGUF files beside those of others")
+def gguf_models(files: tuple[Path, ...] = (), tokens: int = 2000, without: Words = ()) -> Found:
+    for file in files:
+        yield compare(file, tokens, picked(without, ["llama.cpp", "transformers"]))
 
 
 def compare(file: Path, tokens: int, without: list[str]) -> dict[str, Any]:
-    """Figures of one file, printed as they come."""
+    """Figures of one file."""
     with (
         tempfile.TemporaryDirectory() as cache,
         kvcli.load(str(file), set={"load.dtype": "fp32"}, cache=Path(cache)) as model,
@@ -59,8 +54,6 @@ def compare(file: Path, tokens: int, without: list[str]) -> dict[str, Any]:
             plain, _ = llama_cpp(in_float(file, Path(folder) / "float.gguf"), ids, text())
         found |= {"top_as_llama_cpp_in_float": same_top(ours, plain), "relative_to_float": relative(ours, plain)}
         found["top_of_llama_cpp_with_itself"] = same_top(other, plain)
-    for key, value in found.items():
-        print(f"{key:24} {value}")
     return found
 
 
@@ -73,7 +66,7 @@ def text() -> str:
 
 def logits(lm: LM, ids: list[int]) -> Tensor:
     """[N, V] of our engine, in chunks, each stored before the next."""
-    kv = Dense(lm.shapes, lm.dtype)
+    kv = make.dense(lm)
     made = []
     for a in range(0, len(ids), CHUNK):
         rows = Rows.chain(ids[a : a + CHUNK], a)
@@ -163,4 +156,4 @@ def relative(mine: Tensor, other: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    gguf_models.main()

@@ -156,6 +156,11 @@ def measurement(
     return lambda function: Measurement(function, title, schema, tuple(columns), note, is_counts, is_right)
 
 
+def is_unbroken(rows: list[Row]) -> bool:
+    """Whether a stress test found nothing bad."""
+    return not any(row["bad"] for row in rows)
+
+
 def _reader(kind: Any) -> Callable[[str], Any]:
     """Parser of an option's text: of a tuple item by item, of `X | None` as X."""
     if get_origin(kind) is tuple:

@@ -29,12 +29,10 @@ from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.rows import Draft
 from kvcli.engine.rows import Rows as PassRows
-from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Step
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.ngram import Ngram
-from kvcli.methods.drafts.off import Off
+from tests import make
 from tests.bench.harness import Rows, in_turns, measurement, quotients, ran
 from tests.drafters import Scripted
 
@@ -75,7 +73,7 @@ def build() -> LM:
 
 
 def opened(lm: LM, prompt: list[int], drafter: Drafter | None = None) -> GenerationSession:
-    text = GenerationSession(lm, Dense(lm.shapes, lm.dtype), drafter or Off(), Sampler())
+    text = make.session(lm, drafter=drafter)
     run_to_end(text.read(prompt))
     return text
 

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.policy.policy import PerLayerPolicy
+from tests import make
 from tests.bench.harness import Rows, Words, alone, measurement, picked
 from tests.bench.random_model import build, noise, opened, ours_of
 
@@ -47,18 +48,16 @@ class Shares(PerLayerPolicy):
 
 
 def store(lm: Any, side: str) -> Any:
-    from kvcli.kv.tiers.dense import Dense
 
     shape = lm.shapes, lm.dtype
     if side not in PACKED:
-        return Dense(lm.shapes, lm.dtype)
+        return make.dense(lm)
     from kvcli.kv.cache.level import TierLevel
-    from kvcli.kv.cache.tiered_cache import TieredCache
     from kvcli.kv.tiers.quantized import QuantizedTier
 
     k_bits, v_bits = PACKED[side]
     packed = QuantizedTier(*shape, lm.device, k_bits=k_bits, v_bits=v_bits, group=GROUP)
-    return TieredCache(Dense(lm.shapes, lm.dtype), [TierLevel(packed)], holds=RESIDUAL, group=GROUP, sinks=SINKS)
+    return make.tiered(lm, TierLevel(packed), holds=RESIDUAL, group=GROUP, sinks=SINKS)
 
 
 def live() -> int:

@@ -27,10 +27,8 @@ from kvcli.engine.engine import run_to_end
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.slots import Slots, nbytes
-from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import DiskTier
-from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.settings.profile import load_profile
+from tests import make
 from tests.bench.harness import Rows, Words, in_turns, measurement, picked, quotients, spread
 from tests.bench.random_model import build, opened, ours_of
 
@@ -40,7 +38,7 @@ QUARTER = (0.1, 0.2, 0.3, 0.4)  # what heads keep in turn, a quarter on average
 
 
 def dense(lm: Any) -> Any:
-    return Dense(lm.shapes, lm.dtype)
+    return make.dense(lm)
 
 
 def two(lm: Any) -> Any:
@@ -49,27 +47,27 @@ def two(lm: Any) -> Any:
 
 
 def packed(k_bits: int, v_bits: int, recall: str = "none") -> Callable[[Any], Any]:
-    def make(lm: Any) -> Any:
-        tier = QuantizedTier(lm.shapes, lm.dtype, k_bits=k_bits, v_bits=v_bits, group=GROUP)
+    def place(lm: Any) -> Any:
+        tier = make.quantized(lm, (k_bits, v_bits), group=GROUP)
         return TieredCache(dense(lm), [TierLevel(read(lm, tier, recall))], holds=RESIDUAL, group=GROUP, sinks=SINKS)
 
-    return make
+    return place
 
 
 def on_disk(recall: str) -> Callable[[Any], Any]:
-    def make(lm: Any) -> Any:
-        disk = DiskTier(lm.shapes, lm.dtype, 1 << 34, 1 << 36)
+    def place(lm: Any) -> Any:
+        disk = make.disk(lm, most=1 << 34, writes=1 << 36)
         return TieredCache(dense(lm), [TierLevel(read(lm, disk, recall))], holds=RESIDUAL, group=GROUP, sinks=SINKS)
 
-    return make
+    return place
 
 
 def recalled(recall: str) -> Callable[[Any], Any]:
-    def make(lm: Any) -> Any:
+    def place(lm: Any) -> Any:
         store = dense(lm)
-        return settings(recall).bind(store, store, lm.sights)
+        return settings(recall).bind(store, store, lm.attention_params)
 
-    return make
+    return place
 
 
 def settings(recall: str) -> Any:
@@ -77,7 +75,7 @@ def settings(recall: str) -> Any:
 
 
 def read(lm: Any, tier: Any, recall: str) -> Any:
-    return settings(recall).bind_tier(tier, lm.sights)
+    return settings(recall).bind_tier(tier, lm.attention_params)
 
 
 SIDES: dict[str, Callable[[Any], Any]] = {

@@ -2,12 +2,12 @@
 
     apt-get download PACKAGE...; dpkg -x ...   (or install them: the PDFs then lie in /usr/share)
     python tests/bench/pdf_text.py [--folder /usr/share] [--every] [--names NAME,NAME] [--sides kvcli,pdftext,...]
-        [--before CHECKOUT] [--by-page] [--out FILE]
+        [--before CHECKOUT] [--python PYTHON] [--out FILE]
 
 The files of FILES come from Debian packages of documentation; `--every` takes whatever PDF the folder holds instead.
 Each side reads in a process of its own; one whose library is not installed is left out, and that is said. `before` is
-kvcli of another checkout. Sides need `pip install pdftext pdfplumber pypdf liteparse pdf-inspector pdf-oxide kreuzberg
-edgeparse`, in an environment beside the one of this project: their pins differ.
+kvcli of another checkout. The others need `pip install pdftext pdfplumber pypdf liteparse pdf-inspector pdf-oxide
+kreuzberg edgeparse`, in an environment beside the one of this project, whose interpreter `--python` names.
 
 A word is a run of letters and digits, a letter of Chinese or Japanese one of its own; ligatures, case, hyphens, signs
 that nobody sees, and those that kvcli writes before what is raised (`10^6`, `word[3]`) play no part. Page by page:
@@ -19,16 +19,14 @@ that nobody sees, and those that kvcli writes before what is raised (`10^6`, `wo
   longest common subsequence). Where `pdftotext` itself is in doubt (a formula between two columns, a table), the better
   of its two readings counts: by its layout analysis, or as the file draws it (`-raw`); `strict` is the first alone.
 
-A file's figures are those of all of its pages together. Prints a table, then JSON on the last line.
+A file's figures are those of all of its pages together.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -38,13 +36,12 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.bench.harness import ROOT, Rows, Words, measurement, picked
 
-# the end of its path: (package, columns of its text, what it is there for)
 FILES = {
     "sample-sigconf": ("texlive-publishers-doc", 2, "ACM, proceedings"),
     "sample-sigplan": ("texlive-publishers-doc", 2, "ACM, other margins"),
@@ -167,11 +164,11 @@ def pdftotext(path: Path, *options: str) -> list[str]:
     return done.stdout.decode("utf-8", "replace").split("\f")[:-1]
 
 
-def read(side: str, path: Path, tree: Path) -> tuple[list[str], float] | str:
+def read(side: str, path: Path, tree: Path, python: str) -> tuple[list[str], float] | str:
     """The pages by one side and the seconds it took, or why there are none."""
     code = "import json, sys\n" + SIDES["kvcli" if side == "before" else side] + "\nprint('\\n' + json.dumps(pages))"
     env = os.environ | {"PYTHONPATH": str(tree)}
-    run = [sys.executable, "-c", code, str(path.resolve())]  # started in the checkout, as Python looks there first
+    run = [python, "-c", code, str(path.resolve())]  # started in the checkout, as Python looks there first
     began = time.perf_counter()
     done = subprocess.run(run, cwd=tree, env=env, capture_output=True, check=False)
     if done.returncode:
@@ -180,7 +177,7 @@ def read(side: str, path: Path, tree: Path) -> tuple[list[str], float] | str:
 
 
 def compared(ours: Sequence[str], theirs: Sequence[str], drawn: Sequence[str]) -> dict[str, Any]:
-    """Recall, precision and order of a file, and the order of every page."""
+    """Recall, precision and order of a file, and its worst page with its order."""
     total: Counter[str] = Counter()
     pages = []
     for number, texts in enumerate(zip(ours, theirs, drawn, strict=True), 1):
@@ -199,8 +196,7 @@ def compared(ours: Sequence[str], theirs: Sequence[str], drawn: Sequence[str]) -
         "order": round(total["order"] / max(1, total["found"]), 4),
         "strict": round(total["strict"] / max(1, total["found"]), 4),
         "words": total["theirs"],
-        "worst": {"page": worst[0], "order": worst[1]},
-        "by_page": pages,
+        "worst page": f"{worst[0]}: {worst[1]:.3f}",
     }
 
 
@@ -226,61 +222,40 @@ def plain(path: Path, folder: str) -> Path:
     return out
 
 
-def machine() -> dict[str, Any]:
-    """The machine, without torch: sides are measured in an environment of their own."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
-    versions = {"cores": os.cpu_count(), "python": platform.python_version(), "commit": commit.strip()}
-    return versions | {"load_average": round(os.getloadavg()[0], 2)}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("/usr/share"))
-    parser.add_argument("--every", action="store_true", help="all PDFs of the folder")
-    parser.add_argument("--names", default="", help="only these, by comma")
-    parser.add_argument("--sides", default="kvcli", help=f"of {', '.join(SIDES)}")
-    parser.add_argument("--before", type=Path, help="another checkout, whose kvcli is a side too")
-    parser.add_argument("--by-page", action="store_true", help="keep the order of every page")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    sides = args.sides.split(",") + (["before"] if args.before else [])
-    environment, rows = machine(), []
-    files = list(wanted(args.folder, [name for name in args.names.split(",") if name], args.every))
+@measurement(
+    "Words of real PDFs compared with `pdftotext`: recall, precision, share in its order",
+    columns=["file", "side", "columns", "pages", "recall", "precision", "order", "strict", "worst page"],
+    note="order: of the better of pdftotext's two readings, page by page; strict: of the first alone.",
+)
+def pdf_text(
+    folder: Path = Path("/usr/share"),
+    every: Annotated[bool, "all PDFs of the folder"] = False,
+    names: Annotated[Words, "only these"] = (),
+    sides: Words = ("kvcli",),
+    before: Annotated[Path | None, "another checkout, whose kvcli is a side too"] = None,
+    python: Annotated[str, "the interpreter of the sides that are not kvcli"] = sys.executable,
+) -> Rows:
+    asked = picked(sides, SIDES) + (["before"] if before else [])
+    files = list(wanted(folder, names, every))
     if not files:
-        packages = sorted({package for package, _, _ in FILES.values()})
-        print(f"no PDF of {', '.join(packages)} in {args.folder}", file=sys.stderr)
-        return 1
-    print(f"{'':26} {'side':13} pages  recall   precision  order  strict  worst page")
+        sys.exit(f"no PDF of {', '.join(sorted({package for package, *_ in FILES.values()}))} in {folder}")
     for name, path in files:
         package, columns, what = FILES.get(name, ("", 0, ""))
-        with tempfile.TemporaryDirectory() as folder:
-            file = plain(path, folder)
+        with tempfile.TemporaryDirectory() as unpacked:
+            file = plain(path, unpacked)
             theirs, drawn = pdftotext(file), pdftotext(file, "-raw")
-            row = {"file": name, "package": package, "what": what, "columns": columns, "pages": len(theirs)}
-            for side in list(sides):
-                got = read(side, file, args.before if side == "before" else ROOT)
+            for side in list(asked):
+                tree = before if before and side == "before" else ROOT
+                got = read(side, file, tree, sys.executable if side in ("kvcli", "before") else python)
                 if isinstance(got, str) or len(got[0]) != len(theirs):
                     why = got if isinstance(got, str) else f"{len(got[0])} pages of {len(theirs)}"
-                    print(f"{name[-26:]:26} {side:13} failed: {why}", flush=True)
+                    print(f"{name}, {side}, failed: {why}", file=sys.stderr, flush=True)
                     if "No module named" in why:
-                        sides.remove(side)
+                        asked.remove(side)
                     continue
-                found = {"seconds": round(got[1], 2)} | compared(got[0], theirs, drawn)
-                worst = found["worst"]
-                print(
-                    f"{name[-26:]:26} {side:13} {len(theirs):5}  {found['recall']:.4f}  {found['precision']:.4f}"
-                    f"   {found['order']:.3f}   {found['strict']:.3f}  {worst['page']:4} {worst['order']:.3f}",
-                    flush=True,
-                )
-                lead = "" if side == "kvcli" else f"{side}_"
-                row |= {f"{lead}{k}": v for k, v in found.items() if args.by_page or k != "by_page"}
-            rows.append(row)
-    result = {"schema": "kvcli.bench.pdf_text/1", "environment": environment, "rows": rows}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    print(json.dumps(result, ensure_ascii=False))
-    return 0
+                row = {"file": name, "side": side, "package": package, "what": what, "columns": columns}
+                yield row | {"pages": len(theirs), "seconds": round(got[1], 2)} | compared(got[0], theirs, drawn)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    pdf_text.main()

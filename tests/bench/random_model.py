@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests import make
 from tests.bench.harness import ran
 
 
@@ -55,13 +56,9 @@ def noise(n: int, vocab: int = 16384, seed: int = 1) -> list[int]:
 
 def opened(lm: Any, cache: Any = None, drafter: Any = None, **more: Any) -> Any:
     """A greedy session over the model, by default over a dense cache and without drafting."""
-    from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.kv.tiers.dense import Dense
-    from kvcli.methods.drafts.off import Off
 
-    cache = Dense(lm.shapes, lm.dtype, lm.device) if cache is None else cache
-    return GenerationSession(lm, cache, drafter or Off(), Sampler(), **more)
+    cache = make.dense(lm) if cache is None else cache
+    return make.session(lm, cache, drafter, **more)
 
 
 def write(folder: Path) -> None:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
-from kvcli.kv.slots import AttentionParams, alike, nbytes
+from kvcli.kv.slots import AttentionParams, nbytes
 from kvcli.kv.sparse.index import PageIndex
 from kvcli.kv.sparse.index_certified import Certified
 from kvcli.kv.sparse.index_cluster import Clusters
@@ -35,6 +35,7 @@ from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.pages import PageBudget, padded
 from kvcli.kv.sparse.sparse_cache import SparseCache
 from kvcli.kv.tiers.dense import Dense
+from tests import make
 from tests.bench.harness import Rows, measurement
 from tests.bench.random_model import opened
 
@@ -108,7 +109,7 @@ def fill(slots: int, dim: int, heads: int) -> tuple[Dense, Tensor]:
     """A bf16 store of one layer, and how loud its channels are: a tenth of them six times the others."""
     torch.manual_seed(0)
     loud = torch.where(torch.rand(heads, 1, dim) < 0.1, 6.0, 1.0)
-    store = Dense(alike(1, heads, dim), torch.bfloat16)
+    store = make.dense((1, heads, dim), torch.bfloat16)
     k = (torch.randn(heads, slots, dim) + torch.randn(heads, 1, dim)) * loud
     store.append(0, k.bfloat16(), torch.randn(heads, slots, dim).bfloat16(), 0)
     return store, loud
@@ -144,7 +145,7 @@ def demo() -> tuple[Any, list[int]]:
 def answer(model: Any, prompt: list[int], index: PageIndex, budget: PageBudget) -> dict[str, float | None]:
     """Of the first tokens of the answer, all layers."""
     lm = model.lm
-    store = Dense(lm.shapes, lm.dtype)
+    store = make.dense(lm)
     kv = Watched(store, index, budget, range(lm.n_layers))
     kv.watch()
     session = opened(lm, kv, every=8)
@@ -167,14 +168,14 @@ def recall(
     store, loud = fill(slots, dim, heads)
     budget = PageBudget(fraction, 1, 4, 64)
     model, prompt = (None, []) if no_demo else demo()
-    for name, make in INDEXES.items():
-        kv = Watched(store, make(), budget, [0])
+    for name, index in INDEXES.items():
+        kv = Watched(store, index(), budget, [0])
         kv.compress()
         held = nbytes(kv)["index"] / nbytes(store)["cpu"]
         for kind, spread in SPREADS.items():
             yield {"index": name, "queries": kind, "bytes": held} | over(kv, queries(store, loud, spread, rows))
         if model is not None:
-            yield {"index": name, "queries": "demo", "bytes": None} | answer(model, prompt, make(), budget)
+            yield {"index": name, "queries": "demo", "bytes": None} | answer(model, prompt, index(), budget)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,24 @@
 
     python tests/bench/reliability.py [--only stress_faults,stress_kills] [--out FILE]
 
-Each storm ends with a line of JSON, which becomes a row. A storm that is not run keeps the row of the last result under
-docs/benchmarks; one that comes to no end is no row.
+Each storm ends with a line of JSON, of which the row is taken. A storm that is not run, or comes to no end, keeps the
+row of the last result under docs/benchmarks.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import shlex
 import subprocess
 import sys
 import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.bench.harness import ROOT, Row, Rows, Words, is_unbroken, measurement, once, picked
+
 KEPT = ROOT / "docs" / "benchmarks" / "reliability.json"
 STORMS = {
     "stress_faults": "",
@@ -32,51 +32,32 @@ STORMS = {
 }
 
 
-def measure(name: str, more: str) -> dict[str, Any] | None:
-    """The last line of a storm, with the commit it ran at."""
+def measure(name: str) -> Row | None:
+    """What a storm found, with the commit it ran at."""
     began = time.monotonic()
-    command = [sys.executable, str(ROOT / "tests" / "bench" / f"{name}.py"), *shlex.split(more)]
+    command = [sys.executable, str(ROOT / "tests" / "bench" / f"{name}.py"), *shlex.split(STORMS[name])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    lines = done.stdout.splitlines()
-    if not lines or not lines[-1].startswith("{"):
+    last = (done.stdout.splitlines() or [""])[-1]
+    if not last.startswith("{"):
         print(f"{name} came to no end", file=sys.stderr)
         return None
-    found = json.loads(lines[-1])
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
-    return {
-        "storm": name,
-        "what": found["what"],
-        "tried": found["tried"],
-        "bad": found["bad"],
-        "command": f"python tests/bench/{name}.py {more}".strip(),
-        "commit": commit.strip(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "minutes": round((time.monotonic() - began) / 60, 1),
-    }
+    found = json.loads(last)
+    row = {"storm": name} | {key: found["rows"][-1][key] for key in ("what", "tried", "bad")}
+    row |= {"command": found["command"], "commit": found["environment"]["commit"]}
+    minutes = round((time.monotonic() - began) / 60, 1)
+    return row | {"date": datetime.now(UTC).date().isoformat(), "minutes": minutes}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(STORMS), help="names, with commas between")
-    parser.add_argument("--set", action="append", default=[], metavar="STORM=ARGS", help="other arguments for a storm")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    given = STORMS | dict(one.split("=", 1) for one in args.set)
-    kept = {row["storm"]: row for row in json.loads(KEPT.read_text())["rows"]} if KEPT.exists() else {}
-    for name in args.only.split(","):
-        if (row := measure(name, given[name])) is not None:
-            kept[name] = row
-            print(json.dumps(row), flush=True)
-    result = {
-        "schema": "kvcli.bench.reliability/1",
-        "machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        "command": "python docs/benchmarks/run.py reliability",
-        "rows": [kept[name] for name in STORMS if name in kept],
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+@measurement(
+    "Stress tests", columns=["what", "tried", "bad", "command", "commit", "date", "minutes"], is_right=is_unbroken
+)
+def reliability(only: Words = tuple(STORMS)) -> Rows:
+    kept = {row["storm"]: row for row in json.loads(KEPT.read_text())["rows"]}
+    asked = picked(only, STORMS)
+    for name in STORMS:
+        if row := (once(name, partial(measure, name)) if name in asked else None) or kept.get(name):
+            yield row
 
 
 if __name__ == "__main__":
-    main()
+    reliability.main()

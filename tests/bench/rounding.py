@@ -32,9 +32,9 @@ from kvcli.kv.slots import AttentionParams, LayerShape, Slots
 from kvcli.kv.sparse.pages import PageBudget, Pages
 from kvcli.kv.sparse.sparse_tier import _choose
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.settings.registry import registries
 from kvcli.settings.resolve import method_class
+from tests import make
 from tests.bench.harness import Rows, Words, measurement
 from tests.bench.kv_quality import opened
 
@@ -48,7 +48,7 @@ Way = int | str  # bits, 0 = left out; or a method of recall and the share that 
 def rounded(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """k, v [S, D] as a rung of so many bits gives them back."""
     shape = LayerShape(1, k.shape[1], v.shape[1])
-    tier = QuantizedTier([shape], k.dtype, k_bits=keys_in(bits), v_bits=bits)
+    tier = make.quantized([shape], (keys_in(bits), bits), k.dtype)
     tier.take(0, Slots(k[None], v[None], torch.arange(len(k), dtype=torch.int32)[None]))
     s = tier.slots(0)
     return s.k[0], s.v[0]
@@ -111,7 +111,7 @@ def rounding(
     g = torch.Generator().manual_seed(0)
     for layer, q in enumerate(made.queries):
         fresh = made.fresh[layer]
-        sight, old = loaded.lm.sights[layer], (fresh.k[:, :-QUERIES], fresh.v[:, :-QUERIES])
+        sight, old = loaded.lm.attention_params[layer], (fresh.k[:, :-QUERIES], fresh.v[:, :-QUERIES])
         groups = q.view(fresh.k.shape[0], -1, *q.shape[1:])  # [K, G, N, D]
         read = {
             f"{method} {share:.1%}": reads(groups, *old, sight, method, share) for method in recall for share in SHARES

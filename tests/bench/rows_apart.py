@@ -25,14 +25,13 @@ from kvcli.kernels import native
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import merge_attention
 from kvcli.kernels.page_scores.reference import log_masses
-from kvcli.kv.slots import AttentionParams, KVCache, Tier, alike, empty_like
+from kvcli.kv.slots import AttentionParams, KVCache, Tier, empty_like
 from kvcli.kv.sparse import index_certified, index_minmax, index_sketch, sparse_tier
 from kvcli.kv.sparse.index import PageIndex
 from kvcli.kv.sparse.pages import PageBudget
 from kvcli.kv.sparse.sparse_cache import SparseCache
 from kvcli.kv.tiers import dense_uniform, quantized
-from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.quantized import QuantizedTier
+from tests import make
 from tests.bench.harness import Ints, Rows, Words, in_turns, measurement
 
 K, G, D = 4, 4, 128
@@ -65,10 +64,10 @@ def stored(name: str, slots: int) -> Tier:
     loud = torch.where(torch.rand(K, 1, D) < 0.1, 6.0, 1.0)
     k = ((torch.randn(K, slots, D) + torch.randn(K, 1, D)) * loud).bfloat16()
     v = torch.randn(K, slots, D).bfloat16()
-    dense = Dense(alike(1, K, D), torch.bfloat16)
+    dense = make.dense((1, K, D), torch.bfloat16)
     if name in PACKED:
         k_bits, v_bits, turn = PACKED[name]
-        held = QuantizedTier(alike(1, K, D), torch.bfloat16, k_bits=k_bits, v_bits=v_bits, group=64, rotate=turn)
+        held = make.quantized((1, K, D), (k_bits, v_bits), torch.bfloat16, group=64, rotate=turn)
         held.append(0, k, v, 0)
         if not name.startswith("sketch"):
             return held

@@ -43,6 +43,7 @@ from kvcli.engine.rows import Rows as PassRows
 from kvcli.engine.stats import Step
 from kvcli.kv.tiers.dense import Dense
 from kvcli.models.text import render_prompt
+from tests import make
 from tests.bench.harness import Ints, Rows, Words, measurement, quotients
 from tests.bench.random_model import build, ours_of
 from tests.bench.widened import write
@@ -188,11 +189,17 @@ def cost_of_drafting(
     drafts, found = {}, []
     for n in contexts:
         ids = torch.randint(8, 16384, (n,), generator=generator).tolist()
-        kv = Dense(lm.shapes, lm.dtype)
+        kv = make.dense(lm)
         for layer, s in enumerate(lm.shapes):
             fresh = torch.randn(2, s.n_kv_heads, n + 999, s.k_dim, generator=generator).to(lm.dtype)
             kv.append(layer, fresh[0, :, : n - 1], fresh[1, :, : n - 1], 0)
-        more: dict[str, Any] = {"sees": 1024, "closes": True, "size": 32, "recent": 256, "sights": scored_layers(lm, 1)}
+        more: dict[str, Any] = {
+            "sees": 1024,
+            "closes": True,
+            "size": 32,
+            "recent": 256,
+            "attention_params": scored_layers(lm, 1),
+        }
         made = ChunkRetrievalModel(lm, 1024, 4, trigger=partial(trigger, "every:8"), **more)
         made.start(ids)
         began = time.perf_counter()

@@ -30,14 +30,12 @@ from kvcli.bench.workloads import prompt_of
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.environment import Paths
-from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.steps.lookahead_reasoning import LookaheadReasoning
 from kvcli.methods.steps.step_writer import Writer
 from kvcli.methods.steps.step_writer import ends as step_ends
 from kvcli.models.fetch import stands_for
+from tests import make
 from tests.bench.harness import Rows, measurement, quotients
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -93,7 +91,7 @@ def steps(
     writers = {
         side: Writer(
             LookaheadReasoning(**settings, ends=ends),
-            GenerationSession(drafting, Dense(drafting.shapes, drafting.dtype, drafting.device), Off(), Sampler()),
+            make.session(drafting),
             step_ends(words, ends),
         )
         for side, settings in SIDES.items()

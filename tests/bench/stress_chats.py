@@ -8,14 +8,12 @@ what the killed process left must be gone after the next start.
 
 A pair: two processes go on with one chat at the same time, as the terminal does; each turn of both must be on the disk,
 in that chat or in the one that it went on in. Half of the pairs open it as the command line does, where the second one
-must be refused. JSON on the last line.
+must be refused.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import os
 import random
 import select
@@ -28,8 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.api import Turn
 from kvcli.chat.conversation import Chat
@@ -43,6 +40,7 @@ from kvcli.environment import Environment, Paths
 from kvcli.errors import BadInput
 from kvcli.files import BEGINS, append
 from kvcli.summarize.cache import Cache
+from tests.bench.harness import Rows, is_unbroken, measurement
 from tests.fake_model import FakeModel, fake_info
 
 TEXT = "A document that takes a while to write. " * 20_000
@@ -219,19 +217,11 @@ def _world(home: Path) -> Environment:
     return Environment(io.StringIO(), io.StringIO(), io.StringIO(), environ, cwd=home, paths=Paths.of(environ))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("kills", 400), ("pairs", 20), ("turns", 200), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    asked = vars(parser.parse_args())
-    found = {"what": "kills while files are written, and two processes at one chat", **storm(**asked)}
-    command = "python tests/bench/stress_chats.py " + " ".join(f"--{name} {n}" for name, n in asked.items())
-    print(
-        json.dumps(
-            {"what": "kills while files are written, and two processes at one chat", **found, "command": command}
-        )
-    )
+@measurement("Kills while files are written, and two processes at one chat", is_right=is_unbroken)
+def stress_chats(kills: int = 400, pairs: int = 20, turns: int = 200, seed: int = 0) -> Rows:
+    what = "kills while files are written, and two processes at one chat"
+    yield {"what": what, **storm(kills, pairs, turns, seed)}
 
 
 if __name__ == "__main__":
-    main()
+    stress_chats.main()

@@ -3,24 +3,22 @@
     python tests/bench/stress_documents.py [--count 4000] [--processes 100]
 
 Files of each kind with stretches replaced at random: most go to the reader itself, some to the whole with the process
-around it, as a user's do. Anything but a document or an error for the user is bad. The last line is JSON.
+around it, as a user's do. Anything but a document or an error for the user is bad.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import tempfile
 from pathlib import Path
+from typing import Annotated
 
-ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.documents import document_of
 from kvcli.errors import KvcliError
+from tests.bench.harness import Rows, is_unbroken, measurement
 from tests.documents.test_fuzz import SEEDS, inside, mutated
 
 
@@ -42,29 +40,26 @@ def whole(kind: str, data: bytes) -> None:
         return
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Read them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=4000, help="for the readers of html, epub and docx")
-    parser.add_argument("--processes", type=int, default=100, help="of each kind, pdf too, with the process around it")
-    asked = parser.parse_args(arguments)
+@measurement("Damaged documents", is_right=is_unbroken)
+def stress_documents(
+    count: Annotated[int, "for the readers of html, epub and docx"] = 4000,
+    processes: Annotated[int, "of each kind, pdf too, with the process around it"] = 100,
+) -> Rows:
     bare = [kind for kind in SEEDS if kind != "pdf"]  # its parser is C, which may end the process it runs in
-    plan = [(bare[i % len(bare)], inside) for i in range(asked.count)]
-    plan += [(kind, whole) for kind in SEEDS for _ in range(asked.processes)]
-    bad = []
+    plan = [(bare[i % len(bare)], inside) for i in range(count)]
+    plan += [(kind, whole) for kind in SEEDS for _ in range(processes)]
+    bad = 0
     for i, (kind, read) in enumerate(plan):
         data = damaged(kind, random.Random(i))
         try:
             read(kind, data)
         except Exception as error:
+            bad += 1
             kept = Path(tempfile.gettempdir(), f"kvcli-storm-{i}.{kind}")
             kept.write_bytes(data)
-            bad.append(f"{kept}: {type(error).__name__}: {error}")
-    print("\n".join(bad))
-    command = "python tests/bench/stress_documents.py"
-    print(json.dumps({"what": "damaged documents", "tried": len(plan), "bad": len(bad), "command": command}))
-    return int(bool(bad))
+            print(f"{kept}: {type(error).__name__}: {error}", flush=True)
+    yield {"what": "damaged documents", "tried": len(plan), "bad": bad}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    stress_documents.main()

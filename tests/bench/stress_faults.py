@@ -1,16 +1,13 @@
 """Every call that writes fails in turn, in every command that keeps something: `python tests/bench/stress_faults.py`.
 
-
 The calls are the program's real ones (tests/faults.c stands before libc); what fails is the k-th write, fsync, rename,
 open, mkdir, link, claim or map under one folder, for k from 1 until a run makes fewer. Each command runs in a folder
 that holds what a user had before. Bad is: an exit code that is not documented for it, a traceback, another answer than
-usual though nothing was said, something lost or half written, a rerun that differs from an undisturbed run. The last
-line is JSON.
+usual though nothing was said, something lost or half written, a rerun that differs from an undisturbed run.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import errno
 import json
@@ -24,13 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 SHIM = ROOT / "tests" / "faults.c"
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))
+
+from tests.bench.harness import Rows, Words, is_unbroken, measurement, picked
 
 # name -> errno, whether all that needs room fails from then on, whether the first write that fails writes a half
 FAULTS = {
@@ -359,27 +357,25 @@ def built(folder: Path) -> Path | None:
     return made
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run them, in a process with the shim."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", default=",".join(CASES), help="names, with commas between")
-    parser.add_argument("--step", type=int, default=1, help="of the calls beyond the eighth, every so-manieth")
-    asked = parser.parse_args(arguments)
-    if "faults.so" not in os.environ.get("LD_PRELOAD", ""):
-        with tempfile.TemporaryDirectory() as folder:
-            shim = built(Path(folder))
-            if shim is None:
-                sys.exit("no C compiler here")
-            env = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
-            args = [sys.executable, __file__, "--cases", asked.cases, "--step", str(asked.step)]
-            return subprocess.run(args, env=env, check=False).returncode
-    tally = storm(asked.cases.split(","), asked.step)
+@measurement("A call that writes fails", is_right=is_unbroken)
+def stress_faults(
+    cases: Words = tuple(CASES), step: Annotated[int, "of the calls beyond the eighth, every so-manieth"] = 1
+) -> Rows:
+    tally = storm(picked(cases, CASES), step)
     print("\n".join(tally.bad))
-    what = "a call that writes fails: ENOSPC, EIO, EINTR"
-    command = "python tests/bench/stress_faults.py"
-    print(json.dumps({"what": what, "tried": tally.tried, "bad": len(tally.bad), "command": command}))
-    return int(bool(tally.bad))
+    yield {"what": "a call that writes fails: ENOSPC, EIO, EINTR", "tried": tally.tried, "bad": len(tally.bad)}
+
+
+def main() -> int:
+    """Run this again in a process with the shim."""
+    with tempfile.TemporaryDirectory() as folder:
+        if (shim := built(Path(folder))) is None:
+            sys.exit("no C compiler here")
+        env = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
+        return subprocess.run([sys.executable, *sys.argv], env=env, check=False).returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if "faults.so" not in os.environ.get("LD_PRELOAD", ""):
+        sys.exit(main())
+    stress_faults.main()

@@ -1,14 +1,11 @@
 """SIGKILL at random moments of what writes for long: `python tests/bench/stress_kills.py`.
 
-
 The tier on disk, `bench --calibrate` as it keeps what it measured, and the whole command as a process of its own. Bad
 is: a file that is damaged or left over once another run began, a run that fails after the kill, a process that goes on.
-The last line is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -20,12 +17,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 ROOT = Path(__file__).parents[2]
-for place in (ROOT, Path(__file__).parent):
-    if str(place) not in sys.path:
-        sys.path.insert(0, str(place))
+sys.path.insert(0, str(ROOT))
+
+from tests.bench.harness import Rows, is_unbroken, measurement
 
 
 def killed(work: Callable[[], object], after: float) -> None:
@@ -71,9 +68,8 @@ def disk(rng: random.Random, bad: list[str]) -> None:
 
 def calibration(rng: random.Random, bad: list[str]) -> None:
     """Kept in one step: what is there is whole, and the next run sweeps what was being written."""
-    from stress_faults import _calibrate, furnish
-
     from kvcli.fit.calibration import load_calibration
+    from tests.bench.stress_faults import _calibrate, furnish
 
     folder = Path(tempfile.mkdtemp(prefix="kvcli-kills-"))
     furnish(folder)
@@ -129,23 +125,19 @@ def _session(pid: int) -> int:
         return 0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=400, help="of the disk tier, and of a calibration that is kept")
-    parser.add_argument("--commands", type=int, default=12, help="kills of the whole command")
-    asked = parser.parse_args(arguments)
+@measurement("Kills of the disk tier and of bench --calibrate", is_right=is_unbroken)
+def stress_kills(
+    kills: Annotated[int, "of the disk tier, and of a calibration that is kept"] = 400,
+    commands: Annotated[int, "kills of the whole command"] = 12,
+) -> Rows:
     rng, bad = random.Random(0), list[str]()
-    for what, n in ((disk, asked.kills), (calibration, asked.kills), (command, asked.commands)):
+    for what, n in ((disk, kills), (calibration, kills), (command, commands)):
         for _ in range(n):
             what(rng, bad)
         print(f"{what.__name__}: {n:,} kills, {len(bad)} bad", file=sys.stderr, flush=True)
     print("\n".join(bad))
-    tried = 2 * asked.kills + asked.commands
-    said = {"what": "kills of the disk tier and of bench --calibrate", "tried": tried, "bad": len(bad)}
-    print(json.dumps(said | {"command": "python tests/bench/stress_kills.py"}))
-    return int(bool(bad))
+    yield {"what": "kills of the disk tier and of bench --calibrate", "tried": 2 * kills + commands, "bad": len(bad)}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    stress_kills.main()

@@ -3,13 +3,11 @@
     python tests/bench/stress_models.py --count 50000
 
 A child process loads them one after the other, with little more memory than a whole model takes and with seconds for
-each; a child that dies or hangs is a bad outcome of the folder it had in hand. The last line is JSON.
+each; a child that dies or hangs is a bad outcome of the folder it had in hand.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import signal
@@ -22,9 +20,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.bench.harness import Rows, is_unbroken, measurement
+
 SECONDS = 20  # for one folder
 SLICE = 1000  # folders for one process
 ROOM = 1 << 30  # bytes of address space beyond what whole models took: about twice the estimate
@@ -66,7 +68,7 @@ def _slice(at: int, end: int, room: str, tell: bool) -> Tally:
 
 def _one_child(at: int, end: int, room: str, tally: Tally, tell: bool) -> int:
     """Run a child until it is through or dies; returns the number to go on with."""
-    command = [sys.executable, __file__, "--child", room, "--first", str(at), "--count", str(end - at)]
+    command = [sys.executable, __file__, "--child", room, str(at), str(end - at)]
     quiet = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     log = Path(room, "said")
@@ -163,26 +165,22 @@ def _where(error: BaseException) -> str:
     return " < ".join(places[:-6:-1])
 
 
-def main(args: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--first", type=int, default=0, help="number of the first folder")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
-    asked = parser.parse_args(args)
-    if asked.child:
-        child(Path(asked.child), asked.first, asked.count)
-        return 0
-    tally = storm(asked.count, asked.first, asked.jobs)
+@measurement("Broken model folders", is_right=is_unbroken)
+def stress_models(
+    count: int = 2000,
+    first: Annotated[int, "number of the first folder"] = 0,
+    jobs: Annotated[int, "processes at a time"] = 1,
+) -> Rows:
+    tally = storm(count, first, jobs)
     for how, n in tally.ends.most_common():
         print(f"{n:>8,}  {how}")
     print("\n".join(line[:400] for line in tally.bad))
-    command = f"python tests/bench/stress_models.py --count {asked.count}"
     what = "model folders mutated (config, tokenizer, headers, index, weights, forms of files)"
-    print(json.dumps({"what": what, "tried": tally.tried, "bad": len(tally.bad), "command": command}))
-    return int(bool(tally.bad))
+    yield {"what": what, "tried": tally.tried, "bad": len(tally.bad)}
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    raise SystemExit(main())
+    if sys.argv[1:2] == ["--child"]:  # its folder, the number of the first model, and how many there are
+        child(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        stress_models.main()

@@ -35,7 +35,7 @@ from kvcli.summarize.events import Done
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Summary
 from kvcli.summarize.run import summarize
-from tests.bench.harness import Rows, measurement
+from tests.bench.harness import Rows, is_unbroken, measurement
 from tests.bench.stress_exact import PROFILES, costs, jumping_clock
 from tests.summarize.scribe import summary_of
 
@@ -122,7 +122,7 @@ def storm(runs: int, request: Request, model: str = "demo", file: str = "demo:pd
     return {"tried": runs, "bad": bad, "stopped": stopped, **about}
 
 
-@measurement("Exact summaries with shuffled timings", is_right=lambda rows: not rows[0]["bad"])
+@measurement("Exact summaries with shuffled timings", is_right=is_unbroken)
 def stress_summaries(
     runs: int = 50,
     model: str = "demo",
@@ -132,9 +132,8 @@ def stress_summaries(
     seed: int = 0,
 ) -> Rows:
     found = storm(runs, Request(length=length, chunk=chunk or None), model, file, seed)
-    yield found
     what = f"exact summaries by {model} with shuffled timings, {found['stopped']} stopped and resumed"
-    return {"what": what, **found}
+    yield {"what": what, **found}
 
 
 if __name__ == "__main__":

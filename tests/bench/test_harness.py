@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import pytest
 
+from docs.benchmarks import changes
 from kvcli.kernels import native
 from tests.bench import harness
 from tests.bench.harness import ROOT, Floats, Ints, Rows, Words, in_turns, measurement, once
@@ -131,8 +132,7 @@ def test_a_name_that_is_not_known_ends_the_program():
 
 
 def test_every_result_has_a_command():
-    files = {path.stem for path in (ROOT / "docs" / "benchmarks").glob("*.json")}
-    assert files - RUN["RESULTS"].keys() == RUN["NOT_AGAIN"].keys()
+    assert {path.stem for path in (ROOT / "docs" / "benchmarks").glob("*.json")} == RUN["RESULTS"].keys()
 
 
 @pytest.mark.parametrize("name", [n for n, words in RUN["RESULTS"].items() if "tests/bench/" in words])
@@ -147,7 +147,25 @@ def test_every_command_is_understood(name: str):
 def test_stale_results_are_found_by_their_commits():
     text = '{"environment": {"commit": "0123abc"}, "note": "Commit 1111111, 2222222.", "machine": "commit 3333333+"}'
     assert RUN["commits_in"](text) == {"0123abc", "1111111", "2222222", "3333333"}
-    assert RUN["commits_since"]("0123456789") is None
+    assert not RUN["is_in_history"]("0123456789")
+
+
+def shapes(text: str, is_python: bool = True) -> list[tuple[str, ...]]:
+    return sorted((changes._python if is_python else changes._c)(text))
+
+
+def test_names_and_comments_are_no_change_of_code_and_numbers_are():
+    before = 'def double(it):\n    """It, twice."""\n    return it * 2  # two\n\n\nx = 1\n'
+    assert shapes(before) == shapes("def twice(value):\n    return value * 2\n")
+    assert shapes(before) != shapes(before.replace("* 2", "* 3"))
+    c = "/* twice */\nint f(int a) {\n    return a * 2;\n}\n"
+    assert shapes(c, False) == shapes("int g(int it) {\n    return it * 2; // 2\n}\n", False)
+    assert shapes(c, False) != shapes(c.replace("2;", "3;"), False)
+
+
+def test_nothing_has_changed_since_this_commit():
+    assert changes.share_changed("HEAD", ("docs",)) > 0.9  # which no package had
+    assert changes.share_changed("HEAD", ("kernels",)) == 0
 
 
 def test_every_measurement_says_what_it_takes():

@@ -30,19 +30,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.assemble import view
 from kvcli.engine.cuda_graphs.capture import CudaGraphs
 from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.lookahead import Lookahead
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.snapkv import Snap
-from tests import families
+from tests import families, make
 from tests.bench.harness import Ints, Rows, measurement
 from tests.fake_graphs import FakeGraphs
 
@@ -135,13 +133,11 @@ def opened(side: str, layers: int, device: str = "cpu", *, is_recorded: bool = F
     lm.is_apart = True  # as on a GPU
     if is_recorded:
         lm.frames = CapturedPasses(FakeGraphs() if device == "cpu" else CudaGraphs(lm.device))
-    kv, drafter = Dense(lm.shapes, lm.dtype, lm.device), drafts.drafter()
+    kv, drafter = make.dense(lm), drafts.drafter()
     policy = Snap(sinks=2, recent=5, keep=0.5, keep_new=9, compression_interval=EVERY) if is_evicting else None
     sampler = Sampler(temperature=0.8, top_p=0.9, seed=3) if "sampled" in side else Sampler()
     every = EVERY if is_evicting else None
-    session = GenerationSession(
-        lm, kv, drafter, sampler, view=view(lm, kv, drafter), policy=policy, every=every, chunk=64
-    )
+    session = make.session(lm, kv, drafter, sampler, policy=policy, every=every, chunk=64)
     again = families.prompt(9)
     run_to_end(session.read([*families.prompt(17, seed=2), *again, *families.prompt(5, seed=3), *again[:6]]))
     for _ in range(3 * EVERY):  # from here on every boundary evicts

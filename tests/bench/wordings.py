@@ -11,7 +11,7 @@ named pages, or its first characters. With a cache, answers of an earlier run ar
 - told: points with five words in a row that stand in the question and not in the document
 - copied: points that stand in the document word for word; loops: answers that went round in one
 
-The JSON has the summaries themselves.
+The summaries themselves are printed.
 """
 
 from __future__ import annotations
@@ -128,11 +128,11 @@ def wordings(
     summaries = []
     for name, package, pages, document in documents(folder, set(names)):
         sides = {side: measure(loaded, document, wording, answers) for side, wording in ways.items()}
-        summaries.append({"document": name, "package": package, "pages": pages, "sides": sides})
-        print(name, *(f"{side}: {found['points']} points" for side, found in sides.items()), flush=True)
+        summaries.append(sides)
+        for side, found in sides.items():
+            print(f"{name} ({package}, {pages}), {side}:", *found["summary"], sep="\n- ", flush=True)
     for side in ways:
-        yield {"wording": side} | {key: sum(one["sides"][side][key] for one in summaries) for key in COUNTS}
-    return {"model": model.rsplit("/", 1)[-1], "summaries": summaries}
+        yield {"wording": side} | {key: sum(sides[side][key] for sides in summaries) for key in COUNTS}
 
 
 if __name__ == "__main__":

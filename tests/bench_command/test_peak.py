@@ -34,5 +34,6 @@ def test_peak_is_of_a_process_that_loaded_the_weights():
 
 
 def test_what_went_wrong_there_is_told_here():
-    with pytest.raises(KvcliError, match="could not be measured: nowhere"):
+    with pytest.raises(KvcliError, match="nowhere") as found:
         peak_of(recipe("nowhere/none"), range(8, 48), 3, os.environ)
+    assert found.value.code == "no_peak"

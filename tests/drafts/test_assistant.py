@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -27,13 +28,12 @@ from kvcli.engine.engine import generate_together, iterate_events, run_to_end
 from kvcli.engine.forward_request import Steps
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel, UsageError
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.models import source
 from kvcli.settings.profile import Profile, load_profile
-from tests import drafters, families
+from tests import drafters, families, make
+from tests.covering import pinned
 from tests.fakes import Machine
 
 DEPTH, STEPS = 4, 5
@@ -41,9 +41,7 @@ ORDERED = {"use_ordered_embeddings": True, "num_centroids": 16, "centroid_interm
 
 
 def loaded(family: str = "gemma4_shared", **changes: Any) -> LM:
-    found = LM.of(families.build(family, **changes))
-    found.install_kernels()
-    return found
+    return make.model(family, **changes, kernels=True)
 
 
 def theirs(lm: LM, assistant: Any, text: Sequence[int], start: int) -> list[list[int]]:
@@ -107,12 +105,16 @@ class Follower:
         return None
 
 
-@pytest.mark.parametrize("start", [8, 50, 120])  # within the window of 11 tokens, and beyond
-@pytest.mark.parametrize("ordered", [{}, ORDERED], ids=["plain", "ordered"])
-@pytest.mark.parametrize("family", ["gemma4_shared", "gemma4", "unified"])
+EMBEDDINGS = {"plain": {}, "ordered": ORDERED}
+STARTS = 8, 50, 120  # within the window of 11 tokens, and beyond
+KINDS = product(("gemma4_shared", "gemma4", "unified"), EMBEDDINGS, STARTS)
+
+
+@pytest.mark.parametrize(("family", "embedding", "start"), pinned(KINDS, ("gemma4_shared", "plain", 8)))
 def test_drafts_are_those_of_transformers(
-    family: str, ordered: dict[str, Any], start: int, monkeypatch: pytest.MonkeyPatch
+    family: str, embedding: str, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ordered = EMBEDDINGS[embedding]
     unified = replace(families.FAMILIES["gemma4"], model_type="gemma4_unified_text")
     monkeypatch.setitem(families.FAMILIES, "unified", unified)
     changes = {"vocab_size": 96, "vocab_size_per_layer_input": 96}
@@ -131,7 +133,7 @@ def test_drafts_are_those_of_transformers(
 
 
 def written(lm: LM, drafter: Drafter, n: int = 50, sampler: Sampler | None = None) -> list[int]:
-    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype, lm.device), drafter, sampler or Sampler(), chunk=13)
+    session = make.session(lm, drafter=drafter, sampler=sampler, chunk=13)
     run_to_end(session.read(families.prompt(n, 96)))
     list(iterate_events(session.stream(40)))
     return session.ids

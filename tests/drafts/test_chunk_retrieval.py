@@ -28,14 +28,14 @@ from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.off import Off
-from tests import families
+from tests import families, make
 
 NEW = 60
 
 
 @cache
 def lm(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: Any) -> LM:
-    return LM.of(families.build(family, dtype, **changes))
+    return make.model(family, dtype, **changes)
 
 
 def drafter(draft: LM | None = None, **settings: Any) -> Drafter:
@@ -45,8 +45,8 @@ def drafter(draft: LM | None = None, **settings: Any) -> Drafter:
 
 
 def opened(drafter: Drafter, kv: Any = None) -> GenerationSession:
-    kv = kv or Dense(lm().shapes, lm().dtype)
-    return GenerationSession(lm(), kv, drafter, Sampler(temperature=0.9, top_k=24, seed=3), chunk=13)
+    kv = kv or make.dense(lm())
+    return make.session(lm(), kv, drafter, Sampler(temperature=0.9, top_k=24, seed=3), chunk=13)
 
 
 def text(drafter: Drafter, n: int = 130) -> tuple[list[int], Stats]:
@@ -67,8 +67,14 @@ class Told:
 
     def __init__(self, *, sees: int | None = 0, closes: bool = False, far: bool = False, working: int = 40) -> None:
         self.lm = lm()
-        sights = scored_layers(self.lm, 1)
-        more: dict[str, Any] = {"size": 4, "recent": 6, "sights": sights, "trigger": partial(Every, 1), "is_far": far}
+        attention_params = scored_layers(self.lm, 1)
+        more: dict[str, Any] = {
+            "size": 4,
+            "recent": 6,
+            "attention_params": attention_params,
+            "trigger": partial(Every, 1),
+            "is_far": far,
+        }
         self.it = ChunkRetrievalModel(self.lm, working, 3, sees=sees, closes=closes, **more)
         self.ids = families.prompt(120)
         self.it.start(self.ids)
@@ -162,11 +168,11 @@ def test_what_is_looked_at_is_the_attention_of_one_row() -> None:
     keep = torch.ones(2, 47, dtype=torch.bool)
     keep[1, 11:29] = False
     kv.keep(0, keep)
-    sight = type(lm().sights[0])
-    sights = {0: sight(0.3, softcap=2.0), 1: sight(0.3, window=20)}
-    got = relevance(kv, sights, Query({0: q, 1: q}, 45), 3, 5)
+    sight = type(lm().attention_params[0])
+    attention_params = {0: sight(0.3, softcap=2.0), 1: sight(0.3, window=20)}
+    got = relevance(kv, attention_params, Query({0: q, 1: q}, 45), 3, 5)
     total = torch.zeros(47, dtype=torch.float64)
-    for layer, of in sights.items():
+    for layer, of in attention_params.items():
         score = torch.einsum("hd,hsd->hs", q[:, 0], (k + layer).repeat_interleave(3, 0)) * of.scale
         score = of.softcap * torch.tanh(score / of.softcap) if of.softcap else score
         at = torch.arange(47)
@@ -286,7 +292,7 @@ def test_looks_come_by_the_number_of_rounds() -> None:
 
 def test_what_is_asked_for_is_what_is_set() -> None:
     assert rounds(trigger("every:5"), [True] * 11) == [0, 5, 10]
-    assert [*guesser(drafter(scored_layers=2))._sights] == [lm().n_layers - 2, lm().n_layers - 1]
+    assert [*guesser(drafter(scored_layers=2))._attention_params] == [lm().n_layers - 2, lm().n_layers - 1]
     near, far = (guesser(drafter(chunk_device=shelf)) for shelf in ("device", "host"))
     assert (near._is_far, far._is_far) == (False, True)
 

@@ -15,10 +15,9 @@ from kvcli.drafts.draft_models.cross_vocabulary import CrossVocabularyModel
 from kvcli.drafts.draft_models.retokenized_text import RetokenizedText
 from kvcli.drafts.draft_models.separate_model import SeparateDraftModel
 from kvcli.engine.engine import run_to_end
-from kvcli.engine.hf.lm import LM
 from kvcli.models.retokenizer import TokenMapping
 from kvcli.models.text import decode
-from tests import families, small_tokenizers
+from tests import families, make, small_tokenizers
 
 NAMES = ["byte-level", "byte fallback", "metaspace"]
 PAIRS = [(a, b) for a in NAMES for b in NAMES if a != b]
@@ -167,7 +166,7 @@ def test_a_look_is_about_places_where_tokens_of_both_end() -> None:
 @pytest.mark.parametrize("known", ["the prompt", "nothing"])
 def test_a_look_takes_no_more_rows_than_it_is_about_nor_any_that_were_read(known: str) -> None:
     """Both spell alike, so what it says of the text is what who drafts would say of it alone."""
-    model, words, its = LM.of(families.build("llama")), small_tokenizers.letters(97, 1), small_tokenizers.letters(97, 1)
+    model, words, its = make.model(), small_tokenizers.letters(97, 1), small_tokenizers.letters(97, 1)
     spelling = TokenMapping(words, its)
     ids = spelling.target.ids(decode(words, families.prompt(150)))[:56]
     alone, beside = SeparateDraftModel(model), SeparateDraftModel(model)

@@ -24,10 +24,10 @@ from kvcli.engine.stats import Stats
 from kvcli.errors import BadConfig, BadModel
 from kvcli.kv.recurrent_state import apart_by
 from kvcli.kv.slots import Slots
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.off import Off
-from tests import families, hybrids
+from kvcli.models.retokenizer import TokenMapping
+from tests import families, hybrids, make, small_tokenizers
 from tests.covering import marked
 
 NEW = 48
@@ -40,7 +40,7 @@ SAMPLERS = {
 
 @cache
 def lm(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: Any) -> LM:
-    return LM.of(families.build(family, dtype, **changes))
+    return make.model(family, dtype, **changes)
 
 
 def drafter(draft: LM, **settings: Any) -> Drafter:
@@ -50,7 +50,7 @@ def drafter(draft: LM, **settings: Any) -> Drafter:
 
 
 def opened(drafter: Drafter, sampler: Sampler = SAMPLERS["greedy"]) -> GenerationSession:
-    return GenerationSession(lm(), Dense(lm().shapes, lm().dtype), drafter, sampler, chunk=13)
+    return make.session(lm(), drafter=drafter, sampler=sampler, chunk=13)
 
 
 def text(drafter: Drafter, sampler: Sampler = SAMPLERS["greedy"], n: int = 60) -> tuple[list[int], Stats]:
@@ -78,9 +78,7 @@ STATEFUL = ("qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1", "kimi_linear")
 
 @cache
 def hybrid(family: str, dtype: torch.dtype = torch.float32) -> LM:
-    found = LM.of(hybrids.build(family, dtype), id=family)
-    found.install_kernels()
-    return found
+    return make.model(family, dtype, id=family, kernels=True)
 
 
 @pytest.mark.parametrize("settings", [{"working": 0}, {"lookup_verify": 3, "copies": True, "min_match": 1}])
@@ -90,7 +88,7 @@ def test_with_states_it_drafts_what_it_would_write_alone(family: str, settings: 
     config = SeparateModelDraft(adaptive=False, depth=5, branches=1, **{"copies": False, **settings})
     texts = []
     for made in (config.drafter(pair=ModelPair(both, both)), Off()):
-        session = GenerationSession(both, Dense(both.shapes, both.dtype), made, SAMPLERS["drawn"], chunk=13)
+        session = make.session(both, drafter=made, sampler=SAMPLERS["drawn"], chunk=13)
         run_to_end(session.read(hybrids.prompt(43)))
         for step in iterate_events(session.stream(NEW)):
             stats.add_step(step) if not isinstance(made, Off) else None
@@ -140,7 +138,7 @@ def test_what_is_passed_over_is_not_in_its_states() -> None:
     run_to_end(at.prefill())
     fresh.start([*ids[:3], *ids[50:]])
     run_to_end(fresh.prefill())
-    rec = {key for key in its.mixers.like.rec if key[0] == 0}  # of the first layer, which knows no position
+    rec = {key for key in its.recurrent_layers.like.rec if key[0] == 0}  # of the first layer, which knows no position
     assert all(torch.allclose(at._states.now.rec[key], fresh._states.now.rec[key], atol=1e-5) for key in rec)
     assert at._states.now.at == 69
 
@@ -423,6 +421,15 @@ def test_what_it_keeps_and_its_drafts_have_positions_that_it_was_made_for(positi
     assert caught.value.code == "beyond_model"
     assert caught.value.lines == ("the limit is 64 tokens, 5 of them for drafts",)
     assert caught.value.try_ == ("--set spec.working=59",)
+
+
+@pytest.mark.parametrize("needs", [{"retrieval": "adaptive"}, {"tree": "opt"}, {"lookup_verify": 3}], ids=str)
+def test_what_needs_one_vocabulary_is_refused_where_there_are_two(needs: dict[str, Any]) -> None:
+    pair = ModelPair(lm(), lm(), TokenMapping(small_tokenizers.demo(), small_tokenizers.metaspace()))
+    with pytest.raises(BadConfig) as caught:
+        SeparateModelDraft(**needs).drafter(pair=pair)
+    assert caught.value.code == "other_tokenizer"
+    assert f"--set spec.{next(iter(needs))}=" in caught.value.try_[0]
 
 
 def test_it_needs_a_model() -> None:

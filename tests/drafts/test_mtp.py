@@ -22,26 +22,24 @@ from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
 from kvcli.fit import weights
 from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.plan import MeasuredFacts, PlannedModel, plan
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.mtp import MtpDraft
 from kvcli.methods.drafts.off import Off
 from kvcli.models.checkpoint_format import CheckpointFormat
 from kvcli.models.shape import shape_of
 from kvcli.settings.profile import Profile
-from tests import drafters, families, hybrids
+from tests import drafters, families, make
 
 SAMPLERS = {"greedy": Sampler(), "drawn": Sampler(temperature=0.9, top_k=24, seed=3)}
 
 
 def loaded(family: str = "llama", *, is_laid_out: bool = True) -> LM:
-    found = LM.of(families.build(family))
+    found = make.model(family)
     if is_laid_out:
         found.install_kernels()
     return found
@@ -50,7 +48,7 @@ def loaded(family: str = "llama", *, is_laid_out: bool = True) -> LM:
 def written(
     lm: LM, drafter: Drafter, sampler: Sampler = SAMPLERS["greedy"], n: int = 40
 ) -> tuple[list[int], list[Any]]:
-    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype, lm.device), drafter, sampler, chunk=13)
+    session = make.session(lm, drafter=drafter, sampler=sampler, chunk=13)
     run_to_end(session.read(families.prompt(50)))
     steps = list(iterate_events(session.stream(40)))
     return session.ids, steps
@@ -60,9 +58,7 @@ def written(
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_shown_states_are_those_that_transformers_hands_out(family: str, is_laid_out: bool) -> None:
     lm, ids = loaded(family, is_laid_out=is_laid_out), families.prompt(23)
-    feed = ForwardRequest(
-        lm, Rows.chain(ids, 0), Dense(lm.shapes, lm.dtype), want=[3, 4, 22], record_hidden_states=True
-    )
+    feed = ForwardRequest(lm, Rows.chain(ids, 0), make.dense(lm), want=[3, 4, 22], record_hidden_states=True)
     plain, other = run([feed])[0], run([ForwardRequest(lm, Rows.chain(ids, 0), feed.cache, want=[22]), feed])
     stock = families.build(family)(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
     torch.testing.assert_close(plain.hidden, stock[[3, 4, 22]], rtol=1e-3, atol=1e-4)
@@ -164,7 +160,7 @@ def test_hidden_states_that_were_not_recorded_are_computed_again_and_an_undo_for
     lm = loaded()
     want, _ = written(lm, Off())
     head = MtpHead(lm, drafters.head_of(lm))
-    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
+    session = make.session(lm)
     run_to_end(session.read(want[:60]))
     seen: list[ForwardRequest] = []
 
@@ -293,7 +289,7 @@ def test_a_checkpoint_with_layers_drafts_by_them(kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "lfm2"])
 def test_with_recurrent_layers_a_head_drafts_after_its_first_recorded_step(name: str) -> None:
     """What led to the prompt's last token is not made again there: a first step says it."""
-    lm = LM.of(hybrids.build(name), id=name)
+    lm = make.model(name, id=name)
     want, _ = written(lm, Off())
     drafter = drafters.Headed(want, depth=5, branches=1)
     ids, steps = written(lm, drafter)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.assemble import view
 from kvcli.drafts.draft_models import layer_skip
 from kvcli.drafts.draft_models.layer_skip import Clasp, Early, Knn, LayerSet, SavedLayerSets, Swift
 from kvcli.drafts.draft_models.same_model import SelfDraftModel
@@ -24,11 +23,10 @@ from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Stats
 from kvcli.kernels.native import native
 from kvcli.kv.slots import KVCache
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.drafts.self_draft import SelfDraft
 from kvcli.settings.values import keys_of
-from tests import families
+from tests import families, make
 
 NEW = 36
 SAMPLERS = {
@@ -40,9 +38,7 @@ SAMPLERS = {
 
 @cache
 def lm(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> LM:
-    found = LM.of(families.build(family, dtype, **changes))
-    found.install_kernels()
-    return found
+    return make.model(family, dtype, **changes, kernels=True)
 
 
 def drafter(model: LM, **settings: Any) -> Drafter:
@@ -53,8 +49,8 @@ def drafter(model: LM, **settings: Any) -> Drafter:
 def opened(
     model: LM, drafter: Drafter, sampler: Sampler = SAMPLERS["greedy"], kv: KVCache | None = None, **changes: Any
 ) -> GenerationSession:
-    kv = kv or Dense(model.shapes, model.dtype)
-    return GenerationSession(model, kv, drafter, sampler, view=view(model, kv, drafter), chunk=13, **changes)
+    kv = kv or make.dense(model)
+    return make.session(model, kv, drafter, sampler, chunk=13, **changes)
 
 
 def written(session: GenerationSession, n: int = 60) -> tuple[list[int], Stats]:

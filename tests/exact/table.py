@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,54 +19,22 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from kvcli.assemble import view
 from kvcli.engine.drafting.drafter import Drafter, ModelPair
 from kvcli.engine.engine import Engine, EngineTask, iterate_events, run_to_end
 from kvcli.engine.forward_request import Coroutine, ForwardRequest
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kernels.native import native
-from kvcli.kv.cache.draft_and_full import DraftAndFullCache
-from kvcli.kv.cache.level import CroppableTier, TierLevel
-from kvcli.kv.cache.precision_budget import PrecisionBudget, keys_in, unit
-from kvcli.kv.cache.tiered_cache import TieredCache
-from kvcli.kv.formats.format import FormatContext, KVFormat
-from kvcli.kv.formats.kivi import Kivi
-from kvcli.kv.offload.host_access import AutoAccess, CpuAttention, StreamedCopy, Way, ZeroCopyKernel
-from kvcli.kv.offload.transfer import bus_of
-from kvcli.kv.sliding_windows import Window, windows_of
+from kvcli.kv.cache.precision_budget import PrecisionBudget
 from kvcli.kv.slots import KVCache, alike
-from kvcli.kv.sparse.index import PageIndex
-from kvcli.kv.sparse.index_certified import Certified
-from kvcli.kv.sparse.index_cluster import Clusters
-from kvcli.kv.sparse.index_lowrank import LowRank
-from kvcli.kv.sparse.index_minmax import MinMax
-from kvcli.kv.sparse.index_sketch import Sketch
-from kvcli.kv.sparse.pages import PageBudget
-from kvcli.kv.sparse.sparse_cache import SparseCache
-from kvcli.kv.sparse.sparse_tier import SparseTier
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import DiskTier
-from kvcli.kv.tiers.host import HostTier
-from kvcli.kv.tiers.pinned_host import PinnedHostTier
-from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.lookahead import Lookahead
 from kvcli.methods.drafts.mix import Mix
 from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
-from kvcli.methods.formats.cskv import Cskv
-from kvcli.methods.formats.freqkv import FreqKV
-from kvcli.methods.formats.gear import Gear
-from kvcli.methods.formats.mustafar import Mustafar
-from kvcli.methods.formats.qaq import Qaq
-from kvcli.methods.formats.rotatekv import RotateKV
-from kvcli.methods.formats.squat import Squat
-from kvcli.methods.formats.subgen import SubGen
-from kvcli.methods.formats.zipcache import ZipCache
 from kvcli.methods.policies.precision.policy import PrecisionBudgetPolicy
 from kvcli.methods.policies.random import Random
 from kvcli.methods.policies.snapkv import Snap
@@ -75,10 +43,8 @@ from kvcli.methods.prune.lazy import LazyLLM
 from kvcli.methods.reuse.cacheblend import CacheBlend
 from kvcli.models.retokenizer import TokenMapping
 from kvcli.prefix_cache.prefix_cache import PrefixCache
-from kvcli.settings.schema import Kv
-from tests import drafters, families, hybrids, small_tokenizers
+from tests import drafters, families, hybrids, make, small_tokenizers
 from tests.exact.half import Half
-from tests.fake_bus import FakeBus
 from tests.policies import KeepAll, Ragged
 
 NEW = 40
@@ -94,27 +60,10 @@ NONE = {("rounded", "fp32"), ("blocks", "fp64"), *((name, "fp64") for name in LO
 NONE |= {("given", "fp32"), ("given", "fp64")}  # tests/test_sliding_windows.py has them
 STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (name, dtype) not in NONE]
 # where rows are known to have the same bits alone and in company, 16 bits are a row like any other
-# stores whose rows read a part of the KV cache, or some of it in other numbers or another place
-INDEXES: dict[str, PageIndex] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
-INDEXES |= {
-    "cluster": Clusters(6, 2),
-    "lowrank": LowRank(3, 5),
-    "chosen once": Sketch(3),
-}  # the last by the first row behind a compression point
-# or two KV caches, of which a smaller one drafts
-# old slots in other forms, in four bits
-FORMS: dict[str, KVFormat] = {
-    "before": Kivi("before"),
-    "zipcache": ZipCache(keys="separable"),
-    "qaq": Qaq(outliers=0.1),
-}
-FORMS |= {"gear": Gear("before", 0.5, 1), "squat": Squat(), "rotatekv": RotateKV()}
-# or in fewer numbers
-FORMS |= {"mustafar": Mustafar(), "freqkv": FreqKV(), "subgen": SubGen(centers=2, samples=2)}
-FORMS |= {"cskv": Cskv(k_rank=3, v_rank=2)}
+# stores whose rows read a part of the KV cache, or some of it in other numbers or another place, or two KV caches
 # on which a policy places slots; the last of them one in which rows find a part again
 RUNGS = ("rungs", "rungs recalled")
-PARTS = (*INDEXES, *FORMS, "turned", "disk", "halves", "checked", "uneven turned", "rebuilt", *RUNGS)
+PARTS = (*make.INDEXES, *make.FORMS, "turned", "disk", "halves", "checked", "uneven turned", "rebuilt", *RUNGS)
 NATIVE = ("dense", "sliding", "uneven", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
 STORAGES += [(name, "bf16") for name in NATIVE]
 MODELS |= dict.fromkeys(PARTS, "llama") | {"uneven turned": "gemma4_shared"}
@@ -123,12 +72,6 @@ FAR = {"by kernel": ("dense", "fp64"), "by stream": ("sliding", "fp64"), "by rul
 STORAGES += [("by query", "fp32"), *((name, dtype) for name, (_, dtype) in FAR.items())]
 PARTS += ("by query", *FAR)
 MODELS |= {"by query": "llama", **{name: MODELS[twin] for name, (twin, _) in FAR.items()}}
-WAYS: dict[str, Way] = {
-    "by query": CpuAttention,
-    "by kernel": ZeroCopyKernel,
-    "by stream": StreamedCopy,
-    "by rule": AutoAccess,
-}
 # how a prompt gets into the store: from what another process kept, some of it left behind on the way, by layers, or
 # taken over from another text and some of that read again
 READ = ("kept", "lazy", "layers", "blend")
@@ -152,8 +95,7 @@ if native() is not None:
     STORAGES += [("hybrid", "fp32"), ("hybrid", "bf16")]
 BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear layers in 4-bit groups of 32, as in GGUF
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
-BITS = (8, 4, 2)  # of levels that a policy places slots on
-SPENT = PrecisionBudget("40%", 0, alike(3, 2, 16), 4, BITS, 16, [0.0] * 3)
+SPENT = PrecisionBudget("40%", 0, alike(3, 2, 16), 4, make.BITS, 16, [0.0] * 3)
 SPENDS = {"budget": SPENT, "lose": replace(SPENT, asked="", lose=0.05)}
 SPENDER: dict[str, int] = {"sinks": 2, "recent": 5, "compression_interval": 16}
 POLICIES |= {name: (PrecisionBudgetPolicy(**SPENDER, spending=spent), 16) for name, spent in SPENDS.items()}
@@ -245,7 +187,7 @@ def add(kind: str, name: str, method: type) -> None:
     if kind == "policy":
         POLICIES[name] = (settings, SPENDER["compression_interval"])
     elif kind == "kv_format":
-        FORMS[name], MODELS[name], PARTS = settings, "llama", (*PARTS, name)
+        make.FORMS[name], MODELS[name], PARTS = settings, "llama", (*PARTS, name)
     else:
         DRAFTERS[name] = lambda truth: settings.drafter([STOP], ModelPair(lm("dense", "fp32"), sibling()))
 
@@ -273,9 +215,7 @@ def sibling(is_constant: bool = False) -> LM:
 
 @cache
 def folding() -> LM:
-    found = LM.of(hybrids.build("qwen3_5_text"))
-    found.install_kernels()
-    return found
+    return make.model("qwen3_5_text", kernels=True)
 
 
 @cache
@@ -326,7 +266,7 @@ def of_files(place: Path, dtype: str, device: str) -> LM:
 def put_by(place: str, dtype: str, device: str) -> None:
     """Read the prompt with these weights, and keep it."""
     model = of_files(Path(place), dtype, device)
-    session = GenerationSession(model, past("kept", model), Off(), SAMPLERS["greedy"], chunk=13)
+    session = make.session(model, past("kept", model), chunk=13)
     run_to_end(session.read(prompt()))
     kept = shelf(Path(place), model).save(session)
     assert kept.nbytes, kept
@@ -354,51 +294,9 @@ def prompt(storage: str = "") -> list[int]:
 
 def past(storage: str, model: LM) -> KVCache:
     """Empty."""
-    stored = torch.float32 if storage == "rounded" else model.dtype  # kv.dtype below that of the model
-    windows = {at: Window(of.size, back=1) for at, of in windows_of(model.shapes, model.sights).items()}
-    top = Dense(model.shapes, stored, model.device, windows=windows if storage == "given" else None)
-    if storage in INDEXES:
-        epsilon = 0.3 if storage == "certified" else None
-        part = PageBudget(0.1, 4, 2, 5)
-        how: dict[str, Any] = {"epsilon": epsilon, "source": top, "is_shared": storage == "chosen once"}
-        return SparseCache(top, INDEXES[storage], part, range(1, model.n_layers), **how)
-    if storage in FORMS or storage == "rebuilt":  # the latter as in ShadowKV
-        of = FormatContext(model.shapes, stored, model.sights, partial(rotaries, model))
-        form = FORMS.get(storage, Cskv(k_rank=3, v_rank=0))
-        coded = form.tier(of, model.device, Kv(k_bits=4, v_bits=4, group=5))
-        some = SparseTier(coded, LowRank(3, 5), PageBudget(0.1, 4, 2, 3), range(1, model.n_layers), source=coded)
-        return TieredCache(top, [TierLevel(coded if storage in FORMS else some)], holds=7, group=5, sinks=2)
-    if storage in WAYS:
-        bus = FakeBus() if model.device.type == "cpu" else bus_of(model.device)
-        far: Any = PinnedHostTier(model.shapes, stored, bus)
-        if storage == "by query":
-            far = QuantizedTier(model.shapes, stored, k_bits=8, v_bits=8, group=5)
-        host = HostTier(far, model.device, WAYS[storage], lambda _: bus)
-        return TieredCache(top, [TierLevel(host, attend_async=host.attend_async)], holds=7, group=5, sinks=2)
-    if storage in PARTS:
-        below: CroppableTier = DiskTier(model.shapes, stored, 1 << 26, 1 << 30)
-        if storage == "halves":
-            below = QuantizedTier(model.shapes, stored, model.device, k_bits=8, v_bits=8, group=4, halves=True)
-        if storage in RUNGS:
-            each = [
-                QuantizedTier(model.shapes, stored, model.device, k_bits=keys_in(n), v_bits=n, group=16) for n in BITS
-            ]
-            rungs = [TierLevel(tier, group=unit(n, 16)) for n, tier in zip(BITS, each, strict=True)]
-            found = SparseTier(below, Sketch(3), PageBudget(0.1, 4, 2, 3), range(1, model.n_layers), source=below)
-            return TieredCache(top, rungs if storage == "rungs" else [*rungs, TierLevel(found)])
-        if storage in ("turned", "checked", "uneven turned"):
-            below = QuantizedTier(model.shapes, stored, model.device, k_bits=4, v_bits=8, group=5, rotate="hadamard")
-        found = TieredCache(top, [TierLevel(below)], holds=7, group=5, sinks=2)
-        return DraftAndFullCache(Dense(model.shapes, stored, model.device), found) if storage == "checked" else found
-    if storage not in LOWER:
-        return top
-    lower = Dense(model.shapes, stored, model.device, step=8)
-    tiers: dict[str, CroppableTier] = {
-        "demoted": lower,
-        "recalled": SparseTier(lower, Sketch(3), PageBudget(0.1, 4, 2, 3), range(1, model.n_layers), source=lower),
-        "lowered": QuantizedTier(model.shapes, stored, model.device, k_bits=8, v_bits=8, group=4),
-    }
-    return TieredCache(top, [TierLevel(tiers[storage])], demotes=True)
+    stored = torch.float32 if storage == "rounded" else None  # kv.dtype below that of the model
+    is_named = storage in (*PARTS, *LOWER, "given")
+    return make.cache("turned" if storage == "uneven turned" else storage if is_named else "dense", model, stored)
 
 
 def opened(
@@ -417,13 +315,11 @@ def opened(
     if storage == "rungs recalled" and policy in SPENDS:
         keep = PrecisionBudgetPolicy(**SPENDER, spending=replace(SPENDS[policy], **AWAY))
     kv, every = past(storage, model), every or (16 if storage in PARTS else None)
-    reads = view(model, kv, drafter)
-    session = GenerationSession(
+    session = make.session(
         model,
         kv,
         drafter,
         SAMPLERS[sampler],
-        view=reads,
         policy=keep,
         every=every,
         chunk=chunk,

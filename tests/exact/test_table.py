@@ -21,11 +21,10 @@ from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.slots import KVCache
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.off import Off
 from kvcli.models.retokenizer import TokenMapping
-from tests import drafters, families
+from tests import drafters, families, make
 from tests.covering import covering, marked, pairs, spread
 from tests.exact.half import Half
 from tests.exact.table import (
@@ -34,8 +33,6 @@ from tests.exact.table import (
     CHAINS,
     DRAFTERS,
     EXPERTS,
-    FORMS,
-    INDEXES,
     LOWER,
     NEW,
     PARTS,
@@ -64,7 +61,7 @@ from tests.small_tokenizers import letters
 def is_slow(storage: str, policy: str, sampler: str, drafter: str = CHAINS[1]) -> bool:
     """What an answer is held to has nothing to do with what is kept, nor most policies with where the rest goes. Forms
     differ in what they write; how it is read is the same in all, of which two meet every drafter."""
-    if storage in FORMS and storage not in ("gear", "mustafar") and drafter not in CHAINS:
+    if storage in make.FORMS and storage not in ("gear", "mustafar") and drafter not in CHAINS:
         return True
     if storage in (*PARTS, *READ, *EXPERTS):
         return not {policy, sampler} <= {"all", "ragged", *SPENDS, "greedy", "sampled"}
@@ -78,7 +75,7 @@ ROWS = [(*stored, policy, *rest) for stored, policy, *rest in COLUMNS if serves(
 QUICK = [row for row in ROWS if not is_slow(row[0], row[2], row[4], row[3])]
 OWN = ("minmax", "certified", *RUNGS)  # rows that choose what they read, and slots that a policy places
 # but for a tier, how the prompt came in, who multiplies, how pages are found, or what type or block of the prompt it is
-ALIKE = ({*PARTS, *READ, *EXPERTS, *LOWER, *INDEXES} | {"given", "rounded", "blocks"}) - {*OWN}
+ALIKE = ({*PARTS, *READ, *EXPERTS, *LOWER, *make.INDEXES} | {"given", "rounded", "blocks"}) - {*OWN}
 SHORT = covering([row for row in QUICK if row[0] not in ALIKE]) | covering([row for row in QUICK if row[0] in ALIKE], 2)
 STORED = [[row for row in SHORT if row[0] == storage] for storage in {row[0] for row in SHORT}]
 CORE = covering(sorted(SHORT), 1).union(*(spread(rows, 4) for rows in STORED))
@@ -188,9 +185,7 @@ def test_layer_by_layer_stores_what_chunk_by_chunk_does(storage: str, dtype: str
     model, turns = lm(storage, dtype), [prompt(storage), families.prompt(41, seed=6)]
     every = 16 if storage in PARTS else None
     of = [
-        GenerationSession(
-            model, past(storage, model), Off(), SAMPLERS["greedy"], chunk=13, every=every, by_layers=by_layers
-        )
+        make.session(model, past(storage, model), chunk=13, every=every, by_layers=by_layers)
         for by_layers in (False, True)
     ]
     for turn in turns:
@@ -217,8 +212,7 @@ def test_another_turn_after_an_undo_gives_the_same_text(drafter: str) -> None:
     first, second = prompt(), [*prompt(), *families.prompt(8, seed=9)]
 
     def fresh(maker: Make, truth: Sequence[int]) -> GenerationSession:
-        kv = Dense(model.shapes, model.dtype)
-        return GenerationSession(model, kv, maker(truth), Sampler(), chunk=13)
+        return make.session(model, drafter=maker(truth), chunk=13)
 
     alone = fresh(lambda _: Off(), [])
     run_to_end(alone.read(second))

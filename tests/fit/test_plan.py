@@ -10,9 +10,8 @@ import torch
 from kvcli import load
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.forward_memory import DRAWN, working_bytes
-from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.mla import LatentProjection
-from kvcli.errors import DoesNotFit, UsageError
+from kvcli.errors import BadInput, DoesNotFit, UsageError
 from kvcli.fit.advice import binding, changes
 from kvcli.fit.available_memory import AvailableMemory, choose, container_room, rooms, size
 from kvcli.fit.explain import alike
@@ -41,7 +40,7 @@ from kvcli.policies.scoring.topk import SCORE
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes, PassTime
 from kvcli.settings.profile import Profile
 from kvcli.settings.schema import size_of
-from tests import families, hybrids
+from tests import families, hybrids, make
 
 MIB = 1 << 20
 PROFILES = {name: Profile.load(name) for name in ("exact", "ngram", "streaming")}
@@ -514,6 +513,16 @@ def test_the_limit_of_our_own_group_counts_where_the_root_has_none(tmp_path, lin
     assert container_room(tmp_path, tmp_path / "cgroup") == 600
 
 
+@pytest.mark.parametrize(("job", "service"), [(300, 900), (900, 300)])
+def test_of_groups_within_each_other_the_least_counts_and_none_outside(tmp_path, job, service):
+    (tmp_path / "cgroup").write_text("0::/../service/job\n")
+    for folder, left in (("../service", 1), ("service", service), ("service/job", job)):
+        (tmp_path / "root" / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / folder / "memory.max").write_text(str(left))
+        (tmp_path / "root" / folder / "memory.current").write_text("0")
+    assert container_room(tmp_path / "root", tmp_path / "cgroup") == 300
+
+
 def test_auto_is_the_first_gpu_else_the_cpu():
     cpu, gpu = AvailableMemory("cpu", 1), AvailableMemory("cuda:0", 2)
     assert choose({"cpu": cpu}, "auto") == cpu
@@ -612,7 +621,7 @@ def of_latents(tmp_path, **packed):
 
 
 def test_what_expands_latents_is_counted_twice_where_kernels_multiply_it_by_head():
-    lm = LM.of(families.build("deepseek_v3"))
+    lm = make.model("deepseek_v3")
     lm.install_kernels()
     held = [m.panels for m in lm.model.modules() if isinstance(m, LatentProjection)]
     shape = shape_of(families.config_of("deepseek_v3").to_dict())
@@ -634,12 +643,19 @@ def test_latents_whose_weights_stay_quantized_are_planned_as_they_are_stored(tmp
     assert planned(packed, context=512).need.kv > 2 * planned(plain, context=512).need.kv
 
 
+def test_a_plan_is_for_one_token_at_least(demo):
+    with pytest.raises(BadInput) as found:
+        planned(demo, context=0)
+    assert found.value.code == "bad_length"
+
+
 def test_layers_that_keep_a_state_are_not_placed_by_hand():
     shape = shape_of(hybrids.build(next(iter(hybrids.HYBRIDS))).config.to_dict())
     subject = PlannedModel("hybrid", shape, of_shape(shape, 2), "bfloat16", CheckpointFormat(), True, False, 1 << 20)
     profile = PROFILES["exact"].replace(load={"layers_on_gpu": 1})
-    with pytest.raises(UsageError, match="recurrent layers"):
+    with pytest.raises(UsageError) as found:
         plan(subject, profile, AvailableMemory("cuda", 8 * GIB), 64, MeasuredFacts())
+    assert found.value.code == "no_split"
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])

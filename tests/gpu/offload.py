@@ -25,13 +25,12 @@ from kvcli.kv.offload.transfer import bus_of
 from kvcli.kv.slots import AttentionParams, KVCache, Slots, alike, run_of
 from kvcli.kv.sparse.settings import Certified, MinMax, Sketch
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import DiskTier
 from kvcli.kv.tiers.host import HostTier
 from kvcli.kv.tiers.pinned_host import PinnedHostTier
 from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
-from tests import families
+from tests import families, make
 from tests.exact import table as exactness
 from tests.gpu.clock import runtime_calls, spread, times
 from tests.gpu.stage import On, Row, why
@@ -70,7 +69,7 @@ def _stores(lm: LM) -> dict[str, tuple[Callable[[], KVCache], str]]:
         return TieredCache(dense(), list(below), holds=6, group=group, sinks=2)
 
     def disk() -> HostTier:
-        return far(DiskTier(alike(*of), lm.dtype, BIG, BIG))
+        return far(make.disk(of, lm.dtype))
 
     return {
         "device": (dense, "device"),
@@ -82,16 +81,16 @@ def _stores(lm: LM) -> dict[str, tuple[Callable[[], KVCache], str]]:
         "packed": (lambda: ladder(TierLevel(packed())), "packed"),
         "packed, host": (lambda: ladder(TierLevel(far(packed(cpu)))), "packed"),
         "recall of all, host": (
-            lambda: ladder(TierLevel(MinMax(**PART).bind_tier(far(dense(cpu)), lm.sights))),
+            lambda: ladder(TierLevel(MinMax(**PART).bind_tier(far(dense(cpu)), lm.attention_params))),
             "device",
         ),
         "sketch of all, host": (
-            lambda: ladder(TierLevel(Sketch(**PART).bind_tier(far(dense(cpu)), lm.sights))),
+            lambda: ladder(TierLevel(Sketch(**PART).bind_tier(far(dense(cpu)), lm.attention_params))),
             "device",
         ),
         "certified, device": (
             lambda: ladder(
-                TierLevel(Certified(**{**PART, "fraction": 0.2}, epsilon=0.0).bind_tier(dense(), lm.sights))
+                TierLevel(Certified(**{**PART, "fraction": 0.2}, epsilon=0.0).bind_tier(dense(), lm.attention_params))
             ),
             "device",
         ),
@@ -100,15 +99,15 @@ def _stores(lm: LM) -> dict[str, tuple[Callable[[], KVCache], str]]:
 
 def _written(lm: LM, kv: KVCache, drafts: bool, new: int) -> GenerationSession:
     drafter = Ngram(adaptive=False, max=7).drafter() if drafts else Off()
-    session = GenerationSession(lm, kv, drafter, exactness.SAMPLERS["sampled"], every=8, chunk=13)
+    session = make.session(lm, kv, drafter, exactness.SAMPLERS["sampled"], every=8, chunk=13)
     run_to_end(session.read(exactness.prompt()))
     list(iterate_events(session.stream(new)))
     return session
 
 
-def _tried(lm: LM, name: str, want: list[int], make: Callable[[], KVCache], new: int, on: On) -> Row:
+def _tried(lm: LM, name: str, want: list[int], new_cache: Callable[[], KVCache], new: int, on: On) -> Row:
     began = time.monotonic()
-    kv = make()
+    kv = new_cache()
     session = _written(lm, kv, False, new)
     slots: dict[str, int] = {}
     for use in kv.usage():
@@ -116,7 +115,7 @@ def _tried(lm: LM, name: str, want: list[int], make: Callable[[], KVCache], new:
     row: Row = {"store": name, "slots": slots, "seconds": round(time.monotonic() - began, 2)}
     row |= {"same": not want or session.ids == want, "ids": list(session.ids)}  # steps follow
     try:
-        row["drafting_changes_nothing"] = _written(lm, make(), True, new).ids == session.ids
+        row["drafting_changes_nothing"] = _written(lm, new_cache(), True, new).ids == session.ids
     except ImportError as error:
         row["drafting_changes_nothing"] = why(error)
     if not on.is_tiny:
@@ -193,9 +192,9 @@ def run(on: On) -> Iterator[Row]:
     for family in ("llama",) if on.is_tiny else ("llama", "gemma3", "gpt_oss"):
         lm = LM.of(families.build(family).to(on.device))
         texts: dict[str, list[int]] = {}
-        for name, (make, like) in _stores(lm).items():
+        for name, (new_cache, like) in _stores(lm).items():
             try:
-                row = _tried(lm, name, texts.get(like, []), make, new, on)
+                row = _tried(lm, name, texts.get(like, []), new_cache, new, on)
             except Exception as error:
                 faults += 1
                 yield {"family": family, "store": name, "fault": why(error)}

@@ -17,8 +17,7 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.kernels.linear_quantized import pack, why_not
 from kvcli.kernels.linear_quantized.module import PackedLinear
-from kvcli.kv.tiers.dense import Dense
-from tests import families
+from tests import families, make
 from tests.bench.decode import build
 from tests.exact import table as exactness
 from tests.gpu.clock import spread, times
@@ -44,7 +43,7 @@ def _ours(on: On, bits: Any) -> LM:
 def _logits(lm: LM, n: int) -> Tensor:
     """[n, V] of a pass over random tokens, and nothing is kept."""
     ids = families.prompt(n, vocab=lm.vocab)
-    kv = Dense(lm.shapes, lm.dtype, lm.device)
+    kv = make.dense(lm)
     (made,) = run_feeds([ForwardRequest(lm, Rows.chain(ids, 0), kv, want=range(n))])
     return made.logits.float()
 
@@ -58,10 +57,10 @@ def run(on: On) -> Iterator[Row]:
     kinds |= {f"kvcli's {bits} bits": lambda bits=bits: _ours(on, bits) for bits in (8, 4)}
     want: Tensor | None = None
     said = []
-    for name, make in kinds.items():
+    for name, load in kinds.items():
         row: Row = {"weights": name}
         try:
-            lm = make()
+            lm = load()
             logits = _logits(lm, TOKENS)
             want = logits if want is None else want
             off = float((logits - want).square().mean().sqrt() / want.square().mean().sqrt())

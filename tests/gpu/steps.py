@@ -18,11 +18,9 @@ import torch
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Draft
-from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
-from tests import families
+from tests import families, make
 from tests.bench.decode import theirs
 from tests.drafters import Scripted
 from tests.gpu.clock import Watched, copy_rate, host_seconds, spread, times, wait
@@ -48,7 +46,7 @@ class Guesses(Scripted):
 
 def _filled(lm: LM, n: int) -> Dense:
     """n random slots a head."""
-    kv = Dense(lm.shapes, lm.dtype, lm.device)
+    kv = make.dense(lm)
     kv.reserve(n + 1024)
     noise = torch.Generator(lm.device).manual_seed(0)
     for layer in range(lm.n_layers):
@@ -60,7 +58,7 @@ def _filled(lm: LM, n: int) -> Dense:
 
 def _steps(lm: LM, kv: Dense, n: int, n_rows: int, reps: int) -> Row:
     """Milliseconds of steps behind n tokens, and of the host's part of them."""
-    session = GenerationSession(lm, kv, Off() if n_rows == 1 else Guesses(n_rows - 1), Sampler())
+    session = make.session(lm, kv, Off() if n_rows == 1 else Guesses(n_rows - 1))
     session.ids, session.committed = families.prompt(n + 1, vocab=lm.vocab), n
     row: Row = {"ms": spread(times(lambda: run_to_end(session.step()), str(lm.device), reps))}
     if lm.frames is not None:
@@ -72,7 +70,7 @@ def _steps(lm: LM, kv: Dense, n: int, n_rows: int, reps: int) -> Row:
 
 def _ours(lm: LM, n: int, new: int) -> tuple[float, float]:
     """Seconds to the first token, and of each later one, of plain decoding."""
-    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype, lm.device), Off(), Sampler())
+    session = make.session(lm)
     (first,) = times(lambda: run_to_end(session.read(families.prompt(n, vocab=lm.vocab))), str(lm.device), 1, warm=0)
     steps = [step.seconds for step in iterate_events(session.stream(new))]
     return first + steps[0], statistics.median(steps[1:])

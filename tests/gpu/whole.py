@@ -19,10 +19,8 @@ from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import GenerationSession
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
-from tests import drafters, families
+from tests import drafters, families, make
 from tests.gpu.models import eight
 from tests.gpu.stage import On, Row, why
 
@@ -42,7 +40,7 @@ def opened(weights: str, layers: int, graphs: str, on: On) -> LM:
 
 
 def _text(lm: LM, drafter: Drafter, sampler: Sampler, new: int) -> list[int]:
-    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype, lm.device), drafter, sampler)
+    session = make.session(lm, drafter=drafter, sampler=sampler)
     run_to_end(session.read(families.prompt(READ, vocab=lm.vocab)))
     list(iterate_events(session.stream(new)))
     return session.ids
@@ -56,10 +54,10 @@ def _parted(a: Sequence[int], b: Sequence[int]) -> int | None:
 def _texts(lm: LM, plain: dict[str, list[int]], new: int) -> Iterator[Row]:
     """The first plain text of a sampler is the one that all others have to be, whatever the captured passes."""
     for name, sampler in SAMPLERS.items():
-        for kind, make in {"plain": None, **DRAFTS}.items():
+        for kind, drafts in {"plain": None, **DRAFTS}.items():
             row: Row = {"what": "text", "sampler": name, "drafts": kind}
             try:
-                ids = _text(lm, Off() if make is None else make(plain[name], lm.vocab, STOP), sampler, new)
+                ids = _text(lm, Off() if drafts is None else drafts(plain[name], lm.vocab, STOP), sampler, new)
             except Exception as error:
                 yield {**row, "fault": why(error)}
                 continue
@@ -79,7 +77,7 @@ def _logits(on: On) -> Row:
     model = eight(on.device, on.is_tiny, 2)
     for device, dtype in ((on.device, torch.bfloat16), ("cpu", torch.float32)):
         lm = LM.of(model.to(device, dtype))
-        kv = Dense(lm.shapes, lm.dtype, lm.device)
+        kv = make.dense(lm)
         rows = Rows.chain(families.prompt(READ, vocab=lm.vocab), 0)
         (made,) = run_feeds([ForwardRequest(lm, rows, kv, want=range(READ), is_prompt=True)])
         found.append(made.logits.float().cpu())

@@ -13,7 +13,6 @@ from kvcli import load
 from kvcli.chat.model import Model
 from kvcli.chat.token_kinds import kinds_by_id
 from kvcli.engine.engine import run_to_end
-from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadInput, BadModel
 from kvcli.heads import run as heads_run
@@ -29,7 +28,7 @@ from kvcli.heads.run import probe
 from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.schemas.heads import HeadsDocument
 from kvcli.settings.profile import Profile
-from tests.families import build
+from tests import make
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +86,7 @@ def said_and_done(model: Model, settings: FastGen) -> tuple[HeadsDocument, Gener
     made = document(model, ask, found)
     plain = whole(model)
     kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
-    session = GenerationSession(plain.lm, plain.cache, plain.drafter, plain.sampler, policy=settings, kinds=kinds)
+    session = make.session(plain.lm, plain.cache, plain.drafter, plain.sampler, policy=settings, kinds=kinds)
     run_to_end(session.read(found.reading.ids))
     return made, session
 
@@ -236,7 +235,7 @@ def other(name):
     """A tiny random model that sees through windows, with the demo's words."""
     profile = Profile.load("exact")
     words = load("demo", "exact", {"load.verify": False}).tokenizer
-    return Model(LM.of(build(name, vocab_size=1888, max_position_embeddings=2048)), words, profile)
+    return Model(make.model(name, vocab_size=1888, max_position_embeddings=2048), words, profile)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
@@ -258,8 +257,15 @@ def test_sliding_layers_are_left_whole(name):
 
 def test_a_model_of_windows_only_is_refused():
     ask = ProbeRequest(probes=("prompt",), context=300, settings=FastGen())
-    with pytest.raises(BadModel, match="sliding window"):
+    with pytest.raises(BadModel) as found:
         probe(other("mistral"), ask)
+    assert found.value.code == "no_full_attention"
+
+
+def test_a_model_of_uneven_layers_is_refused():
+    with pytest.raises(BadModel) as found:
+        probe(other("gemma4_shared"), ProbeRequest(probes=("prompt",), context=300, settings=FastGen()))
+    assert found.value.code == "uneven_layers"
 
 
 def test_half_is_where_profiles_draw_the_line():

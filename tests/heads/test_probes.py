@@ -22,9 +22,9 @@ from kvcli.heads.restricted_heads import HeadWindow, RestrictedHeads
 from kvcli.heads.sample import samples
 from kvcli.kernels.attend.reference import attend
 from kvcli.kernels.merge_attention import merge_attention
-from kvcli.kv.slots import AttentionParams, Slots, alike
-from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.slots import AttentionParams, Slots
 from kvcli.models.text import decode
+from tests import make
 
 K, G, D, S = 2, 3, 8, 41
 
@@ -105,7 +105,7 @@ def test_the_normaliser_is_that_of_the_whole_row():
     "sight", [AttentionParams(0.3), AttentionParams(0.3, softcap=2.0), AttentionParams(0.3, window=13)]
 )
 def test_a_head_in_blinkers_sees_first_and_newest_tokens_only(sight):
-    store, reach = Dense(alike(2, K, D), torch.float32), HeadWindow(sinks=2, recent=7)
+    store, reach = make.dense((2, K, D), torch.float32), HeadWindow(sinks=2, recent=7)
     k, v, pos = drawn(K, S, D), drawn(K, S, D, seed=2), torch.arange(S)
     for layer in range(2):
         store.append(layer, k, v, 0)

@@ -20,8 +20,8 @@ from kvcli.kernels.attend_invariant.tables import Table, Tree, uploaded
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.merge_attention import merge_attention as merge_parts
 from kvcli.kernels.merge_attention import reference as merge_reference
-from kvcli.kv.slots import AttentionParams, alike
-from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.slots import AttentionParams
+from tests import make
 
 pytest.importorskip("triton")
 import_module("tests.kernels.interpreted")  # before what is fused
@@ -187,6 +187,11 @@ def test_a_row_has_the_bits_in_a_batch_that_it_has_alone(case: str) -> None:
     assert not rows_that_differ(Case(**COMPANY[case]))
 
 
+@pytest.mark.core
+def test_branches_behind_the_edge_of_a_span_have_the_bits_that_they_have_alone() -> None:
+    assert not rows_that_differ(Case([-1, 0, 0], [UNIT - 1], group=1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bent", [{}, BENT], ids=["plain", "bent"])
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -272,7 +277,7 @@ def test_kv_caches_hand_over_runs_and_passes(
 def test_a_kv_cache_reads_its_slots_through_them(is_ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     r = torch.Generator().manual_seed(8)
     q, k, v, fk, fv = (torch.randn(2, n, 16, generator=r).bfloat16() for n in (3, 41, 41, 3, 3))
-    kv, pos = Dense(alike(1, 2, 16), torch.bfloat16, step=8), [41, 42, 42]
+    kv, pos = make.dense((1, 2, 16), torch.bfloat16, step=8), [41, 42, 42]
     kv.append(0, k, v, 0)
     if is_ragged:
         kv.keep(0, torch.rand(2, 41, generator=r) < 0.6)

@@ -15,12 +15,9 @@ from kvcli.engine.cuda_graphs import captured_pass
 from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kernels import triton_support
-from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
-from tests import families
+from tests import families, make
 from tests.drafters import Bush
 from tests.fake_graphs import FakeGraphs
 
@@ -33,8 +30,8 @@ SINGLE = {"num_hidden_layers": 1, "vocab_size": 61}
 
 
 def written(lm: LM, drafter: Any, new: int) -> list[int]:
-    kv = Dense(lm.shapes, lm.dtype, lm.device, step=16)
-    session = GenerationSession(lm, kv, drafter, Sampler(), chunk=64)
+    kv = make.dense(lm, step=16)
+    session = make.session(lm, kv, drafter, chunk=64)
     run_to_end(session.read(families.prompt(30, vocab=61)))
     while len(session.ids) < 30 + new:
         run_to_end(session.step((), 30 + new - len(session.ids)))
@@ -45,7 +42,7 @@ def written(lm: LM, drafter: Any, new: int) -> list[int]:
 def test_fused_kernels_drop_in(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp16, whose numbers are near enough to the reference's that a short text is the same; plain rows and a tree."""
     windowed = {"layer_types": ["sliding_attention"]} if family == "gemma2" else {}
-    lm, graphs = LM.of(families.build(family, torch.float16, **SINGLE, **windowed)), FakeGraphs()
+    lm, graphs = make.model(family, torch.float16, **SINGLE, **windowed), FakeGraphs()
     want = written(lm, Off(), 6)
     lm.frames = CapturedPasses(graphs)
     monkeypatch.setattr(triton_support, "why_not", lambda device, dtype: "")
@@ -65,7 +62,7 @@ class Forgetful(FakeGraphs):
 
 def test_what_becomes_slots_is_held_by_its_captured_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels know rows by address alone: of those let go the memory would be that of what draws, which runs first."""
-    lm, made, own = LM.of(families.build("llama", torch.float16, **SINGLE)), list[Any](), captured_pass.storing
+    lm, made, own = make.model("llama", torch.float16, **SINGLE), list[Any](), captured_pass.storing
     lm.frames = CapturedPasses(Forgetful())
 
     def storing(tables: Any, fresh: Any) -> Any:
@@ -76,7 +73,7 @@ def test_what_becomes_slots_is_held_by_its_captured_pass(monkeypatch: pytest.Mon
         return lambda *_: None, alive
 
     monkeypatch.setattr(captured_pass, "storing", storing)
-    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype, lm.device, step=16), Off(), Sampler())
+    session = make.session(lm, make.dense(lm, step=16))
     run_to_end(session.read(families.prompt(9, vocab=61)))
     run_to_end(session.step((), 1))
     assert not lm.frames.eager

@@ -12,7 +12,6 @@ from torch.nn.functional import grouped_mm
 from transformers.pytorch_utils import Conv1D
 
 from kvcli.engine.hf.batch_invariance import is_batch_variant
-from kvcli.engine.hf.lm import LM
 from kvcli.kernels import moe_linear as grouped
 from kvcli.kernels import native as built
 from kvcli.kernels.linear.experts import Panels, lay_out_experts_
@@ -22,6 +21,7 @@ from kvcli.kernels.linear_quantized.experts import Codes, quantize_experts_
 from kvcli.kernels.moe_linear import ExpertWeights, reference, tensor
 from kvcli.kernels.moe_linear.tensor import Experts
 from kvcli.kernels.rms_norm.module import norm_
+from tests import make
 from tests.families import build
 
 natively = pytest.mark.skipif(not built.levels(), reason=built.why_not())
@@ -204,7 +204,7 @@ def test_a_sum_in_an_order_that_goes_by_the_number_of_rows_is_found(quant: str, 
         parts = [grouped.moe_linear(part, form, n, ends) for part in (low, x - low)]
         return torch.where(several, parts[0] + parts[1], grouped.moe_linear(x, form, n, ends))
 
-    lm = LM.of(build("qwen3_moe", **WIDE), quant=quant)
+    lm = make.model("qwen3_moe", **WIDE, quant=quant)
     lm.install_kernels()
     assert lm.is_row_invariant
     monkeypatch.setattr(tensor, "moe_linear", halves)

@@ -20,13 +20,11 @@ from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.threads import use_threads
 from kvcli.kernels import native as built
 from kvcli.kernels.linear import linear, pack
 from kvcli.kernels.native import build
-from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
+from tests import make
 from tests.families import build as family
 
 pytestmark = pytest.mark.skipif(not built.levels(), reason=built.why_not() or "unknown")
@@ -63,7 +61,7 @@ def test_memory_that_is_refused_is_an_error_and_nothing_is_lost(
     monkeypatch.setattr(built, "native", lambda level=None: functions)
     lm = LM.of(family("qwen3", getattr(torch, dtype)), quant=quant)
     lm.install_kernels()
-    kv = Dense(lm.shapes, lm.dtype)
+    kv = make.dense(lm)
     (made,) = run(
         [ForwardRequest(lm, Rows.chain(list(range(20)), 0), kv, want=[0])]
     )  # more than many kernels do at once
@@ -98,7 +96,7 @@ def test_threads_that_compute_at_once_share_nothing_they_work_in():
     over = Event()
 
     def logits(lm: LM, at: int) -> Tensor:
-        kv = Dense(lm.shapes, lm.dtype)
+        kv = make.dense(lm)
         (made,) = run([ForwardRequest(lm, Rows.chain([(at + i) % lm.vocab for i in range(600)], 0), kv, want=[599])])
         return made.logits
 
@@ -178,7 +176,7 @@ def test_torch_computes_alone_beside_the_pool_but_for_prompts(is_prompt: bool, m
     monkeypatch.setattr(Sampler, "__call__", drawn)
     torch.set_num_threads(3)
     try:
-        text = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
+        text = make.session(lm)
         run_to_end(text.read([1, 2, 3]))
         if not is_prompt:
             seen.clear()

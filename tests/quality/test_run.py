@@ -140,6 +140,9 @@ def test_a_stopped_run_goes_on_where_it_was(model: Model, lean: Profile, tmp_pat
     stopped = tiny(model, [lean], partial=path, tell=lambda done, *_: seen.append(done), cancel=lambda: len(seen) > 5)
     assert not stopped.is_complete
     assert len(stopped.outcomes) == 1  # the second context lacks rows
+    with pytest.raises(KvcliError) as found:
+        replace(stopped, outcomes={}).document()
+    assert found.value.code == "no_result"
     lines = path.read_text().splitlines()
     assert len(lines) == 6
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -191,8 +194,9 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     for text in ("my notes", "my notes\n", '{"schema": "kvcli.turn/1"}\n'):
         path = tmp_path / "notes.txt"
         path.write_text(text)
-        with pytest.raises(BadInput, match="does not hold quality results"):
+        with pytest.raises(BadInput) as found:
             Partial(path)
+        assert found.value.code == "not_quality_results"
         assert path.read_text() == text
     with pytest.raises(BadInput, match="cannot write"):
         Partial(tmp_path / "no such folder" / "quality.jsonl")
@@ -362,8 +366,9 @@ def test_short_texts_are_one_window_and_shorter_ones_refused(model: Model) -> No
     document = agreed(model, [], "The tide went out over the grey stones. " * 12)
     assert document.windows == 1
     assert document.rows[0].kl.low is None
-    with pytest.raises(BadInput, match="too short"):
+    with pytest.raises(BadInput) as found:
         agreement(model, [], "The tide went out.")
+    assert found.value.code == "text_too_short"
     with pytest.raises(ContextOverflow):
         agreement(model, [], "The tide went out.", context=8000)
     assert agreement(model, [], "The tide went out over the grey stones. " * 12, cancel=lambda: True) is None

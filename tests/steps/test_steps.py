@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli import load
+from kvcli import assemble, load
+from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import generate_together, run_to_end
 from kvcli.engine.forward_request import Steps
 from kvcli.engine.hf.lm import LM
@@ -18,12 +19,12 @@ from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadConfig, BadInput
 from kvcli.kernels.native import native, why_not
 from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.off import Off
 from kvcli.methods.steps.judge import Judge
 from kvcli.methods.steps.lookahead_reasoning import CHECKPOINTS, LookaheadReasoning
 from kvcli.methods.steps.step_writer import Writer
+from kvcli.models.retokenizer import TokenMapping
 from kvcli.settings.profile import Profile
-from tests import families, hybrids
+from tests import families, make, small_tokenizers
 
 NEW, STOP = 60, 96
 SAMPLERS = {"greedy": Sampler(), "drawn": Sampler(temperature=0.5, top_k=24, seed=3)}
@@ -33,7 +34,7 @@ STEPS = {"method": "lookahead", "model": "demo"}
 
 @cache
 def lm(family: str = "llama", dtype: torch.dtype = torch.float64) -> LM:
-    found = LM.of(families.build(family, dtype))
+    found = make.model(family, dtype)
     if dtype != torch.float64:
         found.install_kernels()
     return found
@@ -52,7 +53,7 @@ def near(dtype: torch.dtype) -> LM:
 
 
 def opened(model: LM, sampler: Sampler, kv: Dense | None = None) -> GenerationSession:
-    return GenerationSession(model, kv or Dense(model.shapes, model.dtype), Off(), sampler, chunk=13)
+    return make.session(model, kv, sampler=sampler, chunk=13)
 
 
 def writer(draft: LM, **settings: Any) -> Writer:
@@ -98,7 +99,7 @@ def test_where_only_the_same_is_accepted_the_text_is_the_models_own(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_windows_and_sinks_too_by_a_model_of_other_words(family: str) -> None:
-    by = writer(LM.of(families.build("qwen2", torch.float64, vocab_size=91)), alike=1.0, tokens=6)
+    by = writer(make.model("qwen2", torch.float64, vocab_size=91), alike=1.0, tokens=6)
     assert run_to_end(written(lm(family), SAMPLERS["greedy"], by)) == plain(family, "greedy", torch.float64)
     by = writer(lm(family), alike=1.0, tokens=6)
     assert run_to_end(written(lm(family), SAMPLERS["greedy"], by)) == plain(family, "greedy", torch.float64)
@@ -106,12 +107,12 @@ def test_with_windows_and_sinks_too_by_a_model_of_other_words(family: str) -> No
 
 
 def test_states_of_a_smaller_hybrid_count_and_are_those_that_were_planned() -> None:
-    draft = LM.of(hybrids.build("lfm2", torch.float64))
+    draft = make.model("lfm2", torch.float64)
     by = writer(draft, ahead=2, tokens=3)
     run_to_end(written(lm(), SAMPLERS["greedy"], by))
     layer = {use.layer: use.nbytes for use in by.usage() if use.slots == 0}
     one = dict.fromkeys(layer, 0)
-    for (of, _), t in draft.mixers.like.tensors:
+    for (of, _), t in draft.recurrent_layers.like.tensors:
         one[of] += t.nbytes
     assert layer
     assert all(one[of] <= layer[of] <= (LookaheadReasoning().states - 1) * one[of] for of in layer)
@@ -195,6 +196,14 @@ def test_it_is_never_exact_and_refuses_what_it_cannot_keep() -> None:
     with pytest.raises(BadInput) as refused:
         run_to_end(written(lm(), Sampler(repetition_penalty=1.2), writer(lm())))
     assert "--set sample.repetition_penalty=1" in says(refused.value)
+    by_steps = Profile.load("exact").replace(exactness="approx", reasoning_steps=STEPS)
+    words, its = small_tokenizers.demo(), small_tokenizers.metaspace()
+    with pytest.raises(BadConfig) as caught:
+        assemble.steps(lm(), by_steps, ModelPair(lm(), lm(), TokenMapping(words, its)), words)
+    assert caught.value.code == "other_tokenizer"
+    with pytest.raises(BadConfig) as caught:
+        load("demo").under(by_steps).new_session()
+    assert caught.value.code == "only_answers"
 
 
 def test_an_answer_by_steps_says_so() -> None:

@@ -491,6 +491,7 @@ def test_what_a_model_does_not_follow_is_refused(tmp_path: Path, asked: dict[str
     model = Scribe(first_sentences, limit=20_000, info=fake_info(path=str(tmp_path)))
     with pytest.raises(UsageError) as caught:
         summary_of(model, [TEN], Request(**asked))  # type: ignore[arg-type]
+    assert caught.value.code == "not_followed"
     assert f"--{next(iter(asked))}" in f"{caught.value.message} {caught.value.try_}"
     assert model.asked == []
 

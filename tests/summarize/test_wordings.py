@@ -10,7 +10,7 @@ import pytest
 import tomli
 
 from kvcli.engine.info import ModelInfo
-from kvcli.errors import UsageError
+from kvcli.errors import BadModel, UsageError
 from kvcli.summarize.events import PartEnded, PointReady
 from kvcli.summarize.request import Request
 from kvcli.summarize.run import summarize
@@ -157,6 +157,11 @@ def test_a_models_own_wording_comes_first(tmp_path: Path):
     own = {"schema": "kvcli.wording/1", "question": "Sum up."}
     (tmp_path / "summarize.json").write_text(json.dumps(own))
     assert wording_of(replace(SMALL, path=str(tmp_path))).question == "Sum up."
+    for damaged in ({**own, "schema": "kvcli.wording/9"}, {**own, "follows": ["everything"]}, [own]):
+        (tmp_path / "summarize.json").write_text(json.dumps(damaged))
+        with pytest.raises(BadModel) as found:
+            wording_of(replace(SMALL, path=str(tmp_path)))
+        assert found.value.code == "bad_wording"
 
 
 def test_every_row_of_the_table_is_a_wording():

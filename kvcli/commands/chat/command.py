@@ -266,10 +266,10 @@ def converse(
     rules: Grammar | None = None,
 ) -> int:
     """Run the interactive chat."""
-    from kvcli.commands.chat import slash  # noqa: F401  # its import fills the table of slash commands
     from kvcli.commands.chat.answer_constraint import constrain
     from kvcli.commands.chat.repl import run_repl
     from kvcli.commands.chat.save_chat import about
+    from kvcli.commands.chat.slash import SLASH
     from kvcli.commands.common.load_model import load_model
     from kvcli.commands.models.suggest_model import find_model
     from kvcli.models.machine import threads
@@ -323,6 +323,7 @@ def converse(
         talk,
         screen,
         world,
+        SLASH,
         keeps=keeps,
         profiles=setup,
         profile=profile.name,

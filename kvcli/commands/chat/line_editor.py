@@ -20,7 +20,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
-from kvcli.commands.chat.slash_table import COMMANDS
+from kvcli.commands.chat.slash_table import SlashTable
 from kvcli.environment import Environment
 from kvcli.files import append, private_folder
 from kvcli.safe_output import SafeStream, neutralise
@@ -37,11 +37,11 @@ class LineReader(Protocol):
     def read(self, default: str = "") -> str: ...
 
 
-def reader(world: Environment, words: dict[str, Words], history: Path | None) -> LineReader:
+def reader(world: Environment, commands: SlashTable, words: dict[str, Words], history: Path | None) -> LineReader:
     """Return an editor on a terminal that can move its cursor, else a reader of plain lines."""
     if world.environ.get("TERM") == "dumb":
         return Plain(world)
-    return Editor(world, words, history)
+    return Editor(world, commands, words, history)
 
 
 def unblocked(text: str) -> str:
@@ -82,7 +82,7 @@ class Plain:
 class Editor:
     """The line editor of prompt_toolkit, with key bindings of kvcli."""
 
-    def __init__(self, world: Environment, words: dict[str, Words], history: Path | None) -> None:
+    def __init__(self, world: Environment, commands: SlashTable, words: dict[str, Words], history: Path | None) -> None:
         screen = world.stdout if world.is_tty("stdout") else world.stderr
         # the editor needs the raw stream to move the cursor, so its texts are escaped one by one
         output = create_output(cast("SafeStream", screen).stream)
@@ -92,7 +92,7 @@ class Editor:
             output.enable_cpr = False
         self.session: PromptSession[str] = PromptSession(
             history=open_history(history),
-            completer=SlashCompleter(words, world.cwd),
+            completer=SlashCompleter(commands, words, world.cwd),
             complete_while_typing=False,
             # a menu would reserve empty lines below the prompt
             complete_style=CompleteStyle.READLINE_LIKE,
@@ -157,10 +157,10 @@ class KeptHistory(FileHistory):
 
 
 class SlashCompleter(Completer):
-    """Completer of slash commands and their arguments. `words` gives the choices by kind."""
+    """Completer of slash commands and their arguments. `words` gives the choices by kind of argument."""
 
-    def __init__(self, words: dict[str, Words], folder: Path) -> None:
-        self.words = words
+    def __init__(self, commands: SlashTable, words: dict[str, Words], folder: Path) -> None:
+        self.commands, self.words = commands, words
         self.paths = PathCompleter(expanduser=True, get_paths=lambda: [str(folder)])
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
@@ -170,10 +170,10 @@ class SlashCompleter(Completer):
         name, space, argument = text[1:].partition(" ")
         if not space:
             # insert a space too if an argument follows
-            names = sorted(n + " " * bool(c.usage) for c in COMMANDS.values() for n in (c.name, *c.also))
+            names = sorted(n + " " * bool(c.usage) for c in self.commands.values() for n in (c.name, *c.also))
             yield from _matching(name, names)
             return
-        kind = next((c.completes for c in COMMANDS.values() if name in (c.name, *c.also)), "")
+        kind = next((c.completes for c in self.commands.values() if name in (c.name, *c.also)), "")
         if kind == "path":
             yield from self.paths.get_completions(Document(argument.lstrip()), complete_event)
         elif kind and " " not in argument:

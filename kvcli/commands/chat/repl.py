@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcli.api import Event, Turn
 from kvcli.chat.conversation import Chat
-from kvcli.commands.chat import line_editor, slash_table
+from kvcli.commands.chat import line_editor
 from kvcli.commands.chat.save_chat import keep, keep_read
+from kvcli.commands.chat.slash_table import SlashTable
 from kvcli.commands.common.background import in_background
 from kvcli.commands.common.error_exit import machine_gave_out
 from kvcli.commands.common.inputs import well_formed
@@ -58,6 +59,7 @@ class Repl:
         chat: Chat,
         screen: Screen,
         world: Environment,
+        commands: SlashTable,
         *,
         profiles: Profiles | None = None,
         profile: str = "",
@@ -75,12 +77,12 @@ class Repl:
         RSS). `constraint` restricts every answer.
         """
         self.keeps, self.constraint = keeps, constraint
-        self.chat, self.screen, self.world = chat, screen, world
+        self.chat, self.screen, self.world, self.commands = chat, screen, world, commands
         self.profiles, self.profile_name = profiles, profile
         self.given, self.said = list(sets), list[str]()  # KEY=VALUE of the command line, and of /set
         self.memory, self.change_model = memory, change_model
         self.after_turn, self.before_file = after_turn, before_file
-        self.reader = line_editor.reader(world, self._words(), history)
+        self.reader = line_editor.reader(world, commands, self._words(), history)
         self.last: Turn | None = None
         self.is_over = False
         self.draft = ""  # a question stopped before its answer began, shown again at the prompt
@@ -135,7 +137,7 @@ class Repl:
                 self.ask(line[1:])
             elif line.startswith("/"):
                 name, _, argument = line[1:].strip().partition(" ")
-                slash_table.find(name).run(self, argument.strip())
+                self.commands.find(name).run(self, argument.strip())
             else:
                 self.ask(line)
         except KvcliError as error:
@@ -274,11 +276,11 @@ class Repl:
             "key": lambda: self.profiles.keys() if self.profiles else (),
             "stats": lambda: ("live", "turn", "off", "last"),
             "chat": lambda: [entry.id for entry in self.chat.sessions.entries()],
-            "command": lambda: tuple(slash_table.COMMANDS),
+            "command": lambda: tuple(self.commands),
             "document": lambda: [str(i + 1) for i in range(len(self.chat.documents))],
         }
 
 
-def run_repl(chat: Chat, screen: Screen, world: Environment, **options: Any) -> ExitStatus:
+def run_repl(chat: Chat, screen: Screen, world: Environment, commands: SlashTable, **options: Any) -> ExitStatus:
     """Run the interactive chat until the user leaves. Options are those of Repl."""
-    return Repl(chat, screen, world, **options).run()
+    return Repl(chat, screen, world, commands, **options).run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcli.commands.chat import slash_chats as kept
-from kvcli.commands.chat.slash_table import find, slash, table
+from kvcli.commands.chat.slash_table import SlashTable
 from kvcli.commands.common.inputs import files_of, notes_of, read_file
 from kvcli.errors import BadConfig, BadInput, UsageError
 from kvcli.render.summarize.notes import size
@@ -16,22 +16,24 @@ from kvcli.render.turn.turn_view import show_summary
 if TYPE_CHECKING:
     from kvcli.commands.chat.repl import Repl
 
+SLASH = SlashTable()
+
 # --- leaving and help
 
 
-@slash("help", "[COMMAND]", "this list, or one command", also=("?",), completes="command")
+@SLASH.add("help", "[COMMAND]", "this list, or one command", also=("?",), completes="command")
 def _help(repl: Repl, argument: str) -> None:
     if argument:
-        command = find(argument.lstrip("/"))
+        command = SLASH.find(argument.lstrip("/"))
         repl.say(f"{command.call}: {command.help}")
         return
-    repl.listing(table())
+    repl.listing(SLASH.rows())
     repl.say("")
     repl.say('For several lines put """ before and after, or end a line with Alt-Enter.')
     repl.say("//text sends a text that begins with a slash. Ctrl-C stops an answer.")
 
 
-@slash("exit", "", "end the chat, as Ctrl-D does", also=("quit", "bye"))
+@SLASH.add("exit", "", "end the chat, as Ctrl-D does", also=("quit", "bye"))
 def _exit(repl: Repl, _: str) -> None:
     repl.is_over = True
 
@@ -39,7 +41,7 @@ def _exit(repl: Repl, _: str) -> None:
 # --- questions and answers
 
 
-@slash("clear", "", "start a new chat with the same system text")
+@SLASH.add("clear", "", "start a new chat with the same system text")
 def _clear(repl: Repl, _: str) -> None:
     n = len(repl.chat.messages) // 2
     again = "; the chat is saved, and /resume opens it again" if repl.chat.is_kept else ""
@@ -48,12 +50,12 @@ def _clear(repl: Repl, _: str) -> None:
     repl.say(f"removed {f.plural(n, 'question')}{again}")
 
 
-@slash("retry", "", "ask the last question again")
+@SLASH.add("retry", "", "ask the last question again")
 def _retry(repl: Repl, _: str) -> None:
     repl.turn(repl.chat.retry)
 
 
-@slash("undo", "[N]", "remove the last question, or the last N")
+@SLASH.add("undo", "[N]", "remove the last question, or the last N")
 def _undo(repl: Repl, argument: str) -> None:
     documents = repl.chat.documents
     n = repl.chat.undo(_number(argument or "1", "/undo 2"))
@@ -65,7 +67,7 @@ def _undo(repl: Repl, argument: str) -> None:
     repl.say(f"removed {f.plural(n, 'question')}, {len(repl.chat.messages) // 2} left{along}")
 
 
-@slash("edit", "", "change the last question in $EDITOR, and ask it")
+@SLASH.add("edit", "", "change the last question in $EDITOR, and ask it")
 def _edit(repl: Repl, _: str) -> None:
     before = repl.chat.last_question if repl.chat.messages else ""
     after = repl.edit_text(before).strip()
@@ -80,7 +82,7 @@ def _edit(repl: Repl, _: str) -> None:
 # --- documents and settings
 
 
-@slash(
+@SLASH.add(
     "file", "PATH", "attach a file, a folder or *.txt to the next question; paper.pdf:3-9 for pages", completes="path"
 )
 def _file(repl: Repl, argument: str) -> None:
@@ -108,7 +110,7 @@ def _attach(repl: Repl, path: str) -> None:
         repl.warn(f"{name} alone is longer than the context window of {f.count(repl.limit)} tokens")
 
 
-@slash("files", "", "list the attached documents")
+@SLASH.add("files", "", "list the attached documents")
 def _files(repl: Repl, _: str) -> None:
     documents, pending = repl.chat.documents, len(repl.chat.pending)
     if not documents:
@@ -122,7 +124,7 @@ def _files(repl: Repl, _: str) -> None:
     repl.lines(tables.columns(rows))
 
 
-@slash("drop", "N", "remove document N from the chat", completes="document")
+@SLASH.add("drop", "N", "remove document N from the chat", completes="document")
 def _drop(repl: Repl, argument: str) -> None:
     pending = len(repl.chat.pending)
     document = repl.chat.drop(_number(argument, "/drop 1") - 1)
@@ -130,7 +132,7 @@ def _drop(repl: Repl, argument: str) -> None:
     repl.say(f"removed {document.name}; {after}")
 
 
-@slash("system", "[TEXT]", "set the system text, or show it; - removes it")
+@SLASH.add("system", "[TEXT]", "set the system text, or show it; - removes it")
 def _system(repl: Repl, argument: str) -> None:
     if not argument:
         for line in (repl.chat.system or "there is no system text").split("\n"):
@@ -141,7 +143,7 @@ def _system(repl: Repl, argument: str) -> None:
     repl.say(f"system text {word}; the chat is read again with the next question")
 
 
-@slash(
+@SLASH.add(
     "set",
     "KEY VALUE",
     "change a setting from the next question on; the last part of a key is enough if it is unique",
@@ -157,7 +159,7 @@ def _set(repl: Repl, argument: str) -> None:
     repl.reconfigure(repl.profile_name, [*said, f"{key}={value.strip()}"])
 
 
-@slash("profile", "[NAME]", "use another profile from the next question on, or show this one", completes="profile")
+@SLASH.add("profile", "[NAME]", "use another profile from the next question on, or show this one", completes="profile")
 def _profile(repl: Repl, argument: str) -> None:
     if not argument:
         repl.say(repl.settings)
@@ -172,7 +174,7 @@ def _profile(repl: Repl, argument: str) -> None:
         repl.warn(f"{left} is not set: {error.message}")
 
 
-@slash("model", "[NAME]", "use another model from the next question on, or show this one", completes="model")
+@SLASH.add("model", "[NAME]", "use another model from the next question on, or show this one", completes="model")
 def _model(repl: Repl, name: str) -> None:
     if not name or repl.change_model is None:
         repl.say(f"{repl.chat.model.info.id}; to change it: /model NAME, one of kvcli models list")
@@ -185,7 +187,7 @@ def _model(repl: Repl, name: str) -> None:
 # --- figures
 
 
-@slash("stats", "live|turn|off|last", "when to show figures, or show the last ones", completes="stats")
+@SLASH.add("stats", "live|turn|off|last", "when to show figures, or show the last ones", completes="stats")
 def _stats(repl: Repl, argument: str) -> None:
     match argument:
         case "last":
@@ -201,18 +203,18 @@ def _stats(repl: Repl, argument: str) -> None:
             )
 
 
-@slash("spec", "", "drafting in the last answer: acceptance by source and position")
+@SLASH.add("spec", "", "drafting in the last answer: acceptance by source and position")
 def _spec(repl: Repl, _: str) -> None:
     repl.lines(tables.spec_table(repl.last_turn("drafting").stats, repl.screen.err.width))
 
 
-@slash("kv", "", "contents of the KV cache, by layer and tier")
+@SLASH.add("kv", "", "contents of the KV cache, by layer and tier")
 def _kv(repl: Repl, _: str) -> None:
     rows = repl.chat.model.kv_table()
     repl.lines(tables.columns(tables.kv_table(rows)) if rows else ["the KV cache is empty"])
 
 
-@slash("tokens", "", "tokens by message, and tokens left in the context window")
+@SLASH.add("tokens", "", "tokens by message, and tokens left in the context window")
 def _tokens(repl: Repl, _: str) -> None:
     repl.lines(tables.token_table(repl.chat.tokens(), repl.limit, repl.screen.err.width))
 
@@ -220,13 +222,13 @@ def _tokens(repl: Repl, _: str) -> None:
 # --- saving
 
 
-slash("save", "[TITLE]", "save the chat, with a title if given, and write it to a file")(kept.save)
-slash("resume", "[CHAT]", kept.RESUME, ("load",), "chat")(kept.resume)
-slash("chats", "[WORDS]", "list saved chats, or those that contain these words")(kept.chats)
-slash("fork", "[TITLE]", "continue in a copy; the saved chat does not change")(kept.fork)
+SLASH.add("save", "[TITLE]", "save the chat, with a title if given, and write it to a file")(kept.save)
+SLASH.add("resume", "[CHAT]", kept.RESUME, ("load",), "chat")(kept.resume)
+SLASH.add("chats", "[WORDS]", "list saved chats, or those that contain these words")(kept.chats)
+SLASH.add("fork", "[TITLE]", "continue in a copy; the saved chat does not change")(kept.fork)
 
 
-@slash("export", "FILE", "write the chat to a file: .md, .json or .jsonl", completes="path")
+@SLASH.add("export", "FILE", "write the chat to a file: .md, .json or .jsonl", completes="path")
 def _export(repl: Repl, argument: str) -> None:
     path = argument.strip("\"'")
     if not path:

@@ -1,4 +1,4 @@
-"""The table of slash commands: name, usage, help and handler of each. slash.py fills it."""
+"""The table of slash commands: name, usage, help and handler of each. slash.py has the one of the chat."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvcli.commands.common.flags import FORMER
 from kvcli.errors import UsageError
+from kvcli.settings.renamed import FORMER
 
 Handler = Callable[[Any, str], None]  # takes the chat (repl.py) and the argument
+Register = Callable[[Handler], Handler]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,43 +30,31 @@ class Slash:
         return f"/{self.name} {self.usage}".rstrip()
 
 
-COMMANDS: dict[str, Slash] = {}
+class SlashTable(dict[str, Slash]):
+    """Slash commands by name, in order of registration."""
 
+    def add(self, name: str, usage: str, help: str, also: tuple[str, ...] = (), completes: str = "") -> Register:
+        """Register a function as a slash command."""
 
-def slash(
-    name: str, usage: str, help: str, also: tuple[str, ...] = (), completes: str = ""
-) -> Callable[[Handler], Handler]:
-    """Register a function as a slash command."""
+        def register(run: Handler) -> Handler:
+            self[name] = Slash(name, usage, help, run, also, completes)
+            return run
 
-    def add(run: Handler) -> Handler:
-        COMMANDS[name] = Slash(name, usage, help, run, also, completes)
-        return run
+        return register
 
-    return add
+    def find(self, name: str) -> Slash:
+        """Return the command of that name or alias. Raises an error that suggests a similar name."""
+        names = {n: command for command in self.values() for n in (command.name, *command.also)}
+        if name in names:
+            return names[name]
+        near = difflib.get_close_matches(name, names, 1) or [n for n in names if name and n.startswith(name)][:1]
+        near = [FORMER[f"/{name}"][1:]] if f"/{name}" in FORMER else near
+        raise UsageError(
+            f"there is no command /{name}",
+            code="unknown_command",
+            try_=[f"did you mean /{near[0]}?"] if near else ["/help", f"//{name} sends it as text"],
+        )
 
-
-def find(name: str) -> Slash:
-    """Return the command of that name or alias. Raises an error that suggests a similar name."""
-    for command in COMMANDS.values():
-        if name == command.name or name in command.also:
-            return command
-    names = [n for command in COMMANDS.values() for n in (command.name, *command.also)]
-    near = difflib.get_close_matches(name, names, 1) or [n for n in names if name and n.startswith(name)][:1]
-    near = [FORMER[f"/{name}"][1:]] if f"/{name}" in FORMER else near
-    raise UsageError(
-        f"there is no command /{name}",
-        code="unknown_command",
-        try_=[f"did you mean /{near[0]}?"] if near else ["/help", f"//{name} sends it as text"],
-    )
-
-
-def table() -> list[tuple[str, str]]:
-    """Return usage and help of every command, in order of registration."""
-    also = {c.name: f" ({', '.join('/' + n for n in c.also)})" if c.also else "" for c in COMMANDS.values()}
-    return [(c.call, c.help + also[c.name]) for c in COMMANDS.values()]
-
-
-def markdown(_: str = "") -> str:
-    """Return the table of docs/chat.md."""
-    rows = [f"| `{call}` | {help} |".replace(call, call.replace("|", "\\|")) for call, help in table()]
-    return "\n".join(["| command | what it does |", "|---|---|", *rows])
+    def rows(self) -> list[tuple[str, str]]:
+        """Return usage and help of every command."""
+        return [(c.call, c.help + f" ({', '.join('/' + n for n in c.also)})" * bool(c.also)) for c in self.values()]

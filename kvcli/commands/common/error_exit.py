@@ -13,11 +13,11 @@ from typing import Any
 
 import typer
 
-from kvcli.commands.common.flags import FORMER
 from kvcli.commands.common.log import write_traceback
 from kvcli.commands.common.stdout import print_json
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, DoesNotFit, ExitStatus, KvcliError, UsageError, is_out_of_memory
+from kvcli.settings.renamed import FORMER
 
 # The base class of the option parser's errors. Typer has its own copy of Click; older versions use the real Click.
 UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")

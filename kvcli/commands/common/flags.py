@@ -94,8 +94,6 @@ Force = Annotated[bool, _model("--force", help="Load even if the memory estimate
 Pickle = Annotated[bool, _model("--allow-pickle", help=_PICKLE, rare=True)]
 DryRun = Annotated[bool, _model("--dry-run", help="Print the settings and their memory; load nothing.", rare=True)]
 
-FORMER = {"--fresh": "--no-cache", "--mode map": "--mode parts", "/sessions": "/chats"}  # renamed
-
 # flag -> key; `origin` names the flag wherever a setting is shown
 KEYS: Mapping[str, str] = {
     "--device": "load.device",

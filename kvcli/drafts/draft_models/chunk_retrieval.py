@@ -42,8 +42,8 @@ ALIKE = 0.9  # share of the chosen chunks' score already in the cache from which
 
 def scored_layers(target: LM, layers: int) -> dict[int, AttentionParams]:
     """Return the last `layers` layers of the target model, of those with full attention if it has any."""
-    whole = [layer for layer, sight in enumerate(target.sights) if sight.window is None]
-    return {layer: target.sights[layer] for layer in (whole or range(target.n_layers))[-layers:]}
+    whole = [layer for layer, sight in enumerate(target.attention_params) if sight.window is None]
+    return {layer: target.attention_params[layer] for layer in (whole or range(target.n_layers))[-layers:]}
 
 
 class ChunkRetrievalModel(SeparateDraftModel):
@@ -60,13 +60,13 @@ class ChunkRetrievalModel(SeparateDraftModel):
         closes: bool,
         size: int,
         recent: int,
-        sights: Mapping[int, AttentionParams],
+        attention_params: Mapping[int, AttentionParams],
         trigger: Callable[[], Trigger],
         is_far: bool = False,
     ) -> None:
         """Parameters beside those of `SeparateDraftModel`: `size`, tokens of a chunk; `recent`, newest tokens kept;
-        `sights`, target layers whose queries are recorded; `is_far`, whether other chunks are on the host."""
-        self._size, self._recent, self._sights, self._new_trigger = size, recent, sights, trigger
+        `attention_params`, target layers whose queries are recorded; `is_far`, whether other chunks are on the host."""
+        self._size, self._recent, self._attention_params, self._new_trigger = size, recent, attention_params, trigger
         self._most = (working - sinks - recent - size) // size - SPARE  # chunks beside the newest tokens
         assert self._most > 0, "working is too small for chunks"
         self._is_far, self._working = is_far, working
@@ -118,14 +118,14 @@ class ChunkRetrievalModel(SeparateDraftModel):
         past, query = self._past, self._query
         if past is None or query is None or query.at != len(self._text) - 2 or not self._trigger.is_due:
             return False
-        self._score = relevance(past.cache, self._sights, query, self._sinks, self._size)
+        self._score = relevance(past.cache, self._attention_params, query, self._sinks, self._size)
         self._trigger.looked()
         return self._n > self._sinks
 
     def observe(self, step: Step) -> None:
         row = step.path[-1]
         if step.queries:
-            of = {layer: step.queries[layer][:, row : row + 1].clone() for layer in self._sights}
+            of = {layer: step.queries[layer][:, row : row + 1].clone() for layer in self._attention_params}
             self._query = Query(of, step.rows.pos[row])
         self._trigger.hear(step.n_accepted > 0 if step.n_drafted else None)
 

@@ -28,12 +28,14 @@ class Query:
     at: int  # position of the row
 
 
-def relevance(kv: KVCache, sights: Mapping[int, AttentionParams], query: Query, first: int, size: int) -> list[float]:
+def relevance(
+    kv: KVCache, attention_params: Mapping[int, AttentionParams], query: Query, first: int, size: int
+) -> list[float]:
     """Return the attention mass of the row on each whole chunk of `size` tokens after the `first` tokens, summed over
-    all heads of the layers in `sights`. Slots that are not in the cache have none."""
+    all heads of the layers in `attention_params`. Slots that are not in the cache have none."""
     n = max(0, query.at + 1 - first) // size
     total: Tensor | None = None
-    for layer, sight in sights.items():
+    for layer, sight in attention_params.items():
         s, q = kv.slots(layer), query.of[layer]
         at = torch.tensor([query.at], device=q.device)
         mass = attention_mass(q, at, s.k, s.pos, sight.scale, softcap=sight.softcap, window=sight.window)  # [K, S]

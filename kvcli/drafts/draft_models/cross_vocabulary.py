@@ -48,9 +48,9 @@ class CrossVocabularyModel:
         self._text = RetokenizedText(spelling)
         self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._parts: Counter[int] = Counter()  # draft model tokens that were parts of words lately
-        self._forget_guesses()
+        self._forget_draft_tokens()
 
-    def _forget_guesses(self) -> None:
+    def _forget_draft_tokens(self) -> None:
         self._row: list[Candidate] = []  # candidates of the last pass, the likeliest first
         self._path: list[int] = []  # draft tokens since then
         self._stem: list[int] = []  # draft model tokens that have been through a pass and are no draft token yet
@@ -90,7 +90,7 @@ class CrossVocabularyModel:
     def start(self, ids: Sequence[int]) -> None:
         self._text.start(ids)
         self._it.start(self._text.its)
-        self._forget_guesses()
+        self._forget_draft_tokens()
 
     def extend(self, new: Sequence[int]) -> None:
         _, cut = self._text.at
@@ -101,11 +101,11 @@ class CrossVocabularyModel:
             self._it.extend(now[len(before) :])
         else:
             self._it.start(self._text.its)
-        self._forget_guesses()
+        self._forget_draft_tokens()
 
     def discard_cache(self) -> None:
         self._it.discard_cache()
-        self._forget_guesses()
+        self._forget_draft_tokens()
 
     def bind(self, past: DraftContext | None) -> None:
         self._it.bind(past)
@@ -119,7 +119,7 @@ class CrossVocabularyModel:
         yield from self._it.prefill()
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
-        self._forget_guesses()
+        self._forget_draft_tokens()
         if not self._text.its:  # only control tokens that the draft model lacks
             return [[]] * want
         if want > 1 or most < math.inf:

@@ -107,7 +107,7 @@ class MtpHead(HiddenStateHead):
             self._kv.crop(self.length - 1)
             self._end, self._at, self._states = self.length - 1, [self.length - 1], self._last
         elif not self._at or self._at[-1] < self.length - 1:
-            if self._lm.mixers:
+            if self._lm.recurrent_layers:
                 return []
             yield from self._hear_again()
         at, states = self._at, self._states

@@ -63,7 +63,7 @@ class SeparateDraftModel:
     def discard_cache(self) -> None:
         """Discard the stored KV, which may be incomplete; no token is covered afterwards."""
         self._kv = Dense(self.lm.shapes, self.lm.dtype, self.lm.device)
-        self._states = RecurrentStates(self.lm.mixers.like, CHECKPOINTS)
+        self._states = RecurrentStates(self.lm.recurrent_layers.like, CHECKPOINTS)
         self._n = self._solid = self._gap = 0
         self._guessed: DraftTreeKV | None = None  # draft tokens after the sequence
 
@@ -167,7 +167,7 @@ class SeparateDraftModel:
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
         """Return the hook output of draft rows after the sequence, which must be covered."""
         if self._guessed is None:
-            states = self._states if self.lm.mixers else None
+            states = self._states if self.lm.recurrent_layers else None
             self._guessed = DraftTreeKV(self.lm, self._kv, self._n - self._gap, states)
         return (yield from self._guessed.grow(self._known(ids), parents, top))
 

@@ -94,10 +94,10 @@ class CapturedPasses:
         sizes, most = [self._size(feed) for feed in feeds], feeds[0].lm.max_invariant_rows
         if most is not None and sum(rows for rows, _ in sizes) > most:
             raise NotCaptured(f"padding makes more than {most} rows, the limit of batch invariance")
-        pasts = [feed.cache.fixed(rows, feed.grows) for feed, (rows, _) in zip(feeds, sizes, strict=True)]
-        if why := next(filter(None, (past.why_not for past in pasts)), ""):
+        caches = [feed.cache.fixed(rows, feed.grows) for feed, (rows, _) in zip(feeds, sizes, strict=True)]
+        if why := next(filter(None, (past.why_not for past in caches)), ""):
             raise NotCaptured(why)
-        return self._frame(feeds, sizes, pasts).run(feeds, pasts)
+        return self._frame(feeds, sizes, caches).run(feeds, caches)
 
     def _why_not(self, feed: ForwardRequest) -> str:
         rows, hear = feed.rows, feed.record_queries
@@ -115,16 +115,16 @@ class CapturedPasses:
         return rows, 1 if feed.rows.sees is None else rows
 
     def _frame(
-        self, feeds: Sequence[ForwardRequest], sizes: Sequence[tuple[int, int]], pasts: Sequence[DeviceCache]
+        self, feeds: Sequence[ForwardRequest], sizes: Sequence[tuple[int, int]], caches: Sequence[DeviceCache]
     ) -> CapturedBatch:
         self.release()  # drop captured passes over the former memory of these caches
         told = ((bool(feed.record_queries), feed.record_hidden_states) for feed in feeds)
-        key = (*sizes, *told, *(id(lying) for its in pasts for lying in its.layers))
+        key = (*sizes, *told, *(id(lying) for its in caches for lying in its.layers))
         frame = self._frames.pop(key, None)
         if frame is None:
             while len(self._frames) >= MOST:
                 del self._frames[next(iter(self._frames))]
-            frame = CapturedBatch(feeds[0].lm, self.graphs, sizes, feeds, pasts, self._over.append)
+            frame = CapturedBatch(feeds[0].lm, self.graphs, sizes, feeds, caches, self._over.append)
         self._frames[key] = frame
         return frame
 
@@ -220,13 +220,13 @@ class CapturedBatch:
         graphs: Graphs,
         sizes: Sequence[tuple[int, int]],
         feeds: Sequence[ForwardRequest],
-        pasts: Sequence[DeviceCache],
+        caches: Sequence[DeviceCache],
         over: Callable[[object], None],
     ) -> None:
         """`sizes`: rows and paths of each sequence. `over` is called when a layer's memory moves. Raises
         HostSyncInCapture."""
         self._graphs = graphs = graphs.apart()  # other captured passes run between this one and the commit of its rows
-        self._over = [ref(lying, over) for its in pasts for lying in its.layers]
+        self._over = [ref(lying, over) for its in caches for lying in its.layers]
         ends = [0, *accumulate(_starts(*size)[-1] for size in sizes)]
         self._here = graphs.host(ends[-1], torch.int32)
         self._there = torch.zeros(ends[-1], dtype=torch.int32, device=lm.device)
@@ -242,7 +242,7 @@ class CapturedBatch:
 
         def work() -> tuple[Tensor, Tensor | None, list[CapturedForward]]:
             passes = [
-                CapturedForward(feed, rows, its) for feed, rows, its in zip(feeds, self._rows, pasts, strict=True)
+                CapturedForward(feed, rows, its) for feed, rows, its in zip(feeds, self._rows, caches, strict=True)
             ]
             return *self._through(lm, passes), passes
 
@@ -252,7 +252,7 @@ class CapturedBatch:
         self._logits, self._queries = torch.split(logits, each), [p.queries for p in passes]
         self._shown = None if shown is None else torch.split(shown, each)  # by sequence, [N, E]
         stores, self._alive = [], list[Tensor]()  # tensors that the captured operations read
-        for past, made in zip(pasts, passes, strict=True):
+        for past, made in zip(caches, passes, strict=True):
             fresh = [(made.fresh[layer].k, made.fresh[layer].v) for layer in past.owners]
             store, alive = storing([past.layers[layer].table for layer in past.owners], fresh)
             stores.append(store)
@@ -268,9 +268,9 @@ class CapturedBatch:
         """True if all layers are still at the same addresses."""
         return all(lying() is not None for lying in self._over)
 
-    def run(self, feeds: Sequence[ForwardRequest], pasts: Sequence[DeviceCache]) -> list[ForwardResult]:
+    def run(self, feeds: Sequence[ForwardRequest], caches: Sequence[DeviceCache]) -> list[ForwardResult]:
         """Run one pass for requests of these sizes. Raises HostSyncInCapture."""
-        drawing, told = self._drawings.of(feeds), [lying.synced_length for its in pasts for lying in its.layers]
+        drawing, told = self._drawings.of(feeds), [lying.synced_length for its in caches for lying in its.layers]
         under_way, self._under_way = self._under_way, None
         if under_way is None or not under_way.serves(feeds, drawing, told):
             under_way = None
@@ -279,13 +279,13 @@ class CapturedBatch:
             self._graphs.send(self._here, self._there)
             self._pass()
         if drawing is None:
-            return self._drawn_apart(feeds, pasts)
+            return self._drawn_apart(feeds, caches)
         here, wait = drawing.read(self._graphs) if under_way is None else (under_way.here, under_way.wait)
         if drawing.go_on is None or not all(map(can_run_ahead, feeds)):
             wait()
-            return self._made(feeds, pasts, self._backs(feeds, drawing, here))
+            return self._made(feeds, caches, self._backs(feeds, drawing, here))
         drawing.go_on()
-        for its in pasts:
+        for its in caches:
             its.ran(1)
         self._pass()
         ahead = drawing.read(self._graphs)
@@ -293,14 +293,14 @@ class CapturedBatch:
         backs = self._backs(feeds, drawing, here)
         next_rows = [(back.ids[0], at + 1, seed) for back, (_, at, seed) in zip(backs, map(first, feeds), strict=True)]
         self._under_way = PendingPass(drawing, *ahead, next_rows, told)
-        return self._made(feeds, pasts, backs, is_stored=True)
+        return self._made(feeds, caches, backs, is_stored=True)
 
-    def _drawn_apart(self, feeds: Sequence[ForwardRequest], pasts: Sequence[DeviceCache]) -> list[ForwardResult]:
+    def _drawn_apart(self, feeds: Sequence[ForwardRequest], caches: Sequence[DeviceCache]) -> list[ForwardResult]:
         """Sample with operations that are launched one at a time."""
         each = zip(feeds, self._logits, strict=True)
         backs = [Readback(feed, logits[: feed.rows.n_rows]) for feed, logits in each]
         fetch(backs)
-        return self._made(feeds, pasts, backs)
+        return self._made(feeds, caches, backs)
 
     def _backs(self, feeds: Sequence[ForwardRequest], drawing: DeviceSampling, here: Tensor) -> list[Readback]:
         return drawing.backs(feeds, [len(rows.ids) for rows in self._rows], self._logits, here)
@@ -308,7 +308,7 @@ class CapturedBatch:
     def _made(
         self,
         feeds: Sequence[ForwardRequest],
-        pasts: Sequence[DeviceCache],
+        caches: Sequence[DeviceCache],
         backs: Sequence[Readback],
         is_stored: bool = False,
     ) -> list[ForwardResult]:
@@ -317,7 +317,7 @@ class CapturedBatch:
             # otherwise the buffer has the logits of the next pass
             logits = self._none if is_stored else self._logits[i][: feed.rows.n_rows]
             queries = [q[:, : len(feed.record_queries)] for q in self._queries[i]] if feed.record_queries else []
-            keep = partial(self._kept, i, feed, pasts[i], is_stored)
+            keep = partial(self._kept, i, feed, caches[i], is_stored)
             shown = (
                 self._shown[i][: feed.rows.n_rows] if feed.record_hidden_states and self._shown is not None else None
             )

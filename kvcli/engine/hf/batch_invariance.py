@@ -38,10 +38,12 @@ def is_batch_variant(lm: LM) -> bool:
     if n < 1 or (lm.is_apart and triton_support.why_not(lm.device, lm.dtype)):
         return True
     # a recurrence sums a chunk in another order than single rows, which 16 bits hide from a short test
-    if lm.mixers.like.rec and not lm.mixers.are_by_row:
+    if lm.recurrent_layers.like.rec and not lm.recurrent_layers.are_by_row:
         return True
     ids = torch.randint(0, lm.vocab, (n + DEPTH,), generator=torch.Generator().manual_seed(0)).tolist()
-    widths = (1,) if lm.mixers else (WIDTH, WIDE) if lm.is_apart else (WIDTH,)  # rows of recurrent layers are a chain
+    widths = (
+        (1,) if lm.recurrent_layers else (WIDTH, WIDE) if lm.is_apart else (WIDTH,)
+    )  # rows of recurrent layers are a chain
     return any(_differ(lm, ids, n, width) for width in widths)
 
 
@@ -74,7 +76,7 @@ def _differ(lm: LM, ids: list[int], n: int, width: int) -> bool:
 
 def _past(lm: LM, ids: list[int], chunk: int) -> tuple[Dense, RecurrentStates]:
     """Prefill these ids in chunks of this size. Return the KV cache and the recurrent states."""
-    kv, states = Dense(lm.shapes, lm.dtype, lm.device), RecurrentStates(lm.mixers.like)
+    kv, states = Dense(lm.shapes, lm.dtype, lm.device), RecurrentStates(lm.recurrent_layers.like)
     for start in range(0, len(ids), max(1, chunk)):
         some = ids[start : start + max(1, chunk)]
         rows = Rows.chain(some, start)

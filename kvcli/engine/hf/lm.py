@@ -61,8 +61,8 @@ class LM:
         """`places`: the device of each layer, if they differ from the model's."""
         self.model = model
         self.n_layers = len(shape.attentions)  # layers with attention
-        self.mixers = shape.mixers  # recurrent layers; none in most models
-        self.mixers.settle()
+        self.recurrent_layers = shape.recurrent_layers  # recurrent layers; none in most models
+        self.recurrent_layers.settle()
         self.heads = shape.heads  # query heads by layer; keys and values are described in `shapes`
         self.vocab = info.vocab
         self.dtype: torch.dtype = model.dtype
@@ -75,9 +75,9 @@ class LM:
         self.storing = [layer for layer, of in enumerate(self.shapes) if of.shared_from is None]
         self.attentions = shape.attentions  # per layer
         self.latents = shape.latents  # by layer, for layers that store latents
-        self.sights = shape.sights  # per layer
+        self.attention_params = shape.attention_params  # per layer
         self.sinks = shape.attention_sink_logits  # per layer, [H] learned sink logits of attention; None = none
-        self.windows = tuple(sight.window for sight in self.sights)  # None = full attention
+        self.windows = tuple(sight.window for sight in self.attention_params)  # None = full attention
         self.sliding = [layer for layer, window in enumerate(self.windows) if window is not None]
         # the largest number of any layer
         self.n_heads, self.n_kv_heads, self.head_dim = info.heads, info.kv_heads, info.head_dim
@@ -238,7 +238,7 @@ class LM:
         if self._has_gates:
             return
         try_ = ["--set prefill.order=chunks", "--set prune.method=none", "--set reuse.method=none"]
-        self.mixers.refuse(self.info.id, "tokens cannot stop between them", try_)
+        self.recurrent_layers.refuse(self.info.id, "tokens cannot stop between them", try_)
         self._has_gates = True  # set for the passes of the check
         try:
             layer_gates.install(self._layers or ())
@@ -268,12 +268,14 @@ class LM:
         self.has_pool = not self.is_apart and any(serves)
         for latent in self.latents.values():
             latent.install_kernels()
-        self.mixers.settle()
-        if self.mixers.are_by_row:
-            self.info = replace(self.info, backend=f"{self.info.backend}, {len(self.mixers)} recurrences by token")
+        self.recurrent_layers.settle()
+        if self.recurrent_layers.are_by_row:
+            self.info = replace(
+                self.info, backend=f"{self.info.backend}, {len(self.recurrent_layers)} recurrences by token"
+            )
         if self.is_split:  # fused layers expect all layers on one device
             return
-        layers = list(() if self.mixers else self._layers or ())
+        layers = list(() if self.recurrent_layers else self._layers or ())
         if fused := fuse_(self, layers):
             self.info = replace(self.info, backend=f"{self.info.backend}, {fused} fused")
         with reduced_model(self, layers):
@@ -287,7 +289,7 @@ class LM:
             triton_support.why_not(self.device, self.dtype) if graphs == "auto" else f"load.graphs = {graphs}",
             "its layers are on two devices" if self.is_split else "",
             *(attend_invariant.why_not(self.dtype, self.device, of.k_dim, of.v_dim) for of in self.shapes),
-            self.mixers.why_not_recorded,
+            self.recurrent_layers.why_not_recorded,
         )
         if not (why := next(filter(None, whys), "")):
             self.frames = CapturedPasses(CudaGraphs(self.device))

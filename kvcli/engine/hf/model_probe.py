@@ -87,11 +87,11 @@ class ModelLayout:
     """The properties of a model that our attention and KV cache need."""
 
     heads: tuple[int, ...]  # query heads by layer
-    sights: tuple[AttentionParams, ...]
+    attention_params: tuple[AttentionParams, ...]
     attention_sink_logits: tuple[Tensor | None, ...]
     attentions: tuple[nn.Module, ...]
     stored: tuple[LayerShape, ...]
-    mixers: RecurrentLayers
+    recurrent_layers: RecurrentLayers
     latents: Mapping[int, LatentProjection]  # by the layer's own index, for layers that store latents
     notes: tuple[str, ...]
 
@@ -102,28 +102,30 @@ def probe_layers(model: Any, probe: Probe, n_layers: int, limit: int, name: str)
     finder = RecurrentLayerFinder()
     with blame_files(lambda said: refusal(kind, "a forward pass of one token fails", [said])), finder.watching(model):
         call(model, [0], [0], [0], its_pass=probe, trial=finder)
-    layers, mixers = probe.layers, finder.mixers()
-    if not layers and mixers:
+    layers, recurrent_layers = probe.layers, finder.recurrent_layers()
+    if not layers and recurrent_layers:
         _refuse(kind, "none of its layers has attention", ["kvcli needs an attention layer beside recurrent ones"])
     if not layers:
         _refuse(kind, "its attention does not go through transformers' attention interface", [type(model).__name__])
     seen = [at.index for at in layers]
-    if seen != list(range(n_layers)) and (not mixers or seen != sorted({*seen})):
+    if seen != list(range(n_layers)) and (not recurrent_layers or seen != sorted({*seen})):
         n = len({*seen})
         why = f"only {n} of its {n_layers} layers attend" if n < n_layers else "its layers attend more than once"
         _refuse(kind, why, ["kvcli stores one key and one value per head, layer and token"])
-    for place, at in enumerate(layers if mixers else ()):
+    for place, at in enumerate(layers if recurrent_layers else ()):
         setattr(at.module, PLACE, place)
     for at in layers:
         _check_layer(at, probe, limit, kind)
-    heads, sights, sinks, modules = zip(*((at.heads[0], at.sight, at.sink, at.module) for at in layers), strict=True)
+    heads, attention_params, sinks, modules = zip(
+        *((at.heads[0], at.sight, at.sink, at.module) for at in layers), strict=True
+    )
     with torch.inference_mode():
         found = {at.index: latent_of(at.module, finder.given.get(at.index), *at.kv) for at in layers}
     latents = {layer: of.latent for layer, of in found.items() if of.latent is not None}
     lacks = Counter(of.why_not for of in found.values() if of.why_not)
     notes = tuple(f"{n} layers store keys and values instead of latents: {why}" for why, n in lacks.items())
     stored = tuple(_stored(at, latents.get(at.index), layers[:place]) for place, at in enumerate(layers))
-    return ModelLayout(heads, sights, sinks, modules, stored, mixers, latents, notes)
+    return ModelLayout(heads, attention_params, sinks, modules, stored, recurrent_layers, latents, notes)
 
 
 def decoder_layers(model: nn.Module, shape: ModelLayout) -> nn.ModuleList | None:
@@ -133,7 +135,7 @@ def decoder_layers(model: nn.Module, shape: ModelLayout) -> nn.ModuleList | None
         if not isinstance(part, nn.ModuleList) or len(part) < len(shape.attentions):
             continue
         attend = [layer for layer in part if any(module in shape.attentions for module in layer.modules())]
-        if len(attend) == len(shape.attentions) and (len(attend) == len(part) or shape.mixers):
+        if len(attend) == len(shape.attentions) and (len(attend) == len(part) or shape.recurrent_layers):
             return part
     return None
 
@@ -213,7 +215,7 @@ def verify_logits(lm: Any, stock: Callable[[], AbstractContextManager[object]], 
         [
             f"{n} tokens: logits off by up to {largest:.3g} on a scale of {float(theirs.abs().max()):.3g}",
             f"relative error {worst:.2g}, allowed in {lm.info.dtype}: {bound:g}",
-            *[f"recurrent states after them off by {folded:.2g} from those of one pass"] * bool(lm.mixers),
+            *[f"recurrent states after them off by {folded:.2g} from those of one pass"] * bool(lm.recurrent_layers),
         ],
         ["report it with the output of kvcli doctor", "--set load.verify=false runs it anyway: expect wrong text"],
     )
@@ -234,10 +236,14 @@ def _stock(lm: Any, ids: Sequence[int]) -> Tensor:
 def _ours(lm: Any, ids: Sequence[int]) -> tuple[Tensor, StateCheckpoint]:
     """Return the logits [N, V] of two passes, where the second reads what the first committed, and the recurrent states
     after them. For recurrent layers, one pass in between is accepted in part, and one has a single row."""
-    kv, states = Dense(lm.shapes, lm.dtype, lm.device), RecurrentStates(lm.mixers.like)
+    kv, states = Dense(lm.shapes, lm.dtype, lm.device), RecurrentStates(lm.recurrent_layers.like)
     n, half = len(ids), len(ids) // 2
     logits = []
-    passes = [(half, half + 5, 2), (half + 2, half + 3, 1), (half + 3, n, n)] if lm.mixers and n > 9 else [(half, n, n)]
+    passes = (
+        [(half, half + 5, 2), (half + 2, half + 3, 1), (half + 3, n, n)]
+        if lm.recurrent_layers and n > 9
+        else [(half, n, n)]
+    )
     for a, b, most in ((0, half, n), *passes)[half == 0 :]:  # a context window of one token has no half
         rows, taken = Rows.chain(ids[a:b], a), min(most, b - a)
         last_first = range(b - a - 1, -1, -1)  # a model that ignores `want` would return other rows
@@ -249,8 +255,8 @@ def _ours(lm: Any, ids: Sequence[int]) -> tuple[Tensor, StateCheckpoint]:
 
 def _folded(lm: Any, ids: Sequence[int], known: StateCheckpoint) -> float:
     """Return the relative RMS between these recurrent states and those after one pass of the same tokens."""
-    states, rows = RecurrentStates(lm.mixers.like), Rows.chain(ids, 0)
-    if not lm.mixers:
+    states, rows = RecurrentStates(lm.recurrent_layers.like), Rows.chain(ids, 0)
+    if not lm.recurrent_layers:
         return 0.0
     (made,) = run([ForwardRequest(lm, rows, Dense(lm.shapes, lm.dtype, lm.device), states=states, is_prompt=True)])
     assert made.fold is not None, "it has recurrent layers"

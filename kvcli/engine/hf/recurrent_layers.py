@@ -287,7 +287,7 @@ class RecurrentLayerFinder(StateCacheShim):
         self._found[self._running[-1]] = None
         self._are_last = True
 
-    def mixers(self) -> RecurrentLayers:
+    def recurrent_layers(self) -> RecurrentLayers:
         """Replace the forward of each module that was found, and return the recurrent layers."""
         folding = self.now.folding
         within = {inner for module in self._found for inner in module.modules() if inner is not module}

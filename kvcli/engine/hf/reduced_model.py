@@ -26,7 +26,13 @@ def kinds(lm: LM, layers: Sequence[nn.Module]) -> list[list[int]]:
     listed = [of for of in config if isinstance(of, list | tuple) and len(of) == len(layers)]
 
     def kind_of(i: int) -> Hashable:
-        return kind(layers[i]), lm.sights[i], lm.shapes[i], lm.sinks[i] is None, *(str(of[i]) for of in listed)
+        return (
+            kind(layers[i]),
+            lm.attention_params[i],
+            lm.shapes[i],
+            lm.sinks[i] is None,
+            *(str(of[i]) for of in listed),
+        )
 
     return group_by_kind(range(len(layers)), kind_of)
 

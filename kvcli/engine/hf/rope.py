@@ -55,7 +55,7 @@ def rotaries(lm: LM) -> tuple[Rotary | None, ...]:
 
 def _found(lm: LM) -> tuple[Rotary | None, ...]:
     try_ = ["--set reuse.method=none", "--set context.on_overflow=error", "--set kv_format.rope=after"]
-    lm.mixers.refuse(lm.info.id, "recurrent states cannot move to other positions", try_)
+    lm.recurrent_layers.refuse(lm.info.id, "recurrent states cannot move to other positions", try_)
     if any(of.rank for of in lm.shapes):
         _refuse(lm, "it stores latents, of which only a part is rotated")
     tables = list(_tables(lm))

@@ -63,9 +63,9 @@ def split(
     model: Any, shape: model_probe.ModelLayout, quant: str, device: torch.device, on_gpu: int
 ) -> tuple[str, tuple[str, ...], list[torch.device]]:
     """Quantize the model, with the last layers on `device`. Return also the device of each layer."""
-    layers = None if shape.mixers else model_probe.decoder_layers(model, shape)
+    layers = None if shape.recurrent_layers else model_probe.decoder_layers(model, shape)
     if layers is None:
-        why = "some are recurrent" if shape.mixers else "its attention modules are in no list of layers"
+        why = "some are recurrent" if shape.recurrent_layers else "its attention modules are in no list of layers"
         raise BadModel("layers of this model cannot be split over devices", code="no_split", lines=[why])
     n, notes = min(on_gpu, len(layers)), list[str]()
     backends = dict[str, None]()

@@ -41,7 +41,7 @@ class CompressionPoint:
     @property
     def open(self) -> list[int]:
         """Layers that store slots and have no sliding window, which evicts old slots by itself."""
-        layers = zip(self.lm.sights, self.lm.shapes, strict=True)
+        layers = zip(self.lm.attention_params, self.lm.shapes, strict=True)
         return [i for i, (sight, shape) in enumerate(layers) if sight.window is None and shape.shared_from is None]
 
     def layer(self, i: int) -> tuple[Slots, LayerContext]:

@@ -74,7 +74,7 @@ class LayerContext:
         memory: Any = None,
     ) -> LayerContext:
         """Return the context of a layer of this model. `heard`: recorded queries and their positions."""
-        s, sink, (q, pos) = lm.sights[layer], lm.sinks[layer], heard
+        s, sink, (q, pos) = lm.attention_params[layer], lm.sinks[layer], heard
         of_text = phase, n, n_prompt, q, pos, kinds, protected
         return cls(layer, lm.n_layers, *of_text, s.scale, s.softcap, s.window, sink, memory)
 

@@ -63,8 +63,9 @@ class ReuseMethod(Protocol):
     def min_span(self) -> int:
         """Shortest span that is reused, in tokens."""
 
-    def check_model(self, lm: LM) -> None:
-        """Raise BadModel if the model does not support span reuse."""
+    @property
+    def recompute(self) -> float:
+        """Share of a span that is recomputed layer by layer."""
 
     def bind(self, lm: LM) -> ReusableSpans:
         """Return an empty set of reusable spans for the next prompt."""

@@ -62,7 +62,7 @@ class GenerationSession(SequenceState):
         `stop`."""
         assert self.committed == len(self.ids) - 1 < self.lm.limit, "the text is prefilled, and within the context"
         began = time.perf_counter()
-        room = int(min(self.boundary - self.committed, most, self.lm.limit - self.committed)) - 1
+        room = int(min(self.compression_point - self.committed, most, self.lm.limit - self.committed)) - 1
         draft = yield from await_passes(self.drafter.propose(self.ids, room, self))
         rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
         assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than allowed"
@@ -80,14 +80,14 @@ class GenerationSession(SequenceState):
             Step, rows, made.logits, path, new, hook_output=made.hook_output, queries=made.queries, hidden=made.hidden
         )
         yield from await_passes(self.drafter.observe(done(seconds=time.perf_counter() - began)))
-        if self.committed == self.boundary:
+        if self.committed == self.compression_point:
             yield from self.compress_cache()
         return done(seconds=time.perf_counter() - began)
 
     def _grows(self, most: float) -> int:
         """Return the tokens, of at most `most`, that are committed before the next point where the cache may shrink."""
         end = min(self.committed + most, self.lm.limit)
-        return int(end if self.policy is None else min(end, self.boundary)) - self.committed
+        return int(end if self.policy is None else min(end, self.compression_point)) - self.committed
 
     def prefill_chunk(self, ids: Sequence[int]) -> Steps[bool]:
         """Prefill the next chunk of `ids`, which begin with the sequence. False once all of them are prefilled.
@@ -117,7 +117,7 @@ class GenerationSession(SequenceState):
         else:
             yield from self._read_chunk(self._end(whole if ahead is None else ahead))
         if self.committed > at:
-            self.boundary = self.committed  # a compression that fails is repeated
+            self.compression_point = self.committed  # a compression that fails is repeated
             yield from self.compress_cache("read" if self.committed == whole else "reading")
         return True
 
@@ -142,7 +142,7 @@ class GenerationSession(SequenceState):
             self.lm, rows, self.cache, self.view, record_queries=hear, is_prompt=True, states=self.states
         )
         # the end of a chunk is a compression point: slots outside the sliding windows make room for it
-        self.boundary = end
+        self.compression_point = end
         try:
             self.cache.compress((), self._seen_from(end), self.lm.sliding)
             self._commit(rows, hear, made, range(rows.n_rows))
@@ -224,7 +224,7 @@ class GenerationSession(SequenceState):
         self._is_whole = (
             not self.cache.compress(masks, self._seen_from(min(self._n_prompt, self.committed))) and was_whole
         )
-        self.boundary = self._next_boundary()
+        self.compression_point = self._next_compression_point()
         if phase == "read" and not self._wants.lasting:
             self.heard.forget()
 
@@ -242,7 +242,7 @@ class GenerationSession(SequenceState):
 
     def _commit(self, rows: Rows, hear: Sequence[int], made: ForwardResult, path: Sequence[int]) -> None:
         """Commit the KV of the accepted rows. The KV of other rows is discarded with the pass."""
-        assert len(path) <= self.boundary - self.committed, "a draft crossed a compression point"
+        assert len(path) <= self.compression_point - self.committed, "a draft crossed a compression point"
         commit(self.cache, rows, made, path)
         self.heard.take(rows, hear, made.queries, path)
         self.committed += len(path)  # last: an earlier failure commits nothing

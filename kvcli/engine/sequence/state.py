@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
+from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.policy.policy import Policy, PolicyRequirements
 from kvcli.engine.policy.query_recorder import QueryRecorder
 from kvcli.engine.prefill.aux_cache import AuxCache
@@ -59,14 +60,14 @@ class SequenceState:
         if the model's keys cannot be rotated to new positions. `checkpoints`: most saved recurrent states.
         """
         self.lm, self.cache, self.drafter, self.sampler = lm, kv, drafter, sampler
-        self.states = RecurrentStates(lm.mixers.like, checkpoints)
+        self.states = RecurrentStates(lm.recurrent_layers.like, checkpoints)
         self.view, self.policy, self.pruning, self.reusing = view, policy, pruning, reusing
         self.chunk_rows, self.every = chunk, every
         self.ids: list[int] = []
         self.committed = 0
         self._n_prompt = 0  # tokens stored at the end of the last prefill
         self.behind = AuxCache(lm, pruning)  # deferred prompt tokens
-        self.boundary = self._next_boundary()
+        self.compression_point = self._next_compression_point()
         self.seen = SeenTokens(lm.vocab, "cpu" if lm.device.type == "mps" else lm.device)  # the device that samples
         self.constraint: Constraint | None = None  # constraint of the answer, which starts at `answer_at`
         self.answer_at = 0
@@ -83,7 +84,9 @@ class SequenceState:
         if self.order == "layers":
             check_model(lm, pruning)
         if reusing is not None:
-            reusing.check_model(lm)
+            rotaries(lm)  # reused keys are rotated to other positions
+            if reusing.recompute:
+                check_model(lm, None)
         self.spare: ReusableSpans | None = None  # spans of other sequences, for the current prompt
         self.reused = 0  # tokens whose KV was reused
         self._own = math.inf  # the KV of the first `_own` tokens was computed with the prefix that they have now
@@ -114,7 +117,7 @@ class SequenceState:
             self.memory = self._wants.memory()
         self.seen.clear()
         self.seen.add(self.ids)
-        self.boundary = self._next_boundary()
+        self.compression_point = self._next_compression_point()
         return keep
 
     def take_over(self, other: SequenceState) -> None:
@@ -148,11 +151,11 @@ class SequenceState:
         self._append(past, n)
         self.seen.add(ids[len(self.ids) : n + 1])
         self.ids = list(ids[: n + 1])
-        self.boundary = self._next_boundary()
+        self.compression_point = self._next_compression_point()
 
     def _append(self, past: Iterable[tuple[int, Tensor, Tensor, int]], n: int) -> None:
         """Store the KV of the tokens up to n, or nothing if that fails."""
-        assert not self.lm.mixers, "a model with recurrent layers needs its states too"
+        assert not self.lm.recurrent_layers, "a model with recurrent layers needs its states too"
         try:
             self.cache.reserve(n)
             for layer, k, v, start in past:
@@ -203,7 +206,7 @@ class SequenceState:
         self._own = own if own < len(ids) else math.inf
         self.seen.clear()
         self.seen.add(self.ids)
-        self.boundary = self._next_boundary()
+        self.compression_point = self._next_compression_point()
 
     def replace_cache(self, kv: KVCache) -> None:
         """Continue with the KV in the cache `kv`."""
@@ -245,7 +248,7 @@ class SequenceState:
         """True if the KV of a token is stored nowhere."""
         return self._has_left or (not self._is_whole and self.cache.forgets)
 
-    def _next_boundary(self) -> float:
+    def _next_compression_point(self) -> float:
         """Return the next compression point. The policy's are counted from the start of the sequence, those for
         revivals from the start of the answer."""
         n = self.committed

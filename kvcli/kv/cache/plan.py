@@ -54,7 +54,7 @@ class CachePlan:
     kv: Kv
     memory: Memory
     recall: SparseMethod  # sparse attention for the levels below the top, or for a single tier
-    sights: Sequence[AttentionParams]  # by layer
+    attention_params: Sequence[AttentionParams]  # by layer
     chunk: int  # most tokens of one prefill pass
     held: int = 0  # device bytes of the KV cache that this one replaces
     working: int = 0  # device bytes of a forward pass, KV aside
@@ -70,7 +70,7 @@ class CachePlan:
         self._check_steps()
         if not tier_effects(self.kv, self.form, self.memory):
             dense = self._dense(self.device)
-            return self.recall.bind(dense, dense, self._sights)
+            return self.recall.bind(dense, dense, self._attention_params)
         top, below = self._dense(self.device, STEP), list[TierLevel]()
         if self.memory.spends:
             units = ((bits, unit(bits, self.kv.group)) for bits in self.memory.bits)
@@ -78,16 +78,18 @@ class CachePlan:
         if self.is_packed:
             below.append(self._rung(self._packed(self.device), self.room.on_device, self.kv.group))
         if self.room.host_bytes:
-            below.append(self._far_rung(self._host(), self.room.in_host, self.kv.group))
+            below.append(self._far_level(self._host(), self.room.in_host, self.kv.group))
         if size_of(self.memory.disk):
             disk = self._disk()
             if self.device.type == "cpu":
                 below.append(self._rung(disk, self.room.on_disk))
             else:
-                below.append(self._far_rung(self._far(disk), self.room.on_disk))
+                below.append(self._far_level(self._far(disk), self.room.on_disk))
         if self.memory.demotes and not below:
             self._refuse_all_alike()
-            below.append(TierLevel(self.recall.bind_tier(self._dense(self.device, STEP), self._sights), name="demoted"))
+            below.append(
+                TierLevel(self.recall.bind_tier(self._dense(self.device, STEP), self._attention_params), name="demoted")
+            )
         # with a precision budget the policy chooses the slots of each level
         on_device = None if self.memory.spends else self.room.on_device
         ladder = TieredCache(
@@ -99,14 +101,14 @@ class CachePlan:
             demotes=self.memory.demotes and not self.memory.spends,
             drops=self.memory.drops and not self.memory.spends,  # as above
         )
-        return ladder if below else self.recall.bind(ladder, top, self._sights)
+        return ladder if below else self.recall.bind(ladder, top, self._attention_params)
 
     def _rung(self, tier: PageTier, holds: int | None, group: int = 1) -> TierLevel:
-        return TierLevel(self.recall.bind_tier(tier, self._sights), holds, group)
+        return TierLevel(self.recall.bind_tier(tier, self._attention_params), holds, group)
 
-    def _far_rung(self, tier: HostTier, holds: int | None, group: int = 1) -> TierLevel:
+    def _far_level(self, tier: HostTier, holds: int | None, group: int = 1) -> TierLevel:
         """Return a level in host memory. If it is read in full, its attention runs in parallel with the device's."""
-        later = None if self.recall.layers(self._sights) else tier.attend_async
+        later = None if self.recall.layers(self._attention_params) else tier.attend_async
         return replace(self._rung(tier, holds, group), attend_async=later)
 
     def _refuse_host(self) -> None:
@@ -146,14 +148,14 @@ class CachePlan:
     def _tiers(self) -> Iterator[Tier]:
         """Yield one tier of each kind that the settings allow, even without capacity for it."""
         dense = self._dense(self.device)
-        yield self.recall.bind(dense, dense, self._sights)
+        yield self.recall.bind(dense, dense, self._attention_params)
         for kv in (self.kv, *self._packings()):
             if self.form.is_active(kv):
-                yield self.recall.bind_tier(replace(self, kv=kv)._packed(self.device), self._sights)
+                yield self.recall.bind_tier(replace(self, kv=kv)._packed(self.device), self._attention_params)
         for bits in self.memory.bits if self.memory.spends else ():
             yield self._packed(self.device, bits)
         if size_of(self.memory.disk):
-            yield self.recall.bind_tier(self._disk(), self._sights)
+            yield self.recall.bind_tier(self._disk(), self._attention_params)
 
     def _packings(self) -> Iterator[Kv]:
         """Yield `[kv]` as changed by each step of `memory.fallbacks` that quantizes."""
@@ -164,9 +166,9 @@ class CachePlan:
                 yield replace(self.kv, **bits)
 
     @property
-    def _sights(self) -> list[AttentionParams | None]:
+    def _attention_params(self) -> list[AttentionParams | None]:
         """Attention parameters of storing layers, None for other layers."""
-        return storing(self.sights, self.shapes)
+        return storing(self.attention_params, self.shapes)
 
     @property
     def is_packed(self) -> bool:
@@ -187,7 +189,7 @@ class CachePlan:
             self.form,
             self.memory,
             self.recall,
-            self.sights,
+            self.attention_params,
             self.shapes,
             self.dtype.itemsize,
             chunk=self.chunk,
@@ -197,14 +199,14 @@ class CachePlan:
         )
 
     def _dense(self, device: torch.device, step: int = Dense.STEP) -> Dense:
-        return Dense(self.shapes, self.dtype, device, step=step, windows=windows_of(self.shapes, self.sights))
+        return Dense(self.shapes, self.dtype, device, step=step, windows=windows_of(self.shapes, self.attention_params))
 
     @cached_property
     def spending(self) -> PrecisionBudget:
         """Precision budget of `memory.budget`."""
         # a prefill chunk before its slots are assigned to levels
         newest = self.chunk * sum(full_bytes(shape, self.dtype.itemsize) for shape in self.shapes)
-        of_kv = self.memory, self.kv, self.recall, self.sights, self.shapes, self.dtype.itemsize
+        of_kv = self.memory, self.kv, self.recall, self.attention_params, self.shapes, self.dtype.itemsize
         return spending(
             *of_kv,
             kind=self.device.type,
@@ -217,7 +219,7 @@ class CachePlan:
         """Return a quantized tier of `bits`; None = the bits of `[kv]`."""
         of_rung: dict[str, Any] = {"k_bits": keys_in(bits), "v_bits": bits} if bits else {}
         kv = replace(self.kv, **of_rung)
-        return self.form.tier(FormatContext(self.shapes, self.dtype, self.sights, self.rotaries), device, kv)
+        return self.form.tier(FormatContext(self.shapes, self.dtype, self.attention_params, self.rotaries), device, kv)
 
     def _host(self) -> HostTier:
         from kvcli.kv.offload.transfer import bus_of
@@ -255,7 +257,7 @@ class CachePlan:
         """Return why no device kernel can read host memory in this data type; "" if one can."""
         if why := triton_support.why_not(self.device, self.dtype):
             return why
-        bends = {sight.softcap > 0 for sight in self.sights}
+        bends = {sight.softcap > 0 for sight in self.attention_params}
         kinds = [dispatch.choose("attend", self.device.type, self.dtype, bend) for bend in bends]
         if not all(kind.__module__.endswith(".fused") for kind in kinds):
             return "attention has no kernel for it"

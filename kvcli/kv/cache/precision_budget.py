@@ -163,7 +163,7 @@ def spending(
     memory: Memory,
     kv: Kv,
     recall: SparseMethod,
-    sights: Sequence[AttentionParams],
+    attention_params: Sequence[AttentionParams],
     shapes: Sequence[LayerShape],
     number: int,
     *,
@@ -174,7 +174,7 @@ def spending(
 ) -> PrecisionBudget:
     """Return the precision budget of `memory.budget` on a device of type `kind`. `has_more`: slots can be offloaded,
     up to `holds` slots per head."""
-    read = recall.layers(storing(sights, shapes)) if has_more else ()
+    read = recall.layers(storing(attention_params, shapes)) if has_more else ()
     index, apart = far_slot_bytes(recall, has_more, shapes, read, number, kind)
     of_kv = shapes, number, memory.bits, kv.group, index, apart, not recall.describe_read
     return PrecisionBudget(memory.budget.replace(" %", "%"), free, *of_kv, holds, memory.max_loss)

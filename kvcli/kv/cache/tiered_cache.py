@@ -49,11 +49,11 @@ class TieredCache:
         """
         assert below or not demotes, "there is no lower tier"
         self._top, self._sinks = top, sinks
-        self._rungs = [TierLevel(top, holds, group), *below]
-        self._shown = self._rungs[:1] if demotes else self._rungs
+        self._levels = [TierLevel(top, holds, group), *below]
+        self._read_levels = self._levels[:1] if demotes else self._levels
         self._demotes, self._drops = demotes, drops
         self._layers = sorted({use.layer for use in top.usage()})  # layers that store slots
-        self._waits = any(rung.attend_async is not None for rung in below)
+        self._waits = any(level.attend_async is not None for level in below)
         self._twice: set[tuple[int, int, int]] = set()  # (level, layer, lower level) that may both hold a slot
         self._has_dropped = False
         self.changes = 0
@@ -71,13 +71,13 @@ class TieredCache:
     @property
     def batch_variant_reason(self) -> str:
         """Return the reason of the first level that is batch variant, or ""."""
-        return next(filter(None, (rung.tier.batch_variant_reason for rung in self._rungs)), "")
+        return next(filter(None, (level.tier.batch_variant_reason for level in self._levels)), "")
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over each non-empty level, the top last."""
-        asked = [rung.ask(layer, q, sight, pos) for rung in self._rungs[:0:-1]]
+        asked = [level.ask(layer, q, sight, pos) for level in self._levels[:0:-1]]
         if own is None or self._waits:  # the device attends to the top while other levels run in parallel
             above = self._top.attend(layer, q, sight, pos, own)
             return [*(part for answer in asked for part in answer()), *above]
@@ -86,9 +86,9 @@ class TieredCache:
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the device tables of the top if there is no lower level."""
-        if len(self._rungs) > 1:
+        if len(self._levels) > 1:
             return DeviceCache(why_not="the KV cache has several tiers (kv.k_bits, memory.host)")
-        most = self._rungs[0].holds  # the host checks this limit at compression points
+        most = self._levels[0].holds  # the host checks this limit at compression points
         return self._top.fixed(rows, more if most is None else min(more, max(0, most - self._top.n_slots(0))))
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
@@ -102,14 +102,14 @@ class TieredCache:
 
     def n_slots(self, layer: int) -> int:
         """Return the number of slots of the longest head, with the padding of each level in `slots`."""
-        return sum(rung.tier.n_slots(layer) for rung in self._shown)
+        return sum(level.tier.n_slots(layer) for level in self._read_levels)
 
     def slots(self, layer: int) -> Slots:
         """Return the slots of all levels, the lowest first, in the data type and on the device of the top.
 
         If the cache demotes slots that masks drop, only those of the top.
         """
-        found = [rung.tier.slots(layer) for rung in reversed(self._shown)]
+        found = [level.tier.slots(layer) for level in reversed(self._read_levels)]
         return replace(concat_slots(found), spans=self._spans(layer))
 
     def newest(self, layer: int, n: int) -> Slots:
@@ -122,7 +122,7 @@ class TieredCache:
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Evict slots whose mask [K, S] is False, in the order of `slots`, and return them."""
-        fell = [self._rungs[at].tier.keep(layer, part) for at, part in self._by_rung(layer, mask) if part.shape[1]]
+        fell = [self._levels[at].tier.keep(layer, part) for at, part in self._by_level(layer, mask) if part.shape[1]]
         if any(s.n_slots for s in fell):
             self.changes += 1
         return concat_slots(fell) if fell else empty_like(self._top.slots(layer))
@@ -133,21 +133,21 @@ class TieredCache:
         self._has_dropped &= n > 0
         for at, layer, to in sorted(self._twice):
             self._once(at, layer, to)
-        for rung in self._rungs:
-            rung.tier.crop(n)
+        for level in self._levels:
+            level.tier.crop(n)
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Allocate capacity in the top for its share of n slots per head. Raises CacheFull if n exceeds all levels."""
-        if not self._drops and all(rung.holds is not None for rung in self._rungs):
-            most = self._sinks + sum(rung.holds or 0 for rung in self._rungs)
+        if not self._drops and all(level.holds is not None for level in self._levels):
+            most = self._sinks + sum(level.holds or 0 for level in self._levels)
             if n > most:
-                raise CacheFull(f"{n:,} tokens do not fit in memory", lines=list(map(str, self._rungs)), most=most)
-        holds = self._rungs[0].holds
+                raise CacheFull(f"{n:,} tokens do not fit in memory", lines=list(map(str, self._levels)), most=most)
+        holds = self._levels[0].holds
         self._top.reserve(n if holds is None else min(n, self._sinks + holds), layers)
 
     def reaches(self, n: int) -> bool:
         """True if, after `crop(n)`, a row at position n finds every slot inside its sliding windows."""
-        return self._top.windows.reaches(n, lambda layer: [rung.tier.slots(layer).pos for rung in self._rungs])
+        return self._top.windows.reaches(n, lambda layer: [level.tier.slots(layer).pos for level in self._levels])
 
     def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
         """For each layer, evict or demote slots that masks drop, demote old slots, and evict slots that windows hide
@@ -167,13 +167,13 @@ class TieredCache:
     def snapshot(self) -> State:
         """Return the snapshots of all levels."""
         assert not self._twice, "a failed step must be undone by `crop`"
-        rungs: State = {str(i): rung.tier.snapshot() for i, rung in enumerate(self._rungs)}
+        rungs: State = {str(i): level.tier.snapshot() for i, level in enumerate(self._levels)}
         return {"rungs": rungs, "has_dropped": self._has_dropped}
 
     def restore(self, given: SnapshotReader) -> None:
         """Restore all levels."""
-        for i, rung in enumerate(self._rungs):
-            rung.tier.restore(given.part("rungs").part(str(i)))
+        for i, level in enumerate(self._levels):
+            level.tier.restore(given.part("rungs").part(str(i)))
         self._has_dropped = bool(given.number("has_dropped", 1))
         self.changes += 1
 
@@ -182,17 +182,19 @@ class TieredCache:
         top = self._top.usage()
         taken = {use.tier for use in top}
         below = [
-            replace(use, tier=rung.name) if rung.name and use.tier in taken else use
-            for rung in self._rungs[1:]
-            for use in rung.tier.usage()
+            replace(use, tier=level.name) if level.name and use.tier in taken else use
+            for level in self._levels[1:]
+            for use in level.tier.usage()
         ]
         return [*top, *below]
 
     def _spans(self, layer: int) -> list[LevelSpan]:
         """Return the levels of the slots that `slots` returns."""
-        return [LevelSpan(at, rung.tier.n_slots(layer), rung.group) for at, rung in enumerate(self._shown)][::-1]
+        return [LevelSpan(at, level.tier.n_slots(layer), level.group) for at, level in enumerate(self._read_levels)][
+            ::-1
+        ]
 
-    def _by_rung(self, layer: int, said: Tensor) -> list[tuple[int, Tensor]]:
+    def _by_level(self, layer: int, said: Tensor) -> list[tuple[int, Tensor]]:
         """Split a tensor [K, S] in the order of `slots` by level."""
         spans = self._spans(layer)
         assert said.shape[1] == sum(span.n for span in spans), "it does not match the slots of the view"
@@ -201,10 +203,10 @@ class TieredCache:
 
     def _give_back(self, layer: int, end: int) -> None:
         if low := self._top.evict_below(layer, end):
-            for rung in [rung for rung in self._rungs[1:] if rung.tier.n_slots(layer)]:
-                pos = rung.tier.slots(layer).pos
+            for level in [level for level in self._levels[1:] if level.tier.n_slots(layer)]:
+                pos = level.tier.slots(layer).pos
                 # by whole groups: a group with a remaining slot is kept, so that no slot is quantized again
-                rung.tier.keep(layer, ~slots_to_demote(pos, 0, int((pos >= low).sum(1).max()), rung.group))
+                level.tier.keep(layer, ~slots_to_demote(pos, 0, int((pos >= low).sum(1).max()), level.group))
             self.changes += 1
 
     def _demote(self, layer: int, stays: Tensor | None = None) -> bool:
@@ -213,19 +215,19 @@ class TieredCache:
         Returns True if the policy dropped slots.
         """
         lets_go = False
-        for at, rung in enumerate(self._rungs):
+        for at, level in enumerate(self._levels):
             mask = stays if at == 0 else None
-            is_full = rung.is_full(layer, is_last=at + 1 == len(self._rungs))
+            is_full = level.is_full(layer, is_last=at + 1 == len(self._levels))
             if mask is None and not is_full:
                 continue
-            slots = rung.tier.slots(layer)
+            slots = level.tier.slots(layer)
             leaves = torch.zeros_like(slots.pos, dtype=torch.bool) if mask is None else (slots.pos >= 0) & ~mask
             lets_go |= mask is not None and bool(leaves.any())
             if is_full:
                 left = slots.pos.masked_fill(leaves, -1)
-                leaves |= slots_to_demote(left, 0 if at else self._sinks, rung.holds or 0, rung.group)
+                leaves |= slots_to_demote(left, 0 if at else self._sinks, level.holds or 0, level.group)
             if bool(leaves.any()):
-                if at + 1 == len(self._rungs):
+                if at + 1 == len(self._levels):
                     raise self._outgrown()
                 self._send(at, layer, slots, torch.where(leaves, at + 1, at))
         return lets_go
@@ -236,9 +238,9 @@ class TieredCache:
         Returns True if any slot moved.
         """
         goes = False
-        for at, part in self._by_rung(layer, levels):
+        for at, part in self._by_level(layer, levels):
             if bool((part > at).any()):
-                slots = self._rungs[at].tier.slots(layer)
+                slots = self._levels[at].tier.slots(layer)
                 to = part.masked_fill(slots.pos < 0, at)
                 if bool((to > at).any()):
                     self._send(at, layer, slots, to)
@@ -250,14 +252,14 @@ class TieredCache:
     def _send(self, at: int, layer: int, slots: Slots, to: Tensor) -> None:
         """Demote slots of level `at` to the levels in `to` [K, S]; slots with a level after the last are evicted."""
         sent = set()
-        for rung in range(at + 1, len(self._rungs)):
-            if bool((leaves := to == rung).any()):
-                going = self._room_for(rung, layer, compact(slots, leaves))
-                sent.add((at, layer, rung))
+        for level in range(at + 1, len(self._levels)):
+            if bool((leaves := to == level).any()):
+                going = self._room_for(level, layer, compact(slots, leaves))
+                sent.add((at, layer, level))
                 self._twice |= sent  # until the upper copy is removed; `crop` repairs a failure in between
-                self._rungs[rung].tier.take(layer, going)
-        self._rungs[at].tier.keep(layer, to <= at)
-        self._has_dropped |= bool((to == len(self._rungs)).any())
+                self._levels[level].tier.take(layer, going)
+        self._levels[at].tier.keep(layer, to <= at)
+        self._has_dropped |= bool((to == len(self._levels)).any())
         self._twice -= sent
         self.changes += 1
 
@@ -266,19 +268,19 @@ class TieredCache:
 
         Raises CacheFull. Only the last level is checked, because other levels demote their own slots.
         """
-        if at + 1 < len(self._rungs) or self._rungs[at].has_room(layer, s.n_slots):
+        if at + 1 < len(self._levels) or self._levels[at].has_room(layer, s.n_slots):
             return s
         if not self._drops:
             raise self._outgrown()
         self._has_dropped = True
-        return self._rungs[at].forget(layer, s)
+        return self._levels[at].forget(layer, s)
 
     def _outgrown(self) -> CacheFull:
-        return CacheFull("the KV cache has outgrown its memory", lines=list(map(str, self._rungs)))
+        return CacheFull("the KV cache has outgrown its memory", lines=list(map(str, self._levels)))
 
     def _once(self, at: int, layer: int, to: int) -> None:
         """Remove slots from level `at` that level `to` stores too."""
-        upper, lower = self._rungs[at].tier, self._rungs[to].tier.slots(layer)
+        upper, lower = self._levels[at].tier, self._levels[to].tier.slots(layer)
         pos = upper.slots(layer).pos
         there = [torch.isin(a, b.to(a.device)) for a, b in zip(pos, lower.pos, strict=True)]
         upper.keep(layer, ~torch.stack(there))

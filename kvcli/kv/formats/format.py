@@ -23,7 +23,7 @@ class FormatContext:
 
     shapes: Sequence[LayerShape]  # by layer; a layer that reads another layer's slots stores none
     dtype: torch.dtype  # data type of given slots and of dequantized slots
-    sights: Sequence[AttentionParams]  # by layer
+    attention_params: Sequence[AttentionParams]  # by layer
     # rotary embeddings by layer; raises BadModel if they are not a fixed table
     turns: Callable[[], Sequence[Rotary | None]]
 

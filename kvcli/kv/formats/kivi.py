@@ -1,5 +1,4 @@
-"""KIVI format: keys quantized by channel, values by slot; kernels read the codes directly (arXiv 2402.02750;
-kv/tiers/quantized.py)."""
+"""KIVI format: keys quantized by channel, values by slot; kernels read the codes directly (kv/tiers/quantized.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kivi(BlockFormat):
-    """Quantize keys per channel in groups of tokens, values per token, to `kv.k_bits` and `kv.v_bits` bits (KIVI).
+    """KIVI (2024, arXiv 2402.02750): keys quantized per channel in groups of tokens, values per token.
+
+    In 2 + 2 bits (1.27 MiB of KV), 0.958 of the demo's answers are right (measurements/kv-cache.md).
 
     Keys quantized before the rotary embedding are dequantized first, because no kernel reads their codes.
     """

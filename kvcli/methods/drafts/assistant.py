@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AssistantDraft(ModelDraftSettings):
-    """Draft tokens of the assistant model made for this Gemma 4, combined with prompt lookup."""
+    """Gemma 4 assistant (kvcli's own): drafts by the model made for this Gemma 4, and copies. Not measured here."""
 
     model: str = ""  # assistant model: id, folder or name, as after -m
     quant: Quant = "none"  # precision of its weights

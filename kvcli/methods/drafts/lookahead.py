@@ -58,7 +58,10 @@ class LookaheadSettings(ViewSettings):
 
 @dataclass(frozen=True)
 class Lookahead(LookaheadSettings):
-    """Lookahead decoding: the model predicts several positions ahead in each pass. With a cache view: FAFO."""
+    """Lookahead decoding (Fu et al., 2024, arXiv 2402.02057), with a view FAFO (Le et al., 2026): drafts by extra rows.
+
+    Greedy copies are written 0.936 times as fast, and random text 1.3 times (measurements/fafo.md).
+    """
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """Return a drafter without a sequence."""

@@ -23,7 +23,10 @@ Sources = tuple[Literal["prompt-lookup", "lookahead", "stand", "token-recycling"
 
 @dataclass(frozen=True)
 class Mix(LookaheadSettings):
-    """Draft tokens of several sources, merged into one draft tree."""
+    """Mixed drafts (kvcli's own): draft tokens of several sources, merged into one draft tree.
+
+    Lookups by the widened demo are 2.32 times as fast, with 0.947 of draft tokens accepted (measurements/drafters.md).
+    """
 
     # lookahead last: only tokens that no other source proposed count as its gain
     sources: Sources = ("prompt-lookup", "stand", "token-recycling", "lookahead")  # sources of draft tokens, in order

@@ -1,5 +1,5 @@
-"""Drafting with a separate, smaller model (Leviathan et al., arXiv 2211.17192), over a part of the sequence that is
-small at any length (SpecExtend, arXiv 2505.20776).
+"""Drafting with a separate, smaller model, over a part of the sequence that is small at any length (SpecExtend, arXiv
+2505.20776).
 
 Tokens are sampled from the target model and compared with draft tokens afterwards, so the answer is the same with any
 draft model.
@@ -29,7 +29,10 @@ _READING = Pattern(r"lazy|full|window:[1-9]\d{0,8}", '"lazy", "full" or "window:
 
 @dataclass(frozen=True)
 class SeparateModelDraft(ModelDraftSettings):
-    """Draft tokens of a separate, smaller draft model, combined with prompt lookup."""
+    """Draft model (Leviathan et al., 2022, arXiv 2211.17192): drafts by a smaller model, and by prompt lookup.
+
+    Lookups by the widened demo are 2.34 times as fast, with 0.857 of draft tokens accepted (measurements/drafters.md).
+    """
 
     model: str = ""  # draft model, as after -m; with another tokenizer its text is tokenized again
     quant: Quant = "none"  # precision of its weights
@@ -152,7 +155,7 @@ class SeparateModelDraft(ModelDraftSettings):
         }
         for key, (is_asked, why) in of_keys.items():
             if is_asked:
-                draft.mixers.refuse(draft.info.id, why, [f"--set spec.{key}"])
+                draft.recurrent_layers.refuse(draft.info.id, why, [f"--set spec.{key}"])
         if closes and self.working + self.depth > draft.limit:
             raise BadConfig(
                 f"spec.working = {self.working:,} exceeds the context limit of draft model {draft.info.id}",
@@ -213,7 +216,7 @@ class SeparateModelDraft(ModelDraftSettings):
             closes=closes,
             size=self.chunk,
             recent=self.recent,
-            sights=scored_layers(pair.target, self.scored_layers),
+            attention_params=scored_layers(pair.target, self.scored_layers),
             trigger=partial(trigger, self.retrieval),
             is_far=self.chunk_device == "host",
         )

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ngram(DraftSettings):
-    """Prompt lookup: drafts by copying the tokens that followed an earlier match in the prompt or answer."""
+    """Prompt lookup (kvcli's own, after SuffixDecoding, 2024, arXiv 2411.04975): copies what followed an earlier match.
+
+    Lookups by the widened demo are 2.44 times as fast, with 0.947 of draft tokens accepted (measurements/drafters.md).
+    """
 
     min_match: Annotated[int, Range(1, 64)] = 1  # tokens that must match before a copy
     max_match: Annotated[int, Range(1, 256)] = 32  # longer matches count as this long

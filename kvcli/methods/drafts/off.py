@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Off:
-    """Plain decoding without drafts: one token per forward pass. It is the baseline of speed comparisons."""
+    """Plain decoding (kvcli's own): one token per forward pass, no draft. Not measured here: it is the baseline."""
 
     require_batch_invariance: ClassVar[bool] = False  # no draft that could differ in bits
     second: ClassVar[None] = None  # no draft model

@@ -26,7 +26,10 @@ _UNTRIED = 0.3  # draft pass time in plain passes until two were measured: a low
 
 @dataclass(frozen=True)
 class SelfDraft(ModelDraftSettings, ViewSettings):
-    """Self-drafting: the model drafts with part of its KV cache or fewer layers, combined with prompt lookup."""
+    """Self-drafting (MagicDec, 2024, arXiv 2408.11049): drafts by a part of the KV cache or of the layers.
+
+    Lookups by the demo model are 0.709 times as fast, with 0.857 of draft tokens accepted (measurements/drafters.md).
+    """
 
     # under `exactness = "exact"` the cache compressed by `[kv]` and `[policy]` only drafts
     checks: ClassVar[bool] = True
@@ -47,7 +50,9 @@ class SelfDraft(ModelDraftSettings, ViewSettings):
 
         assert pair is not None, "a drafter needs a model pair"
         lm = pair.target
-        lm.mixers.refuse(lm.info.id, "it cannot draft over a part of its KV cache", ["--set spec.method=ngram"])
+        lm.recurrent_layers.refuse(
+            lm.info.id, "it cannot draft over a part of its KV cache", ["--set spec.method=ngram"]
+        )
         guesser = SelfDraftModel(lm, self._skipping(lm))
         chain = ModelDraft(guesser, depth=self.depth, vocab=lm.vocab, share=_UNTRIED, ends=ends, name="self")
         return self.mixer(chain, PromptLookup(self.min_match, self.max_match), view=self.glance())

@@ -1,4 +1,4 @@
-"""FreqKV: keep the low frequencies of keys and values along the sequence (arXiv 2505.00570).
+"""FreqKV: keep the low frequencies of keys and values along the sequence.
 
 The paper transforms back to fewer slots, and compresses a cache of fixed size each time it is full, so that the oldest
 tokens are smoothed most. Here a block is transformed back to as many slots as it had, each at its position, so that
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FreqKV(BlockFormat):
-    """Keep the low frequencies of each channel along the tokens of a block, by cosine transform (FreqKV)."""
+    """FreqKV (2025, arXiv 2505.00570): the low frequencies of each channel of a block, by cosine transform.
+
+    At 75% of the frequencies (4.54 MiB of KV), 0.688 of the demo's answers are right (measurements/kv-cache.md).
+    """
 
     rope: Literal["after", "before"] = "before"  # store keys before RoPE, which adds its own frequencies, or after
     retained: Annotated[float, Range(above=0, most=1)] = 0.5  # share of a block's frequencies that is kept, the lowest

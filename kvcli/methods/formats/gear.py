@@ -1,4 +1,4 @@
-"""GEAR: quantization to few bits, with the error corrected by outliers and a low-rank term (arXiv 2403.05527)."""
+"""GEAR: quantization to few bits, with the error corrected by outliers and a low-rank term."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gear(BlockFormat):
-    """Quantize keys per channel and values per token, and store outliers and a low-rank part of the error (GEAR)."""
+    """GEAR (2024, arXiv 2403.05527): keys per channel, values per token, outliers and a low-rank part of the error.
+
+    In 2 + 2 bits (1.9 MiB of KV), 0.969 of the demo's answers are right (measurements/kv-cache.md).
+    """
 
     outliers: Annotated[float, Range(0, 0.5)] = 0.02  # share of elements kept in 16 bits, per key channel and per value
     rank: Annotated[int, Range(0)] = 2  # rank of the stored quantization error, in 16 bits

@@ -1,4 +1,4 @@
-"""Mustafar: keys and values without their smallest numbers, stored as a bitmap and the rest (arXiv 2505.22913)."""
+"""Mustafar: keys and values without their smallest numbers, stored as a bitmap and the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mustafar(BlockFormat):
-    """Keep the largest elements of each key and value, with a bitmap of their channels; drop the rest (Mustafar)."""
+    """Mustafar (2025, arXiv 2505.22913): the largest elements of each key and value, with a bitmap of their channels.
+
+    At 50% of the elements (3.52 MiB of KV), 0 of the demo's answers are lost (measurements/kv-cache.md).
+    """
 
     k_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # share of key elements dropped, the smallest
     v_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # share of value elements dropped, the smallest

@@ -1,4 +1,4 @@
-"""QAQ: outliers stored in 16 bits, the rest quantized, keys per channel and values per token (arXiv 2403.04643).
+"""QAQ: outliers stored in 16 bits, the rest quantized, keys per channel and values per token.
 
 Keys tolerate less quantization than values: give them more bits (`kv.k_bits`). Giving more bits to tokens with much
 attention is up to the eviction policy: `memory.evicted = "demote"` quantizes only the tokens that it drops.
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Qaq(BlockFormat):
-    """Keep the largest and smallest elements of a block in 16 bits, and quantize the rest in a smaller range (QAQ)."""
+    """QAQ (2024, arXiv 2403.04643): the largest and smallest elements of a block in 16 bits, the rest in fewer.
+
+    In 2 + 2 bits (1.41 MiB of KV), 0.969 of the demo's answers are right (measurements/kv-cache.md).
+    """
 
     outliers: Annotated[float, Range(0, 0.5)] = 0.01  # share of elements per block kept in 16 bits: largest, smallest
 

@@ -1,4 +1,4 @@
-"""SQuat: keys are quantized so that the error is orthogonal to an important subspace (arXiv 2503.24358).
+"""SQuat: keys are quantized so that the error is orthogonal to an important subspace.
 
 The paper spans the subspace by queries. A tier has no queries, so here it is spanned by the keys of the block: queries
 that match any of these keys have components along these directions.
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Squat(BlockFormat):
-    """Quantize keys channel by channel, each correcting the error so far along the keys' main directions (SQuat)."""
+    """SQuat (2025, arXiv 2503.24358): keys by channel, each correcting the error along the keys' main directions.
+
+    In 2 + 2 bits (1.31 MiB of KV), 0.917 of the demo's answers are right (measurements/kv-cache.md).
+    """
 
     rank: Annotated[int, Range(1)] = 4  # key directions to protect, by singular value
     weight: Annotated[float, Range(above=0, most=1000)] = 10.0  # weight of errors along them; other directions have 1

@@ -1,4 +1,4 @@
-"""SubGen: a sketch of keys and values, keys by cluster centers, values by samples (arXiv 2402.06082).
+"""SubGen: a sketch of keys and values, keys by cluster centers, values by samples.
 
 The paper opens a cluster for each key far from all others, without a limit on their number, and resamples values with
 each token. Here the farthest key opens the next cluster until there are `centers` (greedy k-centers), in each block
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SubGen(BlockFormat):
-    """Keep a few keys of a block as cluster centers, and a few values as weighted samples (SubGen)."""
+    """SubGen (2024, arXiv 2402.06082): a few keys of a block as cluster centers, and a few values as weighted samples.
+
+    With 32 centers (3.21 MiB of KV), 0.0938 of the demo's answers are right (measurements/kv-cache.md).
+    """
 
     centers: Annotated[int, Range(1)] = 16  # keys kept per block, as cluster centers
     samples: Annotated[int, Range(1)] = 16  # values kept per block, sampled by squared norm, some several times

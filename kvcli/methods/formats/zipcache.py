@@ -1,4 +1,4 @@
-"""ZipCache: channel scales are divided out, then each token is quantized with one range (arXiv 2405.14256).
+"""ZipCache: channel scales are divided out, then each token is quantized with one range.
 
 The paper's bits by saliency are up to the eviction policy: with `memory.evicted = "demote"` the slots that a policy
 drops are quantized to these bits, and the slots that it keeps are in full precision.
@@ -24,7 +24,10 @@ LEAST = 2.0**-14  # smallest channel scale: the smallest normal float16 number
 
 @dataclass(frozen=True)
 class ZipCache(BlockFormat):
-    """Divide each channel by the root of its largest element, and quantize each token in its own range (ZipCache)."""
+    """ZipCache (2024, arXiv 2405.14256): channels scaled by their largest element, then one range per token.
+
+    In 2 + 2 bits (1.35 MiB of KV), 0.948 of the demo's answers are right (measurements/kv-cache.md).
+    """
 
     keys: Literal["channel", "separable"] = "channel"  # quantize keys per channel (paper), or per token as values
 

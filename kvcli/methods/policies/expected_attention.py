@@ -1,4 +1,4 @@
-"""Expected Attention: score slots by the attention expected from future queries (arXiv 2510.00636).
+"""Expected Attention: score slots by the attention expected from future queries.
 
 Future queries are assumed to be distributed like the recorded ones. The paper takes mean and covariance over all
 queries of the prompt; here over `samples` of them, spread evenly, plus the newest if a prompt has too few. Queries are
@@ -28,7 +28,10 @@ RECENT = 64  # newest queries, used too where fewer samples than this are record
 
 @dataclass(frozen=True)
 class Expected(TopK):
-    """Keep tokens by expected attention of future queries times value norm (Expected Attention, arXiv 2510.00636)."""
+    """Expected Attention (2025, arXiv 2510.00636): keeps tokens by attention of future queries times value norm.
+
+    At 50% of the tokens, 0.413 of the demo's answers are right, 0.542 less than with all (measurements/policies.md).
+    """
 
     samples: Annotated[int, Range(2)] = 256  # prompt queries that stand for future queries
     horizon: Annotated[int, Range(1)] = 512  # future positions over which the rotation of queries is averaged

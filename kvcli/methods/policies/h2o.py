@@ -38,7 +38,10 @@ def hear(sums: RunningScores, s: Slots, at: LayerContext) -> None:
 
 @dataclass(frozen=True)
 class H2O(TopK):
-    """Keep the tokens with most attention so far, heavy hitters (H2O, arXiv 2306.14048; Scissorhands, 2305.17118)."""
+    """H2O, heavy hitters (2023, arXiv 2306.14048; Scissorhands, arXiv 2305.17118): keeps the tokens attended to most.
+
+    At 50% of the tokens, 0.365 of the demo's answers are right, 0.59 less than with all (measurements/policies.md).
+    """
 
     keep_new: Annotated[int, Range(0)] = 512  # generated tokens kept per head; 0 = all
     queries: Annotated[int, Range(1)] = 64  # newest queries that score tokens; at least compression_interval
@@ -56,7 +59,7 @@ class H2O(TopK):
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Require the queries since the last compression point."""
-        return self.want(lm, lambda: RunningScores(lm), recent=self.queries)
+        return self.want(lm, lambda: RunningScores(lm))
 
     def select(self, at: CompressionPoint) -> Steps[Masks] | Masks:
         """Add the recorded queries, even if no slot competes now, then select as all score policies do."""

@@ -1,4 +1,4 @@
-"""KeyDiff: score slots by how dissimilar their keys are from the others (Park et al., arXiv 2504.15364)."""
+"""KeyDiff: score slots by how dissimilar their keys are from the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeyDiff(TopK):
-    """Keep tokens whose keys are dissimilar from the others (KeyDiff, arXiv 2504.15364); needs no queries."""
+    """KeyDiff (Park et al., 2025, arXiv 2504.15364): keeps tokens whose keys are dissimilar from the others.
+
+    At 50% of the tokens, 0.434 of the demo's answers are right, 0.521 less than with all (measurements/policies.md).
+    """
 
     name: ClassVar[str] = "keydiff"
     by: ClassVar[str] = "how much its keys differ from the others"

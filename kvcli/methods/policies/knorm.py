@@ -1,4 +1,4 @@
-"""L2 norm: keep slots with the smallest key norms, which tend to get attention (Devoto et al., arXiv 2406.11430)."""
+"""L2 norm: keep slots with the smallest key norms, which tend to get attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KNorm(TopK):
-    """Keep tokens with the smallest key norms (L2 norm, arXiv 2406.11430): cheap, worse than random on retrieval."""
+    """L2 norm (Devoto et al., 2024, arXiv 2406.11430): keeps tokens with the smallest key norms.
+
+    At 50% of the tokens, 0.365 of the demo's answers are right, 0.59 less than with all (measurements/policies.md).
+    """
 
     alloc: Alloc = "uniform"
 

@@ -1,4 +1,4 @@
-"""KVzip: score slots by the attention they get when the model repeats the text (Kim et al., arXiv 2505.23416).
+"""KVzip: score slots by the attention they get when the model repeats the text.
 
 After prefill, the prompt is run once more after itself, piece by piece. A slot's score is the highest attention that
 any query of the piece that repeats it gives it. No question is involved, so the kept slots suit any question; prefill
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KVzip(TopK):
-    """Keep the tokens that the model needs to repeat the text (KVzip): prefill twice as long, suits any question."""
+    """KVzip (Kim et al., 2025, arXiv 2505.23416): keeps tokens that repeating the text needs; prefill twice as long.
+
+    At 50% of the tokens, chosen in 798 ms, 0.955 of the demo's answers are right (measurements/policies.md).
+    """
 
     alloc: Alloc = "global"  # budget per head: equal, AdaKV, PyramidKV, from a file, over all heads, PrefixKV
     floor: Annotated[float, Range(0, 1)] = 0.0  # of ada, headmap, global: minimum of a head, as share of the average
@@ -60,7 +63,7 @@ class KVzip(TopK):
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Require no queries, because the repetition computes its own. The stored scores take 1/D of the KV cache."""
         try_ = ["--set policy.name=expected"]
-        lm.mixers.refuse(lm.info.id, "a repetition would score their state, not the KV cache", try_)
+        lm.recurrent_layers.refuse(lm.info.id, "a repetition would score their state, not the KV cache", try_)
         if self.plus and any(of.shared_from is not None for of in lm.shapes):
             raise BadModel(
                 f"policy.plus = true needs layers with keys of their own; some of {lm.info.id} read those of others",

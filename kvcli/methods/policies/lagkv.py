@@ -1,4 +1,4 @@
-"""LagKV: score slots by how far their keys and values deviate, scaled by the next part's range (arXiv 2504.04704)."""
+"""LagKV: score slots by how far their keys and values deviate, scaled by the next part's range."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lag(TopK):
-    """Keep tokens whose keys and values deviate most, compared with the next part of text (LagKV, arXiv 2504.04704)."""
+    """LagKV (2025, arXiv 2504.04704): keeps tokens whose keys and values deviate most from the next part of the text.
+
+    At 50% of the tokens, 0.58 of the demo's answers are right, 0.375 less than with all (measurements/policies.md).
+    """
 
     alloc: Alloc = "uniform"
     part: Annotated[int, Range(2)] = 128  # tokens per part

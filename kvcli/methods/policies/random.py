@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Random(PerLayerPolicy):
-    """Keep random tokens in each head, besides the first and the newest: a baseline for other policies."""
+    """Random eviction (kvcli's own), a baseline: keeps random tokens in each head, besides the first and the newest.
+
+    At 50% of the tokens, 0.496 of the demo's answers are right, 0.458 less than with all (measurements/policies.md).
+    """
 
     budget: Annotated[int, Range(1)] = 1024  # tokens kept per head, including first and newest
     sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept

@@ -1,4 +1,4 @@
-"""SnapKV: score slots by attention of the newest queries, pooled over neighbours (Li et al., arXiv 2404.14469)."""
+"""SnapKV: score slots by attention of the newest queries, pooled over neighbours."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
 
 @dataclass(frozen=True)
 class Snap(QueryScored):
-    """Keep the tokens that the newest queries attend to, with their neighbours (SnapKV, arXiv 2404.14469)."""
+    """SnapKV (Li et al., 2024, arXiv 2404.14469): keeps the tokens that the newest queries attend to, and neighbours.
+
+    At 50% of the tokens, 0.535 of the demo's answers are right, 0.42 less than with all (measurements/policies.md).
+    """
 
     queries: Annotated[int, Range(1)] = 32  # newest tokens whose queries score the others
     pool: Annotated[int, Range(1)] = 7  # positions over which scores are pooled; odd
@@ -31,10 +33,6 @@ class Snap(QueryScored):
         super().__post_init__()
         if self.pool % 2 == 0:
             raise ValueError(f"pool = {self.pool} has no middle: use an odd number")
-
-    def requirements(self, lm: LM) -> PolicyRequirements:
-        """Require the newest `queries` queries."""
-        return self.looks(lm, self.queries)
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Return the mean attention of the newest `queries`, pooled over `pool` positions."""

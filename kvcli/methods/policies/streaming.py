@@ -1,4 +1,4 @@
-"""StreamingLLM: keep attention sinks and the newest tokens (Xiao et al., arXiv 2309.17453).
+"""StreamingLLM: keep attention sinks and the newest tokens.
 
 Positions are those of the sequence. The paper renumbers tokens inside its cache so that a model can run past its
 trained length; here such a length is refused before prefill.
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StreamingLLM(PerLayerPolicy):
-    """Keep the first tokens and the newest ones (StreamingLLM)."""
+    """StreamingLLM (Xiao et al., 2023, arXiv 2309.17453): keeps the first tokens and the newest ones.
+
+    At 50% of the tokens, 0.625 of the demo's answers are right, 0.33 less than with all (measurements/policies.md).
+    """
 
     sinks: Annotated[int, Range(0)] = 4  # first tokens (attention sinks), always kept
     window: Annotated[int, Range(1)] = 1020  # newest tokens kept

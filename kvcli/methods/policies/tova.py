@@ -1,4 +1,4 @@
-"""TOVA: score slots by attention of the newest query, averaged over a layer's heads (Oren et al., arXiv 2401.06104)."""
+"""TOVA: score slots by attention of the newest query, averaged over a layer's heads."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from kvcli.policies.scoring.topk import Alloc
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
 
 @dataclass(frozen=True)
 class Tova(QueryScored):
-    """Keep the tokens that the newest query attends to, the same in all heads of a layer (TOVA, arXiv 2401.06104)."""
+    """TOVA (Oren et al., 2024, arXiv 2401.06104): keeps the tokens that the newest query attends to, in all heads.
+
+    At 50% of the tokens, 0.368 of the demo's answers are right, 0.587 less than with all (measurements/policies.md).
+    """
 
     alloc: Alloc = "uniform"
 
     name: ClassVar[str] = "tova"
     by: ClassVar[str] = "attention from its last token"
-
-    def requirements(self, lm: LM) -> PolicyRequirements:
-        """Require the newest query."""
-        return self.looks(lm, 1)
+    queries: ClassVar[int] = 1  # the newest
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Return the attention of the newest query, averaged over the heads of the layer."""

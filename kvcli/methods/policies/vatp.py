@@ -1,4 +1,4 @@
-"""VATP: score slots by attention of the newest queries times the values' L1 norm (Guo et al., arXiv 2406.12335).
+"""VATP: score slots by attention of the newest queries times the values' L1 norm.
 
 The defaults of `queries` and `sinks` are those of the authors' code on top of Scissorhands. On top of H2O the factor
 is the same, with the attention of all queries so far.
@@ -16,14 +16,16 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
 
 @dataclass(frozen=True)
 class Vatp(QueryScored):
-    """Keep tokens by attention of the newest queries times the L1 norm of their values (VATP, arXiv 2406.12335)."""
+    """VATP (Guo et al., 2024, arXiv 2406.12335): keeps tokens by attention times the L1 norm of their values.
+
+    At 50% of the tokens, 0.448 of the demo's answers are right, 0.507 less than with all (measurements/policies.md).
+    """
 
     alloc: Alloc = "uniform"
     sinks: Annotated[int, Range(0)] = 20  # first tokens, always kept
@@ -31,10 +33,6 @@ class Vatp(QueryScored):
 
     name: ClassVar[str] = "vatp"
     by: ClassVar[str] = "attention from its end times the size of its values"
-
-    def requirements(self, lm: LM) -> PolicyRequirements:
-        """Require the newest `queries` queries."""
-        return self.looks(lm, self.queries)
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Return the mean attention times the L1 norm of the value."""

@@ -15,7 +15,10 @@ from kvcli.settings.schema import Range
 
 @dataclass(frozen=True)
 class Chunked(LazyLLM):
-    """Prune tokens of each chunk, by attention from the end of the chunk (after QuickVideo, arXiv 2505.16175)."""
+    """Chunk-wise LazyLLM (after QuickVideo, 2025, arXiv 2505.16175): prunes each chunk by attention from its end.
+
+    Prefill by the demo model is 1.29 times as fast, and 0 points of lookups are lost (measurements/prefill.md).
+    """
 
     min_prompt: Annotated[int, Range(1)] = 256  # chunks with fewer tokens are not pruned
 

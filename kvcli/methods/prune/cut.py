@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SingleCut(PruneSettings):
-    """Prune a prompt at one layer, by attention from its end (FastKV, arXiv 2502.01068; GemFilter, 2409.17422)."""
+    """FastKV (Jo et al., 2025, arXiv 2502.01068) or GemFilter (arXiv 2409.17422): prunes a prompt at one layer.
+
+    Prefill by SmolLM2 is 1.52 times as fast, and 5.56 points of lookups are lost (measurements/prefill.md).
+    """
 
     layer: Annotated[float, Range(above=0, below=1)] = 0.5  # layer that prunes, as a share of depth
     keep: Annotated[float, Range(above=0, most=1)] = 0.2  # share of the prompt that continues

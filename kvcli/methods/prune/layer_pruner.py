@@ -67,7 +67,7 @@ def attention_mass(
     if live.fresh is not None:
         fresh_at = torch.tensor([pos[row] for row in live.rows], dtype=at.dtype, device=at.device)
         k, at = torch.cat((k, live.fresh.k), 1), torch.cat((at, fresh_at.expand(at.shape[0], -1)), 1)
-    sight = lm.sights[layer]
+    sight = lm.attention_params[layer]
     newest = torch.tensor(pos[len(pos) - n_scoring_rows :], device=k.device)
     mass = attention_mass(
         live.queries[:, -n_scoring_rows:], newest, k, at, sight.scale, softcap=sight.softcap

@@ -31,7 +31,10 @@ SPARED = 4  # last layers without pruning: the KV saved there is smaller than th
 
 @dataclass(frozen=True)
 class LazyLLM(Schedule):
-    """Prune tokens of a prompt, layer by layer, by attention from its end (LazyLLM, arXiv 2407.14057)."""
+    """LazyLLM (Fu et al., 2024, arXiv 2407.14057): prunes a prompt layer by layer, by attention from its end.
+
+    Prefill by SmolLM2 is 1.5 times as fast, and 5.56 points of lookups are lost (measurements/prefill.md).
+    """
 
     score_queries: Annotated[int, Range(1)] = 1  # newest tokens whose queries score the others
     pool: Annotated[int, Range(1)] = 1  # active neighbours over which scores are max-pooled; odd (FastKV)

@@ -69,7 +69,7 @@ def below_all(lm: LM, spared: int = 0) -> list[int]:
     """
     from kvcli.kv.slots import spans  # imported late, because loading a profile must not import torch
 
-    lm.mixers.refuse(lm.info.id, "tokens cannot stop between them", ["--set prune.method=none"])
+    lm.recurrent_layers.refuse(lm.info.id, "tokens cannot stop between them", ["--set prune.method=none"])
     starts = [span.start for span in spans(lm.shapes)[1:] if span.start <= lm.n_layers - spared]
     shown = [i for i in starts if lm.windows[i - 1] is None and lm.shapes[i - 1].shared_from is None]
     if not shown:

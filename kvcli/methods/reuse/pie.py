@@ -21,21 +21,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pie:
-    """Reuse the unchanged text after an edit, with keys rotated to their new positions (PIE, arXiv 2407.03157)."""
+    """PIE (He et al., 2024, arXiv 2407.03157): reuses unchanged text after an edit, with keys rotated to new positions.
+
+    A text with swapped halves is read 4.74 times sooner, its next token 0.267 nats off (measurements/prefill.md).
+    """
 
     min_span: Annotated[int, Range(8)] = 64  # minimum length of a reused span, in tokens
 
     needs: ClassVar[Needs] = Needs(frozenset({"evicts", "prunes", "selects"}), "the KV of all tokens, read in full")
 
     @property
+    def recompute(self) -> float:
+        """Share of a span that is recomputed: none."""
+        return 0.0
+
+    @property
     def describe_reused(self) -> str:
         return f"reuses KV of spans of {self.min_span} tokens or more from other texts"
-
-    def check_model(self, lm: LM) -> None:
-        """Raise BadModel if RoPE is not a fixed table."""
-        from kvcli.engine.hf.rope import rotaries
-
-        rotaries(lm)
 
     def bind(self, lm: LM) -> ReusableSpans:
         """Return the re-rotated spans, without recompute."""

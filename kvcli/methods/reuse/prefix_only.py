@@ -7,6 +7,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PrefixOnly:
-    """Reuse only the prefix that two prompts share."""
+    """No span reuse (kvcli's own): prompts share only their prefix. Not measured here: it is the baseline."""
 
     describe_reused = ""

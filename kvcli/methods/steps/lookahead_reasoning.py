@@ -20,7 +20,10 @@ CHECKPOINTS = 8  # recurrent states of the smaller model, if it has recurrent la
 
 @dataclass(frozen=True)
 class LookaheadReasoning:
-    """Accept reasoning steps drafted by a smaller model if they are judged equivalent (arXiv 2506.19830)."""
+    """Lookahead Reasoning (2025, arXiv 2506.19830): accepts steps of a smaller model that are judged equivalent.
+
+    Summaries are 1.00 times as fast, 0.33 of 18 steps are accepted, 0.68 of lines changed (measurements/lab-log.md).
+    """
 
     model: str = ""  # smaller model that drafts steps, as after -m; with the same tokenizer
     quant: Quant = "none"  # precision of its weights

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class NoSteps:
-    """No drafted reasoning steps: the model writes the whole answer itself."""
+    """No drafted steps (kvcli's own): the model writes all of the answer. Not measured here: it is the baseline."""
 
     second: ClassVar[None] = None  # no draft model
     takes: ClassVar[str] = ""  # no part of the answer is another model's

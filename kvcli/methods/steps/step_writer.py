@@ -73,7 +73,7 @@ class Writer:
         _refuse(session)
         began, lm = time.perf_counter(), session.lm
         # one token before the compression point, which only the session crosses
-        room = int(min(session.boundary - session.committed - 1, most, lm.limit - session.committed - 1))
+        room = int(min(session.compression_point - session.committed - 1, most, lm.limit - session.committed - 1))
         guessed = yield from self._ahead(session.ids, session, stop, room)
         if not guessed:
             return (yield from session.step(stop, most))

@@ -30,12 +30,12 @@ class QueryScored(TopK):
 
     lookahead: Annotated[int, Range(0)] = 0  # tokens of a provisional answer whose queries vote instead; 0 = none
 
-    def looks(self, lm: LM, recent: int) -> PolicyRequirements:
+    def requirements(self, lm: LM) -> PolicyRequirements:
         """Require the newest queries. Raises BadModel if `lookahead` is set and the model has recurrent layers."""
         if self.lookahead:
             why = "the trial answer would change its state"
-            lm.mixers.refuse(lm.info.id, why, ["--set policy.lookahead=0"])
-        return self.want(lm, recent=recent)
+            lm.recurrent_layers.refuse(lm.info.id, why, ["--set policy.lookahead=0"])
+        return self.want(lm)
 
     def extra_rows(self, n: int) -> int:
         """Return one row per token of the provisional answer."""

@@ -148,9 +148,8 @@ class TopK(PolicyDefaults):
 
         heads = head_rows(self.headmap, lm) if self.headmap else []
         asked = {QUESTION} if self.protect_question else set()
-        guard = ProtectedTokens(
-            self.sinks, self.recent, frozenset(asked | ({SYSTEM, TOOLS} if self.protect else set()))
-        )
+        always = frozenset(asked | ({SYSTEM, TOOLS} if self.protect else set()))
+        guard = ProtectedTokens(self.sinks, self.recent, always)
         spans = self.unit == "shot" or self.post == "fair"
         marks = frozenset(asked | ({SHOT} if spans else set()))
         outward = ProjectedValueNorms(lm, f"policy.{self.weighs}") if self.weighs else None
@@ -160,8 +159,14 @@ class TopK(PolicyDefaults):
                 code="policy_unsupported",
                 try_=["--set policy.reuse_layers=1"],
             )
-        given = {"kinds": spans or self.unit == "sentence", "marks": marks, "guard": guard, **more}
+        kinds = spans or self.unit == "sentence"
+        given = {"recent": self.queries, "kinds": kinds, "marks": marks, "guard": guard, **more}
         return PolicyRequirements(memory=lambda: ScoreState(heads, own=own(), known=known, outward=outward), **given)
+
+    @property
+    def queries(self) -> int:
+        """Number of newest queries to record; 0 = the score is by keys and values alone."""
+        return 0
 
     @property
     def weighs(self) -> str:

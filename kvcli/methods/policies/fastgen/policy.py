@@ -1,4 +1,4 @@
-"""FastGen: an eviction policy that adapts to the attention of each head (Ge et al., arXiv 2310.01801).
+"""FastGen: an eviction policy that adapts to the attention of each head.
 
 After prefill, the attention of a few prompt rows is measured to find how much of it each head would lose under each of
 a few candidate policies (recovery.py). The head gets the cheapest candidate that loses little enough or, with `keep`,
@@ -41,7 +41,10 @@ PAPER_ROWS = 1024  # of a longer prompt, so many rows at equal distances are mea
 
 @dataclass(frozen=True)
 class FastGen(PolicyDefaults):
-    """Keep in each head the tokens it attends to: special, punctuation, newest, most attended, or all (FastGen)."""
+    """FastGen (Ge et al., 2023, arXiv 2310.01801): keeps in each head special, newest, most attended, or all tokens.
+
+    At 50% of the tokens, 0.955 of the demo's answers are right, 0 less than with all (measurements/policies.md).
+    """
 
     criterion: Literal["mean", "cvar10", "p05"] = "cvar10"  # over rows: mean, mean of the worst 10%, 5th percentile
     recovery: Literal["auto"] | Annotated[float, Range(0, 1)] = 0.8  # attention share kept per head; auto = by kl_max
@@ -147,7 +150,7 @@ class FastGen(PolicyDefaults):
         own = self.of(lm)
         if self.recovery == "auto" and self.replay and not self.keep:
             try_ = ["--set policy.recovery=0.95"]
-            lm.mixers.refuse(lm.info.id, "tokens in its middle cannot be predicted again", try_)
+            lm.recurrent_layers.refuse(lm.info.id, "tokens in its middle cannot be predicted again", try_)
         rows = head_rows(self.headmap, lm) if self.headmap else []
         full = [[value >= self.headmap_from for value in row] for row in rows]
         since = own.compression_interval if any("frequent" in name for name in own.candidates) else 0
