@@ -237,7 +237,7 @@ FAULTS = [
     Fault(
         "V5",
         "kvcli/kv/cache/tiered_cache.py",
-        "int((pos >= low).sum(1).max()), rung.group)",
+        "int((pos >= low).sum(1).max()), level.group)",
         "int((pos >= low).sum(1).max()), 1)",
         "tests/test_sliding_windows.py::test_what_stays_in_few_bits_is_not_rounded_again",
     ),
