@@ -82,7 +82,7 @@ def _poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _broken_drafts_are_heard(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What breaks in a drafter's own passes costs guesses and no text: no test would notice by itself."""
+    """What breaks in a drafter's own passes costs drafts and no text: no test would notice by itself."""
     heard = list[logging.LogRecord]()
     handler, log = logging.Handler(logging.WARNING), logging.getLogger("kvcli.drafts")
     handler.emit = heard.append  # type: ignore[method-assign]

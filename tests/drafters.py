@@ -57,21 +57,21 @@ class Scripted:
 
 
 class Right(Scripted):
-    """Guesses the truth, up to seven tokens."""
+    """Drafts the truth, up to seven tokens."""
 
     def propose(self, ids: Sequence[int], room: int, past: object) -> Draft:
         return Draft.chain(self.ahead(ids, min(7, room)))
 
 
 class Wrong(Scripted):
-    """Guesses anything but the truth."""
+    """Drafts anything but the truth."""
 
     def propose(self, ids: Sequence[int], room: int, past: object) -> Draft:
         return Draft.chain([(t + 1) % self.vocab for t in self.ahead(ids, min(5, room))])
 
 
 class EndSpam(Scripted):
-    """Guesses that the text ends, in the middle of a true path and everywhere else."""
+    """Drafts that the text ends, in the middle of a true path and everywhere else."""
 
     def propose(self, ids: Sequence[int], room: int, past: object) -> Draft:
         true = self.ahead(ids, min(2, room))
@@ -100,7 +100,7 @@ class Bush(Scripted):
 
 
 class Moody(Scripted):
-    """A chain that is right for a random length: any accept length, at any boundary."""
+    """A chain that is right for a random length: any accept length, at any compression point."""
 
     def propose(self, ids: Sequence[int], room: int, past: object) -> Draft:
         true = self.ahead(ids, min(9, room))
@@ -196,7 +196,7 @@ def head_of(lm: LM, truth: Sequence[int] = (), of: type[Mtp] = Mtp) -> LM:
 
 
 class Assisted(Itself):
-    """A random assistant over the past of whichever session it is given to; with `truth` it is right of most of it."""
+    """A random assistant over the KV cache of the session it is given to; with `truth` it is mostly right."""
 
     def __init__(self, truth: Sequence[int] = (), **settings: Any) -> None:
         super().__init__()

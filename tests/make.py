@@ -57,7 +57,7 @@ from tests.fake_device import Rounding
 Of = LM | tuple[int, int, int] | Sequence[LayerShape]  # a model; layers, KV heads and head size; or layer by layer
 LOADING = inspect.signature(LM.of).parameters.keys() - {"model"}
 
-# sparse attention over the whole past; "chosen once" by the first row after a compression point
+# sparse attention over the whole KV cache; "chosen once" by the first row after a compression point
 INDEXES: dict[str, PageIndex] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
 INDEXES |= {"cluster": Clusters(6, 2), "lowrank": LowRank(3, 5), "chosen once": Sketch(3)}
 # old slots in other formats, in four bits, or in fewer numbers
@@ -185,7 +185,7 @@ def cache(name: str, of: Of, dtype: torch.dtype | None = None) -> KVCache:
             return tiered(of, TierLevel(quantized(of, dtype=dtype, group=4, halves=True)), **small)
         case "turned":
             return tiered(of, TierLevel(quantized(of, (4, 8), dtype, group=5, rotate="hadamard")), **small)
-        case "checked":  # two pasts, of which a smaller one guesses
+        case "checked":  # two KV caches, of which a smaller one drafts
             return DraftAndFullCache(top, cache("turned", of, dtype))
         case "rungs" | "rungs recalled":  # on which a policy places slots; in the last of them rows find a part again
             rungs = [TierLevel(quantized(of, (keys_in(n), n), dtype, group=16), group=unit(n, 16)) for n in BITS]

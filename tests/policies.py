@@ -48,7 +48,7 @@ class Ragged(PerLayerPolicy):
 
 
 def moment(s: Slots, q: Tensor | None = None, layer: int = 0, **more: Any) -> LayerContext:
-    """A boundary of one layer with these slots, at which the queries q [H, w, D] were the latest."""
+    """A compression point of one layer with these slots, at which the queries q [H, w, D] were the latest."""
     q = s.k[:, :0] if q is None else q
     n = int(s.pos.max()) + 1 if s.n_slots else 0
     found: dict[str, Any] = {
@@ -68,7 +68,7 @@ def moment(s: Slots, q: Tensor | None = None, layer: int = 0, **more: Any) -> La
 
 @dataclass(frozen=True)
 class OneLayer:
-    """A boundary of a model of one layer, of which no more is there than this."""
+    """A compression point of a model of one layer, of which no more is there than this."""
 
     s: Slots
     at: LayerContext

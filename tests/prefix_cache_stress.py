@@ -1,4 +1,4 @@
-"""Texts of a tiny model on a shelf, and processes that are killed while they keep one: it is whole or absent."""
+"""Texts of a tiny model on a prefix cache, and processes that are killed while they keep one: it is whole or absent."""
 
 from __future__ import annotations
 

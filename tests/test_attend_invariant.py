@@ -272,7 +272,7 @@ def test_it_is_as_exact_as_torch(level: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_last_rows_of_a_pass_may_ask_alone(level: str, dtype: torch.dtype, form: str) -> None:
-    """As scouts do: what they see of the rows before them is the same whether those ask beside them or not."""
+    """As lookahead rows do: what they see of the rows before them is the same whether those ask beside them or not."""
     for shape, stored, n in (((64, 64, 2, 2), 130, 9), ((16, 8, 1, 1), 0, 5), ((8, 24, 3, 2), 4090, 40)):
         p = past(shape, stored, tree(n), dtype, form)
         together = p.attend(level, p.sees)

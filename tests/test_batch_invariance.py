@@ -94,7 +94,7 @@ def test_a_row_gives_the_same_bits_alone_and_among_others(
         assert kv.batch_variant_reason == ""
         pos = [start + int(row.sum()) - 1 for row in sees]
         together = merge_attention(kv.attend(0, q, sight, pos, NewRows(k, v, pos, sees, sees)))
-        # scouts: the last rows ask beside the others
+        # lookahead rows: the last rows ask beside the others
         few = merge_attention(kv.attend(0, q[:, 4:], sight, pos[4:], NewRows(k, v, pos, sees[4:], sees[4:])))
         assert torch.equal(few, together[:, 4:])
         for row in (0, 2, 8):

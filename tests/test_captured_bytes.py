@@ -72,7 +72,7 @@ def attend(q: Tensor, table: Any, k: Tensor, v: Tensor, tree: Any, scale: float,
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=0.7, top_p=0.9, seed=1)])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_captured_passes_hold_what_fit_counts(rows: int, sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a layer has room for the answer and a frame's rows, no more."""
+    """And a layer has room for the answer and a captured pass's rows, no more."""
     monkeypatch.setattr(captured_pass, "attend_captured", attend)
     monkeypatch.setattr(forward_memory, "STRETCHES", 0)  # torch sums a linear layer in one go
     monkeypatch.setattr(argmax, "why_not", lambda logits: "")  # as on a card, where it makes nothing else

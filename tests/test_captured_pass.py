@@ -296,7 +296,7 @@ def test_two_texts_side_by_side_and_in_turn() -> None:
 
 
 class Few(Right):
-    """Five rows, for which there is a frame of eight."""
+    """Five rows, for which there is a captured pass of eight."""
 
     def propose(self, ids: Sequence[int], room: int, past: object) -> Draft:
         return Draft.chain(self.ahead(ids, min(4, room)))
@@ -341,7 +341,7 @@ def test_a_pass_that_there_was_no_memory_to_record_is_recorded_the_next_time(mon
 
 
 def test_two_texts_that_run_ahead_take_turns() -> None:
-    """Between a row's pass and its becoming a slot another frame runs, recorded earlier."""
+    """Between a row's pass and its becoming a slot another captured pass runs, recorded earlier."""
     want = plain("llama", SEEDED)
     its, _ = recorded("llama")
     texts = [session(its), session(its)]
@@ -470,7 +470,7 @@ def test_what_is_recorded_later_is_spoilt_by_an_earlier_one_unless_apart() -> No
 
 
 def test_a_kv_cache_that_moved_under_a_captured_pass_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The frame goes on although its layers lie elsewhere: the text is another."""
+    """The captured pass goes on although its layers lie elsewhere: the text is another."""
     want = plain("llama", SEEDED)[:5]
     its, _ = recorded("llama")
     text = session(its)

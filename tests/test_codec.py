@@ -120,7 +120,7 @@ def test_a_kv_cache_that_says_too_much_is_refused(how: str) -> None:
         decoded_state({"kv": {"0": {"k": {**PART, **HOSTILE[how]}}}})
 
 
-# --- on the shelf
+# --- on the prefix cache
 
 
 def size_of(folder: Path) -> int:

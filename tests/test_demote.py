@@ -46,7 +46,7 @@ def some(kv: KVCache, seed: int = 0) -> list[Tensor]:
     return [torch.rand(K, kv.n_slots(layer), generator=g) < 0.5 for layer in range(L)]
 
 
-# ---- the ladder ----
+# ---- the tiered cache ----
 
 
 LOWER: dict[str, Callable[[], PageTier]] = {

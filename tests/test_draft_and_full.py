@@ -1,4 +1,4 @@
-"""Lossy profiles made exact: what they keep of a past guesses, and the whole of it writes."""
+"""Lossy profiles made exact: what they keep of a KV cache drafts, and the whole of it writes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_text_is_that_of_the_whole_kv_cache(name: str, sampling: str) -> Non
 
 
 def test_drafts_come_of_what_is_kept() -> None:
-    """All of it is as good as the whole past; of next to nothing guesses fail."""
+    """All of it is as good as the whole KV cache; of next to nothing drafts fail."""
     all_of_it = written(profile("streaming", "policy.window=400"))[1]
     nothing = written(profile("streaming", "policy.sinks=0", "policy.window=1", "policy.compression_interval=4"))[1]
     assert all_of_it.acceptance_rate == 1

@@ -1,4 +1,4 @@
-"""Guesses as a tree of passes: a row gives what it would give in its place in a text."""
+"""Drafts as a tree of passes: a row gives what it would give in its place in a text."""
 
 from __future__ import annotations
 

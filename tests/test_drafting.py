@@ -1,4 +1,4 @@
-"""Whatever a drafter guesses from, the text is that of plain decoding: sources, views, windows, ends, caps, garbage.
+"""Whatever a drafter drafts from, the text is that of plain decoding: sources, views, windows, ends, caps, garbage.
 
 `exact/test_table.py` crosses storages, policies and samplers; here the drafters' own settings are crossed.
 """
@@ -114,7 +114,7 @@ def test_an_end_inside_a_draft(sampler: Sampler) -> None:
             ids, steps = decode(config.drafter(stop), sampler, stop=stop)
             assert ids == plain(sampler, NEW, stop)
             inside += steps[-1].n_accepted > 0
-    assert inside or sampler.temperature  # a guessed token did end a text
+    assert inside or sampler.temperature  # a drafted token did end a text
 
 
 def test_a_cap_inside_a_draft() -> None:
@@ -194,7 +194,7 @@ def test_tree_rows_see_neither_lookahead_rows_nor_other_branches() -> None:
 
 
 class Chance:
-    """Guesses of the same shape as another drafter's, and other tokens."""
+    """Drafts of the same shape as another drafter's, and other tokens."""
 
     def __init__(self, drafter: Any) -> None:
         self.drafter = drafter
@@ -233,7 +233,7 @@ def test_lookahead_rows_stay_behind_when_drafts_are_to_be_timed(alone: bool, mon
 
 
 def test_drafts_are_ranked_with_the_noise_that_tokens_are_drawn_with() -> None:
-    """A drafter that is not told how tokens are drawn guesses the likeliest ones, and is right less often."""
+    """A drafter that is not told how tokens are drawn drafts the likeliest ones, and is right less often."""
 
     class Untold(TreeDrafter):
         def start(self, ids: Any, sampler: Any = None) -> None:
@@ -253,7 +253,7 @@ def test_drafts_are_ranked_with_the_noise_that_tokens_are_drawn_with() -> None:
 
 @pytest.mark.parametrize("runs", [500, pytest.param(1500, marks=pytest.mark.slow)])
 def test_the_text_of_a_seed_has_the_distribution_of_the_model(runs: int) -> None:
-    """End to end: three tokens, many seeds, guesses on; chi-square against the exact joint law."""
+    """End to end: three tokens, many seeds, drafts on; chi-square against the exact joint law."""
     sampler, model = Sampler(temperature=1.0, top_k=3), lm(torch.float32)
     start = prompt()
 
@@ -275,7 +275,7 @@ def test_the_text_of_a_seed_has_the_distribution_of_the_model(runs: int) -> None
     want = law(start, 3)
     seen, accepted = dict.fromkeys(want, 0), 0
     base = session(Mix(adaptive=False, window=2, ngram=3).drafter(), 0)
-    for seed in range(runs, runs + 30):  # the drafter hears what may follow, or it has nothing to guess
+    for seed in range(runs, runs + 30):  # the drafter hears what may follow, or it has nothing to draft
         base.resume(start)
         base.sampler = Sampler(temperature=1.0, top_k=3, seed=seed)
         run_to_end(base.read(start[len(base.ids) :]))

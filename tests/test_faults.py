@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def storm(name: str, *args: str) -> dict[str, object]:
-    """The short form of a storm; its last line."""
+    """The short form of a stress test; its last line."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "bench" / name, *args], env=env, cwd=ROOT, capture_output=True, text=True
@@ -46,7 +46,7 @@ def test_every_call_that_writes_may_fail(cases: str, tmp_path: Path):
 
 
 def test_a_stress_test_that_sees_no_fault_is_none(tmp_path: Path):
-    """What the storm calls bad: the check itself is tried on a writer that leaves a half."""
+    """What the stress test calls bad: the check itself is tried on a writer that leaves a half."""
     usual = stress_faults.Ended(0, "", "", {"a.json": b"{}"})
     case = stress_faults.Case(lambda folder: (0, "", ""), (1,), same=("a.json",))
     before = {"b.txt": b"mine"}

@@ -61,7 +61,7 @@ def truth(name: str) -> tuple[int, ...]:
 
 
 class Partly(Off):
-    """Guesses the truth up to a token that it draws by lot, and wrong ones behind: most passes are accepted in part."""
+    """Drafts the truth up to a token that it draws by lot, and wrong ones behind: most passes are accepted in part."""
 
     def __init__(self, text: Sequence[int], seed: int = 0, most: int = 5) -> None:
         self.__dict__.update(text=text, lot=random.Random(seed), most=most, n_partly=0)
@@ -140,7 +140,7 @@ def test_copies_as_a_chain(name: str):
 
 
 def test_long_chunks_read_each_other_expanded_beside_states(monkeypatch: pytest.MonkeyPatch):
-    """As without mixers, where that is less work; the past is read as latents, whatever reads it."""
+    """As without recurrent layers, where that is less work; the KV cache is read as latents, whatever reads it."""
     (pays_from,) = {latent.expand_threshold for latent in model("kimi_linear").latents.values()}
     assert 32 < pays_from < 64
     made, values = list[int](), LatentProjection.values
@@ -194,7 +194,7 @@ def test_a_copy_goes_its_own_way(name: str):
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_texts_side_by_side_know_nothing_of_each_other(name: str):
-    """One is read while others are written, with guesses and without: each as alone."""
+    """One is read while others are written, with drafts and without: each as alone."""
     ids = list(truth(name))
     texts = [session(name, Partly(ids, seed), chunk=9) for seed in (1, 2)] + [session(name, chunk=13)]
     prompts = [ids[:PROMPT], ids[: PROMPT - 12], prompt(3 * PROMPT, seed=5)]
@@ -225,7 +225,7 @@ def packed(lm: LM) -> KVCache:
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "nemotron_h", "granitemoehybrid", "falcon_h1", "kimi_linear"])
 @pytest.mark.parametrize("how", ["window", "int8"])
 def test_what_is_stored_otherwise_is_so_with_drafts(name: str, how: str):
-    """A policy, or fewer bits, act on keys and values alone: the text is that of the same profile without guesses."""
+    """A policy, or fewer bits, act on keys and values alone: the text is that of the same profile without drafts."""
     texts = []
     for drafter in (Off(), None):
         told = {"policy": StreamingLLM(sinks=2, window=19), "every": 16} if how == "window" else {"every": 16}
@@ -264,7 +264,7 @@ def test_a_history_with_rejected_rows_in_it_shows(name: str, monkeypatch: pytest
 
 
 def _off(name: str) -> float:
-    """How wrong states are behind guesses that were accepted in part."""
+    """How wrong states are behind drafts that were accepted in part."""
     right = long_pass(name, truth(name))
     text = session(name, Partly(truth(name)))
     run_to_end(text.read(prompt(PROMPT)))
@@ -405,7 +405,7 @@ def test_a_state_goes_to_disk_and_comes_back():
 
 
 def test_a_kv_cache_in_the_prefix_cache_is_continued(tmp_path: Path):
-    """As a whole, with its checkpoints: blocks of keys and values would be no past of it."""
+    """As a whole, with its checkpoints: blocks of keys and values would be no KV cache of it."""
     made = build("qwen3_next")
     save_file({name: p.clone() for name, p in made.named_parameters()}, tmp_path / "model.safetensors")
     with quiet():

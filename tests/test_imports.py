@@ -185,7 +185,7 @@ def test_one_file_calls_a_model():
 
 
 def test_policies_and_drafts_meet_only_in_views():
-    """A drafter may read the past through a policy; a policy never hears of a drafter."""
+    """A drafter may read the KV cache through a policy; a policy never hears of a drafter."""
     assert [(m, t) for m, t in OURS if _place(m) in ("policies", "kv") and _place(t) == "drafts"] == []
 
 

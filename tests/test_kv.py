@@ -184,7 +184,7 @@ def test_numbers_that_are_not_finite_go_with_their_text(n: int) -> None:
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_what_is_evicted_under_recorded_passes_leaves_nothing_where_it_lay(ragged: bool) -> None:
-    """Numbers that are not finite go with their slots, and a past of the same length is told from the one before."""
+    """Numbers that are not finite go with their slots; a KV cache of the same length differs from the one before."""
     kv = make.dense((1, K, D))
     ones = torch.ones(K, 40, D, dtype=torch.float64)
     kv.append(0, ones, ones, 0)

@@ -39,7 +39,7 @@ def lm(name: str) -> LM:
 
 
 def store(model: LM, n: int) -> Dense:
-    """A past of n tokens."""
+    """A KV cache of n tokens."""
     kv, rows = make.dense(model), Rows.chain(families.prompt(n, seed=7), 0)
     if n:
         commit(kv, rows, *run([ForwardRequest(model, rows, kv)]), range(n))

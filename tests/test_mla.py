@@ -330,7 +330,7 @@ def test_long_chunks_of_a_prompt_read_each_other_expanded_where_that_is_less_wor
         made.clear()
         session = opened(model, kv=kv, chunk=64)
         run_to_end(session.read(ids))
-        assert made == [64, 32]  # of the past of the second; the first has none
+        assert made == [64, 32]  # of the KV cache of the second; the first has none
     finally:
         latent.__class__ = LatentProjection
     for layer in range(len(model.shapes)):

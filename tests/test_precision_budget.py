@@ -1,4 +1,4 @@
-"""A budget of bytes is spent as well as can be, holds at every boundary, and moves slots as its levels say."""
+"""A budget of bytes is spent as well as can be, holds at every compression point, and moves slots as its levels say."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_no_more_goes_elsewhere_than_has_room_and_it_is_worth_the_most(seed: int
     assert (found[rung == 4] == 4).all()
 
 
-# ---- levels on a ladder ----
+# ---- levels on a tiered cache ----
 
 
 def asked(kv: TieredCache, choose: Callable[[Tensor], Tensor]) -> list[Tensor]:

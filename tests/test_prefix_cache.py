@@ -461,7 +461,7 @@ def test_keeping_ends_between_blocks_when_it_is_stopped(lm: LM, tmp_path: Path) 
     assert shelf.load_prefix(session(lm), IDS) == len(IDS) - 1
 
 
-# --- room, errors of the system, storms
+# --- room, errors of the system, stress tests
 
 SNAP = prefix_cache_stress.SNAP
 

@@ -1,4 +1,4 @@
-"""Which queries are held for a boundary: exactly the latest, and those at probed positions."""
+"""Which queries are held for a compression point: exactly the latest, and those at probed positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python API on a tiny model: each shipped profile generates (I10), turns reuse the past, failures lose nothing."""
+"""The Python API on a tiny model: shipped profiles generate (I10), turns reuse the cache, failures lose nothing."""
 
 from __future__ import annotations
 

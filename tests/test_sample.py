@@ -214,7 +214,7 @@ def test_logits_that_are_no_numbers_are_refused(temperature: float, at_once: boo
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_row_that_nothing_may_follow_is_refused_where_it_is_reached(temperature: float, at_once: bool) -> None:
-    """A constraint may end in a blind alley: an error of who goes there, and of nobody who only guessed it."""
+    """A constraint may end in a blind alley: an error of who goes there, and of nobody who only drafted it."""
 
     class Alley:
         def allowed(self, ids: Sequence[int]) -> torch.Tensor:

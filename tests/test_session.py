@@ -1,4 +1,4 @@
-"""What a session promises beside the text: what is stored, when the past may change, where a turn may stop (I3, I4)."""
+"""What sessions guarantee beside the text: storage, when the KV cache may change, where turns may stop (I3, I4)."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_text_that_was_not_read_to_its_end_cannot_be_continued() -> None:
 
 
 def test_lookahead_rows_read_what_the_drafters_policy_keeps() -> None:
-    """A scout at the pending token's place sees what plain decoding sees if the view keeps all, less if it does not."""
+    """A lookahead row at the pending token's place sees what plain decoding sees if the view keeps all, else less."""
 
     class Scouting(Off):
         def propose(self, ids: object, room: int, past: object) -> Draft:

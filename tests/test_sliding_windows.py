@@ -157,7 +157,7 @@ def test_drafts_change_nothing(model: LM, store: Any) -> None:
 
 @pytest.mark.parametrize("store", [dense, ladder])
 def test_an_answer_is_asked_again_without_reading(store: Any) -> None:
-    session = opened(MODEL, store(MODEL), every=16)  # boundaries while answering, too
+    session = opened(MODEL, store(MODEL), every=16)  # compression points while answering, too
     said = written(session)
     assert session.resume(TEXT) == len(TEXT) - 1
     if store is dense:  # an undo leaves what was rounded rounded

@@ -1,4 +1,4 @@
-"""A past that settings shaped goes on from a file as the session that was never saved does: the same to the bit."""
+"""A KV cache that settings shaped goes on from a file as the session that was never saved does: the same to the bit."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def test_a_file_says_nothing_that_is_run(tmp_path: Path) -> None:
-    """A pickle is no past."""
+    """A pickle is no KV cache."""
     ran = tmp_path / "ran"
 
     class Runs:

@@ -60,7 +60,7 @@ def shelf_of(folder: Path, lm: LM, *texts: Sequence[int]) -> PrefixCache:
 def read(
     lm: LM, shelf: PrefixCache, how: ReuseMethod | None, ids: Sequence[int] = NEW
 ) -> tuple[GenerationSession, int]:
-    """A prompt behind what lies on a shelf; how many of its tokens were taken over."""
+    """A prompt behind what lies on a prefix cache; how many of its tokens were taken over."""
     one, took = session(lm, how), 0
     one.save(ids)
     one.start_answer(ids, Sampler())

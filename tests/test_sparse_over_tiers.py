@@ -1,4 +1,4 @@
-"""Recall on a ladder: a tier's own way to a few slots is the plain one, and any drafter gives the plain text."""
+"""Sparse attention over tiers: a few slots are read as in the plain way, and any drafter gives the plain text."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_what_a_pass_read_of_a_far_tier_is_fetched_once() -> None:
 
 
 def test_what_a_drafted_row_read_is_near_when_its_token_comes() -> None:
-    """As SpeCache fetches by a guess of the next token."""
+    """As SpeCache fetches by a draft of the next token."""
     guess = torch.randn(H, 2, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     fetched = []
     for drafted in (1, 2):
@@ -330,7 +330,7 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
 
 @pytest.mark.parametrize("rungs", RUNGS)
 def test_every_level_below_is_read_in_part(rungs: str) -> None:
-    """Or the table above would compare ladders that read everything."""
+    """Or the table above would compare tiered caches that read everything."""
     _, kv = decode(rungs, "all", "greedy", "fp64", Off())
     read = [rung.tier for rung in kv._levels[1:]]
     assert all(isinstance(tier, SparseTier) and tier.tally.pages for tier in read)

@@ -1,4 +1,4 @@
-"""Recall: bounds are bounds, certificates hold, a row's choice is its own, and any drafter gives the plain text."""
+"""Sparse attention: bounds are bounds, certificates hold, rows choose alone, and any drafter gives the plain text."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_whole_clusters_are_read_and_the_last_one_is_cut() -> None:
 def chosen_by_definition(
     kv: SparseTier, index: PageIndex, q: Tensor, sight: AttentionParams, budget: PageBudget
 ) -> Tensor:
-    """[K, N, S] bool over the slots of the store at a boundary, one row and head at a time."""
+    """[K, N, S] bool over the slots of the store at a compression point, one row and head at a time."""
     s = kv.slots(0)
     group, n_slots = H // K, int((s.pos >= 0).sum(1).max())
     read = torch.zeros(K, q.shape[1], s.n_slots, dtype=torch.bool)
@@ -515,7 +515,7 @@ def test_keys_that_are_not_finite_are_not_certified() -> None:
     assert kv.tally.streamed == kv.tally.asked > 0
 
 
-# ---- boundaries ----
+# ---- compression points ----
 
 
 def pages(kv: SparseTier) -> Pages:
@@ -728,7 +728,7 @@ def test_the_baseline_of_a_benchmark_attends_to_all() -> None:
 def past(
     model: LM, index: PageIndex, budget: PageBudget, epsilon: float | None, on_ladder: bool, is_shared: bool = False
 ) -> KVCache:
-    """All but the first layer recall: over the whole past, or over the lower rung of a ladder."""
+    """Sparse attention in all layers but the first: over the whole KV cache, or the lower level of a tiered cache."""
     shape = (model.shapes, model.dtype)
     layers = range(1, model.n_layers)
     if not on_ladder:
@@ -807,7 +807,7 @@ def test_a_fork_goes_on_alike(name: str) -> None:
     assert other.cache.slots(1).k.data_ptr() != session.cache.slots(1).k.data_ptr()
 
 
-@pytest.mark.parametrize("name", BOUNDS)  # what a sketch learned depends on where the first boundaries were
+@pytest.mark.parametrize("name", BOUNDS)  # what a sketch learned depends on where the first compression points were
 def test_an_undone_turn_leaves_no_trace(name: str) -> None:
     model = exactness.lm("dense", "fp64")
     first, second = families.prompt(60), families.prompt(90, seed=1)

@@ -1,4 +1,4 @@
-"""Codes of 8 bits in two halves of four: guesses read the upper one, everything else both (QuantSpec)."""
+"""Codes of 8 bits in two halves of four: drafts read the upper one, everything else both (QuantSpec)."""
 
 from __future__ import annotations
 

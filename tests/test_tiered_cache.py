@@ -1,4 +1,4 @@
-"""Ladders: the same attention as one tier over what is stored, demotion at boundaries only, and the text of I2."""
+"""Tiered caches: the attention of one tier over the same slots, demotion at compression points, the text of I2."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_past_moves_from_one_store_to_another(name: str) -> None:
 def test_the_newest_slots_are_those_stored_last(name: str) -> None:
     kv = make.cache(name, (L, K, D))
     fill(kv, 40)
-    for n in range(1, 41):  # of the top alone, and so many that its first tokens or lower rungs would be among them
+    for n in range(1, 41):  # of the top alone, and so many that its first tokens or lower levels would be among them
         assert positions_of(kv.newest(1, n)) == [list(range(40 - n, 40))] * K
 
 

@@ -1,5 +1,5 @@
 """Layers of several sizes, keys that layers share, keys and values of several sizes: the text is `generate`'s, whatever
-cuts, guesses, undoes or stores it; memory is what is reported, and what a plan foretells."""
+cuts, drafts, undoes or stores it; memory is what is reported, and what a plan foretells."""
 
 from __future__ import annotations
 

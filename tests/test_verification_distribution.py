@@ -1,6 +1,6 @@
 """The law of what verification emits, enumerated on a toy vocabulary: no Monte Carlo, no tolerance for error.
 
-The engine samples first and matches afterwards, whatever was guessed. Four rules that look alike and are wrong must be
+The engine samples first and matches afterwards, whatever was drafted. Four rules that look alike and are wrong must be
 found out by the same measure, or the measure is worth nothing.
 """
 
@@ -139,7 +139,7 @@ def leviathan(p: np.ndarray, q: np.ndarray, pending: int) -> Iterator[tuple[tupl
 
 
 def drops_the_unlikely(p: np.ndarray, q: np.ndarray, pending: int) -> Iterator[tuple[tuple[int, ...], float]]:
-    """A drawn guess is not submitted because its own probability was low."""
+    """A drawn draft is not submitted because its own probability was low."""
     for token in range(V):
         if q[pending, token] < 0.3:
             yield (), q[pending, token]
@@ -148,13 +148,13 @@ def drops_the_unlikely(p: np.ndarray, q: np.ndarray, pending: int) -> Iterator[t
 
 
 def judges_the_best_as_drawn(p: np.ndarray, q: np.ndarray, pending: int) -> Iterator[tuple[tuple[int, ...], float]]:
-    """The likeliest guess is submitted, and judged as if it had been drawn."""
+    """The likeliest draft is submitted, and judged as if it had been drawn."""
     best = int(q[pending].argmax())
     yield from rejection(p[pending], q[pending], np.eye(V)[best], best)
 
 
 def forgets_to_renormalise(p: np.ndarray, q: np.ndarray, pending: int) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Two guesses without replacement, the second judged by the first one's distribution."""
+    """Two drafts without replacement, the second judged by the first one's distribution."""
     yield from two_guesses(p[pending], q[pending], renormalise=False)
 
 
@@ -175,7 +175,7 @@ def two_guesses(p: np.ndarray, q: np.ndarray, *, renormalise: bool) -> Iterator[
 
 
 def records_before_top_p(p: np.ndarray, q: np.ndarray, pending: int) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Guesses are drawn from the filtered distribution and judged by the unfiltered one."""
+    """Drafts are drawn from the filtered distribution and judged by the unfiltered one."""
     filtered = np.where(q[pending] >= np.sort(q[pending])[-2], q[pending], 0)
     for token in range(V):
         yield from rejection(p[pending], q[pending], filtered / filtered.sum(), token)

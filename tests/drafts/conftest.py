@@ -75,7 +75,7 @@ class Engine:
         return sum(len(s.new) for s in self.steps) * PLAIN / self.true_seconds
 
     def drafted(self, passes: slice) -> float:
-        """Share of these passes that verified guesses."""
+        """Share of these passes that verified drafts."""
         chosen = self.steps[passes]
         return sum(s.n_drafted > 0 for s in chosen) / len(chosen)
 

@@ -45,7 +45,7 @@ def loaded(family: str = "gemma4_shared", **changes: Any) -> LM:
 
 
 def theirs(lm: LM, assistant: Any, text: Sequence[int], start: int) -> list[list[int]]:
-    """What transformers' generator guesses after each of some steps that accept one guess: no row that was rejected is
+    """What transformers' generator drafts after each of some steps that accept one draft: no row that was rejected is
     left where it looks, as there is in the passes of its own loop."""
     stock = families.build(*lm.remembers["built"][0], **lm.remembers["built"][1])
     assistant.generation_config.num_assistant_tokens = DEPTH
@@ -74,7 +74,7 @@ def guessed(head: AssistantHead) -> Steps[list[int]]:
 
 
 class Follower:
-    """Guesses what is right, two tokens a pass, and has the head say what it would."""
+    """Drafts what is right, two tokens a pass, and has the head say what it would."""
 
     view = logits_hook = None
 

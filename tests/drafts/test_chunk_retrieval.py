@@ -122,7 +122,7 @@ def test_what_comes_back_is_what_was_read(far: bool) -> None:
 @pytest.mark.parametrize("closes", [False, True])
 @pytest.mark.parametrize("sees", [None, 0, 60])
 def test_after_any_accepted_length_it_stores_what_it_says(sees: int | None, closes: bool) -> None:
-    """A thousand rounds: guesses of any depth, of which any number come true; looks, undoing, long pauses."""
+    """A thousand rounds: drafts of any depth, of which any number come true; looks, undoing, long pauses."""
     random, at = Random(7), Told(sees=sees, closes=closes)
     it, n_checked = at.it, 0
     run_to_end(it.prefill())

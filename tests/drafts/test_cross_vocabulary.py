@@ -1,4 +1,4 @@
-"""A model that drafts in a vocabulary of its own: the text in its ids, and its guesses in those of the other."""
+"""A model that drafts in a vocabulary of its own: the text in its ids, and its drafts in those of the other."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def counted(of: Any, feed: Any, ids: Sequence[int], want: int = 0) -> Any:
 
 
 class Says(Oracle):
-    """Says one thing behind the text and another behind guesses, whatever these are."""
+    """Says one thing behind the text and another behind drafts, whatever these are."""
 
     def __init__(self, first: Sequence[int], then: Sequence[int] = (), room: int = 1 << 20) -> None:
         super().__init__([])

@@ -118,7 +118,7 @@ def test_without_adapting_every_match_is_drafted(engine, copied_ids):
 
 
 def passes(pace: DraftController, n: int, tokens: int, seconds: float) -> list[Mode]:
-    """Let `n` passes go by that verify one guess wherever they may."""
+    """Let `n` passes go by that verify one draft wherever they may."""
     modes = []
     for _ in range(n):
         modes.append(pace.mode())

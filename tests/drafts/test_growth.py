@@ -1,4 +1,4 @@
-"""Trees of a second model's guesses: which passes they take, and what is verified of them."""
+"""Trees of a second model's drafts: which passes they take, and what is verified of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcli.drafts.tree.tree import grow
 
 
 class Says:
-    """A guesser that finds each token followed by the same three, and notes the rows of its passes."""
+    """A draft model that finds each token followed by the same three, and notes the rows of its passes."""
 
     name, limit, max_depth, n_uncovered, needs = "says", 1 << 20, 1 << 20, 1, ""
 
@@ -59,7 +59,7 @@ def drafted(
     leads: Sequence[float] = (2.0, 1.0),
     **more: Any,
 ) -> ModelDraft:
-    """As deep as `pays` guesses, where no price is fixed."""
+    """As deep as `pays` drafts, where no price is fixed."""
     said = Says(leads)
     chain = ModelDraft(said, depth=depth, vocab=10**6, share=0.1, growth=growth, **more)  # type: ignore[arg-type]
     chain.start(text)
@@ -176,13 +176,13 @@ def test_a_cascade_has_copies_checked_in_one_pass() -> None:
     for _ in range(6):
         run.append(int(said.said(run[-1])[0]))
     copies = PromptLookup(1, 32)
-    text = [*run, 8001, *run, 8002, 7]  # what followed 7 twice is what is guessed
+    text = [*run, 8001, *run, 8002, 7]  # what followed 7 twice is what is drafted
     copies.start(text)
     chain = drafted(Growth("chain"), text=text, cascade=(copies, 3))
     assert rows_of(chain) == [4, 1]
     assert [ids for ids, _ in chain.guesser.passes] == [run[1:5], run[5:6]]  # type: ignore[attr-defined]
     assert [guess.id for guess in grow([chain], 6, 99, 1, 0.0)] == run[1:]
-    drafted(Growth("best", wide=3), text=text, cascade=(copies, 3))  # copies behind the first of several guesses
+    drafted(Growth("best", wide=3), text=text, cascade=(copies, 3))  # copies behind the first of several drafts
     wrong = [*run[:3], 8000, *run[4:]]  # the copy goes astray behind two tokens: what the model says counts
     text = [*wrong, 8001, *wrong, 8002, 7]
     copies.start(text)

@@ -1,4 +1,4 @@
-"""The Jacobi window: what each scout sees, and that its n-grams are what Jacobi iteration gives."""
+"""The Jacobi window: what each lookahead row sees, and that its n-grams are what Jacobi iteration gives."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_a_path_follows_its_own_drafts():
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.4}, {"top_k": 4, "top_p": 0.9}])
 def test_what_is_drafted_first_is_what_the_sampler_draws(settings: dict[str, float]):
-    """With all of the distribution known, the coupled guess is the sample."""
+    """With all of the distribution known, the coupled draft is the sample."""
     sampler = Sampler(temperature=0.8, seed=5, **settings)
     source = RecycledLogits("stand", 2, 2)
     source.sampler = sampler

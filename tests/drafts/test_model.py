@@ -72,7 +72,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(prefill: str, sampler: s
 
 # ---- a model some of whose layers keep a state ----
 
-# gated delta nets, convolutions alone, a mixer behind the last attention, both in each layer, latents beside states
+# gated delta nets, convolutions alone, a recurrent last layer, both in each layer, latents beside states
 STATEFUL = ("qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1", "kimi_linear")
 
 
@@ -100,7 +100,7 @@ def test_with_states_it_drafts_what_it_would_write_alone(family: str, settings: 
 @pytest.mark.parametrize("working", [0, 19])
 @pytest.mark.parametrize("family", STATEFUL)
 def test_states_go_back_to_what_was_accepted(family: str, working: int) -> None:
-    """Rounds of guesses in passes of one row and of several, of which any beginning comes true; and texts cut."""
+    """Rounds of drafts in passes of one row and of several, of which any beginning comes true; and texts cut."""
     random, its = Random(3), hybrid(family)
     at = SeparateDraftModel(its, working, 3 if working else 0, sees=0)
     ids = hybrids.prompt(60)
@@ -185,7 +185,7 @@ class Reader:
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_after_any_accepted_length_it_stores_what_a_fresh_reading_would(closes: bool) -> None:
-    """A thousand rounds: trees of guesses, of which any line comes true, or a part of it."""
+    """A thousand rounds: trees of drafts, of which any line comes true, or a part of it."""
     random, at = Random(5), Reader(0, 0, closes=closes)
     run_to_end(at.it.prefill())
     for n in range(1000):
@@ -283,7 +283,7 @@ SHORT = [*product(TREES, ["greedy"]), ("opt", "drawn"), ("sequoia", "penalty"), 
 
 @pytest.mark.parametrize(("tree", "sampler"), marked([*product(TREES, SAMPLERS)], SHORT))
 def test_trees_hold_more_of_the_text_than_a_chain_and_change_nothing_of_it(tree: str, sampler: str) -> None:
-    """The model drafts for itself over a part of the past, so that its first choice is often not the right one."""
+    """The model drafts for itself over a part of the KV cache, so that its first choice is often not the right one."""
     settings = {"working": 9, "sinks": 1, "max": 40, "branches": 4}
     chain = text(drafter(lm(), **settings), SAMPLERS[sampler])[1]
     got, stats = text(drafter(lm(), tree=tree, tree_width=6, **settings), SAMPLERS[sampler])
@@ -341,7 +341,7 @@ def test_a_model_that_runs_out_of_memory_says_so_and_leaves_the_text_alone(monke
 def test_whatever_breaks_in_its_passes_leaves_the_text_alone(
     fault: Exception, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At random passes, while it reads the prompt and while it guesses; a new text starts anew."""
+    """At random passes, while it reads the prompt and while it drafts; a new text starts anew."""
     made, random, n = drafter(lm("qwen2"), prefill="full"), Random(seed), 0
     at, store = random.randrange(80), made._chain.guesser._kv  # type: ignore[attr-defined]
     held = store.attend

@@ -149,7 +149,7 @@ class Run:
 
 
 def fixed(each: float, share: float, cost: Callable[[int], float], depth: int) -> float:
-    """Speed over plain decoding with always so many guesses, each right as often as `share`, on average."""
+    """Speed over plain decoding with always so many drafts, each right as often as `share`, on average."""
     return sum(share**i for i in range(depth + 1)) / (depth * each + cost(depth + 1))
 
 
@@ -261,9 +261,9 @@ class Free:
 def test_one_tree_is_no_slower_than_what_is_best_in_it(
     free: float, share: float, each: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guesses that take no pass, and a model's; where both say the same its passes would bring nothing.
+    """Drafts that take no pass, and a model's; where both say the same its passes would bring nothing.
 
-    Which is better is known from the newest guesses alone, so where it is close the other one is taken for a while.
+    Which is better is known from the newest drafts alone, so where it is close the other one is taken for a while.
     """
 
     def gain(is_asked: bool, is_free: bool) -> float:

@@ -1,4 +1,4 @@
-"""What drafting owes the text beside the table of exactness: nothing of a refused guess is left anywhere.
+"""What drafting owes the text beside the table of exactness: nothing of a refused draft is left anywhere.
 
 docs/design/exactness.md lists all obligations and the tests that hold them.
 """
@@ -24,7 +24,7 @@ from kvcli.methods.drafts.off import Off
 from tests import drafters
 from tests.exact.table import DRAFTERS, STOP, lm, opened, plain, prompt, sibling, written
 
-REFUSED = ["wrong", "bush", "moody", "endspam", "mix", "model", "blind"]  # among whose guesses many are
+REFUSED = ["wrong", "bush", "moody", "endspam", "mix", "model", "blind"]  # among whose drafts many are
 
 
 @pytest.mark.parametrize("drafter", REFUSED)
@@ -81,7 +81,7 @@ def test_a_drafter_that_shakes_every_die_there_is_changes_no_draw(sampler: str) 
 
 
 def test_what_was_refused_is_not_punished() -> None:
-    """A penalty counts the text and the path, and never a guess beside it."""
+    """A penalty counts the text and the path, and never a draft beside it."""
     session = opened("dense", "all", "greedy", "fp32", Off())
     session.sampler = Sampler(repetition_penalty=1.8)
     want = run_to_end(written(session))

@@ -106,7 +106,7 @@ def test_a_draft_under_way_is_read_as_a_pass_would_read_it() -> None:
 def idle(
     dtype: torch.dtype = torch.float32, family: str = "llama", layers: Sequence[int] = (2, 3, 5, 6), **changes: Any
 ) -> LM:
-    """Of its layers some add nothing to a row: without these guesses are always right."""
+    """Of its layers some add nothing to a row: without these drafts are always right."""
     model = families.build(family, dtype, **{"num_hidden_layers": 8, **changes})
     for layer in layers:
         for name in ("self_attn.o_proj", "mlp.down_proj"):  # of zeros no product is ours, and so little adds nothing

@@ -1,4 +1,4 @@
-"""Scouts run while they bring more than they cost, and rest otherwise."""
+"""Lookahead rows run while they bring more than they cost, and rest otherwise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvcli.drafts.pacing.source_payoff import SourcePayoff
 
 
 def sent(passes: int, brought: float, cost: float, speed: float = 1.0) -> SourcePayoff:
-    """So many passes, scouts bringing a token every 1 / `brought` passes."""
+    """So many passes, lookahead rows bringing a token every 1 / `brought` passes."""
     credit, owed = SourcePayoff(wait=16), 0.0
     for _ in range(passes):
         if credit.due(cost, speed):

@@ -1,4 +1,4 @@
-"""Rules by which a second model has guessed enough: what they learn, and that none makes a text slower to write."""
+"""Rules by which a second model has drafted enough: what they learn, and that none makes a text slower to write."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ NONE = {("rounded", "fp32"), ("blocks", "fp64"), *((name, "fp64") for name in LO
 NONE |= {("given", "fp32"), ("given", "fp64")}  # tests/test_sliding_windows.py has them
 STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (name, dtype) not in NONE]
 # where rows are known to have the same bits alone and in company, 16 bits are a row like any other
-# stores whose rows read a part of the past, or some of it in other numbers or another place, or two pasts
+# stores whose rows read a part of the KV cache, or some of it in other numbers or another place, or two KV caches
 # on which a policy places slots; the last of them one in which rows find a part again
 RUNGS = ("rungs", "rungs recalled")
 PARTS = (*make.INDEXES, *make.FORMS, "turned", "disk", "halves", "checked", "uneven turned", "rebuilt", *RUNGS)
@@ -88,7 +88,7 @@ WIDE = {"hidden_size": 64, "moe_intermediate_size": 32}  # which take a group of
 # layers that store one vector a token, which is key and value of all heads
 MODELS |= {"latents": "youtu"}
 STORAGES += [("latents", dtype) for dtype in ("fp32", "fp64", *(("bf16",) if native() is not None else ()))]
-# layers that fold the text into a state, so that guesses are chains
+# layers that fold the text into a state, so that drafts are chains
 CHAINS = ("chain", "right", "wrong", "moody")
 MODELS |= {"hybrid": "qwen3_5_text"}
 if native() is not None:
@@ -99,7 +99,7 @@ SPENT = PrecisionBudget("40%", 0, alike(3, 2, 16), 4, make.BITS, 16, [0.0] * 3)
 SPENDS = {"budget": SPENT, "lose": replace(SPENT, asked="", lose=0.05)}
 SPENDER: dict[str, int] = {"sinks": 2, "recent": 5, "compression_interval": 16}
 POLICIES |= {name: (PrecisionBudgetPolicy(**SPENDER, spending=spent), 16) for name, spent in SPENDS.items()}
-AWAY: dict[str, Any] = {"beyond": [18.0] * 3, "apart": [0.0] * 3}  # what that costs where recall finds slots again
+AWAY: dict[str, Any] = {"beyond": [18.0] * 3, "apart": [0.0] * 3}  # costs where sparse attention reads these slots
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
 AHEAD = Snap(
     0.4, sinks=2, recent=5, queries=4, lookahead=3, keep_new=14, compression_interval=11, alloc="prefix", post="graph"
@@ -150,12 +150,12 @@ DRAFTERS: dict[str, Make] = {
         )
         for name in ("foreign", "constant")
     },
-    # itself, over what the store shows to guesses, by two of three layers; tests/drafts/test_self_draft.py has more
+    # itself, over what the store shows to drafts, by two of three layers; tests/drafts/test_self_draft.py has more
     "self": lambda truth: drafters.Itself(skip="clasp", skipped=1.0, sources=("token-recycling",)),
     # the same without its last layers, and without those that an earlier text of the table did not need
     "self-early": lambda truth: drafters.Itself(skip="early", skipped=1.0),
     "self-knn": lambda truth: drafters.Itself(skip="knn", skipped=1.0),
-    # an MTP layer over its hidden states, that guesses well and that is at random
+    # an MTP layer over its hidden states, that drafts well and that is at random
     "mtp": lambda truth: drafters.Headed(truth, depth=4, branches=2),
     "mtp-random": lambda truth: drafters.Headed(branches=3, sources=("token-recycling",)),
     # an assistant that reads what the model has stored, in whichever way that lies
@@ -196,7 +196,7 @@ TREES = ("opt", "best", "sequoia", "cape")
 
 
 def trees(tree: Any) -> Drafter:
-    """A second model and copies in one tree, copies behind its guesses, and its rows over what is copied."""
+    """A second model and copies in one tree, copies behind its drafts, and its rows over what is copied."""
     config = SeparateModelDraft(
         adaptive=False, depth=4, tree=tree, tree_width=3, branches=4, lookup_verify=3, min_match=1
     )
@@ -356,7 +356,7 @@ def decode(
 
 @cache
 def plain(storage: str, policy: str, sampler: str, dtype: str, device: str = "cpu", seed: int = 0) -> list[int]:
-    if storage == "checked":  # whatever is kept beside the whole past
+    if storage == "checked":  # whatever is kept beside the whole KV cache
         return plain("dense", "all", sampler, dtype, device, seed)
     if storage in FAR:
         return plain(FAR[storage][0], policy, sampler, dtype, device, seed)

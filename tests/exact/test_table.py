@@ -227,7 +227,7 @@ def test_another_turn_after_an_undo_gives_the_same_text(drafter: str) -> None:
     assert session.ids == alone.ids
 
 
-SPELLED = {"another": (131, 2), "its own": (97, 1)}  # the tokenizer of who drafts; its own: many guesses come true
+SPELLED = {"another": (131, 2), "its own": (97, 1)}  # the tokenizer of who drafts; its own: many drafts come true
 
 
 @cache

@@ -107,7 +107,7 @@ def test_quantized_keys_and_values_are_planned_as_they_lie(demo, packs):
         found = planned(demo, model.profile, 1400).need.kv
         number = model.lm.dtype.itemsize
         unpacked = sum(full_bytes(shape, number) for shape in model.lm.shapes)
-    # at most one chunk, one group and one step of growth lie unpacked, which nobody sees who looks behind a boundary
+    # at most one chunk, one group and one step of growth are in full precision, unseen after a compression point
     assert most <= found <= most + (EVERY + model.profile.kv.group + STEP) * unpacked
 
 
@@ -132,7 +132,7 @@ def test_a_budget_is_planned_with_what_a_pass_adds(demo, budget, chunk, monkeypa
     [(20, [1, 0, 0, 0]), (16, [1, 0, 0, 0]), (8, [0.2, 0, 0.8, 0]), (6, [0, 0, 1, 0]), (3, [0, 0, 0.5, 0.5])],
 )
 def test_tokens_worth_alike_lie_on_two_levels_of_the_hull(each, shares):
-    # the second rung is never best: it costs half of what the third saves, and leaves less than half of the way
+    # the second level is never best: it costs half of what the third saves, and leaves less than half of the way
     assert alike([16.0, 11.0, 6.0, 0.0], [1.0, 0.9, 0.85, 0.0], each) == pytest.approx(shares)
 
 
@@ -313,7 +313,7 @@ def test_the_program_takes_of_host_memory_too(demo):
 
 
 def test_a_pass_has_as_many_rows_as_drafts_or_steps_ask_for(demo):
-    """Steps that are judged go through in one pass, however few guesses there are."""
+    """Steps that are judged go through in one pass, however few drafts there are."""
     steps = {"method": "lookahead", "model": "demo", "ahead": 4, "tokens": 100}
     judging = PROFILES["exact"].replace(exactness="approx", reasoning_steps=steps)
     plain, judged = (planned(demo, of, find=lambda _: demo).run for of in (PROFILES["exact"], judging))

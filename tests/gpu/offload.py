@@ -1,8 +1,8 @@
-"""Stores with tiers beside the device, and recall over them: the text of everything on the device, and what travels.
+"""Tiers beside the device, and sparse attention over them: the text of everything on the device, and what travels.
 
 Random models in float32 whose keys and values go down to the host or the disk every few tokens, so that nearly all that
 is read lies there; then the bundled model by the keys of a profile. Last, how fast each way to host memory is: slots of
-eight layers of an 8B shape in bf16, one row and many, beside a rung of the device's own. "overlap" is the share of the
+eight layers of an 8B shape in bf16, one row and many, beside a level of the device's own. "overlap" is the share of the
 shorter of the two that is hidden behind the longer one.
 """
 

@@ -244,7 +244,7 @@ def _masses(size: Size, g: Generator) -> Op:
 
 
 def _scored(size: Size, g: Generator, *, by_codes: bool) -> Op:
-    """Pages by their bounds, or slots by their codes, as recall has them in a pass."""
+    """Pages by their bounds, or slots by their codes, as sparse attention has them in a pass."""
     from kvcli.kernels.page_bounds import fused as bounds
     from kvcli.kernels.quantized_key_scores import fused as scores
 

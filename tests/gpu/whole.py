@@ -52,7 +52,7 @@ def _parted(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def _texts(lm: LM, plain: dict[str, list[int]], new: int) -> Iterator[Row]:
-    """The first plain text of a sampler is the one that all others have to be, whatever the frames."""
+    """The first plain text of a sampler is the one that all others have to be, whatever the captured passes."""
     for name, sampler in SAMPLERS.items():
         for kind, drafts in {"plain": None, **DRAFTS}.items():
             row: Row = {"what": "text", "sampler": name, "drafts": kind}

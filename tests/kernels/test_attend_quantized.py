@@ -115,7 +115,7 @@ def test_scores_of_eight_bits_are_far_finer_than_sixteen_bit_floats() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_rows_do_not_depend_on_their_batch(rows: int) -> None:
-    """While they are few: a guess is scored as plain decoding scores it."""
+    """While they are few: a draft is scored as plain decoding scores it."""
     q, heads = inputs((4, 3, 64, (131, 77)), (8, 8), torch.bfloat16)
     assert cpu.BYTES >= 4 * 3
     out, lse = cpu.attend_quantized(q, heads, 0.3, torch.bfloat16, 0.0, [None, None])

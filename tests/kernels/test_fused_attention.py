@@ -246,7 +246,7 @@ def _plain(helper: Callable[[Tensor, int], Tensor], of: int, unit: int) -> int:
 def test_kv_caches_hand_over_runs_and_passes(
     is_prompt: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows over a run with what their pass brings, scouts that see rows of their own, and what they saw before."""
+    """Rows over a run with what their pass brings, lookahead rows that see their own rows, and what they saw before."""
     monkeypatch.setattr(passes, "MANY", 3)
     n = 5
     case = Case(chain(n), [50, 21], window=window, has_sink=True, group=1)

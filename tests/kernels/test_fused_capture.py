@@ -1,4 +1,4 @@
-"""A frame whose attention and storing are the fused kernels, in Triton's interpreter: the text of the reference."""
+"""A captured pass whose attention and storing are the fused kernels, interpreted: the text of the reference."""
 
 from __future__ import annotations
 

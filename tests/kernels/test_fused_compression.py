@@ -1,4 +1,4 @@
-"""Kernels of boundaries in Triton's interpreter: what the references give, codes to the bit."""
+"""Kernels of compression points in Triton's interpreter: what the references give, codes to the bit."""
 
 from __future__ import annotations
 

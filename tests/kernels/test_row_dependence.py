@@ -19,11 +19,11 @@ from tests.gpu.bits import differing
 from tests.gpu.ops import TINY, Op, Rows, Size, layer, of_op
 
 torch.set_num_threads(1)
-FRAMES = (4, 8)  # rows of a frame
+FRAMES = (4, 8)  # rows of a captured pass
 
 
 def _in_frames(size: Size, g: Generator) -> Op:
-    """Rows in the smallest frame that holds them; unused ones repeat the first and lie on no path."""
+    """Rows in the smallest captured pass that holds them; unused ones repeat the first and lie on no path."""
     q, table, k, v = layer(size, g)
 
     def of(rows: Rows) -> Callable[[], Tensor]:

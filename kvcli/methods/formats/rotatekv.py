@@ -35,7 +35,7 @@ class RotateKV(BlockFormat):
     joint: Annotated[int, Range(1)] = 4  # heads rotated together, at most; a power of two that divides the heads
     massive: Annotated[int, Range(0)] = 1  # slots per block with the largest keys, kept in 16 bits
 
-    own: ClassVar = {"kv.rotate": "which turns keys by themselves, and this form turns them already"}
+    own: ClassVar = {"kv.rotate": "which rotates keys, as this KV format does already"}
 
     @property
     def needs(self) -> Needs | None:

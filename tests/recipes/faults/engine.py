@@ -89,7 +89,7 @@ FAULTS = [
         "kernels/attention_mass/fused.py",
         'tl.where(lse == float("-inf"), 0.0, lse)',
         "lse",
-        "tests/kernels/test_fused_boundary.py::test_masses_are_those_of_the_reference",
+        "tests/kernels/test_fused_compression.py::test_masses_are_those_of_the_reference",
     ),
     Fault(
         "T4",
@@ -103,7 +103,7 @@ FAULTS = [
         "kernels/quantized_key_scores/fused.py",
         "tl.dot((left - more.to(tl.float32)).to(tl.bfloat16), k, score)",
         "score",
-        "tests/kernels/test_fused_boundary.py::test_scores_of_codes_are_those_of_float32",
+        "tests/kernels/test_fused_compression.py::test_scores_of_codes_are_those_of_float32",
     ),
     Fault(
         "T7",
@@ -124,8 +124,8 @@ FAULTS = [
         "kernels/quantize_kv/fused.py",
         "tl.minimum(tl.maximum(low, -LARGEST), LARGEST)",
         "low",
-        "tests/kernels/test_fused_boundary.py::test_numbers_beyond_sixteen_bits_are_packed_as_the_reference_packs_them "
-        "tests/kernels/test_fused_packed.py",
+        "tests/kernels/test_fused_compression.py::test_numbers_beyond_sixteen_bits_are_quantized_as_by_the_reference "
+        "tests/kernels/test_fused_quantized.py",
     ),
     Fault(
         "T10",
@@ -140,21 +140,21 @@ FAULTS = [
         "kvcli/engine/cuda_graphs/captured_pass.py",
         "here.count.numpy()[0] = path, len(path)",
         "here.count.numpy()[0] = path, 1",
-        "tests/test_captured_pass.py::test_a_frame_gives_the_text_of_single_operations",
+        "tests/test_captured_pass.py::test_a_captured_pass_gives_the_text_of_single_operations",
     ),
     Fault(
         "E2",
         "kvcli/engine/cuda_graphs/captured_pass.py",
         "sum(rows for rows, _ in sizes)",
         "max(rows for rows, _ in sizes)",
-        "tests/test_captured_pass.py::test_frames_that_are_too_wide_together_are_not_run",
+        "tests/test_captured_pass.py::test_captured_passes_that_are_too_wide_together_are_not_run",
     ),
     Fault(
         "E3",
         "kvcli/engine/cuda_graphs/captured_pass.py",
         "key = (*sizes, *told, *(",
         "key = (*sizes, *(",
-        "tests/test_captured_pass.py::test_a_pass_that_is_heard_has_no_frame_of_one_that_is_not",
+        "tests/test_captured_pass.py::test_a_pass_with_recorded_queries_has_a_capture_of_its_own",
     ),
     Fault(
         "E4",
@@ -168,7 +168,7 @@ FAULTS = [
         "kvcli/engine/hf/direct_forward.py",
         "all(torch.equal(a, b[: len(near)]) for",
         "all(True for",
-        "tests/test_fused.py::test_what_depends_on_the_length_of_the_pass_is_not_remembered",
+        "tests/test_fused_layers.py::test_what_depends_on_the_length_of_the_pass_is_not_remembered",
     ),
     Fault(
         "E6",
@@ -211,14 +211,14 @@ FAULTS = [
         "kvcli/kv/cache/precision_budget.py",
         "self.apart[layer] * len(counts[0]) if",
         "self.apart[layer] if",
-        "tests/test_budget.py::test_what_each_head_takes_beside_its_slots_counts_for_each",
+        "tests/test_precision_budget.py::test_what_each_head_takes_beside_its_slots_counts_for_each",
     ),
     Fault(
         "V2",
         "kvcli/kv/cache/precision_budget.py",
         "v_dim // width_of(v_dim, group)",
         "v_dim // group",
-        "tests/test_budget.py::test_the_bytes_of_one_more_value_are_those_of_its_codes_and_scales",
+        "tests/test_precision_budget.py::test_the_bytes_of_one_more_value_are_those_of_its_codes_and_scales",
     ),
     Fault(
         "V3",
@@ -260,7 +260,7 @@ FAULTS = [
         "kvcli/kv/sparse/sparse_tier.py",
         "self._choice.pop(layer, None)",
         "pass",
-        "tests/test_sparse_tier.py::test_the_first_row_behind_a_boundary_may_choose_for_all_until_the_next",
+        "tests/test_sparse_tier.py::test_the_first_row_behind_a_compression_point_may_choose_for_all_until_the_next",
     ),
     Fault(
         "V9",
@@ -282,7 +282,7 @@ FAULTS = [
         "kvcli/prefix_cache/prefix_cache.py",
         "if session.ids[:n] != list(ids[:n]):",
         "if False:",
-        "tests/test_prefix_cache.py::test_a_shaped_past_under_the_name_of_another_text_is_not_taken "
+        "tests/test_prefix_cache.py::test_a_shaped_kv_cache_under_the_name_of_another_text_is_not_taken "
         "tests/test_snapshot_file.py",
     ),
     Fault(
@@ -348,21 +348,21 @@ FAULTS = [
         "kvcli/drafts/draft_models/chunk_trigger.py",
         "if self._since < LEAST or self._vain >= TRIED:",
         "if self._since < LEAST:",
-        "tests/drafts/test_chunk_retrieval.py::test_a_look_is_vain_where_no_more_guesses_come_true_soon_after",
+        "tests/drafts/test_chunk_retrieval.py::test_a_look_is_vain_where_no_more_drafts_come_true_soon_after",
     ),
     Fault(
         "D6",
         "kvcli/drafts/draft_models/assistant_head.py",
         "_WIDER = 2 ",
         "_WIDER = 1 ",
-        "tests/drafts/test_assistant.py::test_guesses_are_those_of_transformers",
+        "tests/drafts/test_assistant.py::test_drafts_are_those_of_transformers",
     ),
     Fault(
         "D7",
         "kvcli/methods/drafts/model.py",
         "if closes and self.working + self.depth > draft.limit:",
         "if closes and self.working > draft.limit:",
-        "tests/drafts/test_model.py::test_what_it_keeps_and_its_guesses_have_positions_that_it_was_made_for "
+        "tests/drafts/test_model.py::test_what_it_keeps_and_its_drafts_have_positions_that_it_was_made_for "
         "tests/drafts/test_obligations.py",
     ),
     Fault(
