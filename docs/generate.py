@@ -286,10 +286,6 @@ def _words(node: ast.expr) -> str:
 
 
 BENCHES = {  # schema -> what was measured, and the columns worth a reader's time
-    "kvcli.bench.kv_memory/1": (
-        "Bytes of the KV cache of 8,192 tokens on a random 152M Llama, each side in a separate process",
-        ["side", "slots", "counted", "process", "freed"],
-    ),
     "kvcli.bench.attend_packed/1": (
         "Attention of one layer over quantized slots, in multiples of the speed over bf16",
         ["size", "slots", "query_heads", "rows", "bf16_ms", "k8v8", "k4v4", "k4v2", "k2v2"],

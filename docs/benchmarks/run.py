@@ -43,12 +43,10 @@ RESULTS = {
     "drafters-wide": "python tests/bench/drafters.py --models demo-wide --tasks lookup,summary,free --temperatures 0"
     " --sides plain,ngram,fafo,small,small-full,small+copies,specextend,specextend-every",
     "scouts": "python tests/bench/scouts.py",
-    "kv-memory": "python tests/bench/kv_memory.py",
     "attend-packed": "python tests/bench/attend_quantized.py --seconds 0.6",
     "recall-tiers": "python tests/bench/recall_tiers.py",
     "kept": f"python tests/bench/kept.py --model {LISTED}",
     "kv-quality": "python tests/bench/kv_quality.py --shares 0.5,0.25,0.125",
-    "kv-allocs": "python tests/bench/kv_quality.py --texts 48 --allocs",
     "kv-forms": "python tests/bench/kv_quality.py --forms --texts 24",
     "kv-field": "python tests/bench/kv_quality.py --field --texts 12 --shares 0.5,0.25,0.125,0.06",
     "kv-tasks": "python tests/bench/kv_quality.py --field --texts 6 --shares 0.5,0.25,0.125"
@@ -61,7 +59,7 @@ RESULTS = {
     "presses-smollm2": f"python tests/bench/presses.py --model {LISTED} --texts 2 --length 1024 --shares 0.25",
     "agreement": f"python tests/bench/agreement.py --model {LISTED} --windows 1"
     " --sides int8,4+4bits,4+2bits,sketch,minmax --shares 0.5",
-    "probe-rows": "python tests/bench/probe_rows.py",
+    "probe-rows": "python tests/bench/probe_rows.py --texts 8",
     "retrieval-heads": "python tests/bench/retrieval_heads.py",
     "citations": "python tests/bench/citations.py --grid",
     "summarize": "python tests/bench/summarize.py --chunk 0,2500",
