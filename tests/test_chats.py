@@ -634,7 +634,9 @@ def test_what_is_no_file_or_too_large_is_refused(tmp_path: Path, monkeypatch: py
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "huge.json").write_bytes(damaged())
-    monkeypatch.setattr("kvcli.chat.chat_file.MOST", 10)
+    monkeypatch.setattr("kvcli.chat.chat_file.MOST", len(damaged()))
+    assert read_chat(tmp_path / "huge.json")
+    monkeypatch.setattr("kvcli.chat.chat_file.MOST", len(damaged()) - 1)
     for name in ("pipe", "huge", "folder"):
         with pytest.raises(BadInput) as caught:
             read_chat(tmp_path / f"{name}.json")
