@@ -17,6 +17,7 @@ import pytest
 
 from kvcli.chat import chat_tables, database
 from kvcli.chat.chat_file import read_chat
+from kvcli.chat.chat_lock import ChatLock
 from kvcli.chat.conversation import Chat
 from kvcli.chat.database import NAME
 from kvcli.chat.saved_chats import SavedChats
@@ -27,6 +28,7 @@ from kvcli.commands.common.run_setup import Setup
 from kvcli.documents import Document
 from kvcli.environment import Environment, Paths
 from kvcli.errors import BadConfig, BadInput
+from kvcli.files import BEGINS, ENDS, lock
 from kvcli.policies.scoring.headmap import read_headmap
 from kvcli.render.terminal.screen import Screen
 from kvcli.schemas.chat import ChatDocument
@@ -560,6 +562,14 @@ def test_a_held_session_stays_held_while_it_is_written_again_and_again(tmp_path:
     assert len(os.listdir("/proc/self/fd")) == n_open - 1
     assert sorted(p.name for p in tmp_path.iterdir()) == [NAME]
     sessions.open(name, holds=True).kept.close()
+
+
+def test_a_lock_that_a_sweep_takes_for_a_moment_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    handle = os.open(tmp_path / f"{BEGINS}mine{ENDS}", os.O_RDWR | os.O_CREAT)
+    lock(handle, wait=False)
+    monkeypatch.setattr("kvcli.chat.chat_lock.time.sleep", lambda _: os.close(handle))
+    ChatLock(tmp_path, "mine").close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_short_storm_of_kills_and_pairs_damages_nothing():
