@@ -1,11 +1,12 @@
 """Put seeded faults into a copy of this checkout, one at a time, and see whether the tests that own them fail.
 
-    python -m tests.recipes.faults [NAME ...] [--core] [--unchanged] [--resume FILE]
+    python -m tests.recipes.faults [NAME ...] [--core] [--resume FILE]
 
 Each fault runs its own test files: the core of them first (`--core`, tests/core.py), then all of them where the core
 did not fail. Single tests that it names are tried before the rest of their file. Every module of this folder with a
 list FAULTS is read. Run it from the root of a checkout whose native library is built; a fault in C builds the library
-anew in the copy. The last line of the output is JSON.
+anew in the copy. In the end the tests that failed run without a fault, where they must pass: the first that does not is
+`fails_anyway`. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvcli.kernels.native import levels
 from tests.recipes.faults.fault import Fault
 
 HERE = Path(__file__).resolve().parent
@@ -34,13 +36,15 @@ NATIVE = "kernels/native/"
 PYTEST = ["-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
 MOST_SECONDS = 1800  # of one run; a fault may make its tests wait for ever
 NO_TESTS = 5  # pytest: all were left out
+OUTCOMES = ("core", "rest", "survived", "no CPU", "error")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
+CRASHED = re.compile(r'(tests/[^"]+)", line \d+ in (test_\w+)')
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     name: str
-    outcome: str  # "core", "rest" = killed by a test of the core, or only by another one; "survived"; "error"
+    outcome: str  # "core", "rest" = killed by a test of the core, or only by another one; or another of OUTCOMES
     test: str = ""  # the test that failed; of an error, the reason
 
 
@@ -87,7 +91,8 @@ class Copy:
                 with suppress(ProcessLookupError):
                     os.killpg(running.pid, signal.SIGKILL)  # what the tests started too
         if running.returncode < 0:
-            return f"ended by signal {-running.returncode}"
+            found = CRASHED.search(output)  # what faulthandler wrote
+            return f"{found[1]}::{found[2]}" if found else f"ended by signal {-running.returncode}"
         if running.returncode not in (0, 1, NO_TESTS):  # none of them may be in the core
             raise LookupError(f"pytest ends with {running.returncode}: {output[-1000:]}")
         found = FAILED.search(output)
@@ -95,6 +100,8 @@ class Copy:
 
 
 def result_of(copy: Copy, fault: Fault, core_only: bool) -> Result:
+    if fault.level and fault.level not in levels():
+        return Result(fault.name, "no CPU", f"runs on {fault.level} alone")
     try:
         copy.put_in(fault)
         named = fault.tests.split()
@@ -126,7 +133,6 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="the faults to put in; all without one")
     parser.add_argument("--core", action="store_true", help="run the core of each fault's tests alone")
-    parser.add_argument("--unchanged", action="store_true", help="put nothing in: all tests named must pass")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="add results to this file; leave out those in it")
     given = parser.parse_args()
     table = table_of_faults()
@@ -135,13 +141,10 @@ def main() -> None:
     chosen = [table[name] for name in given.names or table]
     lines = given.resume.read_text(encoding="utf-8").splitlines() if given.resume and given.resume.exists() else []
     earlier = [Result(**json.loads(line)) for line in lines]
-    results = {result.name: result for result in earlier if result.outcome != "error"}
+    results = {result.name: result for result in earlier if result.outcome not in ("error", "no CPU")}
     with tempfile.TemporaryDirectory(prefix="kvcli-faults-") as folder:
         copy = Copy(Path(folder, "checkout"))
         shutil.copytree(ROOT, copy.root, symlinks=True, ignore=LEFT_OUT)
-        if given.unchanged:
-            tests = sorted({each.partition("::")[0] for fault in chosen for each in fault.tests.split()})
-            sys.exit(copy.failing(tests) or None)
         for fault in chosen:
             if fault.name not in results:
                 result = results[fault.name] = result_of(copy, fault, given.core)
@@ -149,13 +152,15 @@ def main() -> None:
                 if given.resume:
                     with given.resume.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(asdict(result)) + "\n")
-    shown = [results[fault.name] for fault in chosen]
+        shown = [results[fault.name] for fault in chosen]
+        killing = sorted({result.test for result in shown if "::" in result.test})
+        fails_anyway = copy.failing(killing) if killing else ""
     print("\n| fault | outcome | file | test |\n|---|---|---|---|")
     for result in shown:
         print(f"| {result.name} | {result.outcome} | {table[result.name].file} | {result.test.partition(chr(10))[0]} |")
-    names = {each: [r.name for r in shown if r.outcome == each] for each in ("core", "rest", "survived", "error")}
-    print(json.dumps({"faults": len(shown), **names}))
-    sys.exit(1 if names["error"] or names["survived"] else 0)
+    names = {each: [r.name for r in shown if r.outcome == each] for each in OUTCOMES}
+    print(json.dumps({"faults": len(shown), **names, "fails_anyway": fails_anyway}))
+    sys.exit(1 if names["error"] or names["survived"] or fails_anyway else 0)
 
 
 if __name__ == "__main__":

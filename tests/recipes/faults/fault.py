@@ -12,3 +12,4 @@ class Fault:
     old: str  # occurs once in the file
     new: str
     tests: str  # files, and single tests that are tried first, with spaces between them
+    level: str = ""  # of a fault in C, the kind of CPU that runs its line; any without one
