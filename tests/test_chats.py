@@ -17,6 +17,7 @@ import pytest
 
 from kvcli.chat import chat_tables, database
 from kvcli.chat.chat_file import read_chat
+from kvcli.chat.chat_lock import ChatLock
 from kvcli.chat.conversation import Chat
 from kvcli.chat.database import NAME
 from kvcli.chat.saved_chats import SavedChats
@@ -27,6 +28,7 @@ from kvcli.commands.common.run_setup import Setup
 from kvcli.documents import Document
 from kvcli.environment import Environment, Paths
 from kvcli.errors import BadConfig, BadInput
+from kvcli.files import BEGINS, ENDS, lock
 from kvcli.policies.scoring.headmap import read_headmap
 from kvcli.render.terminal.screen import Screen
 from kvcli.schemas.chat import ChatDocument
@@ -562,6 +564,14 @@ def test_a_held_session_stays_held_while_it_is_written_again_and_again(tmp_path:
     sessions.open(name, holds=True).kept.close()
 
 
+def test_a_lock_that_a_sweep_takes_for_a_moment_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    handle = os.open(tmp_path / f"{BEGINS}mine{ENDS}", os.O_RDWR | os.O_CREAT)
+    lock(handle, wait=False)
+    monkeypatch.setattr("kvcli.chat.chat_lock.time.sleep", lambda _: os.close(handle))
+    ChatLock(tmp_path, "mine").close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_short_stress_test_of_kills_and_pairs_damages_nothing():
     """`python tests/bench/stress_chats.py` is the long one."""
     found = storm(kills=8, pairs=2, turns=12)
@@ -634,7 +644,9 @@ def test_what_is_no_file_or_too_large_is_refused(tmp_path: Path, monkeypatch: py
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "huge.json").write_bytes(damaged())
-    monkeypatch.setattr("kvcli.chat.chat_file.MOST", 10)
+    monkeypatch.setattr("kvcli.chat.chat_file.MOST", len(damaged()))
+    assert read_chat(tmp_path / "huge.json")
+    monkeypatch.setattr("kvcli.chat.chat_file.MOST", len(damaged()) - 1)
     for name in ("pipe", "huge", "folder"):
         with pytest.raises(BadInput) as caught:
             read_chat(tmp_path / f"{name}.json")

@@ -157,6 +157,19 @@ def test_a_full_output_changes_no_other_errors_code(tmp_path: Path, json_: list[
     assert "[model_incomplete]" in stderr.text
 
 
+def test_messages_may_be_lost_and_a_reader_who_went_ends_the_work():
+    class Gone(Stream):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    SafeStream(Full(), is_vital=False).write("words")
+    with pytest.raises(OSError, match="No space left"):
+        SafeStream(Full(), is_vital=True).write("words")
+    for is_vital in (True, False):
+        with pytest.raises(BrokenPipeError):
+            SafeStream(Gone(), is_vital=is_vital).write("words")
+
+
 def test_the_reader_of_the_help_may_go(tmp_path: Path):
     for args in (["--help"], ["chat", "--help"], ["--version"]):
         reader, writer = os.pipe()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import platform
@@ -206,9 +207,10 @@ def test_each_means_holds_by_itself(tmp_path, without, denied):
     victim.write_text("still here")
     done = json.loads(
         said(f"""
-import json, os
+import json, os, socket
 from kvcli import sandbox
 sandbox.{without}
+line = socket.socket()
 means = sandbox.enter_sandbox()
 tries = dict(open=lambda: open({str(victim)!r}), remove=lambda: os.unlink({str(victim)!r}))
 done = []
@@ -217,13 +219,16 @@ for name, attempt in tries.items():
         attempt()
     except OSError:
         done.append(name)
-print(json.dumps([means, done]))
+number = line.connect_ex(("127.0.0.1", 9))
+print(json.dumps([means, done, number]))
 """)
     )
     if denied == "remove" and "landlock" not in done[0]:
         pytest.skip("this system has no landlock")
     assert "seccomp" not in done[0]
     assert denied in done[1]
+    version = ctypes.CDLL(None).syscall(sandbox.LANDLOCK, None, ctypes.c_size_t(0), 1)
+    assert (done[2] == errno.EACCES) == (denied == "remove" and version >= 4)  # from then on it denies TCP
 
 
 @pytest.mark.parametrize(

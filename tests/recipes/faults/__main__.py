@@ -38,6 +38,7 @@ MOST_SECONDS = 1800  # of one run; a fault may make its tests wait for ever
 NO_TESTS = 5  # pytest: all were left out
 OUTCOMES = ("core", "rest", "survived", "no CPU", "error")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
+CRASHED = re.compile(r'(tests/[^"]+)", line \d+ in (test_\w+)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ class Copy:
                 with suppress(ProcessLookupError):
                     os.killpg(running.pid, signal.SIGKILL)  # what the tests started too
         if running.returncode < 0:
-            return f"ended by signal {-running.returncode}"
+            found = CRASHED.search(output)  # what faulthandler wrote
+            return f"{found[1]}::{found[2]}" if found else f"ended by signal {-running.returncode}"
         if running.returncode not in (0, 1, NO_TESTS):  # none of them may be in the core
             raise LookupError(f"pytest ends with {running.returncode}: {output[-1000:]}")
         found = FAILED.search(output)
