@@ -56,6 +56,7 @@ KINDS = {
     "checked": Kind(within=1.0, drops="full"),
     "rungs": Kind(within=3.0, levels=3),
 }
+CORE = ("dense", "packed_8")
 LONG = {
     **{name: Kind(is_sparse=True) for name in make.INDEXES},
     **{name: Kind(within=None) for name in make.FORMS},
@@ -310,7 +311,7 @@ def holds(of_name: str, of_kind: Kind, n: int, steps: int) -> None:
     run_state_machine_as_test(Named, settings=settings(usual, max_examples=n, stateful_step_count=steps))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [pytest.param(k, marks=[pytest.mark.core] * (k in CORE)) for k in KINDS])
 def test_a_cache_is_a_list_of_slots_per_head(name: str) -> None:
     holds(name, KINDS[name], 12, 14)
 

@@ -52,9 +52,10 @@ KINDS = {
     "checked": Kind("checked", keeps_all=False, options={"policy": Recent(last=6), "every": 7}),
     "evicted": Kind("dense", "llama", False, False, OFTEN),
     "evicted, softcap": Kind("dense", "gemma2", False, False, {"policy": Recent(1, 9), "every": 3}),
-    "packed": Kind("packed_8", is_exact=False, options={"every": 7}),
 }
+CORE = ("dense", "evicted")
 LONG = {
+    "packed": Kind("packed_8", is_exact=False, options={"every": 7}),
     "layer-wise": Kind(options={"by_layers": True}),
     "tiers": Kind("two_dense", options={"every": 7}),
     "on_disk": Kind("on_disk", options={"every": 3}),
@@ -261,7 +262,7 @@ def holds(of_kind: Kind, n: int, steps: int) -> None:
     run_state_machine_as_test(Named, settings=settings(usual, max_examples=n, stateful_step_count=steps))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [pytest.param(k, marks=[pytest.mark.core] * (k in CORE)) for k in KINDS])
 def test_a_session_writes_the_text_of_plain_decoding(name: str) -> None:
     holds(KINDS[name], 8, 12)
 
