@@ -444,7 +444,7 @@ FAULTS = [
         "kvcli/settings/conflicts.py",
         'if kv.dtype not in ("auto", profile.load.dtype):',
         'if kv.dtype == "fp8":',
-        "tests/test_local.py::test_kv_dtype_is_what_is_stored_and_breaks_a_promise_of_exactness",
+        "tests/test_python_api.py::test_kv_dtype_is_what_is_stored_and_breaks_a_promise_of_exactness",
     ),
     Fault(
         "A17",
