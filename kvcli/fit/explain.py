@@ -58,7 +58,7 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
 
 
 def _rungs(spent: PrecisionBudget, n: int, most: float) -> list[FitRung]:
-    costs, bits = spent.by_rung, [16, *spent.bits, *([0] if spent.has_place else []), 0]
+    costs, bits = spent.by_level, [16, *spent.bits, *([0] if spent.has_place else []), 0]
     shares = _placed(spent, n, most / n)
     return [
         FitRung(
@@ -82,7 +82,7 @@ def _room(spent: PrecisionBudget, rung: int, cost: float, most: float) -> int:
 def _placed(spent: PrecisionBudget, n: int, each: float) -> list[float]:
     """Return the share of tokens per precision level if all scores are equal, with at most as many offloaded tokens as
     fit there, as the policy does."""
-    costs, left, there = spent.by_rung, quality(spent), spent.last - 1
+    costs, left, there = spent.by_level, quality(spent), spent.last - 1
     shares = alike(costs, left, each)
     if not spent.has_place or spent.holds is None or shares[there] * n <= spent.holds:
         return shares

@@ -86,16 +86,16 @@ class AuxCache:
         the same pass; its KV is not committed."""
         if self._pruning is None or self.compression_interval is None or written % self.compression_interval:
             return
-        trip = RevivalPass(self._lm, kv, ids, self, [len(ids) - 1])
-        yield from trip.go(self._pruning.bind_revival(self._lm, kv, self))
-        trip.store()
+        revival_pass = RevivalPass(self._lm, kv, ids, self, [len(ids) - 1])
+        yield from revival_pass.go(self._pruning.bind_revival(self._lm, kv, self))
+        revival_pass.store()
 
     def revive_all(self, kv: KVCache, ids: Sequence[int]) -> Steps[None]:
         """Revive all tokens up to the last layer, oldest first."""
         while some := set(self.positions[:AT_ONCE]):
-            trip = RevivalPass(self._lm, kv, ids, self)
-            yield from trip.go(partial(self._onward, some))
-            trip.store()
+            revival_pass = RevivalPass(self._lm, kv, ids, self)
+            yield from revival_pass.go(partial(self._onward, some))
+            revival_pass.store()
 
     def _onward(
         self, some: set[int], layer: int, live: ActiveRows, pos: Sequence[int]

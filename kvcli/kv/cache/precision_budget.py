@@ -104,10 +104,10 @@ class PrecisionBudget:
         return [*found, self.beyond[layer], *([0.0] if self.has_place else [])]
 
     @property
-    def by_rung(self) -> list[float]:
+    def by_level(self) -> list[float]:
         """Bytes of a token of all heads and layers, by level."""
         each = [(of.n_kv_heads, self.each(i)) for i, of in enumerate(self.shapes) if of.numbers]
-        return [sum(n * costs[rung] for n, costs in each) for rung in range(self.last + 1)]
+        return [sum(n * costs[level] for n, costs in each) for level in range(self.last + 1)]
 
     @property
     def describe(self) -> str:
@@ -115,10 +115,10 @@ class PrecisionBudget:
         loses = f"memory.max_loss = {self.lose}: as few bytes as keep {1 - self.lose:.1%} of the score"
         if not self.asked:
             return f"{loses}, known once it has been read"
-        rungs = self.by_rung[: self.last]
-        lies = ["in full", *(f"in {bits} bits" for bits in self.bits), "elsewhere" + FINDS * (not self.is_read)]
+        levels = self.by_level[: self.last]
+        phrases = ["in full", *(f"in {bits} bits" for bits in self.bits), "elsewhere" + FINDS * (not self.is_read)]
         ways = ", ".join(
-            f"{self._room(one, self.share * rungs[0])} {how}" for one, how in zip(rungs, lies, strict=False)
+            f"{self._room(one, self.share * levels[0])} {how}" for one, how in zip(levels, phrases, strict=False)
         )
         if self.has_place and self.holds is not None:
             ways += f" (no more than {self.holds:,})"
