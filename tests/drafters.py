@@ -133,11 +133,11 @@ class Itself:
         self._text = ids, sampler
         return self._mixer.start(ids, sampler) if self._mixer is not None else None
 
-    def propose(self, ids: Sequence[int], room: int, past: GenerationSession) -> Steps[Draft]:
+    def propose(self, ids: Sequence[int], room: int, session: GenerationSession) -> Steps[Draft]:
         if self._mixer is None:
-            self._mixer = self._config.drafter(pair=ModelPair(past.lm, self._prepare(past.lm)))
+            self._mixer = self._config.drafter(pair=ModelPair(session.lm, self._prepare(session.lm)))
             yield from await_passes(self._mixer.start(*self._text))
-        return (yield from await_passes(self._mixer.propose(ids, room, past)))
+        return (yield from await_passes(self._mixer.propose(ids, room, session)))
 
     def _prepare(self, lm: LM) -> LM:
         return lm

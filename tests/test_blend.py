@@ -119,15 +119,15 @@ def test_some_of_it_reads_what_is_older_in_every_layer(select: str, name: str, m
 
 class Softmax(KVOverlay):
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         assert own is not None
         s, at = self._store.slots(layer), self._shapes[layer].shared_from
         k, v = self._held[layer if at is None else at]
         k, v = torch.cat([s.k, k, own.k], 1), torch.cat([s.v, v, own.v], 1)
         there, rows = torch.tensor([*s.pos[0].tolist(), *self._pos, *pos]), torch.tensor(pos).view(-1, 1)
-        sees = (there <= rows) & (there > rows - (sight.window or 1 << 30))
-        return NewRows(k, v, there.tolist(), sees, sees, own.sink).parts(q, sight.scale, sight.softcap)
+        sees = (there <= rows) & (there > rows - (params.window or 1 << 30))
+        return NewRows(k, v, there.tolist(), sees, sees, own.sink).parts(q, params.scale, params.softcap)
 
 
 @pytest.fixture(scope="module")

@@ -183,7 +183,7 @@ def test_a_chat_three_windows_long_knows_more_than_one_that_drops() -> None:
     assert known["compress"][1] > known["drop"][1]
     chat = chats["compress"]
     assert len(chat.messages) == 28
-    assert not chat.shown.left
+    assert not chat.visible_messages.left
     said = [note for note in chat.notes if "exceeds the context window" in note]
     assert len(said) > 2
     assert all(" tokens shrink to " in note for note in said)
@@ -196,7 +196,7 @@ def test_what_is_kept_serves_undo_retry_and_edit() -> None:
     """Whatever ends otherwise goes on behind the same condensed beginning; what was asked is read, the rest is not."""
     chat = chat_of("compress")
     told(chat, 7)
-    n = chat.heard.begins.ids
+    n = chat.prompt_tokens.begins.ids
     assert n == chat.model.session.condensed > 0
     question = "What is the depth of well Bethden?"
     first = chat.send(question).text
@@ -208,18 +208,18 @@ def test_what_is_kept_serves_undo_retry_and_edit() -> None:
             list(chat.retry() if again == "retry" else chat.edit(question))
         assert chat.messages[-1].text == first
         assert chat.model.session.condensed == n
-        assert chat.model.session.ids[:n] == list(chat.heard.ids[:n])
+        assert chat.model.session.ids[:n] == list(chat.prompt_tokens.ids[:n])
 
 
 def test_ids_that_stand_for_nothing_any_more_are_never_read() -> None:
     chat = chat_of("compress")
     told(chat, 7)
-    stood = list(chat.heard.ids[: chat.heard.begins.ids])
+    stood = list(chat.prompt_tokens.ids[: chat.prompt_tokens.begins.ids])
     chat.model.close()
     assert chat.send("What is the depth of well Bethden?").stats.cached == 0
-    assert chat.shown.left
+    assert chat.visible_messages.left
     assert "could not be compressed" in chat.notes[-1]
-    assert not chat.heard.begins.ids
+    assert not chat.prompt_tokens.begins.ids
     assert chat.model.session.ids[: len(stood)] != stood
 
 
@@ -248,7 +248,7 @@ def test_cancelled_while_it_is_made_smaller_nothing_has_happened() -> None:
     list(chat.stream(f"{report}\n\nWhat is the depth of well Bethden?", cancel=cancel))
     assert asked
     assert chat.messages == before
-    assert not chat.shown.left
+    assert not chat.visible_messages.left
     assert len(chat.notes) == notes
 
 
@@ -264,7 +264,7 @@ def test_where_the_model_has_no_room_to_judge_the_chat_goes_on_without() -> None
     )
     assert chat.send("well " * fills, max_new_tokens=4).stats.prompt > limit - 40
     chat.send("And the depth?", max_new_tokens=4)
-    assert chat.shown.left == 2
+    assert chat.visible_messages.left == 2
     assert "could not be compressed" in chat.notes[-1]
 
 
@@ -279,7 +279,7 @@ def test_the_context_by_message_says_what_is_in_fewer_slots() -> None:
 
 def test_it_is_kept_in_no_file(tmp_path: Path) -> None:
     chat = chat_of("compress")
-    chat.model.model.shelf = PrefixCache(tmp_path / "kv", 1 << 30, demo().lm, worth=0)
+    chat.model.model.prefix_cache = PrefixCache(tmp_path / "kv", 1 << 30, demo().lm, worth=0)
     told(chat, 3)
     assert chat.model.keep().nbytes
     held = sorted(tmp_path.rglob("*"))

@@ -204,7 +204,7 @@ class Chance:
 
     def propose(self, ids: Any, room: int, past: object) -> Draft:
         draft = self.drafter.propose(ids, room, past)
-        return Draft([(5 * token + 3) % 97 for token in draft.ids], draft.parent, draft.scouts)
+        return Draft([(5 * token + 3) % 97 for token in draft.ids], draft.parent, draft.lookahead)
 
 
 def accepted(steps: list[Step]) -> int:

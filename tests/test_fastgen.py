@@ -155,13 +155,13 @@ class Masked:
         self.shown = [empty[..., 0].bool() for _ in range(model.n_layers)]
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         s, mask = self.all[layer], self.shown[layer].unsqueeze(1).expand(-1, q.shape[1], -1)
-        if sight.window is not None:
-            mask = mask & (s.pos.unsqueeze(1) > (torch.tensor(pos) - sight.window).view(1, -1, 1))
-        part = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
-        return [*([part] if s.n_slots else []), *attend_new_only(q, sight, own)]
+        if params.window is not None:
+            mask = mask & (s.pos.unsqueeze(1) > (torch.tensor(pos) - params.window).view(1, -1, 1))
+        part = attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=mask)
+        return [*([part] if s.n_slots else []), *attend_new_only(q, params, own)]
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         s, wide = self.all[layer], torch.arange(start, start + k.shape[1]).expand(k.shape[0], -1)

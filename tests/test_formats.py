@@ -114,14 +114,14 @@ ALL = pytest.mark.parametrize("name", FORMS)
 )
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.3])
 @pytest.mark.parametrize("span", [16, 4096])
-def test_rows_read_the_slots_that_are_shown(name: str, sight: AttentionParams, share: float, span: int) -> None:
+def test_rows_read_the_slots_that_are_shown(name: str, params: AttentionParams, share: float, span: int) -> None:
     kv = filled(name)
     kv._span = span
     kv.keep(1, scattered(kv.slots(1), share))
     s = kv.slots(1)
     q, pos = rows(5)
-    want = specified(q, s.k, s.v, sight.scale, sight.softcap, visible(s.pos, pos, sight.window), s.n_slots)[0]
-    torch.testing.assert_close(merge_attention(kv.attend(1, q, sight, pos)).float(), want, atol=1e-5, rtol=1e-4)
+    want = specified(q, s.k, s.v, params.scale, params.softcap, visible(s.pos, pos, params.window), s.n_slots)[0]
+    torch.testing.assert_close(merge_attention(kv.attend(1, q, params, pos)).float(), want, atol=1e-5, rtol=1e-4)
 
 
 @ALL

@@ -72,8 +72,8 @@ def filled(bus: FakeBus, way: Way, uneven: bool = False) -> tuple[HostTier, Dens
     return far, one
 
 
-def answer(kv: Attendable, layer: int, q: Tensor, sight: AttentionParams = SIGHT) -> Tensor:
-    parts = kv.attend(layer, q, sight, range(46, 46 + q.shape[1]))
+def answer(kv: Attendable, layer: int, q: Tensor, params: AttentionParams = SIGHT) -> Tensor:
+    parts = kv.attend(layer, q, params, range(46, 46 + q.shape[1]))
     return merge_attention([*parts, *parts])
 
 

@@ -66,7 +66,7 @@ class Partly(Off):
     def __init__(self, text: Sequence[int], seed: int = 0, most: int = 5) -> None:
         self.__dict__.update(text=text, lot=random.Random(seed), most=most, n_partly=0)
 
-    def propose(self, ids: Sequence[int], room: int, past: object = None) -> Draft:
+    def propose(self, ids: Sequence[int], room: int, context: object = None) -> Draft:
         guesses = list(self.text[len(ids) : len(ids) + min(self.most, room)])
         good = self.lot.randint(0, len(guesses))
         return Draft.chain(guesses[:good] + [(token + 1) % VOCAB for token in guesses[good:]])

@@ -96,14 +96,14 @@ class Plain:
         for held in (self.k, self.v, self.shown, self.read):
             held[:] = [t[:, :n] for t in held]
 
-    def attend(self, layer: int, q: Tensor, sight: AttentionParams, rows: list[int], own: NewRows) -> Tensor:
+    def attend(self, layer: int, q: Tensor, params: AttentionParams, rows: list[int], own: NewRows) -> Tensor:
         head = torch.arange(q.shape[0]) // GROUP
         k, v = torch.cat([self.k[layer], own.k], 1)[head], torch.cat([self.v[layer], own.v], 1)[head]
         pos, row = torch.arange(k.shape[1]), torch.tensor(rows).unsqueeze(1)
         stored = torch.nn.functional.pad(self.read[layer], (0, len(rows)), value=True)[head].unsqueeze(1)
-        seen = stored & (pos <= row) & (pos > row - (sight.window or k.shape[1]))
-        score = q @ k.transpose(1, 2) * sight.scale
-        score = sight.softcap * torch.tanh(score / sight.softcap) if sight.softcap else score
+        seen = stored & (pos <= row) & (pos > row - (params.window or k.shape[1]))
+        score = q @ k.transpose(1, 2) * params.scale
+        score = params.softcap * torch.tanh(score / params.softcap) if params.softcap else score
         return torch.softmax(score.masked_fill(~seen, -torch.inf), 2) @ v
 
 
@@ -164,7 +164,7 @@ class Caches(RuleBasedStateMachine):
             draw = (draw[:1] if is_alike or not self.kind.heads_apart else draw).expand_as(draw)
             stays, mask = draw < share, (draw < share).gather(1, at)
             if self.kind.levels:  # each slot stays, goes to any lower level, or is evicted
-                here = torch.cat([torch.full((at.shape[0], span.n), span.rung) for span in s.spans], 1)
+                here = torch.cat([torch.full((at.shape[0], span.n), span.level) for span in s.spans], 1)
                 to = ((draw * (self.kind.levels + 4)).long() - 2).clamp(min=0)
                 mask = torch.maximum(here, to.gather(1, at))
                 drops |= bool(((mask > here) & (s.pos >= 0)).any())

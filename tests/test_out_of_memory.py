@@ -429,10 +429,10 @@ def test_a_lack_of_memory_is_told_from_other_errors(error: Exception) -> None:
 
 def test_plain_profiles_store_in_one_tier_and_others_in_a_tiered_cache() -> None:
     assert isinstance(model().session.cache, Dense)
-    assert model().session.every is None
+    assert model().session.compression_interval is None
     m = model(memory={"disk": "1GiB"})
     assert isinstance(m.session.cache, TieredCache)
-    assert m.session.every == 64
+    assert m.session.compression_interval == 64
     m.generate(text(), max_new_tokens=3)
     assert sum(nbytes(m.session.cache).values()) > 0
 

@@ -46,7 +46,7 @@ def test_by_default_it_is_refused_and_the_way_out_is_named(tmp_path):
     chat = chat_of("error", tmp_path)
     with pytest.raises(ContextOverflow):
         ask(chat, 50)
-    assert not chat.shown.left
+    assert not chat.visible_messages.left
 
 
 @pytest.mark.parametrize("long", [60, 110, 170, 600])
@@ -90,11 +90,11 @@ def test_each_time_a_quarter_of_the_window_is_made_free(tmp_path):
     chat = chat_of("drop", tmp_path)
     left = set[int]()
     for i in range(50):
-        before = chat.shown
+        before = chat.visible_messages
         ask(chat, 1, i)
-        if chat.shown != before:
+        if chat.visible_messages != before:
             assert len(shown(chat)) <= LIMIT * KEPT
-        left.add(chat.shown.left)
+        left.add(chat.visible_messages.left)
     assert 2 < len(left) < 25
 
 
@@ -108,7 +108,7 @@ def test_what_is_left_out_is_said_each_time(chat):
 def test_where_nothing_of_it_is_at_hand_it_goes_and_the_line_says_why(tmp_path):
     chat = chat_of("compress", tmp_path)
     ask(chat, 50)
-    assert chat.shown.left
+    assert chat.visible_messages.left
     assert "could not be compressed" in chat.notes[0]
 
 
@@ -116,7 +116,7 @@ def test_documents_stay_with_what_is_left(chat):
     chat.attach(document_of(b"The report, of 972 metres.", "r.md"))
     ask(chat, 50)
     assert shown(chat).count("The report, of 972 metres.") == 1
-    assert chat.shown.left
+    assert chat.visible_messages.left
 
 
 def test_notes_are_written_by_the_model_and_stand_before_the_first_question(tmp_path):
@@ -132,10 +132,10 @@ def test_notes_are_written_by_the_model_and_stand_before_the_first_question(tmp_
 
 def test_a_question_that_does_not_fit_alone_is_refused_and_all_is_as_before(chat):
     ask(chat, 3)
-    before = list(chat.messages), chat.shown
+    before = list(chat.messages), chat.visible_messages
     with pytest.raises(ContextOverflow):
         chat.send("long " * LIMIT)
-    assert (chat.messages, chat.shown) == before
+    assert (chat.messages, chat.visible_messages) == before
 
 
 @pytest.mark.parametrize("change", ["undo", "clear", "drop", "retry"])
@@ -143,7 +143,7 @@ def test_whatever_makes_it_shorter_brings_back_what_fits(tmp_path, change):
     chat = chat_of("drop", tmp_path)
     chat.attach(document_of(b"The report, of 972 metres." * 10, "r.md"))
     ask(chat, 9)
-    assert chat.shown.left
+    assert chat.visible_messages.left
     if change == "undo":
         chat.undo(8)
     elif change == "clear":
@@ -155,15 +155,15 @@ def test_whatever_makes_it_shorter_brings_back_what_fits(tmp_path, change):
         assert "Question 008?" in shown(chat)
         return
     ask(chat, 1, 9)
-    assert chat.shown.left == 0
+    assert chat.visible_messages.left == 0
     assert len(shown(chat)) <= LIMIT
 
 
 def test_the_table_of_tokens_says_what_is_not_shown(chat):
     ask(chat, 50)
     rows = chat.tokens()
-    assert rows[1] == (f"questions 1 to {chat.shown.left // 2}, not sent", 0)
-    assert rows[2][0] == f"question {chat.shown.left // 2 + 1}"
+    assert rows[1] == (f"questions 1 to {chat.visible_messages.left // 2}, not sent", 0)
+    assert rows[2][0] == f"question {chat.visible_messages.left // 2 + 1}"
     assert rows[-1][0] == "template"
     assert rows[-1][1] > 0
 
@@ -172,7 +172,7 @@ def test_ctrl_c_while_notes_are_written_ends_the_question(tmp_path):
     chat = chat_of("summarize", tmp_path)
     ask(chat, 12)
     n = len(chat.messages)
-    while not chat.shown.left:
+    while not chat.visible_messages.left:
         ask(chat, 1)
         n = len(chat.messages)
     turn = chat.send("And?", cancel=lambda: True)
@@ -190,7 +190,7 @@ def test_a_model_goes_on_beyond_its_window(how):
         for i in range(12):
             turn = chat.send(f"What is the depth of well number {i}?")
             assert turn.stats.prompt <= 240
-        assert bool(chat.shown.left) == (how != "compress")
+        assert bool(chat.visible_messages.left) == (how != "compress")
         assert len(chat.messages) == 24
 
 
@@ -203,7 +203,7 @@ def again(chat, folder, limit=LIMIT):
 def overflown(how, folder):
     """A chat that was shown less of for its last question."""
     chat = chat_of(how, folder)
-    while not chat.shown.left:
+    while not chat.visible_messages.left:
         ask(chat, 1, len(chat.messages) // 2)
     return chat
 
@@ -213,9 +213,9 @@ def test_a_chat_that_is_opened_again_knows_what_was_left_out_and_says_so(how, tm
     chat = overflown(how, tmp_path)
     chat.attach(document_of(b"The report.", "r.md"))
     other = again(chat, tmp_path)
-    assert other.shown == chat.shown
-    assert bool(other.shown.notes) == (how == "summarize")
-    assert f"questions 1–{chat.shown.left // 2} are not sent; it " in other.notes[0]
+    assert other.visible_messages == chat.visible_messages
+    assert bool(other.visible_messages.notes) == (how == "summarize")
+    assert f"questions 1–{chat.visible_messages.left // 2} are not sent; it " in other.notes[0]
     assert (other.messages, [d.name for d in other.pending]) == (chat.messages, ["r.md"])
     for each in (chat, other):
         each.send("And?")
@@ -228,13 +228,13 @@ def test_what_brings_back_the_beginning_does_so_in_what_is_kept(tmp_path):
     chat = overflown("summarize", tmp_path)
     again(chat, tmp_path)
     chat.undo()
-    assert not again(chat, tmp_path).shown.left
+    assert not again(chat, tmp_path).visible_messages.left
 
 
 def test_under_a_wider_window_all_is_shown_again(tmp_path):
     chat = overflown("drop", tmp_path)
     other = again(chat, tmp_path, limit=10 * LIMIT)
-    assert (other.shown.left, other.notes) == (0, [])
+    assert (other.visible_messages.left, other.notes) == (0, [])
 
 
 @pytest.mark.parametrize("left", ["3", "0", "-2", "400", "1e3", "two"])

@@ -54,9 +54,9 @@ def ladder(group: int = 4) -> TieredCache:
 # ---- the solver ----
 
 
-def of(worth: list[list[float]], rung: list[list[int]] | None = None, number: int = 0) -> Layer:
-    rung = rung or [[0] * len(row) for row in worth]
-    return Layer(number, torch.tensor(worth), torch.tensor(rung, dtype=torch.int8))
+def of(worth: list[list[float]], level: list[list[int]] | None = None, number: int = 0) -> Layer:
+    level = level or [[0] * len(row) for row in worth]
+    return Layer(number, torch.tensor(worth), torch.tensor(level, dtype=torch.int8))
 
 
 class Plain(PrecisionBudget):
@@ -416,7 +416,7 @@ def test_what_was_lost_stays_lost_however_a_slot_goes_on(monkeypatch: pytest.Mon
     def placed(policy: PrecisionBudgetPolicy, layers: list[Layer], *more: Any) -> list[Tensor]:
         rungs = place(policy, layers, *more)
         whole = sum(layer.whole for layer in layers)
-        seen.extend(whole * lost_share(layers, policy.spending, on) for on in ([of.rung for of in layers], rungs))
+        seen.extend(whole * lost_share(layers, policy.spending, on) for on in ([of.level for of in layers], rungs))
         return rungs
 
     monkeypatch.setattr(PrecisionBudgetPolicy, "_rungs", placed)

@@ -64,16 +64,16 @@ def session(lm: LM) -> GenerationSession:
     return make.session(lm, make.dense(lm, windows=make.windows(lm)), chunk=100)
 
 
-def answer(lm: LM, shelf: PrefixCache | None, ids: list[int]) -> tuple[int, list[int], torch.Tensor]:
+def answer(lm: LM, prefix_cache: PrefixCache | None, ids: list[int]) -> tuple[int, list[int], torch.Tensor]:
     """Tokens that needed no reading, those that came, and the logits behind the prompt."""
     s = session(lm)
-    cached = shelf.load_prefix(s, ids) if shelf is not None else 0
+    cached = prefix_cache.load_prefix(s, ids) if prefix_cache is not None else 0
     while run_to_end(s.prefill_chunk(ids)):
         pass
     (made,) = run([ForwardRequest(lm, Rows.chain(s.ids[-1:], len(s.ids) - 1), s.cache, want=[0])])
     list(iterate_events(s.stream(NEW)))
-    if shelf is not None:
-        assert not shelf.save(s).why_not
+    if prefix_cache is not None:
+        assert not prefix_cache.save(s).why_not
     return cached, s.ids[len(ids) :], made.logits[0]
 
 

@@ -9,11 +9,11 @@ from kvcli.engine.policy.query_recorder import QueryRecorder
 from kvcli.engine.rows import Rows
 
 
-def hear(heard: QueryRecorder, start: int, n: int) -> None:
+def hear(query_recorder: QueryRecorder, start: int, n: int) -> None:
     """A pass of n rows from `start` on, one layer, whose query is its position."""
-    rows, asked = Rows.chain([1] * n, start), heard.rows_to_record_in_chunk(start, n)
+    rows, asked = Rows.chain([1] * n, start), query_recorder.rows_to_record_in_chunk(start, n)
     queries = torch.tensor([rows.pos[row] for row in asked], dtype=torch.float64).view(1, -1, 1)
-    heard.take(rows, asked, [queries], range(n))
+    query_recorder.take(rows, asked, [queries], range(n))
 
 
 @pytest.mark.parametrize("recent", [0, 1, 3, 5, 40])

@@ -53,15 +53,15 @@ def rows(n: int, at: int = N) -> tuple[Tensor, Tensor]:
     return q, torch.arange(at, at + n)
 
 
-def says(kv: QuantizedTier, q: Tensor, pos: Tensor, sight: AttentionParams) -> Tensor:
+def says(kv: QuantizedTier, q: Tensor, pos: Tensor, params: AttentionParams) -> Tensor:
     """Attention over the slots that the tier shows."""
     s = kv.slots(1)
-    mask = visible(s.pos, pos, sight.window)
-    return specified(q, s.k.double(), s.v.double(), sight.scale, sight.softcap, mask, s.n_slots)[0]
+    mask = visible(s.pos, pos, params.window)
+    return specified(q, s.k.double(), s.v.double(), params.scale, params.softcap, mask, s.n_slots)[0]
 
 
-def read(kv: QuantizedTier, q: Tensor, pos: Tensor, sight: AttentionParams) -> Tensor:
-    parts = kv.attend(1, q, sight, pos)
+def read(kv: QuantizedTier, q: Tensor, pos: Tensor, params: AttentionParams) -> Tensor:
+    parts = kv.attend(1, q, params, pos)
     return merge_attention(parts) if parts else torch.zeros_like(q)
 
 
@@ -88,7 +88,7 @@ def by_position(s: Slots, head: int) -> tuple[list[int], Tensor, Tensor]:
 )
 @pytest.mark.parametrize("evict", ["nothing", "ragged", "holes"])
 def test_reading_is_attention_over_the_slots_it_shows(
-    bits: tuple[int, int], rotate: str, sight: AttentionParams, evict: str
+    bits: tuple[int, int], rotate: str, params: AttentionParams, evict: str
 ) -> None:
     kv = filled(bits, rotate=rotate)
     if evict != "nothing":
@@ -96,7 +96,7 @@ def test_reading_is_attention_over_the_slots_it_shows(
         kv.keep(1, uneven(s) if evict == "ragged" else scattered(s, 0.8))
     for n in (1, 5):
         q, pos = rows(n)
-        torch.testing.assert_close(read(kv, q, pos, sight), says(kv, q, pos, sight))
+        torch.testing.assert_close(read(kv, q, pos, params), says(kv, q, pos, params))
 
 
 @pytest.mark.parametrize("bits", BITS, ids=str)

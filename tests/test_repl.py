@@ -344,7 +344,7 @@ def test_another_model_answers_from_the_next_question_on(talk):
     assert "other answers from the next question on; it reads the chat again" in talk.type("one", "/model other")
     talk.type("two")
     assert [m.text for m in talk.chat.messages[1::2]] == ["an answer", "of another"]
-    assert (talk.chat.called, talk.chat.heard.ids == talk.model.prompts) == ("other", False)
+    assert (talk.chat.called, talk.chat.prompt_tokens.ids == talk.model.prompts) == ("other", False)
 
 
 def test_a_document_longer_than_the_window_is_announced(talk):

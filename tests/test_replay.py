@@ -247,7 +247,7 @@ def test_probed_queries_go_when_the_prompt_is_read(more: dict[str, Any], held: l
     run_to_end(s.read(prompt(60)))
     at = [at for at in ear.heard if at.phase == "read"][-1]
     assert at.q_pos.tolist() == sorted({*range(0, 59, 5), *held})
-    assert s.heard.pos == held
+    assert s.query_recorder.pos == held
     list(iterate_events(s.stream(8)))
     assert ear.heard[-1].q_pos.shape[0] == len(held)
     assert s.rewind(30) == 0, "what a policy learned of a text cannot be taken back in part"

@@ -130,7 +130,7 @@ def test_a_conversation_that_lost_its_beginning_is_not_read_again():
         said = []
         for i in range(25):
             turn = chat.send(f"What is the depth of well number {i}?")
-            said.append((chat.shown.left, turn.stats.approx != ""))
+            said.append((chat.visible_messages.left, turn.stats.approx != ""))
         changed = next(i for i, (left, _) in enumerate(said) if left)
         assert not any(approx for _, approx in said[:changed])
         assert said[changed][1]

@@ -59,7 +59,7 @@ def test_a_pass_refuses_to_commit_across_a_compression_point() -> None:
 
 def test_a_draft_deeper_than_the_room_is_refused() -> None:
     class Deep(Off):
-        def propose(self, ids: object, room: int, past: object) -> Draft:
+        def propose(self, ids: object, room: int, context: object) -> Draft:
             return Draft.chain([5] * (room + 1))
 
     s = session(Deep(), every=8, policy=Recent())
@@ -116,7 +116,7 @@ def test_no_queries_of_a_rewound_text_reach_a_policy() -> None:
     run_to_end(s.read(text[len(s.ids) :]))
     fresh = session(policy=Ragged(recent=12), every=20)
     run_to_end(fresh.read(text))
-    for ours, theirs in zip(s.heard._q, fresh.heard._q, strict=True):
+    for ours, theirs in zip(s.query_recorder._q, fresh.query_recorder._q, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -131,7 +131,7 @@ def test_lookahead_rows_read_what_the_drafters_policy_keeps() -> None:
     """A lookahead row at the pending token's place sees what plain decoding sees if the view keeps all, else less."""
 
     class Scouting(Off):
-        def propose(self, ids: object, room: int, past: object) -> Draft:
+        def propose(self, ids: object, room: int, context: object) -> Draft:
             same = LookaheadRows([int(ids[-1])], [0], torch.ones(1, 1, dtype=torch.bool), [0])  # type: ignore[index]
             return Draft([], [], same)
 

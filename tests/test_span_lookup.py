@@ -58,17 +58,20 @@ def shelf_of(folder: Path, lm: LM, *texts: Sequence[int]) -> PrefixCache:
 
 
 def read(
-    lm: LM, shelf: PrefixCache, how: ReuseMethod | None, ids: Sequence[int] = NEW
+    lm: LM, prefix_cache: PrefixCache, how: ReuseMethod | None, ids: Sequence[int] = NEW
 ) -> tuple[GenerationSession, int]:
     """A prompt behind what lies on a prefix cache; how many of its tokens were taken over."""
     one, took = session(lm, how), 0
     one.save(ids)
     one.start_answer(ids, Sampler())
-    shelf.load_prefix(one, ids)
-    if one.spare is not None:
-        one.spare.add(shelf.find_spans(one, ids, WHOLE))
+    prefix_cache.load_prefix(one, ids)
+    if one.reusable_spans is not None:
+        one.reusable_spans.add(prefix_cache.find_spans(one, ids, WHOLE))
     while True:
-        before, is_run = one.committed, one.spare is not None and one.spare.next(one.committed) == one.committed
+        before, is_run = (
+            one.committed,
+            one.reusable_spans is not None and one.reusable_spans.next(one.committed) == one.committed,
+        )
         if not run_to_end(one.prefill_chunk(ids)):
             return one, took
         took += one.committed - before if is_run else 0
@@ -106,8 +109,8 @@ def test_what_this_text_had_goes_first_and_gaps_are_filled_from_others(lm: LM, t
     new = [3, *A, 7, *B, 8]
     one.save(new)
     one.start_answer(new, Sampler())
-    assert one.spare is not None
-    one.spare.add(shelf.find_spans(one, new, WHOLE))
+    assert one.reusable_spans is not None
+    one.reusable_spans.add(shelf.find_spans(one, new, WHOLE))
     before = one.committed
     while run_to_end(one.prefill_chunk(new)):
         pass
@@ -137,8 +140,8 @@ def test_a_block_that_is_no_longer_what_it_was_is_read(lm: LM, tmp_path: Path, h
     one = session(lm, Pie(LEAST))
     one.save(NEW)
     one.start_answer(NEW, Sampler())
-    assert one.spare is not None
-    one.spare.add(shelf.find_spans(one, NEW, WHOLE))
+    assert one.reusable_spans is not None
+    one.reusable_spans.add(shelf.find_spans(one, NEW, WHOLE))
     data = bytearray(path.read_bytes())
     if how == "numbers":
         data[-1] ^= 1
@@ -236,7 +239,7 @@ def test_what_one_chat_read_another_takes_over_and_nobody_takes_that_for_read(tm
     exact = Profile.load("exact").replace(exactness="approx")
     ids = families.prompt(500, vocab=200)
     with kvcli.load("demo", exact) as model:
-        model.shelf = PrefixCache(tmp_path, 1 << 30, model.lm, worth=0)
+        model.prefix_cache = PrefixCache(tmp_path, 1 << 30, model.lm, worth=0)
         blend = exact.replace(reuse={"method": "blend"})
         with model.open(exact) as text:
             text.generate([9, *ids, 11], max_new_tokens=1)

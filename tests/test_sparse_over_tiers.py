@@ -284,14 +284,14 @@ def test_an_undo_leaves_what_was_learned_of_what_remains(name: str, n: int) -> N
 # ---- whole texts ----
 
 
-def ladder(of: LM, index: str, rungs: str) -> TieredCache:
+def ladder(of: LM, index: str, levels: str) -> TieredCache:
     def read(shelf: str) -> SparseTier:
         tier, epsilon = SHELVES[shelf](of), 0.3 if index == "certified" else None
         return SparseTier(tier, INDEXES[index], SMALL, range(1, of.n_layers), epsilon=epsilon, source=tier)
 
-    three = rungs == "three"
+    three = levels == "three"
     upper = [TierLevel(read(shelf), 14, 4) for shelf in ("packed_8", "host") if three]
-    return make.tiered(of, *upper, TierLevel(read("disk" if three else rungs)), holds=5, group=4, sinks=1)
+    return make.tiered(of, *upper, TierLevel(read("disk" if three else levels)), holds=5, group=4, sinks=1)
 
 
 RUNGS = {"packed_8": "certified", "packed_4_2": "sketch", "host": "minmax", "disk": "certified", "three": "minmax"}
@@ -303,9 +303,9 @@ def lm(dtype: str) -> LM:
     return exactness.lm("dense", dtype)
 
 
-def decode(rungs: str, policy: str, sampler: str, dtype: str, drafter: Drafter) -> tuple[list[int], TieredCache]:
+def decode(levels: str, policy: str, sampler: str, dtype: str, drafter: Drafter) -> tuple[list[int], TieredCache]:
     model = lm(dtype)
-    kv = ladder(model, RUNGS[rungs], rungs)
+    kv = ladder(model, RUNGS[levels], levels)
     session = make.session(model, kv, drafter, exactness.SAMPLERS[sampler], policy=POLICIES[policy], every=8, chunk=13)
     run_to_end(session.read(exactness.prompt()))
     list(iterate_events(session.stream(exactness.NEW, stop={exactness.STOP})))
@@ -313,8 +313,8 @@ def decode(rungs: str, policy: str, sampler: str, dtype: str, drafter: Drafter) 
 
 
 @cache
-def plain(rungs: str, policy: str, sampler: str, dtype: str) -> list[int]:
-    return decode(rungs, policy, sampler, dtype, Off())[0]
+def plain(levels: str, policy: str, sampler: str, dtype: str) -> list[int]:
+    return decode(levels, policy, sampler, dtype, Off())[0]
 
 
 @pytest.mark.parametrize(
@@ -322,23 +322,23 @@ def plain(rungs: str, policy: str, sampler: str, dtype: str) -> list[int]:
     pairs(product(RUNGS, POLICIES, exactness.DRAFTERS, ("greedy", "sampled"), exactness.DTYPES)),
 )
 def test_any_drafter_gives_the_text_of_plain_decoding(
-    rungs: str, policy: str, drafter: str, sampler: str, dtype: str
+    levels: str, policy: str, drafter: str, sampler: str, dtype: str
 ) -> None:
-    want = plain(rungs, policy, sampler, dtype)
-    assert decode(rungs, policy, sampler, dtype, exactness.DRAFTERS[drafter](want))[0] == want
+    want = plain(levels, policy, sampler, dtype)
+    assert decode(levels, policy, sampler, dtype, exactness.DRAFTERS[drafter](want))[0] == want
 
 
 @pytest.mark.parametrize("rungs", RUNGS)
-def test_every_level_below_is_read_in_part(rungs: str) -> None:
+def test_every_level_below_is_read_in_part(levels: str) -> None:
     """Or the table above would compare tiered caches that read everything."""
-    _, kv = decode(rungs, "all", "greedy", "fp64", Off())
+    _, kv = decode(levels, "all", "greedy", "fp64", Off())
     read = [rung.tier for rung in kv._levels[1:]]
     assert all(isinstance(tier, SparseTier) and tier.tally.pages for tier in read)
 
 
 @pytest.mark.parametrize("policy", [None, KeepAll(), Ragged()])
 @pytest.mark.parametrize("rungs", [None, "disk"])
-def test_a_prompt_is_stored_as_if_nothing_were_left_out(rungs: str | None, policy: Any) -> None:
+def test_a_prompt_is_stored_as_if_nothing_were_left_out(levels: str | None, policy: Any) -> None:
     model, stores = lm("fp64"), []
     small = {"page": 3, "floor": 4, "sinks": 1, "recent": 4, "selection_interval": 8, "dense_layers": 0}
     for method in ("none", "minmax"):
@@ -348,7 +348,7 @@ def test_a_prompt_is_stored_as_if_nothing_were_left_out(rungs: str | None, polic
         low = make.disk(model)
         dense = make.dense(model)
         kv = recall.bind(dense, dense, model.attention_params)
-        if rungs:
+        if levels:
             kv = TieredCache(
                 dense, [TierLevel(recall.bind_tier(low, model.attention_params))], holds=5, group=4, sinks=1
             )

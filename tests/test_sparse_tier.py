@@ -94,10 +94,10 @@ def mass(parts: list[PartialAttention]) -> Tensor:
     return torch.stack([p.lse for p in parts]).logsumexp(0)
 
 
-def missed(kv: SparseTier, q: Tensor, sight: AttentionParams) -> Tensor:
+def missed(kv: SparseTier, q: Tensor, params: AttentionParams) -> Tensor:
     """[H, N]: the share of softmax mass, of all that is stored, that the rows did not read."""
     pos = at(kv, q.shape[1])
-    return 1 - (mass(kv.attend(0, q, sight, pos)) - mass(kv._tier.attend(0, q, sight, pos))).exp()
+    return 1 - (mass(kv.attend(0, q, params, pos)) - mass(kv._tier.attend(0, q, params, pos))).exp()
 
 
 def keep_uneven(layer: int, s: Slots) -> Tensor:
@@ -118,17 +118,17 @@ def keep_uneven(layer: int, s: Slots) -> Tensor:
     size=st.sampled_from([1e-3, 1.0, 30.0]),
 )
 def test_no_page_holds_more_mass_than_its_bound(
-    seed: int, name: str, page: int, dtype: torch.dtype, sight: AttentionParams, size: float
+    seed: int, name: str, page: int, dtype: torch.dtype, params: AttentionParams, size: float
 ) -> None:
     index = replace(INDEXES[name], page=page)  # type: ignore[type-var]
     k = (randn(K, 7, page, D, seed=seed) * (1 + 9 * (randn(D, seed=seed) > 1)) * size).to(dtype)
     q = randn(K, 4, D, seed=seed + 1, dtype=dtype)
     shared = index.learn(k.flatten(1, 2))
-    got = index.score(q, index.summarize(k, shared), shared, sight).double()
-    score = scale_and_softcap(torch.einsum("krd,kpsd->krps", q.double(), k.double()), sight)
+    got = index.score(q, index.summarize(k, shared), shared, params).double()
+    score = scale_and_softcap(torch.einsum("krd,kpsd->krps", q.double(), k.double()), params)
     true = score.logsumexp(3)
     terms = torch.einsum("krd,kpsd->krps", q.double().abs(), k.double().abs()).max()  # a small sum may be of large ones
-    assert bool((got >= true - 1e-6 * (1 + sight.scale * terms)).all()), "rounded sums in float32, no more"
+    assert bool((got >= true - 1e-6 * (1 + params.scale * terms)).all()), "rounded sums in float32, no more"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -270,7 +270,7 @@ def test_whole_clusters_are_read_and_the_last_one_is_cut() -> None:
 
 
 def chosen_by_definition(
-    kv: SparseTier, index: PageIndex, q: Tensor, sight: AttentionParams, budget: PageBudget
+    kv: SparseTier, index: PageIndex, q: Tensor, params: AttentionParams, budget: PageBudget
 ) -> Tensor:
     """[K, N, S] bool over the slots of the store at a compression point, one row and head at a time."""
     s = kv.slots(0)
@@ -293,7 +293,7 @@ def chosen_by_definition(
         ]
         most = math.ceil(max(budget.floor, budget.fraction * n_slots) / index.selection_unit)
         for n in range(q.shape[1]):
-            score = index.score(q[j * group : (j + 1) * group, n].unsqueeze(0), kept, shared, sight)[0]  # [G, P]
+            score = index.score(q[j * group : (j + 1) * group, n].unsqueeze(0), kept, shared, params)[0]  # [G, P]
             share = torch.softmax(score, -1).amax(0)
             best = sorted(free, key=lambda i: -float(share[i]))[:most]
             for i, grain in enumerate(grains):
@@ -307,16 +307,16 @@ def chosen_by_definition(
 @pytest.mark.parametrize(("name", "uneven"), [(n, u) for n in INDEXES for u in (False, True) if n in BOUNDS or not u])
 @pytest.mark.parametrize("n", [1, 5, 70])
 def test_rows_read_the_pages_with_the_best_scores_and_nothing_else(
-    name: str, n: int, uneven: bool, sight: AttentionParams
+    name: str, n: int, uneven: bool, params: AttentionParams
 ) -> None:
     kv = filled(INDEXES[name], 83)
     if uneven:
         kv.compress(masks(kv, keep_uneven))
     q, s = rows(n), kv.slots(0)
-    read = chosen_by_definition(kv, INDEXES[name], q, sight, SMALL)
+    read = chosen_by_definition(kv, INDEXES[name], q, params, SMALL)
     assert not bool(read[:, 0].all())
-    want, lse = specified(q, s.k, s.v, sight.scale, sight.softcap, read, s.n_slots)
-    (part,) = kv.attend(0, q, sight, at(kv, n))
+    want, lse = specified(q, s.k, s.v, params.scale, params.softcap, read, s.n_slots)
+    (part,) = kv.attend(0, q, params, at(kv, n))
     torch.testing.assert_close(part.out, want)
     torch.testing.assert_close(part.lse, lse)
 
@@ -469,16 +469,16 @@ def test_what_seems_to_hold_little_is_left_out() -> None:
     uneven=st.booleans(),
 )
 def test_a_certified_row_never_misses_more_than_epsilon(
-    seed: int, name: str, epsilon: float, sharp: float, sight: AttentionParams, uneven: bool
+    seed: int, name: str, epsilon: float, sharp: float, params: AttentionParams, uneven: bool
 ) -> None:
     kv = recall(BOUNDS[name], epsilon=epsilon)
     fill(kv, 61, seed=seed % 7)
     kv.compress(masks(kv, keep_uneven) if uneven else ())
     fill(kv, seed % 5, start=61)
     q = rows(4, seed=seed, sharp=sharp)
-    assert float(missed(kv, q, sight).max()) <= epsilon + 1e-9
+    assert float(missed(kv, q, params).max()) <= epsilon + 1e-9
     pos, v = at(kv, 4), kv.slots(0).v.norm(dim=2).max()
-    error = merge_attention(kv.attend(0, q, sight, pos)) - merge_attention(kv._tier.attend(0, q, sight, pos))
+    error = merge_attention(kv.attend(0, q, params, pos)) - merge_attention(kv._tier.attend(0, q, params, pos))
     assert float(error.norm(dim=2).max()) <= 2 * epsilon * v + 1e-6
 
 
@@ -676,7 +676,7 @@ def test_a_profile_reads_through_its_table() -> None:
     session = assemble.session(model, profile("certified", method="certified", epsilon=0.25, **small))
     run_to_end(session.read(exactness.prompt()))
     list(iterate_events(session.stream(30)))
-    assert session.every == 8
+    assert session.compression_interval == 8
     assert {use.layer for use in session.cache.usage() if use.tier == "index"} == {1, 2}
     whole = assemble.session(exactness.lm("sliding", "fp32"), profile(method="sketch", dense_layers=0))
     assert {use.layer for use in whole.cache.usage() if use.tier == "index"} == {1}, "gemma's other layers slide"

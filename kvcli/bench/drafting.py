@@ -81,7 +81,7 @@ def decode(model: Model, profile: Profile, past: GenerationSession, new: int, cl
 
 
 def in_turns(
-    model: Model, profiles: Sequence[Profile], past: GenerationSession, new: int, reps: int, tell: Tell, words: str
+    model: Model, profiles: Sequence[Profile], session: GenerationSession, new: int, reps: int, tell: Tell, words: str
 ) -> list[list[TimedRun]]:
     """Decode with each profile alternately: [profile][repetition]. The first round is a warm-up and not recorded."""
     turns: list[list[TimedRun]] = [[] for _ in profiles]
@@ -89,7 +89,7 @@ def in_turns(
     for rep in range(reps + 1):
         for i, profile in enumerate(profiles):
             tell(rep * len(profiles) + i, total, f"{profile.name} · {words}")
-            turn = decode(model, profile, past, new, time.perf_counter)
+            turn = decode(model, profile, session, new, time.perf_counter)
             if rep:
                 turns[i].append(turn)
     return turns

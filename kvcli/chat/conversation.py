@@ -71,10 +71,10 @@ class Chat:
         self.kept: SavedChat | None = None  # the saved chat that it was saved as or loaded from
         self.messages: list[Message] = []
         self.pending: list[Document] = []  # attached to the next question
-        self.shown = VisibleMessages()  # the messages that the model is shown
+        self.visible_messages = VisibleMessages()  # the messages that the model is shown
         self.notes: list[str] = []  # notes for the user on how the prompt was made, each once
         self._retries = 0
-        self.heard = PromptTokens()
+        self.prompt_tokens = PromptTokens()
 
     @property
     def sessions(self) -> SavedChats:
@@ -116,10 +116,10 @@ class Chat:
                     self._keep(question, turn.text, turn.finish, figures_of(turn.stats), turn.thinking)
                     text_, ids = tokens_of_turn(self.model.tokenizer, asked.text, asked.ids, turn)
                     now = PromptTokens(text_, ids) if text_ else PromptTokens(asked.text, asked.ids)
-                    self.heard = now.after(self.heard, asked.text, len(asked.ids))
+                    self.prompt_tokens = now.after(self.prompt_tokens, asked.text, len(asked.ids))
                 yield event
         except ContextOverflow as error:
-            shown, n = self.shown, len(self.messages)
+            shown, n = self.visible_messages, len(self.messages)
             if has_begun or not (yield from leave_out(self, question, error.detail, options)):
                 error.try_ = (*fitting(self, question, error.detail), *error.try_)
                 raise
@@ -127,7 +127,7 @@ class Chat:
                 yield from self.stream(text, **options)
             finally:
                 if len(self.messages) == n:  # no answer was added
-                    self.shown = shown
+                    self.visible_messages = shown
         except (KeyboardInterrupt, GeneratorExit, DoesNotFit):
             if not ended:
                 self._keep(question, "".join(said), "interrupted")
@@ -141,7 +141,7 @@ class Chat:
     def edit(self, text: str, **options: Any) -> Generator[Event]:
         """Ask `text` in place of the last question, with the same documents. A failure leaves the chat unchanged."""
         before, waiting = list(self.messages), self.pending
-        self.shown = VisibleMessages()
+        self.visible_messages = VisibleMessages()
         *_, question, _ = self.messages[-2:] or self._nothing("edit")
         del self.messages[-2:]
         self.pending = list(question.documents)
@@ -178,7 +178,7 @@ class Chat:
         if not 0 <= i < len(self.documents):
             have = f"{len(self.documents)} attached" if self.documents else "none is attached"
             raise BadInput(f"document {i + 1} does not exist: {have}", code="no_such_document")
-        self.shown = VisibleMessages()
+        self.visible_messages = VisibleMessages()
         dropped = self.documents[i]
         for at, message in enumerate(self.messages):
             if i < len(message.documents):
@@ -194,14 +194,14 @@ class Chat:
         n = max(0, min(n, len(self.messages) // 2))
         if n:
             del self.messages[-2 * n :]
-            self.shown = VisibleMessages()
+            self.visible_messages = VisibleMessages()
         return n
 
     def clear(self) -> None:
         """Remove all messages and documents, but keep the system text."""
         self.messages.clear()
         self.pending.clear()
-        self.shown, self.title = VisibleMessages(), None
+        self.visible_messages, self.title = VisibleMessages(), None
         self.close()
 
     # --- inspecting
@@ -218,9 +218,9 @@ class Chat:
         rows: list[tuple[str, int]] = []
         if self.system:
             rows.append(("system", len(encode(tokenizer, self.system))))
-        if self.shown.left:
-            rows.append((f"questions 1 to {self.shown.left // 2}, not sent", 0))
-        for i, message in enumerate(self.shown.of(self.messages), self.shown.left):
+        if self.visible_messages.left:
+            rows.append((f"questions 1 to {self.visible_messages.left // 2}, not sent", 0))
+        for i, message in enumerate(self.visible_messages.of(self.messages), self.visible_messages.left):
             rows += [(f"file {d.name}", d.tokens(tokenizer)) for d in message.documents]
             label = f"{'question' if message.role == 'user' else 'answer'} {i // 2 + 1}"
             rows.append((label, len(encode(tokenizer, message.text))))
@@ -230,7 +230,7 @@ class Chat:
             asked = self.rendered(self.messages)
             whole = len(resume_ids(tokenizer, asked.text, ("", ()), special=not asked.has_template))
             rows.append(("template", whole - (sum(n for _, n in rows) - pending)))
-            if self.heard.begins.ids:
+            if self.prompt_tokens.begins.ids:
                 rows.append(("compressed start of the chat", len(asked.ids) - whole))
         return rows
 
@@ -263,14 +263,14 @@ class Chat:
         self.kept, saved = opened.kept, opened.saved
         self.system, self.title = saved.system, saved.title
         self.messages, self.pending = messages_of(saved), list(documents_of(saved.pending))
-        self.shown = shown_of(self, saved.left_out)
+        self.visible_messages = shown_of(self, saved.left_out)
         return self
 
     def go_to(self, model: TextSession, called: str) -> None:
         """Continue in another text session, perhaps of another model, and close the present one."""
         before, self.model, self.called = self.model, model, called
         # the other model may have another tokenizer and another context window
-        self.heard, self.shown = PromptTokens(), VisibleMessages()
+        self.prompt_tokens, self.visible_messages = PromptTokens(), VisibleMessages()
         before.close()
 
     def close(self) -> None:
@@ -296,9 +296,9 @@ class Chat:
     def rendered(self, messages: Sequence[Message], shown: VisibleMessages | None = None) -> Rendered:
         """Render messages that end with a question. `shown`: the part to show, if not the present one."""
         contents: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
-        contents += [{"role": m.role, "content": m.content} for m in (shown or self.shown).of(messages)]
+        contents += [{"role": m.role, "content": m.content} for m in (shown or self.visible_messages).of(messages)]
         text, has_template = render_text(self.model.tokenizer, contents, note=self.note)
-        ids = resume_ids(self.model.tokenizer, text, self.heard.of(text, self.model), special=not has_template)
+        ids = resume_ids(self.model.tokenizer, text, self.prompt_tokens.of(text, self.model), special=not has_template)
         return Rendered(contents, text, ids, has_template)
 
     def note(self, note: str) -> None:

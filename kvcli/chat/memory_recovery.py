@@ -76,7 +76,7 @@ def _apply(session: GenerationSession, old: Profile, new: Profile) -> bool:
             store = assemble.store(session.lm, new, nbytes(session.cache).get(session.lm.device.type, 0))
         if lacks:
             return False
-        session.every = assemble.compression_interval(new)
+        session.compression_interval = assemble.compression_interval(new)
         with catch_cache_full() as lacks:
             move(session.cache, store, session.lm.storing)
             session.replace_cache(store)

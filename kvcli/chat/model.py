@@ -126,7 +126,7 @@ class Model:
         # profile -> tokens that fit in memory by that estimate; None = not estimated
         self.fits: Callable[[Profile], int] | None = None
         # prefix cache, where sessions save KV and look for prompt prefixes before prefill; set by the caller
-        self.shelf: PrefixCache | None = None
+        self.prefix_cache: PrefixCache | None = None
         self.texts: WeakSet[TextSession] = WeakSet()  # open over these weights, under any profile
         self._second = partial(second, lm) if second is not None else None
         # a draft model is loaded once, and freed when no text session drafts with it

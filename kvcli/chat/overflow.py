@@ -103,19 +103,19 @@ def leave_out(
     asked = [*chat.messages, question]
     cancel: Cancel = options.get("cancel") or (lambda: False)
     if how == "compress":
-        heard = chat.heard.condensed(chat.model, chat.rendered(asked).text, detail, cancel)
+        heard = chat.prompt_tokens.condensed(chat.model, chat.rendered(asked).text, detail, cancel)
         if heard is not None:
-            n, fewer = heard.begins.ids, len(chat.heard.ids) - len(heard.ids)
-            chat.heard = heard
+            n, fewer = heard.begins.ids, len(chat.prompt_tokens.ids) - len(heard.ids)
+            chat.prompt_tokens = heard
             chat.note(f"the chat exceeds the context window; {n + fewer:,} tokens shrink to {n:,}; facts may be lost")
             return True
     of_notes = int(detail["limit"] * NOTES) if how == "summarize" else 0
     room = detail["limit"] - detail["reserve"] - of_notes
-    now = shorter(chat.shown, len(chat.messages), lambda shown: len(chat.rendered(asked, shown).ids), room)
+    now = shorter(chat.visible_messages, len(chat.messages), lambda shown: len(chat.rendered(asked, shown).ids), room)
     if now is None:
         return False
     notes = (yield from _notes(chat, now.left, of_notes, options)) if of_notes else ""
-    chat.shown = replace(now, notes=notes)
+    chat.visible_messages = replace(now, notes=notes)
     kept = "it wrote notes on them" if notes else "it does not know them any more"
     if how == "compress":
         kept += ", because their KV cache could not be compressed"

@@ -81,12 +81,12 @@ class TextSession:
         """Load KV of the prompt from the pack and the prefix cache; returns how many tokens need no prefill."""
         if self.pack is not None:
             self.pack.fetch(self.session, ids)
-        if (shelf := self.model.shelf) is not None and not self.session.condensed:
+        if (shelf := self.model.prefix_cache) is not None and not self.session.condensed:
             with catch_cache_full():  # without room, the prompt is prefilled
                 for shaping in (ways := assemble.shapings(self.profile)):
                     shelf.load_prefix(self.session, ids, shaping)
-                if self.session.spare is not None and ways[-1].is_whole:
-                    self.session.spare.add(shelf.find_spans(self.session, ids, ways[-1]))
+                if self.session.reusable_spans is not None and ways[-1].is_whole:
+                    self.session.reusable_spans.add(shelf.find_spans(self.session, ids, ways[-1]))
         return self.session.committed
 
     def has_read(self, ids: Sequence[int]) -> bool:
@@ -116,11 +116,11 @@ class TextSession:
 
         The reason of a failure is returned once, until a save succeeds.
         """
-        if self.model.shelf is None or self.session.condensed:  # condensed ids are the prefix of no prompt
+        if self.model.prefix_cache is None or self.session.condensed:  # condensed ids are the prefix of no prompt
             return SaveResult()
         ways = assemble.shapings(self.profile)
         shaping = ways[0 if "reused" in self.session.approximations else -1]
-        kept = self.model.shelf.save(self.session, cancel, shaping)
+        kept = self.model.prefix_cache.save(self.session, cancel, shaping)
         was, self._is_unkept = self._is_unkept, bool(kept.why_not)
         return replace(kept, why_not="") if was else kept
 
@@ -128,11 +128,11 @@ class TextSession:
         """Revive deferred tokens between answers, if the profile asks for it, until `cancel()` returns True."""
         session = self.session
         with catch_cache_full():  # without room, the next prompt has fewer revived tokens
-            run_to_end(run_until_cancelled(session.behind.before_prompt(session.cache, session.ids), cancel))
+            run_to_end(run_until_cancelled(session.aux_cache.before_prompt(session.cache, session.ids), cancel))
 
     def why_again(self) -> list[str]:
         """Explain why the prefix cache of this model is unusable, if the model was loaded differently then."""
-        shelf = self.model.shelf
+        shelf = self.model.prefix_cache
         fields = shelf.mismatch(self.session, assemble.cache_conditions(self.profile)) if shelf is not None else []
         return [f"the saved KV cache cannot be used, because settings differ: {', '.join(fields)}"] if fields else []
 

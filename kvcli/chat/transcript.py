@@ -112,7 +112,9 @@ def as_document(chat: Chat) -> ChatDocument:
             for m in chat.messages
         ],
         pending=[SavedDocument.from_attributes(d) for d in chat.pending],
-        left_out=LeftOut(messages=chat.shown.left, notes=chat.shown.notes) if chat.shown.left else None,
+        left_out=LeftOut(messages=chat.visible_messages.left, notes=chat.visible_messages.notes)
+        if chat.visible_messages.left
+        else None,
     )
 
 

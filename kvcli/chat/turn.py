@@ -147,7 +147,7 @@ class TurnRun:
         if at_once:
             found = session.policy.describe_result(session.memory) if session.policy is not None else ""
             stats.approx = approximation_note(self._text.profile, session.approximations, found)
-        held = (session.cache, session.states, session.view, session.behind, session.drafter, self._text.writer)
+        held = (session.cache, session.states, session.view, session.aux_cache, session.drafter, self._text.writer)
         stats.kv, stats.page_hit_rate = nbytes(*held), hit_rate(held)
         stats.host_access = next((use.how for use in session.cache.usage() if use.how), "")
         stats.kv_fp16 = 2 * sum(of.numbers for of in lm.shapes) * session.committed

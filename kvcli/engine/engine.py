@@ -68,8 +68,8 @@ def _run(lm: LM, feeds: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     wanted = [len(feed.want) for feed in feeds]
     each = torch.split(logits, wanted) if len(feeds) > 1 else [logits]
     gave = [None] * len(feeds) if hidden is None else torch.split(hidden, [feed.rows.n_rows for feed in feeds])
-    if way.shown is not None:
-        gave = torch.split(way.shown, wanted)
+    if way.hidden_states is not None:
+        gave = torch.split(way.hidden_states, wanted)
     backs = [Readback(feed, rows, lm.has_pool) for feed, rows in zip(feeds, each, strict=True)]
     if lm.is_apart:
         fetch(backs)

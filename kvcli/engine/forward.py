@@ -34,7 +34,7 @@ class ForwardPass:
     """A forward pass of one request's rows. It keeps the new KV until rows are accepted."""
 
     last = -1  # last layer whose output is needed; -1 = run to the logits
-    shown: Tensor | None = None  # [n, E]: input of the output layer, if the request records hidden states
+    hidden_states: Tensor | None = None  # [n, E]: input of the output layer, if the request records hidden states
 
     @property
     def n_rows(self) -> int:
@@ -46,7 +46,7 @@ class ForwardPass:
         self.fresh: dict[int, NewKV] = {}  # by layer
         self.queries: list[Tensor] = []  # per layer q [H, len(record_queries), D]
         self._dtype = feed.cache.dtype
-        self._hear: Tensor | None = None  # on the device
+        self._recorded_rows: Tensor | None = None  # on the device
         self._seen: dict[tuple[int | None, torch.device], Tensor | None] = {}  # by window and device of the layer
         self._sent: dict[Any, Any] = {}  # tensors that kernels put on the device once for all layers
         # the layers' cache; batch invariant rows never expand latents, even where that is faster
@@ -57,7 +57,7 @@ class ForwardPass:
         self.hidden = feed.hidden  # [N, E] input of the first of these layers; after the last one, its output
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, sink: Tensor | None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sink: Tensor | None
     ) -> Tensor:
         """Run attention in one layer: q [H, N, D], k, v [K, N, D] after rotary embedding -> [H, N, D].
 
@@ -82,31 +82,35 @@ class ForwardPass:
         if is_last:
             raise StopForward
         if feed.is_prompt:
-            sight = replace(sight, is_prompt=True)
-        line, sees = rows.sees, self._sees(sight.window, q)
+            params = replace(params, is_prompt=True)
+        line, sees = rows.sees, self._sees(params.window, q)
         if (expanded := self.trial.expanded.get(layer)) is not None:
             latent, wide, its_k, its_v = expanded
-            past = [PartialAttention(latent.values(p.out), p.lse) for p in feed.cache.attend(layer, q, sight, rows.pos)]
+            past = [
+                PartialAttention(latent.values(p.out), p.lse) for p in feed.cache.attend(layer, q, params, rows.pos)
+            ]
             return merge_attention(
-                [*past, *NewRows(its_k, its_v, rows.pos, line, sees, sink).parts(wide, sight.scale, sight.softcap)]
+                [*past, *NewRows(its_k, its_v, rows.pos, line, sees, sink).parts(wide, params.scale, params.softcap)]
             )
         if (tree := rows.tree) == len(rows.ids):
             own = NewRows(k, v, rows.pos, line, sees, sink, sent=self._sent)
-            return merge_attention(feed.cache.attend(layer, q, sight, rows.pos, own))
+            return merge_attention(feed.cache.attend(layer, q, params, rows.pos, own))
         assert line is not None, "lookahead rows come with a draft tree"
         assert sees is not None
         of_tree = NewRows(k[:, :tree], v[:, :tree], rows.pos[:tree], line[:tree, :tree], sees[:tree, :tree], sink)
         for_scouts = NewRows(k, v, rows.pos, line[tree:], sees[tree:], sink)
         of_tree.sent = for_scouts.sent = self._sent
-        its = feed.cache.attend(layer, q[:, :tree], sight, rows.pos[:tree], of_tree)  # unaffected by the lookahead rows
-        theirs = (feed.view or feed.cache).attend(layer, q[:, tree:], sight, rows.pos[tree:], for_scouts)
+        its = feed.cache.attend(
+            layer, q[:, :tree], params, rows.pos[:tree], of_tree
+        )  # unaffected by the lookahead rows
+        theirs = (feed.view or feed.cache).attend(layer, q[:, tree:], params, rows.pos[tree:], for_scouts)
         return torch.cat([merge_attention(parts).to(q.dtype) for parts in (its, theirs)], dim=1)
 
     def _listen(self, q: Tensor) -> None:
         """Record the queries of the requested rows in a layer."""
-        if self._hear is None or self._hear.device != q.device:
-            self._hear = torch.tensor(list(self._feed.record_queries), device=q.device, dtype=torch.int64)
-        self.queries.append(q[:, self._hear])  # a copy: a slice would keep all rows alive
+        if self._recorded_rows is None or self._recorded_rows.device != q.device:
+            self._recorded_rows = torch.tensor(list(self._feed.record_queries), device=q.device, dtype=torch.int64)
+        self.queries.append(q[:, self._recorded_rows])  # a copy: a slice would keep all rows alive
 
     def _sees(self, window: int | None, like: Tensor) -> Tensor | None:
         """Return which rows of the pass each row attends to in a layer with this window; None = plain causal."""
@@ -122,7 +126,7 @@ class BatchedPass:
     sequence; everything else is computed row by row."""
 
     last = -1
-    shown: Tensor | None = None
+    hidden_states: Tensor | None = None
 
     def __init__(self, passes: Sequence[ForwardPass | CapturedForward]) -> None:
         self._passes, self.trial = passes, CacheShim(passes[0].trial.latents)
@@ -132,14 +136,14 @@ class BatchedPass:
         self.hidden = torch.cat(each) if each else None
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, sink: Tensor | None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sink: Tensor | None
     ) -> Tensor:
         """Run attention in one layer, as in `ForwardPass`; the rows of the sequences are concatenated."""
         counts = [p.n_rows for p in self._passes]
         keys = torch.split(k, counts, dim=1)
         values = keys if v is k else torch.split(v, counts, dim=1)
         each = zip(self._passes, torch.split(q, counts, dim=1), keys, values, strict=True)
-        outs = [p.attend(layer, its_q, its_k, its_v, sight, sink) for p, its_q, its_k, its_v in each]
+        outs = [p.attend(layer, its_q, its_k, its_v, params, sink) for p, its_q, its_k, its_v in each]
         if layer == self.last:
             raise StopForward
         return torch.cat([out.to(q.dtype) for out in outs], dim=1)

@@ -34,7 +34,7 @@ class Draft:
 
     ids: list[int]
     parent: list[int]
-    scouts: LookaheadRows | None = None
+    lookahead: LookaheadRows | None = None
     needs: Hears = ""  # tensors of the tree rows to return, in `Step.queries` or `Step.hidden`
     ahead: int = 0  # without draft tokens: passes of one row that follow unless the answer ends; as in Rows
 
@@ -85,31 +85,31 @@ class Rows:
     @staticmethod
     def build(pending: int, at: int, draft: Draft) -> Rows:
         """Return rows for the pending token at position `at`, the draft's tree below it, then its lookahead rows."""
-        if not draft.ids and draft.scouts is None:
+        if not draft.ids and draft.lookahead is None:
             return Rows.chain([pending], at, draft.ahead)
         parent = [-1, *(p + 1 for p in draft.parent)]  # node i of the draft is row i + 1
         is_chain = all(p == i - 1 for i, p in enumerate(parent))
-        if is_chain and draft.scouts is None:
+        if is_chain and draft.lookahead is None:
             return Rows.chain([pending, *draft.ids], at)
         tree = len(parent)
         offset = [0, *draft.depth()]
         ids = [pending, *draft.ids]
-        n = tree + (len(draft.scouts.ids) if draft.scouts is not None else 0)
+        n = tree + (len(draft.lookahead.ids) if draft.lookahead is not None else 0)
         sees = np.zeros((n, n), dtype=np.bool_)  # numpy is faster: updating one row in torch takes six times as long
         sees.flat[:: n + 1] = True  # like `eye`, in a fifth of the time
         for row, p in enumerate(parent[1:], start=1):
             sees[row] |= sees[p]
-        if draft.scouts is not None:
+        if draft.lookahead is not None:
             sees[tree:, 0] = True  # a lookahead row attends to the pending token, never to a draft token
-            sees[tree:, tree:] = draft.scouts.sees
-            ids, offset = ids + draft.scouts.ids, offset + draft.scouts.offset
+            sees[tree:, tree:] = draft.lookahead.sees
+            ids, offset = ids + draft.lookahead.ids, offset + draft.lookahead.offset
         return Rows(
             ids=ids,
             pos=[at + i for i in offset],
             sees=torch.from_numpy(sees),
             tree=tree,
             parent=tuple(parent),
-            wanted=tuple(tree + i for i in draft.scouts.wanted) if draft.scouts else (),
+            wanted=tuple(tree + i for i in draft.lookahead.wanted) if draft.lookahead else (),
         )
 
     def only(self, rows: Sequence[int]) -> Rows:

@@ -120,7 +120,7 @@ class Stats:
         self.paused_passes = after.paused_passes - before.paused_passes
         self.paused_why = after.reason if after.paused else ""
         self.sources = {name: n - before.accepted_by.get(name, 0) for name, n in after.accepted_by.items()}
-        self.scouts_why = after.scouts.why if after.scouts else ""
+        self.scouts_why = after.lookahead.why if after.lookahead else ""
         self.free_rows, self.drafts_by = after.free_rows, after.by
         if after.fault:
             self.shortages.append(f"{after.fault}; the answer continued without it")

@@ -44,7 +44,7 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
         always=always,
         always_bytes=always * spent.of_token,
         beside=max(0, need.kv - (whole if spent.is_late else min(need.budget, whole))),
-        rungs=_rungs(spent, need.context, need.budget),
+        levels=_rungs(spent, need.context, need.budget),
         layers=[spent.whole(i) for i in range(len(spent.shapes))],
         by=policy.scorer.by,
         again=plan.run.again(need.context),
@@ -72,9 +72,9 @@ def _rungs(spent: PrecisionBudget, n: int, most: float) -> list[FitRung]:
     ]
 
 
-def _room(spent: PrecisionBudget, rung: int, cost: float, most: float) -> int:
+def _room(spent: PrecisionBudget, level: int, cost: float, most: float) -> int:
     """Return the tokens that would fit if all were at this precision level."""
-    held = spent.holds if spent.has_place and rung == spent.last - 1 else None
+    held = spent.holds if spent.has_place and level == spent.last - 1 else None
     room = int(most / cost) if cost else held or 0
     return room if held is None else min(room, held)
 

@@ -70,6 +70,6 @@ def _weights(feed: ForwardRequest, kv: KVCache, made: ForwardResult, layer: int)
         yield torch.cat((past, fresh), -1).softmax(-1), s.pos[head]
 
 
-def _scores(q: Tensor, k: Tensor, sight: AttentionParams) -> Tensor:
+def _scores(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
     """Return the scores of q [G, w, D] and k [S, D] -> [G, w, S]."""
-    return scaled_scores(torch.matmul(q, k.float().T), sight)
+    return scaled_scores(torch.matmul(q, k.float().T), params)

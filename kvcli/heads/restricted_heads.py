@@ -44,13 +44,13 @@ class RestrictedHeads:
         return DeviceCache(why_not="heads are restricted")
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return the partial attention of q [H, N, D]: unrestricted heads, restricted heads, and the pass's new KV."""
         blind = self._blind[layer]  # [K]
         if not bool(blind.any()):
-            return self._store.attend(layer, q, sight, pos, own)
-        parts, rest = self._store.attend(layer, q, sight, pos), attend_new_only(q, sight, own)
+            return self._store.attend(layer, q, params, pos, own)
+        parts, rest = self._store.attend(layer, q, params, pos), attend_new_only(q, params, own)
         if not parts:
             return rest
         rows = blind.repeat_interleave(q.shape[0] // blind.shape[0])  # [H]
@@ -60,9 +60,9 @@ class RestrictedHeads:
         if not few.n_slots:
             return [*left, *rest]
         shown = self._reach.covers(few.pos, pos)
-        if sight.window is not None:
-            shown &= few.pos.unsqueeze(1) > window_start(pos, sight.window, few.pos.device)
-        seen = attend(q[rows], few.k, few.v, sight.scale, softcap=sight.softcap, mask=shown)
+        if params.window is not None:
+            shown &= few.pos.unsqueeze(1) > window_start(pos, params.window, few.pos.device)
+        seen = attend(q[rows], few.k, few.v, params.scale, softcap=params.softcap, mask=shown)
         out = torch.zeros_like(left[0].out)
         lse = torch.full_like(left[0].lse, -torch.inf)
         out[rows], lse[rows] = seen.out.to(out.dtype), seen.lse.to(lse.dtype)

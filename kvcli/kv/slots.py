@@ -65,7 +65,7 @@ def storing(attention_params: Sequence[AttentionParams], shapes: Sequence[LayerS
 class LevelSpan:
     """Adjacent columns of slots that are stored in one level of a tiered cache."""
 
-    rung: int  # 0 = the top
+    level: int  # 0 = the top
     n: int  # columns
     unit: int  # consecutive slots of a head demoted together; slots after the last full unit are demoted singly
 
@@ -135,7 +135,7 @@ class Attendable(HasUsage, Protocol):
     """Slots that rows can attend to: a tier, a tiered cache or a cache view."""
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over stored slots, oldest first; [] if empty.
 
@@ -232,9 +232,9 @@ class CacheView(Attendable, Protocol):
         """Return a view with the same selection rule over another KV cache, with no slots copied yet."""
 
 
-def attend_new_only(q: Tensor, sight: AttentionParams, own: NewRows | None) -> list[PartialAttention]:
+def attend_new_only(q: Tensor, params: AttentionParams, own: NewRows | None) -> list[PartialAttention]:
     """Return partial attention of rows over the new KV alone, for tiers that cannot merge it with stored slots."""
-    return [] if own is None else own.parts(q, sight.scale, sight.softcap)
+    return [] if own is None else own.parts(q, params.scale, params.softcap)
 
 
 def nbytes(*held: HasUsage | None) -> dict[str, int]:

@@ -53,7 +53,7 @@ class SaveResult:
 
     nbytes: int = 0  # newly written
     why_not: str = ""
-    shelf: PrefixCache | None = None  # the prefix cache, if its folder was created by this save
+    prefix_cache: PrefixCache | None = None  # the prefix cache, if its folder was created by this save
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class PrefixCache:
             evict_lru(self.folder, self.most)
         except OSError as error:
             return SaveResult(written, f"{UNKEPT}: {error.strerror or error}")
-        return SaveResult(written, shelf=self if is_first else None)
+        return SaveResult(written, prefix_cache=self if is_first else None)
 
     def _is_in_blocks(self, shaping: CacheConditions) -> bool:
         """True if only KV is saved. A recurrent state belongs to a whole sequence and is saved in a snapshot."""

@@ -132,10 +132,10 @@ class Run:
     nbytes: int = 0  # of keys and values and what drafts beside them
     stats: Stats = field(default_factory=Stats)
 
-    def write(self, model: kvcli.Model, prompt: Sequence[int], new: int, shelf: PrefixCache) -> None:
+    def write(self, model: kvcli.Model, prompt: Sequence[int], new: int, prefix_cache: PrefixCache) -> None:
         session = model.new_session()
         if is_lossless(model.profile):  # else it is read as that profile reads it
-            shelf.load_prefix(session, prompt)
+            prefix_cache.load_prefix(session, prompt)
         run_to_end(session.read(prompt[len(session.ids) :]))
         timed = session.drafter = Timed(session.drafter)
         began = None
@@ -183,7 +183,13 @@ def side_of(model: kvcli.Model, side: str, temperature: float) -> kvcli.Model:
 
 
 def measure(
-    model: kvcli.Model, of: str, task: Task, temperature: float, sides: Sequence[str], reps: int, shelf: PrefixCache
+    model: kvcli.Model,
+    of: str,
+    task: Task,
+    temperature: float,
+    sides: Sequence[str],
+    reps: int,
+    prefix_cache: PrefixCache,
 ) -> list[Row]:
     models = {side: side_of(model, side, temperature) for side in sides}
     runs: dict[str, list[Run]] = {side: [] for side in sides}
@@ -192,7 +198,7 @@ def measure(
         for side in (PLAIN, *others[rep:], *others[:rep]):  # who comes after whom changes
             run = Run()
             for prompt, n in zip(task.prompts, task.new, strict=True):
-                run.write(models[side], prompt, n if rep else 9, shelf)
+                run.write(models[side], prompt, n if rep else 9, prefix_cache)
             if rep:
                 runs[side].append(run)
     plain, own = runs[PLAIN], {side: runs[TEXT_OF.get(side, PLAIN)] for side in sides}
@@ -227,14 +233,14 @@ def row(
     }
 
 
-def lengths(model: kvcli.Model, of: str, task: Task, shelf: PrefixCache) -> list[int]:
+def lengths(model: kvcli.Model, of: str, task: Task, prefix_cache: PrefixCache) -> list[int]:
     """Tokens until plain greedy decoding stops; what it has read is kept for all."""
     most, found = NEW[of].get(task.name, NEW[of][""]), []
     for prompt in task.prompts:
         session = side_of(model, PLAIN, 0.0).new_session()
-        shelf.load_prefix(session, prompt)
+        prefix_cache.load_prefix(session, prompt)
         run_to_end(session.read(prompt[len(session.ids) :]))
-        shelf.save(session)
+        prefix_cache.save(session)
         stop = () if task.name == "free" else model.lm.stop_ids
         list(iterate_events(session.stream(most, stop)))
         found.append(max(8, len(session.ids) - len(prompt)))

@@ -138,8 +138,8 @@ class Text:
         """What `session.read` does with a text of one chunk."""
         assert self.n <= session.chunk_rows
         session.ids = list(self.ids)
-        session.heard.begin(self.n)
-        hear, made = session.heard.rows_to_record_in_chunk(0, self.n), self._made
+        session.query_recorder.begin(self.n)
+        hear, made = session.query_recorder.rows_to_record_in_chunk(0, self.n), self._made
         made = replace(made, queries=[q[:, hear] for q in made.queries] if hear else [])
         session.compression_point = self.n
         session._commit(self.rows, hear, made, range(self.n))

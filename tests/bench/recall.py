@@ -64,22 +64,22 @@ class Watched(SparseCache):
         self.took = [0.0, 0.0]  # CPU seconds of recall, and of reading everything
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Tensor, own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Tensor, own: NewRows | None = None
     ) -> list[PartialAttention]:
         """One row a pass."""
         began = time.process_time()
-        parts = super().attend(layer, q, sight, pos, own)
+        parts = super().attend(layer, q, params, pos, own)
         middle = time.process_time()
-        self._tier.attend(layer, q, sight, pos)
+        self._tier.attend(layer, q, params, pos)
         if layer in self._chosen:
             self.took = [self.took[0] + middle - began, self.took[1] + time.process_time() - middle]
-            self._note(layer, q, sight)
+            self._note(layer, q, params)
         return parts
 
-    def _note(self, layer: int, q: Tensor, sight: AttentionParams) -> None:
+    def _note(self, layer: int, q: Tensor, params: AttentionParams) -> None:
         pages, s = self._pages[layer], self.slots(layer)
         rows = q.reshape(s.k.shape[0], -1, q.shape[2])  # [K, G, D]
-        score = rows.double() @ s.k.double().transpose(1, 2) * sight.scale
+        score = rows.double() @ s.k.double().transpose(1, 2) * params.scale
         left = padded(pages.held & ~self._chosen[layer])  # pages that were not read
         unread = torch.zeros(s.k.shape[0], s.n_slots + 1, dtype=torch.bool)
         unread.scatter_(1, pages.slots_of(left) + 1, True)  # what is no slot has index -1
@@ -87,7 +87,7 @@ class Watched(SparseCache):
         full, read = score.logsumexp(2), score.masked_fill(unread, -torch.inf).logsumexp(2)
         self.missed.append(1 - (read - full).exp().flatten())
         if self._index.is_bound:
-            bound = self._index.score(rows, pages.kept, pages.shared, sight).double()
+            bound = self._index.score(rows, pages.kept, pages.shared, params).double()
             bound = bound.masked_fill((self._chosen[layer] | ~pages.held).unsqueeze(1), -torch.inf).logsumexp(2)
             # as of the boundary, as certificates are
             end = int(pages.ends.max())

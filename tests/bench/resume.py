@@ -37,11 +37,11 @@ def resumed(n: int, reps: int, profile: str, settings: dict[str, Any] | None = N
             shelf, said = PrefixCache(Path(folder, f"kv{i}"), 1 << 34, model.lm), {}
             with model.open() as text:
                 second = [*ids, *text.generate(ids, max_new_tokens=8, ignore_eos=True).ids, *more]
-                model.shelf, began = shelf, time.perf_counter()
+                model.prefix_cache, began = shelf, time.perf_counter()
                 assert not text.keep().why_not
                 times["keeping"].append(time.perf_counter() - began)
             for side in ("read", "kept"):
-                model.shelf = shelf if side == "kept" else None
+                model.prefix_cache = shelf if side == "kept" else None
                 with model.open() as text:
                     turn = text.generate(second, max_new_tokens=8, ignore_eos=True)
                 assert turn.stats.cached >= n * (side == "kept"), turn.stats.cached
@@ -49,7 +49,7 @@ def resumed(n: int, reps: int, profile: str, settings: dict[str, Any] | None = N
                 times[side].append(turn.stats.first_token)
             # what a policy keeps of a text depends on where its questions end
             assert model.profile.exactness != "exact" or said["read"] == said["kept"]
-            model.shelf = None
+            model.prefix_cache = None
             nbytes = sum(path.stat().st_size for path in Path(folder, f"kv{i}").rglob("*.kv"))
     median = {side: statistics.median(found[1:]) for side, found in times.items()}
     named = {f"{side}_s": value for side, value in median.items()}

@@ -54,14 +54,14 @@ def rounded(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return s.k[0], s.v[0]
 
 
-def reads(q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, method: str, share: float) -> Tensor:
+def reads(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, method: str, share: float) -> Tensor:
     """Which slots of k, v [K, S, D] each row of q [K, G, N, D] reads, [K, N, S]."""
     tier = Dense([LayerShape(k.shape[0], k.shape[2], v.shape[2])], k.dtype)
     tier.append(0, k, v, 0)
     index = method_class(registries()["sparse"][method])().index()
     pages = Pages(index, PageBudget(share, 1, 0, 0))
     pages.settle(0, tier)
-    score = index.score(q.flatten(1, 2), pages.kept, pages.shared, sight).view(*q.shape[:3], -1)
+    score = index.score(q.flatten(1, 2), pages.kept, pages.shared, params).view(*q.shape[:3], -1)
     found = _choose(score, pages, -float("inf")).repeat_interleave(index.selection_unit, 2)  # whole pages alone
     return torch.nn.functional.pad(found, (0, k.shape[1] - found.shape[2]), value=True)
 

@@ -87,10 +87,10 @@ class Follower:
     def start(self, ids: Sequence[int], sampler: Any = None) -> None:
         self.head.start(ids)
 
-    def propose(self, ids: Sequence[int], room: int, past: Any) -> Steps[Any]:
+    def propose(self, ids: Sequence[int], room: int, context: Any) -> Steps[Any]:
         from kvcli.engine.rows import Draft
 
-        self.head.bind(past)
+        self.head.bind(context)
         self.said.append((yield from guessed(self.head)))
         return Draft([self.text[len(ids)]], [-1], needs="hidden")
 

@@ -350,7 +350,7 @@ def test_only_the_last_accepted_token_is_looked_with() -> None:
         assert it._query.at == len(session.ids) - 2
     assert accepted > 0
     query = it._query
-    it._trigger, it._past = Every(1), session
+    it._trigger, it._context = Every(1), session
     it._query = replace(query, at=query.at - 1)
     assert not it._looks()
     it._query = query

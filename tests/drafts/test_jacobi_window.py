@@ -16,7 +16,7 @@ def filled(width: int, ngram: int, text: list[int], ends: tuple[int, ...] = ()) 
 
 def test_positions_and_rows():
     window = filled(3, 4, list(range(50)))
-    scouts = window.scouts()
+    scouts = window.lookahead_rows()
     assert window.rows == len(scouts.ids) == 3 * 3 - 1
     assert scouts.offset == [1, 2, 1, 2, 3, 2, 3, 4]  # level by level, the corner left out
     assert window.reach == 4
@@ -25,7 +25,7 @@ def test_positions_and_rows():
 
 def test_each_lookahead_row_sees_one_token_for_each_place_before_it():
     """Seen offsets with the pending token's: 0, 1, ... up to its own, once each."""
-    scouts = filled(4, 5, list(range(50))).scouts()
+    scouts = filled(4, 5, list(range(50))).lookahead_rows()
     assert len(scouts.offset) > 4
     for i, offset in enumerate(scouts.offset):
         seen = [scouts.offset[j] for j in torch.nonzero(scouts.sees[i]).flatten().tolist()]
@@ -49,15 +49,15 @@ def test_a_run_is_the_column_and_its_prediction():
 
 def test_the_same_text_is_filled_alike_and_no_text_sends_nobody():
     text = list(range(9))
-    assert filled(3, 4, text).scouts().ids == filled(3, 4, text).scouts().ids
-    assert JacobiWindow(3, 4).scouts() is None
-    assert filled(3, 4, [5], ends=(5,)).scouts() is None
+    assert filled(3, 4, text).lookahead_rows().ids == filled(3, 4, text).lookahead_rows().ids
+    assert JacobiWindow(3, 4).lookahead_rows() is None
+    assert filled(3, 4, [5], ends=(5,)).lookahead_rows() is None
 
 
 def test_end_tokens_do_not_enter():
     window = filled(2, 4, [5, 1, 5, 2, 5], ends=(5,))
     list(window.harvest([1], [5, 5]))
-    assert 5 not in window.scouts().ids
+    assert 5 not in window.lookahead_rows().ids
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -66,7 +66,7 @@ def test_a_model_that_counts_is_drafted_ahead(width: int):
     window, text = filled(width, 5, [0, 900, 901]), [0, 900, 901]
     runs: list[list[int]] = []
     for _ in range(12):
-        scouts = window.scouts()
+        scouts = window.lookahead_rows()
         last = [scouts.ids[i] + 1 for i in scouts.wanted]
         runs = list(window.harvest(text[-4:], last))
         text.append(text[-1] + 1)

@@ -36,15 +36,15 @@ def test_a_refused_draft_is_in_no_kv_cache_and_no_recorded_queries(policy: str, 
     got = opened("dense", policy, "sampled", "fp32", DRAFTERS[drafter](want.ids))
     run_to_end(written(got))
     assert got.ids == want.ids
-    assert got.heard.pos == want.heard.pos
-    assert bool(got.heard.pos) == (policy == "ragged"), "one policy hears queries while an answer is written"
+    assert got.query_recorder.pos == want.query_recorder.pos
+    assert bool(got.query_recorder.pos) == (policy == "ragged"), "one policy hears queries while an answer is written"
     for a, b in zip(tensors(got), tensors(want), strict=True):
         assert torch.equal(a, b)
 
 
 def tensors(session: GenerationSession) -> list[torch.Tensor]:
     slots = [session.cache.slots(layer) for layer in range(session.lm.n_layers)]
-    return [t for s in slots for t in (s.k, s.v, s.pos)] + session.heard._q
+    return [t for s in slots for t in (s.k, s.v, s.pos)] + session.query_recorder._q
 
 
 @pytest.mark.parametrize("of", ["mix", "model"])

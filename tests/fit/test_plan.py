@@ -259,7 +259,7 @@ def test_what_may_come_back_is_planned_as_a_vector_a_token(demo):
         with load("demo", profile, set={"load.device": "cpu", "load.verify": False}) as model:
             session = model.text.session
             run_to_end(session.read(torch.arange(n).remainder(model.lm.vocab).tolist()))
-            held = nbytes(session.behind).get("behind", 0)
+            held = nbytes(session.aux_cache).get("behind", 0)
         more = planned(demo, profile, n).need.kv - planned(demo, "exact", n).need.kv
         assert held <= more <= 1.2 * held, "the first, the newest and the template's are not behind"
         assert bool(held) == (scope == "prefill+decode")

@@ -56,9 +56,9 @@ def cached(summary: Summary) -> int:
     return answered.turn.stats.cached
 
 
-def on(shelf: PrefixCache | None, model: Model) -> TextSession:
+def on(prefix_cache: PrefixCache | None, model: Model) -> TextSession:
     text = model.open()
-    text.model.shelf = shelf
+    text.model.prefix_cache = prefix_cache
     return text
 
 
@@ -76,7 +76,7 @@ def test_after_a_chat_about_the_document_and_the_second_time(model: Model, repor
         assert read - 8 < cached(again) < read + 16
         assert [p.marked for p in again.points] == [p.marked for p in plain.points]
         assert [a.turn.ids for a in again.turns] == [a.turn.ids for a in plain.turns]
-    model.shelf = None
+    model.prefix_cache = None
 
 
 def test_of_another_style_or_length_the_question_alone_is_read(model: Model, report: Document) -> None:

@@ -106,9 +106,9 @@ def keep_read(text: TextSession) -> str:
 
 def said_of(kept: Read) -> str:
     """Return the note on a save to the prefix cache."""
-    if kept.why_not or kept.shelf is None:
+    if kept.why_not or kept.prefix_cache is None:
         return kept.why_not
-    return f"prefix cache: {kept.shelf.folder} (limit {long_size(kept.shelf.most)}; see kvcli cache)"
+    return f"prefix cache: {kept.prefix_cache.folder} (limit {long_size(kept.prefix_cache.most)}; see kvcli cache)"
 
 
 def about(talk: Chat) -> str:

@@ -347,7 +347,7 @@ class Setup:
         if self.reuses and (most := self.config.prefix_cache_size(free_bytes(cache))):
             from kvcli.prefix_cache.prefix_cache import PrefixCache
 
-            model.shelf = PrefixCache(cache / "kv", most, model.lm)
+            model.prefix_cache = PrefixCache(cache / "kv", most, model.lm)
         self.most = info.limit
         refuse_beyond(profile, self.most, self.name)
         log.info("loaded %s from %s in %.2f s: %s %s", info.id, info.path, info.load_seconds, info.dtype, info.backend)

@@ -56,7 +56,7 @@ def examine(
             source: [Kind(kind=a.match, made=a.made, share=a.share) for a in kinds if a.made]
             for source, kinds in report.by_source.items()
         },
-        scouts=ScoutFigures.from_attributes(report.scouts) if report.scouts else None,
+        scouts=ScoutFigures.from_attributes(report.lookahead) if report.lookahead else None,
         reason=report.reason if report.paused else "",
         draft_pass=report.ahead,
         same=all(a.ids == b.ids for a, b in zip(without, with_, strict=True)),

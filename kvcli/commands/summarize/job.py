@@ -33,7 +33,7 @@ class SummaryJob:
     setup: Setup
     profile: Profile
     request: Request
-    shelf: InputDocuments
+    documents: InputDocuments
     out: SummaryOutput
     screen: Screen
     wanted: MemoryWishes
@@ -45,7 +45,7 @@ class SummaryJob:
     @property
     def groups(self) -> list[list[InputDocument]]:
         """Documents of each summary."""
-        given = self.shelf.given
+        given = self.documents.given
         return [[one] for one in given] if self.each else [given]
 
     @property
@@ -100,8 +100,8 @@ class SummaryJob:
 
     def tell_failed(self) -> None:
         """Report unreadable files. With JSON, if no file could be read, one error document stands for all."""
-        failed = [error for _, error in self.shelf.failed]
-        if failed and not self.shelf.given and self.out.form == "json":
+        failed = [error for _, error in self.documents.failed]
+        if failed and not self.documents.given and self.out.form == "json":
             first, *others = failed
             first.lines = (*first.lines, *(error.message for error in others))
             raise first

@@ -28,14 +28,14 @@ def run(job: SummaryJob, *, dry_run: bool) -> int:
     """Make all summaries; returns the exit code."""
     _refuse_early(job)
     job.tell_failed()
-    if not job.shelf.given:
+    if not job.documents.given:
         return job.status
     if dry_run:
         from kvcli.commands.summarize.plan import print_plans
 
         print_plans(job)
         return job.status
-    for one, name in zip(job.shelf.given, job.names(job.shelf.given), strict=True):
+    for one, name in zip(job.documents.given, job.names(job.documents.given), strict=True):
         for note in one.document.notes:
             job.tell(f"{name}: {note}")
     status = _summarize(job)
@@ -52,12 +52,12 @@ def print_text(job: SummaryJob) -> int:
     from kvcli.documents import marked
 
     job.tell_failed()
-    given = job.shelf.given
+    given = job.documents.given
     if job.out.form == "json":
         from kvcli.commands.summarize.documents import facts
         from kvcli.summarize.document import extract_document
 
-        job.out.json(extract_document(facts(given), job.shelf.documents))
+        job.out.json(extract_document(facts(given), job.documents.documents))
     for one in given:
         document = one.document
         for note in notes_of(document):
@@ -197,7 +197,7 @@ def _finish(
     sources = facts(given, text.tokenizer)
     made = summary_document(summary, sources, [turn_document(a.turn, text.info, under) for a in summary.turns])
     if not job.each:
-        made.notes += [f"{name} is not in the summary: {error.message}" for name, error in job.shelf.failed]
+        made.notes += [f"{name} is not in the summary: {error.message}" for name, error in job.documents.failed]
     job.out.end(made, summary.points)
     named = {name: one.document for name, one in zip(job.names(given), given, strict=True)}
     for note in notes(summary, named, cited=job.request.cite):

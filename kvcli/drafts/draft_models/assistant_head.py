@@ -40,11 +40,11 @@ class BorrowedCache:
         self._kv, self._layers, self.dtype = kv, layers, kv.dtype
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over the target layer that this layer reads."""
-        window = None if sight.window is None else sight.window + _WIDER
-        return self._kv.attend(self._layers[layer], q, replace(sight, window=window, is_guess=True), pos)
+        window = None if params.window is None else params.window + _WIDER
+        return self._kv.attend(self._layers[layer], q, replace(params, window=window, is_guess=True), pos)
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the reason why the assistant cannot run as a captured pass."""
@@ -104,8 +104,8 @@ class AssistantHead(HiddenStateHead):
         if not end:
             return []
         if self._at != end:
-            assert self._past is not None, "no KV cache is bound"
-            _, states = yield from recompute_hidden_states(self._lm, self._past, self._text)
+            assert self._context is not None, "no KV cache is bound"
+            _, states = yield from recompute_hidden_states(self._lm, self._context, self._text)
             self._at, self._state = end, states[-1:]
         made = yield from self._pass(self._text[-1:], self._state)
         self._grown = made[1]
@@ -119,10 +119,10 @@ class AssistantHead(HiddenStateHead):
 
     def _pass(self, ids: Sequence[int], states: Tensor) -> Steps[tuple[list[list[float]], Tensor]]:
         """Return the hook output of tokens with the hidden states [N, E] before them, and the new hidden states."""
-        assert self._past is not None, "no KV cache is bound"
+        assert self._context is not None, "no KV cache is bound"
         n = len(ids)
         rows = Rows(ids, [self.length - 1] * n, sees=None, tree=n, parent=())
-        of = self._head, rows, BorrowedCache(self._past.cache, self._layers)
+        of = self._head, rows, BorrowedCache(self._context.cache, self._layers)
         made = yield ForwardRequest(*of, want=range(n), logits_hook=top, hidden=states, record_hidden_states=True)
         assert made.hidden is not None
         return [made.hook_output(i) for i in range(n)], made.hidden.clone()

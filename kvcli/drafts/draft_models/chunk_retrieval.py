@@ -92,7 +92,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
         """Reset the scores: no chunk of this sequence is scored yet."""
         self._trigger = self._new_trigger()
         self._query: Query | None = None  # queries of the last accepted row, until they are used for scoring
-        self._past: DraftContext | None = None  # cache of the target model in the running step
+        self._context: DraftContext | None = None  # cache of the target model in the running step
         self._score: Sequence[float] = ()  # scores by chunk, of the last scoring
 
     def _cut(self, n: int) -> None:
@@ -106,16 +106,16 @@ class ChunkRetrievalModel(SeparateDraftModel):
     def needs(self) -> Hears:
         return "queries" if len(self._text) > self._working and self._trigger.is_near else ""
 
-    def bind(self, past: DraftContext | None) -> None:
-        self._past = past
+    def bind(self, context: DraftContext | None) -> None:
+        self._context = context
 
     def extend(self, new: Sequence[int]) -> None:
         super().extend(new)
-        self._past = None  # the cache is no longer that of the sequence
+        self._context = None  # the cache is no longer that of the sequence
 
     def _looks(self) -> bool:
         """Score the chunks if due and the last accepted token's query is recorded; True if chunks may change."""
-        past, query = self._past, self._query
+        past, query = self._context, self._query
         if past is None or query is None or query.at != len(self._text) - 2 or not self._trigger.is_due:
             return False
         self._score = relevance(past.cache, self._attention_params, query, self._sinks, self._size)

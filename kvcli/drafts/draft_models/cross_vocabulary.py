@@ -107,8 +107,8 @@ class CrossVocabularyModel:
         self._it.discard_cache()
         self._forget_draft_tokens()
 
-    def bind(self, past: DraftContext | None) -> None:
-        self._it.bind(past)
+    def bind(self, context: DraftContext | None) -> None:
+        self._it.bind(context)
 
     def observe(self, step: Step) -> None:
         """No data: rows of the target model are not this model's."""

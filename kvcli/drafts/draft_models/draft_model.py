@@ -60,7 +60,7 @@ class DraftModel(Protocol):
     def discard_cache(self) -> None:
         """Discard the stored KV, which may be incomplete; no token is covered afterwards."""
 
-    def bind(self, past: DraftContext | None) -> None:
+    def bind(self, context: DraftContext | None) -> None:
         """Set the target model's cache of the sequence, before the coming passes read from it."""
 
     def observe(self, step: Step) -> None:

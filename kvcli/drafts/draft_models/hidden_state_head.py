@@ -19,7 +19,7 @@ class HiddenStateHead:
     def __init__(self, lm: LM, head: LM) -> None:
         self._lm, self._head = lm, head
         self._text: list[int] = []
-        self._past: DraftContext | None = None
+        self._context: DraftContext | None = None
         self.discard_cache()
 
     def discard_cache(self) -> None:
@@ -47,6 +47,6 @@ class HiddenStateHead:
         """Return the pending token. Earlier tokens have known successors, and their states are not kept."""
         return self._text[-1:]
 
-    def bind(self, past: DraftContext | None) -> None:
+    def bind(self, context: DraftContext | None) -> None:
         """Set the target model's cache."""
-        self._past = past
+        self._context = context

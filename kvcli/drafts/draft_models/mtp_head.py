@@ -46,7 +46,7 @@ class MtpHead(HiddenStateHead):
         self._at: list[int] = []  # positions waiting for the head's pass, rising
         self._states = torch.empty(0)  # [len(at), E], of the tokens before these, in the model's dtype
         self._last = self._states  # [1, E], of the last row in the cache
-        self._past = None
+        self._context = None
         self._drop()
 
     def _drop(self) -> None:
@@ -79,7 +79,7 @@ class MtpHead(HiddenStateHead):
     def extend(self, new: Sequence[int]) -> None:
         """Append `new` to the sequence."""
         self._text += new
-        self._past = None  # the cache is no longer that of the sequence
+        self._context = None  # the cache is no longer that of the sequence
         self._drop()
 
     def observe(self, step: Step) -> None:
@@ -124,12 +124,12 @@ class MtpHead(HiddenStateHead):
 
     def _hear_again(self) -> Steps[None]:
         """Recompute the hidden states of the newest tokens."""
-        assert self._past is not None, "no KV cache is bound"
+        assert self._context is not None, "no KV cache is bound"
         end = self.length - 1
         if not end:  # the first token has no token before it
             self._wait([0], torch.zeros(1, self._lm.model.config.get_text_config().hidden_size, dtype=self._lm.dtype))
             return
-        first, states = yield from recompute_hidden_states(self._lm, self._past, self._text)
+        first, states = yield from recompute_hidden_states(self._lm, self._context, self._text)
         known = max([self._end, *(at + 1 for at in self._at)])
         new = range(max(first + 1, known), end + 1)
         self._wait(new, states[-len(new) :].clone())
@@ -144,12 +144,12 @@ class MtpHead(HiddenStateHead):
         return [made.hook_output(i) for i in range(len(ids))]
 
 
-def recompute_hidden_states(lm: LM, past: DraftContext, text: Sequence[int]) -> Steps[tuple[int, Tensor]]:
+def recompute_hidden_states(lm: LM, context: DraftContext, text: Sequence[int]) -> Steps[tuple[int, Tensor]]:
     """Return hidden states [n, E] of the newest tokens except the pending one, and the position of the first, by a pass
     of the target model over part of the KV cache."""
     end = len(text) - 1
     first = max(0, end - SEEN)
-    before = newest_before(lm, past.cache, first, range(lm.n_layers))
+    before = newest_before(lm, context.cache, first, range(lm.n_layers))
     rows = Rows.chain(text[first:end], first)
     made = yield ForwardRequest(lm, rows, before, want=range(rows.n_rows), record_hidden_states=True)
     assert made.hidden is not None

@@ -43,7 +43,7 @@ class SelfDraftModel:
         self.lm, self._skipping = lm, skipping
         self.length = 0
         self._newest: list[int] = []  # newest tokens, by which skipped layers are chosen
-        self._past: DraftContext | None = None
+        self._context: DraftContext | None = None
         self._ahead: DraftTreeKV | None = None  # the running draft, the pending token first
 
     @property
@@ -82,11 +82,11 @@ class SelfDraftModel:
 
     def discard_cache(self) -> None:
         """Discard the running draft and release the cache, because a draft model must not keep one alive."""
-        self._past = self._ahead = None
+        self._context = self._ahead = None
 
-    def bind(self, past: DraftContext | None) -> None:
+    def bind(self, context: DraftContext | None) -> None:
         """Set the cache that drafts read: its cache view if one is configured, else all of it as `DraftCacheView`."""
-        self._past = past
+        self._context = context
 
     def observe(self, step: Step) -> None:
         """No further data: `extend` has the new tokens."""
@@ -98,8 +98,8 @@ class SelfDraftModel:
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
         """Return the hook output of the pending token's row."""
         assert want == 1, "one row has a hook output"
-        assert self._past is not None, "no KV cache is bound"
-        view, kv = self._past.view, self._past.cache
+        assert self._context is not None, "no KV cache is bound"
+        view, kv = self._context.view, self._context.cache
         past = DraftCacheView(kv if view is None else view, kv.dtype)
         yield from self._skipping.improve(kv, past, self._newest, self.length)
         self._ahead = DraftTreeKV(self.lm, past, self.length - 1)
@@ -114,18 +114,18 @@ class SelfDraftModel:
 class DraftCacheView:
     """Cache view for draft rows: the cache may show them fewer bits or slots, because they are verified later."""
 
-    def __init__(self, past: Attendable, dtype: torch.dtype) -> None:
-        self.dtype, self._past = dtype, past
+    def __init__(self, cache: Attendable, dtype: torch.dtype) -> None:
+        self.dtype, self._cache = dtype, cache
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the reason why drafting cannot run as a captured pass."""
         return DeviceCache(why_not="self-drafting reads a part of the KV cache")
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N], marked as draft rows."""
-        return self._past.attend(layer, q, replace(sight, is_guess=True), pos, own)
+        return self._cache.attend(layer, q, replace(params, is_guess=True), pos, own)
 
     def usage(self) -> list[Usage]:
         """No memory beyond the cache's."""

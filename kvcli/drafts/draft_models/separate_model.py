@@ -130,7 +130,7 @@ class SeparateDraftModel:
                 self._solid = self._gap = 0
         self._guessed = None
 
-    def bind(self, past: DraftContext | None) -> None:
+    def bind(self, context: DraftContext | None) -> None:
         """No effect: the model reads its own KV cache."""
 
     def observe(self, step: Step) -> None:

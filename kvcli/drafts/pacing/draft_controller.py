@@ -44,7 +44,7 @@ class Mode(Enum):
 class TimedPass:
     """Record of one pass."""
 
-    guesses: int
+    n_draft_tokens: int
     tokens: int
     units: float
 
@@ -182,16 +182,18 @@ class DraftController:
         costs = self._clock.costs(rows + 4)
         return costs[-1] - costs[3]
 
-    def wants_alone(self, guesses: int) -> bool:
+    def wants_alone(self, n_draft_tokens: int) -> bool:
         """True if these draft tokens should be verified without lookahead rows, so that their cost stays measured."""
-        return self._clock.is_fading(1 + guesses)
+        return self._clock.is_fading(1 + n_draft_tokens)
 
     @property
     def is_paused(self) -> bool:
         return self._left > 0
 
-    def observe(self, guesses: int, tokens: int, seconds: float, scouts: int = 0, ahead: float = 0.0) -> float | None:
-        """Record a pass that verified `guesses` draft tokens beside `scouts` lookahead rows and yielded `tokens`
+    def observe(
+        self, n_draft_tokens: int, tokens: int, seconds: float, scouts: int = 0, ahead: float = 0.0
+    ) -> float | None:
+        """Record a pass that verified `n_draft_tokens` draft tokens beside `scouts` lookahead rows and yielded `tokens`
         tokens. `ahead`: the part of `seconds` spent in draft passes.
 
         Returns the extra time caused by the lookahead rows in plain passes, or None if it is unknown.
@@ -200,7 +202,7 @@ class DraftController:
         self._clock.tick()
         if self._passes <= _WARM_UP:
             return None
-        if self._mode is Mode.PLAIN and not guesses:
+        if self._mode is Mode.PLAIN and not n_draft_tokens:
             self._timed, self._owed = self._passes, max(0, self._owed - 1)
             if not self._clock.agrees(seconds):
                 self._doubt(2)
@@ -209,13 +211,15 @@ class DraftController:
             return None
         before = ahead / self._clock.plain
         units = seconds / self._clock.plain - before
-        if (guesses or scouts) and units < _ABSURD and self._doubt(_FIRST_PLAIN):
+        if (n_draft_tokens or scouts) and units < _ABSURD and self._doubt(_FIRST_PLAIN):
             return None  # the plain time was measured while warming up, or the machine has become faster
         # a single stall (a compression point, another program) is no evidence about drafting
-        usual, is_known = self._clock.costs(guesses + 1)[-1], self._clock.knows(guesses + 1)
-        if guesses and not scouts:
-            self._clock.time(guesses + 1, units)
-        self._note(TimedPass(guesses, tokens, before + min(units, (1.5 if is_known and not scouts else 4) * usual)))
+        usual, is_known = self._clock.costs(n_draft_tokens + 1)[-1], self._clock.knows(n_draft_tokens + 1)
+        if n_draft_tokens and not scouts:
+            self._clock.time(n_draft_tokens + 1, units)
+        self._note(
+            TimedPass(n_draft_tokens, tokens, before + min(units, (1.5 if is_known and not scouts else 4) * usual))
+        )
         return units - usual if scouts else None
 
     def observe_dry_run(self, came_true: bool) -> None:
@@ -265,7 +269,7 @@ class DraftController:
         rate = self._window.rate
         if rate >= self.min_speedup:
             return
-        guessed = sum(p.guesses > 0 for p in self._window) >= _FEW * len(self._window)
+        guessed = sum(p.n_draft_tokens > 0 for p in self._window) >= _FEW * len(self._window)
         is_relapse = guessed and self._passes - self._resumed < _RELAPSE
         self._pause = min(2 * self._pause, _LONGEST_PAUSE) if is_relapse else _PAUSE
         self._left, self._kept = self._pause, 0

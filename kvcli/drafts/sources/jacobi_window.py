@@ -53,7 +53,7 @@ class JacobiWindow:
         self._tokens = [[self._filler() for _ in range(self.width)] for _ in range(self.levels)] if self._text else []
         self._age = 0
 
-    def scouts(self) -> LookaheadRows | None:
+    def lookahead_rows(self) -> LookaheadRows | None:
         """Return the lookahead rows of this pass; None while no tokens exist to fill them with."""
         import torch
 

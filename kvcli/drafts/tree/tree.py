@@ -115,12 +115,12 @@ def grow(
     return guesses
 
 
-def _path(guesses: Sequence[DraftToken]) -> list[int]:
+def _path(draft_tokens: Sequence[DraftToken]) -> list[int]:
     """Return the tokens down to the last draft token."""
-    path, at = [], len(guesses) - 1
+    path, at = [], len(draft_tokens) - 1
     while at >= 0:
-        path.append(guesses[at].id)
-        at = guesses[at].parent
+        path.append(draft_tokens[at].id)
+        at = draft_tokens[at].parent
     return path[::-1]
 
 
@@ -145,20 +145,20 @@ def _merged(
     return merged
 
 
-def decided(guesses: Sequence[DraftToken], new: Sequence[int]) -> list[tuple[DraftToken, bool]]:
+def decided(draft_tokens: Sequence[DraftToken], new: Sequence[int]) -> list[tuple[DraftToken, bool]]:
     """Return each draft token whose parent was accepted, and if the token was accepted; in order of depth.
 
     Rows that were not verified are compared with `new` as well, at no cost.
     """
     below: dict[int, list[int]] = {}
-    for i, guess in enumerate(guesses):
+    for i, guess in enumerate(draft_tokens):
         below.setdefault(guess.parent, []).append(i)
     found, at = [], -1
     for token in new:
         taken = -2
         for i in below.get(at, ()):
-            is_right = guesses[i].id == token
-            found.append((guesses[i], is_right))
+            is_right = draft_tokens[i].id == token
+            found.append((draft_tokens[i], is_right))
             if is_right:
                 taken = i
         if taken < 0:

@@ -67,8 +67,8 @@ class TreeDrafter:
         self._n = 0  # tokens of the sequence that the sources know
         self._tail: list[int] = []  # the last of those tokens
         # of the running pass, verified or not; None = no running pass
-        self._guesses: list[DraftToken] | None = None
-        self._scouts: LookaheadRows | None = None  # lookahead rows of the running pass
+        self._draft_tokens: list[DraftToken] | None = None
+        self._lookahead: LookaheadRows | None = None  # lookahead rows of the running pass
         self._mode = Mode.DRAFT  # purpose of the running pass
         self._listens = True  # are logits learned from? False while all such sources are switched off
         self._accepted_by = dict.fromkeys((source.name for source in sources), 0)
@@ -81,7 +81,7 @@ class TreeDrafter:
     @property
     def logits_hook(self) -> LogitsHook | None:
         """The hook that returns the likeliest tokens of each row, if a source learns from them."""
-        if self._scouts is None and not (self._listens and any(not source.rests for source in self._successors)):
+        if self._lookahead is None and not (self._listens and any(not source.rests for source in self._successors)):
             return None
         from kvcli.drafts.sources.logit_recycling import top  # late: it needs torch
 
@@ -107,10 +107,10 @@ class TreeDrafter:
         self._pace.restart()
         if self._costs is not None:
             self._pace.expect(self._costs(len(ids)))
-        self._guesses, self._paper = None, []
+        self._draft_tokens, self._paper = None, []
         return self._chain.study() if self._chain is not None and not self._pace.is_paused and self._pays(()) else None
 
-    def propose(self, ids: Sequence[int], room: int, past: DraftContext | None = None) -> Steps[Draft] | Draft:
+    def propose(self, ids: Sequence[int], room: int, context: DraftContext | None = None) -> Steps[Draft] | Draft:
         if self._tail != list(ids[max(0, self._n - _TAIL) : self._n]) or self._n > len(ids):
             self._follow(ids)
         elif self._n < len(ids):
@@ -122,7 +122,7 @@ class TreeDrafter:
             for source in self._successors:
                 source.rests, source.spent = rests, 0.0
         if self._chain is not None and mode is not Mode.PLAIN:
-            self._chain.guesser.bind(past)
+            self._chain.guesser.bind(context)
             return self._ahead(self._chain, mode, room)
         return self._proposal(mode, room)
 
@@ -144,27 +144,27 @@ class TreeDrafter:
     def _proposal(self, mode: Mode, room: int) -> Draft:
         from kvcli.engine.rows import Draft  # late: reading a profile must not import torch
 
-        self._guesses = self._grow(mode, room)
-        rows = self._rows(self._guesses) if mode is Mode.DRAFT else 0
-        self._scouts = self._send(mode, room, rows)
+        self._draft_tokens = self._grow(mode, room)
+        rows = self._rows(self._draft_tokens) if mode is Mode.DRAFT else 0
+        self._lookahead = self._send(mode, room, rows)
         if mode is not Mode.DRAFT:
             return Draft.none()
         hears = self._chain.guesser.needs if self._chain is not None else ""
-        of = self._guesses[:rows]
-        return Draft([g.id for g in of], [g.parent for g in of], self._scouts, hears)
+        of = self._draft_tokens[:rows]
+        return Draft([g.id for g in of], [g.parent for g in of], self._lookahead, hears)
 
     def observe(self, step: Step) -> None:
-        if self._guesses is None:
+        if self._draft_tokens is None:
             return
         began = perf_counter()
-        found = decided(self._guesses, step.new)
+        found = decided(self._draft_tokens, step.new)
         for guess, is_right in found:
             for i, offer in guess.named:
                 self._sources[i].learn(offer, is_right)
         if self._stop is not None and self._asked:
             self._teach(self._stop, found)
         for row in step.path[1:]:
-            i, _ = max(self._guesses[row - 1].named, key=lambda named: named[1].chance)
+            i, _ = max(self._draft_tokens[row - 1].named, key=lambda named: named[1].chance)
             self._accepted_by[self._sources[i].name] += 1
         scouts = step.rows.n_rows - step.rows.tree
         brought = self._brought(step, [self._pool]) if scouts else 0
@@ -183,7 +183,7 @@ class TreeDrafter:
         surcharge = self._pace.observe(step.n_drafted, len(step.new), seconds, scouts, ahead)
         if scouts and self._config.adaptive:
             self._credit.observe(brought, surcharge, self._pace.speed)
-        self._guesses, self._scouts = None, None
+        self._draft_tokens, self._lookahead = None, None
 
     def report(self) -> DraftReport:
         """Return the figures that `/spec` shows."""
@@ -196,7 +196,7 @@ class TreeDrafter:
         if (chain := self._chain) is not None:
             report = replace(report, ahead=chain.cost(report.plain_pass), by=chain.guesser.name, fault=chain.fault)
             report = replace(report, paused=True, reason=chain.why) if chain.why else report
-        return replace(report, by_source=by_source, scouts=scouts, accepted_by=dict(self._accepted_by))
+        return replace(report, by_source=by_source, lookahead=scouts, accepted_by=dict(self._accepted_by))
 
     # ---- the coming pass ----
 
@@ -235,31 +235,33 @@ class TreeDrafter:
             self._paper = [g.id for g in chain]
         return chain
 
-    def _rows(self, guesses: Sequence[DraftToken]) -> int:
+    def _rows(self, draft_tokens: Sequence[DraftToken]) -> int:
         """Return how many draft tokens to verify: as safe or as measured times allow; all if not adaptive."""
-        if not guesses or not self._config.adaptive:
-            return len(guesses)
-        return self._pace.rows([g.chance for g in guesses], self._safe(guesses))
+        if not draft_tokens or not self._config.adaptive:
+            return len(draft_tokens)
+        return self._pace.rows([g.chance for g in draft_tokens], self._safe(draft_tokens))
 
-    def _safe(self, guesses: Sequence[DraftToken]) -> int:
+    def _safe(self, draft_tokens: Sequence[DraftToken]) -> int:
         """Return the rows that these draft tokens may have before their cost is measured."""
-        return max((self._sources[i].safe(offer) for guess in guesses[:1] for i, offer in guess.named), default=0)
+        return max((self._sources[i].safe(offer) for guess in draft_tokens[:1] for i, offer in guess.named), default=0)
 
-    def _send(self, mode: Mode, room: int, guesses: int) -> LookaheadRows | None:
+    def _send(self, mode: Mode, room: int, n_draft_tokens: int) -> LookaheadRows | None:
         window = self._window
         if window is None or mode is not Mode.DRAFT or room < window.reach:
             return None
         if not self._config.adaptive:
-            return window.scouts()
-        if self._pace.wants_alone(guesses):
+            return window.lookahead_rows()
+        if self._pace.wants_alone(n_draft_tokens):
             return None
-        return window.scouts() if self._credit.due(self._pace.surcharge(window.rows), self._pace.speed) else None
+        return (
+            window.lookahead_rows() if self._credit.due(self._pace.surcharge(window.rows), self._pace.speed) else None
+        )
 
     # ---- the finished pass ----
 
     def _brought(self, step: Step, sources: Sequence[DraftSource | None]) -> int:
         """Return the number of accepted tokens from the first one on that only these sources proposed."""
-        guesses = self._guesses or []
+        guesses = self._draft_tokens or []
         theirs = {i for i, source in enumerate(self._sources) if source in sources}
         for depth, row in enumerate(step.path[1:]):
             if all(i in theirs for i, _ in guesses[row - 1].named):

@@ -181,19 +181,19 @@ class CapturedForward:
     """A stand-in for ForwardPass during a capture: the rows of one sequence, with all their inputs on the device."""
 
     last, hidden = -1, None
-    shown: Tensor | None = None
+    hidden_states: Tensor | None = None
 
-    def __init__(self, feed: ForwardRequest, rows: PassInputs, past: DeviceCache) -> None:
+    def __init__(self, feed: ForwardRequest, rows: PassInputs, cache: DeviceCache) -> None:
         self.layers, self.n_rows = range(feed.lm.n_layers), len(rows.ids)
         self.trial = CacheShim(feed.lm.latents)
-        self._shapes, self._dtype, self._hears = feed.lm.shapes, feed.cache.dtype, bool(feed.record_queries)
+        self._shapes, self._dtype, self._needs = feed.lm.shapes, feed.cache.dtype, bool(feed.record_queries)
         self.shows = feed.record_hidden_states
-        self._tree, self._past = rows.tree, past
+        self._tree, self._cache = rows.tree, cache
         self.fresh: dict[int, NewKV] = {}  # by layer
         self.queries: list[Tensor] = []  # per layer q [H, N, D]
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, sink: Tensor | None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sink: Tensor | None
     ) -> Tensor:
         """Run attention in one layer, as in `ForwardPass` (forward.py)."""
         cast = k.to(self._dtype)
@@ -204,10 +204,10 @@ class CapturedForward:
             k, v = self.fresh[source].k, self.fresh[source].v
         else:
             self.fresh[layer] = NewKV(k, v)
-        if self._hears:
+        if self._needs:
             self.queries.append(q)
-        lying, bent, window = self._past.layers[layer], sight.softcap, sight.window
-        of = q, lying.table, k, v, self._tree, sight.scale
+        lying, bent, window = self._cache.layers[layer], params.softcap, params.window
+        of = q, lying.table, k, v, self._tree, params.scale
         return attend_captured(*of, capacity=lying.room, softcap=bent, window=window, sink=sink)
 
 
@@ -324,21 +324,21 @@ class CapturedBatch:
             made.append(ForwardResult(logits, back.drawn, back.hook_output, {}, queries, shown, keep))
         return made
 
-    def _kept(self, i: int, feed: ForwardRequest, past: DeviceCache, is_stored: bool, path: Sequence[int]) -> None:
+    def _kept(self, i: int, feed: ForwardRequest, cache: DeviceCache, is_stored: bool, path: Sequence[int]) -> None:
         """Commit these rows."""
         if not is_stored:
             here, there = self._of_host[i], self._rows[i]
             here.kept.numpy()[: len(path)], here.count.numpy()[0] = path, len(path)
             self._graphs.send(here.accepted, there.accepted)
-            past.ran(len(path))
+            cache.ran(len(path))
             self._keep[i]()
-        past.grew(len(path), feed.rows.pos[path[0]])
+        cache.grew(len(path), feed.rows.pos[path[0]])
 
     def _through(self, lm: LM, passes: Sequence[CapturedForward]) -> tuple[Tensor, Tensor | None]:
         """Return the logits [N, V] of all rows, and the input of the output layer if requested."""
         ids, pos = (torch.cat(of).long() for of in zip(*((rows.ids, rows.pos) for rows in self._rows), strict=True))
         way = passes[0] if len(passes) == 1 else BatchedPass(passes)
-        return call(lm.model, ids, pos, device=lm.device, its_pass=way, trial=way.trial), way.shown
+        return call(lm.model, ids, pos, device=lm.device, its_pass=way, trial=way.trial), way.hidden_states
 
 
 def _in_rows(t: Tensor) -> list[float]:

@@ -33,7 +33,7 @@ class DraftTreeKV:
     def __init__(self, lm: LM, cache: CacheReader, at: int, states: RecurrentStates | None = None) -> None:
         """`cache`: KV that all rows attend to, at positions below `at`; it may not change while the tree grows.
         `states`: the recurrent states after it; with them the rows of a pass must form a chain."""
-        self._lm, self._past, self._at, self._states = lm, cache, at, states
+        self._lm, self._cache, self._at, self._states = lm, cache, at, states
         # by row: state update of its pass, states, number of rows of the pass to apply
         self._folds: list[tuple[Callable[[int], None], RecurrentStates, int]] = []
         self.dtype = cache.dtype
@@ -108,7 +108,7 @@ class DraftTreeKV:
         return DeviceCache(why_not="draft tokens are stored outside the KV cache")
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, n, D] of the running pass, at positions pos [n], over all rows and slots it
         attends to."""
@@ -119,10 +119,10 @@ class DraftTreeKV:
             k, v = self._held.get(holder, (own.k[:, :0], own.v[:, :0]))
             self._grown[holder] = torch.cat([k, own.k], 1), torch.cat([v, own.v], 1)
         k, v = self._grown[holder]
-        sees = self._seen(sight.window, q)
+        sees = self._seen(params.window, q)
         # `dataclasses.replace` takes four times as long
         both = NewRows(k, v, self._pos, self._line, sees, own.sink, own.before, self._sent)
-        return self._past.attend(layer, q, sight, pos, both)
+        return self._cache.attend(layer, q, params, pos, both)
 
     def _seen(self, window: int | None, like: Tensor) -> Tensor:
         if window not in self._sees:

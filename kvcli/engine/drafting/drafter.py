@@ -76,7 +76,7 @@ class Drafter(Protocol):
         `sampler`: how tokens will be sampled, so that draft tokens are sampled alike; None = greedily.
         """
 
-    def propose(self, ids: Sequence[int], room: int, past: DraftContext) -> Steps[Draft] | Draft:
+    def propose(self, ids: Sequence[int], room: int, context: DraftContext) -> Steps[Draft] | Draft:
         """Propose draft tokens after `ids`, with no path deeper than `room` tokens. The draft may be empty.
 
         `past` holds the KV of all ids but the last, and changes between two steps.

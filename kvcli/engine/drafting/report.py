@@ -38,7 +38,7 @@ class DraftReport:
     gain: float | None  # speedup over plain decoding in the last passes; None = not measured
     row_cost: dict[int, float]  # rows of a pass (upper bound) -> its time in plain passes; measured ones only
     by_source: Mapping[str, tuple[AcceptanceByMatch, ...]] = field(default_factory=dict)
-    scouts: LookaheadReport | None = None  # None = the drafter has no lookahead
+    lookahead: LookaheadReport | None = None  # None = the drafter has no lookahead
     ahead: float | None = None  # time of a draft model's pass, in plain passes; None = no draft model
     by: str = ""  # name of the draft model
     fault: str = ""  # failure of the draft model, in words; decoding continued without it

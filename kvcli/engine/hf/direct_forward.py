@@ -97,7 +97,7 @@ class DirectForward:
                 return x
             x = self._norm(x if want is None else x[want])
             if getattr(its_pass, "shows", False):  # hooks do not run, because no module is called
-                its_pass.shown = x  # type: ignore[union-attr]
+                its_pass.hidden_states = x  # type: ignore[union-attr]
             logits: Tensor = self._head.forward(x)
         return logits
 

@@ -67,7 +67,7 @@ class AttentionInputs:
 
     layer: int
     made: tuple[Tensor, Tensor, Tensor]  # q, k, v
-    sight: AttentionParams
+    params: AttentionParams
     sink: Tensor | None
 
 
@@ -81,7 +81,7 @@ class FusedLayer:
         """`keeps`: owners of the weights that `layer` points to; `own`: the module's forward, used outside of a
         pass."""
         self.layer, self._keeps, self._turns = layer, keeps, turns
-        self._index, self._sight = asked.layer, asked.sight
+        self._index, self._params = asked.layer, asked.params
         self._dtype = torch.float32 if layer.mlp.is_wide else torch.bfloat16
         self._own = WeakMethod(own)
         self.kind = turns
@@ -101,7 +101,7 @@ class FusedLayer:
         """Run the layer: x [N, E] in its dtype -> hidden states after it; cos, sin [N, R] if it has rotary
         embedding."""
         q, k, v = before(self.layer, x, cos, sin) if self._turns else before(self.layer, x, None, None)
-        out = its_pass.attend(self._index, q, k, v, self._sight, None).transpose(0, 1)
+        out = its_pass.attend(self._index, q, k, v, self._params, None).transpose(0, 1)
         return after(self.layer, x, out if out.dtype is x.dtype else out.to(x.dtype))
 
 
@@ -115,9 +115,9 @@ class RecordingPass:
         self.asked: list[AttentionInputs] = []
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, sink: Tensor | None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sink: Tensor | None
     ) -> Tensor:
-        self.asked.append(AttentionInputs(layer, (q.clone(), k.clone(), v.clone()), sight, sink))
+        self.asked.append(AttentionInputs(layer, (q.clone(), k.clone(), v.clone()), params, sink))
         return q if q.shape[2] == v.shape[2] else v.repeat_interleave(q.shape[0] // v.shape[0], 0)
 
 

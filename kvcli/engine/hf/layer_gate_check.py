@@ -71,11 +71,11 @@ class _Hiding(ForwardPass):
         self._stop, self._above = stop, replace(self.rows, sees=sees)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, sink: Tensor | None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sink: Tensor | None
     ) -> Tensor:
         if layer == self._stop:
             self.rows, self._seen = self._above, {}
-        return super().attend(layer, q, k, v, sight, sink)
+        return super().attend(layer, q, k, v, params, sink)
 
 
 def _stopping(lm: LM, rows: Rows, want: range, stop: int, on: Sequence[int]) -> Steps[Tensor]:

@@ -311,7 +311,7 @@ class LM:
 def _show(output: nn.Module, given: tuple[Tensor, ...]) -> None:
     its_pass = current()
     if getattr(its_pass, "shows", False):
-        its_pass.shown = given[0][0]
+        its_pass.hidden_states = given[0][0]
 
 
 def _weight_bytes(model: nn.Module) -> int:

@@ -37,7 +37,7 @@ class ProbedLayer:
     module: nn.Module
     index: int
     heads: tuple[int, int, int, int]  # H, K, key size, value size
-    sight: AttentionParams
+    params: AttentionParams
     mask: int | None  # index of the model's mask that it passed; None = none, -1 = a mask changed on the way
     sink: Tensor | None  # [H] sink logits, which take attention but have no value
     extras: tuple[str, ...]  # arguments of attention that are not supported
@@ -117,7 +117,7 @@ def probe_layers(model: Any, probe: Probe, n_layers: int, limit: int, name: str)
     for at in layers:
         _check_layer(at, probe, limit, kind)
     heads, attention_params, sinks, modules = zip(
-        *((at.heads[0], at.sight, at.sink, at.module) for at in layers), strict=True
+        *((at.heads[0], at.params, at.sink, at.module) for at in layers), strict=True
     )
     with torch.inference_mode():
         found = {at.index: latent_of(at.module, finder.given.get(at.index), *at.kv) for at in layers}
@@ -166,9 +166,9 @@ def _check_layer(at: ProbedLayer, probe: Probe, limit: int, kind: str) -> None:
     with blame_files(
         lambda said: refusal(kind, f"the mask of layer {at.index} depends on more than positions", [said])
     ):
-        is_causal = _is_causal(probe.masks[at.mask], at.sight.window, limit)
+        is_causal = _is_causal(probe.masks[at.mask], at.params.window, limit)
     if not is_causal:
-        what = "causal" if at.sight.window is None else f"a sliding window of {at.sight.window}"
+        what = "causal" if at.params.window is None else f"a sliding window of {at.params.window}"
         _refuse(kind, f"the mask of layer {at.index} is not {what}", ["as in chunked or bidirectional attention"])
 
 

@@ -36,7 +36,7 @@ class _Listener:
     keys: list[Tensor] = field(default_factory=list)  # per layer [K, N, D]
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, sink: Tensor | None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sink: Tensor | None
     ) -> Tensor:
         self.keys.append(k)
         return q.new_zeros(*q.shape[:2], v.shape[2])

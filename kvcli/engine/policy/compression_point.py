@@ -24,7 +24,7 @@ class CompressionPoint:
 
     lm: LM
     kv: KVCache
-    heard: QueryRecorder
+    query_recorder: QueryRecorder
     guard: ProtectedTokens
     ids: Sequence[int]
     kinds: Tensor  # [T] int8, by position; [0] if the policy does not need kinds
@@ -50,7 +50,7 @@ class CompressionPoint:
         if rank := self.lm.shapes[i].rank:
             slots = replace(slots, v=slots.k[..., :rank])
         self._protected[i] = protected = self.guard.covers(slots.pos, self.kinds)
-        heard = self.heard.of(i, slots.k)
+        heard = self.query_recorder.of(i, slots.k)
         of_text = self.phase, len(self.ids), self.n_prompt, heard, self.kinds, protected, self.memory
         return slots, LayerContext.of(self.lm, i, *of_text)
 

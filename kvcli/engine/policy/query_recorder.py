@@ -51,11 +51,11 @@ class QueryRecorder:
         """Return which rows of a draft tree to record: all of them, because any may be accepted."""
         return range(tree if self.recent else 0)
 
-    def take(self, rows: Rows, hear: Sequence[int], queries: Sequence[Tensor], path: Sequence[int]) -> None:
+    def take(self, rows: Rows, recorded_rows: Sequence[int], queries: Sequence[Tensor], path: Sequence[int]) -> None:
         """Store the queries of accepted rows among `hear`; `queries`: per layer [H, len(hear), D]."""
-        if not hear or not (self.recent or self._probed):
+        if not recorded_rows or not (self.recent or self._probed):
             return
-        at = {row: i for i, row in enumerate(hear)}
+        at = {row: i for i, row in enumerate(recorded_rows)}
         taken = [row for row in path if row in at]
         pos = self.pos + [rows.pos[row] for row in taken]
         late = len(pos) - self.recent

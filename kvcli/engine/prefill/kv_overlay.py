@@ -39,7 +39,7 @@ class KVOverlay:
         return DeviceCache(why_not="reused KV is read outside the KV cache")
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over the cache, and over the extra KV with the
         new KV."""
@@ -47,17 +47,17 @@ class KVOverlay:
         k, v = self._held[layer if shares is None else shares]
         if own is None:
             at, rows = torch.tensor(self._pos).view(1, -1), torch.tensor(pos).view(-1, 1)
-            line = (at <= rows) & (at > rows - (sight.window or WIDEST))
-            held = attend(q, k, v, sight.scale, softcap=sight.softcap, mask=line.to(q.device))
-            return [*self._store.attend(layer, q, sight, pos), held]
+            line = (at <= rows) & (at > rows - (params.window or WIDEST))
+            held = attend(q, k, v, params.scale, softcap=params.softcap, mask=line.to(q.device))
+            return [*self._store.attend(layer, q, params, pos), held]
         every = [*self._pos, *own.pos]
         at, rows = torch.tensor(every).view(1, -1), torch.tensor(own.pos).view(-1, 1)
         line = at <= rows  # [N, M + N]
-        sees = line if sight.window is None else line & (at > rows - sight.window)
+        sees = line if params.window is None else line & (at > rows - params.window)
         k, v = torch.cat([k, own.k], 1), torch.cat([v, own.v], 1)
         both = replace(own, k=k, v=v, pos=every, line=line, sees=sees.to(q.device))
         # separate: combined with the cache, rows with gaps between them would each be computed alone, which is slow
-        return [*self._store.attend(layer, q, sight, pos), *attend_new_only(q, sight, both)]
+        return [*self._store.attend(layer, q, params, pos), *attend_new_only(q, params, both)]
 
     def usage(self) -> list[Usage]:
         """No lasting memory."""

@@ -43,7 +43,7 @@ class LayerwisePrefill:
         kv: KVCache,
         rows: Rows,
         part: int,
-        hear: Sequence[int] = (),
+        recorded_rows: Sequence[int] = (),
         pruner: Pruner | None = None,
         *,
         comes_back: bool = False,
@@ -52,12 +52,12 @@ class LayerwisePrefill:
 
         `comes_back`: deferred tokens may be revived later, so sliding windows keep the slots that they will attend to.
         """
-        self.rows, self.hear, self.pruner = rows, hear, pruner
+        self.rows, self.hear, self.pruner = rows, recorded_rows, pruner
         self.queries: list[Tensor] = []  # per finished layer [H, len(hear), D]
         self._lm, self._kv, self._part = lm, kv, part
         self._comes_back, self.stopped = comes_back, Stopped()  # deferred rows so far, if they may be revived
         self._left = spans(lm.shapes)  # layers left, the current ones first
-        self._hear = frozenset(hear)
+        self._recorded_rows = frozenset(recorded_rows)
         self._live: Sequence[int] = range(rows.n_rows)  # rows that run through the current layers
         self._at = 0  # number of these rows that are done
         self._given: list[Tensor] = []  # [.., E] input of the other rows, in chunks that are freed one by one
@@ -96,7 +96,7 @@ class LayerwisePrefill:
         mine = slice(self._at, min(self._at + self._part, len(self._live)))
         live = self._live[mine]
         rows = self.rows.only(live)
-        hear = [i for i, row in enumerate(live) if row in self._hear] if self._hear else []
+        hear = [i for i, row in enumerate(live) if row in self._recorded_rows] if self._recorded_rows else []
         given, left = _first(self._given, len(live))
         made = yield ForwardRequest(
             self._lm, rows, self._kv, record_queries=hear, is_prompt=True, layers=layers, hidden=given
@@ -123,7 +123,7 @@ class LayerwisePrefill:
         chosen = self.pruner(layers.start, self.active_rows) if self.pruner is not None else None
         if chosen is not None and len(chosen) < len(self._live):
             on = set(chosen)
-            assert self._hear <= on, "rows whose queries are recorded go through every layer"
+            assert self._recorded_rows <= on, "rows whose queries are recorded go through every layer"
             if self._comes_back and self._given:
                 stay = [i for i, row in enumerate(self._live) if row not in on]
                 stopped = torch.cat([part[at] for part, at in _of_parts(self._given, stay)])

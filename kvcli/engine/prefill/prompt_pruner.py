@@ -76,6 +76,6 @@ class PromptPruning(Protocol):
         `must`: rows that run through every layer: protected and recorded ones. `part`: most rows of a pass.
         """
 
-    def bind_revival(self, lm: LM, cache: KVCache, behind: AuxCache) -> Choose:
+    def bind_revival(self, lm: LM, cache: KVCache, aux_cache: AuxCache) -> Choose:
         """Return the function that selects tokens to revive in a pass of the newest token (revival_pass.py). Called
         only if `every` is set."""

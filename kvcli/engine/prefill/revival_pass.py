@@ -33,9 +33,9 @@ class RevivalPass:
     """A revival pass of deferred tokens. The new KV is committed after the last layer. Layers with no active rows are
     skipped."""
 
-    def __init__(self, lm: LM, kv: KVCache, ids: Sequence[int], behind: AuxCache, pos: Sequence[int] = ()) -> None:
+    def __init__(self, lm: LM, kv: KVCache, ids: Sequence[int], aux_cache: AuxCache, pos: Sequence[int] = ()) -> None:
         """`pos`: rising positions in `ids` of tokens that start at the first layer; their KV is not committed."""
-        self._lm, self._kv, self._ids, self._behind = lm, kv, ids, behind
+        self._lm, self._kv, self._ids, self._aux_cache = lm, kv, ids, aux_cache
         self._pos, self._hidden = list(pos), torch.empty(0)  # positions and hidden states of active rows
         self._guests = len(pos)  # number of tokens in `pos`, the newest rows
         self._came, self._stopped = set[int](), Stopped()
@@ -70,7 +70,7 @@ class RevivalPass:
             at = [i for i, p in enumerate(pos) if p in stay]
             pos, hidden = [pos[i] for i in at], hidden[at]
         if back:
-            vectors, both = self._behind.hidden(layer, back), [*pos, *back]
+            vectors, both = self._aux_cache.hidden(layer, back), [*pos, *back]
             order = sorted(range(len(both)), key=both.__getitem__)
             pos, hidden = sorted(both), (torch.cat((hidden, vectors)) if self._pos else vectors)[order]
             self._came |= set(back)
@@ -79,12 +79,12 @@ class RevivalPass:
     def store(self) -> None:
         """Commit the new KV at the end. An error here leaves the cache inconsistent (`is_torn`), because only some
         layers have the KV of revived tokens."""
-        self._behind.is_torn = True
+        self._aux_cache.is_torn = True
         for rows, made in self._made:
             commit(self._kv, rows, made, range(rows.n_rows - self._guests))
-        self._behind.remove(self._came)
-        self._behind.add(self._stopped)
-        self._behind.is_torn = False
+        self._aux_cache.remove(self._came)
+        self._aux_cache.add(self._stopped)
+        self._aux_cache.is_torn = False
 
 
 class PositionMaskedCache:
@@ -98,7 +98,7 @@ class PositionMaskedCache:
         return DeviceCache(why_not="revived tokens are older than stored ones")
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N]: one part over the cache, the others over the
         new KV."""
@@ -106,9 +106,9 @@ class PositionMaskedCache:
         rows = torch.tensor(pos, dtype=s.pos.dtype, device=s.pos.device).view(1, -1, 1)
         at = s.pos.unsqueeze(1)  # [K, 1, S]
         shown = (at >= 0) & (at < rows)
-        if sight.window is not None:
-            shown &= at > rows - sight.window
-        return [attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=shown), *attend_new_only(q, sight, own)]
+        if params.window is not None:
+            shown &= at > rows - params.window
+        return [attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=shown), *attend_new_only(q, params, own)]
 
     def usage(self) -> list[Usage]:
         """No memory: the slots belong to the wrapped cache."""

@@ -51,11 +51,11 @@ class GenerationSession(SequenceState):
     def save(self, ids: Sequence[int]) -> None:
         """Copy the KV of spans that `ids`, the next prompt, shares with the sequence, before `start_answer` rewinds
         it."""
-        had, self.spare, self.reused = self.ids[: self.committed], None, 0  # discards earlier copies
+        had, self.reusable_spans, self.reused = self.ids[: self.committed], None, 0  # discards earlier copies
         if self.reusing is not None:
             spare = self.reusing.bind(self.lm)
             spare.add(copy_matching_spans(self.lm, self.cache, had, ids[:-1], self._shared(ids), self.reusing.min_span))
-            self.spare = spare
+            self.reusable_spans = spare
 
     def step(self, stop: Collection[int] = (), most: float = math.inf) -> Steps[Step]:
         """Run one decoding step: draft, run, verify, commit. It adds one to `most` tokens and ends at the first of
@@ -67,7 +67,7 @@ class GenerationSession(SequenceState):
         rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
         assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than allowed"
         how = SamplingContext(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
-        hear = range(rows.tree) if draft.needs == "queries" else self.heard.rows_to_record_in_tree(rows.tree)
+        hear = range(rows.tree) if draft.needs == "queries" else self.query_recorder.rows_to_record_in_tree(rows.tree)
         made = yield ForwardRequest(
             self.lm, rows, self.cache, self.view, rows.want, how, self.drafter.logits_hook, hear,
             grows=self._grows(most), states=self.states, record_hidden_states=draft.needs == "hidden",
@@ -102,16 +102,16 @@ class GenerationSession(SequenceState):
             # with one, memory depends on the tokens that remain, not on those prefilled
             if self.policy is None and self.pruning is None:
                 self.cache.reserve(len(self.ids))
-            self.heard.begin(len(self.ids) - 1)
-            yield from self.behind.before_prompt(self.cache, self.ids)
+            self.query_recorder.begin(len(self.ids) - 1)
+            yield from self.aux_cache.before_prompt(self.cache, self.ids)
         at, whole = self.committed, len(self.ids) - 1
         if at >= whole:
-            self.spare = None
+            self.reusable_spans = None
             yield from await_passes(self.drafter.start(self.ids, self.sampler))
             return False
-        ahead = self.spare.next(at) if self.spare is not None else None
-        if self.spare is not None and ahead == at:
-            yield from self._take_over(self.spare)
+        ahead = self.reusable_spans.next(at) if self.reusable_spans is not None else None
+        if self.reusable_spans is not None and ahead == at:
+            yield from self._take_over(self.reusable_spans)
         elif self.order == "layers" and ahead is None:
             yield from self._read_on(self._under_way or (yield from self._layer_by_layer(whole)))
         else:
@@ -121,10 +121,10 @@ class GenerationSession(SequenceState):
             yield from self.compress_cache("read" if self.committed == whole else "reading")
         return True
 
-    def _take_over(self, spare: ReusableSpans) -> Steps[None]:
+    def _take_over(self, spans: ReusableSpans) -> Steps[None]:
         """Load a reusable span that begins here, in place of a chunk. No effect if the span is no longer available."""
         at = self.committed
-        end, past = yield from spare.load(at, self.chunk_rows, self.cache, self.ids)
+        end, past = yield from spans.load(at, self.chunk_rows, self.cache, self.ids)
         if end > at:
             self._own = min(self._own, at)
             self._append(past, end)
@@ -137,7 +137,7 @@ class GenerationSession(SequenceState):
 
     def _read_chunk(self, end: int) -> Steps[None]:
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
-        hear = self.heard.rows_to_record_in_chunk(self.committed, rows.n_rows)
+        hear = self.query_recorder.rows_to_record_in_chunk(self.committed, rows.n_rows)
         made = yield ForwardRequest(
             self.lm, rows, self.cache, self.view, record_queries=hear, is_prompt=True, states=self.states
         )
@@ -156,7 +156,7 @@ class GenerationSession(SequenceState):
         start, pruning, pruner = self.committed, self.pruning, None
         n = whole - start if pruning is None else pruning.group_size(whole - start, self.chunk_rows)
         rows = Rows.chain(self.ids[start : start + n], start)
-        hear = self.heard.rows_to_record_in_chunk(start, n)
+        hear = self.query_recorder.rows_to_record_in_chunk(start, n)
         if pruning is not None:
             asks, guard = sorted({*hear, *range(max(0, n - pruning.n_scoring_rows), n)}), pruning.guard
             kinds = kinds_of(self.ids[: start + n], self.kinds, self.spans if guard.kinds else ())
@@ -165,7 +165,7 @@ class GenerationSession(SequenceState):
                 pruning.bind(self.lm, self.cache, rows, {*asks, *covered}, self.chunk_rows)
             )
             hear = hear if pruner is None else asks
-        comes_back = self.behind.comes_back
+        comes_back = self.aux_cache.comes_back
         return LayerwisePrefill(self.lm, self.cache, rows, self.chunk_rows, hear, pruner, comes_back=comes_back)
 
     def _read_on(self, prompt: LayerwisePrefill) -> Steps[None]:
@@ -178,11 +178,11 @@ class GenerationSession(SequenceState):
         if not prompt.is_over:
             return
         n = prompt.rows.n_rows
-        if self.heard.rows_to_record_in_chunk(self.committed, n):
-            self.heard.take(prompt.rows, prompt.hear, prompt.queries, range(n))
+        if self.query_recorder.rows_to_record_in_chunk(self.committed, n):
+            self.query_recorder.take(prompt.rows, prompt.hear, prompt.queries, range(n))
         if prompt.pruner is not None:
             self._is_whole, self._has_left = False, True
-        self.behind.add(prompt.stopped)
+        self.aux_cache.add(prompt.stopped)
         self.committed += n
         self._under_way = None  # last: on an earlier failure the prompt is abandoned
 
@@ -219,30 +219,30 @@ class GenerationSession(SequenceState):
         if self.policy is not None:
             masks = yield from self._at(phase).ask(self.policy)
         if phase == "answering":
-            yield from self.behind.revive(self.cache, self.ids, self.committed - self._n_prompt)
+            yield from self.aux_cache.revive(self.cache, self.ids, self.committed - self._n_prompt)
         was_whole, self._is_whole = self._is_whole, False  # in case it fails midway
         self._is_whole = (
             not self.cache.compress(masks, self._seen_from(min(self._n_prompt, self.committed))) and was_whole
         )
         self.compression_point = self._next_compression_point()
         if phase == "read" and not self._wants.lasting:
-            self.heard.forget()
+            self.query_recorder.forget()
 
     def _seen_from(self, end: int) -> int:
         """Return the first position of later rows: `end`, or that of the first deferred token if it is lower."""
-        return min([end, *self.behind.positions[:1]])
+        return min([end, *self.aux_cache.positions[:1]])
 
     def _at(self, phase: Phase) -> CompressionPoint:
         """Return the compression point that the policy gets."""
         wants, stored = self._wants, self.ids[: self.committed]
         is_told = wants.kinds or bool(wants.guard.kinds)
         kinds = kinds_of(stored, self.kinds, self.spans) if is_told else kinds_of([], None, [])
-        past = self.lm, self.cache, self.heard, wants.guard
+        past = self.lm, self.cache, self.query_recorder, wants.guard
         return CompressionPoint(*past, stored, kinds, phase, self._n_prompt, self._is_whole, self.memory)
 
-    def _commit(self, rows: Rows, hear: Sequence[int], made: ForwardResult, path: Sequence[int]) -> None:
+    def _commit(self, rows: Rows, recorded_rows: Sequence[int], made: ForwardResult, path: Sequence[int]) -> None:
         """Commit the KV of the accepted rows. The KV of other rows is discarded with the pass."""
         assert len(path) <= self.compression_point - self.committed, "a draft crossed a compression point"
         commit(self.cache, rows, made, path)
-        self.heard.take(rows, hear, made.queries, path)
+        self.query_recorder.take(rows, recorded_rows, made.queries, path)
         self.committed += len(path)  # last: an earlier failure commits nothing

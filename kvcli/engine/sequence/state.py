@@ -62,11 +62,11 @@ class SequenceState:
         self.lm, self.cache, self.drafter, self.sampler = lm, kv, drafter, sampler
         self.states = RecurrentStates(lm.recurrent_layers.like, checkpoints)
         self.view, self.policy, self.pruning, self.reusing = view, policy, pruning, reusing
-        self.chunk_rows, self.every = chunk, every
+        self.chunk_rows, self.compression_interval = chunk, every
         self.ids: list[int] = []
         self.committed = 0
         self._n_prompt = 0  # tokens stored at the end of the last prefill
-        self.behind = AuxCache(lm, pruning)  # deferred prompt tokens
+        self.aux_cache = AuxCache(lm, pruning)  # deferred prompt tokens
         self.compression_point = self._next_compression_point()
         self.seen = SeenTokens(lm.vocab, "cpu" if lm.device.type == "mps" else lm.device)  # the device that samples
         self.constraint: Constraint | None = None  # constraint of the answer, which starts at `answer_at`
@@ -75,7 +75,7 @@ class SequenceState:
         self.spans: Sequence[KindSpan] = ()  # token kinds by position
         self._wants = policy.requirements(lm) if policy is not None else PolicyRequirements()
         self.marks = self._wants.marks  # kinds that the policy needs to be marked in prompts
-        self.heard = QueryRecorder(self._wants.recent, self._wants.probes)
+        self.query_recorder = QueryRecorder(self._wants.recent, self._wants.probes)
         self.memory: Snapshottable | None = self._wants.memory()  # the policy's memory of this sequence
         self._is_whole = True  # the policy has evicted nothing
         self._has_left = False  # tokens of a prompt were deferred
@@ -87,7 +87,7 @@ class SequenceState:
             rotaries(lm)  # reused keys are rotated to other positions
             if reusing.recompute:
                 check_model(lm, None)
-        self.spare: ReusableSpans | None = None  # spans of other sequences, for the current prompt
+        self.reusable_spans: ReusableSpans | None = None  # spans of other sequences, for the current prompt
         self.reused = 0  # tokens whose KV was reused
         self._own = math.inf  # the KV of the first `_own` tokens was computed with the prefix that they have now
         self.condensed = 0  # first tokens that stand for a longer text; each head keeps different tokens of it
@@ -98,8 +98,10 @@ class SequenceState:
         many as a checkpoint of recurrent states covers."""
         keep = self.states.reaches(max(0, min(self.committed, n - 1)))
         is_back, is_cut = keep < self.committed, self._under_way is not None
-        stays = is_back and (self._forgot or bool(self.heard))  # evictions and recorded queries cannot be undone
-        stays |= self.behind.is_torn or keep < self.condensed
+        stays = is_back and (
+            self._forgot or bool(self.query_recorder)
+        )  # evictions and recorded queries cannot be undone
+        stays |= self.aux_cache.is_torn or keep < self.condensed
         if stays or ((is_back or is_cut) and not self.cache.reaches(keep)):
             keep = 0
         elif is_back and not self._is_whole:  # no slot is missing, but the policy chose levels by later tokens
@@ -112,8 +114,8 @@ class SequenceState:
         if not keep:
             self._is_whole, self._has_left, self._n_prompt = True, False, 0
             self.condensed, self.worth = 0, {}
-            self.heard.clear()
-            self.behind.clear()
+            self.query_recorder.clear()
+            self.aux_cache.clear()
             self.memory = self._wants.memory()
         self.seen.clear()
         self.seen.add(self.ids)
@@ -131,10 +133,10 @@ class SequenceState:
         self.replace_cache(its)
         other.replace_cache(mine)
         self.states, other.states = other.states, self.states
-        self.heard, other.heard = other.heard, self.heard
+        self.query_recorder, other.query_recorder = other.query_recorder, self.query_recorder
         self.memory, other.memory = other.memory, self.memory
         self._is_whole, self._has_left, self._own = other._is_whole, other._has_left, other._own
-        self.behind, other.behind = other.behind, self.behind
+        self.aux_cache, other.aux_cache = other.aux_cache, self.aux_cache
         self._n_prompt = other._n_prompt
         self.condensed, self.worth = other.condensed, other.worth
         self.ids, self.committed = other.ids, other.committed
@@ -170,7 +172,7 @@ class SequenceState:
         only."""
         told = {"n_prompt": self._n_prompt, "is_whole": self._is_whole, "has_left": self._has_left}
         told |= {"own": int(min(self._own, self.committed))}
-        parts = {"heard": self.heard.state(), "behind": self.behind.state(), "kv": self.cache.snapshot()}
+        parts = {"heard": self.query_recorder.state(), "behind": self.aux_cache.state(), "kv": self.cache.snapshot()}
         parts |= {"states": self.states.state()}
         ids = torch.tensor(self.ids[: self.committed], dtype=torch.int32)
         memory: State = self.memory.snapshot() if self.memory is not None else {}
@@ -196,8 +198,8 @@ class SequenceState:
         given = SnapshotReader(state, len(ids))
         self.cache.restore(given.part("kv"))
         self.states.restore(given.part("states"))
-        self.heard.restore(given.part("heard"), self.lm, self.cache.dtype)
-        self.behind.restore(given.part("behind"))
+        self.query_recorder.restore(given.part("heard"), self.lm, self.cache.dtype)
+        self.aux_cache.restore(given.part("behind"))
         if self.memory is not None:
             self.memory.restore(given.part("memory"))
         self.ids, self.committed, self._n_prompt = [*ids, pending], len(ids), given.number("n_prompt", len(ids))
@@ -252,7 +254,9 @@ class SequenceState:
         """Return the next compression point. The policy's are counted from the start of the sequence, those for
         revivals from the start of the answer."""
         n = self.committed
-        return n + min(_until(n, self.every), _until(n - self._n_prompt, self.behind.compression_interval))
+        return n + min(
+            _until(n, self.compression_interval), _until(n - self._n_prompt, self.aux_cache.compression_interval)
+        )
 
 
 def _until(n: int, every: int | None) -> float:

@@ -57,11 +57,11 @@ class TierLevel:
     name: str = ""  # tier name in reports, if the tier of the top has the same name
     attend_async: Ask | None = None  # starts attention that runs in parallel with the other levels, if the tier can
 
-    def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
+    def ask(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> Answer:
         """Return a function that returns the partial attention of q [H, N, D] at positions pos [N]."""
         if self.attend_async is not None:
-            return self.attend_async(layer, q, sight, pos)
-        parts = self.tier.attend(layer, q, sight, pos)
+            return self.attend_async(layer, q, params, pos)
+        parts = self.tier.attend(layer, q, params, pos)
         return lambda: parts
 
     def is_full(self, layer: int, *, is_last: bool) -> bool:

@@ -76,13 +76,13 @@ class CachePlan:
             units = ((bits, unit(bits, self.kv.group)) for bits in self.memory.bits)
             below += [TierLevel(self._packed(self.device, bits), group=group) for bits, group in units]
         if self.is_packed:
-            below.append(self._rung(self._packed(self.device), self.room.on_device, self.kv.group))
+            below.append(self._level(self._packed(self.device), self.room.on_device, self.kv.group))
         if self.room.host_bytes:
             below.append(self._far_level(self._host(), self.room.in_host, self.kv.group))
         if size_of(self.memory.disk):
             disk = self._disk()
             if self.device.type == "cpu":
-                below.append(self._rung(disk, self.room.on_disk))
+                below.append(self._level(disk, self.room.on_disk))
             else:
                 below.append(self._far_level(self._far(disk), self.room.on_disk))
         if self.memory.demotes and not below:
@@ -103,13 +103,13 @@ class CachePlan:
         )
         return ladder if below else self.recall.bind(ladder, top, self._attention_params)
 
-    def _rung(self, tier: PageTier, holds: int | None, group: int = 1) -> TierLevel:
+    def _level(self, tier: PageTier, holds: int | None, group: int = 1) -> TierLevel:
         return TierLevel(self.recall.bind_tier(tier, self._attention_params), holds, group)
 
     def _far_level(self, tier: HostTier, holds: int | None, group: int = 1) -> TierLevel:
         """Return a level in host memory. If it is read in full, its attention runs in parallel with the device's."""
         later = None if self.recall.layers(self._attention_params) else tier.attend_async
-        return replace(self._rung(tier, holds, group), attend_async=later)
+        return replace(self._level(tier, holds, group), attend_async=later)
 
     def _refuse_host(self) -> None:
         steps = [step for step in self.memory.fallbacks if step.startswith("memory.host")]

@@ -74,15 +74,15 @@ class TieredCache:
         return next(filter(None, (level.tier.batch_variant_reason for level in self._levels)), "")
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over each non-empty level, the top last."""
-        asked = [level.ask(layer, q, sight, pos) for level in self._levels[:0:-1]]
+        asked = [level.ask(layer, q, params, pos) for level in self._levels[:0:-1]]
         if own is None or self._waits:  # the device attends to the top while other levels run in parallel
-            above = self._top.attend(layer, q, sight, pos, own)
+            above = self._top.attend(layer, q, params, pos, own)
             return [*(part for answer in asked for part in answer()), *above]
         below = [part for answer in asked for part in answer()]
-        return self._top.attend(layer, q, sight, pos, replace(own, before=below))
+        return self._top.attend(layer, q, params, pos, replace(own, before=below))
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the device tables of the top if there is no lower level."""
@@ -199,7 +199,7 @@ class TieredCache:
         spans = self._spans(layer)
         assert said.shape[1] == sum(span.n for span in spans), "it does not match the slots of the view"
         parts = said.split_with_sizes([span.n for span in spans], dim=1)
-        return [(span.rung, part) for span, part in zip(spans, parts, strict=True)]
+        return [(span.level, part) for span, part in zip(spans, parts, strict=True)]
 
     def _give_back(self, layer: int, end: int) -> None:
         if low := self._top.evict_below(layer, end):

@@ -25,7 +25,7 @@ ALIGNED = 16  # bytes, the load size of kernels
 class HostAccess(Protocol):
     """Access method of device rows to the slots of a host tier."""
 
-    def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
+    def ask(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> Answer:
         """Return a function that returns, on the device, partial attention of q [H, N, D] there at positions pos [N].
 
         Device work that is queued before its call runs in parallel.
@@ -60,7 +60,7 @@ class HostChunk:
 class HostTierReader(Protocol):
     """Read access to a tier in host memory."""
 
-    def attend(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> list[PartialAttention]:
+    def attend(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> list[PartialAttention]:
         """Compute partial attention on the CPU."""
 
 
@@ -81,7 +81,7 @@ class CpuAttention:
         self._down, self._up = Staged(bus), Staged(bus)
         self._sent: DeviceEvent | None = None  # end of the last upload of a result
 
-    def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
+    def ask(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> Answer:
         bus, q = self._bus, q.contiguous()
         below = self._down.like(q)
         bus.copies.wait(bus.work.record())  # wait until the query is computed
@@ -90,7 +90,7 @@ class CpuAttention:
 
         def answer() -> list[PartialAttention]:
             here.synchronize()
-            return [self._come_up(joined(self._tier.attend(layer, below, sight, pos)), q)]
+            return [self._come_up(joined(self._tier.attend(layer, below, params, pos)), q)]
 
         return answer
 
@@ -118,8 +118,8 @@ class ZeroCopyKernel:
     def __init__(self, tier: ChunkedReader, bus: DeviceLink) -> None:
         self._tier, self._bus = tier, bus
 
-    def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
-        return lambda: [p.read(*p.tensors, q, sight, pos) for p in self._tier.pieces(layer)]
+    def ask(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> Answer:
+        return lambda: [p.read(*p.tensors, q, params, pos) for p in self._tier.pieces(layer)]
 
     def wait_idle(self) -> None:
         self._bus.work.record().synchronize()
@@ -147,13 +147,13 @@ class StreamedCopy:
         self._after: dict[int, int] = {}  # by layer: the layer read after it last time
         self._last = -1
 
-    def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
+    def ask(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> Answer:
         if self._last >= 0:
             self._after[self._last] = layer
         self._last = layer
         pieces = self._tier.pieces(layer)
         first = self._first(layer, pieces)
-        return lambda: self._read(layer, pieces, first, q, sight, pos)
+        return lambda: self._read(layer, pieces, first, q, params, pos)
 
     def wait_idle(self) -> None:
         self._ahead = None
@@ -176,7 +176,7 @@ class StreamedCopy:
         pieces: Sequence[HostChunk],
         coming: tuple[Buffer, list[Tensor]] | None,
         q: Tensor,
-        sight: AttentionParams,
+        params: AttentionParams,
         pos: Sequence[int],
     ) -> list[PartialAttention]:
         parts = []
@@ -189,7 +189,7 @@ class StreamedCopy:
                 coming = self._fly(behind)
             assert buffer.landed is not None
             self._bus.work.wait(buffer.landed)
-            parts.append(piece.read(*tensors, q, sight, pos))
+            parts.append(piece.read(*tensors, q, params, pos))
             buffer.free = self._bus.work.record()
         return parts
 
@@ -241,8 +241,8 @@ class AutoAccess:
         )
         self.how = ""  # method of the last call
 
-    def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
-        return self._way(layer, sight).ask(layer, q, sight, pos)
+    def ask(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> Answer:
+        return self._way(layer, params).ask(layer, q, params, pos)
 
     def wait_idle(self) -> None:
         for way in (self._query, self._kernel, self._stream):
@@ -252,10 +252,10 @@ class AutoAccess:
     def nbytes(self) -> int:
         return self._stream.nbytes
 
-    def _way(self, layer: int, sight: AttentionParams) -> HostAccess:
-        if sight.is_prompt:
+    def _way(self, layer: int, params: AttentionParams) -> HostAccess:
+        if params.is_prompt:
             return self._stream
-        if sight.window is not None:
+        if params.window is not None:
             return self._query  # few slots, selected by a mask
         pieces = self._tier.pieces(layer)
         if why := self._unserved or next((p.unreached for p in pieces if p.unreached), ""):

@@ -40,7 +40,7 @@ class PageIndex(Protocol):
     def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
         """Summarize the keys of whole pages k [K, P, page, D] as tensors [K, P, ..]."""
 
-    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, params: AttentionParams) -> Tensor:
         """Score units for rows [K, R, D] -> [K, R, P * page / unit], the log of the mass that each unit may hold."""
 
 
@@ -60,10 +60,10 @@ class ContiguousPageIndex:
         return ()
 
 
-def scale_and_softcap(score: Tensor, sight: AttentionParams) -> Tensor:
+def scale_and_softcap(score: Tensor, params: AttentionParams) -> Tensor:
     """Apply the scale and softcap of the layer's softmax to query-key products; their order does not change."""
-    score = score * sight.scale
-    return sight.softcap * torch.tanh(score / sight.softcap) if sight.softcap > 0 else score
+    score = score * params.scale
+    return params.softcap * torch.tanh(score / params.softcap) if params.softcap > 0 else score
 
 
 def by_page(score: Tensor, page: int) -> Tensor:

@@ -35,16 +35,16 @@ class Certified(ContiguousPageIndex):
         error = (k - codes * wide).norm(dim=-1) + k.shape[-1] * FLOAT * k.norm(dim=-1)
         return codes.to(torch.int8), scale, _up(error)
 
-    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, params: AttentionParams) -> Tensor:
         """Score pages by an upper bound on the score of every token."""
         codes, scale, error = pages
         if not why_not(rows):
             coded = QuantizedPages(codes.flatten(1, 2), scale.flatten(1), error.flatten(1))
-            return page_scores(rows, coded, self.page, sight.scale, sight.softcap)
+            return page_scores(rows, coded, self.page, params.scale, params.softcap)
         score = code_scores(rows, codes.flatten(1, 2), scale.flatten(1))
         length = rows.to(score.dtype).norm(dim=-1, keepdim=True)  # [K, R, 1]
         bound = torch.addcmul(score, length, error.flatten(1).to(score.dtype).unsqueeze(1))
-        return by_page(scale_and_softcap(bound, sight), self.page)
+        return by_page(scale_and_softcap(bound, params), self.page)
 
 
 def _up(x: Tensor) -> Tensor:

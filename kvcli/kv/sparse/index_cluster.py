@@ -42,10 +42,10 @@ class Clusters:
         means, of = (torch.stack(each, 1) for each in zip(*found, strict=True))
         return means.to(k.dtype), of.to(torch.int16)
 
-    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, params: AttentionParams) -> Tensor:
         """Score each slot by the product of the query and the mean of the slot's cluster."""
         means, of = pages
-        return by_member(mean_scores(rows, means.flatten(1, 2), sight), of, self.n)
+        return by_member(mean_scores(rows, means.flatten(1, 2), params), of, self.n)
 
 
 def clusters(k: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -71,11 +71,11 @@ def _sums(k: Tensor, of: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return each @ k, each.sum(2, keepdim=True)
 
 
-def mean_scores(rows: Tensor, means: Tensor, sight: AttentionParams) -> Tensor:
+def mean_scores(rows: Tensor, means: Tensor, params: AttentionParams) -> Tensor:
     """Score means [K, U, D] for rows [K, R, D] -> [K, R, U], batch invariant: each mean is a box of one point."""
     if why_not(rows) or means.dtype not in (torch.bfloat16, torch.float32):
-        return scale_and_softcap(page_bounds(rows, means, means), sight)
-    return page_scores(rows, Box(means, means), 1, sight.scale, sight.softcap)
+        return scale_and_softcap(page_bounds(rows, means, means), params)
+    return page_scores(rows, Box(means, means), 1, params.scale, params.softcap)
 
 
 def by_member(score: Tensor, of: Tensor, n: int) -> Tensor:

@@ -39,8 +39,8 @@ class LowRank(ContiguousPageIndex):
         at = mean_scores(directions, k.flatten(1, 2), AttentionParams(1.0)).transpose(1, 2)
         return (at.reshape(*k.shape[:3], -1).to(k.dtype),)
 
-    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, params: AttentionParams) -> Tensor:
         """Score pages by the product of the query and each key, both projected on the directions."""
         (at,), (directions,) = pages, shared
         rows = mean_scores(rows, directions, AttentionParams(1.0))  # [K, R, rank]
-        return by_page(mean_scores(rows, at.flatten(1, 2), sight), self.page)
+        return by_page(mean_scores(rows, at.flatten(1, 2), params), self.page)

@@ -28,9 +28,9 @@ class MinMax(ContiguousPageIndex):
         """Compute low and high [K, P, D] of k [K, P, page, D]."""
         return k.amin(2), k.amax(2)
 
-    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, params: AttentionParams) -> Tensor:
         """Score a page as if all its slots were at the bound."""
         low, high = pages
         if why_not(rows) or low.dtype != rows.dtype:
-            return scale_and_softcap(page_bounds(rows, low, high), sight) + math.log(self.page)
-        return page_scores(rows, Box(low, high), 1, sight.scale, sight.softcap) + math.log(self.page)
+            return scale_and_softcap(page_bounds(rows, low, high), params) + math.log(self.page)
+        return page_scores(rows, Box(low, high), 1, params.scale, params.softcap) + math.log(self.page)

@@ -44,7 +44,7 @@ class Sketch(ContiguousPageIndex):
         scale = (x * level).sum(-1) / level.square().sum(-1)  # least squares
         return pack2(codes), scale.to(torch.bfloat16)
 
-    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, params: AttentionParams) -> Tensor:
         """Score pages by the estimated score of every token."""
         packed, scale = pages
         mean, spread = shared
@@ -52,8 +52,8 @@ class Sketch(ContiguousPageIndex):
             coded = QuantizedPages(
                 packed.flatten(1, 2), scale.flatten(1), mean=mean.squeeze(1), spread=spread.squeeze(1)
             )
-            return page_scores(rows, coded, self.page, sight.scale, sight.softcap)
+            return page_scores(rows, coded, self.page, params.scale, params.softcap)
         rows = rows.to(mean.dtype)
         codes = unpack2(packed.flatten(1, 2), rows.shape[2])
         score = code_scores(rows * spread, codes, scale.flatten(1)) + rows @ mean.transpose(1, 2)
-        return by_page(scale_and_softcap(score, sight), self.page)
+        return by_page(scale_and_softcap(score, params), self.page)

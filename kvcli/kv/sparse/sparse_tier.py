@@ -104,14 +104,14 @@ class SparseTier:
         return self._tier.batch_variant_reason
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Attend from rows q [H, N, D] at positions pos [N] to selected pages, newer slots and new KV `own`."""
         pages = self._pages.get(layer)
-        if pages is None or pages.reads_all or sight.window is not None or sight.is_prompt:
-            return self._tier.attend(layer, q, sight, pos, own)
+        if pages is None or pages.reads_all or params.window is not None or params.is_prompt:
+            return self._tier.attend(layer, q, params, pos, own)
         rows = min(ROWS, max(1, SCORES // (q.shape[0] * pages.open.shape[1])))
-        old = [self._recall(layer, pages, q[:, a : a + rows], sight) for a in range(0, q.shape[1], rows)]
+        old = [self._recall(layer, pages, q[:, a : a + rows], params) for a in range(0, q.shape[1], rows)]
         parts = (
             old
             if len(old) == 1
@@ -120,11 +120,11 @@ class SparseTier:
         n = self._late[layer]
         if own is not None and serves(q, own.v):
             with_old, late = replace(own, before=[*own.before, *parts]), self._newest(layer, n) if n else None
-            return [attend_stored_and_new(q, late, with_old, pos, sight.scale, window=None, softcap=sight.softcap)]
+            return [attend_stored_and_new(q, late, with_old, pos, params.scale, window=None, softcap=params.softcap)]
         if n:
             s = _here(self._tier.newest(layer, n), q)
-            parts = [*parts, attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, None))]
-        return [*parts, *attend_new_only(q, sight, own)]
+            parts = [*parts, attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=visible(s.pos, pos, None))]
+        return [*parts, *attend_new_only(q, params, own)]
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store accepted rows, which all rows read until the next compression point."""
@@ -206,14 +206,14 @@ class SparseTier:
                 self._chosen.pop(layer, None)
                 self._choice.pop(layer, None)
 
-    def _recall(self, layer: int, pages: Pages, q: Tensor, sight: AttentionParams) -> PartialAttention:
+    def _recall(self, layer: int, pages: Pages, q: Tensor, params: AttentionParams) -> PartialAttention:
         """Attend from q [H, N, D] to the selected pages, or to all slots if the error bound is exceeded."""
         n_kv, (h, n, d) = pages.whole.shape[0], q.shape
         rows = q.reshape(n_kv, h // n_kv, n, d)
-        is_shared = self._is_shared and not sight.is_guess  # drafts over a separate cache precede the first row
+        is_shared = self._is_shared and not params.is_guess  # drafts over a separate cache precede the first row
         chosen, score = self._choice.get(layer) if is_shared else None, None
         if chosen is None or self._epsilon is not None:
-            score = self._index.score(rows.flatten(1, 2), pages.kept, pages.shared, sight)
+            score = self._index.score(rows.flatten(1, 2), pages.kept, pages.shared, params)
             score = score.view(*rows.shape[:3], -1)  # [K, G, N, X]
         if chosen is None:
             assert score is not None
@@ -222,13 +222,13 @@ class SparseTier:
                 self._choice[layer] = chosen
         self._count(layer, chosen, n)
         chosen = chosen.expand(-1, n, -1).contiguous()
-        part = self._read(layer, pages, q, chosen, sight, score)
+        part = self._read(layer, pages, q, chosen, params, score)
         if self._epsilon is not None:
             assert score is not None
             missed = log_masses(score, pages.held.unsqueeze(1) & ~chosen)  # [K, G, N]
             out, lse = (t.view(*rows.shape[:3], *t.shape[2:]) for t in (part.out, part.lse))
             refused = _refused(missed, lse, self._epsilon)
-            self._stream(layer, pages, rows, refused, PartialAttention(out, lse), sight)
+            self._stream(layer, pages, rows, refused, PartialAttention(out, lse), params)
         return part
 
     def _newest(self, layer: int, n: int) -> StoredKV:
@@ -241,7 +241,7 @@ class SparseTier:
         return replace(run, starts=starts, pos_starts=at, lengths=[n] * len(starts))
 
     def _read(
-        self, layer: int, pages: Pages, q: Tensor, chosen: Tensor, sight: AttentionParams, score: Tensor | None
+        self, layer: int, pages: Pages, q: Tensor, chosen: Tensor, params: AttentionParams, score: Tensor | None
     ) -> PartialAttention:
         """Attend from each row to its own selection, as a separate sequence, so that the result is batch invariant.
 
@@ -250,7 +250,7 @@ class SparseTier:
         grain, n_rows = self._index.selection_unit, q.shape[1]
         first = pages.whole * self._index.page
         behind, left = first.tolist(), (pages.ends - first).tolist()
-        scale, softcap = sight.scale, sight.softcap
+        scale, softcap = params.scale, params.softcap
         pos = [0] * n_rows  # row positions are not used
         run = None if self._near is not None else self._source.run(layer)
         if run is not None and serves_chosen(q, run.v):
@@ -273,7 +273,7 @@ class SparseTier:
         return attend(q, s.k, s.v, scale, softcap=softcap, mask=None if is_bare else shown)
 
     def _stream(
-        self, layer: int, pages: Pages, rows: Tensor, refused: Tensor, part: PartialAttention, sight: AttentionParams
+        self, layer: int, pages: Pages, rows: Tensor, refused: Tensor, part: PartialAttention, params: AttentionParams
     ) -> None:
         """Overwrite `part` [K, G, N, ..] with attention to all slots for the `refused` [K, N] of rows [K, G, N, D]."""
         self.tally.streamed += int(refused.sum())
@@ -283,10 +283,10 @@ class SparseTier:
             q = rows[j][:, mine]
             if serves(q, s.v):
                 run, rows_at = _run_of(s), [1] * q.shape[1]
-                full = attend_part(q, run, rows_at, sight.scale, window=WIDEST, softcap=sight.softcap)
+                full = attend_part(q, run, rows_at, params.scale, window=WIDEST, softcap=params.softcap)
             else:
                 mask = visible(s.pos, range(q.shape[1]), None)
-                full = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
+                full = attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=mask)
             part.out[j][:, mine], part.lse[j][:, mine] = full.out.to(part.out.dtype), full.lse.to(part.lse.dtype)
 
     def _count(self, layer: int, chosen: Tensor, n: int) -> None:

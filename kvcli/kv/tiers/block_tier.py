@@ -198,20 +198,22 @@ class BlockTier(LossyTier):
         return "" if all(serves(k, v) for k, v in likes) else "kv.dtype"
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over each span of slot indices."""
         layer = self._holder[layer]
         n = self.n_slots(layer)
         spans = (range(first, min(n, first + self._span)) for first in range(0, n, self._span))
-        return [*(self._part(layer, span, q, sight, pos) for span in spans), *attend_new_only(q, sight, own)]
+        return [*(self._part(layer, span, q, params, pos) for span in spans), *attend_new_only(q, params, own)]
 
-    def _part(self, layer: int, span: range, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> PartialAttention:
+    def _part(
+        self, layer: int, span: range, q: Tensor, params: AttentionParams, pos: Sequence[int]
+    ) -> PartialAttention:
         s = self._numbers(layer, span)
         if not serves(q, s.v):
-            return attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, sight.window))
+            return attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=visible(s.pos, pos, params.window))
         bands, n = self._bands[layer], len(span)
-        window = WIDEST if sight.window is None and any(band.has_holes for band in bands) else sight.window
+        window = WIDEST if params.window is None and any(band.has_holes for band in bands) else params.window
         starts = range(0, len(s.k) * n, n)
         lengths = [min(max(0, band.length - span.start), n) for band, _ in self._heads(layer)]
         k, v = s.each(lambda t: t.flatten(0, 1))
@@ -219,9 +221,9 @@ class BlockTier(LossyTier):
             q,
             StoredKV(k, v, s.pos.flatten(), starts, lengths, starts),
             pos,
-            sight.scale,
+            params.scale,
             window=window,
-            softcap=sight.softcap,
+            softcap=params.softcap,
         )
 
     def take(self, layer: int, slots: Slots) -> None:

@@ -53,7 +53,7 @@ class DenseLayer(Protocol):
         """Return a snapshot; it has one row of positions "pos" if all heads have the same slots."""
 
     def attend(
-        self, q: Tensor, sight: AttentionParams, rows: Sequence[int], own: NewRows | None
+        self, q: Tensor, params: AttentionParams, rows: Sequence[int], own: NewRows | None
     ) -> list[PartialAttention]:
         """Return partial attention of rows over the stored slots and the new KV of their pass."""
 
@@ -149,10 +149,10 @@ class Dense:
         return "kv.dtype" if any(why_not(self.dtype, *each) for each in sizes) else ""
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over slots and new KV, merged if possible."""
-        return self._read(layer).attend(q, sight, pos, own)
+        return self._read(layer).attend(q, params, pos, own)
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the device tables of all layers, with capacity for `rows` more slots per head."""

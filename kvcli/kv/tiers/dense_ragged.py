@@ -103,23 +103,23 @@ class RaggedLayer:
         return [*both, self.pos, self._ends, self._order, self._back]
 
     def attend(
-        self, q: Tensor, sight: AttentionParams, rows: Sequence[int], own: NewRows | None
+        self, q: Tensor, params: AttentionParams, rows: Sequence[int], own: NewRows | None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions `rows` [N] over slots and new KV."""
         if serves(q, self.v):
-            window, softcap, is_prompt = sight.window, sight.softcap, sight.is_prompt
+            window, softcap, is_prompt = params.window, params.softcap, params.is_prompt
             return [
                 attend_stored_and_new(
-                    q, self.run(), own, rows, sight.scale, window=window, softcap=softcap, is_prompt=is_prompt
+                    q, self.run(), own, rows, params.scale, window=window, softcap=softcap, is_prompt=is_prompt
                 )
             ]
-        return [*self._apart(q, sight, rows), *attend_new_only(q, sight, own)]
+        return [*self._apart(q, params, rows), *attend_new_only(q, params, own)]
 
     def run(self) -> StoredKV:
         """Return the stored slots in place."""
         return StoredKV(self.k, self.v, self.pos, self._extents.start, self._lengths, self._extents.start)
 
-    def _apart(self, q: Tensor, sight: AttentionParams, rows: Sequence[int]) -> list[PartialAttention]:
+    def _apart(self, q: Tensor, params: AttentionParams, rows: Sequence[int]) -> list[PartialAttention]:
         """Return partial attention over the stored slots alone: at most one part."""
         if not self.length:
             return []
@@ -128,11 +128,11 @@ class RaggedLayer:
         for heads in self._runs:
             mine = as_they_lie[first * group : (first + len(heads)) * group]  # [n * G, N, D]
             first += len(heads)
-            if sight.window is None:
-                parts.append(self._whole(mine, heads, sight))
+            if params.window is None:
+                parts.append(self._whole(mine, heads, params))
             else:
                 each = (mine[i * group : (i + 1) * group] for i in range(len(heads)))
-                parts += [self._near(of, head, sight, rows) for of, head in zip(each, heads, strict=True)]
+                parts += [self._near(of, head, params, rows) for of, head in zip(each, heads, strict=True)]
         if len(parts) == 1:
             return parts
         out, lse = torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts])
@@ -244,21 +244,21 @@ class RaggedLayer:
         if n > min(self._extents.room):
             self._lay(HeadExtents.of(self._lengths, self._step, n))
 
-    def _whole(self, q: Tensor, heads: list[int], sight: AttentionParams) -> PartialAttention:
+    def _whole(self, q: Tensor, heads: list[int], params: AttentionParams) -> PartialAttention:
         """Return partial attention of q [n * G, N, D] over all slots of heads of equal capacity, read as views."""
         first, room = self._extents.start[heads[0]], self._extents.room[heads[0]]
         piece = slice(first, first + room * len(heads))
         k, v = (t[piece].view(len(heads), room, t.shape[1]) for t in (self.k, self.v))
-        return attend(q, k, v, sight.scale, softcap=sight.softcap, length=[self._lengths[head] for head in heads])
+        return attend(q, k, v, params.scale, softcap=params.softcap, length=[self._lengths[head] for head in heads])
 
-    def _near(self, q: Tensor, head: int, sight: AttentionParams, rows: Sequence[int]) -> PartialAttention:
+    def _near(self, q: Tensor, head: int, params: AttentionParams, rows: Sequence[int]) -> PartialAttention:
         """Return partial attention of q [G, N, D] over the slots of one head inside a sliding window."""
-        assert sight.window is not None
+        assert params.window is not None
         first, end = self._extents.start[head], self._extents.start[head] + self._lengths[head]
         stored = self.pos[first:end].cpu().numpy()
-        start, mask = seen(stored, rows, sight.window, self._ordered, q.device)
+        start, mask = seen(stored, rows, params.window, self._ordered, q.device)
         k, v = (t[first + start : end].unsqueeze(0) for t in (self.k, self.v))
-        return attend(q, k, v, sight.scale, softcap=sight.softcap, mask=mask)
+        return attend(q, k, v, params.scale, softcap=params.softcap, mask=mask)
 
     def _moved(self, t: Tensor, order: Tensor) -> Tensor:
         """Reorder t [H, ...] by KV head (with its query heads)."""

@@ -103,21 +103,21 @@ class UniformLayer:
             self.noted = self.length
 
     def attend(
-        self, q: Tensor, sight: AttentionParams, rows: Sequence[int], own: NewRows | None
+        self, q: Tensor, params: AttentionParams, rows: Sequence[int], own: NewRows | None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions `rows` [N] over slots and new KV."""
         if not serves(q, self.v):
-            return [*self._apart(q, sight, rows), *attend_new_only(q, sight, own)]
+            return [*self._apart(q, params, rows), *attend_new_only(q, params, own)]
         if not self.length and own is None:
             return []
-        if sight.window is not None:
+        if params.window is not None:
             self._note()
         run = self.run() if self.length else None
-        if run is not None and sight.window is not None and q.device.type != "cpu":
+        if run is not None and params.window is not None and q.device.type != "cpu":
             run.pos = self.beside()
-        window, softcap, is_prompt = sight.window, sight.softcap, sight.is_prompt
+        window, softcap, is_prompt = params.window, params.softcap, params.is_prompt
         return [
-            attend_stored_and_new(q, run, own, rows, sight.scale, window=window, softcap=softcap, is_prompt=is_prompt)
+            attend_stored_and_new(q, run, own, rows, params.scale, window=window, softcap=softcap, is_prompt=is_prompt)
         ]
 
     def beside(self) -> Tensor:
@@ -143,17 +143,17 @@ class UniformLayer:
         self.lies.lengths, self.lies.gone = [self.length] * len(self.lies.starts), self.gone
         return self.lies
 
-    def _apart(self, q: Tensor, sight: AttentionParams, rows: Sequence[int]) -> list[PartialAttention]:
+    def _apart(self, q: Tensor, params: AttentionParams, rows: Sequence[int]) -> list[PartialAttention]:
         """Return partial attention over the stored slots alone."""
         if self.length == 0:
             return []
         start, mask = 0, None
-        if sight.window is not None:
-            start, mask = seen(self.at, rows, sight.window, self.ordered, q.device)
+        if params.window is not None:
+            start, mask = seen(self.at, rows, params.window, self.ordered, q.device)
         if start == 0 and mask is None:  # the whole buffer
-            return [attend(q, self.k, self.v, sight.scale, softcap=sight.softcap, length=self.length)]
+            return [attend(q, self.k, self.v, params.scale, softcap=params.softcap, length=self.length)]
         k, v = self.k[:, start : self.length], self.v[:, start : self.length]
-        return [attend(q, k, v, sight.scale, softcap=sight.softcap, mask=mask)]
+        return [attend(q, k, v, params.scale, softcap=params.softcap, mask=mask)]
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on, M > 0."""

@@ -51,11 +51,11 @@ class ExtentTier:
         return "kv.dtype" if any(why_not(self.dtype, cpu, *size) for size in sizes) else ""
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over each extent."""
-        parts = [e.read(e.k, e.v, q, sight, pos) for e in self._layers[self._holder[layer]] if e.length]
-        return [*parts, *attend_new_only(q, sight, own)]
+        parts = [e.read(e.k, e.v, q, params, pos) for e in self._layers[self._holder[layer]] if e.length]
+        return [*parts, *attend_new_only(q, params, own)]
 
     def pieces(self, layer: int) -> list[HostChunk]:
         """Return the extents that `attend` reads as host chunks. They are cached until slots change."""

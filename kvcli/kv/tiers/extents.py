@@ -62,20 +62,20 @@ class Extent:
         self.has_holes = bool((held != (torch.arange(self.length) < ends.unsqueeze(1))).any())
         self.lengths = [self.length] * len(ends) if self.has_holes else ends.tolist()
 
-    def read(self, k: Tensor, v: Tensor, q: Tensor, sight: AttentionParams, rows: Sequence[int]) -> PartialAttention:
+    def read(self, k: Tensor, v: Tensor, q: Tensor, params: AttentionParams, rows: Sequence[int]) -> PartialAttention:
         """Return partial attention of q [H, N, D] at positions `rows` over k, v [K, n, ..]: the slots or a copy."""
-        window, softcap = sight.window, sight.softcap
+        window, softcap = params.window, params.softcap
         if q.device.type == "cpu" and serves(q, v):
             (n_kv, n), cap = k.shape[:2], self.pos.shape[1]
             starts, at = (range(0, n_kv * m, m) if m else [0] * n_kv for m in (n, cap))
             run = StoredKV(k.flatten(0, 1), v.flatten(0, 1), self.pos.flatten(), starts, self.lengths, at)
             window = WIDEST if window is None and self.has_holes else window
-            return attend_part(q, run, rows, sight.scale, window=window, softcap=softcap)
+            return attend_part(q, run, rows, params.scale, window=window, softcap=softcap)
         if window is None and not self.has_holes:
-            return attend(q, k, v, sight.scale, softcap=softcap, length=self.lengths)
+            return attend(q, k, v, params.scale, softcap=softcap, length=self.lengths)
         mask, n = visible(self.slots.pos, rows, window), self.length
         mask = None if mask is None else mask.to(q.device)
-        return attend(q, k[:, :n], v[:, :n], sight.scale, softcap=softcap, mask=mask)
+        return attend(q, k[:, :n], v[:, :n], params.scale, softcap=softcap, mask=mask)
 
     def state(self) -> State:
         """Return a snapshot of views of the mapping."""

@@ -110,18 +110,18 @@ class HostTier:
         """Return the reason of the inner tier. The access methods themselves are batch invariant."""
         return self._tier.batch_variant_reason
 
-    def attend_async(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
+    def attend_async(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> Answer:
         """Return a function that returns, on the device, partial attention of q [H, N, D] there at positions pos [N].
 
         Device work that is queued before its call runs in parallel.
         """
-        return self._reach.ask(layer, q, sight, pos) if self._tier.n_slots(layer) else list
+        return self._reach.ask(layer, q, params, pos) if self._tier.n_slots(layer) else list
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention over the slots and the new KV, synchronously."""
-        return self.attend_async(layer, q, sight, pos)() + attend_new_only(q, sight, own)
+        return self.attend_async(layer, q, params, pos)() + attend_new_only(q, params, own)
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         self._reach.wait_idle()

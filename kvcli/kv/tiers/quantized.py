@@ -108,41 +108,43 @@ class QuantizedTier(LossyTier):
         return "kv.k_bits" if any(t.shape[2] % 16 for _, like in each for t in like) else "kv.dtype"
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N]: at most one over slots, and one over new KV."""
         layer = self._holder[layer]
         if not self.n_slots(layer):
-            return attend_new_only(q, sight, own)
+            return attend_new_only(q, params, own)
         if self._ranks[layer]:
-            return [self._unpacked(layer, q, sight, pos), *attend_new_only(q, sight, own)]
+            return [self._unpacked(layer, q, params, pos), *attend_new_only(q, params, own)]
         if serves_packed(q, self._empty[layer][1]):
-            run, window = self._run(layer, sight.window, coarse=sight.is_guess)
+            run, window = self._run(layer, params.window, coarse=params.is_guess)
             turned = self._turned(q).to(q.dtype)
-            part = attend_quantized_part(turned, run, pos, sight.scale, window=window, softcap=sight.softcap)
-            return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, sight, own)]
-        if (table := self._table(layer, coarse=sight.is_guess)) is not None:
-            part = attend_table(self._turned(q), table, sight.scale, pos, softcap=sight.softcap, window=sight.window)
-            return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, sight, own)]
-        seen = [_seen(head, sight.window, pos, coarse=sight.is_guess) for head in self._layers[layer]]
+            part = attend_quantized_part(turned, run, pos, params.scale, window=window, softcap=params.softcap)
+            return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, params, own)]
+        if (table := self._table(layer, coarse=params.is_guess)) is not None:
+            part = attend_table(self._turned(q), table, params.scale, pos, softcap=params.softcap, window=params.window)
+            return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, params, own)]
+        seen = [_seen(head, params.window, pos, coarse=params.is_guess) for head in self._layers[layer]]
         masks = [mask for _, mask in seen]
         part = attend_quantized(
-            self._turned(q), [head for head, _ in seen], sight.scale, self.dtype, softcap=sight.softcap, masks=masks
+            self._turned(q), [head for head, _ in seen], params.scale, self.dtype, softcap=params.softcap, masks=masks
         )
-        return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, sight, own)]
+        return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, params, own)]
 
-    def _unpacked(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> PartialAttention:
+    def _unpacked(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> PartialAttention:
         """Attend to latents (MLA) after dequantizing the whole layer, because no kernel reads their codes."""
-        s = self._numbers(layer, coarse=sight.is_guess)
+        s = self._numbers(layer, coarse=params.is_guess)
         if serves(q, s.k):
             window = (
-                WIDEST if sight.window is None and any(head.has_holes for head in self._layers[layer]) else sight.window
+                WIDEST
+                if params.window is None and any(head.has_holes for head in self._layers[layer])
+                else params.window
             )
             k, n = s.k.flatten(0, 1), s.n_slots
             starts = range(0, len(s.k) * n, n)
             run = StoredKV(k, k, s.pos.flatten(), starts, [n] * len(s.k), starts)
-            return attend_part(q, run, pos, sight.scale, window=window, softcap=sight.softcap)
-        return attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, sight.window))
+            return attend_part(q, run, pos, params.scale, window=window, softcap=params.softcap)
+        return attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=visible(s.pos, pos, params.window))
 
     def _table(self, layer: int, *, coarse: bool) -> Table | None:
         """Return the cached address table of the heads; None if no kernel reads them by a table."""

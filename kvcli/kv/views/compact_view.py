@@ -40,18 +40,18 @@ class CompactView:
         return CompactView(store, self._pick, self._every, self._shapes)
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over kept slots and new KV."""
         n = self._store.n_slots(layer)
         if not n:
-            return attend_new_only(q, sight, own)
+            return attend_new_only(q, params, own)
         is_stale = self._store.changes != self._changes[layer]
         if is_stale or n - self._chosen[layer] >= self._every:
             self._choose(layer, q, self._store.slots(layer))
         elif n > self._seen[layer]:
             self._join(layer, self._store.newest(layer, n - self._seen[layer]))
-        return self._copy.attend(layer, q, sight, pos, own)
+        return self._copy.attend(layer, q, params, pos, own)
 
     def usage(self) -> list[Usage]:
         """Return the memory use of the copy, as tier "view"."""

@@ -33,12 +33,12 @@ class GatheredView:
         return []
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over kept slots and new KV."""
         all_slots = self._store.slots(layer)
         s = compact(all_slots, self._pick(layer, q, all_slots))
         if s.n_slots == 0:
-            return attend_new_only(q, sight, own)
-        part = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, sight.window))
-        return [part, *attend_new_only(q, sight, own)]
+            return attend_new_only(q, params, own)
+        part = attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=visible(s.pos, pos, params.window))
+        return [part, *attend_new_only(q, params, own)]

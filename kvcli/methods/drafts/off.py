@@ -56,7 +56,7 @@ class Off:
     def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> None:
         return
 
-    def propose(self, ids: Sequence[int], room: int, past: DraftContext | None = None) -> Draft:
+    def propose(self, ids: Sequence[int], room: int, context: DraftContext | None = None) -> Draft:
         from kvcli.engine.rows import Draft  # late: reading a profile must not import torch
 
         return Draft.none(ahead=room)

@@ -104,8 +104,8 @@ class LazyLLM(Schedule):
         scores = attention_mass(lm, cache, layer, live, rows.pos, min(self.score_queries, rows.n_rows))
         return pooled(scores[[rows.pos[row] for row in live.rows]], self.pool)
 
-    def bind_revival(self, lm: LM, cache: KVCache, behind: AuxCache) -> Choose:
+    def bind_revival(self, lm: LM, cache: KVCache, aux_cache: AuxCache) -> Choose:
         """Return the function that selects tokens to revive by the attention of the newest token."""
         from kvcli.methods.prune.revival import Revival
 
-        return Revival(self, lm, cache, behind)
+        return Revival(self, lm, cache, aux_cache)

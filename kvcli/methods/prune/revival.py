@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 class Revival:
     """Selector of the tokens to revive in one revival pass of the newest token."""
 
-    def __init__(self, lazy: LazyLLM, lm: LM, cache: KVCache, behind: AuxCache) -> None:
-        self._lazy, self._lm, self._past, self._behind = lazy, lm, cache, behind
+    def __init__(self, lazy: LazyLLM, lm: LM, cache: KVCache, aux_cache: AuxCache) -> None:
+        self._lazy, self._lm, self._cache, self._aux_cache = lazy, lm, cache, aux_cache
         self._cuts = lazy.cuts(lm)
 
     def __call__(self, layer: int, live: ActiveRows, pos: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         """Return the positions `pos` that continue (the newest always does), and the deferred positions to revive."""
-        waiting, lazy = self._behind.at(layer), self._lazy
+        waiting, lazy = self._aux_cache.at(layer), self._lazy
         if layer not in self._cuts or not (waiting or len(pos) > 1):
             return pos, ()
-        mass = attention_mass(self._lm, self._past, layer - 1, live, pos)
+        mass = attention_mass(self._lm, self._cache, layer - 1, live, pos)
         of = len(mass) if lazy.ratio_of == "prompt" else int((mass > 0).sum())
         order = highest(mass, math.ceil(self._cuts[layer] * of), lazy.mass)
         chosen, missing = set(order), set(waiting)

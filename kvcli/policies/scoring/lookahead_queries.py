@@ -77,4 +77,4 @@ def ahead(at: CompressionPoint, most: int) -> Steps[CompressionPoint]:
             held = {i: tuple(torch.cat(p, 1) for p in zip(held[i], f, strict=True)) if held else f  # type: ignore[misc]
                     for i, f in fresh.items()}  # fmt: skip
             pos = [*pos, where]
-    return replace(at, heard=heard)
+    return replace(at, query_recorder=heard)

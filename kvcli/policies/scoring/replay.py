@@ -63,16 +63,16 @@ class PrefixCacheView:
         return DeviceCache(why_not="the policy cannot select tokens to replay")
 
     def attend(
-        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         s, at = self._at.layer(layer)
         few = compact(s, (s.pos >= 0) & (s.pos < self._end) & self._pick(s, at))
         if not few.n_slots:
-            return attend_new_only(q, sight, own)
-        shown = visible(few.pos, pos, sight.window)
+            return attend_new_only(q, params, own)
+        shown = visible(few.pos, pos, params.window)
         v = few.k if self._at.lm.shapes[layer].rank else few.v  # new rows of MLA layers return latents, too
-        part = attend(q, few.k, v, sight.scale, softcap=sight.softcap, mask=shown)
-        return [part, *attend_new_only(q, sight, own)]
+        part = attend(q, few.k, v, params.scale, softcap=params.softcap, mask=shown)
+        return [part, *attend_new_only(q, params, own)]
 
     def usage(self) -> list[Usage]:
         return []

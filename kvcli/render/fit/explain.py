@@ -64,10 +64,10 @@ def _shares(plan: FitPlan, of: FitBudget) -> str:
     return f"at equal importance, of {f.count(plan.ctx)} tokens: {', '.join(shares)}"
 
 
-def _lies(rung: FitRung) -> str:
-    if rung.is_found:
+def _lies(level: FitRung) -> str:
+    if level.is_found:
         return "offloaded"
-    return {16: "at full precision", 0: "dropped"}.get(rung.bits, f"in {rung.bits} bits")
+    return {16: "at full precision", 0: "dropped"}.get(level.bits, f"in {level.bits} bits")
 
 
 def _heads(of: FitBudget) -> str:

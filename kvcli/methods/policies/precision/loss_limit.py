@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 LESS = 1 - 1e-6  # factor on a price, so that slots exactly at the threshold are kept despite rounding
 
 
-def lost_share(layers: Sequence[Layer], spending: PrecisionBudget, rungs: Sequence[Tensor]) -> float:
+def lost_share(layers: Sequence[Layer], spending: PrecisionBudget, levels: Sequence[Tensor]) -> float:
     """Return the share of the score sum of all competing slots that is lost at the levels `rungs` [K, S]."""
     whole = sum(layer.whole for layer in layers)
-    kept = sum(_kept(layer, spending, rung) for layer, rung in zip(layers, rungs, strict=True))
+    kept = sum(_kept(layer, spending, rung) for layer, rung in zip(layers, levels, strict=True))
     return max(0.0, 1 - kept / whole) if whole else 0.0
 
 
 def price_for_loss(layers: Sequence[Layer], spending: PrecisionBudget, share: float) -> float:
     """Return the highest price that loses at most `share`, earlier losses included; inf: any price does."""
-    left = sum(layer.whole * (share - 1) + _kept(layer, spending, layer.rung) for layer in layers)
+    left = sum(layer.whole * (share - 1) + _kept(layer, spending, layer.level) for layer in layers)
     prices, losses = zip(*(_steps(layer, spending) for layer in layers), strict=True)
     device = prices[0].device
     price, order = torch.cat([of.to(device) for of in prices]).sort()
@@ -40,9 +40,11 @@ def price_for_loss(layers: Sequence[Layer], spending: PrecisionBudget, share: fl
     return float(price[over]) * LESS if over < len(price) else float("inf")
 
 
-def counted(layer: Layer, rung: Tensor, last: int) -> list[list[int]]:
+def counted(layer: Layer, level: Tensor, last: int) -> list[list[int]]:
     """Count slots by level and head."""
-    heads = [on[of >= 0].long().bincount(minlength=last + 1).tolist() for on, of in zip(rung, layer.rung, strict=True)]
+    heads = [
+        on[of >= 0].long().bincount(minlength=last + 1).tolist() for on, of in zip(level, layer.level, strict=True)
+    ]
     return [list(each) for each in zip(*heads, strict=True)]
 
 
@@ -52,16 +54,16 @@ def _steps(layer: Layer, spending: PrecisionBudget) -> tuple[Tensor, Tensor]:
     prices, losses = [layer.worth.new_zeros(0).double()], [layer.worth.new_zeros(0).double()]
     for rung, way in enumerate(ways_of(layer.number, spending)):
         left = quality(spending, rung)
-        worth = layer.worth[competes & (layer.rung == rung)].double()
+        worth = layer.worth[competes & (layer.level == rung)].double()
         for above, to, factor in zip((rung, *way.to), way.to, way.at, strict=False):
             prices.append(worth / factor)
             losses.append(worth * (left[above] - left[to]))
     return torch.cat(prices), torch.cat(losses)
 
 
-def _kept(layer: Layer, spending: PrecisionBudget, rung: Tensor) -> float:
+def _kept(layer: Layer, spending: PrecisionBudget, level: Tensor) -> float:
     """Return the score sum of the competing slots that is left at the levels `rung`."""
     left = [quality(spending, start) for start in range(spending.last + 1)]
-    of_rungs = torch.tensor(left, dtype=torch.float64, device=rung.device)
-    worth = layer.worth.double().masked_fill(layer.worth.isinf() | (layer.rung < 0), 0.0)
-    return float((worth * of_rungs[layer.rung.clamp(min=0).long(), rung.clamp(min=0).long()]).sum())
+    of_rungs = torch.tensor(left, dtype=torch.float64, device=level.device)
+    worth = layer.worth.double().masked_fill(layer.worth.isinf() | (layer.level < 0), 0.0)
+    return float((worth * of_rungs[layer.level.clamp(min=0).long(), level.clamp(min=0).long()]).sum())

@@ -35,7 +35,7 @@ class Layer:
 
     number: int  # index of the layer
     worth: Tensor  # [K, S] float32 scores, +inf = keeps its level
-    rung: Tensor  # [K, S] int8 level of each slot, -1 = empty
+    level: Tensor  # [K, S] int8 level of each slot, -1 = empty
     columns: Sequence[int] = ()  # slots per head of each level, top first: heads padded to the longest, with holes
     whole: float = 0.0  # score sum of all competing tokens, dropped ones included
 
@@ -91,9 +91,9 @@ def price(layers: Sequence[Layer], spending: PrecisionBudget, most: float) -> fl
 
 def levels(layer: Layer, spending: PrecisionBudget, at: float) -> Tensor:
     """Return the level of each slot at this price, int8 [K, S]; empty slots have 0."""
-    found = layer.rung.clamp(min=0).clone()
+    found = layer.level.clamp(min=0).clone()
     for rung, way in enumerate(ways_of(layer.number, spending)):
-        is_here = layer.rung == rung
+        is_here = layer.level == rung
         for to, factor in zip(way.to, way.at, strict=True):
             found[is_here & (layer.worth < _threshold(at, factor))] = to
     return found
@@ -107,7 +107,7 @@ def in_place(layer: Layer, spending: PrecisionBudget, found: Tensor) -> Tensor:
         return found
     left = max(0, spending.holds - layer.columns[there])
     for rung in range(there):  # each level is moved separately, heads padded to the longest
-        goes = (found == there) & (layer.rung == rung)  # [K, S]
+        goes = (found == there) & (layer.level == rung)  # [K, S]
         n = int(goes.sum(1).max())
         if n > left:
             bound = layer.worth.masked_fill(~goes, -np.inf).topk(left + 1, dim=1).values[:, -1:]
@@ -143,7 +143,7 @@ def _threshold(price: float, factor: float) -> np.float32:
 
 
 def _sorted(layer: Layer, spending: PrecisionBudget) -> _Sorted:
-    worth, rung = layer.worth.cpu().numpy(), layer.rung.cpu().numpy()
+    worth, rung = layer.worth.cpu().numpy(), layer.level.cpu().numpy()
     each = [[np.sort(w[r == at]) for w, r in zip(worth, rung, strict=True)] for at in range(spending.last + 1)]
     return _Sorted(layer.number, ways_of(layer.number, spending), each, layer.columns)
 
@@ -159,20 +159,20 @@ def ways_of(number: int, spending: PrecisionBudget) -> list[LevelPath]:
     return found
 
 
-def quality(spending: PrecisionBudget, rung: int = 0) -> list[float]:
-    """Return by level the share left of the score of a slot now at level `rung`; offloading keeps its precision."""
+def quality(spending: PrecisionBudget, level: int = 0) -> list[float]:
+    """Return by level the share left of the score of a slot now at level `level`; offloading keeps its precision."""
     left = [QUALITY[bits] for bits in (16, *spending.bits)]
-    came = left[rung] if rung < len(left) else 1.0
+    came = left[level] if level < len(left) else 1.0
     there = came if spending.is_read else FOUND * came
     return [*left, *([there] if spending.has_place else []), 0.0]
 
 
-def together(worth: Tensor, rung: Tensor, spans: Sequence[LevelSpan]) -> Tensor:
+def together(worth: Tensor, level: Tensor, spans: Sequence[LevelSpan]) -> Tensor:
     """Return the scores [K, S] averaged over each unit of slots, because the slots of a unit are demoted together."""
     found, first = worth.clone(), 0
     for span in spans:
         for head in range(worth.shape[0]) if span.unit > 1 else ():
-            n = int((rung[head, first : first + span.n] >= 0).sum()) // span.unit * span.unit
+            n = int((level[head, first : first + span.n] >= 0).sum()) // span.unit * span.unit
             part = found[head, first : first + n].view(-1, span.unit)
             part[:] = part.mean(1, keepdim=True)
         first += span.n

@@ -123,17 +123,17 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         full = replace(self.spending, holds=0)
         if (found := self._price(layers, full, left)) == float("inf"):
             return held
-        return min(held, at(full, found), key=lambda rungs: lost_share(layers, self.spending, rungs))
+        return min(held, at(full, found), key=lambda levels: lost_share(layers, self.spending, levels))
 
     def _fade(self, at: CompressionPoint, layers: Sequence[Layer], masks: Masks) -> None:
         """Reduce the scores of slots being offloaded to what quantization left, as their bit width is not recorded."""
         for layer in layers if self.spending.has_place else ():
             rung, there = masks[layer.number], self.spending.last - 1
-            goes = (rung == there) & (layer.rung > 0) & (layer.rung < there)
+            goes = (rung == there) & (layer.level > 0) & (layer.level < there)
             if not bool(goes.any()):
                 continue
             worth, pos = at.memory.worth.total[layer.number], at.layer(layer.number)[0].pos
-            left = worth.new_tensor(quality(self.spending)[:there])[layer.rung.clamp(0, there - 1).long()]
+            left = worth.new_tensor(quality(self.spending)[:there])[layer.level.clamp(0, there - 1).long()]
             less = torch.zeros_like(worth)
             for head, of in enumerate(goes):
                 where = pos[head, of].long()
@@ -216,7 +216,7 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
     def _layer(self, at: CompressionPoint, i: int) -> Layer:
         """Return the competing slots of a layer."""
         s, moment = at.layer(i)
-        rung = torch.cat([torch.full((span.n,), span.rung) for span in s.spans]).to(s.pos.device)
+        rung = torch.cat([torch.full((span.n,), span.level) for span in s.spans]).to(s.pos.device)
         rung = rung.expand_as(s.pos).masked_fill(s.pos < 0, -1).to(torch.int8)
         worth = at.memory.worth.total[i].gather(1, s.pos.clamp(min=0).long())
         if at.memory.heads:
