@@ -151,8 +151,7 @@ def slash(_: str) -> str:
 
 def keys(_: str) -> str:
     """Every key of a profile, from the dataclasses that check it."""
-    from kvcli.settings.registry import registries
-    from kvcli.settings.schema import METHOD_TABLES, ORDER, TABLES
+    from kvcli.settings.schema import METHOD_TABLES, ORDER, TABLES, registries
 
     blocks = []
     for table in ORDER:
@@ -174,9 +173,8 @@ def keys(_: str) -> str:
 
 def profiles(_: str) -> str:
     """The shipped profiles, grouped by purpose."""
-    from kvcli.settings.config import load_config
+    from kvcli.settings.config import Sources, load_config
     from kvcli.settings.profile import Profile
-    from kvcli.settings.sources import Sources
 
     rows = []
     for p in map(Profile.load, load_config(Sources()).names()):
@@ -197,7 +195,7 @@ def workloads(_: str) -> str:
 def exists(_: str) -> str:
     """The methods that profiles can name and their cost, the kinds of KV storage, and the operations with more than a
     reference."""
-    from kvcli.settings.registry import registries
+    from kvcli.settings.schema import registries
 
     rows = []
     for table, methods in registries().items():
@@ -227,7 +225,7 @@ def _has_layers(arguments: list[ast.arg] | None) -> bool:
 def _keys_of(table: type) -> str:
     import dataclasses
 
-    from kvcli.settings.toml_positions import toml_value
+    from kvcli.settings.small_file import toml_value
     from kvcli.settings.values import comments_of, expected, keys_of
 
     comments, rows = comments_of(table), []
@@ -468,7 +466,7 @@ def _reason(why: str) -> str:
 
 def bounds(_: str) -> str:
     """The limits of document parsing, from the code."""
-    from kvcli.documents import archives, parsed, read
+    from kvcli.documents import archives, document, read
     from kvcli.worker_process import Limits
 
     limits, mib = Limits(), 2**20
@@ -479,8 +477,8 @@ def bounds(_: str) -> str:
         ("its processor time", f"{limits.cpu} s"),
         ("its time by the clock", f"{limits.wall:g} s"),
         ("its output", f"{limits.output / mib:,.0f} MiB"),
-        ("text of a document", f"{parsed.MAX_CHARACTERS:,} characters"),
-        ("sections of a document", f"{parsed.MAX_SECTIONS:,}"),
+        ("text of a document", f"{document.MAX_CHARACTERS:,} characters"),
+        ("sections of a document", f"{document.MAX_SECTIONS:,}"),
         ("files in an archive", f"{archives.MAX_MEMBERS:,}"),
         ("an archive, unpacked", f"{archives.MAX_TOTAL / mib:,.0f} MiB"),
         ("one file of it that is read", f"{archives.MAX_MEMBER / mib:,.0f} MiB"),
@@ -498,9 +496,9 @@ def example(where: str) -> str:
 
 def losses(_: str) -> str:
     """Each shipped profile that may lose facts: which tokens stay, in how many bits, and what an answer reads."""
-    from kvcli.chat.approximation_notes import describe_losses
+    from kvcli.chat.turn import describe_losses
+    from kvcli.settings.config import builtin_files
     from kvcli.settings.profile import Profile
-    from kvcli.settings.sources import builtin_files
 
     rows = []
     for file in builtin_files():
@@ -517,7 +515,7 @@ def losses(_: str) -> str:
 def catalog(_: str) -> str:
     """The list of real models."""
     from kvcli.models.catalog import CATALOG
-    from kvcli.render.terminal.numbers import count, long_size
+    from kvcli.render.terminal.terminal import count, long_size
 
     rows = [
         f"| `{k.name}` | {k.parameters / 1e9:.2f} | {long_size(k.download)} | {long_size(k.needs())} "

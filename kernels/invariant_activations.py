@@ -8,6 +8,7 @@ in a batch than alone. Pieces of a multiple of 64 elements, too short to be divi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 from weakref import WeakMethod
 
@@ -16,6 +17,17 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kvcli.kernels.module_probe import probe_output
+
+# Test which dtypes this CPU's matrix products support; kernels use other methods for unsupported ones.
+
+
+@cache
+def multiplies(dtype: torch.dtype) -> bool:
+    """True if matrix products support this dtype. Without bf16 instructions torch multiplies bf16 number by number."""
+    return dtype != torch.bfloat16 or (
+        hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
 
 STEP = 64  # elements: two vectors of the widest CPU in 16 bits
 PIECE = 32768  # elements; larger tensors are divided among threads

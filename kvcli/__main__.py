@@ -2,7 +2,7 @@
 
 import sys
 
-ERROR = (  # the JSON of commands/common/error_exit.py, which is not imported yet
+ERROR = (  # the JSON of commands/common/exits.py, which is not imported yet
     '{"schema": "kvcli.error/1", "code": "interrupted", "exit": 130, "message": "interrupted before there was a result"'
     ', "lines": [], "detail": {}, "try": []}'
 )

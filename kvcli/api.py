@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from kvcli.engine.sequence.repetition import Repetition
+    from kvcli.engine.sequence.state import Repetition
     from kvcli.engine.stats import Stats
 
 Finish = Literal["stop", "length", "interrupted", "loop"]

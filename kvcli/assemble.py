@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadConfig
-from kvcli.settings.effects import TIERS, WHOLE
-from kvcli.settings.registry import registries
+from kvcli.settings.profile import TIERS, WHOLE
 from kvcli.settings.resolve import method_class
-from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory
+from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory, registries
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.kv.cache.plan import CachePlan
     from kvcli.kv.slots import KVCache, Slots
-    from kvcli.kv.views.compact_view import CompactView
+    from kvcli.kv.views.view import CompactView
     from kvcli.methods.steps.step_writer import Writer
     from kvcli.prefix_cache.prefix_cache import CacheConditions
     from kvcli.settings.profile import Profile
@@ -159,8 +158,8 @@ def plan(lm: LM, profile: Profile, n_slots: int = 0) -> CachePlan:
     """Return the plan of the KV cache. `n_slots`: as `held` of `store`."""
     import torch
 
-    from kvcli.engine.forward_memory import pass_bytes
     from kvcli.engine.hf.rope import rotaries
+    from kvcli.engine.resources import pass_bytes
     from kvcli.kv.cache import plan as tiers
 
     most, rows = chunk(lm, profile), max(profile.spec.rows, profile.reasoning_steps.rows)
@@ -199,7 +198,7 @@ def session(
     """Return an empty session of `lm` with the settings of the profile.
 
     `costs`: pass times on this machine, as the drafter's initial values; they never change the text. `kinds`: the kind
-    of each id (kvcli.chat.token_kinds), for policies; None = all are text. `pair`: with the draft model that `[spec]`
+    of each id (kvcli.chat.transcript), for policies; None = all are text. `pair`: with the draft model that `[spec]`
     names.
     """
     import torch
@@ -295,7 +294,7 @@ def compact_view(lm: LM, kv: KVCache, policy: PerLayerPolicy, every: int) -> Com
     """Return a cache view: the slots of `kv` that `policy` keeps, as a short dense copy, selected anew every `every`
     tokens."""
     from kvcli.engine.policy.policy import LayerContext
-    from kvcli.kv.views.compact_view import CompactView
+    from kvcli.kv.views.view import CompactView
 
     def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
         now = int(s.pos.amax()) + 1  # the rows follow all stored slots

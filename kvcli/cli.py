@@ -20,8 +20,7 @@ import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from kvcli.commands.common.common_options import NARROW, take_common
-from kvcli.commands.common.interrupt import press_again
-from kvcli.commands.common.log import start_log
+from kvcli.commands.common.exits import press_again, start_log
 from kvcli.environment import Environment
 from kvcli.errors import ExitStatus, KvcliError, UsageError
 from kvcli.safe_output import LibraryStream
@@ -169,7 +168,7 @@ def _invoke(command: Any, args: Sequence[str], world: Environment) -> int:
 
 def run(args: Sequence[str], world: Environment) -> int:
     """Run one command line in an environment and return its exit code. Errors become exit codes only here."""
-    from kvcli.commands.common import error_exit
+    from kvcli.commands.common import exits
 
     start_log(world)
     world.paths.sweep()
@@ -186,12 +185,12 @@ def run(args: Sequence[str], world: Environment) -> int:
     except SystemExit:  # rich, which prints the help, raises this if the pipe is closed
         return ExitStatus.CLOSED_PIPE
     except (KeyboardInterrupt, typer.Abort):
-        return error_exit.interrupted(world, args)
+        return exits.interrupted(world, args)
     except KvcliError as error:
-        return error_exit.report_error(world, args, error)
-    except error_exit.UsageProblem as problem:
-        return error_exit.report_usage_error(world, args, problem)
+        return exits.report_error(world, args, error)
+    except exits.UsageProblem as problem:
+        return exits.report_usage_error(world, args, problem)
     except BrokenPipeError:
         return ExitStatus.CLOSED_PIPE
     except Exception as error:
-        return error_exit.report_bug(world, args, error)
+        return exits.report_bug(world, args, error)

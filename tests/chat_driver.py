@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from kvcli.chat.conversation import Chat
-from kvcli.commands.common.interrupt import Interrupt
+from kvcli.commands.common.exits import Interrupt
 from kvcli.environment import Environment
 from kvcli.errors import KvcliError
 from kvcli.render.terminal.errors import print_error

@@ -14,14 +14,12 @@ from kvcli.drafts.tree.tree_drafter import TreeDrafter
 from kvcli.engine.drafting.drafter import Costs, ModelPair
 from kvcli.engine.drafting.gemma4_assistant import Assistant
 from kvcli.engine.drafting.mtp import Mtp, wrap_layers
-from kvcli.engine.drafting.report import DraftReport
-from kvcli.engine.forward_request import LogitsHook, Steps, await_passes
+from kvcli.engine.forward_request import Draft, LogitsHook, Steps, await_passes
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
-from kvcli.engine.rows import Draft
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
-from kvcli.engine.stats import Step
+from kvcli.engine.stats import DraftReport, Step
 from kvcli.kv.slots import Usage
 from kvcli.methods.drafts.assistant import AssistantDraft
 from kvcli.methods.drafts.mtp import MtpDraft

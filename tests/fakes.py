@@ -11,7 +11,7 @@ from typing import Any
 from kvcli.cli import run
 from kvcli.demo import weights_dir
 from kvcli.environment import Environment, Paths
-from kvcli.fit import base_memory
+from kvcli.fit import memory
 from tests.fake_model import FakeModel
 
 
@@ -92,10 +92,10 @@ class Machine:
         environ = {"KVCLI_HOME": str(self.folder / "home"), "HOME": str(self.folder), **self.environ}
         paths = Paths.of(environ)
         if not self.has_config:
-            kept = paths.cache / "calibration" / f"program-{base_memory.build()}"  # measuring it takes seconds
+            kept = paths.cache / "calibration" / f"program-{memory.build()}"  # measuring it takes seconds
             with suppress(OSError):  # where a test made the cache unusable
                 kept.parent.mkdir(parents=True, exist_ok=True)
-                kept.write_text(str(base_memory.BASE))
+                kept.write_text(str(memory.BASE))
         return Environment(
             stdin=Stream(stdin, is_tty="stdin" in tty),
             stdout=stdout or streams["stdout"],

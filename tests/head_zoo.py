@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.engine.sequence.token_kinds import PUNCT
+from kvcli.engine.sequence.state import PUNCT
 from kvcli.kv.slots import Slots
 
 SINKS = 4

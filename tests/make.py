@@ -23,8 +23,7 @@ from kvcli.kv.formats.format import FormatContext, KVFormat
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.offload.host_access import AutoAccess, CpuAttention, StreamedCopy, Way, ZeroCopyKernel
 from kvcli.kv.offload.transfer import bus_of
-from kvcli.kv.sliding_windows import Window, windows_of
-from kvcli.kv.slots import KVCache, LayerShape, alike
+from kvcli.kv.slots import KVCache, LayerShape, Window, alike, windows_of
 from kvcli.kv.sparse.index import PageIndex
 from kvcli.kv.sparse.index_certified import Certified
 from kvcli.kv.sparse.index_cluster import Clusters
@@ -32,12 +31,10 @@ from kvcli.kv.sparse.index_lowrank import LowRank
 from kvcli.kv.sparse.index_minmax import MinMax
 from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.pages import PageBudget
-from kvcli.kv.sparse.sparse_cache import SparseCache
-from kvcli.kv.sparse.sparse_tier import SparseTier
+from kvcli.kv.sparse.sparse_tier import SparseCache, SparseTier
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import DiskTier
-from kvcli.kv.tiers.host import HostTier
-from kvcli.kv.tiers.pinned_host import PinnedHostTier
+from kvcli.kv.tiers.host import HostTier, PinnedHostTier
 from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.formats.cskv import Cskv

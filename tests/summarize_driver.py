@@ -15,7 +15,7 @@ from kvcli.cli import run
 from kvcli.commands.common.run_setup import Setup
 from kvcli.commands.summarize import run as summarize_run
 from kvcli.environment import Environment
-from kvcli.fit import base_memory
+from kvcli.fit import memory
 from tests.fake_model import count
 from tests.summarize.scribe import Scribe, first_sentences
 
@@ -58,7 +58,7 @@ def main(facts):
     Setup.load = load
     Setup.pass_times = lambda self, model: []
     summarize_run._refuse_early = lambda job: None
-    base_memory.here = lambda: base_memory.BASE  # it imports transformers, to see what that takes
+    memory.here = lambda: memory.BASE  # it imports transformers, to see what that takes
     return run(["summarize", "-m", "demo", *facts["args"]], Environment.real())
 
 

@@ -7,13 +7,13 @@ from functools import cache
 import pytest
 
 import kvcli
-from kvcli.chat.approximation_notes import approximation_note
+from kvcli.chat.turn import approximation_note
 from kvcli.commands.common.turn_json import Run, turn_document
 from kvcli.demo import report_path
 from kvcli.render.turn.status_row import RowOptions, status_row
 from kvcli.render.turn.turn_summary import one_line_summary, summary
+from kvcli.settings.config import builtin_files
 from kvcli.settings.profile import Profile, load_profile
-from kvcli.settings.sources import builtin_files
 
 DRAFTED = ("draft", "specextend", "specextend-paper")
 SHIPPED = {file.profile: Profile.load(file.profile) for file in builtin_files() if file.profile not in DRAFTED}

@@ -20,8 +20,7 @@ from kvcli.kv.sparse.index_minmax import MinMax
 from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.page_source import PageTier
 from kvcli.kv.sparse.pages import PageBudget
-from kvcli.kv.sparse.sparse_cache import SparseCache
-from kvcli.kv.sparse.sparse_tier import SparseTier
+from kvcli.kv.sparse.sparse_tier import SparseCache, SparseTier
 from tests import make
 from tests.policies import masks
 

@@ -12,11 +12,9 @@ from torch import Tensor
 
 import kvcli
 from kvcli.engine.engine import run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.prefill.kv_overlay import KVOverlay
-from kvcli.engine.prefill.span_reuse import ReuseMethod
-from kvcli.engine.rows import Rows
+from kvcli.engine.prefill.span_reuse import KVOverlay, ReuseMethod
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel

@@ -13,10 +13,9 @@ import torch
 
 from kvcli.engine.engine import call, run
 from kvcli.engine.forward import ForwardPass
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.cache_shim import active_pass, cache_name, current
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.rows import Rows
 from tests import families, make
 
 

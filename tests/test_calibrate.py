@@ -11,14 +11,20 @@ import pytest
 import torch
 
 from kvcli import load
-from kvcli.calibrate import machine, passes
-from kvcli.calibrate.passes import contexts, pass_times
-from kvcli.calibrate.quick import quick_costs, quick_times
-from kvcli.calibrate.run import calibrate, fingerprint_of, model_fingerprint
+from kvcli.calibrate import run
+from kvcli.calibrate.run import (
+    calibrate,
+    contexts,
+    fingerprint_of,
+    model_fingerprint,
+    pass_times,
+    quick_costs,
+    quick_times,
+)
 from kvcli.commands.common.run_setup import Setup
-from kvcli.drafts.pacing.pass_timer import PassTimer
+from kvcli.drafts.pacing.draft_controller import PassTimer
 from kvcli.errors import KvcliError
-from kvcli.fit.calibration import age_days, file_of, load_calibration, machine_fingerprint, save_calibration
+from kvcli.fit.run_log import age_days, file_of, load_calibration, machine_fingerprint, save_calibration
 from kvcli.fit.speed import units
 from kvcli.render.fit.plans import calibration_lines
 from kvcli.schemas.fit import CalibrationDocument, PassTime
@@ -52,9 +58,9 @@ def test_contexts_go_by_fours_and_leave_room_for_the_longest_pass():
 
 
 def test_the_grid_has_a_time_for_each_row_count_and_context(demo, monkeypatch):
-    monkeypatch.setattr(passes, "ROWS", (1, 4, 8))
-    monkeypatch.setattr(passes, "REPS", 1)
-    monkeypatch.setattr(passes, "FIRST", 1024)
+    monkeypatch.setattr(run, "ROWS", (1, 4, 8))
+    monkeypatch.setattr(run, "REPS", 1)
+    monkeypatch.setattr(run, "FIRST", 1024)
     told: list[str] = []
     found = pass_times(demo.lm, told.append)
     assert [(p.context, p.rows) for p in found] == [(n, rows) for n in (1024, 4096) for rows in (1, 4, 8)]
@@ -63,9 +69,9 @@ def test_the_grid_has_a_time_for_each_row_count_and_context(demo, monkeypatch):
 
 
 def test_no_timed_pass_follows_the_longest_one_directly(demo, monkeypatch):
-    monkeypatch.setattr(passes, "ROWS", (1, 4, 8))
+    monkeypatch.setattr(run, "ROWS", (1, 4, 8))
     asked: list[int] = []
-    monkeypatch.setattr(passes, "once", lambda lm, kv, rows, context: asked.append(rows) or float(len(asked)))
+    monkeypatch.setattr(run, "once", lambda lm, kv, rows, context: asked.append(rows) or float(len(asked)))
     first = pass_times(demo.lm, lambda _: None)[0]
     assert asked[:8] == [1, 1, 4, 8, 1, 1, 4, 8]
     assert (first.low, first.seconds, first.high) == (
@@ -86,11 +92,11 @@ def test_a_busy_machine_is_said():
 
 
 def test_a_calibration_is_kept_for_the_machine_and_for_the_model(demo, monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "SIZE", 1 << 16)
-    monkeypatch.setattr(machine, "EDGE", 16)
-    monkeypatch.setattr(machine, "CALLS", 2)
-    monkeypatch.setattr(passes, "ROWS", (1, 2))
-    monkeypatch.setattr(passes, "REPS", 1)
+    monkeypatch.setattr(run, "SIZE", 1 << 16)
+    monkeypatch.setattr(run, "EDGE", 16)
+    monkeypatch.setattr(run, "CALLS", 2)
+    monkeypatch.setattr(run, "ROWS", (1, 2))
+    monkeypatch.setattr(run, "REPS", 1)
     found = calibrate(demo, tmp_path)
     key = fingerprint_of(demo)
     at = machine_fingerprint("cpu")
@@ -141,7 +147,7 @@ def test_figures_that_cannot_be_reckoned_with_are_damage_too(tmp_path, damage):
 
 
 def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "bandwidth", None)
+    monkeypatch.setattr(run, "bandwidth", None)
     (tmp_path / "calibration").write_text("a file where the folder should be")
     with pytest.raises(KvcliError) as caught:
         calibrate(demo, tmp_path)
@@ -181,7 +187,7 @@ def test_a_drafter_starts_from_what_was_calibrated_until_it_has_timed_it_itself(
 
 
 def test_a_chat_starts_from_the_calibration_of_its_model_and_says_if_that_is_damaged(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvcli.calibrate.quick.BUDGET", 600.0)  # however busy the machine is
+    monkeypatch.setattr("kvcli.calibrate.run.BUDGET", 600.0)  # however busy the machine is
     world, told = Machine(tmp_path).world(), []
     times = [PassTime(rows=r, context=512, seconds=s, low=s, high=s) for r, s in ((1, 1.0), (4, 1.5))]
     about = {"id": "demo", "fingerprint": fingerprint_of(demo), "dtype": "bfloat16", "quant": "none", "device": "cpu"}
@@ -207,7 +213,7 @@ def test_costs_are_those_of_the_context():
 
 
 def test_a_short_look_is_kept_and_a_damaged_one_remade(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvcli.calibrate.quick.BUDGET", 600.0)  # however busy the machine is
+    monkeypatch.setattr("kvcli.calibrate.run.BUDGET", 600.0)  # however busy the machine is
     first = quick_costs(demo, tmp_path, lambda _: None)
     assert [p.rows for p in first if p.context == 512] == [1, 2, 4, 8, 16, 32, 256]
     told: list[str] = []
@@ -220,7 +226,7 @@ def test_a_short_look_is_kept_and_a_damaged_one_remade(demo, tmp_path, monkeypat
 
 
 def test_a_short_look_that_saw_nothing_is_not_taken_at_each_start(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvcli.calibrate.quick.BUDGET", 0.0)
+    monkeypatch.setattr("kvcli.calibrate.run.BUDGET", 0.0)
     told: list[str] = []
     assert quick_costs(demo, tmp_path, told.append) == []
     assert quick_costs(demo, tmp_path, told.append) == []
@@ -237,9 +243,9 @@ def test_a_short_look_ends_when_it_takes_too_long(demo):
 
 
 def test_a_short_look_times_reading_only_where_the_budget_has_room(demo, monkeypatch):
-    monkeypatch.setattr("kvcli.calibrate.quick.BUDGET", 1e9)
+    monkeypatch.setattr("kvcli.calibrate.run.BUDGET", 1e9)
     assert {one.rows for one in quick_times(demo.lm, lambda: 0.0)} == {1, 2, 4, 8, 16, 32, 256}
-    monkeypatch.setattr("kvcli.calibrate.quick.BUDGET", 1e-9)
+    monkeypatch.setattr("kvcli.calibrate.run.BUDGET", 1e-9)
     assert {one.rows for one in quick_times(demo.lm, lambda: 0.0)} == {1, 2, 4, 8, 16, 32}
 
 

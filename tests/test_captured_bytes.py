@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.engine import forward_memory
+from kvcli.engine import resources
 from kvcli.engine.cuda_graphs import captured_pass
 from kvcli.engine.engine import run_to_end
-from kvcli.engine.forward_memory import captured_bytes
+from kvcli.engine.resources import captured_bytes
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.kernels import argmax
 from kvcli.kv.tiers.device_tables import MOST_ROWS
@@ -74,7 +74,7 @@ def attend(q: Tensor, table: Any, k: Tensor, v: Tensor, tree: Any, scale: float,
 def test_captured_passes_hold_what_fit_counts(rows: int, sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a layer has room for the answer and a captured pass's rows, no more."""
     monkeypatch.setattr(captured_pass, "attend_captured", attend)
-    monkeypatch.setattr(forward_memory, "STRETCHES", 0)  # torch sums a linear layer in one go
+    monkeypatch.setattr(resources, "STRETCHES", 0)  # torch sums a linear layer in one go
     monkeypatch.setattr(argmax, "why_not", lambda logits: "")  # as on a card, where it makes nothing else
     monkeypatch.setattr(argmax, "argmax", lambda logits: logits.argmax(-1))
     lm, graphs = make.model("llama", torch.bfloat16, **LARGE), Weighed()

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from kvcli.engine.cuda_graphs import captured_pass
 from kvcli.engine.cuda_graphs.captured_pass import CapturedForward, CapturedPasses
 from kvcli.engine.engine import generate_together, run_to_end
+from kvcli.engine.forward_request import Draft
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
-from kvcli.engine.rows import Draft
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Step

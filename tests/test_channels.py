@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcli.models.channels import Channels
-from kvcli.models.ends import ends
+from kvcli.models.channels import Channels, ends
 from kvcli.models.text import StopStrings
 from tests.small_tokenizers import CHAT, demo, marked
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from kvcli.chat import chat_tables, database
-from kvcli.chat.chat_file import read_chat
-from kvcli.chat.chat_lock import ChatLock
+from kvcli.chat import database
+from kvcli.chat import database as chat_tables
 from kvcli.chat.conversation import Chat
-from kvcli.chat.database import NAME
-from kvcli.chat.saved_chats import SavedChats
+from kvcli.chat.database import NAME, ChatLock
+from kvcli.chat.saved_chats import SavedChats, read_chat
 from kvcli.chat.transcript import messages_of
 from kvcli.commands.chat.repl import Repl
 from kvcli.commands.chat.slash import SLASH
@@ -31,7 +30,7 @@ from kvcli.errors import BadConfig, BadInput
 from kvcli.files import BEGINS, ENDS, lock
 from kvcli.policies.scoring.headmap import read_headmap
 from kvcli.render.terminal.screen import Screen
-from kvcli.schemas.chat import ChatDocument
+from kvcli.schemas.turn import ChatDocument
 from tests.bench.stress_chats import storm
 from tests.fake_model import FakeModel, FakeProfile, fake_info
 from tests.fakes import Machine
@@ -567,7 +566,7 @@ def test_a_held_session_stays_held_while_it_is_written_again_and_again(tmp_path:
 def test_a_lock_that_a_sweep_takes_for_a_moment_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     handle = os.open(tmp_path / f"{BEGINS}mine{ENDS}", os.O_RDWR | os.O_CREAT)
     lock(handle, wait=False)
-    monkeypatch.setattr("kvcli.chat.chat_lock.time.sleep", lambda _: os.close(handle))
+    monkeypatch.setattr("kvcli.chat.database.time.sleep", lambda _: os.close(handle))
     ChatLock(tmp_path, "mine").close()
     assert list(tmp_path.iterdir()) == []
 
@@ -644,9 +643,9 @@ def test_what_is_no_file_or_too_large_is_refused(tmp_path: Path, monkeypatch: py
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "huge.json").write_bytes(damaged())
-    monkeypatch.setattr("kvcli.chat.chat_file.MOST", len(damaged()))
+    monkeypatch.setattr("kvcli.chat.saved_chats.MOST", len(damaged()))
     assert read_chat(tmp_path / "huge.json")
-    monkeypatch.setattr("kvcli.chat.chat_file.MOST", len(damaged()) - 1)
+    monkeypatch.setattr("kvcli.chat.saved_chats.MOST", len(damaged()) - 1)
     for name in ("pipe", "huge", "folder"):
         with pytest.raises(BadInput) as caught:
             read_chat(tmp_path / f"{name}.json")

@@ -22,8 +22,8 @@ from kvcli.fit.plan import subject_of
 from kvcli.fit.weights import weigh
 from kvcli.installing import EXTRAS, pip
 from kvcli.methods.drafts.ngram import Ngram
-from kvcli.models import checkpoint_format, source
-from kvcli.models.checkpoint_format import CheckpointFormat
+from kvcli.models import checkpoint, source
+from kvcli.models.checkpoint import CheckpointFormat
 from tests.all_families import config_of, lively, ours
 from tests.exact.table import prompt
 from tests.packed_checkpoints import FORMATS, edit_config, written
@@ -155,7 +155,7 @@ def test_a_package_that_is_missing_is_named_before_a_weight_is_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], missing: list[str], types: str
 ):
     edit_config(folder, quantization_config=settings)
-    monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: None)
+    monkeypatch.setattr(checkpoint, "find_spec", lambda name: None)
     monkeypatch.setattr(weights, "loader_of", lambda *_: None)  # which nothing can be loaded with
     error = refused(lambda: LM.load(source.find(str(folder)), device="cpu"))
     assert (error.code, error.exit, error.detail["missing"]) == ("package_missing", ExitStatus.BAD_MODEL, missing)
@@ -164,7 +164,7 @@ def test_a_package_that_is_missing_is_named_before_a_weight_is_read(
 
 
 def test_on_a_gpu_what_stays_quantized_is_placed_by_a_package(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: None if name == "accelerate" else name)
+    monkeypatch.setattr(checkpoint, "find_spec", lambda name: None if name == "accelerate" else name)
     hqq = CheckpointFormat.of({"quantization_config": {"quant_method": "hqq"}})
     assert (hqq.missing("cpu"), hqq.missing("cuda")) == ([], ["accelerate"])
 
@@ -197,6 +197,6 @@ def test_a_package_of_a_package_is_named_too(folder: Path):
 def test_numbers_that_stay_quantized_where_kernels_read_them(monkeypatch: pytest.MonkeyPatch):
     fp8 = CheckpointFormat.of({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
     assert fp8.unpacks("cpu")
-    monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: name)
+    monkeypatch.setattr(checkpoint, "find_spec", lambda name: name)
     assert fp8.stays("cuda")
     assert fp8.unpacks("cpu")

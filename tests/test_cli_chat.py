@@ -18,7 +18,7 @@ from kvcli.api import End, Turn
 from kvcli.commands.common.run_setup import Setup
 from kvcli.commands.common.turn_json import Run, turn_document
 from kvcli.demo import weights_dir
-from kvcli.engine.sequence.repetition import Repetition
+from kvcli.engine.sequence.state import Repetition
 from kvcli.engine.stats import Stats
 from kvcli.schemas.documents import DOCUMENTS, json_schema
 from kvcli.settings.conflicts import cautions

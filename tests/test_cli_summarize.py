@@ -17,7 +17,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from kvcli.api import Text
-from kvcli.commands.common.interrupt import Interrupt
+from kvcli.commands.common.exits import Interrupt
 from kvcli.commands.common.run_setup import Setup
 from kvcli.schemas.documents import DOCUMENTS
 from tests.demo_model.sample import write_sample

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvcli.assemble import cache_conditions
 from kvcli.kv.snapshot import SnapshotMismatch
 from kvcli.prefix_cache import block_tree, snapshot_file
-from kvcli.prefix_cache.block_file import SUM, CorruptFile, _sum, read
+from kvcli.prefix_cache.block_tree import SUM, CorruptFile, _sum, read
 from kvcli.prefix_cache.codec import Lossless
 from kvcli.prefix_cache.prefix_cache import WHOLE, CacheConditions
 from kvcli.prefix_cache.tensor_codec import coded, coded_state, decoded, decoded_state

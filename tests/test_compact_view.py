@@ -8,8 +8,7 @@ import torch
 from kvcli.kernels.merge_attention import merge_attention
 from kvcli.kv.slots import AttentionParams, alike
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.views.compact_view import CompactView
-from kvcli.kv.views.view import GatheredView
+from kvcli.kv.views.view import CompactView, GatheredView
 from kvcli.methods.policies.quest import Quest
 from kvcli.methods.policies.streaming import StreamingLLM
 from tests import make

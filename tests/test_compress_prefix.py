@@ -22,7 +22,7 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
-from kvcli.engine.sequence.token_kinds import SYSTEM, KindSpan
+from kvcli.engine.sequence.state import SYSTEM, KindSpan
 from kvcli.errors import BadConfig
 from kvcli.kernels.rope import rotate, unrotate
 from kvcli.kv.slots import Slots

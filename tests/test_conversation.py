@@ -9,8 +9,8 @@ import pytest
 
 from kvcli.api import End, Read, Text, Turn
 from kvcli.chat.conversation import Chat
-from kvcli.chat.prompt_tokens import tokens_of_turn
 from kvcli.chat.saved_chats import SavedChats
+from kvcli.chat.transcript import tokens_of_turn
 from kvcli.documents import Document, document_of
 from kvcli.engine.stats import Stats
 from kvcli.errors import BadInput, ContextOverflow, UsageError

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvcli import assemble, load
-from kvcli.chat.approximation_notes import approximation_note, describe_losses
 from kvcli.chat.model import Model
+from kvcli.chat.turn import approximation_note, describe_losses
 from kvcli.engine.engine import iterate_events, run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM

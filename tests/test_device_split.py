@@ -14,10 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcli import assemble
 from kvcli.engine.engine import generate_together, iterate_events, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import Draft, ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.loading.device_split import DeviceTransfer, split_layers_
-from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadConfig, BadModel, UsageError

@@ -18,7 +18,7 @@ from kvcli.demo import weights_dir
 from kvcli.errors import BadModel
 from kvcli.models import source
 from kvcli.models.draft_heads import found_in, has_mtp
-from kvcli.models.vocabulary import alike, sample
+from kvcli.models.tokenizer import alike, sample
 from tests import small_tokenizers
 from tests.fakes import Machine
 from tests.families import build

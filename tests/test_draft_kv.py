@@ -10,8 +10,7 @@ import torch
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
 from kvcli.engine.engine import run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest
-from kvcli.engine.rows import Rows
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.kernels.native import native
 from tests import families, make
 from tests.exact import table

@@ -18,10 +18,10 @@ from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.plan import MeasuredFacts, plan, subject_of
 from kvcli.kv.slots import nbytes
 from kvcli.models import source
-from kvcli.models.recurrent_shapes import RecurrentShapes
 from kvcli.models.retokenizer import spelling
+from kvcli.models.shape import RecurrentShapes
+from kvcli.settings.config import Sources
 from kvcli.settings.profile import Profile
-from kvcli.settings.sources import Sources
 from tests import small_tokenizers
 
 PROMPT = "Name the planets, twice."

@@ -15,10 +15,9 @@ import torch
 from kvcli.assemble import compact_view
 from kvcli.drafts.tree.tree_drafter import TreeDrafter
 from kvcli.engine.engine import iterate_events, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import Draft, ForwardRequest, LookaheadRows, Rows
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import PerLayerPolicy
-from kvcli.engine.rows import Draft, LookaheadRows, Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Step
@@ -225,7 +224,7 @@ def test_drafts_come_true() -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_lookahead_rows_stay_behind_when_drafts_are_to_be_timed(alone: bool, monkeypatch) -> None:
-    monkeypatch.setattr("kvcli.drafts.pacing.source_payoff.SourcePayoff.due", lambda *_: True)
+    monkeypatch.setattr("kvcli.drafts.pacing.draft_controller.SourcePayoff.due", lambda *_: True)
     monkeypatch.setattr("kvcli.drafts.pacing.draft_controller.DraftController.wants_alone", lambda *_: alone)
     ids, steps = decode(Mix(min_speedup=0.0).drafter())
     assert ids == plain()

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvcli.settings.conflicts import clashes
-from kvcli.settings.effects import EFFECTS, WHOLE, WORDS, Effect, Needs
-from kvcli.settings.profile import Method, Profile, load_profile
+from kvcli.settings.profile import EFFECTS, WHOLE, WORDS, Effect, Method, Needs, Profile, load_profile
 
 SETS: dict[Effect, tuple[str, ...]] = {
     "quantizes": ("kv.k_bits=4",),

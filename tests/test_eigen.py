@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcli.errors import BadModel
-from kvcli.kv.formats.eigen import eigenvectors
+from kvcli.kv.formats.format import eigenvectors
 
 
 @pytest.mark.parametrize("size", [2, 3, 16, 64, 128])

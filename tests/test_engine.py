@@ -11,9 +11,8 @@ import torch
 
 from kvcli.engine import engine as module
 from kvcli.engine.engine import Engine, iterate_events, run, run_to_end
-from kvcli.engine.forward_request import Coroutine, ForwardRequest, Steps
+from kvcli.engine.forward_request import Coroutine, ForwardRequest, Rows, Steps
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.session import GenerationSession
 from tests import families, make
 

@@ -20,7 +20,7 @@ from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
-from kvcli.engine.sequence.token_kinds import NEWLINE, PUNCT, SPECIAL, SYSTEM, KindSpan
+from kvcli.engine.sequence.state import NEWLINE, PUNCT, SPECIAL, SYSTEM, KindSpan
 from kvcli.errors import KvcliError
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import NewRows

@@ -69,7 +69,7 @@ def test_a_stress_test_that_sees_no_fault_is_none(tmp_path: Path):
 @pytest.mark.parametrize("call", ["pwrite", "mmap"])
 def test_room_whose_use_failed_is_there_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str):
     """A file of one extent for each layer: a claim that came to nothing must not keep the room from the next one."""
-    from kvcli.kv.tiers import extents
+    from kvcli.kv.tiers import disk
 
     size = 1 << 16
     tier = make.disk((1, 1, 16), torch.float32, most=size, writes=100 * size, folder=tmp_path)
@@ -80,7 +80,7 @@ def test_room_whose_use_failed_is_there_again(tmp_path: Path, monkeypatch: pytes
 
     for _ in range(3):
         with monkeypatch.context() as patch:
-            patch.setattr(*((os, "pwrite") if call == "pwrite" else (extents.mmap, "mmap")), fails)
+            patch.setattr(*((os, "pwrite") if call == "pwrite" else (disk.mmap, "mmap")), fails)
             with pytest.raises(CacheFull, match="the disk is full"):
                 tier.append(0, k, k, 0)
     tier.append(0, k, k, 0)
@@ -208,7 +208,7 @@ FULL = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "EBADF")
     ("number", "said"), [*((name, "cannot write") for name in FULL), ("EACCES", "no permission for")]
 )
 def test_a_disk_that_fails_is_no_bug_of_ours(number: str, said: str):
-    from kvcli.commands.common.error_exit import machine_gave_out
+    from kvcli.commands.common.exits import machine_gave_out
 
     code = getattr(errno, number)
     error = OSError(code, os.strerror(code), "/old", None, "/new")

@@ -18,9 +18,8 @@ from kvcli.kernels.native import native
 from kvcli.kernels.quantize_kv import hadamard
 from kvcli.kernels.rope import Rotary, unrotate
 from kvcli.kv.formats.block_format import BlockFormat
-from kvcli.kv.formats.format import FormatContext
+from kvcli.kv.formats.format import FormatContext, by_slot, dequantize, of_slots, quantize
 from kvcli.kv.formats.kivi import Kivi
-from kvcli.kv.formats.quantization import by_slot, dequantize, of_slots, quantize
 from kvcli.kv.slots import AttentionParams, LayerShape, Slots, alike, compact, nbytes, visible
 from kvcli.kv.snapshot import SnapshotReader
 from kvcli.kv.tiers.block_tier import BlockCodec, BlockTier
@@ -34,8 +33,7 @@ from kvcli.methods.formats.squat import Squat
 from kvcli.methods.formats.subgen import SubGen
 from kvcli.methods.formats.zipcache import ZipCache, joined, separated
 from kvcli.settings.profile import Profile
-from kvcli.settings.registry import registries
-from kvcli.settings.schema import Kv
+from kvcli.settings.schema import Kv, registries
 from tests import families, make
 from tests.exact import table
 

@@ -11,18 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.engine.engine import call, run
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf import lm
-from kvcli.engine.hf.batch_invariance import is_batch_variant
-from kvcli.engine.hf.direct_forward import RopeTable
-from kvcli.engine.hf.fused_layers import FusedLayer
+from kvcli.engine.hf.fused_layers import FusedLayer, RopeTable
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.hf.reduced_model import kinds, reduced_model
-from kvcli.engine.rows import Rows
+from kvcli.engine.hf.model_probe import is_batch_variant, kinds, reduced_model
 from kvcli.kernels import native, triton_support
-from kvcli.kernels.gated_mlp.module import NativeMlp
+from kvcli.kernels.gated_mlp import NativeMlp
 from kvcli.kernels.linear_skinny import MOST
-from kvcli.kernels.rms_norm.module import NativeNorm, norm_
+from kvcli.kernels.rms_norm import NativeNorm, norm_
 from tests import make
 from tests.families import build
 

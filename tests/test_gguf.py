@@ -19,17 +19,16 @@ from torch import Tensor
 import kvcli
 from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadInput, BadModel, ExitStatus
-from kvcli.fit.auto_placement import plan_on, told
 from kvcli.fit.available_memory import AvailableMemory
-from kvcli.fit.plan import MeasuredFacts, subject_of
+from kvcli.fit.plan import MeasuredFacts, plan_on, subject_of, told
 from kvcli.fit.weights import weigh
 from kvcli.installing import pip
-from kvcli.kernels.linear_quantized.module import PackedLinear
+from kvcli.kernels.linear_quantized import PackedLinear
 from kvcli.models import source
 from kvcli.models.catalog import CATALOG, CatalogModel, recommended
 from kvcli.models.gguf import convert
 from kvcli.models.gguf.config import DIGITS, SPLITS
-from kvcli.models.gguf.conversion_cache import KEPT
+from kvcli.models.gguf.convert import KEPT
 from kvcli.models.gguf.header import TYPES
 from kvcli.models.text import decode, render_prompt
 from kvcli.models.tokenizer import load_tokenizer

@@ -22,10 +22,10 @@ from kvcli.engine.loading import weights as weights_of
 from kvcli.errors import BadInput, BadModel
 from kvcli.fit.plan import subject_of
 from kvcli.heads.auto_headmap import place
-from kvcli.models import hashes, source
+from kvcli.models import catalog, source
+from kvcli.models.catalog import Hashes, Stamped, code_hash, model_files
 from kvcli.models.gguf import convert
-from kvcli.models.hashes import Hashes, Stamped, code_hash, model_files
-from kvcli.prefix_cache.cache_key import cache_key
+from kvcli.prefix_cache.prefix_cache import cache_key
 from kvcli.settings.profile import Profile
 from kvcli.summarize.cache import fingerprint
 from tests.families import build
@@ -38,14 +38,14 @@ PIECE, SIZE = 1000, 3500
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a few pieces, all of them worth remembering."""
-    monkeypatch.setattr(hashes, "PIECE", PIECE)
-    monkeypatch.setattr(hashes, "SMALL", 10)
+    monkeypatch.setattr(catalog, "PIECE", PIECE)
+    monkeypatch.setattr(catalog, "SMALL", 10)
 
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every file had been written long ago."""
-    monkeypatch.setattr(hashes, "FRESH", -(1 << 62))
+    monkeypatch.setattr(catalog, "FRESH", -(1 << 62))
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_a_damaged_memory_costs_time_alone(tmp_path: Path, settled: None, damage
 
 
 def test_what_takes_long_is_told_once(tmp_path: Path, settled: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashes, "LARGE", SIZE - 1)
+    monkeypatch.setattr(catalog, "LARGE", SIZE - 1)
     file, told = tmp_path / "model.safetensors", list[str]()
     put(file, bytes(SIZE))
     for _ in range(2):
@@ -229,14 +229,14 @@ def test_code_counts_by_its_bytes_and_so_does_the_native_library(
     for name, data in made.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         put(tmp_path / name, data)
-    monkeypatch.setattr(hashes, "__file__", str(tmp_path / "models" / "hashes.py"))
+    monkeypatch.setattr(catalog, "__file__", str(tmp_path / "models" / "catalog.py"))
     hash_of: Callable[[Any], str] = code_hash.__wrapped__
-    first = hash_of(hashes.COMPUTES)
+    first = hash_of(catalog.COMPUTES)
     for name, data in made.items():
         put(tmp_path / name, flipped(data, 3))
-        assert (hash_of(hashes.COMPUTES) != first) == (name != "commands/b.py")
+        assert (hash_of(catalog.COMPUTES) != first) == (name != "commands/b.py")
         put(tmp_path / name, data)
-    assert hash_of(hashes.COMPUTES) == first
+    assert hash_of(catalog.COMPUTES) == first
 
 
 # ---- models ----

@@ -27,8 +27,7 @@ from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.pages import PageBudget
 from kvcli.kv.sparse.sparse_tier import SparseTier
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.host import HostTier
-from kvcli.kv.tiers.pinned_host import PinnedHostTier
+from kvcli.kv.tiers.host import HostTier, PinnedHostTier
 from tests import make
 from tests.fake_bus import FakeBus
 
@@ -40,7 +39,7 @@ SIGHT = AttentionParams(0.3)
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several extents of a few slots."""
-    from kvcli.kv.tiers import pinned_host
+    from kvcli.kv.tiers import host as pinned_host
 
     monkeypatch.setattr(pinned_host, "PIECE", 11 * 2 * K * D * 8)
 

@@ -18,11 +18,10 @@ from safetensors.torch import save_file
 from kvcli.chat.model import Model
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import Engine, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import Draft, ForwardRequest, Rows
 from kvcli.engine.hf import recurrent_layers
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.hf.mla import LatentProjection
-from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
@@ -323,7 +322,7 @@ def test_no_weight_of_a_linear_layer_is_read_twice(name: str, monkeypatch: pytes
         calls += 1
         return linear(*args, **told)
 
-    from kvcli.kernels.linear import module
+    from kvcli.kernels import linear as module
 
     ours = module.linear
 

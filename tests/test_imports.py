@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # Lowest first: a folder of kvcli/ with all that is in it, or a file; "kvcli" is __init__.py itself. Each imports only
 # itself and those before it, types included.
 FLOORS = (
-    "version errors installing kernels malloc_tuning files safe_output worker_process sandbox environment "
+    "version errors installing kernels files safe_output worker_process sandbox environment "
     "settings demo models kv engine prefix_cache "
     "policies drafts methods api documents schemas assemble chat fit calibrate summarize quality bench heads "
     "render commands door kvcli cli __main__"
@@ -51,11 +51,11 @@ ONLY = {
 
 # Files that import each other in a circle, imports for types included, by room. A number may only fall: it is wrong
 # when it is too high, too. `engine` and `chat` are knots of one class each, LM and TextSession, and of its helpers.
-CIRCLES = {"engine": 28, "kernels": 14, "chat": 10, "methods": 9, "settings": 2}
+CIRCLES = {"engine": 22, "kernels": 14, "methods": 9, "chat": 8}
 
 # Lines of the package without methods: every .py, .c and .h below kvcli/ and kernels/ but kvcli/methods. The number may
 # only fall; a commit that has to raise it says here why.
-MOST_LINES = 72_678
+MOST_LINES = 71_748
 
 
 def _module(path: Path) -> str:

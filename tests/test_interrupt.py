@@ -17,9 +17,8 @@ import pytest
 
 from kvcli.__main__ import main
 from kvcli.chat import model
-from kvcli.commands.common import memory_check
-from kvcli.commands.common.error_exit import interrupted
-from kvcli.commands.common.interrupt import Interrupt, insisting, press_again
+from kvcli.commands.common import load_model as memory_check
+from kvcli.commands.common.exits import Interrupt, insisting, interrupted, press_again
 from kvcli.commands.common.load_model import load_model
 from kvcli.errors import ExitStatus
 from kvcli.render.turn import turn_view

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from kvcli import assemble
 from kvcli.engine.engine import iterate_events, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.session import GenerationSession, commit
 from kvcli.errors import KvcliError
 from kvcli.kernels.attention_mass import attention_mass

@@ -15,19 +15,16 @@ from transformers import AutoModelForCausalLM
 
 from kvcli.engine.engine import Engine, call, generate_together, run, run_to_end
 from kvcli.engine.forward import ForwardPass
-from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Steps
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Rows, Steps
 from kvcli.engine.hf import layer_gate_check, layer_gates
 from kvcli.engine.hf.layer_gates import Gate
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.policy.compression_point import CompressionPoint
+from kvcli.engine.policy.compression_point import CompressionPoint, QueryRecorder
 from kvcli.engine.policy.policy import Policy
-from kvcli.engine.policy.query_recorder import QueryRecorder
-from kvcli.engine.prefill.aux_cache import AuxCache
+from kvcli.engine.prefill.aux_cache import ActiveRows, AuxCache
 from kvcli.engine.prefill.layerwise import LayerwisePrefill
-from kvcli.engine.prefill.prompt_pruner import ActiveRows
-from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.session import commit
-from kvcli.engine.sequence.token_kinds import kinds_of
+from kvcli.engine.sequence.state import kinds_of
 from kvcli.errors import BadModel, ExitStatus
 from kvcli.kernels.attend.reference import attend
 from kvcli.kv.slots import AttentionParams, KVCache, LayerShape

@@ -12,17 +12,15 @@ import torch
 
 from kvcli.engine.engine import Engine, iterate_events, run, run_to_end
 from kvcli.engine.forward import ForwardPass
-from kvcli.engine.forward_request import ForwardRequest, ForwardResult
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Rows
 from kvcli.engine.hf.layer_gates import Gate
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.prefill.aux_cache import ActiveRows
 from kvcli.engine.prefill.layerwise import LayerwisePrefill
-from kvcli.engine.prefill.prompt_pruner import ActiveRows
-from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession, commit
 from kvcli.kernels.attend.reference import attend
-from kvcli.kv.sliding_windows import Window, windows_of
-from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, spans
+from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Window, spans, windows_of
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.dense_uniform import UniformLayer
 from kvcli.methods.prune.lazy import LazyLLM

@@ -24,7 +24,8 @@ from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.fit.weights import of_files, weigh
 from kvcli.kernels.moe_linear import weights_of
 from kvcli.kernels.native import levels
-from kvcli.models import hub, source
+from kvcli.models import source
+from kvcli.models import source as hub
 from kvcli.models.family import read_config
 from kvcli.models.shape import shape_of
 from tests import make

@@ -10,9 +10,9 @@ import psutil
 import pytest
 import torch
 
-from kvcli.engine.process_memory import drop_pages
+from kvcli.engine.resources import drop_pages
 
-ASK = "import torch; from kvcli.engine.process_memory import peak_bytes; print(peak_bytes(torch.device('cpu')))"
+ASK = "import torch; from kvcli.engine.resources import peak_bytes; print(peak_bytes(torch.device('cpu')))"
 LARGE = f"import subprocess, sys; x = b'x' * (1 << 30); subprocess.run([sys.executable, '-c', {ASK!r}], check=True)"
 
 

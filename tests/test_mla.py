@@ -31,7 +31,7 @@ from kvcli.methods.policies.snapkv import Snap
 from kvcli.methods.policies.streaming import StreamingLLM
 from kvcli.methods.policies.vatp import Vatp
 from kvcli.models.shape import shape_of
-from kvcli.prefix_cache.block_file import LENGTH, Block, read
+from kvcli.prefix_cache.block_tree import LENGTH, Block, read
 from kvcli.prefix_cache.codec import Uncompressed
 from tests import drafters, make
 from tests.families import LATENT, build, config_of, prompt

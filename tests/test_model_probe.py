@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.engine import iterate_events, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.session import commit
 from kvcli.errors import BadModel, ExitStatus
 from tests import make

@@ -19,7 +19,7 @@ from kvcli.demo import weights_dir
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.meta_check import check_on_meta_device
 from kvcli.errors import BadModel, ExitStatus
-from kvcli.models import checkpoint_format, source
+from kvcli.models import checkpoint, source
 from tests.all_families import build as built
 from tests.all_families import config_of as tiny
 from tests.fakes import Machine
@@ -114,14 +114,14 @@ def test_a_quantized_model_says_what_it_needs_and_what_it_dequantizes_to(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = with_words(written(tmp_path, "fp8"))
-    monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: None)
+    monkeypatch.setattr(checkpoint, "find_spec", lambda name: None)
     ended = machine("models", "check", str(folder))
     assert ended.exit == ExitStatus.BAD_MODEL
     assert "needs the package accelerate" in ended.err
     assert "pip install accelerate" in ended.err
     (listed,) = json.loads(machine("models", "show", str(folder), "--json").out)["models"]
     assert (listed["supported"], listed["reason"].endswith("which needs accelerate")) == (False, True)
-    monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: name)
+    monkeypatch.setattr(checkpoint, "find_spec", lambda name: name)
     document = json.loads(machine("models", "check", str(folder), "--json").out)
     assert (document["packed"], document["unpacks"], document["numbers"]) == ("fp8", True, "bfloat16")
     assert "dequantized" in " ".join(json.loads(machine("fit", str(folder), "--ctx", "64", "--json").out)["notes"])

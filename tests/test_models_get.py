@@ -21,14 +21,14 @@ import pytest
 
 from kvcli.commands.common.inputs import agrees
 from kvcli.commands.common.run_setup import Setup, find
-from kvcli.commands.models.default_model import with_default
+from kvcli.commands.models.suggest_model import with_default
 from kvcli.demo import weights_dir
 from kvcli.errors import BadModel
 from kvcli.files import BEGINS, SPARE
 from kvcli.fit import available_memory
-from kvcli.models import fetch
+from kvcli.models import catalog
 from kvcli.models.catalog import BY_NAME, CatalogModel, Terms
-from kvcli.models.pip_packages import PackagedFile, Wheel
+from kvcli.models.refusals import PackagedFile, Wheel
 from tests.fakes import Machine, Stream
 from tests.small_hub import Hub, serving
 from tests.test_sandbox import is_gone, until
@@ -88,7 +88,7 @@ def machine(tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> Mac
 
 @pytest.fixture
 def no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch.subprocess, "run", lambda *_, **__: pytest.fail("pip was started"))
+    monkeypatch.setattr(catalog.subprocess, "run", lambda *_, **__: pytest.fail("pip was started"))
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_package_becomes_a_private_file_with_a_name(machine: Machine, index: P
     assert not list(machine.folder.rglob("*evil*"))
     assert not Path("/tmp/kvcli-evil").exists()
 
-    monkeypatch.setattr(fetch.subprocess, "run", lambda *_, **__: pytest.fail("pip was started"))
+    monkeypatch.setattr(catalog.subprocess, "run", lambda *_, **__: pytest.fail("pip was started"))
     again = machine("--offline", "models", "get", "tiny")
     assert (again.exit, again.out) == (0, done.out)
     assert "tiny is on this machine already" in again.err
@@ -239,7 +239,7 @@ def test_what_is_not_as_the_list_has_it_leaves_nothing(machine: Machine, index: 
 
 def test_a_member_that_grows_is_not_inflated_to_its_end(index: Path, tmp_path: Path):
     one = wheel(index, "tiny-model==1.0.0", {"m": MODEL + bytes(8 << 20)})
-    fetching = fetch.Fetching(packed(one), folder=tmp_path)
+    fetching = catalog.Fetching(packed(one), folder=tmp_path)
     seen = []
 
     def read() -> None:
@@ -253,7 +253,7 @@ def test_a_member_that_grows_is_not_inflated_to_its_end(index: Path, tmp_path: P
 
 def test_without_pip_that_is_said(machine: Machine, index: Path, listed, monkeypatch, no_pip):
     listed(packed(wheel(index, "tiny-model==1.0.0", {"m": MODEL})))
-    monkeypatch.setattr(fetch, "find_spec", lambda _: None)
+    monkeypatch.setattr(catalog, "find_spec", lambda _: None)
     error = json.loads(machine("models", "get", "tiny", "--json").out)
     assert (error["code"], left(machine)) == ("no_pip", [])
     assert any("ensurepip" in hint for hint in error["try"])
@@ -546,7 +546,7 @@ def test_a_disk_that_fills_while_pip_writes_is_said(machine: Machine, index: Pat
     listed(packed(wheel(index, "tiny-model==1.0.0", {"m": MODEL})))
     said = "ERROR: Exception:\nTraceback ...\nOSError: [Errno 28] No space left on device\n"
     failed = subprocess.CompletedProcess([], 2, "", said)
-    monkeypatch.setattr(fetch.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(catalog.subprocess, "run", lambda *_, **__: failed)
     done = machine("models", "get", "tiny", "--json")
     said = json.loads(done.out)
     assert (said["code"], done.exit) == ("file_unwritable", 3)
@@ -558,7 +558,7 @@ def test_one_document_of_json_also_where_the_config_cannot_be_written(machine: M
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("kvcli.commands.models.default_model.write_output", full)
+    monkeypatch.setattr("kvcli.commands.models.suggest_model.write_output", full)
     done = machine("models", "get", "tiny", "--default", "--json")
     assert (json.loads(done.out)["code"], done.exit) == ("file_unwritable", 3)
 

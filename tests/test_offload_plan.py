@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvcli.engine.engine import run_to_end
-from kvcli.engine.forward_memory import pass_bytes
+from kvcli.engine.resources import pass_bytes
 from kvcli.errors import BadConfig
 from kvcli.fit.available_memory import AvailableMemory
 from kvcli.kernels import dispatch, triton_support
@@ -25,8 +25,7 @@ from kvcli.kv.offload.host_access import AutoAccess
 from kvcli.kv.slots import AttentionParams, alike
 from kvcli.kv.sparse.settings import FullAttention, Sketch
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.host import HostTier
-from kvcli.kv.tiers.pinned_host import PIECE, PinnedHostTier
+from kvcli.kv.tiers.host import PIECE, HostTier, PinnedHostTier
 from kvcli.settings.profile import load_profile
 from kvcli.settings.schema import Kv, Memory
 from tests import families, make

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvcli.api import End, Event, Text
-from kvcli.chat.memory_recovery import next_fallback, repair_session
+from kvcli.chat.engine_thread import next_fallback, repair_session
 from kvcli.chat.model import Model
 from kvcli.chat.text_session import TextSession
 from kvcli.engine.engine import iterate_events, run_to_end

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcli import assemble
-from kvcli.chat.approximation_notes import approximation_note
+from kvcli.chat.turn import approximation_note
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import GenerationSession

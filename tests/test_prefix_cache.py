@@ -21,16 +21,14 @@ from safetensors.torch import save, save_file
 
 from kvcli.assemble import cache_conditions
 from kvcli.engine.engine import iterate_events, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.files import SPARE
-from kvcli.kv.sliding_windows import windows_of
+from kvcli.kv.slots import windows_of
 from kvcli.prefix_cache import block_tree
 from kvcli.prefix_cache import prefix_cache as shelves
-from kvcli.prefix_cache.block_file import LENGTH, SUM, Block, CorruptFile, _ids_of, _sum, read, read_tokens
-from kvcli.prefix_cache.block_tree import BlockTree
+from kvcli.prefix_cache.block_tree import LENGTH, SUM, Block, BlockTree, CorruptFile, _ids_of, _sum, read, read_tokens
 from kvcli.prefix_cache.codec import Codec, Lossless, Uncompressed
 from kvcli.prefix_cache.prefix_cache import WHOLE, CacheConditions, PrefixCache, SaveResult
 from kvcli.prefix_cache.snapshot_file import path_of
@@ -220,7 +218,7 @@ def test_weights_that_were_replaced_since_are_another_models(lm: LM, tmp_path: P
     assert shelf_in(tmp_path / "kv", lm).load_prefix(session(lm), IDS) > 0  # the same bytes, whenever they were written
 
 
-@pytest.mark.parametrize("what", ["torch", "transformers", "kvcli.models.hashes"])
+@pytest.mark.parametrize("what", ["torch", "transformers", "kvcli.models.catalog"])
 def test_what_another_release_computed_is_not_taken(
     lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

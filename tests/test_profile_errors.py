@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from kvcli.errors import BadConfig, ExitStatus, KvcliError
+from kvcli.settings.config import CONFIG_KEYS, builtin_files
 from kvcli.settings.profile import Conflict, Profile, Sources, load_profile
-from kvcli.settings.registry import registries
 from kvcli.settings.renamed import FORMER
 from kvcli.settings.resolve import method_class
-from kvcli.settings.schema import ORDER, TABLES, Top
-from kvcli.settings.sources import CONFIG_KEYS, builtin_files
+from kvcli.settings.schema import ORDER, TABLES, Top, registries
 from kvcli.settings.values import keys_of
 
 

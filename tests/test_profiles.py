@@ -11,10 +11,9 @@ import pytest
 
 from kvcli.errors import BadConfig
 from kvcli.methods.drafts.mix import Sources
+from kvcli.settings.config import builtin_files
 from kvcli.settings.profile import load_profile
-from kvcli.settings.registry import registries
-from kvcli.settings.schema import TABLES, Header, Model, Top
-from kvcli.settings.sources import builtin_files
+from kvcli.settings.schema import TABLES, Header, Model, Top, registries
 from kvcli.settings.values import comments_of, expected, keys_of
 
 ROOT = Path(__file__).parents[1]

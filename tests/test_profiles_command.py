@@ -15,7 +15,7 @@ import pytest
 from kvcli.cli import run
 from kvcli.environment import Environment, Paths
 from kvcli.schemas.listings import ProfilesDocument
-from kvcli.settings.sources import builtin_files
+from kvcli.settings.config import builtin_files
 from tests.fakes import Machine
 
 SHIPPED = [file.profile for file in builtin_files()]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcli.engine.policy.query_recorder import QueryRecorder
-from kvcli.engine.rows import Rows
+from kvcli.engine.forward_request import Rows
+from kvcli.engine.policy.compression_point import QueryRecorder
 
 
 def hear(query_recorder: QueryRecorder, start: int, n: int) -> None:

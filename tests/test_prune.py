@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from kvcli.engine.engine import Engine, generate_together, iterate_events, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.prefill.prompt_pruner import PromptPruning
-from kvcli.engine.rows import Rows
+from kvcli.engine.prefill.aux_cache import PromptPruning
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession, commit
-from kvcli.engine.sequence.token_kinds import PUNCT, QUESTION, SPECIAL, SYSTEM, KindSpan
+from kvcli.engine.sequence.state import PUNCT, QUESTION, SPECIAL, SYSTEM, KindSpan
 from kvcli.errors import BadConfig, BadModel
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache

@@ -18,8 +18,8 @@ from kvcli.demo import weights_dir
 from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow, DoesNotFit, ExitStatus
 from kvcli.kv.slots import nbytes
+from kvcli.settings.config import builtin_files
 from kvcli.settings.profile import Profile
-from kvcli.settings.sources import builtin_files
 from tests import drafters, families, make, small_tokenizers
 
 DRAFTED = ("draft", "specextend", "specextend-paper")  # tests/test_draft_model_loading.py has those

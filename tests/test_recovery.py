@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TEXT
+from kvcli.engine.sequence.state import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TEXT
 from kvcli.kv.slots import Slots, compact
 from kvcli.methods.policies.fastgen.head_knapsack import solve
 from kvcli.methods.policies.fastgen.policy import PAPER, FastGen

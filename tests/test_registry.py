@@ -14,7 +14,7 @@ import pytest
 import tomli
 
 from kvcli.errors import BadConfig
-from kvcli.settings import registry
+from kvcli.settings import schema
 from kvcli.settings.profile import Profile
 from kvcli.settings.schema import METHOD_TABLES
 
@@ -52,7 +52,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         return tmp_path
 
     def forget() -> None:
-        for found in (registry.registries, registry.foreign, registry._ours, registry._others):
+        for found in (schema.registries, schema.foreign, schema._ours, schema._others):
             found.cache_clear()
 
     yield put
@@ -63,13 +63,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 def test_the_usual_method_of_a_table_is_its_first() -> None:
     for table, (_, usual) in METHOD_TABLES.items():
-        assert next(iter(registry.registries()[table])) == usual
+        assert next(iter(schema.registries()[table])) == usual
 
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?%?")
-OURS = {
-    (table, name): t for table, all in registry.registries().items() for name, t in all.items() if t[:6] == "kvcli."
-}
+OURS = {(table, name): t for table, all in schema.registries().items() for name, t in all.items() if t[:6] == "kvcli."}
 
 
 @pytest.mark.parametrize(("table", "name"), OURS)
@@ -92,10 +90,10 @@ def test_a_method_names_its_paper_and_a_figure_of_ours_that_its_source_has(table
 def test_a_checkout_and_what_is_installed_have_the_same_methods() -> None:
     project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
     try:
-        points = metadata.distribution("kvcli").entry_points.select(group=registry.GROUP)
+        points = metadata.distribution("kvcli").entry_points.select(group=schema.GROUP)
     except metadata.PackageNotFoundError:
         pytest.skip("a bare checkout: nothing is installed to compare with")
-    assert {point.name: point.value for point in points} == project["entry-points"][registry.GROUP]
+    assert {point.name: point.value for point in points} == project["entry-points"][schema.GROUP]
 
 
 def test_a_method_of_another_package_is_a_table_of_a_profile(install: Callable[[str, str], Path]) -> None:
@@ -134,7 +132,7 @@ def test_one_that_cannot_be_loaded_breaks_only_profiles_that_name_it(
 
 def test_none_takes_the_place_of_ours_and_none_has_a_table_of_its_own(install: Callable[[str, str], Path]) -> None:
     install(MINE, "policy.snap = my_package:Mine\nweather.mine = my_package:Mine\nmine = my_package:Mine")
-    assert registry.registries()["policy"]["snap"].startswith("kvcli.")
+    assert schema.registries()["policy"]["snap"].startswith("kvcli.")
     assert Profile.load("exact").hash
 
 

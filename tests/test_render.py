@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcli.api import End, Live, Read, Text, Turn
-from kvcli.engine.sequence.repetition import Repetition
+from kvcli.engine.sequence.state import Repetition
 from kvcli.engine.stats import Stats
 from kvcli.errors import ContextOverflow, DoesNotFit
-from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.errors import print_error, print_note
 from kvcli.render.terminal.screen import Screen
 from kvcli.render.terminal.tables import clip, columns, kv_table, spec_table, token_table
-from kvcli.render.terminal.terminal import Terminal, text_width
-from kvcli.render.terminal.wrap import TAB, Wrapper, fold
+from kvcli.render.terminal.terminal import TAB, Terminal, Wrapper, fold, text_width
 from kvcli.render.turn.status_row import ProcessMemory, RowOptions, reading_bar, status_row
 from kvcli.render.turn.turn_summary import HeaderFacts, header, one_line_summary, summary
 from kvcli.render.turn.turn_view import TurnView, loop_notes, show_turn

@@ -9,7 +9,7 @@ import pytest
 
 import kvcli
 from kvcli.demo import report_path
-from kvcli.engine.sequence.repetition import LONGEST, ROUNDS, Repetition, RepetitionDetector
+from kvcli.engine.sequence.state import LONGEST, ROUNDS, Repetition, RepetitionDetector
 from kvcli.settings.schema import Sample
 from tests import small_tokenizers
 

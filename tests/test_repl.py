@@ -20,7 +20,7 @@ from kvcli.commands.chat import line_editor
 from kvcli.commands.chat.repl import HINT, Repl
 from kvcli.commands.chat.slash import SLASH
 from kvcli.commands.common.background import in_background
-from kvcli.commands.common.interrupt import IMPATIENT, Interrupt
+from kvcli.commands.common.exits import IMPATIENT, Interrupt
 from kvcli.demo import sample_path
 from kvcli.documents import Document
 from kvcli.environment import Environment, Paths

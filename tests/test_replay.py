@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.engine import iterate_events, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest, Steps
+from kvcli.engine.forward_request import ForwardRequest, Rows, Steps
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.compression_point import CompressionPoint
 from kvcli.engine.policy.policy import LayerContext, PerLayerPolicy, PolicyRequirements, ProtectedTokens
-from kvcli.engine.rows import Rows
 from kvcli.errors import BadConfig
 from kvcli.kv.slots import Masks, Slots, compact
 from kvcli.methods.policies.fastgen.policy import FastGen

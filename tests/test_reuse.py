@@ -10,10 +10,10 @@ import torch
 
 import kvcli
 from kvcli.engine.engine import run_to_end
+from kvcli.engine.forward_request import Rows
 from kvcli.engine.hf.rope import rotaries
-from kvcli.engine.prefill.matching_spans import MatchingSpan, find_matching_spans
-from kvcli.engine.rows import Rows
-from kvcli.kv.sliding_windows import Window
+from kvcli.engine.prefill.span_reuse import MatchingSpan, find_matching_spans
+from kvcli.kv.slots import Window
 from kvcli.methods.reuse.pie import Pie
 from kvcli.settings.profile import Profile
 from tests import families, make

@@ -13,14 +13,12 @@ import torch
 
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import generate_together, iterate_events, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest, run_until_cancelled
+from kvcli.engine.forward_request import ForwardRequest, Rows, run_until_cancelled
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.prefill.revival_pass import PositionMaskedCache
-from kvcli.engine.rows import Rows
+from kvcli.engine.prefill.aux_cache import PositionMaskedCache
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession, commit
-from kvcli.kv.sliding_windows import Window
-from kvcli.kv.slots import Slots
+from kvcli.kv.slots import Slots, Window
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.prune.chunked import Chunked
 from kvcli.methods.prune.lazy import LazyLLM

@@ -103,7 +103,7 @@ def test_only_the_outlet_touches_the_streams():
     styled = {
         "safe_output.py",
         "render/terminal/terminal.py",
-        "render/terminal/live_region.py",
+        "render/terminal/screen.py",
         "render/turn/turn_view.py",
     }
     for path in sorted((ROOT / "kvcli").rglob("*.py")):

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcli.chat import chat_tables, database
+from kvcli.chat import database
+from kvcli.chat import database as chat_tables
 from kvcli.chat.conversation import Chat
 from kvcli.chat.database import NAME, VERSION, Database
 from kvcli.chat.saved_chats import SavedChats

@@ -15,13 +15,12 @@ from torch import Tensor
 from kvcli import assemble
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.policy.projected_values import ProjectedValueNorms
-from kvcli.engine.rows import Rows
+from kvcli.engine.policy.compression_point import ProjectedValueNorms
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
-from kvcli.engine.sequence.token_kinds import END, QUESTION, SHOT, TOOLS, KindSpan
+from kvcli.engine.sequence.state import END, QUESTION, SHOT, TOOLS, KindSpan
 from kvcli.errors import KvcliError
 from kvcli.kv.slots import Slots
 from kvcli.methods.drafts.off import Off

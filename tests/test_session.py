@@ -9,10 +9,9 @@ import torch
 
 from kvcli import assemble
 from kvcli.engine.engine import iterate_events, run_to_end
-from kvcli.engine.forward_request import ForwardResult
+from kvcli.engine.forward_request import Draft, ForwardResult, LookaheadRows, Rows
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import LayerContext, PolicyRequirements, ProtectedTokens
-from kvcli.engine.rows import Draft, LookaheadRows, Rows
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.slots import Slots
 from kvcli.methods.drafts.off import Off

@@ -16,7 +16,7 @@ import pytest
 from kvcli.errors import BadConfig
 from kvcli.settings.config import load_config
 from kvcli.settings.profile import Profile, Sources, load_profile
-from kvcli.settings.settings import Setting, Typed, merge
+from kvcli.settings.values import Setting, Typed, merge
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,8 +13,7 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache
-from kvcli.kv.sliding_windows import Window, windows_of
-from kvcli.kv.slots import AttentionParams, KVCache, LayerShape
+from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Window, windows_of
 from kvcli.kv.tiers.dense import Dense
 from tests import drafters, families, make
 from tests.policies import KeepAll, Ragged
@@ -195,7 +194,7 @@ def test_a_fork_goes_back_by_itself() -> None:
 
 
 def test_a_kv_cache_that_moves_to_another_knows_what_it_lacks() -> None:
-    from kvcli.chat.memory_recovery import move
+    from kvcli.chat.engine_thread import move
 
     session = opened(MODEL, dense(MODEL))
     written(session)

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.engine import iterate_events, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
-from kvcli.engine.prefill.prompt_pruner import PromptPruning
-from kvcli.engine.rows import Rows
+from kvcli.engine.prefill.aux_cache import PromptPruning
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import KvcliError
@@ -35,7 +34,7 @@ from kvcli.methods.policies.snapkv import Snap
 from kvcli.methods.policies.streaming import StreamingLLM as Stream
 from kvcli.methods.prune.lazy import LazyLLM
 from kvcli.prefix_cache import snapshot_file
-from kvcli.prefix_cache.block_file import CorruptFile
+from kvcli.prefix_cache.block_tree import CorruptFile
 from tests import families, make
 from tests.exact import table
 

@@ -19,9 +19,8 @@ from kvcli.engine.sequence.session import GenerationSession
 from kvcli.methods.reuse.cacheblend import CacheBlend
 from kvcli.methods.reuse.pie import Pie
 from kvcli.prefix_cache import span_lookup as finding
-from kvcli.prefix_cache.block_file import LENGTH, Block
-from kvcli.prefix_cache.block_file import read as read_block
-from kvcli.prefix_cache.block_tree import BlockTree
+from kvcli.prefix_cache.block_tree import LENGTH, Block, BlockTree
+from kvcli.prefix_cache.block_tree import read as read_block
 from kvcli.prefix_cache.codec import Uncompressed
 from kvcli.prefix_cache.prefix_cache import WHOLE, PrefixCache
 from kvcli.settings.profile import Profile

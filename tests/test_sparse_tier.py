@@ -37,8 +37,7 @@ from kvcli.kv.sparse.index_minmax import MinMax
 from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.page_source import AnyTierSource
 from kvcli.kv.sparse.pages import PageBudget, Pages
-from kvcli.kv.sparse.sparse_cache import SparseCache
-from kvcli.kv.sparse.sparse_tier import SparseTier, _choose
+from kvcli.kv.sparse.sparse_tier import SparseCache, SparseTier, _choose
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.settings.profile import Profile, load_profile

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcli.engine.rows import Draft, LookaheadRows, Rows
+from kvcli.engine.forward_request import Draft, LookaheadRows, Rows
 from kvcli.engine.stats import FEW, Stats, Step
 
 

@@ -21,7 +21,7 @@ from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import slots_to_demote
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import AttentionParams, KVCache, Slots, nbytes
-from kvcli.kv.tiers import extents, temp_folder
+from kvcli.kv.tiers import disk
 from kvcli.kv.tiers.disk import DiskTier
 from kvcli.kv.tiers.host import DownloadBuffer, HostTier
 from kvcli.methods.drafts.off import Off
@@ -254,7 +254,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPat
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*args)
 
-    monkeypatch.setattr(extents.os, call, full)
+    monkeypatch.setattr(disk.os, call, full)
 
     def use() -> None:
         for i in range(4):
@@ -271,8 +271,8 @@ def test_a_full_disk_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert temp_folder._file_system(Path("/")) not in temp_folder.IN_MEMORY
-    monkeypatch.setattr(temp_folder, "_file_system", lambda _: "tmpfs")
+    assert disk._file_system(Path("/")) not in disk.IN_MEMORY
+    monkeypatch.setattr(disk, "_file_system", lambda _: "tmpfs")
     with pytest.raises(CacheFull, match="a folder on a disk"):
         a_disk()
 

@@ -9,8 +9,8 @@ import torch
 
 from kvcli.chat.conversation import Chat
 from kvcli.chat.model import Model
-from kvcli.chat.token_kinds import LONG, chat_spans, kind_of, kinds_by_id
-from kvcli.engine.sequence.token_kinds import (
+from kvcli.chat.transcript import LONG, chat_spans, kind_of, kinds_by_id
+from kvcli.engine.sequence.state import (
     END,
     NEWLINE,
     PUNCT,

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 import kvcli
-from kvcli.commands.common.interrupt import Interrupt
+from kvcli.commands.common.exits import Interrupt
 from kvcli.errors import BadModel, ContextOverflow, UsageError
-from kvcli.models import source, tokenizing
+from kvcli.models import source
+from kvcli.models import tokenizer as tokenizing
 from kvcli.models.text import decode, encode, encode_with_places
-from kvcli.models.tokenizer import load_tokenizer
-from kvcli.models.tokenizing import Tokenizing, is_plain
+from kvcli.models.tokenizer import Tokenizing, is_plain, load_tokenizer
 from tests.families import build
 from tests.small_tokenizers import KINDS, byte_fallback
 

@@ -17,7 +17,7 @@ from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
-from kvcli.engine.sequence.token_kinds import SYSTEM, KindSpan
+from kvcli.engine.sequence.state import SYSTEM, KindSpan
 from kvcli.errors import KvcliError
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import Slots, nbytes

@@ -26,7 +26,7 @@ from kvcli.kv.footprint import layer_bytes
 from kvcli.kv.slots import nbytes
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.policies.streaming import StreamingLLM
-from kvcli.models.checkpoint_format import CheckpointFormat
+from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.shape import shape_of
 from kvcli.settings.profile import Profile
 from tests import all_families, drafters, families, make

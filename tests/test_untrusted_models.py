@@ -18,15 +18,15 @@ from safetensors.torch import load_file
 
 import kvcli
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.loading.build_limit import limit_to_files
+from kvcli.engine.loading.weights import limit_to_files
 from kvcli.errors import BadModel, ExitStatus, KvcliError
 from kvcli.fit.plan import subject_of
 from kvcli.models import source
-from kvcli.models.headers import read_header
-from kvcli.models.library_errors import blame_files
+from kvcli.models.checkpoint import read_header
+from kvcli.models.refusals import blame_files
 from kvcli.models.text import decode, render_prompt
 from kvcli.models.tokenizer import load_tokenizer
-from kvcli.settings.toml_positions import Scan, read_document
+from kvcli.settings.small_file import Scan, read_document
 from tests.bench.stress_models import storm
 from tests.fakes import Machine
 from tests.families import build, config_of

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvcli.engine.rows import Draft, Rows
+from kvcli.engine.forward_request import Draft, Rows
+from kvcli.engine.sequence.commit import accepted_path
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.verify import accepted_path
 
 V, LENGTH = 4, 3
 Law = dict[tuple[int, ...], float]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvcli.kernels.attend.reference import fold, within
-from kvcli.kernels.cpu_matmul import multiplies
+from kvcli.kernels.invariant_activations import multiplies
 
 FEW = 64  # rows times query heads per KV head; with more, the flash kernel is faster
 MANY = 1024  # slots; with fewer, the products' ten calls take longer than the flash kernel

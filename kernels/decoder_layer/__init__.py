@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import native as built
-from kvcli.kernels.gated_mlp import Mlp
-from kvcli.kernels.gated_mlp.product import Product
+from kvcli.kernels.gated_mlp import Mlp, Product
 from kvcli.kernels.rms_norm import Norm
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.linear import linear, pack, unpack, why_not
-from kvcli.kernels.linear.module import NativeWeight
+from kvcli.kernels.linear import NativeWeight, linear, pack, unpack, why_not
 from kvcli.kernels.module_probe import REFUSALS
 from kvcli.kernels.moe_linear import weights_of
 from kvcli.kernels.moe_linear.tensor import Experts

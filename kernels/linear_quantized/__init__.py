@@ -9,13 +9,68 @@ which torch's kernels would read or write out of bounds (they do not check), and
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvcli.kernels.linear_quantized import cpu, panels, reference
+from kvcli.kernels import native as built
+from kvcli.kernels.linear import WeightArena
+from kvcli.kernels.linear_quantized import cpu, reference
+from kvcli.kernels.moe_linear import Stack, weights_of
+from kvcli.kernels.moe_linear.tensor import Experts
+
+# Quantized linear layers by the native kernel: weights in its panels, one kernel for any number of rows.
+#
+# Each output is one chain over its row's inputs, as in `kvcli.kernels.linear`, so it is batch invariant. With bf16 on a
+# CPU with byte products, a row becomes two integer digits for each group. All else is multiplied in float32
+# (kernels/native/c/linear_quantized.c).
+
+
+PANEL = 64
+
+
+def serves(dtype: torch.dtype) -> bool:
+    """True if inputs and scales of this dtype are supported."""
+    return built.native() is not None and dtype in (torch.bfloat16, torch.float32)
+
+
+def arrange_panels(q: Tensor, bits: int) -> Tensor:
+    """Arrange codes [N, K], int8 or 0..15 -> [ceil(N / 64), K * bits / 32, 64, 4] bytes; outputs beyond N are zeros."""
+    n, k = q.shape
+    codes = q.new_zeros(-(-n // PANEL) * PANEL, k)
+    codes[:n] = q
+    words = codes.view(torch.uint8).view(-1, PANEL, k * bits // 32, 32 // bits)  # 32 bits of codes
+    four = words.bitwise_xor_(128) if bits == 8 else words[..., :4] | words[..., 4:] << 4
+    return four.transpose(1, 2).contiguous()
+
+
+def linear(
+    x: Tensor, n: int, bits: int, group: int, data: Tensor, scale: Tensor, *, level: str | None = None
+) -> Tensor:
+    """Compute x [M, K] times a weight of `n` outputs -> [M, N]. `level`: a lesser kind of CPU than the best here."""
+    functions = built.native(level)
+    assert functions is not None
+    x = x.contiguous()
+    y = x.new_empty(x.shape[0], n)
+    functions.linear_quantized(
+        x.data_ptr(),
+        data.data_ptr(),
+        scale.data_ptr(),
+        y.data_ptr(),
+        x.shape[0],
+        n,
+        x.shape[1],
+        bits,
+        group,
+        x.dtype == torch.float32,
+    )
+    return y
+
 
 Bits = Literal[8, 4]
 GROUPS = (128, 64, 32)  # groups of the int4 kernel; wider is smaller and faster, narrower is closer to the weights
@@ -72,7 +127,7 @@ def group_of(k: int) -> int:
 
 def padded_outputs(n: int) -> int:
     """Return the outputs stored in memory for a layer of `n` outputs, with the CPU kernel's padding."""
-    return -(-n // panels.PANEL) * panels.PANEL if panels.serves(torch.bfloat16) else n
+    return -(-n // PANEL) * PANEL if serves(torch.bfloat16) else n
 
 
 def pack(weight: Tensor, bits: Bits, *, native: bool = True) -> QuantizedWeight:
@@ -88,8 +143,8 @@ def pack(weight: Tensor, bits: Bits, *, native: bool = True) -> QuantizedWeight:
 
 def arrange(q: Tensor, bits: Bits, dtype: torch.dtype) -> Tensor:
     """Arrange codes [N, K] in the order of the CPU kernel for inputs of `dtype`."""
-    if panels.serves(dtype):
-        return panels.arrange(q, bits)
+    if serves(dtype):
+        return arrange_panels(q, bits)
     return q if bits == 8 else cpu.pack4(q)
 
 
@@ -104,8 +159,8 @@ def linear_quantized(x: Tensor, w: QuantizedWeight) -> Tensor:
         raise ValueError(f"packed for the CPU kernel, but the inputs are on {x.device.type}")
     if rows.shape[0] == 0:
         return x.new_empty(*x.shape[:-1], w.shape[0])
-    if w.is_native and panels.serves(x.dtype):
-        y = panels.linear(rows, w.shape[0], w.bits, w.group, w.data, w.scale)
+    if w.is_native and serves(x.dtype):
+        y = linear(rows, w.shape[0], w.bits, w.group, w.data, w.scale)
     else:
         y = (cpu.linear if w.is_native else reference.linear)(rows, w.bits, w.group, w.data, w.scale)
     return y.view(*x.shape[:-1], w.shape[0])
@@ -113,7 +168,7 @@ def linear_quantized(x: Tensor, w: QuantizedWeight) -> Tensor:
 
 def explain() -> str:
     """Describe the implementation of quantized layers here; for `kvcli doctor`."""
-    return "native kernel, float16 on torch" if panels.serves(torch.bfloat16) else cpu.explain()
+    return "native kernel, float16 on torch" if serves(torch.bfloat16) else cpu.explain()
 
 
 __all__ = [
@@ -128,3 +183,226 @@ __all__ = [
     "padded_outputs",
     "why_not",
 ]
+
+
+# `nn.Linear` with quantized weights, and the replacement in a model.
+
+
+class PackedLinear(nn.Module):
+    """Replacement of one `nn.Linear`."""
+
+    data: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.bits, self.group, self.is_native = weight.bits, weight.group, weight.is_native
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("data", weight.data)
+        self.register_buffer("scale", weight.scale)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @staticmethod
+    def of(layer: nn.Linear, bits: Bits, device: torch.device | None = None) -> PackedLinear:
+        """Quantize a layer for the CPU's kernels; on `device`, in the portable order, if one is given."""
+        weight = layer.weight.detach()
+        packed = pack(weight, bits) if device is None else pack(weight.to(device), bits, native=False)
+        return PackedLinear(packed, layer.bias)
+
+    @property
+    def weights(self) -> QuantizedWeight:
+        shape = (self.out_features, self.in_features)
+        return QuantizedWeight(self.bits, self.group, shape, self.data, self.scale, self.is_native)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = linear_quantized(x, self.weights)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bits={self.bits}, group={self.group or self.in_features}"
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Result of `quantize_`."""
+
+    packed: int  # layers replaced
+    kept: dict[str, int]  # reason -> number of layers not replaced
+    weights: int  # quantized numbers
+    nbytes: int  # bytes of the quantized layers
+
+    def __add__(self, other: Swap) -> Swap:
+        kept = dict(Counter(self.kept) + Counter(other.kept))
+        return Swap(self.packed + other.packed, kept, self.weights + other.weights, self.nbytes + other.nbytes)
+
+
+def quantize_(
+    root: nn.Module,
+    bits: Bits,
+    done_with: Callable[[Tensor], object] = lambda _: None,
+    device: torch.device | None = None,
+) -> Swap:
+    """Quantize every plain `nn.Linear` below `root` by `swap_` and `PackedLinear.of`."""
+
+    def packed(layer: nn.Linear) -> nn.Module | str:
+        why = why_not((layer.out_features, layer.in_features), bits)
+        return why or PackedLinear.of(layer, bits, device)
+
+    return swap_(root, packed, done_with)
+
+
+@torch.no_grad()
+def swap_(
+    root: nn.Module, other: Callable[[nn.Linear], nn.Module | str], done_with: Callable[[Tensor], object]
+) -> Swap:
+    """Replace every plain `nn.Linear` below `root`, one at a time, so that at most one layer exists twice.
+
+    `other` returns the replacement, or why there is none. `done_with` gets each old weight, which is not read again.
+    """
+    packed, weights, nbytes = 0, 0, 0
+    kept: Counter[str] = Counter()
+    # a list of all modules would keep every replaced layer alive until the end
+    for parent in [module for module in root.modules() if type(module) is not nn.Linear]:
+        for name, layer in list(parent.named_children()):
+            if type(layer) is not nn.Linear:
+                continue
+            fresh = other(layer)
+            if isinstance(fresh, str):
+                kept[fresh] += 1
+                continue
+            setattr(parent, name, fresh)
+            packed, weights = packed + 1, weights + layer.weight.numel()
+            held = [*fresh.named_parameters(), *fresh.named_buffers()]
+            nbytes += sum(t.nbytes for name, t in held if name != "bias")
+            done_with(layer.weight)
+            del layer
+    return Swap(packed, dict(kept), weights, nbytes)
+
+
+@torch.no_grad()
+def make_native_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> None:
+    """Arrange quantized 4-bit layers in portable order for this CPU's kernel, one at a time."""
+    for layer in root.modules():
+        if isinstance(layer, PackedLinear) and layer.bits == 4 and not layer.is_native:
+            portable = layer.data
+            layer.data, layer.is_native = layer.weights.native().data, True
+            done_with(portable)
+
+
+def packed_weights(root: nn.Module) -> int:
+    """Return the number of quantized weights below `root`; none of them is a parameter."""
+    return sum(p.in_features * p.out_features for p in root.modules() if isinstance(p, PackedLinear))
+
+
+# Quantized weights of experts, and the replacement in a model.
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Weights of all experts, each quantized by `pack`."""
+
+    stack: Stack  # data and scale
+    like: QuantizedWeight  # the first expert's
+
+    @classmethod
+    def of(cls, weights: Tensor, bits: Bits, *, native: bool = True, device: torch.device | None = None) -> Codes:
+        """Quantize the weights [E, N, K], one expert after the other; on `device`, where they remain, if given."""
+        each = (pack(one.to(device).contiguous(), bits, native=native) for one in weights)
+        return cls._of(each, len(weights))
+
+    @classmethod
+    def _of(cls, each: Iterator[QuantizedWeight], n: int) -> Codes:
+        first = next(each)
+        room = WeightArena() if first.data.device.type == "cpu" else None
+        return cls._in(Stack.of(((p.data, p.scale) for p in chain([first], each)), n, room), first)
+
+    @classmethod
+    def _in(cls, stack: Stack, like: QuantizedWeight) -> Codes:
+        data, scale = stack.tensors
+        return cls(stack, replace(like, data=data[0], scale=scale[0]))  # views, so that nothing else is kept alive
+
+    def __len__(self) -> int:
+        return self.stack.memory.shape[0]
+
+    def __getitem__(self, expert: int) -> QuantizedWeight:
+        data, scale = self.stack.tensors
+        of = self.like
+        return QuantizedWeight(of.bits, of.group, of.shape, data[expert], scale[expert], of.is_native)
+
+    @property
+    def memory(self) -> Tensor:
+        return self.stack.memory
+
+    def product(self, expert: int, x: Tensor) -> Tensor:
+        return linear_quantized(x, self[expert])
+
+    def plain(self) -> Tensor:
+        return torch.stack([self[e].plain() for e in range(len(self))])
+
+    def to(self, device: torch.device) -> Codes:
+        return self._in(self.stack.to(device), self.like)
+
+    def native(self) -> Codes:
+        """Return the weights in the order of this CPU's kernel."""
+        return self if self.like.is_native else self._of((self[e].native() for e in range(len(self))), len(self))
+
+
+def packed(
+    weight: Tensor, turned: bool, bits: Bits, *, native: bool, device: torch.device | None = None
+) -> Experts | str:
+    """Quantize a parameter of experts, [E, K, N] or transposed; or return why it is not quantized."""
+    plain = weight.detach() if turned else weight.detach().transpose(1, 2)
+    if why := why_not((plain.shape[1], plain.shape[2]), bits):
+        return why
+    return Experts(Codes.of(plain, bits, native=native, device=device), weight.shape, weight.dtype, turned)
+
+
+@torch.no_grad()
+def quantize_experts_(
+    root: nn.Module,
+    bits: Bits,
+    done_with: Callable[[Tensor], object] = lambda _: None,
+    device: torch.device | None = None,
+) -> Swap:
+    """Quantize the weights of experts below `root` as `quantize_` quantizes layers, one parameter at a time.
+
+    Weights that were quantized while loading are arranged for their device. Each expert counts as a layer.
+    """
+    found = Swap(0, {}, 0, 0)
+    for module in root.modules():
+        for name, old, fresh in _packed_in(module, bits, device):
+            if isinstance(fresh, str):
+                found += Swap(0, {fresh: len(old)}, 0, 0)
+                continue
+            setattr(module, name, nn.Parameter(fresh, requires_grad=False))
+            found += Swap(len(old), {}, old.numel(), fresh.form.memory.nbytes)
+            if type(old) is nn.Parameter:
+                done_with(old)
+            del old
+    return found
+
+
+def stay(root: nn.Module, why: str) -> Swap:
+    """Return the result for experts of which none is quantized, for this reason."""
+    return Swap(0, {why: n} if (n := sum(len(w) for m in root.modules() for _, w, _ in weights_of(m))) else {}, 0, 0)
+
+
+def _packed_in(
+    module: nn.Module, bits: Bits, device: torch.device | None
+) -> Iterator[tuple[str, Tensor, Experts | str]]:
+    for name, old, codes in codes_of(module):
+        there = codes.native() if device is None else codes.to(device)
+        yield name, old, Experts(there, old.shape, old.dtype, old.is_turned)
+    for name, plain, turned in weights_of(module):
+        if isinstance(turned, bool):
+            yield name, plain, packed(plain, turned, bits, native=device is None, device=device)
+        else:
+            yield name, plain, turned
+
+
+def codes_of(module: nn.Module) -> Iterator[tuple[str, Experts, Codes]]:
+    """Yield the quantized parameters of a module."""
+    for name in list(module._parameters):
+        weight: Tensor | None = module._parameters[name]
+        if isinstance(weight, Experts) and isinstance(weight.form, Codes):
+            yield name, weight, weight.form

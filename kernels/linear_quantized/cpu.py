@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvcli.kernels.cpu_matmul import multiplies
+from kvcli.kernels.invariant_activations import multiplies
 
 MANY = {8: 16, 4: 64}  # rows from which dequantization is faster
 _STRETCH = 1 << 21  # weights dequantized at a time: 4 MiB in bfloat16, small enough to stay in cache

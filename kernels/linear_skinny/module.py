@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvcli.kernels import triton_support
-from kvcli.kernels.linear_quantized.experts import codes_of
-from kvcli.kernels.linear_quantized.module import PackedLinear
-from kvcli.kernels.linear_skinny import Weight, linear_skinny, of_packed, pack_nf4, why_not
-from kvcli.kernels.linear_skinny.experts import SkinnyCodes
+from kvcli.kernels.linear_quantized import Codes, PackedLinear, codes_of
+from kvcli.kernels.linear_skinny import Weight, linear_skinny, of_packed, pack_nf4, reference, why_not
+from kvcli.kernels.moe_linear import Stack
 from kvcli.kernels.moe_linear.tensor import Experts
 
 BLOCK = 64  # inputs per nf4 scale
@@ -97,3 +97,36 @@ def of_bitsandbytes(data: Tensor, state: Any) -> tuple[Tensor, Tensor]:
         of_block = state.state2.absmax.repeat_interleave(state.state2.blocksize)[: largest.numel()]
         largest = state.state2.code[largest.long()] * of_block + state.offset
     return q, largest.float().view(n, k // BLOCK)
+
+
+# Quantized weights of experts for the kernels for few rows.
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyCodes:
+    """Weights of all experts, each in the order of the kernels."""
+
+    stack: Stack  # data and scale
+    like: Weight  # the first expert's
+
+    @classmethod
+    def of(cls, codes: Codes) -> SkinnyCodes:
+        """Convert from the portable order."""
+        n = len(codes)
+        like = of_packed(codes[0])
+        stack = Stack.of((of_packed(codes[e]).tensors for e in range(n)), n)
+        return cls(stack, replace(like, data=stack.tensors[0][0], scale=stack.tensors[1][0]))
+
+    def __getitem__(self, expert: int) -> Weight:
+        data, scale = self.stack.tensors
+        return replace(self.like, data=data[expert], scale=scale[expert])
+
+    @property
+    def memory(self) -> Tensor:
+        return self.stack.memory
+
+    def product(self, expert: int, x: Tensor) -> Tensor:
+        return linear_skinny(x, self[expert])
+
+    def plain(self) -> Tensor:
+        return torch.stack([reference.weight(self[e]) for e in range(self.memory.shape[0])])

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.linear.weight_arena import WeightArena
+from kvcli.kernels.linear import WeightArena
 
 LINE = 64  # bytes; alignment of a tensor in a stack
 

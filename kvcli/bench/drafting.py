@@ -14,8 +14,8 @@ from kvcli.kv.slots import nbytes
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
-    from kvcli.engine.drafting.report import DraftReport
     from kvcli.engine.sequence.session import GenerationSession
+    from kvcli.engine.stats import DraftReport
     from kvcli.settings.profile import Profile
 
 Tell = Callable[[int, int, str], None]  # steps done, total steps, message

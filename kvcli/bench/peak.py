@@ -55,7 +55,7 @@ def measure(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Make the side, run it once, and return the peak memory of the process."""
     from kvcli.bench.profile_side import Models
     from kvcli.chat.model import load
-    from kvcli.engine.process_memory import peak_bytes
+    from kvcli.engine.resources import peak_bytes
 
     recipe = Recipe(**asked["recipe"])
     models = Models(lambda profile: load(recipe.model, profile, offline=True, cache=Path(recipe.cache)))

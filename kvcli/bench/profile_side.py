@@ -10,8 +10,8 @@ import torch
 
 from kvcli.bench.side import TimedSample
 from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.resources import use_threads
 from kvcli.engine.stats import Stats
-from kvcli.engine.threads import use_threads
 from kvcli.errors import BadInput, ContextOverflow
 from kvcli.kv.slots import nbytes
 from kvcli.settings.schema import Memory

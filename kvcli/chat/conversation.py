@@ -17,15 +17,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.api import End, Event, Finish, Text, Turn, turn_of
-from kvcli.chat.overflow import VisibleMessages, fitting, leave_out, shown_of
-from kvcli.chat.prompt_tokens import PromptTokens, tokens_of_turn
+from kvcli.chat.overflow import VisibleMessages, fitting, leave_out, refuse_longer, shown_of
 from kvcli.chat.saved_chats import OpenedChat, SavedChat, SavedChats
-from kvcli.chat.transcript import Message, as_document, documents_of, export_chat, figures_of, messages_of, save_chat
-from kvcli.chat.window import refuse_longer
+from kvcli.chat.transcript import (
+    Message,
+    PromptTokens,
+    as_document,
+    documents_of,
+    export_chat,
+    figures_of,
+    messages_of,
+    save_chat,
+    tokens_of_turn,
+)
 from kvcli.documents import Document
 from kvcli.errors import BadInput, ContextOverflow, DoesNotFit
 from kvcli.models.text import Messages, encode, render_text, resume_ids
-from kvcli.schemas.chat import Figures
+from kvcli.schemas.turn import Figures
 
 if TYPE_CHECKING:
     from kvcli.chat.text_session import TextSession

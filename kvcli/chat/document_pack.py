@@ -1,7 +1,7 @@
 """A pack: a folder of documents with their KV cache, so that many questions start without prefill.
 
     NAME.kvs/manifest.json   description of the pack (kvcli.schemas.pack)
-             chat.json       the documents, as a chat without questions (kvcli.schemas.chat)
+             chat.json       the documents, as a chat without questions (kvcli.schemas.turn)
              past.kv         snapshot of the KV cache after the prefill (kvcli.prefix_cache.snapshot_file)
 
 A pack may come from another machine. So the manifest may name no other files, file sizes are checked before the files
@@ -32,14 +32,13 @@ from kvcli.errors import BadInput, writing
 from kvcli.files import replacing_folder, write_private
 from kvcli.kv.snapshot import SnapshotMismatch
 from kvcli.prefix_cache import snapshot_file
-from kvcli.prefix_cache.block_file import CorruptFile
-from kvcli.prefix_cache.cache_key import cache_key
-from kvcli.prefix_cache.prefix_cache import FEW, fields_of
+from kvcli.prefix_cache.block_tree import CorruptFile
+from kvcli.prefix_cache.prefix_cache import FEW, cache_key, fields_of
 from kvcli.prefix_cache.tensor_codec import coded_state, decoded_state
-from kvcli.schemas.chat import ChatDocument
 from kvcli.schemas.pack import PackDocument, PackedFile
+from kvcli.schemas.turn import ChatDocument
+from kvcli.settings.config import set_value
 from kvcli.settings.small_file import Unfit, open_regular, read_small
-from kvcli.settings.sources import set_value
 
 if TYPE_CHECKING:
     from kvcli.settings.profile import Profile

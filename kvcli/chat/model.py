@@ -20,14 +20,16 @@ from weakref import WeakSet, WeakValueDictionary
 
 from kvcli import assemble
 from kvcli.api import Events, Prompt, Turn
-from kvcli.chat.draft_model_loading import load_draft_model
 from kvcli.chat.engine_thread import EngineThread
+from kvcli.chat.overflow import refuse_longer
 from kvcli.chat.text_session import TextSession
-from kvcli.chat.token_kinds import kinds_by_id
-from kvcli.chat.window import refuse_longer
-from kvcli.engine.info import ModelInfo
-from kvcli.errors import BadConfig, KvcliError
+from kvcli.chat.transcript import kinds_by_id
+from kvcli.engine.drafting.drafter import ModelPair
+from kvcli.engine.stats import ModelInfo
+from kvcli.errors import BadConfig, BadModel, KvcliError
 from kvcli.kv.out_of_memory import as_cache_full, free_caches
+from kvcli.models.refusals import is_assistant
+from kvcli.models.retokenizer import spelling
 from kvcli.models.tokenizer import load_tokenizer
 from kvcli.settings.conflicts import cautions
 
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.chat.conversation import Chat
-    from kvcli.engine.drafting.drafter import Costs, ModelPair
+    from kvcli.engine.drafting.drafter import Costs
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.constraint import Constraint, Vocabulary
     from kvcli.engine.sequence.session import GenerationSession
@@ -46,7 +48,55 @@ if TYPE_CHECKING:
     from kvcli.models.source import Source
     from kvcli.prefix_cache.prefix_cache import PrefixCache
     from kvcli.settings.profile import Profile
-    from kvcli.settings.schema import DraftModelRef
+    from kvcli.settings.schema import DraftModelRef, Load
+
+# Loading of a draft model: found by name, and paired with the target model by the tokens that both know.
+
+
+Tell = Callable[[str], None]
+
+
+def load_draft_model(
+    target: LM,
+    wanted: DraftModelRef,
+    words: PreTrainedTokenizerBase,
+    load: Load,
+    find: Callable[[str], Source],
+    cache: Path,
+    tell: Tell | None = None,
+) -> ModelPair:
+    """Load a draft model beside `target`, whose tokenizer is `words` and whose settings are `load`.
+
+    A model that drafts for itself is loaded once. Raises BadModel if the model cannot draft. Its code and pickle files
+    are never trusted, even if those of the target are, because a profile may name the draft model.
+    """
+    from kvcli.engine.drafting.gemma4_assistant import load_assistant
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.loading.weights import keeps_quantized
+    from kvcli.models.gguf import convert
+
+    untrusted = replace(load, quant=wanted.quant, allow_pickle=False, trust_remote_code=False)
+    wants = replace(untrusted, layers_on_gpu="auto")  # the user's choice counts layers of the target
+    found = convert.convert_if_needed(find(wanted.model), wants.dtype, cache, packs=keeps_quantized(wants), tell=tell)
+    if is_assistant(found.config) != wanted.is_assistant:
+        raise _of_another_method(wanted)
+    if untrusted == load and (str(found.path), found.revision) == (target.info.path, target.info.revision):
+        return ModelPair(target, target)
+    if wanted.is_assistant:
+        return ModelPair(target, load_assistant(target, found, wants))
+    respelled = spelling(words, load_tokenizer(found, wants.trust_remote_code))
+    return ModelPair(target, LM.load(found, **asdict(wants)), respelled)
+
+
+def _of_another_method(wanted: DraftModelRef) -> BadModel:
+    what, other = ("no assistant of a Gemma 4", "model") if wanted.is_assistant else ("an assistant", "assistant")
+    return BadModel(
+        f"{wanted.model} is {what}",
+        code="draft_head",
+        lines=["a complete model drafts with spec.method = model, an assistant with spec.method = assistant"],
+        try_=[f"--set spec.method={other} --set spec.model={wanted.model}, instead of --draft", "--spec ngram"],
+    )
+
 
 log = logging.getLogger("kvcli.chat")
 
@@ -69,10 +119,9 @@ def load(
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.loading.weights import keeps_quantized
     from kvcli.models import source
-    from kvcli.models.catalog import recommended
-    from kvcli.models.ends import ends
+    from kvcli.models.catalog import Hashes, recommended
+    from kvcli.models.channels import ends
     from kvcli.models.gguf import convert
-    from kvcli.models.hashes import Hashes
 
     began, wants = time.perf_counter(), profile.load
     named = partial(source.find, offline=offline, tell=tell)

@@ -6,6 +6,7 @@ wrote, are imported once and not changed.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import sqlite3
@@ -15,18 +16,52 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
+from hashlib import sha256
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvcli.chat import chat_tables
-from kvcli.chat.chat_file import read_chat, write_chat
-from kvcli.chat.chat_lock import ChatLock
-from kvcli.chat.database import Database
-from kvcli.errors import BadInput, writing
+from pydantic import ValidationError
+
+from kvcli.chat import database
+from kvcli.chat.database import ChatLock, Database
+from kvcli.errors import BadInput, reading, writing
+from kvcli.files import private_folder, write_private
 from kvcli.schemas.base import SURROGATE
-from kvcli.schemas.chat import ChatDocument
 from kvcli.schemas.sessions import SessionEntry
+from kvcli.schemas.turn import ChatDocument
+from kvcli.settings.small_file import Unfit, read_small
+
+# Saved chats as JSON files, written by `/save`, by earlier versions or by other users.
+
+
+MOST = 512 << 20  # bytes of a file that is read, at most; several times the largest document
+
+
+def read_chat(path: Path) -> tuple[ChatDocument, str]:
+    """Return the chat in a file and the file's digest. Raises BadInput if the file is missing, too large or no chat."""
+    with reading(path):
+        if not path.exists():
+            raise BadInput(f"no such chat file: {path}", code="file_missing")
+    try:
+        data = read_small(path, MOST)
+        return ChatDocument.model_validate_json(data), sha256(data).hexdigest()
+    except Unfit as error:
+        raise BadInput(f"{path} {error}", code="not_a_chat") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+        raise BadInput(f"{path} is not a saved chat", code="not_a_chat", lines=[why]) from None
+
+
+def write_chat(path: Path, saved: ChatDocument) -> str:
+    """Write the chat to a file and return the file's digest."""
+    data = (json.dumps(saved.document(), ensure_ascii=False, indent=1) + "\n").encode()
+    with writing(path):
+        private_folder(path.parent)
+        write_private(path, data)
+    return sha256(data).hexdigest()
+
 
 NAMES = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
 PARTS = re.compile(r"[\W_]+")  # separators of words in a file name
@@ -36,7 +71,7 @@ AROUND = 40  # characters shown before and after a literal match
 LISTED = (
     "SELECT name, title, model, saved, (SELECT count(*) FROM turns WHERE session = sessions.id),"
     " (SELECT group_concat(name, char(10)) FROM"
-    f" (SELECT name FROM documents WHERE session = sessions.id AND n >= {chat_tables.PENDING} ORDER BY id))"
+    f" (SELECT name FROM documents WHERE session = sessions.id AND n >= {database.PENDING} ORDER BY id))"
     " FROM sessions"
 )
 T = TypeVar("T")
@@ -96,7 +131,7 @@ class SavedChats:
         if wanted is None or not ("/" in wanted or wanted.endswith(".json")):
             return self.find(wanted)
         _, digest = read_chat(cwd / expanduser(wanted))
-        return self._run(lambda db: chat_tables.of_file(db, digest), None)
+        return self._run(lambda db: database.of_file(db, digest), None)
 
     def begin(self, name: str | None = None, *, holds: bool) -> SavedChat:
         """Return the entry of this name, or one for a new chat. Nothing is read from or written to the database."""
@@ -105,7 +140,7 @@ class SavedChats:
 
     def read(self, name: str) -> tuple[ChatDocument, int]:
         """Return a chat and its version."""
-        found = self._run(lambda db: chat_tables.read(db, name), None)
+        found = self._run(lambda db: database.read(db, name), None)
         if found is None:
             raise BadInput(f"there is no saved chat {name}", code="no_chat", try_=["kvcli chats list"])
         return found
@@ -117,12 +152,12 @@ class SavedChats:
         """
 
         def work(db: sqlite3.Connection) -> int:
-            version = chat_tables.version(db, kept.name)
+            version = database.version(db, kept.name)
             if version not in (None, kept.version):
                 raise BadInput(f"another kvcli process changed {kept.name}; not saved", code="chat_changed")
-            latest = chat_tables.write(db, kept.name, made, kept.made if version is not None else {})
+            latest = database.write(db, kept.name, made, kept.made if version is not None else {})
             if kept.origin:
-                chat_tables.note_file(db, "", kept.origin, kept.name)
+                database.note_file(db, "", kept.origin, kept.name)
             return latest
 
         self._take_in()
@@ -132,7 +167,7 @@ class SavedChats:
         """Write the chat to a file in `chats`, which is not imported again."""
         path = self.files / f"{name}.json"
         digest = write_chat(path, self.read(name)[0])
-        self._run(lambda db: chat_tables.note_file(db, _stamp(path), digest, name), None)
+        self._run(lambda db: database.note_file(db, _stamp(path), digest, name), None)
         return path
 
     def remove(self, names: Sequence[str]) -> None:
@@ -141,7 +176,7 @@ class SavedChats:
             with ExitStack() as holds, writing(self.files):
                 for name in some:
                     holds.callback(ChatLock(self.folder, name).close)
-                gone: list[str] = self._run(partial(chat_tables.remove, names=some), [])
+                gone: list[str] = self._run(partial(database.remove, names=some), [])
                 for file in gone:
                     (self.files / file).unlink(missing_ok=True)
 
@@ -221,7 +256,7 @@ class SavedChats:
     def _take_in(self) -> None:
         """Import new files of `chats` at the first call, oldest first. An unreadable file is reported once."""
         files = {} if self._has_files else dict(_by_age(self.files))
-        known = self._db.run(chat_tables.stamps) if files else set()
+        known = self._db.run(database.stamps) if files else set()
         for stamp, path in files.items():
             if stamp in known:
                 continue
@@ -237,18 +272,18 @@ class SavedChats:
 
 def _entry(row: tuple[Any, ...]) -> SessionEntry:
     name, title, model, saved, questions, documents = row
-    about = {"id": chat_tables.sound(name), "title": title and str(title), "model": str(model), "saved": str(saved)}
+    about = {"id": database.sound(name), "title": title and str(title), "model": str(model), "saved": str(saved)}
     files = str(documents).split("\n") if documents is not None else []
     return SessionEntry(**about, questions=questions, documents=len(files), files=files)
 
 
 def _take_in(db: sqlite3.Connection, stamp: str, path: Path, digest: str, made: Mapping[str, Any]) -> None:
-    name = chat_tables.of_file(db, digest)
+    name = database.of_file(db, digest)
     if made and name is None:
-        is_free = NAMES.fullmatch(path.stem) and chat_tables.version(db, path.stem) is None
+        is_free = NAMES.fullmatch(path.stem) and database.version(db, path.stem) is None
         name = path.stem if is_free else _new_name()
-        chat_tables.write(db, name, made, {})
-    chat_tables.note_file(db, stamp, digest, name)
+        database.write(db, name, made, {})
+    database.note_file(db, stamp, digest, name)
 
 
 def _by_age(folder: Path) -> list[tuple[str, Path]]:

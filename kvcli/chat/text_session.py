@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble
 from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
-from kvcli.chat.token_kinds import chat_spans
+from kvcli.chat.overflow import ContextWindow
+from kvcli.chat.transcript import chat_spans
 from kvcli.chat.turn import TurnRequest, TurnRun
-from kvcli.chat.window import ContextWindow
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.forward_request import Coroutine, run_until_cancelled
-from kvcli.engine.sequence.token_kinds import QUESTION, KindSpan
+from kvcli.engine.sequence.state import QUESTION, KindSpan
 from kvcli.errors import BadInput, BadModel
 from kvcli.kv.out_of_memory import CacheFull, catch_cache_full
 from kvcli.models.text import Messages, StopStrings

@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from kvcli import malloc_tuning
+from kvcli import environment
 from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, Turn
-from kvcli.chat.approximation_notes import approximation_note
-from kvcli.chat.resilient_generation import ResilientGeneration
+from kvcli.chat.engine_thread import ResilientGeneration
 from kvcli.engine.forward_request import Coroutine
-from kvcli.engine.process_memory import peak_bytes, used_bytes
-from kvcli.engine.sequence.repetition import RepetitionDetector
+from kvcli.engine.resources import peak_bytes, used_bytes
+from kvcli.engine.sequence.state import RepetitionDetector
 from kvcli.engine.stats import Stats
 from kvcli.kv.out_of_memory import CacheFull, catch_cache_full
 from kvcli.kv.slots import hit_rate, nbytes
@@ -25,7 +24,63 @@ if TYPE_CHECKING:
     from kvcli.chat.text_session import TextSession
     from kvcli.engine.sequence.constraint import Constraint
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.token_kinds import KindSpan
+    from kvcli.engine.sequence.state import KindSpan
+    from kvcli.kv.slots import Loss
+    from kvcli.settings.profile import Profile
+
+# Notes for the user about KV that an approximate profile evicts, quantizes or skips.
+
+
+def describe_losses(profile: Profile) -> dict[Loss, str]:
+    """Describe each kind of loss that the profile can cause. Kinds that it cannot cause are left out."""
+    words: dict[Loss, str] = {}
+    kv, held = profile.kv, profile.policy.describe_kept
+    demotes = bool(held) and profile.memory.demotes and not profile.memory.spends
+    kept = "drops tokens beyond its capacity" if demotes else held and f"keeps {held}"
+    outlives = profile.context.on_overflow == "compress" and "compresses tokens older than the context window"
+    if forgotten := [
+        *filter(None, (kept, profile.prune.describe_read and f"reads {profile.prune.describe_read}", outlives))
+    ]:
+        words["forgotten"] = " and ".join(forgotten)
+    if profile.memory.spends:
+        words["rounded"] = f"stores the rest in {' and '.join(map(str, profile.memory.bits))} bits"
+    elif min(kv.k_bits, kv.v_bits) < 16:
+        alike = f"keys and values in {kv.k_bits} bits"
+        words["rounded"] = "stores " + (
+            alike if kv.k_bits == kv.v_bits else f"keys in {kv.k_bits} and values in {kv.v_bits} bits"
+        )
+    elif profile.kv_format.is_active(kv):
+        words["rounded"] = f"stores older keys and values in KV format {profile.kv_format.method}"
+    elif kv.dtype not in ("auto", profile.load.dtype):
+        words["rounded"] = f"stores keys and values in {kv.dtype}"
+    if read := profile.sparse.describe_read:
+        words["unread"] = f"reads {read}"
+    if profile.reuse.describe_reused:
+        words["reused"] = profile.reuse.describe_reused
+    if demotes and (last := "unread" if read else "rounded") in words:
+        words[last] += f", in addition to {held}"
+    return words
+
+
+def approximation_note(profile: Profile, lost: Collection[Loss], found: str = "") -> str:
+    """Return a note on an answer computed after losses of the kinds `lost`; "" if the full KV cache was used.
+
+    Profiles that are exact or error-bounded need no note. `found`: the eviction policy's report on this sequence.
+    """
+    if profile.exactness != "approx":
+        return ""
+    words = [words for kind, words in describe_losses(profile).items() if kind in lost]
+    words += filter(None, [profile.reasoning_steps.takes])
+    if found and not words:
+        return f"profile {profile.name}: {found}; no tokens were lost"
+    words += filter(None, [found])
+    if not words:
+        return ""
+    by, exact = profile.name, "-P exact"
+    if profile.origins["memory.budget"] == "--budget":  # it applies to -P exact too
+        by, exact = f"{by} --budget {profile.memory.budget}", f"{exact} without --budget"
+    return f"approximate answer: profile {by} {', '.join(words)}, so facts may be missing; {exact} uses the full text"
+
 
 MEASURE_EVERY = 0.1  # seconds between two memory measurements
 
@@ -69,7 +124,7 @@ class TurnRun:
             self._fetched = time.perf_counter() - began
             self._stats.order = session.order
             yield Live(self._stats)
-            with malloc_tuning.return_large_blocks():
+            with environment.return_large_blocks():
                 yield from self._read()
             return (yield from self._write())
         except (GeneratorExit, CacheFull):  # the session stays usable after a lack of memory

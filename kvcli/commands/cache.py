@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.commands.common.flags import option
-from kvcli.commands.common.stdout import print_json, print_table
+from kvcli.commands.common.output import print_json, print_table
 from kvcli.errors import BadInput, UsageError
-from kvcli.models.fetch import NAME
-from kvcli.render.terminal.numbers import long_size
+from kvcli.models.catalog import NAME
+from kvcli.render.terminal.terminal import long_size
 
 if TYPE_CHECKING:
     from kvcli.environment import Environment

@@ -13,11 +13,10 @@ from kvcli.chat.saved_chats import SavedChats
 from kvcli.commands.chat.save_chat import facts, sessions_of
 from kvcli.commands.common.flags import option
 from kvcli.commands.common.inputs import agrees, tell
-from kvcli.commands.common.stdout import print_json, print_table
+from kvcli.commands.common.output import print_json, print_table
 from kvcli.errors import UsageError
-from kvcli.render.terminal.numbers import plural
 from kvcli.render.terminal.tables import GAP, clip, columns, fitting, widest
-from kvcli.render.terminal.terminal import Terminal
+from kvcli.render.terminal.terminal import Terminal, plural
 from kvcli.safe_output import neutralise
 from kvcli.schemas.sessions import SessionEntry, SessionsDocument
 

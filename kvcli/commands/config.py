@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.chat.database import NAME as SESSIONS
+from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import SYSTEM_CONFIG, sources
-from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.errors import UsageError
 from kvcli.fit.run_log import NAME as RUNS
-from kvcli.models.fetch import NAME as MODELS
+from kvcli.models.catalog import NAME as MODELS
 
 if TYPE_CHECKING:
     from pathlib import Path

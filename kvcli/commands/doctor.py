@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli.commands.common.stdout import print_json
+from kvcli.commands.common.output import print_json
 from kvcli.commands.config import places
 from kvcli.models.machine import installed
 from kvcli.version import __version__
@@ -143,7 +143,7 @@ def wrapped(line: str, width: int) -> list[str]:
 
 def words(document: DoctorDocument) -> list[str]:
     """Return the document as lines for people."""
-    from kvcli.render.terminal.numbers import long_size
+    from kvcli.render.terminal.terminal import long_size
 
     versions = [f"{name:<14}{number or '–'}" for name, number in document.versions.items()]
     flags = ", ".join(document.cpu_flags) or "none of the flags that kernels use"

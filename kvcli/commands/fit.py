@@ -102,7 +102,7 @@ def _plans(
 def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, notes: list[str]) -> Preflight:
     """Return the sizes of the model and of this machine, or of the machine described by --vram and --ram."""
     subject = _subject(setup, profile, notes)  # before large imports: a typing error shows at once
-    from kvcli.fit import base_memory
+    from kvcli.fit import memory
     from kvcli.fit.available_memory import rooms, size
     from kvcli.fit.cuda_overhead import CONTEXT
     from kvcli.fit.preflight import Preflight
@@ -111,14 +111,13 @@ def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, note
     if vram:
         notes.append(f"on a GPU, CUDA itself takes {CONTEXT >> 20} MiB; the program's own memory is in host memory")
     paths = setup.world.paths
-    return Preflight(subject, setup.name, paths.data, found, base_memory.elsewhere(paths.cache), find=setup.sizes())
+    return Preflight(subject, setup.name, paths.data, found, memory.elsewhere(paths.cache), find=setup.sizes())
 
 
 def _subject(setup: Setup, profile: Profile, notes: list[str]) -> PlannedModel:
     """Return the model's sizes from its files, or from config.json alone if the weights are missing."""
     from kvcli.commands.common.run_setup import find
-    from kvcli.models.config_file import read_config
-    from kvcli.models.source import Source
+    from kvcli.models.source import Source, read_config
 
     try:
         found = find(setup.world, setup.name, profile.load.allow_pickle)
@@ -168,7 +167,7 @@ def others_of(setup: Setup) -> Mapping[str, Profile]:
 def _calibrations(setup: Setup, outlook: Preflight, plans: Sequence[Plan]) -> Mapping[str, CalibrationDocument]:
     """Return the measurements of this machine for each profile; none for a described machine."""
     from kvcli.calibrate.run import fingerprint_in
-    from kvcli.fit.calibration import load_calibration, machine_fingerprint
+    from kvcli.fit.run_log import load_calibration, machine_fingerprint
 
     found: dict[str, CalibrationDocument] = {}
     for plan in plans:
@@ -184,7 +183,7 @@ def _calibrations(setup: Setup, outlook: Preflight, plans: Sequence[Plan]) -> Ma
 
 def _host(setup: Setup, outlook: Preflight, plans: Sequence[Plan]) -> CalibrationDocument | None:
     """Return the measurements of this machine's CPU, if a plan splits the layers between GPU and CPU."""
-    from kvcli.fit.calibration import load_calibration, machine_fingerprint
+    from kvcli.fit.run_log import load_calibration, machine_fingerprint
 
     if all(plan.run.on_card is None for plan in plans) or outlook.found["cpu"].is_described:
         return None
@@ -203,7 +202,7 @@ def _has_map(setup: Setup, plans: Sequence[Plan]) -> bool:
 def _print(
     setup: Setup, outlook: Preflight, plans: Sequence[Plan], context: int | None, notes: Sequence[str], explains: bool
 ) -> int:
-    from kvcli.commands.common.stdout import print_cells, print_json
+    from kvcli.commands.common.output import print_cells, print_json
     from kvcli.fit.report import document
 
     world = setup.world

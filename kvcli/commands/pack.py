@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.commands.common import flags as o
-from kvcli.commands.common.memory_check import MemoryWishes
+from kvcli.commands.common.load_model import MemoryWishes
 from kvcli.errors import BadInput, ExitStatus, writing
 from kvcli.files import try_output
 
@@ -112,8 +112,8 @@ def packed(talk: Chat, folder: Path, screen: Screen) -> PackDocument:
 def show(world: Environment, folder: Path, about: PackDocument) -> None:
     """Print the pack, its size, and the command to use it."""
     from kvcli.commands.common.inputs import tell
-    from kvcli.commands.common.stdout import print_json
-    from kvcli.render.terminal.numbers import long_size, plural
+    from kvcli.commands.common.output import print_json
+    from kvcli.render.terminal.terminal import long_size, plural
 
     if world.options.json:
         print_json(world, about)

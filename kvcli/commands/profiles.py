@@ -10,18 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
+from kvcli.commands.common.output import print_json, print_lines, print_table
 from kvcli.commands.common.run_setup import sources
-from kvcli.commands.common.stdout import print_json, print_lines, print_table
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
-from kvcli.settings.config import NAME, Config, load_config, no_such_profile, read_config
+from kvcli.settings.config import NAME, PROJECT_FILE, Config, Sources, load_config, no_such_profile, read_config
 from kvcli.settings.problems import Problem, bad_config
 from kvcli.settings.profile import Outcome, Profile, Rules, load_profile, resolve_profile
 from kvcli.settings.profile_file import new_profile
-from kvcli.settings.settings import InFile
-from kvcli.settings.sources import PROJECT_FILE, Sources
-from kvcli.settings.toml_positions import toml_value
+from kvcli.settings.small_file import toml_value
+from kvcli.settings.values import InFile
 
 SCHEMA = "kvcli.profiles/1"
 

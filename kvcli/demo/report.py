@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from kvcli.demo import words
-from kvcli.demo.words import between, pick
+from kvcli import demo
+from kvcli.demo import between, pick
 
 # one digit, so that counting and comparing section numbers needs single tokens only
 MAX_SECTIONS = 9
@@ -77,70 +77,69 @@ class Attribute:
 
 ATTRIBUTES = [
     # listed twice, because the access code is the main example
-    Attribute("access code", "depot", lambda rng: words.digits(rng, 5)),
-    Attribute("access code", "depot", lambda rng: words.digits(rng, 5)),
-    Attribute("keeper", "depot", words.person),
-    Attribute("paint", "depot", lambda rng: pick(rng, words.COLOURS)),
-    Attribute("badge number", "surveyor", lambda rng: words.digits(rng, 4)),
-    Attribute("home", "surveyor", words.place),
-    Attribute("depth", "well", lambda rng: words.digits(rng, 3) + " metres"),
-    Attribute("reading", "gauge", lambda rng: f"{words.digits(rng, 2)}.{words.digits(rng, 1)} bar"),
-    Attribute("stock", "depot", words.goods),
+    Attribute("access code", "depot", lambda rng: demo.digits(rng, 5)),
+    Attribute("access code", "depot", lambda rng: demo.digits(rng, 5)),
+    Attribute("keeper", "depot", demo.person),
+    Attribute("paint", "depot", lambda rng: pick(rng, demo.COLOURS)),
+    Attribute("badge number", "surveyor", lambda rng: demo.digits(rng, 4)),
+    Attribute("home", "surveyor", demo.place),
+    Attribute("depth", "well", lambda rng: demo.digits(rng, 3) + " metres"),
+    Attribute("reading", "gauge", lambda rng: f"{demo.digits(rng, 2)}.{demo.digits(rng, 1)} bar"),
+    Attribute("stock", "depot", demo.goods),
 ]
 
 
 def entity(rng: Random, kind: str) -> str:
     """A name for an entity of this kind, as in "depot Varholt" or "gauge K-482"."""
     if kind == "surveyor":
-        return f"{kind} {words.person(rng)}"
+        return f"{kind} {demo.person(rng)}"
     if kind == "gauge" and rng.random() < 0.5:
-        return f"{kind} {chr(65 + between(rng, 0, 25))}-{words.digits(rng, 3)}"
-    return f"{kind} {words.place(rng)}"
+        return f"{kind} {chr(65 + between(rng, 0, 25))}-{demo.digits(rng, 3)}"
+    return f"{kind} {demo.place(rng)}"
 
 
 def filler(rng: Random) -> str:
     """A filler sentence. Its words are random, so that no answer can be derived from the grammar."""
-    thing, event, action = words.thing, pick(rng, words.EVENTS), pick(rng, words.ACTIONS)
+    thing, event, action = demo.thing, pick(rng, demo.EVENTS), pick(rng, demo.ACTIONS)
     match between(rng, 0, 7):
         case 0:
-            return f"The {thing(rng)} near {words.place(rng)} {event} {pick(rng, words.TIMES)}."
+            return f"The {thing(rng)} near {demo.place(rng)} {event} {pick(rng, demo.TIMES)}."
         case 1:
-            return f"{words.person(rng)} {action} the {thing(rng)} and the {thing(rng)}."
+            return f"{demo.person(rng)} {action} the {thing(rng)} and the {thing(rng)}."
         case 2:
-            return f"{pick(rng, words.TIMES).capitalize()}, the crew {action} the {thing(rng)}."
+            return f"{pick(rng, demo.TIMES).capitalize()}, the crew {action} the {thing(rng)}."
         case 3:
             return (
-                f"We {action} {words.digits(rng, 2)} metres of {pick(rng, words.NOUNS)} "
-                f"because the {thing(rng)} {event}."
+                f"We {action} {demo.digits(rng, 2)} metres of {pick(rng, demo.NOUNS)} because the {thing(rng)} {event}."
             )
         case 4:
-            return f"The {thing(rng)} {event} while {words.person(rng)} {action} the {thing(rng)}."
+            return f"The {thing(rng)} {event} while {demo.person(rng)} {action} the {thing(rng)}."
         case 5:
-            return f"No one at {words.place(rng)} {action} the {thing(rng)} {pick(rng, words.TIMES)}."
+            return f"No one at {demo.place(rng)} {action} the {thing(rng)} {pick(rng, demo.TIMES)}."
         case 6:
-            amount = f"{words.digits(rng, 1)} {pick(rng, words.UNITS)} of {pick(rng, words.GOODS)}"
-            return f"A {thing(rng)} and {amount} were {action} {pick(rng, words.TIMES)}."
+            amount = f"{demo.digits(rng, 1)} {pick(rng, demo.UNITS)} of {pick(rng, demo.GOODS)}"
+            return f"A {thing(rng)} and {amount} were {action} {pick(rng, demo.TIMES)}."
         case _:
-            condition = f"If the {thing(rng)} is {pick(rng, words.ADJECTIVES)}"
-            return f"{condition}, the {pick(rng, words.NOUNS)} must be {action}."
+            condition = f"If the {thing(rng)} is {pick(rng, demo.ADJECTIVES)}"
+            return f"{condition}, the {pick(rng, demo.NOUNS)} must be {action}."
 
 
 def note_text(rng: Random, place: str) -> str:
     """Two to four sentences, one or two of which name the place."""
     naming = [
-        f"The {words.thing(rng)} at {place} {pick(rng, words.EVENTS)} {pick(rng, words.TIMES)}.",
-        f"{words.person(rng)} {pick(rng, words.ACTIONS)} the {words.thing(rng)} of {place}.",
-        f"The {words.thing(rng)} left {place} {pick(rng, words.TIMES)}.",
+        f"The {demo.thing(rng)} at {place} {pick(rng, demo.EVENTS)} {pick(rng, demo.TIMES)}.",
+        f"{demo.person(rng)} {pick(rng, demo.ACTIONS)} the {demo.thing(rng)} of {place}.",
+        f"The {demo.thing(rng)} left {place} {pick(rng, demo.TIMES)}.",
     ]
-    sentences = words.shuffled(rng, naming)[: 1 if rng.random() < 2 / 3 else 2]
+    sentences = demo.shuffled(rng, naming)[: 1 if rng.random() < 2 / 3 else 2]
     sentences += [filler(rng) for _ in range(between(rng, 1, 2))]
-    return " ".join(words.shuffled(rng, sentences))
+    return " ".join(demo.shuffled(rng, sentences))
 
 
 def finding_text(rng: Random) -> str:
     return (
-        f"the {pick(rng, words.ADJECTIVES)} {pick(rng, words.NOUNS)} at {words.place(rng)} "
-        f"{pick(rng, words.EVENTS)} {pick(rng, words.TIMES)}"
+        f"the {pick(rng, demo.ADJECTIVES)} {pick(rng, demo.NOUNS)} at {demo.place(rng)} "
+        f"{pick(rng, demo.EVENTS)} {pick(rng, demo.TIMES)}"
     )
 
 
@@ -175,10 +174,10 @@ def write_report(
 
     report = Report(n_sections)
     count = "1 section" if n_sections == 1 else f"{n_sections} sections"
-    out = [f"Field report of {words.place(rng)}. This report has {count}.\n[p. 1]\n"]
+    out = [f"Field report of {demo.place(rng)}. This report has {count}.\n[p. 1]\n"]
     page, on_page = 1, 0
     for section in range(1, n_sections + 1):
-        out.append(f"\n## Section {section}: {pick(rng, words.TOPICS)} at {words.place(rng)}\n")
+        out.append(f"\n## Section {section}: {pick(rng, demo.TOPICS)} at {demo.place(rng)}\n")
         on_page += 14
         used, end = 14, section_length * (0.8 + rng.random() * 0.4)
         due = ["finding"] * rich + ["note"] * (rich and rng.random() < 0.5)
@@ -189,7 +188,7 @@ def write_report(
                     report.findings.append(finding)
                     text, n = finding.sentence, 30
                 else:
-                    place = words.place(rng)
+                    place = demo.place(rng)
                     note = Note(section, place, note_text(rng, place))
                     report.notes.append(note)
                     text, n = f"\n{note.paragraph}\n", 50

@@ -5,8 +5,18 @@ time (parse_in_process.py). Their parsers are imported nowhere else.
 """
 
 from kvcli.documents.decode import decode
-from kvcli.documents.document import Counter, Document, Section, Unit, mark, marked, with_documents
-from kvcli.documents.pages import listed, parse_pages, split_pages
+from kvcli.documents.document import (
+    Counter,
+    Document,
+    Section,
+    Unit,
+    listed,
+    mark,
+    marked,
+    parse_pages,
+    split_pages,
+    with_documents,
+)
 from kvcli.documents.read import BUNDLED, MAX_BYTES, document_of, read_document, too_large
 from kvcli.worker_process import Limits
 

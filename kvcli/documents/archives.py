@@ -6,7 +6,7 @@ import zipfile
 from shlex import quote
 from typing import IO
 
-from kvcli.documents.parsed import damaged
+from kvcli.documents.document import damaged
 from kvcli.errors import BadInput, KvcliError
 
 MAX_MEMBERS = 20_000

@@ -3,12 +3,146 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from kvcli.models.library_errors import blame_files
+from kvcli.errors import BadInput, UsageError
+from kvcli.models.refusals import blame_files
 from kvcli.models.text import tokenizer_failed
+
+# Parse page ranges as typed: `1-20,35`, and `paper.pdf:3-9` for a file with its pages.
+
+
+Span = tuple[int, int | None]  # first and last page, both included; None: to the end
+RANGES = re.compile(r"\d{1,9}(-\d{0,9})?(,\d{1,9}(-\d{0,9})?)*")
+SUFFIX = re.compile(rf"(.+):({RANGES.pattern})", re.DOTALL)
+SHOWN = 12  # page numbers listed one by one in a message
+
+
+def parse_pages(text: str) -> tuple[Span, ...]:
+    """Parse `1-20,35` to spans; `7-` means from page 7 on. Refuse other text and a range that runs backwards."""
+    compact = "".join(text.split())
+    if not RANGES.fullmatch(compact):
+        raise UsageError(f"{text!r} is not a range of pages", code="bad_pages", try_=["--pages 1-20,35"])
+    spans: list[Span] = []
+    for part in compact.split(","):
+        first, dash, last = part.partition("-")
+        span = int(first), (int(last) if last else None if dash else int(first))
+        if span[0] < 1 or (span[1] is not None and span[1] < span[0]):
+            why = "page numbers start at 1" if span[0] < 1 else "its end is before its beginning"
+            raise UsageError(f"{part} is not a range of pages: {why}", code="bad_pages", try_=["--pages 1-20,35"])
+        spans.append(span)
+    return tuple(spans)
+
+
+def split_pages(path: str) -> tuple[str, str | None]:
+    """Split `paper.pdf:3-9` into the path and its pages; return the path alone if no page range follows it."""
+    found = SUFFIX.fullmatch(path)
+    return (found[1], found[2]) if found else (path, None)
+
+
+def present(spans: Sequence[Span], numbers: Sequence[int], name: str) -> set[int]:
+    """Return the pages of a file that the spans name. A range is never enumerated."""
+    for first, last in spans:
+        to = max(first, numbers[-1]) if last is None else last
+        i = bisect_left(numbers, first)
+        if to > numbers[-1] or i == len(numbers) or numbers[i] > to:
+            beyond = to if first <= numbers[-1] < to else first  # the end that is beyond, or the start of a gap
+            which = f": {listed(numbers)}" if numbers[-1] > len(numbers) else ""
+            raise BadInput(
+                f"{name} has no page {beyond}",
+                code="no_such_page",
+                lines=[f"it has {len(numbers):,} page{'s' * (len(numbers) != 1)}{which}"],
+                detail={"page": beyond, "pages": len(numbers)},
+                try_=[f"pages {numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "leave the pages out"],
+            )
+    ranges = [(bisect_left(numbers, a), len(numbers) if b is None else bisect_right(numbers, b)) for a, b in spans]
+    return {n for i, j in set(ranges) for n in numbers[i:j]}
+
+
+def listed(pages: Sequence[int]) -> str:
+    """Format page numbers for people: `1-3, 7, 9-12`, cut after a dozen."""
+    runs: list[list[int]] = []
+    for page in pages:
+        if runs and page == runs[-1][1] + 1:
+            runs[-1][1] = page
+        else:
+            runs.append([page, page])
+    words = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:SHOWN]]
+    return ", ".join(words) + (f" and {len(runs) - SHOWN:,} more" if len(runs) > SHOWN else "")
+
+
+# Parse jobs (input of a document reader) and parsed files (its result).
+
+
+MAX_SECTIONS = 100_000
+MAX_CHARACTERS = 64 * 2**20  # of all sections together
+
+
+@dataclass(frozen=True, slots=True)
+class ParseJob:
+    """One file to read: its name in messages, its kind, and the pages to read."""
+
+    name: str
+    kind: str
+    spans: tuple[Span, ...] = ()  # none: all pages
+    password: str | None = None
+    typed: bool = False  # True if the user named the kind
+
+
+@dataclass(slots=True)
+class Parsed:
+    """A file in sections."""
+
+    kind: str
+    unit: Unit
+    sections: list[Section]
+    title: str | None = None
+    n_pages: int | None = None
+    without_text: list[int] = field(default_factory=list)
+    blank: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def refuse_too_much(name: str, characters: int, sections: int, *, paged: bool = True) -> None:
+    """Refuse text above the limits, for any format. `paged`: the user can ask for some of its pages."""
+    for n, most, what in ((characters, MAX_CHARACTERS, "characters of text"), (sections, MAX_SECTIONS, "sections")):
+        if n > most:
+            raise BadInput(
+                f"{name} has too much text",
+                code="document_too_large",
+                lines=[f"{n:,} {what} or more; the limit is {most:,}"],
+                detail={"limit": most},
+                try_=[part_of(paged)],
+            )
+
+
+def part_of(paged: bool) -> str:
+    """Return a hint on how to read less of a file."""
+    return "--pages for a part of it" if paged else "attach only the relevant part, as a separate file"
+
+
+def refuse_pages(name: str, spans: Sequence[Span], what: str) -> None:
+    """Refuse page ranges for a format without pages."""
+    if spans:
+        raise BadInput(
+            f"{name} has no pages to choose from",
+            code="no_pages",
+            lines=[f"{what}; only PDF files and texts with form feeds have pages"],
+            try_=["leave the pages out"],
+        )
+
+
+def damaged(name: str, what: str, why: str) -> BadInput:
+    """Return the error for a file that the parser of its format cannot read."""
+    return BadInput(f"{name} cannot be read as {what}", code="damaged_file", lines=[why], try_=["get the file again"])
+
+
+def no_text(name: str, why: str, try_: str = "") -> BadInput:
+    return BadInput(f"{name} has no text", code="no_text", lines=[why], try_=[try_] if try_ else [])
+
 
 Unit = Literal["page", "heading", "chapter", "line"]
 SIGNS: dict[Unit, str] = {"page": "p.", "heading": "§", "chapter": "§", "line": "l."}

@@ -10,8 +10,8 @@ from typing import IO, Any
 from urllib.parse import unquote
 
 from kvcli.documents.archives import member, open_zip
+from kvcli.documents.document import Parsed, ParseJob, damaged, refuse_too_much
 from kvcli.documents.markup import read_markup, rules_of
-from kvcli.documents.parsed import Parsed, ParseJob, damaged, refuse_too_much
 from kvcli.documents.plain import headed_text
 from kvcli.documents.xml_tree import first_words, parse_xml
 from kvcli.errors import BadInput

@@ -9,10 +9,10 @@ from email.message import Message
 from email.parser import BytesParser
 from typing import IO, Any
 
-from kvcli.documents.charsets import codec_of, page_text
+from kvcli.documents.decode import codec_of, page_text
 from kvcli.documents.dehyphenate import clean
+from kvcli.documents.document import Parsed, ParseJob
 from kvcli.documents.markup import read_markup, rules_of
-from kvcli.documents.parsed import Parsed, ParseJob
 from kvcli.documents.plain import headed_text
 
 HEADERS = ("From", "To", "Cc", "Date", "Subject")

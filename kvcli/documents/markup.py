@@ -10,10 +10,10 @@ from bs4 import BeautifulSoup, Comment
 from bs4.dammit import EncodingDetector
 from markdownify import MarkdownConverter
 
-from kvcli.documents.charsets import page_text
+from kvcli.documents.decode import page_text
 from kvcli.documents.dehyphenate import clean, tidy, unmarked
+from kvcli.documents.document import Parsed, ParseJob, damaged
 from kvcli.documents.numerals import numeral, whole
-from kvcli.documents.parsed import Parsed, ParseJob, damaged
 from kvcli.documents.plain import headed_text
 from kvcli.documents.superscripts import LONGEST, apart
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import IO, Any
 
+from kvcli.documents.document import Parsed, ParseJob, damaged
 from kvcli.documents.markdown import headed_markdown
-from kvcli.documents.parsed import Parsed, ParseJob, damaged
 from kvcli.documents.plain import headed_text
 
 PACKED = re.compile(r"data:[\w/+.-]{1,80};base64,[A-Za-z0-9+/=]*")  # a picture within the text

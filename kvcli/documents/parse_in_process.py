@@ -12,8 +12,7 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from kvcli.documents.dehyphenate import unmarked
-from kvcli.documents.document import Section
-from kvcli.documents.parsed import Parsed, ParseJob, part_of, refuse_too_much
+from kvcli.documents.document import Parsed, ParseJob, Section, part_of, refuse_too_much
 from kvcli.errors import BadInput
 from kvcli.worker_process import Limits, TooLong, TooSlow, WorkerProcess
 

@@ -7,10 +7,19 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvcli.documents.dehyphenate import unmarked
-from kvcli.documents.document import Section, Unit, marked
+from kvcli.documents.document import (
+    MAX_SECTIONS,
+    Parsed,
+    ParseJob,
+    Section,
+    Unit,
+    marked,
+    no_text,
+    present,
+    refuse_pages,
+    refuse_too_much,
+)
 from kvcli.documents.markdown import headed_markdown
-from kvcli.documents.pages import present
-from kvcli.documents.parsed import MAX_SECTIONS, Parsed, ParseJob, no_text, refuse_pages, refuse_too_much
 
 PAGE = re.compile(r"^\[p\. (\d{1,9})\][ \t]*$", re.M)
 BLOCK = 40  # most lines of a block

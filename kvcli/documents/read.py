@@ -11,13 +11,10 @@ from shlex import quote
 from stat import S_ISREG
 from typing import IO
 
-from kvcli.documents.decode import decode
-from kvcli.documents.document import Document, marked
-from kvcli.documents.pages import Span, parse_pages, split_pages
+from kvcli.documents.decode import HEAD, check_type, decode, disagreement, sniff
+from kvcli.documents.document import Document, Parsed, ParseJob, Span, marked, no_text, parse_pages, split_pages
 from kvcli.documents.parse_in_process import parse_outside
-from kvcli.documents.parsed import Parsed, ParseJob, no_text
 from kvcli.documents.plain import parse_plain, prompt_text
-from kvcli.documents.sniff import HEAD, check_type, disagreement, sniff
 from kvcli.errors import BadInput, UsageError, reading
 from kvcli.worker_process import Limits
 

@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import IO, Any
 
 from kvcli.documents.archives import kind_of
+from kvcli.documents.decode import WORDS
+from kvcli.documents.document import Parsed, ParseJob, damaged, refuse_pages
 from kvcli.documents.parse_in_process import crashed, too_heavy
-from kvcli.documents.parsed import Parsed, ParseJob, damaged, refuse_pages
-from kvcli.documents.sniff import WORDS
 from kvcli.errors import BadInput, KvcliError
 from kvcli.installing import EXTRAS, pip
 from kvcli.sandbox import enter_sandbox, preload, set_limits

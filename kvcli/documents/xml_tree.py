@@ -8,7 +8,7 @@ from typing import Any
 from lxml import etree
 
 from kvcli.documents.dehyphenate import clean
-from kvcli.documents.parsed import damaged
+from kvcli.documents.document import damaged
 
 
 def parse_xml(data: bytes, name: str, what: str) -> Any:

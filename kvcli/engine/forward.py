@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import NewKV
+from kvcli.engine.forward_request import NewKV, Rows
 from kvcli.engine.hf.cache_shim import CacheShim, current, latent_notes
 from kvcli.engine.hf.layer_gates import StopForward
-from kvcli.engine.rows import Rows
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention, merge_attention
 from kvcli.kv.slots import AttentionParams

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import KvcliError
-from kvcli.fit.auto_placement import plan_on
 from kvcli.fit.available_memory import choose
-from kvcli.fit.plan import MeasuredFacts, Plan, PlannedModel
+from kvcli.fit.plan import MeasuredFacts, Plan, PlannedModel, plan_on
 from kvcli.fit.run_log import NOTHING
 
 if TYPE_CHECKING:

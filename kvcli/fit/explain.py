@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import KvcliError
-from kvcli.fit.auto_placement import plan_on
+from kvcli.fit.plan import plan_on
 from kvcli.fit.speed import at, by_rows
 from kvcli.methods.policies.precision.plan import level_paths, quality
 from kvcli.schemas.fit import FitBudget, FitChange, FitPart, FitRung

@@ -2,29 +2,206 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.engine.forward_memory import captured_bytes, captured_sizes, new_kv_bytes, working_bytes
+import psutil
+
+from kvcli.engine.resources import WIDE, captured_bytes, captured_sizes, new_kv_bytes, working_bytes
+from kvcli.errors import KvcliError
+from kvcli.files import private_folder, write_private
 from kvcli.fit import cuda_overhead
-from kvcli.fit.kv_placement import HeldSlots
-from kvcli.fit.working_memory import check_bytes, product_bytes
+from kvcli.fit.run_log import FOLDER, digest
+from kvcli.fit.weights import BYTES
+from kvcli.kernels.attend.cpu import MANY
+from kvcli.kv.cache.level import SLACK
 from kvcli.kv.cache.precision_budget import PLACED, WORTH
 from kvcli.kv.capacity import EVERY
 from kvcli.kv.footprint import STEP
-from kvcli.kv.sliding_windows import Window, windows_of
-from kvcli.kv.slots import AttentionParams, LayerShape
+from kvcli.kv.out_of_memory import CacheFull
+from kvcli.kv.slots import AttentionParams, LayerShape, Window, windows_of
 from kvcli.kv.tiers.device_tables import MOST_ROWS
+from kvcli.settings.schema import size_of
+from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.fit.kv_placement import TierLimits
+    from kvcli.fit.available_memory import AvailableMemory
     from kvcli.fit.weights import Weights
     from kvcli.kv.cache.precision_budget import PrecisionBudget
+    from kvcli.kv.capacity import CacheCapacity
     from kvcli.models.shape import Shape
     from kvcli.settings.schema import Order
+
+# Memory of the program without a model. It is measured, because builds of torch differ by hundreds of MiB.
+
+
+# Bytes that a command allocates between its imports and the end of its answer, apart from the model and its KV cache:
+# threads, compiled products, library pages that load late. Resident memory, like the peak that it is compared with.
+AFTER = 40 << 20
+CODE = "from kvcli.fit.memory import here; print(here())"
+BASE = 463 << 20  # the whole program, if it was never measured: torch 2.13 for CPUs, transformers 5, Linux
+
+
+def here() -> int:
+    """Return the bytes of this process after all imports that an answer needs, with the documents loaded so far."""
+    import kvcli.chat.model
+    import kvcli.engine.hf.lm  # noqa: F401
+
+    return int(psutil.Process().memory_info().rss) + AFTER
+
+
+def elsewhere(cache: Path) -> int:
+    """Measure the bytes in a separate process, once for each build of torch; the cache folder stores the figure."""
+    file = cache / FOLDER / f"program-{build()}"
+    try:
+        return int(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # never measured, or damaged
+        found = measured()
+    try:
+        private_folder(file.parent)
+        write_private(file, f"{found}\n")
+    except OSError:  # disk full: the next run measures again
+        pass
+    return found
+
+
+def measured() -> int:
+    """Measure the bytes in a separate process that imports everything and ends."""
+    root = Path(__file__).parents[2]  # of a checkout that is not installed
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, cwd=root)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:]
+        raise KvcliError("a bare process could not be measured", code="no_peak", lines=said, try_=["kvcli doctor"])
+    return int(done.stdout.split()[-1])
+
+
+def build() -> str:
+    """Return a digest of the versions that determine the program's memory, without importing torch."""
+    found = find_spec("torch")
+    stated = Path(found.origin).with_name("version.py") if found is not None and found.origin else Path()
+    about = stated.read_text(encoding="utf-8") if stated.is_file() else ""  # versions of torch and CUDA, and the commit
+    return digest(sys.version, stated, about, version("transformers"), __version__)
+
+
+# Find the attention kernels that serve a model, and the memory of libraries and of the check after loading.
+
+
+# Products of 16-bit matrices on a CPU: oneDNN compiles a kernel for each new shape and caches the last thousand.
+PRODUCT = 2 * (1 << 20) // 3  # bytes of one kernel
+KEPT = 1024
+LINEAR = 6  # shapes of linear layers in a decoder
+WIDTHS = 5  # draft sizes that a short answer uses, beside plain passes
+AGAIN = 2  # of these, the draft sizes that run with all heads of unequal length
+
+CHECK = 16  # rows that are compared with the stock model after loading
+
+
+WIDEST = 256  # head size
+
+
+def is_native(shape: Shape, dtype: str, device: str) -> bool:
+    """True if native kernels serve attention of this type; they store no scores and compile nothing."""
+    import torch
+
+    from kvcli.kernels.attend_invariant import why_not
+
+    kinds = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+    kind = kinds.get(dtype, torch.float32 if BYTES[dtype] == WIDE else torch.float16)
+    return not any(why_not(kind, torch.device(device), of.key, of.value) for of in set(shape.stores))
+
+
+def is_fused(shape: Shape, number: int, room: AvailableMemory) -> bool:
+    """True if a GPU's fused kernels serve the model."""
+    return (
+        room.kind == "cuda"
+        and not room.unserved
+        and number == 2
+        and all(size <= WIDEST and not size % 16 for of in shape.stores for size in (of.key, of.value))
+    )
+
+
+def product_bytes(rows: int, slots: int, uneven: int, *, is_packed: bool) -> int:
+    """Return the bytes of oneDNN kernels for 16-bit products on a CPU without native kernels, beside plain passes.
+
+    `uneven`: number of heads that differ in length, about `slots` each; `is_packed`: linear layers have other kernels.
+    """
+    drafts = min(rows - 1, WIDTHS)
+    count = 0 if is_packed else LINEAR * drafts
+    if slots >= MANY:  # two products per head, for scores and sums; shorter heads use another method
+        count += 2 * uneven * (AGAIN if drafts else 1)
+    return PRODUCT * min(KEPT, count)
+
+
+def check_bytes(shape: Shape, number: int) -> int:
+    """Return the bytes of the comparison after loading: logits of both models, and a float64 copy of each."""
+    return CHECK * shape.vocab * (2 * number + 2 * 2 * WIDE)
+
+
+# Divide the KV cache among device, host memory and disk as `[memory]` says.
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlacement:
+    """Bytes of KV in each place."""
+
+    device: int
+    host: int = 0  # host memory, beside a GPU
+    disk: int = 0
+    over: int = 0  # bytes that fit nowhere
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSlots:
+    """Slots per head, by tier."""
+
+    settled: int  # the most slots at a compression point
+    fresh: int  # slots added between two compression points
+    nbytes: Callable[[int], int]  # slots on the device -> bytes there
+    stored: int = 0  # slots in all tiers, if a policy demotes
+    moved: int = 0  # of `stored`: the most slots in lower tiers; this peak is later than the top tier's
+    drops: bool = False  # slots that fit no lower tier are evicted
+
+    @property
+    def most(self) -> int:
+        return self.settled + self.fresh
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """Capacity limits of the tiers, equal to those of a KV cache, so that a plan refuses what the cache refuses."""
+
+    room: Callable[[int, int], CacheCapacity]  # tokens of a pass, free bytes if no size is given -> capacity
+    free: int  # bytes of the device for the whole plan
+    host: int = 0  # bytes of host memory beside it
+
+    def spread(self, held: HeldSlots, chunk: int, beside: int) -> KVPlacement:
+        """Place the slots, on the device first; `beside`: bytes of all else that the plan needs on the device."""
+        room, whole = self.room(chunk, max(0, self.free - beside)), held.nbytes(held.most)
+        cap = size_of(room.memory.device) if room.memory.device != "auto" else room.free
+        try:
+            most = room.max_slots
+        except CacheFull:  # too small even for the slots between two compression points
+            return KVPlacement(min(whole, cap), over=max(1, whole - cap))
+        if most is None:
+            return KVPlacement(whole)
+        stored = max(held.settled, min(held.stored, most) if held.drops else held.stored)
+        over = max(0, stored - most) * room.narrow
+        here = (room.on_device or 0) * (SLACK + 1) // SLACK + room.between  # before the oldest slots are demoted
+        device = min(whole, cap, held.nbytes(room.always + here + STEP))
+        left = max(0, whole + (stored - held.settled) * room.narrow - device - over)  # in the size of lower tiers
+        left = max(left, min(held.moved, stored) * room.narrow)
+        host = min(left, room.in_host * room.narrow)
+        away = left // room.narrow * (room.far - room.index)
+        return KVPlacement(device + away, host, (left - host) * room.wide // room.narrow, over)
+
 
 GIB = 1 << 30
 POSITION = 4  # bytes of a slot's position

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from kvcli.errors import DoesNotFit
-from kvcli.fit import base_memory, run_log
+from kvcli.fit import memory, run_log
 from kvcli.fit.advice import MIB, changes
-from kvcli.fit.auto_placement import plan_on
 from kvcli.fit.available_memory import AvailableMemory, choose, rooms
-from kvcli.fit.base_memory import BASE
-from kvcli.fit.plan import MeasuredFacts, Plan, PlannedModel, plan
+from kvcli.fit.memory import BASE
+from kvcli.fit.plan import MeasuredFacts, Plan, PlannedModel, plan, plan_on
 from kvcli.fit.run_log import NOTHING
 from kvcli.schemas.fit import RunEntry
 from kvcli.version import __version__
@@ -44,7 +43,7 @@ class Preflight:
     def facts(self, device: str) -> MeasuredFacts:
         """Return the program's memory, and the excess of this model's earlier runs over their estimates."""
         past = run_log.measured_excess(
-            run_log.read(self.data), run_log.Like(self.name, device.partition(":")[0], base_memory.build())
+            run_log.read(self.data), run_log.Like(self.name, device.partition(":")[0], memory.build())
         )
         return MeasuredFacts(self.base, past or NOTHING, self.find)
 
@@ -142,7 +141,7 @@ class Preflight:
             profile_hash=profile.hash,
             device=choose(dict(self.found), profile.load.device).device,
             ctx=stats.context,
-            build=base_memory.build(),
+            build=memory.build(),
             predicted=self.foretold,
             measured=_taken(stats),
         )

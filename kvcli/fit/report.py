@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.fit.advice import binding, changes
-from kvcli.fit.auto_placement import chosen
 from kvcli.fit.explain import budget, parts
+from kvcli.fit.plan import chosen
 from kvcli.fit.preflight import gib
 from kvcli.fit.speed import speed, split
 from kvcli.schemas.fit import FitChange, FitDocument, FitPlan, FitRuns

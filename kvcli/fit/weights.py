@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 from kvcli.kernels.linear import PANEL
 from kvcli.kernels.linear_quantized import group_of, why_not
 from kvcli.kernels.linear_quantized import padded_outputs as held_outputs
-from kvcli.models.checkpoint_format import CheckpointFormat
+from kvcli.models.checkpoint import CheckpointFormat, sizes_of
 from kvcli.models.gguf.blocks import stays_packed
-from kvcli.models.sizes import sizes_of
 
 if TYPE_CHECKING:
-    from kvcli.models.kv_shapes import LayerKVShape
-    from kvcli.models.shape import Shape
+    from kvcli.models.shape import LayerKVShape, Shape
     from kvcli.models.source import Source
 
 BYTES = {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.policy.policy import LayerContext
-from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, SPECIAL
+from kvcli.engine.sequence.state import END, NEWLINE, PUNCT, SPECIAL
 from kvcli.kv.slots import Slots
 
 MOST_BYTES = 64 << 20  # memory per piece

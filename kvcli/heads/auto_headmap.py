@@ -11,7 +11,7 @@ from kvcli.errors import BadConfig
 from kvcli.files import private_folder, write_private
 from kvcli.heads.request import ProbeRequest
 from kvcli.heads.run import probe
-from kvcli.prefix_cache.cache_key import cache_key
+from kvcli.prefix_cache.prefix_cache import cache_key
 from kvcli.quality.controls import full_profile
 from kvcli.schemas.heads import SAMPLE
 

@@ -10,7 +10,7 @@ from statistics import StatisticsError, correlation
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadInput
-from kvcli.heads.headmap_formats import PROFILE, read_map
+from kvcli.heads.headmap import PROFILE, read_map
 from kvcli.schemas.heads import HeadsCompare
 
 if TYPE_CHECKING:

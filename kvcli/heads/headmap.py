@@ -6,8 +6,20 @@ where t is the lowest score among the top heads that together have most of the s
 
 from __future__ import annotations
 
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+from kvcli.errors import BadInput
+from kvcli.policies.scoring.headmap import read_headmap
+
+if TYPE_CHECKING:
+    from kvcli.schemas.heads import HeadsDocument
 
 CARRY = 0.9  # share of the score sum in the heads that keep the full cache
 FULL = 0.5  # heads from this number on keep the full cache
@@ -33,3 +45,64 @@ def full_heads(heads: Tensor) -> list[tuple[int, int]]:
     """Return (layer, KV head) of the heads that need the full KV cache, highest number first."""
     order = heads.flatten().argsort(descending=True, stable=True).tolist()
     return [divmod(i, heads.shape[1]) for i in order if float(heads.flatten()[i]) >= FULL]
+
+
+# File formats of head maps: DuoAttention's table, Retrieval_Head's line, and kvcli's document.
+#
+# DuoAttention (arXiv 2410.10819) writes `full_attention_heads.tsv`, one line of gates from 0 to 1 per layer, and a
+# `config.json` with its window. Retrieval_Head (arXiv 2404.15574) writes {"layer-head": [scores]} by query head.
+
+
+TSV, DUO_CONFIG, PROFILE = "full_attention_heads.tsv", "config.json", "profile.json"
+Map = list[list[float]]  # [layers][KV heads]
+
+
+def duo_tsv(heads: Sequence[Sequence[float]]) -> str:
+    """Return DuoAttention's table, as numpy.savetxt writes it."""
+    return "".join("\t".join(f"{value:.6f}" for value in row) + "\n" for row in heads)
+
+
+def duo_config(document: HeadsDocument) -> str:
+    """Return DuoAttention's `config.json`, with its names for sinks and window."""
+    said = {"sink_size": document.suggest.sinks, "recent_size": document.suggest.window, "model": document.model}
+    return json.dumps(said, indent=2) + "\n"
+
+
+def retrieval_line(document: HeadsDocument) -> str:
+    """Return Retrieval_Head's line of scores by query head; empty if the needle probe was not run."""
+    table = document.query.get("needle")
+    if table is None:
+        return ""
+    scores = {f"{layer}-{head}": [value] for layer, row in enumerate(table) for head, value in enumerate(row)}
+    return json.dumps(scores) + "\n"
+
+
+def arrays(document: HeadsDocument) -> bytes:
+    """Return all tables as the bytes of one .npz file."""
+    import numpy as np
+
+    tables = {"heads": document.heads, **{f"scalar_{k}": v for k, v in document.scalars.items()}}
+    tables |= {f"query_{name}": table for name, table in document.query.items()}
+    named = {name: np.asarray(table, dtype=np.float32) for name, table in tables.items()}
+    if (policy := document.policy) is not None:
+        named["policy"] = np.asarray(policy.chosen, dtype=np.int8)
+        named["cost"] = np.asarray(policy.cost, dtype=np.float32)
+        named |= {f"mass_{name}": np.asarray(table, dtype=np.float32) for name, table in policy.mass.items()}
+    if document.distances is not None:
+        longest = max((len(row) for layer in document.distances for row in layer), default=0)
+        padded = [[row + [0.0] * (longest - len(row)) for row in layer] for layer in document.distances]
+        named["distances"] = np.asarray(padded, dtype=np.float32)
+    stream = io.BytesIO()
+    np.savez_compressed(stream, **named)  # type: ignore[arg-type]
+    return stream.getvalue()
+
+
+def read_map(path: Path, shown: str) -> Map:
+    """Read a head map from a kvcli document, a DuoAttention table, or a folder with either. Raises BadInput."""
+    file = path
+    if path.is_dir():
+        found = [path / name for name in (PROFILE, TSV) if (path / name).is_file()]
+        if not found:
+            raise BadInput(f"{shown} holds neither {PROFILE} nor {TSV}", code="bad_headmap")
+        file = found[0]
+    return read_headmap(file)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.sequence.token_kinds import END
+from kvcli.engine.sequence.state import END
 from kvcli.heads.ablate import answers, open_past, right
 from kvcli.heads.needle import looks
 from kvcli.quality.prose import distinct, hide, name, number

@@ -38,7 +38,7 @@ class Strip:
     """Token strip of the prompt for the HTML page, in bins of several tokens if the prompt is long."""
 
     texts: list[str]  # [B]
-    kinds: list[int]  # [B] kind of the first token of each bin (kvcli.engine.sequence.token_kinds)
+    kinds: list[int]  # [B] kind of the first token of each bin (kvcli.engine.sequence.state)
     punct: list[int]  # kinds that count as punctuation here
     width: int  # tokens per bin
     tokens: int

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcli.bench.workloads import cut, prompt_of
-from kvcli.chat.token_kinds import kinds_by_id
+from kvcli.chat.transcript import kinds_by_id
 from kvcli.documents import with_documents
 from kvcli.errors import BadModel, ContextOverflow, UsageError
 from kvcli.heads.ablate import Loss

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvcli.engine.rows import Draft, Rows
+from kvcli.engine.forward_request import Draft, Rows
 from kvcli.quality.fit import fitted
 from kvcli.quality.prompt import Prompts
 from kvcli.quality.prose import Prose, distinct, hide, name, number

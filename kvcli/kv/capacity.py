@@ -13,7 +13,7 @@ from kvcli.kv.cache.level import SLACK
 from kvcli.kv.footprint import STEP, full_bytes, packs_by_age, quantized_bytes
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import storing
-from kvcli.kv.tiers.extents import parts_of
+from kvcli.kv.tiers.disk import parts_of
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:

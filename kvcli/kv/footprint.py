@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.kv.tiers.dense import Dense
-from kvcli.settings.effects import is_there, tier_effects
+from kvcli.settings.profile import is_there, tier_effects
 
 if TYPE_CHECKING:
     from kvcli.kv.formats.format import KVFormat

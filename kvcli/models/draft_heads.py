@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvcli.models.config_file import read_json
 from kvcli.models.refusals import is_assistant
+from kvcli.models.source import read_json
 
 if TYPE_CHECKING:
     from kvcli.models.source import Source

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvcli.errors import BadModel
 from kvcli.installing import pip
-from kvcli.models.checkpoint_format import INSTEAD, CheckpointFormat
-from kvcli.models.library_errors import blame_files
+from kvcli.models.checkpoint import INSTEAD, CheckpointFormat
+from kvcli.models.refusals import blame_files
 from kvcli.models.source import Source
 
 _SENSING = (

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvcli.errors import BadInput
 from kvcli.installing import EXTRAS, pip
-from kvcli.models.library_errors import blame_files
+from kvcli.models.refusals import blame_files
 
 # White space between JSON symbols, as in llama.cpp. With all that JSON allows, a small model may indent forever.
 SPACE = r" |\n[ \t]{0,20}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.models.library_errors import blame_files
+from kvcli.models.refusals import blame_files
 from kvcli.models.text import decode, opening_ids, special_ids, tokenizer_failed
 from kvcli.safe_output import BROKEN
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from kvcli.errors import BadInput, BadModel
 from kvcli.models import control_words
 from kvcli.models.control_words import FENCED, OPEN
-from kvcli.models.layout import Layout, layout, placed, render
-from kvcli.models.library_errors import blame_files
+from kvcli.models.refusals import blame_files
+from kvcli.models.template import Layout, layout, placed, render
 from kvcli.safe_output import BROKEN
 
 if TYPE_CHECKING:

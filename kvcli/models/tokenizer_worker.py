@@ -1,4 +1,4 @@
-"""Process in which an untrusted tokenizer encodes and decodes slow inputs. See tokenizing.py."""
+"""Process in which an untrusted tokenizer encodes and decodes slow inputs. See tokenizer.py."""
 
 from __future__ import annotations
 

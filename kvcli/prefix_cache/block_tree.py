@@ -8,16 +8,27 @@ Processes need no locks, and a kill at any moment leaves a valid folder.
 from __future__ import annotations
 
 import os
+import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
 
-from kvcli.prefix_cache.block_file import LENGTH, CorruptFile, read_tokens
+from kvcli.errors import is_out_of_memory
+from kvcli.files import write_private
+from kvcli.kernels.attend_invariant import BLOCK
+from kvcli.kv.slots import LayerShape
+from kvcli.prefix_cache.codec import Codec
+from kvcli.prefix_cache.tensor_codec import coded, decoded
+from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_small
 
 SIZE = 16  # bytes of a hash: enough to rule out collisions
 ROOT = "0" * 2 * SIZE
@@ -119,3 +130,144 @@ def _alike(a: np.ndarray, b: np.ndarray) -> int:
     """Return the length of the common prefix."""
     n = min(len(a), len(b))
     return n if (same := a[:n] == b[:n]).all() else int(same.argmin())
+
+
+# Block: KV of consecutive tokens in one file, which is valid as a whole or rejected.
+#
+# It is a safetensors file with a checksum, because safetensors rejects a truncated file but accepts flipped bits. A
+# file is used only if its sizes are those of the loaded model, and only under the name it was written for: the folder
+# name is a hash of the cache key, and the file name begins with the parent block's hash.
+
+
+LENGTH = 256  # tokens of a full block
+SUM = "crc32"
+HEADER = 1 << 20  # maximum bytes
+# exceptions that invalid headers cause
+UNREADABLE = (Unfit, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
+
+
+class CorruptFile(Exception):
+    """File that holds no valid block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Block of consecutive tokens, with their KV by layer."""
+
+    ids: Sequence[int]  # n
+    # by layer: k [K, m, D], v [K, m, E] of the last m tokens; a sliding window dropped the others
+    kv: Mapping[int, tuple[Tensor, Tensor]]
+
+    def part(self, layer: int, at: slice) -> tuple[Tensor, Tensor]:
+        """Return KV of a part of the tokens, as views. Raises CorruptFile for tokens without KV."""
+        k, v = self.kv.get(layer, (None, None))
+        if k is None or v is None or (first := at.start - len(self.ids) + k.shape[1]) < 0:
+            raise CorruptFile("it was replaced since it was found")
+        mine = slice(first, first + at.stop - at.start)
+        cut = k[:, mine]
+        return cut, cut if v is k else v[:, mine]
+
+    def write(self, path: Path, codec: Codec) -> int:
+        """Write a private file atomically; return its bytes. No fsync: a file damaged by a power cut is recomputed."""
+        tensors = {_ids_of(path): torch.tensor(self.ids, dtype=torch.int32)}
+        for layer, (k, v) in self.kv.items():
+            place = _place(layer, len(self.ids) - k.shape[1])
+            tensors[f"k.{place}"] = coded(k, codec)
+            if v is not k:
+                tensors[f"v.{place}"] = coded(v, codec)
+        data = save(tensors, {SUM: _sum(tensors)})
+        write_private(path, data, is_lasting=False)
+        return len(data)
+
+
+def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
+    """Read the block of a model with layers of these shapes and this dtype. Raises CorruptFile, OSError."""
+    own = [(i, shape) for i, shape in enumerate(shapes) if shape.shared_from is None]
+    most = LENGTH * sum(s.numbers for _, s in own) * dtype.itemsize + 4 * LENGTH + HEADER
+    try:
+        data = read_small(path, most)
+        tensors, said = load(data), _said(data)
+    except (SafetensorError, *UNREADABLE) as error:
+        raise blamed(error) from None
+    ids = tensors.get(_ids_of(path))
+    if ids is None or ids.dtype != torch.int32 or ids.dim() != 1 or not 0 < len(ids) <= LENGTH or _sum(tensors) != said:
+        raise CorruptFile("its checksum is wrong")
+    kv, firsts = {}, _firsts(tensors, len(ids))
+    for layer, shape in own:
+        first = firsts.get(layer, 0)
+        k = tensors.get(f"k.{_place(layer, first)}")
+        v = k if shape.rank else tensors.get(f"v.{_place(layer, first)}")
+        if k is None or v is None:
+            continue
+        heads, n = shape.n_kv_heads, len(ids) - first
+        try:
+            keys = decoded(k, (heads, n, shape.k_dim), dtype)
+            kv[layer] = keys, keys if shape.rank else decoded(v, (heads, n, shape.v_dim), dtype)
+        except ValueError as error:
+            raise CorruptFile(str(error)) from None
+    return Block(ids.tolist(), kv)
+
+
+def blamed(error: Exception) -> Exception:
+    """Return CorruptFile for a damaged file; the error itself if memory ran out or the system refused access, as with
+    too many open files."""
+    if is_out_of_memory(error):
+        return error
+    cause = error.__cause__
+    return cause if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) else CorruptFile(str(error))
+
+
+def read_tokens(path: Path) -> tuple[np.ndarray, Mapping[int, int]]:
+    """Read tokens, int32 [n], and by layer the first one with KV, without the KV. Raises CorruptFile, OSError."""
+    try:
+        with open_regular(path) as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = parse_object(file.read(min(size, HEADER)))
+            first, end = (said := header[_ids_of(path)])["data_offsets"]
+            left = os.fstat(file.fileno()).st_size - 8 - size
+            if said["dtype"] != "I32" or not 0 <= first < end <= min(left, first + 4 * LENGTH):
+                raise CorruptFile("its token ids are invalid")
+            file.seek(8 + size + first)
+            ids = np.frombuffer(file.read(end - first), "<i4")
+    except (OverflowError, *UNREADABLE) as error:
+        raise blamed(error) from None
+    if 4 * len(ids) != end - first:
+        raise CorruptFile("it was cut short")
+    return ids, _firsts(header, len(ids))
+
+
+def _ids_of(path: Path) -> str:
+    """Return the tensor name of the tokens of this file's block. It has the parent, because the same tokens after
+    another parent have other KV."""
+    return f"ids of {path.parent.name}/{path.name}"
+
+
+def _place(layer: int, first: int) -> str:
+    """Return the name suffix of a layer's keys and values: "3", or from the 64th token on "3.64"."""
+    return f"{layer}.{first}" if first else f"{layer}"
+
+
+def _firsts(names: Iterable[str], n: int) -> dict[int, int]:
+    """Return by layer the first of n tokens with KV. Raises CorruptFile if it is no multiple of BLOCK."""
+    found = {}
+    for layer, _, first in (name[2:].partition(".") for name in names if name.startswith("k.")):
+        if not layer.isdecimal() or not (first or "0").isdecimal() or len(first) > len(str(LENGTH)):
+            raise CorruptFile("it has a layer without a number")
+        found[int(layer)] = at = int(first or 0)
+        if at % BLOCK or at >= n:
+            raise CorruptFile("a layer of it begins at an invalid position")
+    return found
+
+
+def _said(data: bytes) -> object:
+    """Return the checksum in the header of a file, which was parsed before."""
+    header = parse_object(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return header["__metadata__"][SUM]
+
+
+def _sum(tensors: Mapping[str, Tensor]) -> str:
+    total = 0
+    for name in sorted(tensors):
+        total = zlib.crc32(name.encode(), total)
+        total = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, total)
+    return f"{total:08x}"

@@ -1,6 +1,6 @@
 """On-disk prefix cache. A session saves its KV cache here and, before prefill, loads the longest saved prefix.
 
-It has one folder per way of loading a model (cache_key.py) and of making a KV cache. Caches that hold all KV unchanged
+It has one folder per way of loading a model (`CacheKey`) and of making a KV cache. Caches that hold all KV unchanged
 are saved as a tree of blocks (block_tree.py), so sequences share the blocks of a common prefix. A cache that settings
 changed can only continue the exact sequence it was made from, so it is saved as one snapshot (snapshot_file.py). All
 files can be recomputed: a file that is corrupt, foreign or cannot be written costs time only.
@@ -17,20 +17,20 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kvcli.files import SPARE, private_folder, write_private
 from kvcli.kernels.attend_invariant import BLOCK
+from kvcli.kernels.native import native
 from kvcli.kv.out_of_memory import catch_cache_full
-from kvcli.kv.sliding_windows import windows_of
+from kvcli.kv.slots import windows_of
 from kvcli.kv.snapshot import SnapshotMismatch
+from kvcli.models.catalog import model_files, releases
 from kvcli.prefix_cache import snapshot_file
-from kvcli.prefix_cache.block_file import Block, CorruptFile, read, read_tokens
-from kvcli.prefix_cache.block_tree import BlockMatch, BlockTree
-from kvcli.prefix_cache.cache_key import cache_key
+from kvcli.prefix_cache.block_tree import Block, BlockMatch, BlockTree, CorruptFile, read, read_tokens
 from kvcli.prefix_cache.codec import Codec, Uncompressed
-from kvcli.prefix_cache.disk_quota import evict_lru, mark_used
-from kvcli.prefix_cache.span_lookup import BlockIndexEntry, find_spans
+from kvcli.prefix_cache.span_lookup import BlockIndexEntry, evict_lru, find_spans, mark_used
 from kvcli.prefix_cache.tensor_codec import coded_state, decoded_state
 from kvcli.settings.small_file import Unfit, parse_object, read_small
 
@@ -38,6 +38,42 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.prefill import span_reuse
     from kvcli.engine.sequence.session import GenerationSession
+
+# Cache key: the fields besides the token ids on which KV depends. All fields must match to use saved KV.
+
+
+FORMAT = "kvcli.block/3"
+NAMES = ("transformers_version", "_name_or_path", "_attn_implementation")  # in a config, without effect on the numbers
+
+
+def cache_key(lm: LM) -> dict[str, str]:
+    """Return the fields; {} for weights that are in no files.
+
+    Bits of a model differ between kinds of processors and between library releases, so all of these are fields. Files
+    count as they were when the model was loaded. Raises BadModel if they were replaced since and never hashed.
+    """
+    files = lm.files or (model_files(Path(lm.info.path)) if lm.info.path else {})
+    if not files.get("weights"):
+        return {}
+    text = {k: v for k, v in lm.model.config.get_text_config().to_dict().items() if k not in NAMES}
+    return {
+        "format": FORMAT,
+        **releases(),
+        **{part: lm.hashes.of(its) for part, its in files.items()},
+        "config": blake2b(json.dumps(text, sort_keys=True, default=str).encode(), digest_size=16).hexdigest(),
+        "load.quant": lm.info.quant,
+        "load.dtype": lm.info.dtype,
+        "device": _device(lm.device),
+        "layers": lm.info.backend,
+    }
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    served = native() if device.type == "cpu" else None
+    return f"{device.type} {served.level}" if served is not None else device.type
+
 
 FEW = 32  # tokens: a prefill of so few is as fast as loading them
 WORTH = 1 << 35  # model parameters times tokens: a shorter prefill takes a moment, and saving it is not worthwhile

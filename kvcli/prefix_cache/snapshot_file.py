@@ -23,8 +23,7 @@ from torch import Tensor
 
 from kvcli.files import replacing
 from kvcli.kv.snapshot import Leaf, SnapshotMismatch, State, leaves, tree_of
-from kvcli.prefix_cache.block_file import SUM, UNREADABLE, CorruptFile, blamed
-from kvcli.prefix_cache.block_tree import ENDS
+from kvcli.prefix_cache.block_tree import ENDS, SUM, UNREADABLE, CorruptFile, blamed
 from kvcli.settings.small_file import open_regular, parse_object
 
 HEADER, MOST, DEEP = 1 << 24, 1 << 17, 8  # maximum bytes, tensors, and tensor dimensions

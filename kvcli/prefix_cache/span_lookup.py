@@ -6,6 +6,8 @@ block are compared token by token, and only a few of them.
 
 from __future__ import annotations
 
+import os
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,14 +20,49 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.engine.prefill.matching_spans import MatchingSpan, find_matching_spans, rolling_hashes
-from kvcli.engine.prefill.span_reuse import Found, Held, SpanSourceGone
-from kvcli.prefix_cache.block_file import LENGTH, CorruptFile, read, read_tokens
-from kvcli.prefix_cache.block_tree import ROOT, BlockTree, name_of
-from kvcli.prefix_cache.disk_quota import mark_used
+from kvcli.engine.prefill.span_reuse import (
+    Found,
+    Held,
+    MatchingSpan,
+    SpanSourceGone,
+    find_matching_spans,
+    rolling_hashes,
+)
+from kvcli.prefix_cache.block_tree import ENDS, LENGTH, ROOT, BlockTree, CorruptFile, name_of, read, read_tokens
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
+
+# Disk quota of a prefix cache: the least recently used files are evicted before new ones are written.
+
+
+LEFT = 0.9  # share of the quota to which files are evicted when it is exceeded
+TICK = 0.001  # seconds
+
+
+def evict_lru(folder: Path, most: int, fresh: int = 0) -> None:
+    """Evict the least recently used files of a folder if `fresh` more bytes would exceed `most`."""
+    stats = []
+    for path in folder.glob(f"*/*{ENDS}"):
+        with suppress(FileNotFoundError):  # evicted by another process
+            stats.append((path, path.stat()))
+    total = sum(stat.st_size for _, stat in stats) + fresh
+    if total <= most:
+        return
+    for path, stat in sorted(stats, key=lambda each: each[1].st_mtime_ns):
+        if total <= max(fresh, int(most * LEFT)):
+            return
+        path.unlink(missing_ok=True)
+        total -= stat.st_size
+
+
+def mark_used(paths: Sequence[Path]) -> None:
+    """Mark files as used now, later blocks slightly earlier, because they are useless without those before."""
+    now = time.time()
+    for i, path in enumerate(paths):
+        with suppress(OSError):
+            os.utime(path, (now - i * TICK, now - i * TICK))
+
 
 MOST = 1 << 14  # blocks that are searched, those nearest to the beginning of their sequence first
 TEXTS = 8  # sequences that one prompt is compared with

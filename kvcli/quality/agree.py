@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.engine import run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest
-from kvcli.engine.rows import Rows
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.errors import BadInput, ContextOverflow, UsageError
 from kvcli.models.text import encode
 from kvcli.quality.answer import kept, open_session

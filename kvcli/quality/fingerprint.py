@@ -7,7 +7,7 @@ from dataclasses import asdict
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from kvcli.models.hashes import code_hash
+from kvcli.models.catalog import code_hash
 from kvcli.version import __version__
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from random import Random
 
-from kvcli.demo import words
+from kvcli import demo
 from kvcli.demo.report import filler
 from kvcli.errors import BadInput
 
@@ -27,22 +27,22 @@ class Prose:
         """Return `n` sentences; a longer list begins with the sentences of a shorter one."""
         if not self._own:
             return [filler(rng) for _ in range(n)]
-        start = words.between(rng, 0, len(self._own) - 1)
+        start = demo.between(rng, 0, len(self._own) - 1)
         return [self._own[(start + i) % len(self._own)] for i in range(n)]
 
 
 def name(rng: Random) -> str:
     """Return a capitalized pseudo-word of two or three syllables."""
-    return words.place(rng)
+    return demo.place(rng)
 
 
 def number(rng: Random) -> str:
-    return words.digits(rng, 5)
+    return demo.digits(rng, 5)
 
 
 def uuid(rng: Random) -> str:
     """Return 32 hexadecimal digits in the usual groups."""
-    digits = [words.pick(rng, "0123456789abcdef") for _ in range(32)]
+    digits = [demo.pick(rng, "0123456789abcdef") for _ in range(32)]
     return "-".join("".join(digits[a:b]) for a, b in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32)))
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcli.render.terminal.numbers import count, percent
 from kvcli.render.terminal.tables import columns, widest
-from kvcli.render.terminal.wrap import fold
+from kvcli.render.terminal.terminal import count, fold, percent
 from kvcli.schemas.quality import AgreementDocument, Difference, Estimate, McNemar, QualityDocument, QualityRow
 
 NONE = "–"

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvcli.render.fit.plans import pass_grid
-from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.tables import columns, fitting
-from kvcli.render.terminal.wrap import folded
+from kvcli.render.terminal.terminal import folded
 from kvcli.render.turn.turn_summary import joined
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchLine, BenchPlanDocument
-from kvcli.schemas.chat import ChatDocument
 from kvcli.schemas.fit import CalibrationDocument, FitDocument, RunEntry
 from kvcli.schemas.heads import HeadsDocument
 from kvcli.schemas.listings import (
@@ -30,7 +29,7 @@ from kvcli.schemas.quality import AgreementDocument, QualityDocument
 from kvcli.schemas.sessions import SessionsDocument
 from kvcli.schemas.spec import SpecDocument, SpecTuneDocument
 from kvcli.schemas.summary import ExtractDocument, SummaryDocument, SummaryPlanDocument
-from kvcli.schemas.turn import ErrorDocument, EventDocument, TurnDocument
+from kvcli.schemas.turn import ChatDocument, ErrorDocument, EventDocument, TurnDocument
 
 DOCUMENTS: Mapping[str, Any] = {
     "turn": TurnDocument,

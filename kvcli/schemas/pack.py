@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from kvcli.schemas.base import Bytes, Count, Json
-from kvcli.schemas.chat import KEPT
+from kvcli.schemas.turn import KEPT
 
 
 class PackedFile(Json):

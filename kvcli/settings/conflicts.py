@@ -6,8 +6,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvcli.settings.effects import EFFECTS, KV_OF_ALL, LOSSY, SMALLER, WHOLE, WORDS, Needs
-from kvcli.settings.profile import Conflict
+from kvcli.settings.profile import EFFECTS, KV_OF_ALL, LOSSY, SMALLER, WHOLE, WORDS, Conflict, Needs
 from kvcli.settings.schema import METHOD_TABLES
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcli.settings.problems import any_of
 from kvcli.settings.profile import Method, Profile
 from kvcli.settings.schema import METHOD_TABLES, ORDER
-from kvcli.settings.toml_positions import toml_value
+from kvcli.settings.small_file import toml_value
 from kvcli.settings.values import comments_of, keys_of
 
 

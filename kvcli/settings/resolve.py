@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 from kvcli.errors import KvcliError
 from kvcli.settings.config import Config
 from kvcli.settings.problems import Problem, any_of, did_you_mean
-from kvcli.settings.registry import Registries, foreign
 from kvcli.settings.renamed import new_name
-from kvcli.settings.schema import METHOD_TABLES, ORDER, TABLES, Header
-from kvcli.settings.settings import DEFAULT, Setting, Settings, Typed, merge
-from kvcli.settings.toml_positions import Keys, toml_value
-from kvcli.settings.values import WrongValue, check, keys_of, noun
+from kvcli.settings.schema import METHOD_TABLES, ORDER, TABLES, Header, Registries, foreign
+from kvcli.settings.small_file import Keys, toml_value
+from kvcli.settings.values import DEFAULT, Setting, Settings, Typed, WrongValue, check, keys_of, merge, noun
 
 DEEPEST = 8  # profiles below the chosen one
 # key of other programs -> key of kvcli

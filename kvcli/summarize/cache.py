@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, get_args
 from kvcli.api import Turn
 from kvcli.engine.stats import Stats
 from kvcli.files import private_folder, write_private
-from kvcli.models.hashes import Hashes, Stamped
+from kvcli.models.catalog import Hashes, Stamped
 from kvcli.settings.schema import Order
 
 if TYPE_CHECKING:
-    from kvcli.engine.info import ModelInfo
+    from kvcli.engine.stats import ModelInfo
     from kvcli.settings.profile import Profile
 
 SCHEMA = "kvcli.part/2"

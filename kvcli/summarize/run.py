@@ -29,13 +29,11 @@ from kvcli.summarize.events import (
 from kvcli.summarize.merge import cited, for_merge, grouped
 from kvcli.summarize.parts import spoken_names
 from kvcli.summarize.plan import Plan, PlanWindow, make_plan
-from kvcli.summarize.point_stream import PointStream, unique
-from kvcli.summarize.points import point_of
+from kvcli.summarize.points import PointStream, point_of, unique
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Answered, Point, Summary
-from kvcli.summarize.sentence import FEWEST
 from kvcli.summarize.split import Raw
-from kvcli.summarize.wording import Messages, merge_messages, part_messages, wording_of
+from kvcli.summarize.wording import FEWEST, Messages, merge_messages, part_messages, wording_of
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model

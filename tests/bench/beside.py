@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kvcli.bench.llama_cpp import BATCH
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.threads import use_threads
+from kvcli.engine.resources import use_threads
 from kvcli.models.source import find
 from tests.bench.decode import Clock
 from tests.bench.harness import (

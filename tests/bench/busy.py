@@ -18,7 +18,7 @@ from typing import Annotated
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.engine.engine import iterate_events
-from kvcli.engine.threads import use_threads
+from kvcli.engine.resources import use_threads
 from tests.bench.decode import ours
 from tests.bench.harness import Rows, in_turns, measurement, quotients, spread
 from tests.bench.random_model import build, noise, ours_of

@@ -36,12 +36,12 @@ from kvcli.chat.model import Model
 from kvcli.documents import read_document
 from kvcli.engine.engine import run
 from kvcli.engine.forward_request import ForwardRequest
-from kvcli.engine.rows import Rows as PassRows
+from kvcli.engine.forward_request import Rows as PassRows
 from kvcli.environment import Paths
-from kvcli.models.fetch import stands_for
+from kvcli.models.catalog import stands_for
 from kvcli.models.text import encode
-from kvcli.prefix_cache import block_file
-from kvcli.prefix_cache.block_file import LENGTH, Block
+from kvcli.prefix_cache import block_tree
+from kvcli.prefix_cache.block_tree import LENGTH, Block
 from kvcli.prefix_cache.codec import Codec, Lossless, Uncompressed
 from kvcli.prefix_cache.prefix_cache import _held
 from tests.bench.harness import Rows, Words, measurement
@@ -97,7 +97,7 @@ def blocks(model: Model, name: str, reps: int) -> list[dict[str, Any]]:
                 path, began = Path(folder, side), time.perf_counter()
                 sizes[side] = one.write(path, codec)
                 wrote = time.perf_counter()
-                block_file.read(path, lm.shapes, lm.dtype)
+                block_tree.read(path, lm.shapes, lm.dtype)
                 took[side]["write"].append(wrote - began)
                 took[side]["read"].append(time.perf_counter() - wrote)
     rows = [

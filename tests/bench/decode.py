@@ -61,8 +61,7 @@ def ours(lm: Any, ids: list[int], new: int) -> tuple[float, list[float], Any]:
 def rows_against_row(session: Any, rows: int, reps: int) -> tuple[list[float], list[float]]:
     """Seconds of passes of 1 row and of `rows` rows on the same past, alternating; nothing is kept."""
     from kvcli.engine.engine import run
-    from kvcli.engine.forward_request import ForwardRequest
-    from kvcli.engine.rows import Draft, Rows
+    from kvcli.engine.forward_request import Draft, ForwardRequest, Rows
 
     def seconds(guesses: int) -> float:
         built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain(list(range(9, 9 + guesses))))
@@ -76,7 +75,7 @@ def rows_against_row(session: Any, rows: int, reps: int) -> tuple[list[float], l
 
 def peak(side: str, folder: str, n: int, new: int) -> float:
     """Peak resident memory of a process that loads the model, reads n tokens and decodes, MiB."""
-    from kvcli.engine.process_memory import peak_bytes
+    from kvcli.engine.resources import peak_bytes
 
     ids = noise(n)
     if side == "kvcli":

@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.kernels.linear_quantized.experts import quantize_experts_
-from kvcli.kernels.linear_quantized.module import quantize_
+from kvcli.kernels.linear_quantized import quantize_, quantize_experts_
 from tests.bench.decode import ours
 from tests.bench.harness import Rows, in_turns, measurement, quotients
 from tests.bench.random_model import noise, opened

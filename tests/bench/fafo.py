@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import kvcli
 from kvcli.bench.hf import HfSide
 from kvcli.bench.profile_side import ProfileSide
-from kvcli.calibrate.quick import quick_times
+from kvcli.calibrate.run import quick_times
 from kvcli.chat.model import Model
 from kvcli.fit.speed import units
 from tests.bench.harness import Floats, Rows, Words, in_turns, measurement, picked, quotients

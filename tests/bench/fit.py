@@ -104,7 +104,7 @@ def fit(
     tokens: Annotated[Ints, "as above unless given"] = (),
     profiles: Annotated[Words, "every shipped one unless given"] = (),
 ) -> Rows:
-    from kvcli.fit.base_memory import measured as program
+    from kvcli.fit.memory import measured as program
     from tests.bench.random_model import write
 
     base = program()

@@ -74,8 +74,7 @@ def session_of(lm: Any, n: int) -> Any:
 
 def one_pass(session: Any) -> Callable[[], object]:
     from kvcli.engine.engine import run
-    from kvcli.engine.forward_request import ForwardRequest
-    from kvcli.engine.rows import Draft, Rows
+    from kvcli.engine.forward_request import Draft, ForwardRequest, Rows
 
     rows = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain([]))
     return lambda: run([ForwardRequest(session.lm, rows, session.cache, want=[0])])
@@ -100,8 +99,8 @@ def milliseconds(work: Callable[[], object], times: int) -> list[float]:
 def stages(model: Callable[[], Any]) -> dict[str, Any]:
     """The model with products and attention native alone, and with more and more of what lies between them."""
     from kvcli.engine.hf import lm as loading
-    from kvcli.kernels.gated_mlp.module import mlp_
-    from kvcli.kernels.rms_norm.module import norm_
+    from kvcli.kernels.gated_mlp import mlp_
+    from kvcli.kernels.rms_norm import norm_
 
     whole = loading.fuse_
     ways: dict[str, Callable[..., Any]] = {

@@ -25,10 +25,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import Draft, ForwardRequest
+from kvcli.engine.forward_request import Rows as PassRows
 from kvcli.engine.hf.lm import LM, quiet
-from kvcli.engine.rows import Draft
-from kvcli.engine.rows import Rows as PassRows
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Step
 from kvcli.methods.drafts.ngram import Ngram

@@ -44,7 +44,7 @@ from kvcli import load
 from kvcli.bench.texts import text_of
 from kvcli.engine.engine import run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest
-from kvcli.engine.rows import Rows as PassRows
+from kvcli.engine.forward_request import Rows as PassRows
 from kvcli.environment import Paths
 from kvcli.heads.request import ProbeRequest
 from kvcli.heads.run import probe
@@ -52,7 +52,7 @@ from kvcli.heads.sample import ProbeSample, samples
 from kvcli.kv.slots import nbytes
 from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.models import source
-from kvcli.models.fetch import stands_for
+from kvcli.models.catalog import stands_for
 from kvcli.models.gguf import convert
 from kvcli.quality.answer import kept
 from kvcli.quality.fingerprint import fingerprint
@@ -275,8 +275,8 @@ def moved(answer: Answer, n: int, i: int, shares: Sequence[float], mapped: str) 
 def field(answer: Answer, n: int, i: int, shares: Sequence[float], mapped: str) -> Sides:
     """Every policy that keeps a share of a text, and controls."""
     from kvcli.policies.scoring.topk import TopK
-    from kvcli.settings.registry import registries
     from kvcli.settings.resolve import method_class
+    from kvcli.settings.schema import registries
 
     yield "full", once(f"{i} full", lambda: answer({})[0])
     for name, (k, v) in BITS.items():

@@ -29,8 +29,7 @@ from tests.bench.random_model import build, ours_of
 def pass_seconds(session: Any) -> tuple[float, float]:
     """Processor seconds of one pass of one row, and those in the store; nothing of it is kept."""
     from kvcli.engine.engine import run
-    from kvcli.engine.forward_request import ForwardRequest
-    from kvcli.engine.rows import Draft, Rows
+    from kvcli.engine.forward_request import Draft, ForwardRequest, Rows
 
     kv, spent = session.cache, 0.0
 

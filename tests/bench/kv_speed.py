@@ -125,8 +125,7 @@ def step_seconds(session: Any, steps: int) -> list[float]:
 def pass_seconds(session: Any, rows: int) -> float:
     """Seconds of one pass of so many rows; nothing of it is kept."""
     from kvcli.engine.engine import run
-    from kvcli.engine.forward_request import ForwardRequest
-    from kvcli.engine.rows import Draft, Rows
+    from kvcli.engine.forward_request import Draft, ForwardRequest, Rows
 
     built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain(list(range(9, 8 + rows))))
     began = time.perf_counter()

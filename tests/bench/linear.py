@@ -22,10 +22,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from kvcli.kernels import linear_quantized
 from kvcli.kernels import native as built
 from kvcli.kernels.linear import linear, pack
 from kvcli.kernels.linear_blocked import block, linear_blocked
-from kvcli.kernels.linear_quantized import cpu, group_of, panels, reference
+from kvcli.kernels.linear_quantized import cpu, group_of, reference
 from tests.bench.harness import Ints, Rows, Words, in_turns, measurement, picked
 
 FRESH = 128 << 20  # bytes of weights in turns, more than the caches hold
@@ -52,10 +53,10 @@ def _packed(bits: int) -> Callable[[int, int, tuple[str, ...]], tuple[int, dict[
         group = 0 if bits == 8 else group_of(k)
         q, scale = zip(*(_rounded(w, bits, group) for w in _weights(n, k, n * k * bits // 8)), strict=True)
         theirs = cycle(list(zip([c if bits == 8 else cpu.pack4(c) for c in q], scale, strict=True)))
-        ours = cycle(list(zip([panels.arrange(c, bits) for c in q], scale, strict=True)))
+        ours = cycle(list(zip([linear_quantized.arrange(c, bits) for c in q], scale, strict=True)))
 
         def native(level: str) -> Side:
-            return lambda x: panels.linear(x, n, bits, group, *next(ours), level=level)
+            return lambda x: linear_quantized.linear(x, n, bits, group, *next(ours), level=level)
 
         sides: dict[str, Side] = {"torch": lambda x: cpu.linear(x, bits, group, *next(theirs))}
         return n * k * bits // 8 + scale[0].nbytes, sides | {level: native(level) for level in levels}

@@ -14,7 +14,7 @@ from statistics import median, quantiles
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.drafts.sources.suffix_index import SuffixIndex
+from kvcli.drafts.sources.prompt_lookup import SuffixIndex
 from kvcli.methods.drafts.ngram import Ngram
 from tests.bench.harness import Rows, Words, measurement, seconds
 

@@ -19,7 +19,7 @@ from kvcli import load
 from kvcli.bench.workloads import prompt_of
 from kvcli.environment import Paths
 from kvcli.methods.drafts.ngram import Ngram
-from kvcli.models.fetch import stands_for
+from kvcli.models.catalog import stands_for
 from tests.bench.harness import Rows, measurement
 from tests.drafts.conftest import PLAIN, Engine
 

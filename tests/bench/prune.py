@@ -37,7 +37,7 @@ from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.environment import Paths
 from kvcli.models import source
-from kvcli.models.fetch import stands_for
+from kvcli.models.catalog import stands_for
 from kvcli.models.gguf import convert
 from kvcli.models.text import decode
 from kvcli.quality.statistics import bootstrap

@@ -63,7 +63,7 @@ def speed(
 
 def measure(side: str, name: str, quant: str, threads: int, n: int) -> dict[str, Any]:
     """In a process of its own. `side`: an order with its chunk, or transformers."""
-    from kvcli.engine.process_memory import peak_bytes
+    from kvcli.engine.resources import peak_bytes
 
     cpu = torch.device("cpu")
     if side == "transformers":

@@ -33,7 +33,7 @@ from kvcli.kv.sparse.index_lowrank import LowRank
 from kvcli.kv.sparse.index_minmax import MinMax
 from kvcli.kv.sparse.index_sketch import Sketch
 from kvcli.kv.sparse.pages import PageBudget, padded
-from kvcli.kv.sparse.sparse_cache import SparseCache
+from kvcli.kv.sparse.sparse_tier import SparseCache
 from kvcli.kv.tiers.dense import Dense
 from tests import make
 from tests.bench.harness import Rows, measurement

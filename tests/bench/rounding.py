@@ -25,15 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kvcli.bench.texts import text_of
 from kvcli.engine.engine import run
 from kvcli.engine.forward_request import ForwardRequest
-from kvcli.engine.rows import Rows as PassRows
+from kvcli.engine.forward_request import Rows as PassRows
 from kvcli.heads.sample import samples
 from kvcli.kv.cache.precision_budget import keys_in
 from kvcli.kv.slots import AttentionParams, LayerShape, Slots
 from kvcli.kv.sparse.pages import PageBudget, Pages
 from kvcli.kv.sparse.sparse_tier import _choose
 from kvcli.kv.tiers.dense import Dense
-from kvcli.settings.registry import registries
 from kvcli.settings.resolve import method_class
+from kvcli.settings.schema import registries
 from tests import make
 from tests.bench.harness import Rows, Words, measurement
 from tests.bench.kv_quality import opened

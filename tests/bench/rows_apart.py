@@ -29,7 +29,7 @@ from kvcli.kv.slots import AttentionParams, KVCache, Tier, empty_like
 from kvcli.kv.sparse import index_certified, index_minmax, index_sketch, sparse_tier
 from kvcli.kv.sparse.index import PageIndex
 from kvcli.kv.sparse.pages import PageBudget
-from kvcli.kv.sparse.sparse_cache import SparseCache
+from kvcli.kv.sparse.sparse_tier import SparseCache
 from kvcli.kv.tiers import dense_uniform, quantized
 from tests import make
 from tests.bench.harness import Ints, Rows, Words, in_turns, measurement

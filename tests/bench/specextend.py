@@ -36,10 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import kvcli
 from kvcli.bench.workloads import facts_in, report
-from kvcli.drafts.draft_models.chunk_retrieval import ChunkRetrievalModel, scored_layers
-from kvcli.drafts.draft_models.chunk_trigger import trigger
+from kvcli.drafts.draft_models.chunk_retrieval import ChunkRetrievalModel, scored_layers, trigger
 from kvcli.engine.engine import iterate_events, run_to_end
-from kvcli.engine.rows import Rows as PassRows
+from kvcli.engine.forward_request import Rows as PassRows
 from kvcli.engine.stats import Step
 from kvcli.kv.tiers.dense import Dense
 from kvcli.models.text import render_prompt

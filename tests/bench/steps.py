@@ -34,7 +34,7 @@ from kvcli.environment import Paths
 from kvcli.methods.steps.lookahead_reasoning import LookaheadReasoning
 from kvcli.methods.steps.step_writer import Writer
 from kvcli.methods.steps.step_writer import ends as step_ends
-from kvcli.models.fetch import stands_for
+from kvcli.models.catalog import stands_for
 from tests import make
 from tests.bench.harness import Rows, measurement, quotients
 

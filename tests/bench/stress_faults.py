@@ -89,7 +89,7 @@ def _patched(folder: Path, *args: str, **more: Any) -> tuple[int, str, str]:
         machine.model.cautions = ()
         return machine.model
 
-    with mock.patch.object(Setup, "load", load), mock.patch("kvcli.fit.base_memory.build", return_value="a build"):
+    with mock.patch.object(Setup, "load", load), mock.patch("kvcli.fit.memory.build", return_value="a build"):
         done = machine(*args, **more)
     return done.exit, done.out, done.err
 
@@ -117,7 +117,7 @@ def _summarize(folder: Path, *more: str) -> tuple[int, str, str]:
     with (
         mock.patch.object(Setup, "load", load),
         mock.patch.object(Setup, "pass_times", return_value=[]),
-        mock.patch("kvcli.fit.base_memory.build", return_value="a build"),
+        mock.patch("kvcli.fit.memory.build", return_value="a build"),
         mock.patch("kvcli.commands.summarize.run._refuse_early", return_value=None),
     ):
         done = office("a.txt", *more)
@@ -125,7 +125,7 @@ def _summarize(folder: Path, *more: str) -> tuple[int, str, str]:
 
 
 def _calibrate(folder: Path) -> tuple[int, str, str]:
-    from kvcli.fit.calibration import folder_of, save_calibration
+    from kvcli.fit.run_log import folder_of, save_calibration
     from tests.test_calibrate import made
 
     found = made(date="2026-01-01T00:00:00+00:00")

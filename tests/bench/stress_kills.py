@@ -68,7 +68,7 @@ def disk(rng: random.Random, bad: list[str]) -> None:
 
 def calibration(rng: random.Random, bad: list[str]) -> None:
     """Kept in one step: what is there is whole, and the next run sweeps what was being written."""
-    from kvcli.fit.calibration import load_calibration
+    from kvcli.fit.run_log import load_calibration
     from tests.bench.stress_faults import _calibrate, furnish
 
     folder = Path(tempfile.mkdtemp(prefix="kvcli-kills-"))

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import kvcli
 from kvcli.chat.model import Model
 from kvcli.documents import Document, read_document
-from kvcli.engine.threads import use_threads
+from kvcli.engine.resources import use_threads
 from kvcli.environment import Paths
-from kvcli.models.fetch import stands_for
+from kvcli.models.catalog import stands_for
 from kvcli.settings.profile import Profile
 from kvcli.summarize.cache import Cache
 from kvcli.summarize.events import Done

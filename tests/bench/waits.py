@@ -30,8 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.cuda_graphs.capture import CudaGraphs
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses
+from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, CudaGraphs
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler

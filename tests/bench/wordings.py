@@ -30,7 +30,7 @@ import kvcli
 from kvcli.chat.model import Model
 from kvcli.documents import Document, document_of
 from kvcli.environment import Paths
-from kvcli.models.fetch import stands_for
+from kvcli.models.catalog import stands_for
 from kvcli.summarize.cache import Cache
 from kvcli.summarize.events import Done, PartEnded
 from kvcli.summarize.parts import Part

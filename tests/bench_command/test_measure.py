@@ -16,8 +16,8 @@ from kvcli.bench.side import TimedSample
 from kvcli.commands.bench.command import measure as measure_command
 from kvcli.engine.stats import Stats
 from kvcli.errors import ExitStatus
+from kvcli.settings.config import builtin_files
 from kvcli.settings.profile import Profile
-from kvcli.settings.sources import builtin_files
 from tests.bench_command.sides import Paced, document, measured
 
 

@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from kvcli.demo import report_path, words
+from kvcli import demo
+from kvcli.demo import report_path
 from kvcli.demo.report import write_report
 from tests.demo_model.example import example_report, example_text
 from tests.demo_model.turns import rewrite, summary, swapped, turns
@@ -71,8 +72,8 @@ def test_turns_do_not_end_and_cover_all_skills():
 
 def test_names_are_drawn_from_the_lists():
     rng = Random(17)
-    assert all(words.place(rng).endswith(tuple(words.PLACE_ENDINGS)) for _ in range(100))
-    assert sorted(words.shuffled(rng, range(31))) == list(range(31))
+    assert all(demo.place(rng).endswith(tuple(demo.PLACE_ENDINGS)) for _ in range(100))
+    assert sorted(demo.shuffled(rng, range(31))) == list(range(31))
 
 
 def test_example_is_the_generators():

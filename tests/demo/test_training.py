@@ -8,9 +8,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from kvcli.demo import weights_dir
+from kvcli.demo import person, place, weights_dir
 from kvcli.demo.report import write_report
-from kvcli.demo.words import person, place
 from tests.demo_model.export import export
 from tests.demo_model.network import Network, Shape
 from tests.demo_model.packing import copy_row, encode_parts, make_batch, report_row

@@ -21,9 +21,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from kvcli.demo import weights_dir
+from kvcli.demo import pick, weights_dir
 from kvcli.demo.report import Report, new_fact, write_report
-from kvcli.demo.words import pick
 from tests.demo_model.packing import encode_parts
 from tests.demo_model.tokenizer import ASSISTANT, BOS, END, USER
 from tests.demo_model.turns import SMALL_TALK, Turn, lookup, one_finding, repeat, rewrite, summary

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from kvcli.demo import between, pick
 from kvcli.demo.report import MAX_SECTIONS, write_report
-from kvcli.demo.words import between, pick
 from tests.demo_model.tokenizer import ASSISTANT, BOS, END, SPECIALS, SYSTEM, USER
 from tests.demo_model.turns import SYSTEM_PROMPT, Part, pasted, small_talk, turns
 

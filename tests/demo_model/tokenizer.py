@@ -7,7 +7,7 @@ from random import Random
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvcli.demo import words
+from kvcli import demo
 from kvcli.demo.report import write_report
 from tests.demo_model.turns import SMALL_TALK, SYSTEM_PROMPT, turns
 
@@ -26,12 +26,12 @@ def corpus(seed: int, n_reports: int) -> Iterator[str]:
     for question, answer in SMALL_TALK * 50:
         yield from (question, question.lower(), answer, SYSTEM_PROMPT)
     # every first half of a name must become one token
-    for onset in words.ONSETS:
-        for nucleus in words.NUCLEI:
-            yield from (f" {onset}{nucleus}{ending}" for ending in words.PLACE_ENDINGS * 20)
-            yield from (f"{onset}{nucleus}{ending}" for ending in words.PLACE_ENDINGS)
+    for onset in demo.ONSETS:
+        for nucleus in demo.NUCLEI:
+            yield from (f" {onset}{nucleus}{ending}" for ending in demo.PLACE_ENDINGS * 20)
+            yield from (f"{onset}{nucleus}{ending}" for ending in demo.PLACE_ENDINGS)
     for _ in range(n_reports):
-        report = write_report(rng, words.pick(rng, [300, 800, 2_000]), 0.5)
+        report = write_report(rng, demo.pick(rng, [300, 800, 2_000]), 0.5)
         yield report.text
         stream = turns(rng, report)
         for _ in range(8):
@@ -47,7 +47,7 @@ def train_tokenizer(seed: int = 7, n_reports: int = 1_500) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(words.split_pattern()), "isolated"),
+            pre_tokenizers.Split(Regex(demo.split_pattern()), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

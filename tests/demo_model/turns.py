@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import TypeAlias
 
-from kvcli.demo import words
+from kvcli import demo
+from kvcli.demo import pick
 from kvcli.demo.report import Fact, Finding, Note, Report, note_text
-from kvcli.demo.words import pick
 
 SYSTEM_PROMPT = "You are a careful assistant for field reports."
 
@@ -119,7 +119,7 @@ def swapped(text: str, old: str, new: str) -> tuple[Part, ...]:
 
 def rewrite(rng: Random, note: Note) -> Turn:
     """A note of the report with another place in it."""
-    new = words.place(rng)
+    new = demo.place(rng)
     parts = swapped(note.paragraph, note.place, new)
     question = f"Rewrite field note {note.section} and replace {note.place} by {new}."
     return Turn("rewrite", question, parts)
@@ -133,7 +133,7 @@ def repeat(rng: Random, note: Note) -> Turn:
 
 def pasted(rng: Random) -> Turn:
     """A text that stands in the question itself, repeated or rewritten."""
-    old, new = words.place(rng), words.place(rng)
+    old, new = demo.place(rng), demo.place(rng)
     text = note_text(rng, old)
     if rng.random() < 0.3:
         return Turn("pasted", f"Repeat this: {text}", ((text, COPIED),))
@@ -151,7 +151,7 @@ def turns(rng: Random, report: Report) -> Iterator[Turn]:
 
     A note is mostly rewritten once only, since a second rewrite has two new names to choose from.
     """
-    facts, notes = words.shuffled(rng, report.facts), words.shuffled(rng, report.notes)
+    facts, notes = demo.shuffled(rng, report.facts), demo.shuffled(rng, report.notes)
     while True:
         draw = rng.random()
         if draw < 0.16 and report.findings:

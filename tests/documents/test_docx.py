@@ -7,8 +7,8 @@ import io
 import pytest
 
 from kvcli.documents import document_of
+from kvcli.documents.document import ParseJob
 from kvcli.documents.docx import read
-from kvcli.documents.parsed import ParseJob
 from kvcli.errors import BadInput
 from tests.documents.books import WORD, paragraph, relations, word, zipped
 
@@ -85,7 +85,7 @@ def test_no_reader_takes_a_lack_of_memory_for_damage(monkeypatch):
     def full(*_):
         raise MemoryError
 
-    monkeypatch.setattr("kvcli.documents.docx_parts.parse_xml", full)
+    monkeypatch.setattr("kvcli.documents.docx.parse_xml", full)
     with pytest.raises(MemoryError):
         text_of(word(paragraph("x")))
 

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcli.documents import Document, Limits, document_of
-from kvcli.documents.pages import parse_pages, split_pages
-from kvcli.documents.parsed import Parsed, ParseJob
+from kvcli.documents.document import Parsed, ParseJob, parse_pages, split_pages
 from kvcli.documents.worker import parse
 from kvcli.errors import KvcliError
 from tests.documents import books, made

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from kvcli.documents import Limits, document_of, read, read_document
-from kvcli.documents.parsed import ParseJob
+from kvcli.documents.decode import HEAD, sniff
+from kvcli.documents.document import ParseJob
 from kvcli.documents.plain import number
-from kvcli.documents.sniff import HEAD, sniff
 from kvcli.errors import BadInput, ExitStatus
 from tests.documents import bombs, books, made
 

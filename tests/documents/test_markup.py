@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from kvcli.documents import document_of
-from kvcli.documents.charsets import codec_of
+from kvcli.documents.decode import codec_of
 from kvcli.errors import BadInput
 from tests.documents import books
 

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from kvcli.documents import Limits, document_of
+from kvcli.documents.document import ParseJob
 from kvcli.documents.parse_in_process import _Answer, parse_outside
-from kvcli.documents.parsed import ParseJob
 from kvcli.errors import BadInput
 from kvcli.worker_process import BOOT
 from tests.documents import books, made

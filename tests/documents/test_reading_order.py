@@ -12,7 +12,7 @@ from reportlab.pdfbase import pdfmetrics
 
 from kvcli.documents import Limits, document_of
 from kvcli.documents.dehyphenate import Words, mended
-from kvcli.documents.parsed import ParseJob
+from kvcli.documents.document import ParseJob
 from kvcli.documents.reading_order import Line, LinePiece, reading_order, row_text, rows
 from kvcli.documents.worker import parse
 from tests.documents import made

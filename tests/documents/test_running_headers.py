@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvcli.documents.parsed import ParseJob
+from kvcli.documents.document import ParseJob
 from kvcli.documents.worker import parse
 from tests.documents import made
 

@@ -17,7 +17,7 @@ from pypdf.generic import (
     create_string_object,
 )
 
-from kvcli.documents.parsed import Parsed, ParseJob
+from kvcli.documents.document import Parsed, ParseJob
 from kvcli.documents.worker import parse
 from kvcli.errors import BadInput
 from tests.documents import made

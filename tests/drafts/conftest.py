@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcli.drafts.tree.tree_drafter import TreeDrafter
-from kvcli.engine.rows import Draft, Rows
+from kvcli.engine.forward_request import Draft, Rows
 from kvcli.engine.stats import Step
 
 PLAIN = 0.02  # seconds of a pass with one row

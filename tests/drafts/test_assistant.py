@@ -88,7 +88,7 @@ class Follower:
         self.head.start(ids)
 
     def propose(self, ids: Sequence[int], room: int, context: Any) -> Steps[Any]:
-        from kvcli.engine.rows import Draft
+        from kvcli.engine.forward_request import Draft
 
         self.head.bind(context)
         self.said.append((yield from guessed(self.head)))

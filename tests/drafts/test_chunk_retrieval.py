@@ -14,9 +14,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcli.drafts.draft_models.chunk_retrieval import ChunkRetrievalModel, scored_layers
-from kvcli.drafts.draft_models.chunk_scores import Query, best, relevance
-from kvcli.drafts.draft_models.chunk_trigger import Adaptive, Every, Trigger, trigger
+from kvcli.drafts.draft_models.chunk_retrieval import (
+    Adaptive,
+    ChunkRetrievalModel,
+    Every,
+    Query,
+    Trigger,
+    best,
+    relevance,
+    scored_layers,
+    trigger,
+)
 from kvcli.drafts.draft_models.separate_model import SeparateDraftModel
 from kvcli.engine.drafting.drafter import Drafter, ModelPair
 from kvcli.engine.engine import iterate_events, run_to_end

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kvcli.drafts.draft_models import cross_vocabulary
-from kvcli.drafts.draft_models.cross_vocabulary import CrossVocabularyModel
-from kvcli.drafts.draft_models.retokenized_text import RetokenizedText
+from kvcli.drafts.draft_models.cross_vocabulary import CrossVocabularyModel, RetokenizedText
 from kvcli.drafts.draft_models.separate_model import SeparateDraftModel
 from kvcli.engine.engine import run_to_end
 from kvcli.models.retokenizer import TokenMapping

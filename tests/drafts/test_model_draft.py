@@ -16,10 +16,10 @@ from kvcli.drafts.sources import model_draft
 from kvcli.drafts.sources.model_draft import ModelDraft
 from kvcli.drafts.sources.prompt_lookup import PromptLookup
 from kvcli.drafts.tree import tree_drafter
-from kvcli.drafts.tree.stop_rules import rule
+from kvcli.drafts.tree.growth import rule
 from kvcli.drafts.tree.tree import DraftCandidate
 from kvcli.drafts.tree.tree_drafter import TreeDrafter
-from kvcli.engine.rows import Rows
+from kvcli.engine.forward_request import Rows
 from kvcli.engine.stats import Step
 from kvcli.methods.drafts.model import SeparateModelDraft
 from tests.covering import pinned

@@ -18,9 +18,8 @@ from kvcli.drafts.draft_models.mtp_head import MtpHead
 from kvcli.engine.drafting.drafter import Drafter, ModelPair
 from kvcli.engine.drafting.mtp import Mtp, mtp_of
 from kvcli.engine.engine import iterate_events, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
@@ -30,7 +29,7 @@ from kvcli.fit.plan import MeasuredFacts, PlannedModel, plan
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.methods.drafts.mtp import MtpDraft
 from kvcli.methods.drafts.off import Off
-from kvcli.models.checkpoint_format import CheckpointFormat
+from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.shape import shape_of
 from kvcli.settings.profile import Profile
 from tests import drafters, families, make

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcli.drafts.sources.prompt_lookup import PromptLookup
-from kvcli.drafts.tree.acceptance_rates import AcceptanceRates
+from kvcli.drafts.tree.tree import AcceptanceRates
 from kvcli.drafts.tree.tree_drafter import TreeDrafter
-from kvcli.engine.rows import Draft, Rows
+from kvcli.engine.forward_request import Draft, Rows
 from kvcli.engine.stats import Step
 from kvcli.methods.drafts.ngram import Ngram
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.drafts.sources.suffix_index import SuffixIndex
+from kvcli.drafts.sources.prompt_lookup import SuffixIndex
 from kvcli.drafts.tree.tree_drafter import TreeDrafter
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import run_to_end
-from kvcli.engine.rows import Draft
+from kvcli.engine.forward_request import Draft
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.methods.drafts.mix import Mix

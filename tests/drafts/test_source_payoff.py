@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcli.drafts.pacing.source_payoff import SourcePayoff
+from kvcli.drafts.pacing.draft_controller import SourcePayoff
 
 
 def sent(passes: int, brought: float, cost: float, speed: float = 1.0) -> SourcePayoff:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvcli.drafts.tree.stop_rules import Disco, Reject, StopRule
+from kvcli.drafts.tree.growth import Disco, Reject, StopRule
 from kvcli.methods.drafts.model import SeparateModelDraft
 from tests.drafts.test_model_draft import COSTS, Run
 

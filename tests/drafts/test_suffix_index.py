@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcli.drafts.sources import suffix_index
-from kvcli.drafts.sources.suffix_index import Matches, SuffixIndex
+from kvcli.drafts.sources import prompt_lookup
+from kvcli.drafts.sources.prompt_lookup import Matches, SuffixIndex
 
 TEXT = st.integers(1, 4).flatmap(lambda k: st.lists(st.integers(0, k), max_size=90))
 
@@ -38,7 +38,7 @@ def found(index: SuffixIndex, limit: int = 1000) -> list[tuple[int, int]]:
 @pytest.fixture(params=[4096, 5], ids=["scanned", "sorted"])
 def fold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Short texts are only scanned; with a small threshold they go through the table as well."""
-    monkeypatch.setattr(suffix_index, "_FOLD", request.param)
+    monkeypatch.setattr(prompt_lookup, "_FOLD", request.param)
     return request.param
 
 
@@ -114,7 +114,7 @@ def test_places_of_a_very_common_pair_are_the_latest_ones():
 
 
 def test_ids_wider_than_the_table_find_no_false_places(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(suffix_index, "_FOLD", 5)
+    monkeypatch.setattr(prompt_lookup, "_FOLD", 5)
     wide = 1 << 19
     assert found(built([1, 2, 3, 9, 1 + wide, 2, 5, 6, 1, 2], 2)) == [(2, 1)]
 

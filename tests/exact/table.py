@@ -21,9 +21,8 @@ from safetensors.torch import save_file
 
 from kvcli.engine.drafting.drafter import Drafter, ModelPair
 from kvcli.engine.engine import Engine, EngineTask, iterate_events, run_to_end
-from kvcli.engine.forward_request import Coroutine, ForwardRequest
+from kvcli.engine.forward_request import Coroutine, ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kernels.native import native

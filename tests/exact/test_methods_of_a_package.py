@@ -9,7 +9,7 @@ import pytest
 
 from kvcli.methods.drafts.off import Off
 from kvcli.settings.profile import Profile
-from kvcli.settings.registry import GROUP, registries
+from kvcli.settings.schema import GROUP, registries
 from tests.exact import table
 
 KINDS = ("policy", "kv_format", "spec")

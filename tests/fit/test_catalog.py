@@ -10,7 +10,7 @@ from kvcli.fit import weights
 from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.plan import MeasuredFacts, PlannedModel, plan
 from kvcli.models.catalog import CATALOG, TOKENS, choices
-from kvcli.models.checkpoint_format import CheckpointFormat
+from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.machine import kept_free
 from kvcli.settings.profile import Profile
 

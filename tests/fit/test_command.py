@@ -10,13 +10,12 @@ from pydantic import TypeAdapter
 
 from kvcli.commands.common.run_setup import Setup
 from kvcli.demo import weights_dir
-from kvcli.fit import available_memory, base_memory, run_log
-from kvcli.fit.base_memory import BASE
-from kvcli.fit.calibration import machine_fingerprint, save_calibration
+from kvcli.fit import available_memory, memory, run_log
+from kvcli.fit.memory import BASE
+from kvcli.fit.run_log import machine_fingerprint, save_calibration
 from kvcli.schemas.documents import DOCUMENTS
-from kvcli.settings.config import load_config
+from kvcli.settings.config import Sources, load_config
 from kvcli.settings.profile import Profile
-from kvcli.settings.sources import Sources
 from tests.fakes import Machine
 from tests.fit.test_run_log import entry
 from tests.test_calibrate import made
@@ -31,7 +30,7 @@ SHIPPED = [name for name in load_config(Sources()).names() if not name.startswit
 def machine(tmp_path, monkeypatch):
     found = Machine(tmp_path)
     monkeypatch.setattr(Setup, "load", found.load)
-    monkeypatch.setattr(base_memory, "here", lambda: BASE)  # a process of tests holds much more
+    monkeypatch.setattr(memory, "here", lambda: BASE)  # a process of tests holds much more
     return found
 
 
@@ -369,7 +368,7 @@ def test_what_runs_took_is_added_to_the_program_of_every_profile_and_to_nothing_
     asked = ("fit", "demo", "--all", "--ctx", "512")
     plain = {plan["profile"]: plan for plan in document(machine(*asked, "--json"))["plans"]}
     for more, profile in ((300, "exact"), (320, "ngram"), (2, "snap")):
-        known = {"predicted": 500 * MIB, "measured": (500 + more) * MIB, "build": base_memory.build()}
+        known = {"predicted": 500 * MIB, "measured": (500 + more) * MIB, "build": memory.build()}
         run_log.append(data, entry(profile=profile, **known))
     done = flat(machine(*asked))
     assert "Your last 3 runs of this model took 2.0 MiB more to 320 MiB more than estimated, so runtime" in done

@@ -9,26 +9,23 @@ from itertools import product
 
 import pytest
 
-from kvcli.commands.common.memory_check import MemoryWishes, prepare
+from kvcli.commands.common.load_model import MemoryWishes, prepare
 from kvcli.commands.common.run_setup import Setup
-from kvcli.engine.forward_memory import DRAWN, captured_bytes, working_bytes
+from kvcli.engine.resources import DRAWN, captured_bytes, working_bytes
 from kvcli.errors import DoesNotFit, UsageError
-from kvcli.fit import base_memory, cuda_overhead
-from kvcli.fit.auto_placement import chosen, plan_on
+from kvcli.fit import cuda_overhead, memory
 from kvcli.fit.available_memory import AvailableMemory
-from kvcli.fit.base_memory import BASE
-from kvcli.fit.memory import GIB
-from kvcli.fit.plan import MeasuredFacts, PlannedModel, plan
+from kvcli.fit.memory import BASE, GIB
+from kvcli.fit.plan import MeasuredFacts, PlannedModel, chosen, plan, plan_on
 from kvcli.fit.preflight import Preflight
 from kvcli.fit.report import document
 from kvcli.fit.speed import split
 from kvcli.fit.weights import of_shape
 from kvcli.kv.footprint import POSITION
 from kvcli.models import machine as this_machine
-from kvcli.models.checkpoint_format import CheckpointFormat
+from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.machine import DeviceInfo
-from kvcli.models.recurrent_shapes import RecurrentShapes
-from kvcli.models.shape import shape_of
+from kvcli.models.shape import RecurrentShapes, shape_of
 from kvcli.schemas.fit import CalibrationDocument
 from kvcli.settings.profile import Profile
 from tests.fakes import Machine
@@ -205,7 +202,7 @@ def test_a_narrower_window_comes_before_fewer_bits(tmp_path):
 
 @pytest.fixture
 def typed(tmp_path, monkeypatch):
-    monkeypatch.setattr(base_memory, "here", lambda: BASE)
+    monkeypatch.setattr(memory, "here", lambda: BASE)
     found = Machine(tmp_path)
     monkeypatch.setattr(Setup, "load", found.load)
 

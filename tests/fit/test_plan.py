@@ -9,19 +9,18 @@ import torch
 
 from kvcli import load
 from kvcli.engine.engine import iterate_events, run_to_end
-from kvcli.engine.forward_memory import DRAWN, working_bytes
 from kvcli.engine.hf.mla import LatentProjection
+from kvcli.engine.resources import DRAWN, working_bytes
 from kvcli.errors import BadInput, DoesNotFit, UsageError
 from kvcli.fit.advice import binding, changes
 from kvcli.fit.available_memory import AvailableMemory, choose, container_room, rooms, size
 from kvcli.fit.explain import alike
-from kvcli.fit.memory import GIB, largest, need
+from kvcli.fit.memory import AGAIN, GIB, LINEAR, PRODUCT, WIDTHS, largest, need
 from kvcli.fit.plan import MeasuredFacts, PlannedModel, plan, subject_of
 from kvcli.fit.preflight import Preflight
 from kvcli.fit.run_log import Beyond
 from kvcli.fit.speed import at, by_rows, speed
 from kvcli.fit.weights import of_files, of_shape, panels, weigh
-from kvcli.fit.working_memory import AGAIN, LINEAR, PRODUCT, WIDTHS
 from kvcli.kernels.attention_mass.reference import SCORES
 from kvcli.kernels.quantize_kv import LANES, pack_keys, pack_values
 from kvcli.kv.cache.tiered_cache import TieredCache
@@ -29,12 +28,10 @@ from kvcli.kv.capacity import EVERY
 from kvcli.kv.footprint import POSITION, STEP, full_bytes, quantized_bytes
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.sliding_windows import windows_of
-from kvcli.kv.slots import AttentionParams, LayerShape, nbytes
+from kvcli.kv.slots import AttentionParams, LayerShape, nbytes, windows_of
 from kvcli.kv.tiers.dense import Dense
 from kvcli.models import machine, source
-from kvcli.models.checkpoint_format import CheckpointFormat
-from kvcli.models.headers import TensorHeader, WeightFile
+from kvcli.models.checkpoint import CheckpointFormat, TensorHeader, WeightFile
 from kvcli.models.shape import shape_of
 from kvcli.policies.scoring.topk import SCORE
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes, PassTime

@@ -11,8 +11,8 @@ from typing import Any
 import kvcli
 from kvcli.api import Turn
 from kvcli.demo import report_path
+from kvcli.settings.config import builtin_files
 from kvcli.settings.profile import Profile
-from kvcli.settings.sources import builtin_files
 from tests.demo_model.example import SAMPLES
 from tests.gpu.stage import On, Row, why
 

@@ -99,7 +99,7 @@ def product_reference(x: Inputs) -> Sequence[Tensor]:
 
 def sent(x: Inputs) -> Sequence[Tensor]:
     """A third of the rows to an expert that has the first half of the outputs, the rest to one with the others."""
-    from kvcli.kernels.linear_skinny.experts import SkinnyCodes
+    from kvcli.kernels.linear_skinny.module import SkinnyCodes
     from kvcli.kernels.moe_linear import Stack, moe_linear
 
     w, n, m = x["weight"], x["weight"].shape[0] // 2, len(x["x"])

@@ -18,7 +18,7 @@ import torch
 from kvcli import assemble
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.process_memory import peak_bytes
+from kvcli.engine.resources import peak_bytes
 from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.plan import MeasuredFacts, plan, subject_of
 from kvcli.models import source

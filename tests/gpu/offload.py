@@ -25,8 +25,7 @@ from kvcli.kv.offload.transfer import bus_of
 from kvcli.kv.slots import AttentionParams, KVCache, Slots, alike, run_of
 from kvcli.kv.sparse.settings import Certified, MinMax, Sketch
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.host import HostTier
-from kvcli.kv.tiers.pinned_host import PinnedHostTier
+from kvcli.kv.tiers.host import HostTier, PinnedHostTier
 from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off

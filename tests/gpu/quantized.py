@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.engine.engine import run as run_feeds
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.rows import Rows
-from kvcli.kernels.linear_quantized import pack, why_not
-from kvcli.kernels.linear_quantized.module import PackedLinear
+from kvcli.kernels.linear_quantized import PackedLinear, pack, why_not
 from tests import families, make
 from tests.bench.decode import build
 from tests.exact import table as exactness

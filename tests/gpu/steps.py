@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 
 from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.forward_request import Draft
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.rows import Draft
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from tests import families, make

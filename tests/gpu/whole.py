@@ -15,9 +15,8 @@ import torch
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.engine import run as run_feeds
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.methods.drafts.off import Off
 from tests import drafters, families, make

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import pytest
 from pydantic import TypeAdapter
 
-from kvcli.commands.common import interrupt
+from kvcli.commands.common import exits
 from kvcli.heads.report import Strip
 from kvcli.render.heads.grid import heads_lines
 from kvcli.render.heads.html import _cards, html
@@ -219,7 +219,7 @@ def test_what_cannot_be_is_refused_in_words(machine, tmp_path, args, exit, said)
 
 def test_ctrl_c_leaves_nothing_half_written(machine, tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(interrupt.Interrupt, "__call__", lambda self: calls.append(0) or len(calls) > 3)
+    monkeypatch.setattr(exits.Interrupt, "__call__", lambda self: calls.append(0) or len(calls) > 3)
     done = machine("profile-heads", "demo", "--probe", "all", *SHORT)
     assert (done.exit, done.out) == (130, "")
     assert not (tmp_path / "heads-demo").exists()

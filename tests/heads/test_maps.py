@@ -11,7 +11,7 @@ import torch
 
 from kvcli import load
 from kvcli.chat.model import Model
-from kvcli.chat.token_kinds import kinds_by_id
+from kvcli.chat.transcript import kinds_by_id
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadInput, BadModel
@@ -19,8 +19,7 @@ from kvcli.heads import run as heads_run
 from kvcli.heads.ablate import Loss
 from kvcli.heads.choose import choose
 from kvcli.heads.compare import spearman
-from kvcli.heads.headmap import CARRY, FULL, full_heads, headmap
-from kvcli.heads.headmap_formats import arrays, duo_config, duo_tsv, read_map, retrieval_line
+from kvcli.heads.headmap import CARRY, FULL, arrays, duo_config, duo_tsv, full_heads, headmap, read_map, retrieval_line
 from kvcli.heads.query_probe import whole
 from kvcli.heads.report import document, strip
 from kvcli.heads.request import ProbeRequest

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from kvcli import load
-from kvcli.chat.token_kinds import kinds_by_id
+from kvcli.chat.transcript import kinds_by_id
 from kvcli.engine.engine import run
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.policy.policy import LayerContext
-from kvcli.engine.rows import Rows
-from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, SPECIAL
+from kvcli.engine.sequence.state import END, NEWLINE, PUNCT, SPECIAL
 from kvcli.heads.ablate import ablate, answers, open_past, right
 from kvcli.heads.attention import FAR, SHARES, gaze, normaliser
 from kvcli.heads.needle import OFFSETS, needle

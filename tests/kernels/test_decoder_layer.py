@@ -11,18 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels import native
+from kvcli.kernels import linear_quantized, native
 from kvcli.kernels.decoder_layer import Layer, after, before
 from kvcli.kernels.decoder_layer import reference as by_parts
-from kvcli.kernels.gated_mlp import ACTIVATIONS, Mlp, gated_mlp
+from kvcli.kernels.gated_mlp import ACTIVATIONS, Mlp, Product, gated_mlp, product_of
 from kvcli.kernels.gated_mlp import reference as mlp_reference
-from kvcli.kernels.gated_mlp.product import Product, product_of
-from kvcli.kernels.linear import linear
-from kvcli.kernels.linear.module import NativeLinear, NativeWeight
-from kvcli.kernels.linear_quantized import panels
-from kvcli.kernels.linear_quantized.module import PackedLinear
-from kvcli.kernels.rms_norm import FORMS, Norm, norm_of, reference, rms_norm
-from kvcli.kernels.rms_norm.module import trial_rows
+from kvcli.kernels.linear import NativeLinear, NativeWeight, linear
+from kvcli.kernels.linear_quantized import PackedLinear
+from kvcli.kernels.rms_norm import FORMS, Norm, norm_of, reference, rms_norm, trial_rows
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason=native.why_not() or "unknown")
 LEVELS = native.levels()
@@ -59,7 +55,7 @@ class Parts:
         assert isinstance(of, PackedLinear)
 
         def product(x: Tensor) -> Tensor:
-            y = panels.linear(x, of.out_features, of.bits, of.group, of.data, of.scale, level=self.level)
+            y = linear_quantized.linear(x, of.out_features, of.bits, of.group, of.data, of.scale, level=self.level)
             return y if of.bias is None else y.add_(of.bias)
 
         return product

@@ -15,7 +15,6 @@ from torch.nn.functional import grouped_mm
 
 from kvcli.engine.loading.weights import quantize_for_gpu
 from kvcli.kernels import linear_quantized, triton_support
-from kvcli.kernels.linear_quantized import experts as packing
 from kvcli.kernels.linear_quantized import reference as packed
 from kvcli.kernels.linear_skinny import MOST, Weight, linear_skinny, pack4, pack_nf4, ptx, reference
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_, of_bitsandbytes
@@ -281,7 +280,7 @@ def test_experts_are_multiplied_each_by_the_same_kernels(quant: str, served: Non
         return root.weight
 
     made = packed_by(w)
-    again = packed_by(cast(Tensor, packing.packed(w, True, bits, native=False)))
+    again = packed_by(cast(Tensor, linear_quantized.packed(w, True, bits, native=False)))
     offs = torch.tensor(ends, dtype=torch.int32)
     found = grouped_mm(x, made.transpose(-2, -1), offs=offs)
     assert torch.equal(grouped_mm(x, again.transpose(-2, -1), offs=offs), found)

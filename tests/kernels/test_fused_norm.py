@@ -13,8 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from kvcli.kernels import triton_support
-from kvcli.kernels.rms_norm import FORMS, reference
-from kvcli.kernels.rms_norm.module import FusedNorm, norm_
+from kvcli.kernels.rms_norm import FORMS, FusedNorm, norm_, reference
 
 pytest.importorskip("triton")
 import_module("tests.kernels.interpreted")  # before anything that is fused

@@ -13,12 +13,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kvcli.kernels import linear_quantized
 from kvcli.kernels import native as built
-from kvcli.kernels.gated_mlp.product import type_of
-from kvcli.kernels.linear import linear, pack, reference, rows_of, unpack, why_not
-from kvcli.kernels.linear.module import NativeLinear, NativeWeight, use_native_linear_
-from kvcli.kernels.linear.weight_arena import PIECE, WeightArena
-from kvcli.kernels.linear_quantized import panels
+from kvcli.kernels.gated_mlp import type_of
+from kvcli.kernels.linear import (
+    PIECE,
+    NativeLinear,
+    NativeWeight,
+    WeightArena,
+    linear,
+    pack,
+    reference,
+    rows_of,
+    unpack,
+    use_native_linear_,
+    why_not,
+)
 from kvcli.kernels.linear_quantized import reference as packed
 from kvcli.kernels.native import build
 
@@ -46,9 +56,9 @@ class Case:
         b = torch.randn(self.n, generator=g).to(self.dtype) if self.biased else None
         if self.bits < 16:
             q, scale = packed.round8(w) if self.bits == 8 else packed.round4(w, self.group)
-            wide, data = packed.weight(self.bits, self.group, q, scale.double()), panels.arrange(q, self.bits)
+            wide, data = packed.weight(self.bits, self.group, q, scale.double()), linear_quantized.arrange(q, self.bits)
             return (
-                lambda x: panels.linear(x, self.n, self.bits, self.group, data, scale, level=level),
+                lambda x: linear_quantized.linear(x, self.n, self.bits, self.group, data, scale, level=level),
                 lambda x: x.double() @ wide.T,
             )
         laid, wide_b = pack(w), None if b is None else b.double()

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from kvcli.kernels.cpu_matmul import multiplies
-from kvcli.kernels.linear_blocked import block, linear_blocked, reference, why_not
-from kvcli.kernels.linear_blocked.module import BlockedLinear, block_
-from kvcli.kernels.linear_quantized.module import quantize_
+from kvcli.kernels.invariant_activations import multiplies
+from kvcli.kernels.linear_blocked import BlockedLinear, block, block_, linear_blocked, reference, why_not
+from kvcli.kernels.linear_quantized import quantize_
 
 
 @pytest.fixture(params=["blocks", "widened"])
@@ -20,7 +19,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """What a CPU with products of bf16 does, and what one without them does."""
     if request.param == "blocks" and not multiplies(torch.bfloat16):
         pytest.skip("this CPU has no bf16 kernels")
-    for place in ("kvcli.kernels.linear_blocked", "kvcli.kernels.linear_blocked.module"):
+    for place in ("kvcli.kernels.linear_blocked", "kvcli.kernels.linear_blocked"):
         monkeypatch.setattr(f"{place}.multiplies", lambda dtype: request.param == "blocks")
     return str(request.param)
 

@@ -6,19 +6,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kvcli.kernels import linear_quantized as panels
 from kvcli.kernels import native as built
 from kvcli.kernels.linear_quantized import (
     Bits,
+    PackedLinear,
     QuantizedWeight,
     cpu,
     group_of,
     linear_quantized,
     pack,
-    panels,
+    quantize_,
     reference,
     why_not,
 )
-from kvcli.kernels.linear_quantized.module import PackedLinear, quantize_
 
 torch.set_num_threads(1)
 

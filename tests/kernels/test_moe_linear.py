@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 from transformers.pytorch_utils import Conv1D
 
-from kvcli.engine.hf.batch_invariance import is_batch_variant
+from kvcli.engine.hf.model_probe import is_batch_variant
+from kvcli.kernels import linear_quantized
 from kvcli.kernels import moe_linear as grouped
 from kvcli.kernels import native as built
+from kvcli.kernels.linear import NativeWeight
 from kvcli.kernels.linear.experts import Panels, lay_out_experts_
-from kvcli.kernels.linear.module import NativeWeight
-from kvcli.kernels.linear_quantized import Bits, panels
-from kvcli.kernels.linear_quantized.experts import Codes, quantize_experts_
+from kvcli.kernels.linear_quantized import Bits, Codes, quantize_experts_
 from kvcli.kernels.moe_linear import ExpertWeights, reference, tensor
 from kvcli.kernels.moe_linear.tensor import Experts
-from kvcli.kernels.rms_norm.module import norm_
+from kvcli.kernels.rms_norm import norm_
 from tests import make
 from tests.families import build
 
@@ -48,10 +48,10 @@ def rows(m: int, dtype: torch.dtype) -> Tensor:
 def test_quantized_experts_are_the_weights_that_their_codes_stand_for(
     way: str, bits: Bits, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
-    if way == "native" and not panels.serves(dtype):
+    if way == "native" and not linear_quantized.serves(dtype):
         pytest.skip(built.why_not())
     if way == "torch":
-        monkeypatch.setattr(panels, "serves", lambda dtype: False)
+        monkeypatch.setattr(linear_quantized, "serves", lambda dtype: False)
     plain = Codes.of(weights(dtype), bits, native=False)
     codes = plain if way == "plain" else plain.native()
     x = rows(13, dtype)  # two more than are sent anywhere

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.engine import run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import Draft, ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.rows import Draft, Rows
+from kvcli.engine.resources import use_threads
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.threads import use_threads
 from kvcli.kernels import native as built
 from kvcli.kernels.linear import linear, pack
 from kvcli.kernels.native import build

@@ -13,7 +13,7 @@ import pytest
 import kvcli
 from kvcli.chat.model import Model
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, KvcliError, UsageError
-from kvcli.models.hashes import code_hash
+from kvcli.models.catalog import code_hash
 from kvcli.quality.agree import agreement
 from kvcli.quality.answer import QualityJob, answers
 from kvcli.quality.controls import full_profile, rows
@@ -179,7 +179,7 @@ def test_answers_of_the_code_before_a_change_are_not_taken_for_those_behind_it(
     code = tmp_path / "kvcli" / "quality" / "fingerprint.py"
     code.parent.mkdir(parents=True)
     code.write_text("x = 1")
-    monkeypatch.setattr("kvcli.models.hashes.__file__", str(code))
+    monkeypatch.setattr("kvcli.models.catalog.__file__", str(code))
     code_hash.cache_clear()
     before = fingerprint(model)
     assert fingerprint(model) == before

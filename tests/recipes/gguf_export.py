@@ -16,10 +16,10 @@ from safetensors import safe_open
 
 from kvcli.errors import BadModel
 from kvcli.files import check_room, private_folder, replacing
+from kvcli.models.catalog import Hashes, Stamped
 from kvcli.models.family import read_config
-from kvcli.models.gguf.conversion_cache import FOLDER, KEPT, fingerprint, forget, use
-from kvcli.models.gguf.names import HEAD, SETTINGS, WRITTEN, Layout
-from kvcli.models.hashes import Hashes, Stamped
+from kvcli.models.gguf.convert import FOLDER, KEPT, fingerprint, forget, use
+from kvcli.models.gguf.header import HEAD, SETTINGS, WRITTEN, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ import torch
 
 from kvcli.errors import BadInput, BadModel
 from kvcli.models import source
-from kvcli.models.gguf.conversion_cache import KEPT, fingerprint
-from kvcli.models.hashes import Hashes
+from kvcli.models.catalog import Hashes
+from kvcli.models.gguf.convert import KEPT, fingerprint
 from tests.families import build
 from tests.recipes.gguf_export import VERSION, export, permuted
 from tests.twins import flipped, put

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable
 from random import Random
 
+from kvcli.demo import place as place_name
 from kvcli.demo.report import write_report
-from kvcli.demo.words import place as place_name
 from kvcli.summarize.check import Passage
 from kvcli.summarize.citations import Place
 from kvcli.summarize.claim_words import STOP, sentences, words

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcli.summarize.point_stream import PointStream, unique
-from kvcli.summarize.points import point_of
+from kvcli.summarize.points import PointStream, point_of, unique
 from kvcli.summarize.result import Point, written
 from kvcli.summarize.split import Splitter, split
 

@@ -9,10 +9,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvcli.drafts.draft_settings import DraftSettings
-from kvcli.drafts.tree.acceptance_rates import AcceptanceRates
-from kvcli.drafts.tree.tree import DraftCandidate
+from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate
 from kvcli.drafts.tree.tree_drafter import TreeDrafter
-from kvcli.engine.drafting.report import AcceptanceByMatch
+from kvcli.engine.stats import AcceptanceByMatch
 
 
 class Followers:

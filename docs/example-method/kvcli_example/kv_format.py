@@ -23,11 +23,11 @@ class RoundedSlots(BlockFormat):
     """Quantize each key and each value with one range, as `kv.k_bits` and `kv.v_bits` say."""
 
     def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
-        from kvcli.kv.formats.quantization import quantize
+        from kvcli.kv.formats.format import quantize
 
         return *quantize(k, kv.k_bits, -1), *quantize(v, kv.v_bits, -1)
 
     def dequantize(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
-        from kvcli.kv.formats.quantization import dequantize
+        from kvcli.kv.formats.format import dequantize
 
         return dequantize(codes[:3], kv.k_bits, exact), dequantize(codes[3:], kv.v_bits, exact)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvcli.commands.common.stdout import print_json, print_lines, print_table
+from kvcli.commands.common.output import print_json, print_lines, print_table
 from kvcli.errors import ExitStatus
 
 if TYPE_CHECKING:

@@ -108,7 +108,7 @@ def run(setup: Setup, typed: Mapping[str, Any], out: BenchOutput, dry_run: bool)
 def prepare(setup: Setup, asked: BenchArguments, found: Source, quality: Quality | None, bar: Bar) -> Bench:
     """Return the benchmark, with no model loaded yet."""
     bar.show(0, 0, f"loading {setup.name}")
-    from kvcli.commands.common.interrupt import insisting
+    from kvcli.commands.common.exits import insisting
 
     with insisting():
         from kvcli.bench.profile_side import Models

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 
 from kvcli.commands.bench.options import Format
 from kvcli.commands.common.flags import listed
-from kvcli.commands.common.output_file import output_file
-from kvcli.commands.common.stdout import print_json, print_table
+from kvcli.commands.common.output import output_file, print_json, print_table
 from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError, writing
 from kvcli.files import try_folder, write_output
-from kvcli.render.terminal.numbers import plural
-from kvcli.render.terminal.terminal import Terminal
+from kvcli.render.terminal.terminal import Terminal, plural
 from kvcli.safe_output import escaped, neutralise
 
 if TYPE_CHECKING:

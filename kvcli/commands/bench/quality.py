@@ -39,7 +39,7 @@ def suite(world: Environment, asked: BenchArguments, bar: Bar) -> Suite | None:
     lengths = contexts(typed.quality_lengths, "--quality-lengths") if typed.quality_lengths else None
 
     def run(model: Model, profiles: list[Profile]) -> QualityDocument | None:
-        from kvcli.commands.common.interrupt import Interrupt
+        from kvcli.commands.common.exits import Interrupt
         from kvcli.files import private_folder
         from kvcli.quality.agree import agreement
         from kvcli.quality.run import LENGTHS, N, run_quality

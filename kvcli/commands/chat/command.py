@@ -2,31 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from os.path import expanduser
 from typing import TYPE_CHECKING
 
 import typer
 
 from kvcli.commands.common import flags as o
-from kvcli.commands.common.memory_check import MemoryWishes
-from kvcli.errors import DoesNotFit, ExitStatus, UsageError
+from kvcli.commands.common.inputs import tell
+from kvcli.commands.common.load_model import MemoryWishes
+from kvcli.errors import BadInput, DoesNotFit, ExitStatus, UsageError
+from kvcli.models.grammar import Grammar
+from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
     from kvcli.api import Event, Turn
     from kvcli.chat.conversation import Chat
     from kvcli.chat.document_pack import Pack
+    from kvcli.chat.model import Model
     from kvcli.chat.saved_chats import OpenedChat
-    from kvcli.commands.chat.answer_constraint import AnswerConstraint
     from kvcli.commands.chat.repl import Repl
     from kvcli.commands.common.inputs import Question
-    from kvcli.commands.common.memory_check import CheckedRun
+    from kvcli.commands.common.load_model import CheckedRun
     from kvcli.commands.common.run_setup import Setup
+    from kvcli.engine.sequence.constraint import Constraint
     from kvcli.environment import Environment
-    from kvcli.models.grammar import Grammar
     from kvcli.render.terminal.screen import Screen
     from kvcli.settings.profile import Profile
+
+# Structured output: the grammar of --schema, --grammar or --json-object, read before a model loads.
+
+
+LARGEST = 1 << 20  # bytes of a schema or a grammar, at most
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerConstraint:
+    """The constraint on the answers of this run."""
+
+    name: str
+    constraint: Constraint
+    stops: Collection[int]
+
+    def missed(self, turn: Turn) -> str:
+        """Return a note if the length limit cut the answer before it was complete; else ""."""
+        from kvcli.engine.sequence.constraint import is_whole
+
+        if turn.finish != "length" or is_whole(self.constraint, turn.ids, self.stops):
+            return ""
+        return f"the answer reached its length limit before it was complete {self.name}; use a larger --max-new-tokens"
+
+
+def constrain(model: Model, grammar: Grammar, screen: Screen) -> AnswerConstraint:
+    """Constrain the model's answers to the grammar."""
+    from kvcli.render.turn.turn_view import busy_word
+
+    with busy_word(screen, "reading the vocabulary"):
+        return AnswerConstraint(grammar.name, model.constraint(grammar), model.lm.stop_ids)
+
+
+def read_grammar(world: Environment, schema: str | None, rules: str | None, json_object: bool) -> Grammar | None:
+    """Return the grammar of the options, if there is one."""
+    typed = [flag for flag, value in (("--schema", schema), ("--grammar", rules)) if value is not None]
+    typed += ["--json-object"] if json_object else []
+    if len(typed) > 1:
+        raise UsageError(f"{' and '.join(typed)} exclude each other", try_=["only one of them"])
+    if schema is not None:
+        raw = _read(world, schema, "bad_schema")
+        try:
+            return Grammar.of_schema(parse_object(raw), schema)
+        except Unfit as error:
+            raise BadInput(f"{schema} {error}", code="bad_schema") from None
+    if rules is not None:
+        raw = _read(world, rules, "bad_grammar")
+        try:
+            return Grammar.of_text(raw.decode("utf-8-sig"), rules)
+        except UnicodeDecodeError as error:
+            raise BadInput(f"{rules} is not UTF-8: at byte {error.start:,}", code="bad_grammar") from None
+    return Grammar.json_object() if json_object else None
+
+
+def _read(world: Environment, name: str, code: str) -> bytes:
+    try:
+        return read_small(world.cwd / os.path.expanduser(name), LARGEST)
+    except Unfit as error:
+        raise BadInput(f"{name} {error}", code=code) from None
+
+
+# The --pack option: the pack's model and settings, and options that may be combined with it.
+
+
+def pack_of(world: Environment, typed: str, others: Sequence[object], flags: str) -> Pack:
+    """Open the pack, which has its own documents. Raises UsageError if one of the options `others` is typed too."""
+    from kvcli.chat.document_pack import open_pack
+
+    if any(others):
+        raise UsageError(
+            f"--pack excludes {flags}: the pack contains its documents",
+            try_=["--pack NAME.kvs alone", "kvcli pack FILE... -o NAME.kvs, with all files and the system text"],
+        )
+    return open_pack(world.cwd / expanduser(typed))
+
+
+def packed_model(world: Environment, packed: Pack) -> str:
+    """Return the model that made the pack. Raises BadInput if the model is not known here."""
+    from kvcli.commands.chat.save_chat import known_here
+
+    return known_here(world, packed.about.model, packed.folder.name, "packs")
+
+
+def profile_of(setup: Setup, packed: Pack | None) -> Profile:
+    """Return the profile typed, or else that of the pack with the settings of its KV cache, which are printed.
+
+    Raises BadInput if the options typed contradict the settings of the pack.
+    """
+    if packed is None:
+        return setup.profile()
+    setup.usual, setup.packed = packed.about.profile, packed.about.settings
+    profile = setup.profile()
+    packed.refuse_under(profile)
+    if setup.taken:
+        said = ", ".join(f"{key}={value}" for key, value in setup.taken.items())
+        tell(setup.world, f"settings from {packed.folder.name}: {said}")
+    return profile
+
 
 app = typer.Typer(add_completion=False)
 
@@ -75,9 +177,6 @@ def chat(
     The answer goes to stdout, everything else to stderr. "KV" in the figures
     is the KV cache: keys and values of all tokens, computed only once.
     """
-    from kvcli.commands.chat.answer_constraint import read_grammar
-    from kvcli.commands.chat.pack_option import model_of as packed_model
-    from kvcli.commands.chat.pack_option import pack_of, profile_of
     from kvcli.commands.common.inputs import STDIN, files_of, read_question
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.models.suggest_model import find_model, tell_toy
@@ -151,7 +250,6 @@ def answer(
     packed: Pack | None = None,
 ) -> int:
     """Load the model and answer one question, or start the interactive chat."""
-    from kvcli.commands.chat.answer_constraint import constrain
     from kvcli.commands.chat.save_chat import about, keep, keep_read, sessions_of
     from kvcli.commands.common.inputs import tell
     from kvcli.commands.common.load_model import load_model
@@ -217,8 +315,8 @@ def ask_once(
     held: AnswerConstraint | None = None,
 ) -> int:
     """Answer one question. Ctrl-C ends the answer after the current pass; the text so far is kept."""
+    from kvcli.commands.common.exits import Interrupt
     from kvcli.commands.common.inputs import tell
-    from kvcli.commands.common.interrupt import Interrupt
 
     profile, constraint = run.profile, held.constraint if held is not None else None
     with Interrupt(world.clock) as cancel, closing(talk.stream(text, cancel=cancel, constraint=constraint)) as events:
@@ -266,7 +364,6 @@ def converse(
     rules: Grammar | None = None,
 ) -> int:
     """Run the interactive chat."""
-    from kvcli.commands.chat.answer_constraint import constrain
     from kvcli.commands.chat.repl import run_repl
     from kvcli.commands.chat.save_chat import about
     from kvcli.commands.chat.slash import SLASH

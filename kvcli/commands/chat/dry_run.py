@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.commands.common.inputs import read_file
-from kvcli.commands.common.memory_check import outlook_of
+from kvcli.commands.common.load_model import outlook_of
+from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import refuse_beyond
-from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.commands.models.command import kind_of, look_at
 from kvcli.errors import ExitStatus, KvcliError
-from kvcli.render.terminal.numbers import ORDERS, count, long_size
+from kvcli.render.terminal.terminal import ORDERS, count, long_size
 from kvcli.schemas.listings import PlanDocument
 
 if TYPE_CHECKING:

@@ -16,17 +16,14 @@ from kvcli.commands.chat import line_editor
 from kvcli.commands.chat.save_chat import keep, keep_read
 from kvcli.commands.chat.slash_table import SlashTable
 from kvcli.commands.common.background import in_background
-from kvcli.commands.common.error_exit import machine_gave_out
+from kvcli.commands.common.exits import Interrupt, machine_gave_out
 from kvcli.commands.common.inputs import well_formed
-from kvcli.commands.common.interrupt import Interrupt
 from kvcli.documents.decode import decode
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, ExitStatus, KvcliError
 from kvcli.render.terminal.errors import print_error, print_warning
-from kvcli.render.terminal.keyboard import echo
-from kvcli.render.terminal.screen import Screen
-from kvcli.render.terminal.terminal import text_width
-from kvcli.render.terminal.wrap import folded
+from kvcli.render.terminal.screen import Screen, echo
+from kvcli.render.terminal.terminal import folded, text_width
 from kvcli.render.turn.status_row import ProcessMemory, RowOptions
 from kvcli.render.turn.turn_view import show_turn
 

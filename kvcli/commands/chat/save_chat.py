@@ -6,9 +6,9 @@ import shlex
 from typing import TYPE_CHECKING
 
 from kvcli.chat.saved_chats import SavedChats
-from kvcli.commands.common.interrupt import Interrupt
+from kvcli.commands.common.exits import Interrupt
 from kvcli.errors import BadInput, BadModel
-from kvcli.render.terminal.numbers import long_size, plural
+from kvcli.render.terminal.terminal import long_size, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

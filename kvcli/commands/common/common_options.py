@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 import typer.main
 
+from kvcli.commands.common.exits import start_log
 from kvcli.commands.common.flags import ModelOption, option
-from kvcli.commands.common.log import start_log
 from kvcli.environment import Environment
 from kvcli.errors import UsageError
 

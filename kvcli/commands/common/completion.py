@@ -14,8 +14,7 @@ from kvcli.commands.models.model_names import known
 from kvcli.errors import KvcliError
 from kvcli.models.catalog import CATALOG
 from kvcli.settings.profile import load_profile
-from kvcli.settings.registry import registries
-from kvcli.settings.schema import METHOD_TABLES, TABLES
+from kvcli.settings.schema import METHOD_TABLES, TABLES, registries
 from kvcli.settings.values import keys_of, words
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from kvcli.errors import UsageError
-from kvcli.settings.registry import registries
-from kvcli.settings.schema import tokens_of
-from kvcli.settings.settings import Settings
+from kvcli.settings.schema import registries, tokens_of
+from kvcli.settings.values import Settings
 
 
 def option(

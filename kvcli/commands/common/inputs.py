@@ -9,18 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from glob import glob
 
-from kvcli.documents import (
-    BUNDLED,
-    MAX_BYTES,
-    Document,
-    decode,
-    document_of,
-    read_document,
-    split_pages,
-    too_large,
-)
+from kvcli.documents import BUNDLED, MAX_BYTES, Document, decode, document_of, read_document, split_pages, too_large
+from kvcli.documents.decode import HEAD, looks_readable
 from kvcli.documents.read import most_bytes
-from kvcli.documents.sniff import HEAD, looks_readable
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, UsageError, reading
 
@@ -198,7 +189,7 @@ def agrees(world: Environment, question: str) -> bool:
 
 def answer_to(world: Environment, question: str) -> str:
     """Ask on the terminal, and return the answer in lower case."""
-    from kvcli.render.terminal.keyboard import forget_typed
+    from kvcli.render.terminal.screen import forget_typed
 
     forget_typed(world.stdin)
     world.stderr.write(question)

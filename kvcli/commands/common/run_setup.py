@@ -12,20 +12,18 @@ from os.path import exists, expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcli.commands.common.exits import insisting
 from kvcli.commands.common.flags import refuse_implied
-from kvcli.commands.common.interrupt import insisting
 from kvcli.demo import BUNDLED
 from kvcli.errors import BadConfig, BadModel, KvcliError, UsageError
 from kvcli.files import free_bytes
-from kvcli.models import hub, source
-from kvcli.models.catalog import BY_NAME
-from kvcli.models.fetch import stands_for
-from kvcli.settings.config import Config, load_config
-from kvcli.settings.effects import LOSSY, SMALLER
-from kvcli.settings.profile import Profile, load_profile
+from kvcli.models import source
+from kvcli.models import source as hub
+from kvcli.models.catalog import BY_NAME, stands_for
+from kvcli.settings.config import Config, Sources, from_environ, from_sets, load_config, set_value
+from kvcli.settings.profile import LOSSY, SMALLER, Profile, load_profile
 from kvcli.settings.schema import METHOD_TABLES, Kv, Load, plain_value
-from kvcli.settings.settings import BY, DEFAULT
-from kvcli.settings.sources import Sources, from_environ, from_sets, set_value
+from kvcli.settings.values import BY, DEFAULT
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
@@ -368,9 +366,8 @@ class Setup:
 
     def pass_times(self, model: Model, tell: Callable[[str], None] = log.info) -> list[PassTime]:
         """Return pass times of this model from `kvcli bench --calibrate`, or from a short measurement."""
-        from kvcli.calibrate.quick import quick_costs
-        from kvcli.calibrate.run import fingerprint_of
-        from kvcli.fit.calibration import load_calibration, machine_fingerprint
+        from kvcli.calibrate.run import fingerprint_of, quick_costs
+        from kvcli.fit.run_log import load_calibration, machine_fingerprint
 
         machine = machine_fingerprint(model.info.device)
         known = load_calibration(self.world.paths.cache, machine, fingerprint_of(model), tell)

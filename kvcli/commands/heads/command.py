@@ -194,7 +194,7 @@ def _layers(text: str | None) -> tuple[int, ...]:
 
 
 def _run(setup: Setup, profile: Profile, ask: ProbeRequest, outlet: HeadsOutput) -> None:
-    from kvcli.commands.common.interrupt import Interrupt, insisting
+    from kvcli.commands.common.exits import Interrupt, insisting
     from kvcli.render.bench.progress import progress
     from kvcli.render.terminal.screen import Screen
 

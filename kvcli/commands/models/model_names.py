@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcli.demo import BUNDLED
-from kvcli.models.catalog import BY_NAME
-from kvcli.models.fetch import file_of
-from kvcli.models.hub import cached_ids
+from kvcli.models.catalog import BY_NAME, file_of
+from kvcli.models.source import cached_ids
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,14 +6,54 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.commands.common.inputs import STDIN, answer_to, tell
+from kvcli.commands.common.inputs import STDIN, agrees, answer_to, tell
+from kvcli.commands.common.run_setup import config_of
 from kvcli.documents import BUNDLED, split_pages
-from kvcli.errors import KvcliError, UsageError
+from kvcli.errors import KvcliError, UsageError, writing
+from kvcli.files import private_folder, write_output
+from kvcli.settings.problems import bad_config
+from kvcli.settings.small_file import parse_document, read_document, toml_value
 
 if TYPE_CHECKING:
     from kvcli.commands.common.run_setup import Setup
     from kvcli.environment import Environment
     from kvcli.fit.available_memory import AvailableMemory
+
+# Writing of `default_model` to the user's config file, with the rest of it unchanged.
+
+
+KEY = "default_model"
+
+
+def offer_default(world: Environment, name: str, wanted: bool) -> None:
+    """Make the model the default, if `wanted` or after a yes of the user."""
+    if config_of(world).default_model == name:
+        if wanted:
+            tell(world, f"{KEY} is {name} already")
+        return
+    if not wanted and not agrees(world, "make it the default model?"):
+        return
+    file = world.paths.config / "config.toml"
+    with writing(file):
+        private_folder(file.parent)
+        old = read_document(file, str(file)) if file.exists() else parse_document("", str(file))
+        if old.problems:
+            raise bad_config(old.problems)
+        write_output(file, with_default(old.text, name))
+    after = config_of(world).default_model
+    tell(world, f"set {KEY} = {name} in {file}" + ("" if after == name else f", but another file sets {after}"))
+
+
+def with_default(text: str, name: str) -> str:
+    """Return the text of a config file with another default model."""
+    mark = parse_document(text, "").marks.get((KEY,))
+    if mark is None:  # a new key is the first line, which is in no table
+        return f"{KEY} = {toml_value(name)}\n{text}"
+    lines = text.split("\n")
+    (first, start), (last, end) = mark.value, mark.end
+    lines[first - 1 : last] = [lines[first - 1][: start - 1] + toml_value(name) + lines[last - 1][end - 1 :]]
+    return "\n".join(lines)
+
 
 FEW = 3  # models of this machine in a suggestion
 
@@ -74,7 +114,7 @@ def suggest_models(setup: Setup) -> tuple[AvailableMemory, list[ModelSuggestion]
     """Return the memory of this machine and models that fit: models on it first, then downloads in several sizes."""
     from kvcli.fit import available_memory
     from kvcli.models import catalog
-    from kvcli.render.terminal.numbers import long_size
+    from kvcli.render.terminal.terminal import long_size
 
     found = available_memory.look()
     usable = found.usable
@@ -98,7 +138,7 @@ def _here(setup: Setup, usable: int) -> list[ModelSuggestion]:
     from kvcli.demo import BUNDLED
     from kvcli.models import catalog
     from kvcli.models.shape import shape_of
-    from kvcli.render.terminal.numbers import long_size
+    from kvcli.render.terminal.terminal import long_size
 
     found = list[tuple[int, ModelSuggestion]]()
     for name, _ in known(setup.config, setup.world.paths.data):
@@ -124,7 +164,7 @@ def _toy(names: Sequence[str]) -> str:
 
 def _fitting(room: AvailableMemory, offers: Sequence[ModelSuggestion]) -> str:
     from kvcli.models.catalog import TOKENS
-    from kvcli.render.terminal.numbers import count, long_size
+    from kvcli.render.terminal.terminal import count, long_size
 
     here = f"{long_size(room.available)} are available on {room.device}"
     return f"{here}; models that fit, with download size and memory for {count(TOKENS)} tokens:" if offers else here
@@ -152,8 +192,7 @@ def _ask(
     names: Sequence[str], room: AvailableMemory, offers: Sequence[ModelSuggestion], world: Environment
 ) -> ModelSuggestion:
     """Ask for a choice on the terminal; raises UsageError for any other answer."""
-    from kvcli.render.terminal.terminal import Terminal
-    from kvcli.render.terminal.wrap import folded
+    from kvcli.render.terminal.terminal import Terminal, folded
 
     err = Terminal.of(world, "stderr")
     rows = [_toy(names), _fitting(room, offers)]

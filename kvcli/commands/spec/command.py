@@ -50,7 +50,7 @@ def doctor(
     verification passes by draft size, the acceptance rate of each draft
     source, and what lookahead adds.
     """
-    from kvcli.commands.common.stdout import print_json, print_lines
+    from kvcli.commands.common.output import print_json, print_lines
     from kvcli.render.spec import doctor_lines
 
     setup = _setup(context)
@@ -89,7 +89,7 @@ def tune(
 
     Each text is prefilled once; then all settings continue it alternately.
     """
-    from kvcli.commands.common.stdout import print_json, print_lines
+    from kvcli.commands.common.output import print_json, print_lines
     from kvcli.commands.spec.tuned_profile import place, write
     from kvcli.render.spec import tune_lines
 
@@ -123,7 +123,7 @@ def _model(setup: Setup) -> Iterator[tuple[Model, Bar]]:
     """Load the model under its profile, with sampling as in a benchmark."""
     from kvcli.bench.recipe import drawing
     from kvcli.commands.bench.request import temperature
-    from kvcli.commands.common.interrupt import insisting
+    from kvcli.commands.common.exits import insisting
     from kvcli.render.bench.progress import progress
     from kvcli.render.terminal.screen import Screen
 

@@ -13,7 +13,7 @@ from kvcli.version import __version__
 if TYPE_CHECKING:
     from kvcli.bench.drafting import TimedRun, TunedSettings
     from kvcli.chat.model import Model
-    from kvcli.engine.drafting.report import DraftReport
+    from kvcli.engine.stats import DraftReport
     from kvcli.render.bench.progress import Bar
     from kvcli.schemas.fit import PassTime
 

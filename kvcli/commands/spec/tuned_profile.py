@@ -11,7 +11,7 @@ from kvcli.commands.common.run_setup import sources
 from kvcli.commands.profiles import write_new
 from kvcli.errors import BadInput, UsageError
 from kvcli.settings.config import NAME, load_config
-from kvcli.settings.toml_positions import toml_value
+from kvcli.settings.small_file import toml_value
 
 if TYPE_CHECKING:
     from kvcli.bench.drafting import TunedSettings

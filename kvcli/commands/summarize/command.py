@@ -61,8 +61,8 @@ def summarize(
     could not be confirmed ends in "?". Finished parts are saved: after Ctrl-C
     the same command continues with the next part.
     """
-    from kvcli.commands.chat.pack_option import model_of, pack_of, profile_of
-    from kvcli.commands.common.memory_check import MemoryWishes
+    from kvcli.commands.chat.command import pack_of, packed_model, profile_of
+    from kvcli.commands.common.load_model import MemoryWishes
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.models.suggest_model import find_model
     from kvcli.commands.summarize.documents import ReadOptions, of_pack, password_of, read_all
@@ -84,7 +84,7 @@ def summarize(
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
     others = [files, pages, type_, password_file, extract_only, each, mode != "auto", chunk, overlap]
     packed = pack_of(world, pack, others, ALONE) if pack is not None else None
-    named = model_of(world, packed) if packed is not None and model is None else model
+    named = packed_model(world, packed) if packed is not None and model is None else model
     setup = Setup(world, named, f.profile_flags(context.params), exact, is_typed=model is not None)
     if not extract_only:  # extraction needs no model
         find_model(setup, files or [])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.commands.common.inputs import STDIN, read_file, read_stdin
 from kvcli.documents import BUNDLED, Document, document_of, split_pages
-from kvcli.documents.sniff import HEAD, check_type, sniff
+from kvcli.documents.decode import HEAD, check_type, sniff
 from kvcli.errors import BadInput, KvcliError, UsageError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from kvcli.render.terminal.errors import print_error
 
 if TYPE_CHECKING:
     from kvcli.chat.document_pack import Pack
-    from kvcli.commands.common.memory_check import MemoryWishes
+    from kvcli.commands.common.load_model import MemoryWishes
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.summarize.documents import InputDocument, InputDocuments
     from kvcli.commands.summarize.output import SummaryOutput

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.commands.common.output_file import output_file
-from kvcli.commands.common.stdout import print_json
+from kvcli.commands.common.output import output_file, print_json
 from kvcli.commands.summarize.options import Form
 from kvcli.documents import split_pages
 from kvcli.errors import BadInput, UsageError, writing

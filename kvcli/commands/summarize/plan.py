@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvcli.render.terminal.terminal import Terminal
 
 if TYPE_CHECKING:
-    from kvcli.commands.common.memory_check import MemoryWishes
+    from kvcli.commands.common.load_model import MemoryWishes
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.summarize.documents import InputDocument
     from kvcli.commands.summarize.job import SummaryJob
@@ -41,7 +41,7 @@ def print_plans(job: SummaryJob) -> None:
 
 def look(setup: Setup, profile: Profile, wanted: MemoryWishes) -> tuple[PlanWindow, Wording]:
     """Return the facts about the model that a plan needs, from its files."""
-    from kvcli.commands.common.memory_check import outlook_of
+    from kvcli.commands.common.load_model import outlook_of
     from kvcli.commands.common.run_setup import refuse_beyond
     from kvcli.commands.fit import others_of
     from kvcli.engine.loading.weights import keeps_quantized
@@ -70,9 +70,8 @@ def look(setup: Setup, profile: Profile, wanted: MemoryWishes) -> tuple[PlanWind
 
 def _passes(setup: Setup, outlook: Preflight, fitted: Fitted) -> list[PassTime]:
     """Return pass times measured by `kvcli bench --calibrate` or by an earlier run."""
-    from kvcli.calibrate.quick import kept_times
-    from kvcli.calibrate.run import fingerprint_in
-    from kvcli.fit.calibration import load_calibration, machine_fingerprint
+    from kvcli.calibrate.run import fingerprint_in, kept_times
+    from kvcli.fit.run_log import load_calibration, machine_fingerprint
 
     cache, machine = setup.world.paths.cache, machine_fingerprint(fitted.room.device, fitted.profile.load.threads)
     key = fingerprint_in(fitted, outlook.subject, setup.name, cache)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from kvcli.api import Turn
     from kvcli.chat.text_session import TextSession
-    from kvcli.commands.common.interrupt import Interrupt
-    from kvcli.commands.common.memory_check import CheckedRun
+    from kvcli.commands.common.exits import Interrupt
+    from kvcli.commands.common.load_model import CheckedRun
     from kvcli.commands.summarize.documents import InputDocument
     from kvcli.commands.summarize.job import SummaryJob
     from kvcli.render.summarize.view import SummaryView
@@ -83,7 +83,7 @@ def _refuse_early(job: SummaryJob) -> None:
 
 
 def _summarize(job: SummaryJob) -> int:
-    from kvcli.commands.common.interrupt import Interrupt
+    from kvcli.commands.common.exits import Interrupt
     from kvcli.commands.common.load_model import load_model
     from kvcli.summarize.plan import PlanWindow
     from kvcli.summarize.wording import wording_of

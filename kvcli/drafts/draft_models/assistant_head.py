@@ -19,8 +19,7 @@ from kvcli.drafts.draft_models.hidden_state_head import HiddenStateHead
 from kvcli.drafts.draft_models.mtp_head import recompute_hidden_states
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.gemma4_assistant import kv_source_layers
-from kvcli.engine.forward_request import ForwardRequest, Steps
-from kvcli.engine.rows import Rows
+from kvcli.engine.forward_request import ForwardRequest, Rows, Steps
 from kvcli.kv.tiers.device_tables import DeviceCache
 
 if TYPE_CHECKING:

@@ -10,29 +10,232 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
-from kvcli.drafts.draft_models.chunk_scores import Query, best, relevance
-from kvcli.drafts.draft_models.chunk_store import KV, ChunkStore
-from kvcli.drafts.draft_models.chunk_trigger import Trigger
 from kvcli.drafts.draft_models.separate_model import SeparateDraftModel
-from kvcli.engine.forward_request import ForwardRequest, Steps
-from kvcli.engine.rows import Hears, Rows
+from kvcli.engine.forward_request import ForwardRequest, Hears, Rows, Steps
 from kvcli.engine.sequence.commit import commit
+from kvcli.kernels.attention_mass import attention_mass
 from kvcli.kernels.rope import rotate, unrotate
-from kvcli.kv.slots import Slots, Usage
+from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Slots, Usage
 from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvcli.engine.drafting.drafter import DraftContext
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.stats import Step
-    from kvcli.kv.slots import AttentionParams
+
+# Chunk scores: attention of the target model's last accepted token to each chunk of a sequence (SpecExtend's
+# cross-model retrieval, arXiv 2505.20776).
+#
+# The paper makes the last layer dense in every scoring pass, for all rows over the whole sequence. Here the pass is
+# unchanged, and the softmax of one row is computed afterwards over the stored keys. This needs memory for one row only,
+# works with every KV format, and changes no bit of the pass.
+
+
+STAYS = 1.1  # a stored chunk is replaced by one with more than this multiple of its score
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Query vectors of one accepted row, by layer."""
+
+    of: Mapping[int, Tensor]  # [H, 1, D]
+    at: int  # position of the row
+
+
+def relevance(
+    kv: KVCache, attention_params: Mapping[int, AttentionParams], query: Query, first: int, size: int
+) -> list[float]:
+    """Return the attention mass of the row on each whole chunk of `size` tokens after the `first` tokens, summed over
+    all heads of the layers in `attention_params`. Slots that are not in the cache have none."""
+    n = max(0, query.at + 1 - first) // size
+    total: Tensor | None = None
+    for layer, sight in attention_params.items():
+        s, q = kv.slots(layer), query.of[layer]
+        at = torch.tensor([query.at], device=q.device)
+        mass = attention_mass(q, at, s.k, s.pos, sight.scale, softcap=sight.softcap, window=sight.window)  # [K, S]
+        chunk = (s.pos - first).div(size, rounding_mode="floor").long()
+        chunk = chunk.where((chunk >= 0) & (chunk < n), n)  # slots outside of all chunks are summed in one more entry
+        if total is None:
+            total = mass.new_zeros(n + 1)
+        total.index_add_(0, chunk.flatten(), mass.flatten())
+    return [] if total is None else total[:n].tolist()
+
+
+def best(score: Sequence[float], among: Sequence[int], held: Collection[int], most: int) -> list[int]:
+    """Return the `most` chunks with the highest scores, best first; of equal ones the newest come first."""
+
+    def worth(chunk: int) -> tuple[float, int]:
+        seen = score[chunk] if chunk < len(score) else 0.0
+        return seen * (STAYS if chunk in held else 1.0), chunk
+
+    return sorted(among, key=worth, reverse=True)[:most]
+
+
+# KV of a sequence by chunk, stored beside the draft model's cache, to restore evicted chunks without a pass.
+
+
+# k [K, S, D], v [K, S, E] of one layer; keys are stored before rotary embedding if positions are contiguous
+KV = tuple[Tensor, Tensor]
+
+
+class ChunkStore:
+    """Chunks of `size` tokens by number, on any device. A chunk is one tensor over all layers and is copied at once."""
+
+    def __init__(self, shapes: Sequence[LayerShape], size: int, device: torch.device | str) -> None:
+        """`shapes`: of the layers that store KV."""
+        self._shapes, self._size, self._device = shapes, size, device
+        self._held: dict[int, Tensor] = {}  # [F]
+        self._end = 0  # upper bound of the chunk numbers
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._held
+
+    def put(self, first: int, layers: Sequence[KV]) -> None:
+        """Store the chunks from number `first` on; every layer has the same tokens, in whole chunks."""
+        held = [t for of, kv in zip(self._shapes, layers, strict=True) for t in kv[: _tensors(of)]]
+        rows = [t.view(len(t), -1, self._size, t.shape[2]).movedim(1, 0).flatten(1) for t in held]
+        for chunk, one in enumerate(torch.cat(rows, 1).to(self._device), first):
+            self._held[chunk], self._end = one, max(self._end, chunk)
+
+    def of(self, chunks: Sequence[int], device: torch.device) -> list[KV]:
+        """Return these chunks, at least one, concatenated per layer."""
+        held = torch.stack([self._held[chunk] for chunk in chunks]).to(device)  # [M, F]
+        each = [(s.n_kv_heads, self._size, dim) for s in self._shapes for dim in (s.k_dim, s.v_dim)[: _tensors(s)]]
+        parts = torch.split(held, [a * b * c for a, b, c in each], 1)
+        flat = iter([part.view(-1, *of).movedim(0, 1).flatten(1, 2) for part, of in zip(parts, each, strict=True)])
+        return [(k := next(flat), k if of.rank else next(flat)) for of in self._shapes]
+
+    def crop(self, n: int) -> None:
+        """Remove chunk n and all after it."""
+        if n <= self._end:
+            self._held = {chunk: one for chunk, one in self._held.items() if chunk < n}
+            self._end = n - 1
+
+    def usage(self) -> list[Usage]:
+        """Memory of all layers as one entry."""
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in self._held.values()}
+        size = sum(storage.nbytes() for storage in storages.values())
+        return [Usage(0, "draft chunks", len(self._held) * self._size, size)] if size else []
+
+
+def _tensors(of: LayerShape) -> int:
+    """Return the number of stored tensors: keys and values, or one latent that is both."""
+    return 1 if of.rank else 2
+
+
+# Triggers that decide when chunks are scored again.
+
+
+LEAST, MOST = 2, 32  # engine steps between two scorings
+FALL = 0.15  # drop of the recent acceptance rate of first draft tokens below the long-term one
+DOUBT = 0.5  # share of the average confidence below which the draft model counts as unsure
+TRIED, WAITED = 3, 8  # scorings without effect, each watched for WAITED steps, after which only periodic ones remain
+
+
+class Trigger(Protocol):
+    """Trigger: observes every step and decides when the next scoring is due. The first one is due at once."""
+
+    @property
+    def is_near(self) -> bool:
+        """True if a scoring may be due after the coming step."""
+
+    @property
+    def is_due(self) -> bool: ...
+
+    def think(self, sure: float) -> None:
+        """Record the draft model's probability of the coming step's first draft token."""
+
+    def hear(self, was_right: bool | None) -> None:
+        """Record if the first draft token of a finished step was accepted; None = there was none."""
+
+    def looked(self) -> None:
+        """Record that chunks were scored."""
+
+
+class Every:
+    """Trigger with a fixed number of steps between scorings."""
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds, self._since = rounds, math.inf
+
+    @property
+    def is_near(self) -> bool:
+        return self._since + 1 >= self._rounds
+
+    @property
+    def is_due(self) -> bool:
+        return self._since >= self._rounds
+
+    def think(self, sure: float) -> None:
+        return
+
+    def hear(self, was_right: bool | None) -> None:
+        self._since += 1
+
+    def looked(self) -> None:
+        self._since = 0
+
+
+class Adaptive:
+    """Trigger that is due when acceptance drops or the draft model is unsure, and periodically in any case.
+
+    SpecExtend announces an adaptive trigger without a description. In its tables a fixed period of 4 or 128 rounds
+    differs by a hundredth, so this trigger reacts to sudden drops only.
+    """
+
+    def __init__(self) -> None:
+        self._since = math.inf
+        self._short = self._long = self._sure = 0.0
+        self._heard = 0  # steps with a draft token
+        self._misses = 0  # in a row
+        self._is_lost = False
+        self._before, self._rose = 0.0, True  # acceptance at the last scoring; was it higher since?
+        self._vain = 0  # scorings in a row that were triggered and changed nothing
+
+    @property
+    def is_near(self) -> bool:
+        return self._since + 1 >= LEAST
+
+    @property
+    def is_due(self) -> bool:
+        if self._since >= MOST:
+            return True
+        if self._since < LEAST or self._vain >= TRIED:
+            return False
+        return self._is_lost or self._misses >= 2 or self._short < self._long - FALL
+
+    def think(self, sure: float) -> None:
+        self._is_lost = sure < DOUBT * self._sure
+        self._sure = 0.9 * self._sure + 0.1 * sure if self._sure else sure
+
+    def hear(self, was_right: bool | None) -> None:
+        self._since += 1
+        if was_right is None:
+            return
+        if not self._heard:
+            self._short = self._long = float(was_right)
+        self._heard += 1
+        self._short, self._long = 0.7 * self._short + 0.3 * was_right, 0.97 * self._long + 0.03 * was_right
+        self._misses = 0 if was_right else self._misses + 1
+        self._rose |= self._since <= WAITED and self._short > self._before
+
+    def looked(self) -> None:
+        self._vain = 0 if self._rose else self._vain + 1
+        self._rose = self._since >= MOST  # a periodic scoring was not triggered, so it cannot fail
+        self._since, self._before, self._misses, self._is_lost = 0, self._short, 0, False
+
+
+def trigger(setting: str) -> Trigger:
+    """Return the trigger of the setting `spec.retrieval`."""
+    return Adaptive() if setting == "adaptive" else Every(int(setting.partition(":")[2]))
+
 
 SPARE = 2  # chunks by which the newest tokens may grow before chunks are chosen again
 LEFT = 96  # tokens of context before chunks that are prefilled separately

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import DraftContext
-    from kvcli.engine.forward_request import Steps
-    from kvcli.engine.rows import Hears
+    from kvcli.engine.forward_request import Hears, Steps
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcli.engine.rows import Hears
+from kvcli.engine.forward_request import Hears
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import DraftContext

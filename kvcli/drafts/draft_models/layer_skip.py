@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvcli.drafts.sources.logit_recycling import top
-from kvcli.engine.forward_request import ForwardRequest
-from kvcli.engine.rows import Rows
+from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.kv.slots import Slots, compact, spans
 from kvcli.kv.tiers.dense import Dense
 

@@ -22,8 +22,7 @@ from kvcli.drafts.draft_models.layer_skip import SEEN, newest_before
 from kvcli.drafts.draft_models.separate_model import shared
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
-from kvcli.engine.forward_request import ForwardRequest, Steps
-from kvcli.engine.rows import Rows
+from kvcli.engine.forward_request import ForwardRequest, Rows, Steps
 from kvcli.engine.sequence.commit import commit
 from kvcli.kv.tiers.dense import Dense
 

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
     from kvcli.drafts.draft_models.layer_skip import LayerSkip
     from kvcli.engine.drafting.drafter import DraftContext
-    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.forward_request import Hears, Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.rows import Hears
     from kvcli.engine.stats import Step
     from kvcli.kernels.attend_invariant import NewRows
     from kvcli.kernels.merge_attention import PartialAttention

@@ -16,9 +16,8 @@ import torch
 
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
-from kvcli.engine.forward_request import ForwardRequest, Steps
+from kvcli.engine.forward_request import ForwardRequest, Hears, Rows, Steps
 from kvcli.engine.hf.rope import rotaries
-from kvcli.engine.rows import Hears, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kernels.rope import Rotary, rotate, unrotate
 from kvcli.kv.recurrent_state import RecurrentStates

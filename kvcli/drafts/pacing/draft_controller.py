@@ -8,13 +8,196 @@ never the text.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from statistics import median, median_low
 
-from kvcli.drafts.pacing.pass_timer import PassTimer
-from kvcli.engine.drafting.report import DraftReport
+from kvcli.engine.stats import DraftReport
+
+# Measure pass times by row count, in units of a pass with one row. Calibrated times serve until measured.
+
+
+# Kernels process rows in blocks, so pass times are a staircase. Row counts that round up to the same stair share times.
+_STAIRS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 257)
+_SLOPE = 0.03  # units per row, assumed for row counts that were never timed
+_STALE = 1024  # passes after which the cost of a row count is forgotten
+_STEADY = 1.33  # plain passes further apart than this factor are not comparable
+
+
+class PassTimer:
+    """Pass times by row count. Medians are used because times on a shared machine are noisy."""
+
+    def __init__(self) -> None:
+        self._now = 0  # passes
+        self._plain: deque[float] = deque(maxlen=5)  # seconds
+        self._units: dict[int, deque[float]] = {}  # stair -> units of passes on it
+        self._medians: dict[int, float] = {}  # stair -> median, for stairs timed more than once
+        self._timed: dict[int, int] = {}  # stair -> pass in which it was last timed
+        self._prior: dict[int, float] = {}  # stair -> units from a calibration; used until the stair is timed
+        # units of 1, 2, ... rows up to the largest known stair; empty = must be recomputed
+        self._stairs: list[float] = []
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a pass with one row; 0 = not measured."""
+        return median(self._plain) if self._plain else 0.0
+
+    @property
+    def measured(self) -> dict[int, float]:
+        """Stair -> units. Of the first two passes the faster one counts, because the first includes preparation."""
+        return dict(sorted(self._medians.items()))
+
+    def expect(self, costs: Mapping[int, float]) -> None:
+        """Set calibrated pass times: rows -> units."""
+        self._prior = {_stair(rows): units for rows, units in costs.items() if rows > 1}
+        self._stairs = []
+
+    def tick(self) -> None:
+        """Count a pass. Costs that were not measured for long are dropped: they may come from one bad moment."""
+        self._now += 1
+        for stair in [stair for stair, when in self._timed.items() if self._now - when > _STALE]:
+            del self._units[stair], self._timed[stair]
+            self._medians.pop(stair, None)
+            self._stairs = []
+
+    def agrees(self, seconds: float) -> bool:
+        """True if the plain pass took about as long as the ones before."""
+        return not self.plain or 1 / _STEADY < seconds / self.plain < _STEADY
+
+    def time_plain(self, seconds: float) -> None:
+        """Record the time of a plain pass."""
+        self._plain.append(seconds)
+
+    def time(self, rows: int, units: float) -> None:
+        """Record that a pass of `rows` rows, more than one, took as long as `units` plain passes."""
+        stair = _stair(rows)
+        times = self._units.setdefault(stair, deque(maxlen=9))
+        times.append(units)
+        if len(times) > 1:
+            self._medians[stair] = median_low(times)
+        self._timed[stair] = self._now
+        self._stairs = []
+
+    def forget_plain(self) -> None:
+        self._plain.clear()
+
+    def costs(self, most: int) -> list[float]:
+        """Return the units of passes with 1, 2, ... `most` rows, interpolated linearly between known stairs."""
+        known = self._stairs = self._stairs or self._climb()
+        return known[:most] + [known[-1] + _SLOPE * i for i in range(1, most - len(known) + 1)]
+
+    def _climb(self) -> list[float]:
+        measured, costs, least = [], [1.0], math.inf
+        for stair, units in sorted((self._prior | self._medians).items(), reverse=True):
+            least = max(1.0, min(least, units))  # fewer rows cannot take longer: a higher value is noise
+            measured.append((stair, least))
+        for stair, units in reversed(measured):
+            step = (units - costs[-1]) / (stair - len(costs))
+            costs += [costs[-1] + step * i for i in range(1, stair - len(costs) + 1)]
+        return costs
+
+    @property
+    def reach(self) -> int:
+        """Largest row count whose cost can be measured next: one stair above the stairs timed lately."""
+        return _stair(max(self._medians, default=1) + 1)
+
+    def knows(self, rows: int) -> bool:
+        """True if passes of this many rows or more were timed lately."""
+        return rows <= max(self._medians, default=1)
+
+    def is_fading(self, rows: int) -> bool:
+        """True if the cost of this many rows is unknown or will soon be dropped."""
+        stair = _stair(rows)
+        return stair > 1 and (len(self._units.get(stair, ())) < 2 or self._now - self._timed[stair] > _STALE // 4)
+
+
+def _stair(rows: int) -> int:
+    return next((stair for stair in _STAIRS if rows <= stair), rows)
+
+
+# Switch a draft source off while it costs more time than it saves.
+#
+# Draft tokens of all sources are verified alike, so each pass shows how many tokens would have been accepted without
+# one source. The difference in tokens per pass must pay for the longer passes at the present speed. Lookahead rows make
+# passes longer; learning from logits and ranking draft tokens takes time between passes. A source that costs more is
+# switched off. The pause doubles each time; afterwards the source is tested for several passes in a row, because its
+# draft tokens take several passes to build up.
+
+
+_BURST = 16  # passes with a source before it is judged
+_FIRST = 3  # passes of a burst after which a source too expensive for any text is switched off
+# most tokens per pass that a source adds: Lookahead gets 1.64 on Spec-Bench, one of which plain decoding gives
+_HOPELESS = 0.6
+_REST, _LONGEST_REST = 128, 4096  # passes; the pause doubles each time the source fails again
+
+
+class SourcePayoff:
+    """Payoff of one draft source (`what` in words): decides if the next pass uses it, and records its gain and cost."""
+
+    def __init__(self, wait: int = 16, what: str = "lookahead") -> None:
+        """`wait`: passes before the first one with the source, in which the speed without it is measured."""
+        self._what = what
+        self._brought: deque[int] = deque(maxlen=_BURST)  # accepted tokens that only this source proposed
+        self._cost: deque[float] = deque(maxlen=9)  # plain passes that a pass with the source takes longer
+        self._wait = wait
+        self._left = 0  # passes until the source is tested again
+        self._rest = _REST
+        self.rested_passes = 0
+        self._why = ""
+
+    @property
+    def cost(self) -> float | None:
+        """Plain passes that a pass with the source takes longer; None = not measured."""
+        return median_low(self._cost) if len(self._cost) > 1 else None
+
+    @property
+    def why(self) -> str:
+        """Reason in words while the source is switched off."""
+        return self._why if self._left else ""
+
+    @property
+    def brought(self) -> float | None:
+        """Recent tokens per pass that only this source proposed."""
+        return sum(self._brought) / len(self._brought) if self._brought else None
+
+    def due(self, cost: float, speed: float) -> bool:
+        """True if the coming pass uses the source. `cost`: estimate used until measured; `speed`: multiple of plain."""
+        if self._wait:
+            self._wait -= 1
+            return False
+        if not self._left and (price := (self.cost if self.cost is not None else cost) * max(1.0, speed)) > _HOPELESS:
+            self._stop(f"{self._what} cost the time of {price:.2f} tokens per pass")
+        if not self._left:
+            return True
+        self._left -= 1
+        self.rested_passes += 1
+        if not self._left:
+            # measured in another context or a bad moment: an old cost must not prevent the next test
+            self._cost.clear()
+        return False
+
+    def observe(self, brought: int, cost: float | None, speed: float) -> None:
+        """Record a pass with it: tokens only it proposed, extra time in plain passes, speed as a multiple of plain."""
+        self._brought.append(brought)
+        if cost is not None:
+            self._cost.append(max(0.0, cost))
+        price = (self.cost or 0.0) * max(1.0, speed)
+        if len(self._cost) >= _FIRST and price > _HOPELESS:
+            self._stop(f"{self._what} cost the time of {price:.2f} tokens per pass")
+        elif len(self._brought) == _BURST:
+            if (worth := self.brought or 0.0) >= price:
+                self._rest = _REST
+            else:
+                self._stop(f"{self._what} added {worth:.2f} tokens per pass and cost the time of {price:.2f}")
+
+    def _stop(self, why: str) -> None:
+        self._left, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
+        self._brought.clear()
+        self._why = why
+
 
 _WARM_UP = 2  # first passes, whose times are ignored (allocation, caches, compilation)
 _FIRST_PLAIN = 3  # plain passes measured before the first draft

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.rows import LookaheadRows
+    from kvcli.engine.forward_request import LookaheadRows
 
 
 class JacobiWindow:
@@ -57,7 +57,7 @@ class JacobiWindow:
         """Return the lookahead rows of this pass; None while no tokens exist to fill them with."""
         import torch
 
-        from kvcli.engine.rows import LookaheadRows
+        from kvcli.engine.forward_request import LookaheadRows
 
         if not self._tokens:
             return None

@@ -15,8 +15,7 @@ from math import exp, inf, log
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kvcli.drafts.tree.acceptance_rates import AcceptanceRates
-from kvcli.drafts.tree.tree import DraftCandidate
+from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate
 from kvcli.kernels.gumbel_noise.host import gumbel_host
 
 if TYPE_CHECKING:
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvcli.engine.drafting.report import AcceptanceByMatch
     from kvcli.engine.sequence.sampler import Sampler
+    from kvcli.engine.stats import AcceptanceByMatch
 
 TOP, WIDE = 8, 32  # successors kept per key, and successors over which probabilities are normalized
 PART = 64  # rows of the table into which a vocabulary is reshaped

@@ -15,18 +15,17 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kvcli.drafts.sources.logit_recycling import NAMES, START, cell, rank_with_noise
-from kvcli.drafts.tree.acceptance_rates import AcceptanceRates
 from kvcli.drafts.tree.growth import Growth, Leaf, TreeNode, TreeShape, sequoia
-from kvcli.drafts.tree.tree import DraftCandidate
+from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate
 from kvcli.errors import KvcliError
 from kvcli.kv.out_of_memory import as_cache_full
 
 if TYPE_CHECKING:
     from kvcli.drafts.draft_models.draft_model import DraftModel
     from kvcli.drafts.sources.prompt_lookup import PromptLookup
-    from kvcli.engine.drafting.report import AcceptanceByMatch
     from kvcli.engine.forward_request import Steps
     from kvcli.engine.sequence.sampler import Sampler
+    from kvcli.engine.stats import AcceptanceByMatch
 
 log = logging.getLogger("kvcli.drafts")
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from kvcli.drafts.pacing.draft_controller import DraftController, Mode
-from kvcli.drafts.pacing.source_payoff import SourcePayoff
+from kvcli.drafts.pacing.draft_controller import DraftController, Mode, SourcePayoff
 from kvcli.drafts.tree.tree import FAINT, SURE, DraftSource, DraftToken, decided, grow
-from kvcli.engine.drafting.report import DraftReport, LookaheadReport
+from kvcli.engine.stats import DraftReport, LookaheadReport
 
 if TYPE_CHECKING:
     from kvcli.drafts.draft_settings import DraftSettings
@@ -18,11 +17,10 @@ if TYPE_CHECKING:
     from kvcli.drafts.sources.logit_recycling import RecycledLogits
     from kvcli.drafts.sources.model_draft import ModelDraft
     from kvcli.drafts.sources.ngram_pool import NgramPool
-    from kvcli.drafts.tree.stop_rules import StopRule
+    from kvcli.drafts.tree.growth import StopRule
     from kvcli.drafts.tree.tree import Beyond
     from kvcli.engine.drafting.drafter import Costs, DraftContext, ViewSpec
-    from kvcli.engine.forward_request import LogitsHook, Steps
-    from kvcli.engine.rows import Draft, LookaheadRows
+    from kvcli.engine.forward_request import Draft, LogitsHook, LookaheadRows, Steps
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
@@ -142,7 +140,7 @@ class TreeDrafter:
         return self._proposal(mode, room)
 
     def _proposal(self, mode: Mode, room: int) -> Draft:
-        from kvcli.engine.rows import Draft  # late: reading a profile must not import torch
+        from kvcli.engine.forward_request import Draft  # late: reading a profile must not import torch
 
         self._draft_tokens = self._grow(mode, room)
         rows = self._rows(self._draft_tokens) if mode is Mode.DRAFT else 0

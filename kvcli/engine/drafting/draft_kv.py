@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import ForwardRequest, ForwardResult, LogitsHook, Steps
-from kvcli.engine.rows import Rows
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, LogitsHook, Rows, Steps
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.recurrent_state import RecurrentStates, StateCheckpoint

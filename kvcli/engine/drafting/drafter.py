@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafting.report import DraftReport
-    from kvcli.engine.forward_request import LogitsHook, Steps
+    from kvcli.engine.forward_request import Draft, LogitsHook, Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.rows import Draft
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.stats import Step
+    from kvcli.engine.stats import DraftReport, Step
     from kvcli.kv.slots import CacheView, KVCache, Usage
     from kvcli.models.retokenizer import TokenMapping
 

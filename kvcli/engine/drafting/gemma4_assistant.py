@@ -17,7 +17,7 @@ from kvcli.engine.hf.cache_shim import target_hidden_states
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.loading import weights
 from kvcli.errors import BadModel
-from kvcli.models.checkpoint_format import CheckpointFormat
+from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.family import read_config
 from kvcli.models.refusals import refuse_quant
 from kvcli.models.source import Source

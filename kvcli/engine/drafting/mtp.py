@@ -18,7 +18,7 @@ from kvcli.engine.hf.cache_shim import target_hidden_states
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.errors import BadModel
 from kvcli.kv.out_of_memory import CacheFull, as_cache_full
-from kvcli.models.library_errors import blame_files
+from kvcli.models.refusals import blame_files
 
 
 class Mtp(PreTrainedModel):  # type: ignore[misc]

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from kvcli.engine.engine import call, run, run_to_end
 from kvcli.engine.forward import ForwardPass
-from kvcli.engine.forward_request import ForwardRequest, Steps
+from kvcli.engine.forward_request import ForwardRequest, Rows, Steps
 from kvcli.engine.hf.model_probe import WITHIN, relative_rms
 from kvcli.engine.prefill.aux_cache import AuxCache
 from kvcli.engine.prefill.layerwise import LayerwisePrefill
-from kvcli.engine.rows import Rows
 from kvcli.errors import BadModel
 from kvcli.kv.slots import AttentionParams, spans
 from kvcli.kv.tiers.dense import Dense
-from kvcli.models.library_errors import blame_files
+from kvcli.models.refusals import blame_files
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM

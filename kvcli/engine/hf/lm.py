@@ -15,37 +15,32 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging
 
-from kvcli import malloc_tuning
+from kvcli import environment
 from kvcli.engine import forward
-from kvcli.engine.cuda_graphs.capture import CudaGraphs
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses
+from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, CudaGraphs
 from kvcli.engine.hf import layer_gate_check, layer_gates, model_probe, model_settings
-from kvcli.engine.hf.batch_invariance import is_batch_variant
 from kvcli.engine.hf.cache_shim import current
-from kvcli.engine.hf.direct_forward import DirectForward, direct_forward_of
-from kvcli.engine.hf.fused_layers import fuse_
-from kvcli.engine.hf.reduced_model import reduced_model
-from kvcli.engine.info import ModelInfo
+from kvcli.engine.hf.fused_layers import DirectForward, direct_forward_of, fuse_
+from kvcli.engine.hf.model_probe import is_batch_variant, reduced_model
 from kvcli.engine.loading import weights
 from kvcli.engine.loading.weight_quantization import quantize_and_place, split, with_devices
-from kvcli.engine.process_memory import drop_pages, free_device_bytes
-from kvcli.engine.threads import use_device, use_threads
+from kvcli.engine.resources import drop_pages, free_device_bytes, use_device, use_threads
+from kvcli.engine.stats import ModelInfo
 from kvcli.errors import BadModel
 from kvcli.kernels import attend_invariant, triton_support
-from kvcli.kernels.cpu_matmul import multiplies
+from kvcli.kernels.invariant_activations import multiplies
+from kvcli.kernels.linear import use_native_linear_
 from kvcli.kernels.linear.experts import lay_out_experts_
-from kvcli.kernels.linear.module import use_native_linear_
-from kvcli.kernels.linear_blocked.module import block_
-from kvcli.kernels.linear_quantized.module import packed_weights
+from kvcli.kernels.linear_blocked import block_
+from kvcli.kernels.linear_quantized import packed_weights
 from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.kernels.rope import Rotary
 from kvcli.kv.offload.transfer import bus_of
-from kvcli.models.checkpoint_format import CheckpointFormat
+from kvcli.models.catalog import Hashes, Stamped, model_files
+from kvcli.models.checkpoint import CheckpointFormat, count
 from kvcli.models.family import read_config
-from kvcli.models.hashes import Hashes, Stamped, model_files
 from kvcli.models.refusals import refuse_quant, refuse_split
-from kvcli.models.sizes import count
 from kvcli.models.source import Source
 
 _ATTENTION = "kvcli"  # our name in transformers' registries
@@ -90,7 +85,7 @@ class LM:
         self.hashes = Hashes()  # hashes of these files, and those of earlier runs if set
         # batch invariant, as tested: a row has the same bits whatever else is in the pass
         self.is_row_invariant = False
-        self.has_pool = False  # native kernels run on threads of their own, once installed (threads.py)
+        self.has_pool = False  # native kernels run on threads of their own, once installed (resources.py)
         self.straight: DirectForward | None = None  # forward pass without transformers' loop, once installed
         self.frames: CapturedPasses | None = None  # captured passes, if the device supports them
         # rotary embedding of keys by layer, once requested (rope.py)
@@ -164,7 +159,7 @@ class LM:
         return lm
 
     @staticmethod
-    @malloc_tuning.return_large_blocks()
+    @environment.return_large_blocks()
     def load(
         source: Source,
         *,

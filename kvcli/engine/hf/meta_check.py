@@ -15,13 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcli.engine.hf import model_settings
 from kvcli.engine.hf.lm import probed, quiet
-from kvcli.engine.loading.build_limit import limit_to_files
+from kvcli.engine.loading.weights import limit_to_files
 from kvcli.errors import BadModel
-from kvcli.models.checkpoint_format import CheckpointFormat, refuse_unpackable
+from kvcli.models.checkpoint import CheckpointFormat, count, refuse_unpackable
 from kvcli.models.family import loader_of, read_config, refuse_unknown_packing, unreadable
-from kvcli.models.gguf import quantizer
-from kvcli.models.library_errors import blame_files
-from kvcli.models.sizes import count
+from kvcli.models.gguf import convert
+from kvcli.models.refusals import blame_files
 from kvcli.models.source import Source
 
 _ATEN = torch.ops.aten
@@ -45,7 +44,7 @@ def _examine(source: Source, kind: str, trust_remote_code: bool) -> str:
         config = read_config(source, trust_remote_code)
         loader = loader_of(source, config, trust_remote_code)
         refuse_unpackable(source.id, source.config, kind)
-        quantizer.register()
+        convert.register()
         refuse_unknown_packing(source, CheckpointFormat.of(source.config))
         model = _outline(source, config, loader)
         text = model.config.get_text_config()

@@ -1,29 +1,101 @@
 """Probe how a loaded model's layers call attention, then compare our logits with its own; refuse the model if they
-differ."""
+differ.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from kvcli.engine.engine import call, run
 from kvcli.engine.forward import PLACE, attention_params_of
-from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.forward_request import Draft, ForwardRequest, Rows
 from kvcli.engine.hf.mla import LatentProjection, latent_of
 from kvcli.engine.hf.recurrent_layers import RecurrentLayerFinder, RecurrentLayers
-from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.errors import BadModel
+from kvcli.kernels import triton_support
+from kvcli.kernels.module_probe import first_and_last, group_by_kind, kind
 from kvcli.kv.recurrent_state import RecurrentStates, StateCheckpoint, apart_by
 from kvcli.kv.slots import AttentionParams, LayerShape
 from kvcli.kv.tiers.dense import Dense
-from kvcli.models.library_errors import blame_files
+from kvcli.models.refusals import blame_files
+
+if TYPE_CHECKING:
+    from kvcli.engine.hf.lm import LM
+
+# A reduced model that runs only a few layers of each kind, because layers that differ only in their weights need one
+# test.
+#
+# The tests (whether a fused layer computes the same, whether a row is batch invariant) depend on code, shapes and
+# settings. The first and last layer of each kind run, as models differ there if anywhere.
+
+
+def kinds(lm: LM, layers: Sequence[nn.Module]) -> list[list[int]]:
+    """Group the layers of a model by kind: module types, attention parameters, stored shapes, and per-layer config
+    entries."""
+    config = vars(lm.model.config.get_text_config()).values()
+    listed = [of for of in config if isinstance(of, list | tuple) and len(of) == len(layers)]
+
+    def kind_of(i: int) -> Hashable:
+        return (
+            kind(layers[i]),
+            lm.attention_params[i],
+            lm.shapes[i],
+            lm.sinks[i] is None,
+            *(str(of[i]) for of in listed),
+        )
+
+    return group_by_kind(range(len(layers)), kind_of)
+
+
+@contextmanager
+def reduced_model(lm: LM, layers: Sequence[nn.Module]) -> Iterator[list[int]]:
+    """Within the block, only the first and last layer of each kind run. The layers between pass on their input.
+
+    Yields the indices of the layers that run.
+    """
+    tried = {i for group in kinds(lm, layers) for i in first_and_last(group)}
+    tried |= {shape.shared_from for shape in lm.shapes if shape.shared_from is not None}
+    # a fused layer's forward is also called directly
+    ways: list[Any] = [vars(layer).get("forward") for layer in layers]
+    # forwards replaced by others
+    tried |= {i for i, way in enumerate(ways) if way is not None and not hasattr(way, "run")}
+    fused = [way for i, way in enumerate(ways) if i not in tried and way is not None]
+    plain = [layer for i, layer in enumerate(layers) if i not in tried and ways[i] is None]
+    rest: tuple[Any, ...] | None = None  # further outputs of a layer; None = hidden states alone
+
+    def note(layer: nn.Module, args: object, gave: Any) -> None:
+        nonlocal rest
+        rest = gave[1:] if isinstance(gave, tuple) else None
+
+    def hand_on(hidden_states: Tensor, *args: object, **told: object) -> Any:
+        return hidden_states if rest is None else (hidden_states, *rest)
+
+    def run(x: Tensor, *args: object) -> Tensor:
+        return x
+
+    hook = layers[0].register_forward_hook(note) if plain else None
+    for way in fused:
+        way.run = run
+    for layer in plain:
+        layer.forward = hand_on
+    try:
+        yield sorted(tried)
+    finally:
+        if hook is not None:
+            hook.remove()
+        for way in fused:
+            del way.run
+        for layer in plain:
+            del layer.forward
+
 
 _SERVED = {"position_ids", "cache_position", "position_embeddings", "s_aux"}  # tensors that our attention accepts
 # Relative RMS of a row's logits. Stock attention takes its softmax in float32 even in a float64 model.
@@ -275,3 +347,72 @@ def refusal(kind: str, why: str, lines: Sequence[str], try_: Sequence[str] = ())
         lines=lines,
         try_=try_ or ["docs/models.md lists what runs", "vLLM or llama.cpp may serve this model"],
     )
+
+
+# Test whether a loaded model is batch invariant, that is, whether a row has the same bits whatever else is in the pass.
+#
+# If it is, drafting gives the text of plain decoding in 16 bits too, and chunk sizes or other sequences in a pass
+# change nothing. It depends on every operation of the model: our kernels are batch invariant, other operations can only
+# be tested. On a GPU it is claimed for decoding rows only, in passes of few rows, as the fused kernels guarantee it.
+# Prompt chunks use the fastest kernels there, and the chunks are the same with and without drafting. Operations without
+# a kernel of ours select algorithms by a table of shapes there, so testing a few shapes would prove nothing.
+
+
+STORED = 70  # tokens prefilled first: past the first block of native attention, not at the end of the second
+# chunk size of the second prefill: fewer rows than torch processes at once, so that each element is computed alone
+CHUNK = 14
+DEPTH, WIDTH = 3, 5  # size of the tree; the text follows its last branches
+WIDE = 11  # width of a tree that fills a tile of 32 rows and begins another
+
+
+def is_batch_variant(lm: LM) -> bool:
+    """True if logits differ when rows run in a draft tree or in other chunks. Uses fixed random tokens."""
+    n = min(STORED, lm.limit - DEPTH)
+    if n < 1 or (lm.is_apart and triton_support.why_not(lm.device, lm.dtype)):
+        return True
+    # a recurrence sums a chunk in another order than single rows, which 16 bits hide from a short test
+    if lm.recurrent_layers.like.rec and not lm.recurrent_layers.are_by_row:
+        return True
+    ids = torch.randint(0, lm.vocab, (n + DEPTH,), generator=torch.Generator().manual_seed(0)).tolist()
+    widths = (
+        (1,) if lm.recurrent_layers else (WIDTH, WIDE) if lm.is_apart else (WIDTH,)
+    )  # rows of recurrent layers are a chain
+    return any(_differ(lm, ids, n, width) for width in widths)
+
+
+def _differ(lm: LM, ids: list[int], n: int, width: int) -> bool:
+    """True if rows after the first n tokens differ between plain decoding and a tree of this width."""
+    (alone, of_alone), (cut, of_cut) = _past(lm, ids[:n], n), _past(lm, ids[:n], n if lm.is_apart else CHUNK)
+    # compare all rows of a chunk: torch's sigmoid of one number per row, as in gates of experts, rounds by the row's
+    # index
+    for layer in () if lm.is_apart else lm.storing:
+        its, other = alone.slots(layer), cut.slots(layer)
+        if not (torch.equal(its.k, other.k) and torch.equal(its.v, other.v)):
+            return True
+    guesses, parent, on_path, last = list[int](), list[int](), [0], -1
+    for token in ids[n + 1 :]:
+        guesses += [*((token + wrong) % lm.vocab for wrong in range(1, width)), token]
+        parent += [last] * width
+        last = len(guesses) - 1
+        on_path.append(last + 1)
+    (among,) = run(
+        [ForwardRequest(lm, Rows.build(ids[n], n, Draft(guesses, parent)), cut, want=on_path, states=of_cut)]
+    )
+    for i in range(DEPTH):
+        row = Rows.chain(ids[n + i : n + i + 1], n + i)
+        (made,) = run([ForwardRequest(lm, row, alone, want=[0], states=of_alone)])
+        if not torch.equal(made.logits[0], among.logits[i]):
+            return True
+        commit(alone, row, made, [0])
+    return False
+
+
+def _past(lm: LM, ids: list[int], chunk: int) -> tuple[Dense, RecurrentStates]:
+    """Prefill these ids in chunks of this size. Return the KV cache and the recurrent states."""
+    kv, states = Dense(lm.shapes, lm.dtype, lm.device), RecurrentStates(lm.recurrent_layers.like)
+    for start in range(0, len(ids), max(1, chunk)):
+        some = ids[start : start + max(1, chunk)]
+        rows = Rows.chain(some, start)
+        (made,) = run([ForwardRequest(lm, rows, kv, want=[0], states=states)])
+        commit(kv, rows, made, range(rows.n_rows))
+    return kv, states

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kvcli.errors import BadModel
-from kvcli.models.sizes import count
+from kvcli.models.checkpoint import count
 from kvcli.settings.schema import Sample
 from kvcli.settings.values import WrongValue, check, keys_of
 

@@ -12,13 +12,12 @@ from torch import nn
 from kvcli.engine.hf import model_probe
 from kvcli.engine.loading import weights
 from kvcli.engine.loading.device_split import split_layers_
-from kvcli.engine.process_memory import drop_pages
+from kvcli.engine.resources import drop_pages
 from kvcli.errors import BadModel
-from kvcli.kernels.linear_quantized import Bits, panels
-from kvcli.kernels.linear_quantized.experts import quantize_experts_
-from kvcli.kernels.linear_quantized.module import Swap, quantize_
+from kvcli.kernels import linear_quantized
+from kvcli.kernels.linear_quantized import Bits, Swap, quantize_, quantize_experts_
 from kvcli.kv.slots import LayerShape
-from kvcli.models.gguf import quantizer
+from kvcli.models.gguf import convert
 
 
 def quantize_and_place(
@@ -26,13 +25,13 @@ def quantize_and_place(
 ) -> tuple[str, tuple[str, ...]]:
     """Quantize the model and move it to `device`. Return what runs its linear layers, and notes on layers that were not
     quantized."""
-    by = "native" if panels.serves(model.dtype) else "torch"
+    by = "native" if linear_quantized.serves(model.dtype) else "torch"
     if quant == "none":
         if model.device.type != device.type:
             model.to(device)
         given = getattr(model.config, "quantization_config", None)
         method = getattr(given, "quant_method", "quantized")
-        said = f"{by} packed int4" if method == quantizer.METHOD else getattr(method, "value", method)
+        said = f"{by} packed int4" if method == convert.METHOD else getattr(method, "value", method)
         return ("torch" if given is None else f"{said}, as in the checkpoint"), ()
     layers = model_probe.decoder_layers(model, shape)
     if layers is None:  # LongCat has two attention modules per layer
@@ -51,7 +50,7 @@ def _packed(layers: nn.Module, quant: str, device: torch.device) -> tuple[str, S
     if quant == "none":
         return "torch", None
     if device.type == "cpu":
-        by = "native" if panels.serves(next(layers.parameters()).dtype) else "torch"
+        by = "native" if linear_quantized.serves(next(layers.parameters()).dtype) else "torch"
         bits: Bits = 8 if quant == "int8" else 4
         swap = quantize_(layers, bits, drop_pages) + quantize_experts_(layers, bits, drop_pages)
         return f"{by} packed {quant}", swap

@@ -2,34 +2,178 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kvcli.engine.loading.build_limit import limit_to_files
-from kvcli.engine.loading.expert_quantization import while_loading
-from kvcli.engine.process_memory import drop_pages
+from kvcli.engine.resources import drop_pages
 from kvcli.errors import BadModel, UsageError
 from kvcli.installing import pip
 from kvcli.kernels import triton_support
-from kvcli.kernels.linear_quantized import Bits
-from kvcli.kernels.linear_quantized.experts import quantize_experts_, stay
-from kvcli.kernels.linear_quantized.module import Swap, make_native_, quantize_, swap_
+from kvcli.kernels.linear_quantized import Bits, Swap, make_native_, packed, quantize_, quantize_experts_, stay, swap_
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
-from kvcli.models.checkpoint_format import INSTEAD, CheckpointFormat, refuse_unpackable
+from kvcli.kernels.moe_linear import weights_of
+from kvcli.models.checkpoint import INSTEAD, CheckpointFormat, refuse_unpackable, sizes_of
 from kvcli.models.family import loader_of, refuse_unknown_packing, unreadable
-from kvcli.models.gguf import quantizer
-from kvcli.models.library_errors import blame_files
-from kvcli.models.refusals import refuse_device
-from kvcli.models.sizes import sizes_of
+from kvcli.models.gguf import convert
+from kvcli.models.refusals import blame_files, refuse_device
 from kvcli.models.source import Source
 from kvcli.settings.schema import NUMBERS, Load
+
+# Limit the size of a model to that of its weight files, whatever its config says.
+
+
+_SLACK = 1 << 24  # numbers allowed for masks and tables that are not in the files
+_MODULES = 64  # modules allowed per tensor of the files; a layer has about as many modules as tensors
+
+
+@contextmanager
+def limit_to_files(source: Source) -> Iterator[None]:
+    """Stop building a model in this block once it has more numbers or modules than the files can fill; raises BadModel.
+
+    transformers builds a model on the meta device, where a size costs nothing and a layer costs milliseconds, and only
+    then reads files. So a config with a billion layers fails after as many modules as the files have tensors.
+    """
+    budget = _BuildCounter(source)
+    hooks = [
+        register_module_parameter_registration_hook(budget.add_numbers),
+        register_module_buffer_registration_hook(budget.add_numbers),
+        register_module_module_registration_hook(budget.add_module),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _BuildCounter:
+    """Counter of registered tensors that still exist: an attribute that is set twice counts once."""
+
+    def __init__(self, source: Source) -> None:
+        stored = source.parameters
+        # pickles do not state it; a quantized number has at least one bit
+        if not stored or "quantization_config" in source.config:
+            stored = 8 * source.nbytes
+        # an output layer is built before it is tied to the embeddings: at most the size of all stored weights
+        self.numbers, self.name = 2 * stored + _SLACK, source.id
+        self.modules = _MODULES * (sum(len(f.tensors) for f in source.files) or source.nbytes)
+        self._held: dict[int, weakref.ref[Tensor]] = {}
+        self._most, self._seen = 0, 0  # upper bound of the existing numbers; number of modules
+
+    def add_numbers(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        if tensor is None:
+            return
+        self._held[id(tensor)] = weakref.ref(tensor)
+        self._most += tensor.numel()
+        if self._most <= self.numbers:
+            return
+        gc.collect()
+        held = [t for ref in self._held.values() if (t := ref()) is not None]
+        self._held = {id(t): weakref.ref(t) for t in held}
+        self._most = sum(t.numel() for t in held)
+        if self._most > self.numbers:
+            self._refuse()
+
+    def add_module(self, module: nn.Module, name: str, part: nn.Module | None) -> None:
+        self._seen += 1
+        if self._seen > self.modules:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        raise BadModel(
+            f"the weights of {self.name} are incomplete: config.json describes a larger model",
+            code="model_incomplete",
+            lines=["config.json describes more weights than its files hold"],
+            try_=["check that config.json belongs to these weights", "download the model again"],
+        )
+
+
+# Quantization of expert weights while transformers loads them, through its official quantizer interface.
+#
+# Checkpoints store experts one by one or in one tensor; transformers builds that tensor layer by layer. If it is
+# quantized at once, only one such tensor is in memory in full precision. If it is quantized after loading, all are.
+
+
+METHOD = "kvcli_experts"
+
+
+def while_loading(quant: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return the quantization_config for `from_pretrained`; None if experts are not quantized."""
+    if quant not in ("int8", "int4") or (device.type != "cpu" and triton_support.why_not(device, dtype)):
+        return None
+    return _register()(bits=8 if quant == "int8" else 4, native=device.type == "cpu")
+
+
+@cache
+def _register() -> Any:
+    """Register the quantizer, once per process."""
+
+    @register_quantization_config(METHOD)
+    class ExpertConfig(QuantizationConfigMixin):  # type: ignore[misc]  # Any to mypy, as all of transformers
+        def __init__(self, bits: Bits = 8, native: bool = True) -> None:
+            """`native`: in the layout of the CPU kernel; otherwise in the order of files, for any device."""
+            self.quant_method, self.bits, self.native = METHOD, bits, native
+
+    @register_quantizer(METHOD)
+    class Quantizer(HfQuantizer):  # type: ignore[misc]  # the same
+        is_trainable = False
+
+        def is_serializable(self, *_: Any, **__: Any) -> bool:
+            return False
+
+        def param_needs_quantization(self, model: nn.Module, param_name: str, **other: Any) -> bool:
+            path, _, name = param_name.rpartition(".")
+            return any(
+                name == one and isinstance(turned, bool) for one, _, turned in weights_of(model.get_submodule(path))
+            )
+
+        def get_quantize_ops(self) -> Any:
+            return QuantizeExperts(self.quantization_config.bits, self.quantization_config.native)
+
+        def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+            self.remove_quantization_config(model)
+            return model
+
+    return ExpertConfig
+
+
+class QuantizeExperts(ConversionOps):  # type: ignore[misc]  # the same
+    """The last step of loading one parameter."""
+
+    def __init__(self, bits: Bits, native: bool) -> None:
+        self.bits, self.native = bits, native
+
+    def convert(self, found: dict[str, Any], *, model: nn.Module, **_: Any) -> dict[str, Any]:
+        """Return parameters by name, quantized if possible."""
+        return {name: self._packed(name, given, model) for name, given in found.items()}
+
+    def _packed(self, full: str, given: Any, model: nn.Module) -> Any:
+        weight = given[0] if isinstance(given, list) else given
+        path, _, name = full.rpartition(".")
+        turned = next((turned for one, _, turned in weights_of(model.get_submodule(path)) if one == name), "")
+        made = turned if isinstance(turned, str) else packed(weight, turned, self.bits, native=self.native)
+        if isinstance(made, str):
+            return given
+        drop_pages(weight)
+        return nn.Parameter(made, requires_grad=False)
 
 
 def load_weights(
@@ -50,7 +194,7 @@ def load_weights(
     refuse_unpackable(source.id, source.config, device.type)
     if packing.unpacks(device.type):
         _have_unpacked(config)
-    quantizer.register()
+    convert.register()
     refuse_unknown_packing(source, packing)
     if packing.method == "bitsandbytes":
         _hush_casts()

@@ -26,7 +26,7 @@ class ProtectedTokens:
 
     sinks: int = 0  # first tokens
     recent: int = 0  # newest tokens
-    # kinds of tokens (kvcli.engine.sequence.token_kinds), such as those of the system prompt
+    # kinds of tokens (kvcli.engine.sequence.state), such as those of the system prompt
     kinds: frozenset[int] = frozenset()
 
     def covers(self, pos: Tensor, kinds: Tensor) -> Tensor:

@@ -6,21 +6,94 @@ Its depth and one hidden state, the input of the next layer, are all that is sto
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import Steps
-from kvcli.engine.prefill.revival_pass import RevivalPass, Stopped
-from kvcli.kv.slots import KVCache, Usage, spans
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Rows, Steps
+from kvcli.engine.sequence.commit import commit
+from kvcli.kernels.attend import attend
+from kvcli.kv.slots import AttentionParams, KVCache, Usage, attend_new_only, spans
 from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
+from kvcli.kv.tiers.device_tables import DeviceCache
 
 if TYPE_CHECKING:
+    from kvcli.engine.forward_request import NewKV
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.prompt_pruner import ActiveRows, PromptPruning
+    from kvcli.engine.policy.policy import ProtectedTokens
+    from kvcli.kernels.attend_invariant import NewRows
+    from kvcli.kernels.merge_attention import PartialAttention
+
+# Protocol of prompt pruning: which tokens continue between layers, and the data to select them by.
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveRows:
+    """The rows that reached a layer, all of which ran through the layer below."""
+
+    rows: Sequence[int]  # rising
+    fresh: NewKV | None  # new KV of the layer below; None before the first layer, or if it is committed already
+    queries: Tensor | None  # [H, n, D], queries of the recorded rows there
+
+
+# For one prompt: a layer and the rows that reached it -> the rows that continue, at least one and all recorded ones;
+# None = all. A deferred row runs through none of the later layers (LazyLLM, arXiv 2407.14057).
+Pruner = Callable[[int, ActiveRows], Sequence[int] | None]
+
+# a layer, the rows that reached it and their positions -> positions that continue, and positions to revive
+Choose = Callable[[int, ActiveRows, Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+class PromptPruning(Protocol):
+    """Protocol of the `[prune]` table of a profile, shared by all sequences."""
+
+    @property
+    def describe_read(self) -> str:
+        """Describe how much of a long prompt runs through all layers, in words; "" = all of it."""
+
+    def describe(self, lm: LM) -> str:
+        """Describe the effect on prompts of this model, in words; "" = none. Raises BadModel if the model is not
+        supported."""
+
+    @property
+    def n_scoring_rows(self) -> int:
+        """Number of newest rows whose queries score the others."""
+
+    @property
+    def compression_interval(self) -> int | None:
+        """Tokens of an answer between two compression points that may revive tokens; None = deferred tokens are
+        dropped."""
+
+    @property
+    def revives_before_prompt(self) -> bool:
+        """True if all deferred tokens are revived before the next prefill."""
+
+    def n_deferred(self, n: int) -> int:
+        """Return how many of n tokens are stored as one hidden state at most. Memory is planned with it."""
+
+    @property
+    def guard(self) -> ProtectedTokens:
+        """Tokens that run through every layer whatever their score."""
+
+    def group_size(self, n: int, chunk: int) -> int:
+        """Return how many of the n remaining prompt tokens are scored together."""
+
+    def bind(
+        self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int
+    ) -> Steps[Pruner | None] | Pruner | None:
+        """Return the pruner for a prefill of these rows, perhaps after a scoring pass; None = all rows continue.
+
+        `must`: rows that run through every layer: protected and recorded ones. `part`: most rows of a pass.
+        """
+
+    def bind_revival(self, lm: LM, cache: KVCache, aux_cache: AuxCache) -> Choose:
+        """Return the function that selects tokens to revive in a pass of the newest token (aux_cache.py). Called
+        only if `every` is set."""
+
 
 AT_ONCE = 256  # tokens revived together up to the last layer: each has a mask over all slots
 
@@ -144,3 +217,96 @@ class AuxCache:
     def usage(self) -> list[Usage]:
         """Return the bytes, by the layer before which the tokens stopped."""
         return [Usage(layer, "behind", len(pos), x.nbytes) for layer, (pos, x) in self._at.items()]
+
+
+# Run tokens through the model one layer per pass, so that deferred tokens (LazyLLM) can join at the layer where they
+# stopped. Each row attends only to positions before its own.
+
+
+Stopped = dict[int, tuple[list[int], Tensor]]  # layer before which they stopped -> positions, hidden states [n, E]
+
+
+class RevivalPass:
+    """A revival pass of deferred tokens. The new KV is committed after the last layer. Layers with no active rows are
+    skipped."""
+
+    def __init__(self, lm: LM, kv: KVCache, ids: Sequence[int], aux_cache: AuxCache, pos: Sequence[int] = ()) -> None:
+        """`pos`: rising positions in `ids` of tokens that start at the first layer; their KV is not committed."""
+        self._lm, self._kv, self._ids, self._aux_cache = lm, kv, ids, aux_cache
+        self._pos, self._hidden = list(pos), torch.empty(0)  # positions and hidden states of active rows
+        self._guests = len(pos)  # number of tokens in `pos`, the newest rows
+        self._came, self._stopped = set[int](), Stopped()
+        self._made: list[tuple[Rows, ForwardResult]] = []
+
+    def go(self, choose: Choose) -> Steps[None]:
+        """Run one pass per layer."""
+        for layers in spans(self._lm.shapes):
+            if layers.start:
+                self._enter(layers.start, choose)
+            if not (n := len(self._pos)):
+                continue
+            rows = replace(Rows.chain([self._ids[p] for p in self._pos], 0), pos=list(self._pos))
+            given = self._hidden if layers.start else None
+            made = yield ForwardRequest(
+                self._lm, rows, PositionMaskedCache(self._kv), record_queries=[n - 1], layers=layers, hidden=given
+            )
+            self._made.append((rows, made))
+            if made.hidden is not None:
+                self._hidden = made.hidden
+
+    def _enter(self, layer: int, choose: Choose) -> None:
+        pos, hidden = self._pos, self._hidden
+        fresh, queries = None, None
+        if self._made and pos:
+            made = self._made[-1][1]
+            fresh, queries = made.fresh[layer - 1], made.queries[-1]
+        on, back = choose(layer, ActiveRows(range(len(pos)), fresh, queries), pos)
+        stay = set(on)
+        if out := [i for i, p in enumerate(pos) if p not in stay]:
+            self._stopped[layer] = [pos[i] for i in out], hidden[out]
+            at = [i for i, p in enumerate(pos) if p in stay]
+            pos, hidden = [pos[i] for i in at], hidden[at]
+        if back:
+            vectors, both = self._aux_cache.hidden(layer, back), [*pos, *back]
+            order = sorted(range(len(both)), key=both.__getitem__)
+            pos, hidden = sorted(both), (torch.cat((hidden, vectors)) if self._pos else vectors)[order]
+            self._came |= set(back)
+        self._pos, self._hidden = pos, hidden
+
+    def store(self) -> None:
+        """Commit the new KV at the end. An error here leaves the cache inconsistent (`is_torn`), because only some
+        layers have the KV of revived tokens."""
+        self._aux_cache.is_torn = True
+        for rows, made in self._made:
+            commit(self._kv, rows, made, range(rows.n_rows - self._guests))
+        self._aux_cache.remove(self._came)
+        self._aux_cache.add(self._stopped)
+        self._aux_cache.is_torn = False
+
+
+class PositionMaskedCache:
+    """A KV cache in which each row attends to the positions before its own, for rows older than stored slots."""
+
+    def __init__(self, store: KVCache) -> None:
+        self._store, self.dtype = store, store.dtype
+
+    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
+        """Name the reason why passes over this cache are not captured."""
+        return DeviceCache(why_not="revived tokens are older than stored ones")
+
+    def attend(
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
+        """Return partial attention of q [H, N, D] at positions pos [N]: one part over the cache, the others over the
+        new KV."""
+        s = self._store.slots(layer)
+        rows = torch.tensor(pos, dtype=s.pos.dtype, device=s.pos.device).view(1, -1, 1)
+        at = s.pos.unsqueeze(1)  # [K, 1, S]
+        shown = (at >= 0) & (at < rows)
+        if params.window is not None:
+            shown &= at > rows - params.window
+        return [attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=shown), *attend_new_only(q, params, own)]
+
+    def usage(self) -> list[Usage]:
+        """No memory: the slots belong to the wrapped cache."""
+        return []

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.forward_request import ForwardRequest, Steps
-from kvcli.engine.prefill.prompt_pruner import ActiveRows, PromptPruning, Pruner
-from kvcli.engine.prefill.revival_pass import Stopped
+from kvcli.engine.prefill.aux_cache import ActiveRows, PromptPruning, Pruner, Stopped
 from kvcli.engine.sequence.commit import commit
 from kvcli.kv.slots import spans
 
 if TYPE_CHECKING:
+    from kvcli.engine.forward_request import Rows
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.rows import Rows
     from kvcli.kv.slots import KVCache
 
 

@@ -2,19 +2,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.engine.prefill.matching_spans import MatchingSpan, find_matching_spans
+from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_invariant import WIDEST, NewRows
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.slots import AttentionParams, LayerShape, Usage, attend_new_only
+from kvcli.kv.tiers.device_tables import DeviceCache
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvcli.engine.forward_request import Steps
     from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import KVCache
+
+# A KV cache combined with KV of tokens that are not recomputed, which lie between the tokens of a pass.
+
+
+class KVOverlay:
+    """A KV cache with extra KV. Rows attend to all slots of the cache, and to the extra tokens older than themselves as
+    if their pass had computed them."""
+
+    def __init__(
+        self,
+        store: KVCache,
+        shapes: Sequence[LayerShape],
+        held: Mapping[int, tuple[Tensor, Tensor]],
+        pos: Sequence[int],
+    ) -> None:
+        """`held`: by layer that stores, k [K, M, D] and v [K, M, E] of tokens at positions pos [M]."""
+        self._store, self._shapes, self._held, self._pos = store, shapes, held, list(pos)
+        self.dtype = store.dtype
+
+    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
+        """Name the reason why passes over this cache are not captured."""
+        return DeviceCache(why_not="reused KV is read outside the KV cache")
+
+    def attend(
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
+        """Return partial attention of q [H, N, D] at positions pos [N] over the cache, and over the extra KV with the
+        new KV."""
+        shares = self._shapes[layer].shared_from
+        k, v = self._held[layer if shares is None else shares]
+        if own is None:
+            at, rows = torch.tensor(self._pos).view(1, -1), torch.tensor(pos).view(-1, 1)
+            line = (at <= rows) & (at > rows - (params.window or WIDEST))
+            held = attend(q, k, v, params.scale, softcap=params.softcap, mask=line.to(q.device))
+            return [*self._store.attend(layer, q, params, pos), held]
+        every = [*self._pos, *own.pos]
+        at, rows = torch.tensor(every).view(1, -1), torch.tensor(own.pos).view(-1, 1)
+        line = at <= rows  # [N, M + N]
+        sees = line if params.window is None else line & (at > rows - params.window)
+        k, v = torch.cat([k, own.k], 1), torch.cat([v, own.v], 1)
+        both = replace(own, k=k, v=v, pos=every, line=line, sees=sees.to(q.device))
+        # separate: combined with the cache, rows with gaps between them would each be computed alone, which is slow
+        return [*self._store.attend(layer, q, params, pos), *attend_new_only(q, params, both)]
+
+    def usage(self) -> list[Usage]:
+        """No lasting memory."""
+        return []
+
+
+# Matching spans: equal token runs of two sequences, at any position of the old one.
+
+
+FACTOR = 0x9E3779B97F4A7C15  # odd multiplier of the rolling hashes by which spans are found
+
+
+@dataclass(frozen=True, slots=True)
+class MatchingSpan:
+    """A span of equal tokens in two sequences."""
+
+    old: int  # first position in the old sequence
+    new: int  # first position in the new sequence
+    n: int
+
+    @property
+    def end(self) -> int:
+        return self.new + self.n
+
+    def part(self, start: int, end: int) -> MatchingSpan:
+        """Return the part of the span between these positions of the new sequence."""
+        return MatchingSpan(self.old + start - self.new, start, end - start)
+
+
+def find_matching_spans(
+    had: Sequence[int] | NDArray[np.int64], ids: Sequence[int], start: int, least: int
+) -> Iterator[MatchingSpan]:
+    """Yield spans of `least` or more tokens that occur in both sequences, in `ids` from `start` on. They rise and do
+    not overlap."""
+    old, new = np.asarray(had, dtype=np.uint64), np.asarray(ids, dtype=np.uint64)
+    if min(len(old), len(new) - start) < least:
+        return
+    places: dict[int, int] = {}
+    for i, key in enumerate(rolling_hashes(old, least).tolist()):
+        places.setdefault(key, i)
+    wanted = rolling_hashes(new, least).tolist()
+    shift, at = 0, start  # offset of the last span: repeated text continues there
+    while at < len(wanted):
+        i = at + shift
+        if not (i >= 0 and i + least <= len(old) and (old[i : i + least] == new[at : at + least]).all()):
+            i = places.get(wanted[at], -1)
+        if i < 0 or not (old[i : i + least] == new[at : at + least]).all():
+            at += 1
+            continue
+        both = min(len(old) - i, len(new) - at)
+        differ = (old[i : i + both] != new[at : at + both]).nonzero()[0]
+        n = int(differ[0]) if len(differ) else both
+        yield MatchingSpan(i, at, n)
+        shift, at = i - at, at + n
+
+
+def rolling_hashes(ids: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
+    """Return a hash of each n consecutive tokens of ids [.., T]; equal spans have equal hashes."""
+    found = np.zeros((*ids.shape[:-1], max(0, ids.shape[-1] - n + 1)), dtype=np.uint64)
+    for i in range(n):
+        found = found * np.uint64(FACTOR) + ids[..., i : i + found.shape[-1]]
+    return found
+
 
 Held = dict[int, tuple[Tensor, Tensor]]  # by layer that stores KV: keys [K, n, D] and values [K, n, E]
 Past = Iterable[tuple[int, Tensor, Tensor, int]]  # argument of `SequenceState.adopt`

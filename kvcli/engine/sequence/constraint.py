@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcli.errors import BadModel
 from kvcli.models.grammar import Grammar, library, refused
-from kvcli.models.library_errors import blame_files
+from kvcli.models.refusals import blame_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.engine.rows import Rows
+from kvcli.engine.forward_request import Rows
 from kvcli.kernels import argmax
 from kvcli.kernels.gumbel_noise import gumbel
 from kvcli.kernels.gumbel_noise.reference import signed

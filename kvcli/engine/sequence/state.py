@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from kvcli.engine.hf.rope import rotaries
+from kvcli.engine.policy.compression_point import QueryRecorder
 from kvcli.engine.policy.policy import Policy, PolicyRequirements
-from kvcli.engine.policy.query_recorder import QueryRecorder
 from kvcli.engine.prefill.aux_cache import AuxCache
 from kvcli.engine.prefill.layerwise import LayerwisePrefill, check_model
 from kvcli.engine.sequence.sampler import Sampler, SeenTokens
@@ -23,11 +26,102 @@ from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, Snapshottable, S
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import Drafter
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.prompt_pruner import PromptPruning
+    from kvcli.engine.prefill.aux_cache import PromptPruning
     from kvcli.engine.prefill.span_reuse import ReusableSpans, ReuseMethod
     from kvcli.engine.sequence.constraint import Constraint
-    from kvcli.engine.sequence.token_kinds import KindSpan
     from kvcli.settings.schema import Order
+
+# Kinds of tokens, which policies distinguish: by id, and by position in the prompt.
+
+
+TEXT, SPECIAL, PUNCT, NEWLINE, SYSTEM, END, QUESTION, TOOLS, SHOT = range(9)
+# END: punctuation that ends a sentence; TOOLS: output of a tool; SHOT: the first token of a paragraph
+
+
+class KindSpan(NamedTuple):
+    """A span of positions, start to end - 1, whose tokens have this kind whatever their ids are."""
+
+    start: int
+    end: int
+    kind: int
+
+
+def edit_points(spans: Sequence[KindSpan]) -> set[int]:
+    """Return positions where a user is likely to edit the text: the last message and its question, if spans give
+    them."""
+    specials = [span.end for span in spans if span.kind == SPECIAL]
+    return {*specials[-2:-1], *(span.start for span in spans if span.kind == QUESTION)}
+
+
+def kinds_of(ids: Sequence[int], table: Tensor | None, spans: Sequence[KindSpan]) -> Tensor:
+    """Return the kind of each token, [T] int8. `table` [V] gives kinds by id; None = all are text."""
+    t = len(ids)
+    kinds = torch.zeros(t, dtype=torch.int8) if table is None else table[torch.tensor(ids, dtype=torch.int64)]
+    for span in spans:
+        kinds[span.start : span.end] = span.kind
+    return kinds
+
+
+# Detect an answer that repeats itself in a loop, from its tokens alone.
+
+
+ROUNDS = 4  # repetitions of a cycle that count as a loop, however long it is
+LONGEST = 256  # longest cycle, in tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """A loop at the end of a text: `length` tokens that repeat a cycle of `period` tokens."""
+
+    period: int
+    length: int
+
+    def __str__(self) -> str:
+        what = f"{self.period} tokens" if self.period > 1 else "one token"
+        return f"the answer repeated a loop of {what}"
+
+
+class RepetitionDetector:
+    """A detector that gets the answer token by token and reports when its end is a loop.
+
+    A cycle counts as a loop once it fills `least` tokens (0 = never) and occurred ROUNDS times. The answer may copy
+    from the prompt, so a loop that occurs in `read`, such as a table of zeros, does not count. The result depends on
+    the tokens alone, so a text ends at the same token with any drafter.
+    """
+
+    def __init__(self, least: int, read: Sequence[int] = ()) -> None:
+        self._least, self._read = least, read
+        self._ids: list[int] = []
+        self._seen: dict[int, deque[int]] = {}  # token -> its positions within the last LONGEST tokens
+        self._runs: dict[int, int] = {}  # period -> consecutive tokens so far that equal the token one period earlier
+
+    def hear(self, token: int) -> Repetition | None:
+        """Add the next token. Return the loop that it completes, or None."""
+        if not self._least:
+            return None
+        at = len(self._ids)
+        self._ids.append(token)
+        seen = self._seen.setdefault(token, deque())
+        while seen and at - seen[0] > LONGEST:
+            seen.popleft()
+        self._runs = {at - i: self._runs.get(at - i, 0) + 1 for i in reversed(seen)}  # shortest period first
+        seen.append(at)
+        for period, run in self._runs.items():
+            if (n := run + period) >= max(self._least, ROUNDS * period) and not self._is_copy(n):
+                return Repetition(period, n)
+        return None
+
+    def _is_copy(self, n: int) -> bool:
+        return _text(self._ids[-n:]) in self._whole
+
+    @cached_property
+    def _whole(self) -> str:
+        return _text(self._read)
+
+
+def _text(ids: Sequence[int]) -> str:
+    """Return one character per token, because string search is fast."""
+    return "".join(map(chr, ids))
 
 
 class SequenceState:
@@ -53,7 +147,7 @@ class SequenceState:
     ) -> None:
         """`chunk`: rows per prefill pass. `every`: committed tokens between two compression points (None: none).
 
-        `kinds` [V] int8: the kind of each id, for policies that distinguish kinds (kvcli.engine.sequence.token_kinds).
+        `kinds` [V] int8: the kind of each id, for policies that distinguish kinds (kvcli.engine.sequence.state).
         `pruning`: chooses the prompt rows that are deferred between layers. `by_layers`: layer-wise prefill in chunks
         of `chunk` rows, always used with `pruning`; the policy then runs once, after prefill. Raises BadModel if the
         model cannot stop rows between layers, or `pruning` does not support it. `reusing`: span reuse; raises BadModel

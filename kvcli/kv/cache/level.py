@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kv.offload.host_access import Answer
-from kvcli.kv.sliding_windows import Windows
-from kvcli.kv.slots import AttentionParams, Slots, Tier, last
+from kvcli.kv.slots import AttentionParams, Slots, Tier, Windows, last
 from kvcli.kv.tiers.device_tables import DeviceCache
 
 SLACK = 16  # a level with others below may exceed its limit by 1/SLACK

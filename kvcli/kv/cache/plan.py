@@ -23,12 +23,11 @@ from kvcli.kv.capacity import CacheCapacity, room
 from kvcli.kv.footprint import STEP, full_bytes, packs_by_age
 from kvcli.kv.formats.format import FormatContext
 from kvcli.kv.formats.kivi import Kivi
-from kvcli.kv.sliding_windows import windows_of
-from kvcli.kv.slots import storing
+from kvcli.kv.slots import storing, windows_of
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.pinned_host import PIECE
+from kvcli.kv.tiers.host import PIECE
 from kvcli.models.machine import kept_free
-from kvcli.settings.effects import tier_effects
+from kvcli.settings.profile import tier_effects
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
@@ -223,7 +222,7 @@ class CachePlan:
 
     def _host(self) -> HostTier:
         from kvcli.kv.offload.transfer import bus_of
-        from kvcli.kv.tiers.pinned_host import PinnedHostTier
+        from kvcli.kv.tiers.host import PinnedHostTier
 
         if self.is_packed:
             return self._far(self._packed(torch.device("cpu")))
@@ -267,8 +266,7 @@ class CachePlan:
         )
 
     def _disk(self) -> PageTier:
-        from kvcli.kv.tiers.disk import DiskTier
-        from kvcli.kv.tiers.extents import LARGEST
+        from kvcli.kv.tiers.disk import LARGEST, DiskTier
 
         most, writes = size_of(self.memory.disk), size_of(self.memory.disk_writes)
         longest = None if self.device.type == "cpu" else LARGEST

@@ -60,11 +60,11 @@ class Kivi(BlockFormat):
         return int(shape.n_kv_heads * bits / 8) + POSITION
 
     def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
-        from kvcli.kv.formats.quantization import by_slot, quantize
+        from kvcli.kv.formats.format import by_slot, quantize
 
         return *quantize(k, kv.k_bits, -2), *by_slot(v, kv.v_bits, kv.group)
 
     def dequantize(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
-        from kvcli.kv.formats.quantization import dequantize, of_slots
+        from kvcli.kv.formats.format import dequantize, of_slots
 
         return dequantize(codes[:3], kv.k_bits, exact), of_slots(codes[3:], kv.v_bits, exact)

@@ -14,7 +14,7 @@ import torch
 from kvcli.kv.offload.host_access import CpuAttention, Rates
 from kvcli.kv.offload.transfer import PlainLink, bus_of
 from kvcli.kv.slots import AttentionParams, Slots, alike, run_of
-from kvcli.kv.tiers.pinned_host import PinnedHostTier
+from kvcli.kv.tiers.host import PinnedHostTier
 
 HEADS, DIM, GROUP = 8, 128, 4
 SLOTS = 1 << 14  # 64 MiB of bf16, more than most CPU caches hold

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.kv.formats.eigen import eigenvectors
+from kvcli.kv.formats.format import eigenvectors
 from kvcli.kv.slots import AttentionParams
 from kvcli.kv.sparse.index import ContiguousPageIndex, Numbers, by_page
 from kvcli.kv.sparse.index_cluster import mean_scores

@@ -103,7 +103,7 @@ class _PageSelection:
         return f"{self.fraction:.0%} of the text for each token, at least {self.floor:,} tokens"
 
     def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
-        from kvcli.kv.sparse.sparse_cache import SparseCache
+        from kvcli.kv.sparse.sparse_tier import SparseCache
 
         return SparseCache(store, **self._how(source, attention_params))
 

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from kvcli.kernels.attend_invariant import NewRows, StoredKV, why_not
 from kvcli.kernels.merge_attention import PartialAttention
-from kvcli.kv.sliding_windows import Window, Windows
 from kvcli.kv.slots import (
     AttentionParams,
     LayerShape,
     Masks,
     Slots,
     Usage,
+    Window,
+    Windows,
     compact,
     empty,
     empty_like,

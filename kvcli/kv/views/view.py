@@ -1,19 +1,21 @@
 """Reference cache view: the subset of a KV cache that a policy keeps, with the same `attend` method.
 
 Lookahead rows and drafts read through a view; the cache itself loses no slots. This view runs the policy and gathers
-slots at each read. A fast view (compact_view.py) keeps a dense copy and selects again at intervals.
+slots at each read. A fast view (view.py) keeps a dense copy and selects again at intervals.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
-from kvcli.kv.slots import AttentionParams, Slots, Tier, Usage, attend_new_only, compact, visible
+from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Slots, Tier, Usage, attend_new_only, compact, visible
+from kvcli.kv.tiers.dense import Dense
 
 Pick = Callable[[int, Tensor, Slots], Tensor]  # layer, q [H, N, D], slots -> keep mask [K, S]
 
@@ -42,3 +44,62 @@ class GatheredView:
             return attend_new_only(q, params, own)
         part = attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=visible(s.pos, pos, params.window))
         return [part, *attend_new_only(q, params, own)]
+
+
+# A compact cache view: a short dense copy of the slots of a KV cache that a policy keeps.
+#
+# FAFO's code swaps slots so that its view is always the front of the one buffer. A copy costs a few megabytes more,
+# does not change the cache, and is faster on a CPU, which copies a slice of a buffer at every matrix product. The
+# policy selects again every `every` tokens; slots committed in between are added. A view affects the cost of drafts,
+# never the generated text.
+
+
+class CompactView:
+    """A copy of the slots of `store` that `pick` keeps, selected again after at most `every` tokens."""
+
+    STEP = 64  # slots by which a layer of the copy grows
+
+    def __init__(self, store: KVCache, pick: Pick, every: int, shapes: Sequence[LayerShape]) -> None:
+        self._store, self._pick, self._every = store, pick, every
+        self._shapes, n_layers = shapes, len(shapes)
+        device = store.slots(0).k.device
+        self._copy = Dense([replace(shape, shared_from=None) for shape in shapes], store.dtype, device, step=self.STEP)
+        self._changes = [-1] * n_layers  # `changes` of the cache when the layer was copied
+        self._seen = [0] * n_layers  # slots of the longest head in the cache that the view has processed
+        self._chosen = [0] * n_layers  # slots of the longest head at the last selection
+        self._end = [0] * n_layers  # position after the newest slot
+
+    def rebind(self, store: KVCache) -> CompactView:
+        """Return a view with the same selection rule over another KV cache, with no slots copied yet."""
+        return CompactView(store, self._pick, self._every, self._shapes)
+
+    def attend(
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
+        """Return partial attention of q [H, N, D] at positions pos [N] over kept slots and new KV."""
+        n = self._store.n_slots(layer)
+        if not n:
+            return attend_new_only(q, params, own)
+        is_stale = self._store.changes != self._changes[layer]
+        if is_stale or n - self._chosen[layer] >= self._every:
+            self._choose(layer, q, self._store.slots(layer))
+        elif n > self._seen[layer]:
+            self._join(layer, self._store.newest(layer, n - self._seen[layer]))
+        return self._copy.attend(layer, q, params, pos, own)
+
+    def usage(self) -> list[Usage]:
+        """Return the memory use of the copy, as tier "view"."""
+        return [replace(use, tier="view") for use in self._copy.usage()]
+
+    def _choose(self, layer: int, q: Tensor, slots: Slots) -> None:
+        kept = compact(slots, self._pick(layer, q, slots))
+        self._copy.put(layer, kept)
+        self._changes[layer] = self._store.changes
+        self._seen[layer] = self._chosen[layer] = slots.n_slots
+        self._end[layer] = int(slots.pos.max()) + 1
+
+    def _join(self, layer: int, fresh: Slots) -> None:
+        """Append slots committed since the selection, the same tokens for every head."""
+        self._copy.append(layer, fresh.k, fresh.v, self._end[layer])
+        self._seen[layer] += fresh.n_slots
+        self._end[layer] += fresh.n_slots

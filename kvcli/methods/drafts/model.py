@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.drafts.tree.stop_rules import Rule, rule
+from kvcli.drafts.tree.growth import Rule, rule
 from kvcli.methods.drafts.model_draft_settings import ModelDraftSettings
 from kvcli.settings.schema import DraftModelRef, Pattern, Quant, Range
 from kvcli.settings.values import keys_of
@@ -205,8 +205,7 @@ class SeparateModelDraft(ModelDraftSettings):
     def _retrieval(self, pair: ModelPair, sees: int | None, closes: bool) -> SeparateDraftModel:
         from functools import partial
 
-        from kvcli.drafts.draft_models.chunk_retrieval import ChunkRetrievalModel, scored_layers
-        from kvcli.drafts.draft_models.chunk_trigger import trigger
+        from kvcli.drafts.draft_models.chunk_retrieval import ChunkRetrievalModel, scored_layers, trigger
 
         return ChunkRetrievalModel(
             pair.draft,

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import Costs, DraftContext, ModelPair
-    from kvcli.engine.drafting.report import DraftReport
-    from kvcli.engine.rows import Draft
+    from kvcli.engine.forward_request import Draft
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.stats import Step
+    from kvcli.engine.stats import DraftReport, Step
     from kvcli.kv.slots import Usage
 
 
@@ -57,7 +56,7 @@ class Off:
         return
 
     def propose(self, ids: Sequence[int], room: int, context: DraftContext | None = None) -> Draft:
-        from kvcli.engine.rows import Draft  # late: reading a profile must not import torch
+        from kvcli.engine.forward_request import Draft  # late: reading a profile must not import torch
 
         return Draft.none(ahead=room)
 

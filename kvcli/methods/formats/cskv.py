@@ -16,9 +16,8 @@ from torch import Tensor
 
 from kvcli.errors import BadConfig
 from kvcli.kv.formats.block_format import BlockFormat
-from kvcli.kv.formats.format import Codes
-from kvcli.kv.formats.quantization import grouped, low_rank_factors, product, to_16_bit
-from kvcli.settings.effects import ALIKE_HEADS, Needs
+from kvcli.kv.formats.format import Codes, grouped, low_rank_factors, product, to_16_bit
+from kvcli.settings.profile import ALIKE_HEADS, Needs
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:

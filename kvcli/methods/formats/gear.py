@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kv.formats.block_format import APART, BlockFormat
-from kvcli.kv.formats.format import Codes
-from kvcli.kv.formats.quantization import (
+from kvcli.kv.formats.format import (
+    Codes,
     by_slot,
     dequantize,
     low_rank_factors,

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kvcli.kernels.quantize_kv import spread, squeeze
 from kvcli.kv.formats.block_format import BlockFormat
-from kvcli.kv.formats.format import Codes
-from kvcli.kv.formats.quantization import to_16_bit
+from kvcli.kv.formats.format import Codes, to_16_bit
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:

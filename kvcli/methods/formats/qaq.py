@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kv.formats.block_format import APART, BlockFormat
-from kvcli.kv.formats.format import Codes
-from kvcli.kv.formats.quantization import by_slot, dequantize, merge_outliers, of_slots, quantize, split_outliers
+from kvcli.kv.formats.format import Codes, by_slot, dequantize, merge_outliers, of_slots, quantize, split_outliers
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:

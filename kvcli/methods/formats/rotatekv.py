@@ -14,9 +14,8 @@ from torch import Tensor
 
 from kvcli.errors import BadConfig
 from kvcli.kv.formats.block_format import BlockFormat
-from kvcli.kv.formats.format import Codes
-from kvcli.kv.formats.quantization import by_slot, grouped, of_slots, placed, to_16_bit
-from kvcli.settings.effects import ALIKE_HEADS, Needs
+from kvcli.kv.formats.format import Codes, by_slot, grouped, of_slots, placed, to_16_bit
+from kvcli.settings.profile import ALIKE_HEADS, Needs
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:

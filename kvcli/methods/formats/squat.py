@@ -14,8 +14,7 @@ from torch import Tensor
 
 from kvcli.kernels.quantize_kv import round_range, squeeze
 from kvcli.kv.formats.block_format import BlockFormat
-from kvcli.kv.formats.format import Codes
-from kvcli.kv.formats.quantization import by_slot, dequantize, of_slots, singular_vectors
+from kvcli.kv.formats.format import Codes, by_slot, dequantize, of_slots, singular_vectors
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:

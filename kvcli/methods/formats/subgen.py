@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kv.formats.block_format import BlockFormat
-from kvcli.kv.formats.format import Codes
-from kvcli.kv.formats.quantization import TINIEST, placed, product, to_16_bit
+from kvcli.kv.formats.format import TINIEST, Codes, placed, product, to_16_bit
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kv.formats.block_format import BlockFormat
-from kvcli.kv.formats.format import Codes
-from kvcli.kv.formats.quantization import LARGEST, dequantize, quantize
+from kvcli.kv.formats.format import LARGEST, Codes, dequantize, quantize
 
 if TYPE_CHECKING:
     from kvcli.settings.schema import Kv

@@ -42,9 +42,8 @@ def compress_prefix(text: SequenceState, end: int, most: int) -> Steps[bool]:
     import torch
 
     from kvcli.engine.hf.rope import rotaries
-    from kvcli.engine.policy.compression_point import CompressionPoint
-    from kvcli.engine.policy.query_recorder import QueryRecorder
-    from kvcli.engine.sequence.token_kinds import kinds_of
+    from kvcli.engine.policy.compression_point import CompressionPoint, QueryRecorder
+    from kvcli.engine.sequence.state import kinds_of
 
     lm, zipped = text.lm, KVzip(budget=most, alloc="uniform", recent=1)
     turns, guard = rotaries(lm), zipped.requirements(lm).guard

@@ -23,11 +23,10 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.forward_request import Rows, Steps
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.compression_point import CompressionPoint
     from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
-    from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Masks, Slots
 
     Heard = tuple[Tensor, Tensor, Tensor | None]  # one layer's queries [H, N, D], keys [K, N, D], input [N, E]
@@ -135,7 +134,7 @@ class KVzip(TopK):
         """Repeat one piece and update the scores of its slots; no KV is committed."""
         import torch
 
-        from kvcli.engine.rows import Rows
+        from kvcli.engine.forward_request import Rows
         from kvcli.kernels.attention_mass import Over, attention_mass
         from kvcli.kv.slots import compact
 

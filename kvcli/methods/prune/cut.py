@@ -20,10 +20,9 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.forward_request import Rows, Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.prompt_pruner import ActiveRows, Pruner
-    from kvcli.engine.rows import Rows
+    from kvcli.engine.prefill.aux_cache import ActiveRows, Pruner
     from kvcli.kv.slots import KVCache
 
 

@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvcli.methods.prune.layer_pruner import LayerPruner, attention_mass, pooled
 from kvcli.methods.prune.schedule import Schedule
-from kvcli.settings.effects import KV_OF_ALL, WHOLE, Needs
+from kvcli.settings.profile import KV_OF_ALL, WHOLE, Needs
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.engine.forward_request import Rows
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.aux_cache import AuxCache
-    from kvcli.engine.prefill.prompt_pruner import ActiveRows, Choose
-    from kvcli.engine.rows import Rows
+    from kvcli.engine.prefill.aux_cache import ActiveRows, AuxCache, Choose
     from kvcli.kv.slots import KVCache
 
 SPARED = 4  # last layers without pruning: the KV saved there is smaller than the hidden state of a deferred token

@@ -50,7 +50,7 @@ class PruneSettings:
     def guard(self) -> ProtectedTokens:
         """Protected tokens: the first, the newest and, with `protect`, instructions (system, tools, question)."""
         from kvcli.engine.policy.policy import ProtectedTokens
-        from kvcli.engine.sequence.token_kinds import QUESTION, SPECIAL, SYSTEM, TOOLS
+        from kvcli.engine.sequence.state import QUESTION, SPECIAL, SYSTEM, TOOLS
 
         return ProtectedTokens(
             self.sinks, self.recent, frozenset({SPECIAL, SYSTEM, TOOLS, QUESTION} if self.protect else ())

@@ -12,9 +12,9 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.engine.forward_request import Rows
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.prompt_pruner import ActiveRows
-    from kvcli.engine.rows import Rows
+    from kvcli.engine.prefill.aux_cache import ActiveRows
     from kvcli.kv.slots import KVCache
 
 

@@ -16,8 +16,7 @@ from kvcli.methods.prune.layer_pruner import attention_mass, highest
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.aux_cache import AuxCache
-    from kvcli.engine.prefill.prompt_pruner import ActiveRows
+    from kvcli.engine.prefill.aux_cache import ActiveRows, AuxCache
     from kvcli.kv.slots import KVCache
     from kvcli.methods.prune.lazy import LazyLLM
 

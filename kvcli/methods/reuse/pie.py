@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from kvcli.settings.effects import Needs
+from kvcli.settings.profile import Needs
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:

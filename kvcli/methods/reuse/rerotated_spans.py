@@ -12,11 +12,9 @@ from kvcli.engine.prefill.span_reuse import Found, Held, Past, SpanSourceGone
 from kvcli.kernels.rope import rotate, unrotate
 
 if TYPE_CHECKING:
-    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.forward_request import Rows, Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.matching_spans import MatchingSpan
-    from kvcli.engine.prefill.span_reuse import SpanSource
-    from kvcli.engine.rows import Rows
+    from kvcli.engine.prefill.span_reuse import MatchingSpan, SpanSource
     from kvcli.kv.slots import KVCache
 
 # (rows of a span, their reused KV, the KV cache with all tokens before, the span, its source) -> the KV to commit
@@ -47,7 +45,7 @@ class RerotatedSpans:
 
     def load(self, at: int, most: int, kv: KVCache, ids: Sequence[int]) -> Steps[tuple[int, Past]]:
         """Return end position and KV of up to `most` tokens of the span at `at`; (at, ()) if its source is gone."""
-        from kvcli.engine.rows import Rows
+        from kvcli.engine.forward_request import Rows
 
         self._found = [one for one in self._found if one[0].end > at]
         run, source = self._found[0]

@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Steps
-from kvcli.engine.prefill.kv_overlay import KVOverlay
-from kvcli.engine.rows import Rows
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Rows, Steps
+from kvcli.engine.prefill.span_reuse import KVOverlay
 from kvcli.engine.sequence.commit import commit
 from kvcli.kv.slots import spans
 from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.matching_spans import MatchingSpan
-    from kvcli.engine.prefill.span_reuse import Held, SpanSource
+    from kvcli.engine.prefill.span_reuse import Held, MatchingSpan, SpanSource
     from kvcli.kv.slots import CacheReader, KVCache
     from kvcli.methods.reuse.cacheblend import CacheBlend
 

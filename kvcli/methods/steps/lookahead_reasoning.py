@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from kvcli.settings.effects import Needs
+from kvcli.settings.profile import Needs
 from kvcli.settings.schema import DraftModelRef, Quant, Range
 
 Cut = Literal["line", "sentence", "paragraph"]

@@ -10,8 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
-from kvcli.engine.forward_request import Steps
-from kvcli.engine.rows import Rows
+from kvcli.engine.forward_request import Rows, Steps
 from kvcli.engine.sequence.sampler import SamplingContext
 from kvcli.engine.stats import Step
 from kvcli.errors import BadInput

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcli.errors import BadModel
-from kvcli.models.gguf.header import Header, Listed, floats
-from kvcli.models.gguf.names import BY_ARCH, SETTINGS, Layout
-from kvcli.models.headers import TensorHeader
+from kvcli.models.checkpoint import TensorHeader
+from kvcli.models.gguf.header import BY_ARCH, SETTINGS, Header, Layout, Listed, floats
 from kvcli.models.refusals import no_tokenizer
 
 # values with which a key has no effect; None = any value

@@ -7,11 +7,16 @@ uses.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import repeat
 from math import prod
@@ -24,23 +29,104 @@ import torch
 from kvcli.errors import BadModel, writing
 from kvcli.files import check_room, private_folder, replacing_folder
 from kvcli.installing import pip
-from kvcli.kernels.linear_quantized import reference
+from kvcli.kernels.linear_quantized import PackedLinear, QuantizedWeight, reference, why_not
 from kvcli.models import source
+from kvcli.models.catalog import Hashes, Stamped, releases
 from kvcli.models.control_words import spelled
 from kvcli.models.gguf.blocks import Bytes, numbers, packed, stays_packed, stretches
 from kvcli.models.gguf.config import DIGITS, WHOLE, Described, TensorSource, describe
-from kvcli.models.gguf.conversion_cache import FOLDER, KEPT, fingerprint, forget, use
 from kvcli.models.gguf.header import BLOCKS, Header, read
-from kvcli.models.gguf.quantizer import GROUP, METHOD
-from kvcli.models.hashes import Hashes, Stamped
-from kvcli.models.library_errors import blame_files
-from kvcli.models.refusals import no_tokenizer
+from kvcli.models.refusals import blame_files, no_tokenizer
 from kvcli.settings.schema import NUMBERS
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from kvcli.models.source import Source
+
+# Quantizer for transformers: linear layers stay quantized while transformers loads them, by its quantizer interface.
+#
+# A checkpoint that says `quant_method: kvcli` has, for each module it names, `data` and `scale` of
+# `kvcli.kernels.linear_quantized` in place of `weight`: 4 bits, low nibble first.
+
+
+METHOD, GROUP = "kvcli", 32
+
+
+@cache
+def register() -> None:
+    """Register the quantizer, once in a process."""
+    from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    @register_quantization_config(METHOD)
+    class GGUFConfig(QuantizationConfigMixin):  # type: ignore[misc]  # Any to mypy, as all of transformers
+        def __init__(self, modules: list[str] | None = None, **other: Any) -> None:
+            self.quant_method, self.modules = METHOD, modules or []
+
+    @register_quantizer(METHOD)
+    class Quantizer(HfQuantizer):  # type: ignore[misc]  # the same
+        is_trainable = False
+
+        def is_serializable(self, *_: Any, **__: Any) -> bool:
+            return False
+
+        def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
+            dtype = next(model.parameters()).dtype
+            for name in self.quantization_config.modules:
+                _swap(model, name, dtype)
+
+
+def _swap(model: nn.Module, name: str, dtype: torch.dtype) -> None:
+    """Replace a linear layer by an empty quantized layer."""
+    layer = model.get_submodule(name)
+    if type(layer) is not torch.nn.Linear:
+        raise TypeError(f"{name} is quantized in the file, but is no linear layer")
+    n, k = shape = (layer.out_features, layer.in_features)
+    if why := why_not(shape, 4):
+        raise ValueError(f"{name} cannot be quantized: {why}")
+    data = torch.empty(n, k // 2, dtype=torch.uint8, device="meta")
+    scale = torch.empty(k // GROUP, n, 2, dtype=dtype, device="meta")
+    parent, _, last = name.rpartition(".")
+    packed = PackedLinear(QuantizedWeight(4, GROUP, shape, data, scale, is_native=False), layer.bias)
+    setattr(model.get_submodule(parent), last, packed)
+
+
+# Cache of models converted to another format. Copies are named by a hash of their source; the oldest are removed.
+
+
+FOLDER = "gguf"  # folder below the cache
+KEPT = 4  # copies, the most recently used
+
+
+def fingerprint(found: Source, version: int, hashes: Hashes) -> str:
+    """Hash of the weights' bytes, the config and the version of the converting code."""
+    import tokenizers
+
+    files = [Stamped.of(file.path) for file in found.files]
+    made_by = [version, tokenizers.__version__, *releases().values()]
+    said = json.dumps([hashes.of(files), found.config, made_by], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:32]
+
+
+def use(copy: Path) -> None:
+    """Mark a copy as used now, also on disks that do not record access."""
+    file = copy / "config.json" if copy.is_dir() else copy
+    os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
+
+
+def forget(folder: Path, keep: int) -> None:
+    """Remove all but the `keep` most recently used copies, because each is as large as its model."""
+    copies = sorted(folder.glob("[!.]*"), key=_used)
+    for copy in copies[: max(0, len(copies) - keep)]:
+        with suppress(OSError):  # on Windows, a copy open in another process cannot be removed
+            shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
+
+
+def _used(copy: Path) -> int:
+    file = copy / "config.json" if copy.is_dir() else copy
+    return file.stat().st_atime_ns if file.exists() else 0
+
 
 VERSION = 2  # version of the output format
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors' name

@@ -55,10 +55,9 @@ def ahead(at: CompressionPoint, most: int) -> Steps[CompressionPoint]:
     """
     import torch
 
-    from kvcli.engine.forward_request import ForwardRequest
-    from kvcli.engine.policy.query_recorder import QueryRecorder
-    from kvcli.engine.prefill.kv_overlay import KVOverlay
-    from kvcli.engine.rows import Rows
+    from kvcli.engine.forward_request import ForwardRequest, Rows
+    from kvcli.engine.policy.compression_point import QueryRecorder
+    from kvcli.engine.prefill.span_reuse import KVOverlay
     from kvcli.policies.scoring.replay import PrefixCacheView
 
     lm, n = at.lm, len(at.ids)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import ForwardRequest, Steps
+from kvcli.engine.forward_request import ForwardRequest, Rows, Steps
 from kvcli.engine.policy.policy import LayerContext
-from kvcli.engine.rows import Rows
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcli.engine.sequence.token_kinds import END, SHOT
+from kvcli.engine.sequence.state import END, SHOT
 
 Pooling = Literal["max", "avg"]
 Unit = int | Literal["sentence", "shot"]

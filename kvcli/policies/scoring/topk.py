@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
     from kvcli.engine.forward_request import Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import CompressionPoint
+    from kvcli.engine.policy.compression_point import CompressionPoint, ProjectedValueNorms
     from kvcli.engine.policy.policy import LayerContext
-    from kvcli.engine.policy.projected_values import ProjectedValueNorms
     from kvcli.kv.slots import Masks, Slots
     from kvcli.kv.snapshot import SnapshotReader, Snapshottable, State
     from kvcli.policies.scoring.budget_split import Share
@@ -143,8 +142,8 @@ class TopK(PolicyDefaults):
         """Return the requirements of all score policies and of this score. `own` makes its per-sequence state, `known`
         is its per-model data, `more` are further fields of PolicyRequirements.
         """
-        from kvcli.engine.policy.projected_values import ProjectedValueNorms
-        from kvcli.engine.sequence.token_kinds import QUESTION, SHOT, SYSTEM, TOOLS
+        from kvcli.engine.policy.compression_point import ProjectedValueNorms
+        from kvcli.engine.sequence.state import QUESTION, SHOT, SYSTEM, TOOLS
 
         heads = head_rows(self.headmap, lm) if self.headmap else []
         asked = {QUESTION} if self.protect_question else set()

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from itertools import accumulate
 from random import Random
 
-from kvcli.demo.words import shuffled
+from kvcli.demo import shuffled
 from kvcli.quality.prose import distinct, name
 from kvcli.quality.sample import Context, Question, SampleSeed, Task
 from kvcli.quality.score import share_of_references

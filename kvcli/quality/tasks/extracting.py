@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from kvcli.demo import COLOURS, person, pick
 from kvcli.demo.report import filler
-from kvcli.demo.words import COLOURS, person, pick
 from kvcli.quality.prose import hide, name, number
 from kvcli.quality.sample import Context, Question, SampleSeed, Task
 from kvcli.quality.score import likeness, share_of_fields

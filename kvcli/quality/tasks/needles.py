@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcli.demo.words import person, shuffled
+from kvcli.demo import person, shuffled
 from kvcli.quality.prose import distinct, hide, listed, name, number, uuid
 from kvcli.quality.sample import Context, Make, Question, Rounds, SampleSeed, Task, as_many
 from kvcli.quality.score import share_of_references

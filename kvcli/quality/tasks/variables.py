@@ -6,7 +6,7 @@ from itertools import pairwise
 from random import Random
 from string import ascii_uppercase
 
-from kvcli.demo.words import pick
+from kvcli.demo import pick
 from kvcli.quality.prose import distinct, hide, number
 from kvcli.quality.sample import Context, Question, SampleSeed, Task
 from kvcli.quality.score import share_of_references

@@ -10,7 +10,7 @@ from kvcli.render.bench import html_quality as quality
 from kvcli.render.bench import html_setup as setup
 from kvcli.render.bench import table as b
 from kvcli.render.html import Markup, data_table, join, number, page, section, tag
-from kvcli.render.terminal.numbers import long_size
+from kvcli.render.terminal.terminal import long_size
 
 if TYPE_CHECKING:
     from kvcli.schemas.bench import BenchDocument, BenchRow, Ratio

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.render.bench import table as b
 from kvcli.render.html import Markup, data_table, join, number, section, tag
-from kvcli.render.terminal.numbers import long_size
+from kvcli.render.terminal.terminal import long_size
 
 if TYPE_CHECKING:
     from kvcli.schemas.bench import BenchArgs, BenchDocument

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvcli.render.terminal.live_region import LiveRegion
-from kvcli.render.terminal.screen import Screen
+from kvcli.render.terminal.screen import LiveRegion, Screen
 from kvcli.render.terminal.tables import clip
 from kvcli.render.terminal.terminal import Span, text_width
 from kvcli.render.turn.status_row import NARROWEST

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.tables import columns, fitting
-from kvcli.render.terminal.wrap import fold
+from kvcli.render.terminal.terminal import fold
 from kvcli.settings.schema import NUMBERS
 
 if TYPE_CHECKING:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvcli.render.terminal import numbers as f
-from kvcli.render.terminal.terminal import Span
-from kvcli.render.terminal.wrap import folded, styled
+from kvcli.render.terminal import terminal as f
+from kvcli.render.terminal.terminal import Span, folded, styled
 
 if TYPE_CHECKING:
     from kvcli.schemas.fit import FitBudget, FitPart, FitPlan, FitRung

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from kvcli.fit.calibration import age_days
+from kvcli.fit.run_log import age_days
 from kvcli.render.fit.explain import explained
-from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.tables import columns, turned, widest
-from kvcli.render.terminal.terminal import Span, text_width
-from kvcli.render.terminal.wrap import folded, styled
+from kvcli.render.terminal.terminal import Span, folded, styled, text_width
 from kvcli.render.turn.turn_summary import joined
 
 if TYPE_CHECKING:

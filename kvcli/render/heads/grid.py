@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 from kvcli.render.heads import cells as c
 from kvcli.render.heads.text import facts, top_table
-from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.tables import columns, fitting
-from kvcli.render.terminal.terminal import Span, text_width
-from kvcli.render.terminal.wrap import folded, styled
+from kvcli.render.terminal.terminal import Span, folded, styled, text_width
 from kvcli.render.turn.turn_summary import joined
 
 if TYPE_CHECKING:

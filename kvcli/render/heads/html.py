@@ -14,7 +14,7 @@ from kvcli.render.heads import cells as c
 from kvcli.render.heads.grid import next_step
 from kvcli.render.heads.text import facts, top_table
 from kvcli.render.html import Markup, data_table, file, head, plain, section, tag
-from kvcli.render.terminal.numbers import long_size
+from kvcli.render.terminal.terminal import long_size
 
 if TYPE_CHECKING:
     from kvcli.heads.report import Strip

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvcli.render.heads import cells as c
-from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal import terminal as f
 from kvcli.safe_output import neutralise
 
 if TYPE_CHECKING:

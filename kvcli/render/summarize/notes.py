@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.documents import listed
 from kvcli.engine.stats import FEW
-from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal import terminal as f
 from kvcli.render.turn.turn_summary import joined
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.render.terminal.wrap import fold
+from kvcli.render.terminal.terminal import fold
 
 if TYPE_CHECKING:
     from kvcli.summarize.result import Point

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvcli.api import Event as TurnEvent
 from kvcli.api import Text, Thought
 from kvcli.render.summarize.notes import hung, merge_done, part_done, stretch
-from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.tables import clip
 from kvcli.render.terminal.terminal import Span
 from kvcli.render.turn.status_row import NARROWEST, RowOptions

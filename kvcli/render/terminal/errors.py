@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcli.errors import KvcliError
-from kvcli.render.terminal.terminal import Span, Terminal, text_width
-from kvcli.render.terminal.wrap import folded
+from kvcli.render.terminal.terminal import Span, Terminal, folded, text_width
 
 COLUMN = 80  # the code is at the right edge, but at most in this column
 GAP = "   ·   "

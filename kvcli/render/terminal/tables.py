@@ -9,9 +9,8 @@ from typing import Any
 
 from kvcli.documents import listed
 from kvcli.engine.stats import Stats
-from kvcli.render.terminal import numbers as f
-from kvcli.render.terminal.terminal import text_width
-from kvcli.render.terminal.wrap import folded
+from kvcli.render.terminal import terminal as f
+from kvcli.render.terminal.terminal import folded, text_width
 from kvcli.render.turn.turn_summary import joined
 
 LONGEST = 14  # columns of the longest bar

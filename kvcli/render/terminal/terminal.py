@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TextIO
@@ -99,3 +99,145 @@ class Terminal:
             self.above(text)
         else:
             self.write(Styled(text + "\n"))
+
+
+# Wrap text at word ends as it arrives; each finished line is returned once.
+
+
+TAB = 8  # columns
+
+
+def expand(line: str) -> str:
+    """Replace tabs by spaces, counted in columns: str.expandtabs counts characters and fails after wide ones."""
+    if "\t" not in line:
+        return line
+    done = ""
+    for i, piece in enumerate(line.split("\t")):
+        if i:
+            done += " " * (TAB - text_width(done) % TAB)
+        done += piece
+    return done
+
+
+def fold(text: str, width: int) -> list[str]:
+    """Split into lines of at most `width` columns, at least one; only the last can still grow.
+
+    Trailing spaces may exceed the width. A word longer than a line is cut, and wide characters break anywhere.
+    """
+    if "\t" not in text and text_width(text) <= width:
+        return [text]
+    lines: list[str] = []
+    start = gap = column = 0  # start of the line, possible cut, columns so far
+    for i, char in enumerate(text):
+        size = TAB - column % TAB if char == "\t" else cells_of(char)
+        if char in " \t":
+            column, gap = column + size, i + 1
+            continue
+        if size == 2:
+            gap = i
+        if size and column + size > width and i > start:
+            cut = gap if text[start:gap].strip() else i
+            lines.append(text[start:cut].rstrip())
+            start = gap = cut
+            column = text_width(expand(text[start:i]))
+        column += size
+        if size == 2:
+            gap = i + 1
+    return [*lines, text[start:]]
+
+
+def folded(text: str, width: int, indent: int = 0) -> list[str]:
+    """Wrap for a terminal of `width` columns, `indent` of which are used: its last column stays free."""
+    return [line.rstrip() for line in fold(text, max(20, width - 1 - indent))]
+
+
+def styled(text: str, width: int, style: str) -> Iterator[list[Span]]:
+    """Wrap as `folded` does, and return lines of one style."""
+    return ([(line, style)] for line in folded(text, width))
+
+
+@dataclass(slots=True)
+class Wrapper:
+    """The unfinished last line; completed lines have been returned."""
+
+    tail: str = ""
+
+    def feed(self, text: str, width: int) -> list[str]:
+        """Add text and return the lines it completed. `width` may differ from call to call."""
+        *complete, self.tail = (self.tail + text).split("\n")
+        lines = [expand(line.rstrip()) for whole in complete for line in fold(whole, width)]
+        *folded, self.tail = fold(self.tail, width)
+        return lines + [expand(line) for line in folded]
+
+    def shown(self, width: int) -> str:
+        """Return the tail as displayed: spaces beyond the width are left out."""
+        line = expand(self.tail)
+        return line if text_width(line) <= width else line.rstrip()
+
+    def rest(self) -> str:
+        """Return and clear the tail at the end of the text."""
+        line, self.tail = expand(self.tail).rstrip(), ""
+        return line
+
+
+# Number formats for people: counts, sizes and times.
+
+
+KIB, UNITS = 1024, "KMGTP"
+TIERS = {"cpu": "host", "cuda": "GPU", "mps": "GPU", "packed": "quantized", "packed cuda": "quantized GPU"}
+ORDERS = {"chunks": "in chunks", "layers": "layer by layer"}
+
+
+def count(n: int) -> str:
+    return f"{n:,}"
+
+
+def plural(n: int, noun: str) -> str:
+    """Return `1 line`, `1,024 lines`."""
+    return f"{count(n)} {noun}{'' if n == 1 else 's'}"
+
+
+def long_size(n: float) -> str:
+    """Return `17.1 MiB` in the largest unit that keeps the value above 1; the smallest unit is a KiB."""
+    value, unit = n / KIB, UNITS[0]
+    for unit in UNITS:
+        # 999.5, not 1024: "1,012 MiB" is wider than any other figure and would make the layout jump
+        if value < 999.5 or unit == UNITS[-1]:
+            break
+        value /= KIB
+    digits = 1 if unit != "K" and value < 99.95 else 0
+    return f"{value:.{digits}f} {unit}iB"
+
+
+def tiers(kv: Mapping[str, int]) -> str:
+    """Return `17.1 MiB` for one tier, `4.4 MiB GPU + 12.0 MiB host` for several."""
+    used = [(TIERS.get(name, name), size) for name, size in kv.items() if size]
+    if len(used) < 2:
+        return long_size(sum(size for _, size in used))
+    return " + ".join(f"{long_size(size)} {name}" for name, size in used)
+
+
+def seconds(s: float) -> str:
+    """Return `0.88 s`, `2.9 s`, `2 min 05 s`."""
+    if s < 0.995:
+        return f"{s:.2f} s"
+    if s < 99.95:
+        return f"{s:.1f} s"
+    minutes, rest = divmod(round(s), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+def clock(s: float) -> str:
+    """Return the remaining time: `0:07`, `12:05`, `1:00:09`."""
+    minutes, rest = divmod(max(0, round(s)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def rate(per_second: float) -> str:
+    """Return `24.1 tok/s` below a thousand, `1,760 tok/s` above."""
+    return f"{per_second:.1f} tok/s" if per_second < 999.95 else f"{per_second:,.0f} tok/s"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f}%"

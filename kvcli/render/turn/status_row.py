@@ -10,7 +10,7 @@ import psutil
 
 from kvcli.api import Read
 from kvcli.engine.stats import FEW, Stats
-from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.terminal import Span, text_width
 
 HERTZ = 8  # redraws a second

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvcli.api import Turn
-from kvcli.engine.info import ModelInfo
-from kvcli.engine.stats import FEW, Stats
-from kvcli.render.terminal import numbers as f
-from kvcli.render.terminal.terminal import text_width
-from kvcli.render.terminal.wrap import folded
+from kvcli.engine.stats import FEW, ModelInfo, Stats
+from kvcli.render.terminal import terminal as f
+from kvcli.render.terminal.terminal import folded, text_width
 
 DOT = " · "
 

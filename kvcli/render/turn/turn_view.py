@@ -10,11 +10,8 @@ from functools import partial
 
 from kvcli.api import End, Event, Live, Read, Text, Thought, Turn
 from kvcli.engine.stats import Stats
-from kvcli.render.terminal.keyboard import echo, suspendable
-from kvcli.render.terminal.live_region import LiveRegion
-from kvcli.render.terminal.screen import Screen
-from kvcli.render.terminal.terminal import Span, quoted, text_width
-from kvcli.render.terminal.wrap import Wrapper
+from kvcli.render.terminal.screen import LiveRegion, Screen, echo, suspendable
+from kvcli.render.terminal.terminal import Span, Wrapper, quoted, text_width
 from kvcli.render.turn.status_row import HERTZ, RowOptions, busy, process_memory, reading_bar, status_row
 from kvcli.render.turn.turn_summary import one_line_summary, summary
 from kvcli.safe_output import Styled

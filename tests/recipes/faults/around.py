@@ -12,14 +12,14 @@ FAULTS = [
     ),
     Fault(
         "C3",
-        "kvcli/chat/chat_tables.py",
+        "kvcli/chat/database.py",
         "{asked} +name = ?",
         "{asked} name = ?",
         "tests/test_saved_chats.py::test_a_name_that_its_index_lacks_is_found_and_the_damage_said",
     ),
     Fault(
         "C4",
-        "kvcli/chat/chat_tables.py",
+        "kvcli/chat/database.py",
         "    db.execute(\"INSERT INTO words (words) VALUES ('optimize')\")",
         "    pass",
         "tests/test_saved_chats.py::test_what_is_forgotten_is_in_no_file",
@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Fault(
         "X6",
-        "kvcli/models/fetch.py",
+        "kvcli/models/catalog.py",
         "        if digest.hexdigest() != self.packed.sha256:",
         "        if not digest.hexdigest():",
         "tests/test_models_get.py::test_what_is_not_as_the_list_has_it_leaves_nothing",
@@ -187,14 +187,14 @@ FAULTS = [
     ),
     Fault(
         "U3",
-        "kvcli/summarize/citation_places.py",
+        "kvcli/summarize/citations.py",
         "{min(first, last)}-{max(first, last)}",
         "{first}-{last}",
         "tests/summarize/test_citations.py::test_a_citation_is_found_however_it_is_written",
     ),
     Fault(
         "U4",
-        "kvcli/summarize/citation_places.py",
+        "kvcli/summarize/citations.py",
         "inherits = places and not group.name",
         "inherits = places",
         "tests/summarize/test_citations.py::test_a_citation_is_found_however_it_is_written",
@@ -215,7 +215,7 @@ FAULTS = [
     ),
     Fault(
         "S3",
-        "kvcli/settings/effects.py",
+        "kvcli/settings/profile.py",
         'SMALLER | {"prunes", "reuses",',
         'SMALLER | {"reuses",',
         "tests/test_draft_and_full.py::test_what_cannot_be_checked_is_refused_with_what_would_do tests/test_effects.py",
@@ -229,7 +229,7 @@ FAULTS = [
     ),
     Fault(
         "R1",
-        "kvcli/commands/common/interrupt.py",
+        "kvcli/commands/common/exits.py",
         "now - self.since > IMPATIENT",
         "now - self.since >= 0",
         "tests/test_repl.py::test_the_first_ctrl_c_is_a_flag_and_a_later_one_an_exception",
@@ -243,7 +243,7 @@ FAULTS = [
     ),
     Fault(
         "R3",
-        "kvcli/commands/common/error_exit.py",
+        "kvcli/commands/common/exits.py",
         "errno.ENOSPC, errno.EDQUOT,",
         "errno.ENOSPC,",
         "tests/test_faults.py::test_a_disk_that_fails_is_no_bug_of_ours",
@@ -278,7 +278,7 @@ FAULTS = [
     ),
     Fault(
         "M3",
-        "kvcli/fit/auto_placement.py",
+        "kvcli/fit/plan.py",
         "layers if may_split(profile) else 1",
         "layers",
         "tests/fit/test_cuda_overhead.py::test_what_reads_parts_of_a_kv_cache_keeps_its_layers_together",
@@ -356,9 +356,9 @@ FAULTS = [
     ),
     Fault(
         "A3",
-        "kvcli/chat/chat_lock.py",
-        "for is_last in (False, True):",
-        "for is_last in (True,):",
+        "kvcli/chat/database.py",
+        "for is_last in (False, True):\n            try:",
+        "for is_last in (True,):\n            try:",
         "tests/test_chats.py::test_a_lock_that_a_sweep_takes_for_a_moment_holds_nobody_up",
     ),
     Fault(
@@ -448,14 +448,14 @@ FAULTS = [
     ),
     Fault(
         "A17",
-        "kvcli/commands/common/interrupt.py",
+        "kvcli/commands/common/exits.py",
         "if waits or (",
         "if (",
         "tests/test_tokenizing.py::test_ctrl_c_is_heard_while_it_is_busy",
     ),
     Fault(
         "A18",
-        "kvcli/chat/chat_tables.py",
+        "kvcli/chat/database.py",
         "if not isinstance(name, str) or not SOUND.fullmatch(name):",
         "if not isinstance(name, str):",
         "tests/test_saved_chats.py::test_names_that_are_none_of_ours_become_no_files",

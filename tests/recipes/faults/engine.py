@@ -158,14 +158,14 @@ FAULTS = [
     ),
     Fault(
         "E4",
-        "kvcli/engine/cuda_graphs/capture.py",
+        "kvcli/engine/cuda_graphs/captured_pass.py",
         "except torch.OutOfMemoryError:\n        raise\n    except",
         "except",
         "tests/test_captured_pass.py::test_a_pass_that_there_was_no_memory_to_record_is_recorded_the_next_time",
     ),
     Fault(
         "E5",
-        "kvcli/engine/hf/direct_forward.py",
+        "kvcli/engine/hf/fused_layers.py",
         "all(torch.equal(a, b[: len(near)]) for",
         "all(True for",
         "tests/test_fused_layers.py::test_what_depends_on_the_length_of_the_pass_is_not_remembered",
@@ -243,14 +243,14 @@ FAULTS = [
     ),
     Fault(
         "V6",
-        "kvcli/kv/tiers/extents.py",
+        "kvcli/kv/tiers/disk.py",
         "os.posix_fallocate(fd, self._end, end - self._end)",
         "os.ftruncate(fd, end)",
         "tests/test_tiered_cache.py::test_a_full_disk_is_an_error_and_loses_nothing",
     ),
     Fault(
         "V7",
-        "kvcli/kv/tiers/extents.py",
+        "kvcli/kv/tiers/disk.py",
         "self._free.append((offset, size))\n            raise",
         "raise",
         "tests/test_faults.py::test_room_whose_use_failed_is_there_again",
@@ -316,7 +316,7 @@ FAULTS = [
     # the drafts
     Fault(
         "D1",
-        "kvcli/drafts/pacing/source_payoff.py",
+        "kvcli/drafts/pacing/draft_controller.py",
         ">= price:\n                self._rest = _REST",
         ">= price:\n                pass",
         "tests/drafts/test_source_payoff.py::test_once_they_paid_a_rest_is_short_again",
@@ -345,7 +345,7 @@ FAULTS = [
     ),
     Fault(
         "D5",
-        "kvcli/drafts/draft_models/chunk_trigger.py",
+        "kvcli/drafts/draft_models/chunk_retrieval.py",
         "if self._since < LEAST or self._vain >= TRIED:",
         "if self._since < LEAST:",
         "tests/drafts/test_chunk_retrieval.py::test_a_look_is_vain_where_no_more_drafts_come_true_soon_after",

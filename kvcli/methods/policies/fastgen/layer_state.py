@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.sequence.token_kinds import END
+from kvcli.engine.sequence.state import END
 from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.methods.policies.fastgen.frequency_scores import Scores
 from kvcli.methods.policies.fastgen.recovery import CandidateSets, classes

@@ -142,7 +142,7 @@ class FastGen(PolicyDefaults):
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Return the policy's requirements. Raises BadInput for a head map that cannot be read or is of another model,
         and BadModel if heads store no keys of their own."""
-        from kvcli.engine.sequence.token_kinds import SYSTEM, TOOLS
+        from kvcli.engine.sequence.state import SYSTEM, TOOLS
         from kvcli.methods.policies.fastgen.text_state import FastGenState
         from kvcli.policies.scoring.headmap import head_rows, refuse_latents
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TOOLS
+from kvcli.engine.sequence.state import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TOOLS
 from kvcli.kv.slots import Slots
 from kvcli.methods.policies.fastgen.recovery_attention import NEVER, Block, RowAttention, times
 

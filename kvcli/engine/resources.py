@@ -1,25 +1,134 @@
-"""Working memory of a forward pass, beside weights and KV cache, computed from the model's shape alone.
-
-Each sum names the tensors that live at once in `forward.py` and the kernels it calls. A KV cache plans a device's
-memory with these numbers, and `kvcli fit` predicts with them.
-"""
+"""Resources of this process: CPU threads and devices, its memory, and the working memory of a forward pass."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
+import torch
+from torch import Tensor
 
 from kvcli.kernels import triton_support
 from kvcli.kernels.attend.cpu import FEW
 from kvcli.kernels.attend.reference import BLOCK
 from kvcli.kernels.attend_invariant import why_not
+from kvcli.kernels.native import native
 from kvcli.kv.tiers.device_tables import MOST_ROWS
+from kvcli.models.machine import kept_free
 from kvcli.models.shape import shape_of
 
 if TYPE_CHECKING:
-    import torch
-
     from kvcli.engine.hf.lm import LM
     from kvcli.models.shape import Shape
+
+# Threads and devices of computation: the number of CPU threads (torch and native kernels), and the current GPU.
+
+
+def use_device(device: torch.device) -> None:
+    """Make this the current CUDA device of this thread. Triton launches on the current device, wherever the tensors
+    are."""
+    if device.index:  # a thread starts on device 0
+        torch.cuda.set_device(device)
+
+
+def use_threads(n: int) -> None:
+    """Set the number of threads for the whole process."""
+    torch.set_num_threads(n)
+    if (kernels := native()) is not None:
+        kernels.use_threads(n)
+
+
+@contextmanager
+def one_pool(has_pool: bool) -> Iterator[None]:
+    """Run torch's operations on one thread if the model has a native thread pool (`has_pool`).
+
+    Torch's threads spin for milliseconds after each shared operation and keep a core busy. In a pass of one token the
+    native layers then lack that core: two threads were as slow as one.
+    """
+    n = torch.get_num_threads()
+    torch.set_num_threads(1 if has_pool else n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n)
+
+
+# Memory of this process: its peak use, the free memory of a device, and dropping mapped pages of weights.
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak memory of the process (resident set) on a CPU, or the peak of torch's allocator on a CUDA
+    device."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if (status := Path("/proc/self/status")).exists():
+        # Linux: getrusage starts at the peak of the parent process, however small this process is
+        line = next((line for line in status.read_text().splitlines() if line.startswith("VmHWM")), "")
+        if line:
+            return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows has the figure in the process information
+        return int(getattr(psutil.Process().memory_info(), "peak_wset", 0))
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, others kibibytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def used_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the used memory (by all programs) and the total memory of a CUDA device, from its driver; (0, 0) for other
+    devices.
+
+    The peak of torch's allocator leaves out the CUDA context, memory allocated by libraries, and fragmented blocks.
+    """
+    if device.type != "cuda":
+        return 0, 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free, total
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Return the free memory of a device, minus a reserve."""
+    if device.type == "cuda":
+        free, card = map(int, torch.cuda.mem_get_info(device))
+        return free - kept_free(free, card)
+    free = int(psutil.virtual_memory().available)
+    return free - kept_free(free)
+
+
+def drop_pages(t: Tensor) -> None:
+    """Drop the pages of a tensor that is no longer needed, if they are mapped from a file. Only on Linux.
+
+    Weights are views of one mapping of their file, which exists as long as any of them. Without this, a weight that was
+    rearranged would remain in memory beside its copy until the last view is freed.
+    """
+    page = mmap.PAGESIZE
+    start = -(-t.data_ptr() // page) * page  # whole pages only: the first and the last may hold parts of other tensors
+    end = (t.data_ptr() + t.nbytes) // page * page
+    if sys.platform == "linux" and start < end and _is_file(start, end):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
+
+def _is_file(start: int, end: int) -> bool:
+    """True if one mapping of a file covers these addresses."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, inode, *_ = line.split(maxsplit=5)
+        low, high = (int(x, 16) for x in span.split("-"))
+        if low <= start and end <= high:
+            return inode != "0"
+    return False
+
+
+# Working memory of a forward pass, beside weights and KV cache, computed from the model's shape alone.
+#
+# Each sum names the tensors that live at once in `forward.py` and the kernels it calls. A KV cache plans a device's
+# memory with these numbers, and `kvcli fit` predicts with them.
+
 
 WIDE = 4  # bytes of a float32, the type of partial attention and of summed scores
 

@@ -1,23 +1,196 @@
-"""Errors of commands: printed in words or as JSON, with an exit code."""
+"""Ends of a command: Ctrl-C, logs, errors and exit codes."""
 
 from __future__ import annotations
 
+import _thread
 import errno
 import json
+import logging
 import re
+import signal
+import sys
+import threading
+import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from difflib import get_close_matches
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import typer
 
-from kvcli.commands.common.log import write_traceback
-from kvcli.commands.common.stdout import print_json
+from kvcli.commands.common.output import print_json
 from kvcli.environment import Environment
-from kvcli.errors import BadInput, DoesNotFit, ExitStatus, KvcliError, UsageError, is_out_of_memory
+from kvcli.errors import BadInput, DoesNotFit, ExitStatus, KvcliError, UsageError, is_out_of_memory, writing
+from kvcli.files import append, private_folder
 from kvcli.settings.renamed import FORMER
+from kvcli.version import __version__
+
+# Ctrl-C as a flag that the decoding loop checks between passes, and as an error that libraries cannot suppress.
+
+
+IMPATIENT = 1.0  # seconds after the first Ctrl-C in which a second one is ignored
+
+
+class Interrupt:
+    """A handler of Ctrl-C for a block. After the first Ctrl-C, the object, called as `cancel`, returns True.
+
+    A later Ctrl-C does not wait for the end of the pass: it raises KeyboardInterrupt, and the model prefills again. So
+    does Ctrl-C while kvcli waits for a worker process, which checks no `cancel`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.since: float | None = None
+        self._before: Any = None
+
+    def __call__(self) -> bool:
+        return self.since is not None
+
+    def hear(self, _signal: int = signal.SIGINT, frame: FrameType | None = None) -> None:
+        """Handle SIGINT."""
+        now = self.clock()
+        waits = False
+        while frame is not None and not waits:
+            waits, frame = frame.f_globals.get("__name__") == "kvcli.worker_process", frame.f_back
+        if waits or (self.since is not None and now - self.since > IMPATIENT):
+            raise KeyboardInterrupt
+        self.since = now if self.since is None else self.since
+
+    def __enter__(self) -> Interrupt:
+        if _is_ours():
+            self._before = signal.signal(signal.SIGINT, self.hear)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+
+@contextmanager
+def insisting() -> Iterator[None]:
+    """Make sure that Ctrl-C ends the block, at its end at the latest.
+
+    This is for loading models: imported libraries have callbacks and bare excepts that lose a KeyboardInterrupt, and
+    code that continues after one may raise any other error.
+    """
+    if not _is_ours():
+        yield
+        return
+    heard: list[int] = []
+
+    def hear(number: int, _frame: FrameType | None) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield
+    except Exception as error:
+        if heard:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if heard:
+        raise KeyboardInterrupt
+
+
+def press_again(lost: sys.UnraisableHookArgs) -> None:
+    """Repeat a Ctrl-C that Python dropped in a `__del__` or a callback; for `sys.unraisablehook`."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        with suppress(RuntimeError):  # the program has ended
+            threading.Timer(0.05, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(lost)
+
+
+def _is_ours() -> bool:
+    """True in the main thread, unless the shell ignores Ctrl-C, as after `&` or `nohup`."""
+    return (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    )
+
+
+# Logging: to stderr with -v, to a file with --log-file, and to the user's log after an internal error.
+
+
+LARGEST = 1 << 20  # bytes; beyond that the older half is deleted
+FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def start_log(world: Environment) -> None:
+    """Set up the logger `kvcli` from the options. Prompts and answers are never logged."""
+    logger, options = logging.getLogger("kvcli"), world.options
+    kept = [h for h in logger.handlers if options.log_file and getattr(h, "path", None) == options.log_file]
+    for handler in [h for h in logger.handlers if h not in kept]:
+        logger.removeHandler(handler)
+        handler.close()
+    logger.propagate = False
+    logger.addHandler(logging.NullHandler())
+    logger.setLevel(logging.DEBUG)
+    if options.verbose:
+        handler = logging.StreamHandler(world.stderr)
+        handler.setLevel(logging.INFO if options.verbose == 1 else logging.DEBUG)
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)
+    if options.log_file and not kept:
+        with writing(f"the log {options.log_file}"):
+            to_file = LogFile(options.log_file, world)
+        to_file.setFormatter(logging.Formatter(FORM))
+        logger.addHandler(to_file)
+        logger.info("kvcli %s", __version__)
+
+
+class LogFile(logging.FileHandler):
+    """The file of --log-file. A failed write is reported once, and the command continues."""
+
+    def __init__(self, path: Path, world: Environment) -> None:
+        super().__init__(path, encoding="utf-8")
+        self.path, self.world, self.is_told = path, world, False
+
+    def close(self) -> None:
+        with suppress(OSError):  # already reported
+            super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.is_told:
+            from kvcli.render.terminal.errors import print_warning
+            from kvcli.render.terminal.terminal import Terminal
+
+            self.is_told = True
+            print_warning(
+                Terminal.of(self.world, "stderr"), f"cannot write the log {self.baseFilename}: {error.strerror}"
+            )
+
+
+def log_path(world: Environment) -> Path:
+    """Return the file for tracebacks of internal errors."""
+    return world.options.log_file or world.paths.state / "kvcli.log"
+
+
+def write_traceback(world: Environment, error: BaseException) -> Path | None:
+    """Append the traceback to the log and return its path; None if that fails."""
+    path = log_path(world)
+    text = "".join(traceback.format_exception(error))
+    try:
+        private_folder(path.parent)
+        append(path, f"{datetime.now().isoformat(timespec='seconds')} kvcli {__version__}\n{text}\n", LARGEST)
+    except OSError:
+        return None
+    return path
+
+
+# Errors of commands: printed in words or as JSON, with an exit code.
+
 
 # The base class of the option parser's errors. Typer has its own copy of Click; older versions use the real Click.
 UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")

@@ -1,11 +1,15 @@
-"""Printing of JSON documents and tables on stdout."""
+"""Output of a command: the standard stream, and files named by the user."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from os.path import expanduser
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
+from kvcli.errors import BadInput, UsageError, writing
+from kvcli.files import try_output
 from kvcli.render.terminal.tables import WIDEST, columns, fitting, least
 from kvcli.render.terminal.terminal import Terminal
 from kvcli.safe_output import escaped, neutralise
@@ -13,6 +17,8 @@ from kvcli.safe_output import escaped, neutralise
 if TYPE_CHECKING:
     from kvcli.environment import Environment
     from kvcli.schemas.base import Json
+
+# Printing of JSON documents and tables on stdout.
 
 
 GLUE = "\ue000"  # between two words that are not wrapped apart
@@ -57,3 +63,24 @@ def print_cells(world: Environment, rows: Sequence[Sequence[str]]) -> None:
     """Print table rows for programs: a tab between two cells, and none in them."""
     for row in rows:
         Terminal.of(world, "stdout").write("\t".join(neutralise(cell, one_line=True) for cell in row) + "\n")
+
+
+# The output file of `-o`. A file that cannot be written is refused before the work starts.
+
+
+Form = TypeVar("Form", bound=str)
+
+
+def output_file(world: Environment, typed: str, endings: Mapping[str, Form], form: Form | None) -> tuple[Path, Form]:
+    """Return the file and its format: that of --format, else that of the file's suffix."""
+    file = world.cwd / expanduser(typed)
+    form = form or endings.get(file.suffix.lower())
+    if form is None:
+        names = dict.fromkeys(endings.values())
+        raise UsageError(f"-o {typed}: unknown file name extension", try_=[f"--format {name}" for name in names])
+    with writing(typed, try_=["-o FILE in another folder"]):
+        if file.is_dir() or not file.parent.is_dir():
+            what = "it is a folder" if file.is_dir() else "its folder does not exist"
+            raise BadInput(f"cannot write {typed}: {what}", code="file_unwritable", try_=["-o FILE in a folder"])
+        try_output(file)
+    return file, form
