@@ -257,7 +257,6 @@ def calibrate(model: Model, cache: Path, tell: Tell = lambda _: None) -> Calibra
     """Measure the machine that `model` runs on, and the model's pass times."""
     import torch
 
-    from kvcli.calibrate import run as measured
     from kvcli.models import machine
 
     at = model.lm.device
@@ -272,11 +271,11 @@ def calibrate(model: Model, cache: Path, tell: Tell = lambda _: None) -> Calibra
         device=name,
         threads=torch.get_num_threads(),
         torch=torch.__version__,
-        bandwidth=measured.bandwidth(at),
-        gemm={kind: measured.gemm(at, getattr(torch, kind)) for kind in ("bfloat16", "float32")},
-        launch=measured.launch(at),
-        links=measured.links(at),
-        disk=measured.disk(_weights_file(model)),
+        bandwidth=bandwidth(at),
+        gemm={kind: gemm(at, getattr(torch, kind)) for kind in ("bfloat16", "float32")},
+        launch=launch(at),
+        links=links(at),
+        disk=disk(_weights_file(model)),
         model=_times(model, tell),
     )
     save_calibration(cache, found.model_copy(update={"model": None}))

@@ -149,7 +149,7 @@ class _PageSelection:
 class MinMax(_PageSelection):
     """Quest (Tang et al., 2024, arXiv 2406.10774): pages with the highest score bounds, by minimum and maximum of keys.
 
-    The demo finds 0.0833 of the facts in a report, with 3,379 bytes of KV per token (measurements/kv-cache.md).
+    The demo finds 0.0833 of the facts in a report, with 3,380 bytes of KV per token (measurements/kv-cache.md).
     """
 
     page: Annotated[int, Range(1)] = 16  # tokens per page
@@ -167,7 +167,7 @@ class MinMax(_PageSelection):
 class Sketch(_PageSelection):
     """Sketch (kvcli's own): pages with the highest scores, estimated from keys quantized to two bits.
 
-    The demo finds all facts in a report; of 3,411 bytes per token, 164 are the index (measurements/kv-cache.md).
+    The demo finds all facts in a report; of 3,413 bytes per token, 166 are the index (measurements/kv-cache.md).
     """
 
     page: Annotated[int, Range(1)] = 4  # tokens per page
@@ -188,7 +188,7 @@ class Sketch(_PageSelection):
 class Certified(_PageSelection):
     """Certified (kvcli's own): pages with the highest int8 score bounds, or all if they may miss more than `epsilon`.
 
-    The demo finds all facts in a report; of 3,809 bytes per token, 562 are the index (measurements/kv-cache.md).
+    The demo finds all facts in a report; of 3,811 bytes per token, 564 are the index (measurements/kv-cache.md).
     """
 
     page: Annotated[int, Range(1)] = 4  # tokens per page

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Quest(PerLayerPolicy):
     """Quest (Tang et al., 2024, arXiv 2406.10774): keeps first and newest tokens and pages of highest score bounds.
 
-    Lookahead rows over 16 + 48 tokens and 32 pages of 16 bring 1.25 tokens per pass (measurements/fafo.md).
+    Lookahead rows over 16 + 48 tokens and 32 pages of 16 bring 1.25 tokens per pass (measurements/lab-log.md).
     """
 
     page: Annotated[int, Range(1)] = 16  # tokens per page
