@@ -58,8 +58,8 @@ def test_contexts_go_by_fours_and_leave_room_for_the_longest_pass():
 
 
 def test_the_grid_has_a_time_for_each_row_count_and_context(demo, monkeypatch):
-    monkeypatch.setattr(run, "ROWS", (1, 4, 8))
-    monkeypatch.setattr(run, "REPS", 1)
+    monkeypatch.setattr(run, "GRID_ROWS", (1, 4, 8))
+    monkeypatch.setattr(run, "PASS_REPS", 1)
     monkeypatch.setattr(run, "FIRST", 1024)
     told: list[str] = []
     found = pass_times(demo.lm, told.append)
@@ -69,7 +69,7 @@ def test_the_grid_has_a_time_for_each_row_count_and_context(demo, monkeypatch):
 
 
 def test_no_timed_pass_follows_the_longest_one_directly(demo, monkeypatch):
-    monkeypatch.setattr(run, "ROWS", (1, 4, 8))
+    monkeypatch.setattr(run, "GRID_ROWS", (1, 4, 8))
     asked: list[int] = []
     monkeypatch.setattr(run, "once", lambda lm, kv, rows, context: asked.append(rows) or float(len(asked)))
     first = pass_times(demo.lm, lambda _: None)[0]
@@ -95,8 +95,9 @@ def test_a_calibration_is_kept_for_the_machine_and_for_the_model(demo, monkeypat
     monkeypatch.setattr(run, "SIZE", 1 << 16)
     monkeypatch.setattr(run, "EDGE", 16)
     monkeypatch.setattr(run, "CALLS", 2)
-    monkeypatch.setattr(run, "ROWS", (1, 2))
-    monkeypatch.setattr(run, "REPS", 1)
+    monkeypatch.setattr(run, "GRID_ROWS", (1, 2))
+    monkeypatch.setattr(run, "MACHINE_REPS", 1)
+    monkeypatch.setattr(run, "PASS_REPS", 1)
     found = calibrate(demo, tmp_path)
     key = fingerprint_of(demo)
     at = machine_fingerprint("cpu")

@@ -309,7 +309,7 @@ def test_a_turn_is_one_object(machine):
     document = json.loads(line)
     validate("turn", document)
     assert done.err == ""
-    assert (document["schema"], document["text"], document["finish"]) == ("kvcli.turn/1", ANSWER, "stop")
+    assert (document["schema"], document["text"], document["finish"]) == ("kvcli.turn/2", ANSWER, "stop")
     assert (document["profile"], document["exactness"]) == ("ngram", "exact")
     assert document["memory"]["estimate_bytes"] is None
 
@@ -328,7 +328,7 @@ def test_a_thought_is_shown_and_kept_beside_the_answer(machine):
     kept = json.loads(machine("chats", "show", "--json").out)
     assert [message["thinking"] for message in kept["messages"]] == ["", THOUGHT, "", THOUGHT]
     assert [message["text"] for message in kept["messages"]][1::2] == [ANSWER, ANSWER]
-    assert json.loads(machine("chats", "list", "--json").out)["sessions"][0]["documents"] == 0
+    assert json.loads(machine("chats", "list", "--json").out)["chats"][0]["documents"] == 0
     assert f"*Wells are deep. But this one?*\n\n{ANSWER}" in machine("chats", "show").out
 
 

@@ -78,7 +78,7 @@ def test_passes_of_more_rows_than_a_gpu_serves_alike_are_not_called_exact(monkey
         monkeypatch.setattr(of, "is_apart", is_apart)
         assert (assemble.promise(of, few), assemble.promise(of, many)) == ("bit-exact", said)
         profile, why = assemble.adapted_profile(of, many.replace(spec={"require_batch_invariance": True}))
-        assert (profile.spec.method == "off", f"more than {MOST} rows" in why) == (is_apart, is_apart)
+        assert (profile.spec.method == "off", f"more than {MOST} tokens" in why) == (is_apart, is_apart)
 
 
 def test_only_what_is_exact_is_called_so() -> None:

@@ -118,7 +118,6 @@ class Caches(RuleBasedStateMachine):
         self.lm, self.noise = lm(self.kind.family), torch.Generator()
         self.owners = [layer for layer, of in enumerate(self.lm.shapes) if of.shared_from is None]
         self.pasts: list[tuple[KVCache, Plain]] = []
-        self.is_cropped = False
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.noise, dtype=torch.float64)
@@ -182,7 +181,7 @@ class Caches(RuleBasedStateMachine):
     def crop(self, share: float) -> None:
         kv, plain = self.pasts[-1]
         n = int(share * plain.n)
-        n, self.is_cropped = n if kv.reaches(n) else 0, True
+        n = n if kv.reaches(n) else 0
         kv.crop(n)
         plain.crop(n)
 
@@ -190,8 +189,6 @@ class Caches(RuleBasedStateMachine):
     def reserve(self, n: int) -> None:
         self.pasts[-1][0].reserve(n)
 
-    # an index that learned from more slots than a crop left is refused by `restore`
-    @precondition(lambda self: not (self.kind.is_sparse and self.is_cropped))
     @rule()
     def save_and_restore(self) -> None:
         kv, plain = self.pasts[-1]

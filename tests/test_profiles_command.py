@@ -68,7 +68,7 @@ def test_list_names_every_profile_and_marks_the_default(shell: Shell) -> None:
 def test_list_in_json_and_plain(shell: Shell) -> None:
     assert shell("list", "--json") == 0
     document = json.loads(shell.out)
-    assert (document["schema"], document["default"]) == ("kvcli.profiles/1", "ngram")
+    assert (document["schema"], document["default"]) == ("kvcli.profiles/2", "ngram")
     listed = [(p["name"], p["extends"], p["problems"]) for p in document["profiles"]]
     assert sorted(name for name, _, _ in listed) == sorted(SHIPPED)
     assert listed[-1][0] == "specextend-paper"
@@ -270,5 +270,5 @@ def test_json_fits_its_schema(args: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvcli", "profiles", *args, "--json"]
     done = subprocess.run(command, capture_output=True, env=environ, cwd=Path(__file__).parents[1], check=True)
     document = json.loads(done.stdout)
-    assert document["schema"] == "kvcli.profiles/1"
+    assert document["schema"] == "kvcli.profiles/2"
     ProfilesDocument.model_validate(document)

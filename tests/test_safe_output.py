@@ -313,7 +313,7 @@ COMMANDS = {
     "model shown": ["models", "show", KIND],
     "model shown json": ["models", "show", KIND, "--json"],
     "model path": ["models", "path", "./template"],
-    "sessions": ["chats", "list"],
+    "chats": ["chats", "list"],
     "sessions json": ["chats", "list", "--json"],
     "sessions plain": ["chats", "list", "--plain"],
     "sessions searched": ["chats", "search", "evil"],

@@ -174,18 +174,18 @@ def test_sessions_are_listed_shown_found_and_exported(machine: Machine, sessions
     machine("chat", "-f", "r.md", "-p", "How deep?")
     machine("chat", "-p", "How wide?")
     listed = json.loads(machine("chats", "list", "--json").out)
-    assert (listed["schema"], listed["total"]) == ("kvcli.sessions/1", 2)
-    assert [(s["title"], s["questions"], s["documents"]) for s in listed["sessions"]] == [
+    assert (listed["schema"], listed["total"]) == ("kvcli.chats/1", 2)
+    assert [(s["title"], s["questions"], s["documents"]) for s in listed["chats"]] == [
         ("How wide?", 1, 0),
         ("How deep?", 1, 1),
     ]
-    assert len(json.loads(machine("chats", "list", "-n", "1", "--json").out)["sessions"]) == 1
+    assert len(json.loads(machine("chats", "list", "-n", "1", "--json").out)["chats"]) == 1
     assert "1 more: -n 2" in machine("chats", "list", "-n", "1").err
     assert machine("chats", "show", "2").out.startswith("# How deep?\n\n## You\n\n*r.md, 1 line*")
     shown = json.loads(machine("chats", "show", "deep", "--json").out)
     assert shown["messages"][0]["documents"][0]["text"] == "The report."
     assert shown["messages"][1]["figures"]["new"] > 0
-    (found,) = json.loads(machine("chats", "search", "deep", "--json").out)["sessions"]
+    (found,) = json.loads(machine("chats", "search", "deep", "--json").out)["chats"]
     assert found["found"] == "How deep?"
     assert "no saved chat contains zither" in machine("chats", "search", "zither").err
     assert machine("chats", "export", "deep", "-o", "deep.json").exit == 0
@@ -212,7 +212,7 @@ def test_prune_spares_what_is_young_and_says_what_would_go(machine: Machine, ses
     old, undated, _ = (hold_talk(sessions, text) for text in ("old", "undated", "young"))
     for name, date in ((old, "2020-01-01T00:00:00+01:00"), (undated, "")):
         sessions._db.run(lambda db, new=(date, name): db.execute("UPDATE sessions SET saved = ? WHERE name = ?", new))
-    assert [s["id"] for s in json.loads(machine("chats", "prune", "--dry-run", "--json").out)["sessions"]] == [old]
+    assert [s["id"] for s in json.loads(machine("chats", "prune", "--dry-run", "--json").out)["chats"]] == [old]
     assert len(sessions.entries()) == 3
     assert machine("chats", "prune", "-y").exit == 0
     assert old not in whole(sessions)
@@ -607,5 +607,5 @@ def test_documents_are_named_in_the_list(sessions: SavedChats, machine: Machine)
     with_documents(sessions, "faq.pdf", "b.md", "c.md")
     hold_talk(sessions, "none")
     assert "faq.pdf +2" in machine("chats", "list").out
-    held = json.loads(machine("chats", "list", "--json").out)["sessions"]
+    held = json.loads(machine("chats", "list", "--json").out)["chats"]
     assert [(e["documents"], e["files"]) for e in held] == [(0, []), (3, ["faq.pdf", "b.md", "c.md"])]

@@ -28,7 +28,7 @@ from kvcli.chat.database import ChatLock, Database
 from kvcli.errors import BadInput, reading, writing
 from kvcli.files import private_folder, write_private
 from kvcli.schemas.base import SURROGATE
-from kvcli.schemas.sessions import SessionEntry
+from kvcli.schemas.chats import ChatEntry
 from kvcli.schemas.turn import ChatDocument
 from kvcli.settings.small_file import Unfit, read_small
 
@@ -182,7 +182,7 @@ class SavedChats:
 
     # --- finding
 
-    def entries(self) -> list[SessionEntry]:
+    def entries(self) -> list[ChatEntry]:
         """Return all saved chats, the last saved first."""
         return self._run(lambda db: list(map(_entry, db.execute(f"{LISTED} ORDER BY latest DESC"))), [])
 
@@ -212,7 +212,7 @@ class SavedChats:
             raise BadInput(f"several saved chats match {wanted}", code="no_chat", lines=lines, try_=try_)
         raise BadInput(f"no saved chat matches {wanted}", code="no_chat", lines=lines, try_=try_)
 
-    def search(self, text: str) -> list[SessionEntry]:
+    def search(self, text: str) -> list[ChatEntry]:
         """Return chats whose title and document names contain all words or words that begin so, then chats with such a
         turn, the best first. If there are none, return chats with a turn that contains the text literally.
         """
@@ -270,11 +270,11 @@ class SavedChats:
         self._has_files = True
 
 
-def _entry(row: tuple[Any, ...]) -> SessionEntry:
+def _entry(row: tuple[Any, ...]) -> ChatEntry:
     name, title, model, saved, questions, documents = row
     about = {"id": database.sound(name), "title": title and str(title), "model": str(model), "saved": str(saved)}
     files = str(documents).split("\n") if documents is not None else []
-    return SessionEntry(**about, questions=questions, documents=len(files), files=files)
+    return ChatEntry(**about, questions=questions, documents=len(files), files=files)
 
 
 def _take_in(db: sqlite3.Connection, stamp: str, path: Path, digest: str, made: Mapping[str, Any]) -> None:
@@ -305,7 +305,7 @@ def _new_name() -> str:
     return f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
-def _titled(entries: Iterable[SessionEntry], text: str) -> list[SessionEntry]:
+def _titled(entries: Iterable[ChatEntry], text: str) -> list[ChatEntry]:
     """Return chats whose title and document names contain all these words, or words that begin so."""
     wanted, found = text.casefold().split(), []
     for entry in entries:

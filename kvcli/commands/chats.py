@@ -18,7 +18,7 @@ from kvcli.errors import UsageError
 from kvcli.render.terminal.tables import GAP, clip, columns, fitting, widest
 from kvcli.render.terminal.terminal import Terminal, plural
 from kvcli.safe_output import neutralise
-from kvcli.schemas.sessions import SessionEntry, SessionsDocument
+from kvcli.schemas.chats import ChatEntry, ChatsDocument
 
 if TYPE_CHECKING:
     from kvcli.environment import Environment
@@ -110,7 +110,7 @@ def prune(context: typer.Context, older_than: Days = 30, dry_run: Dry = False, y
         _remove(world, kept, old, yes, f"prune --older-than {older_than}")
 
 
-def _is_before(entry: SessionEntry, when: datetime) -> bool:
+def _is_before(entry: ChatEntry, when: datetime) -> bool:
     """True if a chat was saved before `when`. A chat without a date, as in a repaired database, is not old."""
     try:
         return datetime.fromisoformat(entry.saved).astimezone(UTC) <= when
@@ -118,7 +118,7 @@ def _is_before(entry: SessionEntry, when: datetime) -> bool:
         return False
 
 
-def _remove(world: Environment, kept: SavedChats, entries: Sequence[SessionEntry], yes: bool, typed: str) -> None:
+def _remove(world: Environment, kept: SavedChats, entries: Sequence[ChatEntry], yes: bool, typed: str) -> None:
     what = plural(len(entries), "saved chat")
     if len(entries) == 1:
         what = f"{entries[0].id}, {facts(entries[0].title, entries[0].questions, entries[0].documents)}"
@@ -142,11 +142,11 @@ def _with_texts(world: Environment, rows: Sequence[Sequence[str]], texts: Sequen
 
 
 def _print(
-    world: Environment, entries: Sequence[SessionEntry], number: int, *, removed: bool = False, numbered: bool = False
+    world: Environment, entries: Sequence[ChatEntry], number: int, *, removed: bool = False, numbered: bool = False
 ) -> None:
     shown = entries[: max(0, number)]
     if world.options.json:
-        print_json(world, SessionsDocument(total=len(entries), removed=removed, sessions=list(shown)))
+        print_json(world, ChatsDocument(total=len(entries), removed=removed, chats=list(shown)))
         return
     if not entries:
         tell(world, "there are no saved chats")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.chat.database import NAME as SESSIONS
+from kvcli.chat.database import NAME as DATABASE
 from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import SYSTEM_CONFIG, sources
 from kvcli.errors import UsageError
@@ -61,7 +61,7 @@ def places(world: Environment) -> dict[str, Path]:
         found["project"] = project
     if world.options.config:
         found["--config"] = world.options.config
-    found["chats"] = world.paths.data / SESSIONS
+    found["database"] = world.paths.data / DATABASE
     found["chats"] = world.paths.chats
     found["runs"] = world.paths.data / RUNS
     found["benchmarks"] = world.paths.data / "bench"

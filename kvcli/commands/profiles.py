@@ -22,7 +22,7 @@ from kvcli.settings.profile_file import new_profile
 from kvcli.settings.small_file import toml_value
 from kvcli.settings.values import InFile
 
-SCHEMA = "kvcli.profiles/1"
+SCHEMA = "kvcli.profiles/2"
 
 app = typer.Typer(help="Named settings: list, show, compare, check.", add_completion=False)
 

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchLine, BenchPlanDocument
+from kvcli.schemas.chats import ChatsDocument
 from kvcli.schemas.fit import CalibrationDocument, FitDocument, RunEntry
 from kvcli.schemas.heads import HeadsDocument
 from kvcli.schemas.listings import (
@@ -26,7 +27,6 @@ from kvcli.schemas.listings import (
 )
 from kvcli.schemas.pack import PackDocument
 from kvcli.schemas.quality import AgreementDocument, QualityDocument
-from kvcli.schemas.sessions import SessionsDocument
 from kvcli.schemas.spec import SpecDocument, SpecTuneDocument
 from kvcli.schemas.summary import ExtractDocument, SummaryDocument, SummaryPlanDocument
 from kvcli.schemas.turn import ChatDocument, ErrorDocument, EventDocument, TurnDocument
@@ -34,7 +34,7 @@ from kvcli.schemas.turn import ChatDocument, ErrorDocument, EventDocument, TurnD
 DOCUMENTS: Mapping[str, Any] = {
     "turn": TurnDocument,
     "chat": ChatDocument,
-    "sessions": SessionsDocument,
+    "chats": ChatsDocument,
     "pack": PackDocument,
     "error": ErrorDocument,
     "event": EventDocument,

@@ -72,7 +72,7 @@ class ProfileDocument(Json):
 class ProfilesDocument(Json):
     """Output of the commands under `kvcli profiles`; fields that do not apply to a command are left out."""
 
-    schema_: Literal["kvcli.profiles/1"] = Field(default="kvcli.profiles/1", alias="schema")
+    schema_: Literal["kvcli.profiles/2"] = Field(default="kvcli.profiles/2", alias="schema")
     profiles: list[ProfileEntry] | list[ProfileDocument] | list[str]
     default: str = Field(default="", description="list: the default profile")
     differences: Any = Field(default=None, description="diff: keys with unequal values")
@@ -174,7 +174,7 @@ class PlanDocument(Json):
 class PathsDocument(Json):
     """Folders that kvcli reads and writes."""
 
-    schema_: Literal["kvcli.paths/1"] = Field(default="kvcli.paths/1", alias="schema")
+    schema_: Literal["kvcli.paths/2"] = Field(default="kvcli.paths/2", alias="schema")
     paths: dict[str, str]
 
 
@@ -213,7 +213,7 @@ class Kernel(Json):
 class DoctorDocument(Json):
     """This installation and machine, without names of people or secrets."""
 
-    schema_: Literal["kvcli.doctor/1"] = Field(default="kvcli.doctor/1", alias="schema")
+    schema_: Literal["kvcli.doctor/2"] = Field(default="kvcli.doctor/2", alias="schema")
     versions: dict[str, str | None]
     system: str
     cpu: str | None

@@ -79,7 +79,7 @@ class Memory(Json):
 class TurnDocument(Json):
     """Result of one answered question."""
 
-    schema_: Literal["kvcli.turn/1"] = Field(default="kvcli.turn/1", alias="schema")
+    schema_: Literal["kvcli.turn/2"] = Field(default="kvcli.turn/2", alias="schema")
     kvcli: str
     turn: Annotated[int, Field(ge=1)]
     model: ModelFacts

@@ -121,7 +121,7 @@ def test_saved_results_come_back_in_order_and_private(found, tmp_path: Path):
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path):
     with pytest.raises(BadInput, match="cannot read"):
         read(tmp_path / "none.json")
-    (tmp_path / "other.json").write_text('{"schema": "kvcli.turn/1"}')
+    (tmp_path / "other.json").write_text('{"schema": "kvcli.turn/2"}')
     with pytest.raises(BadInput) as found:
         read(tmp_path / "other.json")
     assert found.value.code == "bad_result"

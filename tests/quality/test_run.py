@@ -191,7 +191,7 @@ def test_answers_of_the_code_before_a_change_are_not_taken_for_those_behind_it(
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    for text in ("my notes", "my notes\n", '{"schema": "kvcli.turn/1"}\n'):
+    for text in ("my notes", "my notes\n", '{"schema": "kvcli.turn/2"}\n'):
         path = tmp_path / "notes.txt"
         path.write_text(text)
         with pytest.raises(BadInput) as found:

@@ -35,7 +35,7 @@ def test_points_and_what_became_of_their_citations():
     assert (cites[0]["quote"], cites[0]["chars"]) == ("The pump leaked for 4 days.", [0, 27])
     assert (found["unconfirmed"], found["corrected"], found["parts"], found["mode"]) == (1, 1, 1, "whole")
     assert found["source"] == found["sources"][0]
-    assert found["turns"][0]["turn"]["schema"] == "kvcli.turn/1"
+    assert found["turns"][0]["turn"]["schema"] == "kvcli.turn/2"
     assert found["text"].splitlines()[-1] == "- More came [p. The?]."
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvcli.chat.text_session import TextSession
     from kvcli.environment import Environment
     from kvcli.prefix_cache.prefix_cache import SaveResult as Read
-    from kvcli.schemas.sessions import SessionEntry
+    from kvcli.schemas.chats import ChatEntry
 
 FEW = 10  # entries of a list to choose from
 
@@ -121,7 +121,7 @@ def facts(title: str | None, questions: int, documents: int) -> str:
     return " · ".join([*said, plural(documents, "document")] if documents else said)
 
 
-def choices(entries: Sequence[SessionEntry]) -> list[tuple[str, str]]:
+def choices(entries: Sequence[ChatEntry]) -> list[tuple[str, str]]:
     """Return names and contents of the latest chats, numbered as for /resume."""
     return [
         (f"{i}  {entry.id}", facts(entry.title, entry.questions, entry.documents))

@@ -16,7 +16,7 @@ from kvcli.render.turn.turn_view import show_summary
 
 if TYPE_CHECKING:
     from kvcli.commands.chat.repl import Repl
-    from kvcli.schemas.sessions import SessionEntry
+    from kvcli.schemas.chats import ChatEntry
 
 # The slash commands that save a chat and continue saved chats.
 
@@ -67,7 +67,7 @@ def fork(repl: Repl, argument: str) -> None:
     repl.say(f"continues as {repl.chat.save(argument or None)}; {before.name} does not change")
 
 
-def _list(repl: Repl, entries: Sequence[SessionEntry]) -> None:
+def _list(repl: Repl, entries: Sequence[ChatEntry]) -> None:
     if entries:
         repl.listing(choices(entries))
     else:

@@ -46,7 +46,7 @@ class Run:
 
 
 def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
-    """Return the document `kvcli.turn/1` of a finished turn."""
+    """Return the document `kvcli.turn/2` of a finished turn."""
     stats = turn.stats
     load, first, total = stats.load or info.load_seconds or None, stats.first_token or None, stats.read + stats.decode
     return TurnDocument.from_attributes(

@@ -66,7 +66,7 @@ class Pages:
     def restore(self, given: SnapshotReader, layer: int, source: PageSource) -> None:
         """Restore the shared values, without pages."""
         self.clear()
-        pos, learned = source.positions(layer), given.number("learned", given.n)
+        pos, learned = source.positions(layer), given.number("learned", 1 << 62)  # a crop leaves fewer slots than that
         if learned and pos.shape[1]:
             key = source.head(layer, 0, 0).k
             like = self.index.learn(torch.zeros(pos.shape[0], 1, key.shape[2], dtype=key.dtype))  # only for the shapes

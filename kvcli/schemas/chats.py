@@ -9,7 +9,7 @@ from pydantic import Field
 from kvcli.schemas.base import Count, Json
 
 
-class SessionEntry(Json):
+class ChatEntry(Json):
     id: str
     title: str | None
     model: str = Field(description="name of the model, as typed")
@@ -20,10 +20,10 @@ class SessionEntry(Json):
     found: str | None = Field(default=None, description="search: text around the match")
 
 
-class SessionsDocument(Json):
+class ChatsDocument(Json):
     """Saved chats that kvcli chats lists, finds, or removes."""
 
-    schema_: Literal["kvcli.sessions/1"] = Field(default="kvcli.sessions/1", alias="schema")
+    schema_: Literal["kvcli.chats/1"] = Field(default="kvcli.chats/1", alias="schema")
     total: Count = Field(description="number of matching chats, including those not listed")
     removed: bool = Field(default=False, description="true: the chats were deleted")
-    sessions: list[SessionEntry]
+    chats: list[ChatEntry]
