@@ -10,14 +10,14 @@ import pytest
 
 HELD = """
 import contextlib, sys, torch
-from kvcli import malloc_tuning
+from kvcli import environment
 
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
 torch.ones(7 << 20)  # 28 MiB: from here on glibc has smaller blocks in one heap
-with malloc_tuning.return_large_blocks() if sys.argv[1] == "reading" else contextlib.nullcontext():
+with environment.return_large_blocks() if sys.argv[1] == "reading" else contextlib.nullcontext():
     blocks = [torch.ones(2 << 20) for _ in range(8)]
     later = [torch.ones(1000) for _ in range(100)]  # behind them
     before = resident()

@@ -293,7 +293,7 @@ def test_a_kv_cache_of_latents_is_made_again_from_what_it_gave(kind: str) -> Non
 
 @pytest.mark.parametrize("policy", [FastGen(), Snap(alloc="headmap", headmap="map.tsv"), Expected()])
 def test_what_tells_heads_apart_or_turns_keys_is_refused_by_name(policy: Any) -> None:
-    with pytest.raises(BadModel, match=r"share what is stored|rotary") as caught:
+    with pytest.raises(BadModel, match=r"share latents|rotary") as caught:
         policy.requirements(lm("youtu"))
     assert caught.value.try_
 

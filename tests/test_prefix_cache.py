@@ -226,7 +226,7 @@ def test_what_another_release_computed_is_not_taken(
     monkeypatch.setattr(f"{what}.__version__", "9.9")
     other = shelf_in(tmp_path / "kv", lm)
     assert other.load_prefix(session(lm), IDS) == 0
-    assert [field.split()[0] for field in other.mismatch(session(lm))] == [what.removesuffix(".models.hashes")]
+    assert [field.split()[0] for field in other.mismatch(session(lm))] == [what.removesuffix(".models.catalog")]
 
 
 def test_a_block_behind_another_parent_is_not_taken(lm: LM, tmp_path: Path) -> None:

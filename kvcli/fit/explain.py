@@ -44,7 +44,7 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
         always=always,
         always_bytes=always * spent.of_token,
         beside=max(0, need.kv - (whole if spent.is_late else min(need.budget, whole))),
-        levels=_rungs(spent, need.context, need.budget),
+        rungs=_rungs(spent, need.context, need.budget),
         layers=[spent.whole(i) for i in range(len(spent.shapes))],
         by=policy.scorer.by,
         again=plan.run.again(need.context),
