@@ -53,7 +53,7 @@ def _packed(bits: int) -> Callable[[int, int, tuple[str, ...]], tuple[int, dict[
         group = 0 if bits == 8 else group_of(k)
         q, scale = zip(*(_rounded(w, bits, group) for w in _weights(n, k, n * k * bits // 8)), strict=True)
         theirs = cycle(list(zip([c if bits == 8 else cpu.pack4(c) for c in q], scale, strict=True)))
-        ours = cycle(list(zip([linear_quantized.arrange(c, bits) for c in q], scale, strict=True)))
+        ours = cycle(list(zip([linear_quantized.arrange_panels(c, bits) for c in q], scale, strict=True)))
 
         def native(level: str) -> Side:
             return lambda x: linear_quantized.linear(x, n, bits, group, *next(ours), level=level)

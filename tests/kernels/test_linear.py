@@ -56,7 +56,10 @@ class Case:
         b = torch.randn(self.n, generator=g).to(self.dtype) if self.biased else None
         if self.bits < 16:
             q, scale = packed.round8(w) if self.bits == 8 else packed.round4(w, self.group)
-            wide, data = packed.weight(self.bits, self.group, q, scale.double()), linear_quantized.arrange(q, self.bits)
+            wide, data = (
+                packed.weight(self.bits, self.group, q, scale.double()),
+                linear_quantized.arrange_panels(q, self.bits),
+            )
             return (
                 lambda x: linear_quantized.linear(x, self.n, self.bits, self.group, data, scale, level=level),
                 lambda x: x.double() @ wide.T,
