@@ -108,7 +108,7 @@ ALL = pytest.mark.parametrize("name", FORMS)
 
 @ALL
 @pytest.mark.parametrize(
-    "sight", [AttentionParams(0.3), AttentionParams(0.3, 2.0), AttentionParams(0.3, 0.0, 13)], ids=str
+    "params", [AttentionParams(0.3), AttentionParams(0.3, 2.0), AttentionParams(0.3, 0.0, 13)], ids=str
 )
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.3])
 @pytest.mark.parametrize("span", [16, 4096])

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.core
+
 ROOT = Path(__file__).parents[1]
 
 # Lowest first: a folder of kvcli/ with all that is in it, or a file; "kvcli" is __init__.py itself. Each imports only

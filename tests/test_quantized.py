@@ -82,7 +82,7 @@ def by_position(s: Slots, head: int) -> tuple[list[int], Tensor, Tensor]:
 @pytest.mark.parametrize("bits", BITS, ids=str)
 @pytest.mark.parametrize("rotate", ["none", "hadamard"])
 @pytest.mark.parametrize(
-    "sight",
+    "params",
     [AttentionParams(0.3), AttentionParams(0.3, 2.0), AttentionParams(0.3, 0.0, 13), AttentionParams(0.3, 0.0, 2)],
     ids=str,
 )

@@ -189,6 +189,7 @@ def test_stats_can_be_silenced(silent):
     assert run('{"answer": "one", ' + silent + "}").stderr == b""
 
 
+@pytest.mark.core
 def test_ctrl_c_keeps_what_was_said_and_marks_it():
     term = Terminal("turn", {"answer": NUMBERED, "delay": 0.02})
     term.wait("w010")

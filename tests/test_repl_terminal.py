@@ -29,6 +29,7 @@ def start(tmp_path):
         term.child.close(force=True)
 
 
+@pytest.mark.core
 def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(start):
     term = start(SLOW)
     term.send("one\r")
@@ -78,6 +79,7 @@ def test_tab_completes_and_history_returns(start):
     term.wait("\nlean")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("columns", [40, 200])
 def test_a_turn_in_the_chat(start, columns):
     term = start(QUICK, columns)

@@ -328,7 +328,7 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
     assert decode(levels, policy, sampler, dtype, exactness.DRAFTERS[drafter](want))[0] == want
 
 
-@pytest.mark.parametrize("rungs", RUNGS)
+@pytest.mark.parametrize("levels", RUNGS)
 def test_every_level_below_is_read_in_part(levels: str) -> None:
     """Or the table above would compare tiered caches that read everything."""
     _, kv = decode(levels, "all", "greedy", "fp64", Off())
@@ -337,7 +337,7 @@ def test_every_level_below_is_read_in_part(levels: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [None, KeepAll(), Ragged()])
-@pytest.mark.parametrize("rungs", [None, "disk"])
+@pytest.mark.parametrize("levels", [None, "disk"])
 def test_a_prompt_is_stored_as_if_nothing_were_left_out(levels: str | None, policy: Any) -> None:
     model, stores = lm("fp64"), []
     small = {"page": 3, "floor": 4, "sinks": 1, "recent": 4, "selection_interval": 8, "dense_layers": 0}

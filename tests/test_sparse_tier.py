@@ -301,7 +301,7 @@ def chosen_by_definition(
     return read
 
 
-@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize("params", SIGHTS)
 # what a sketch learns of unequal heads depends on how they are padded
 @pytest.mark.parametrize(("name", "uneven"), [(n, u) for n in INDEXES for u in (False, True) if n in BOUNDS or not u])
 @pytest.mark.parametrize("n", [1, 5, 70])

@@ -67,6 +67,7 @@ def test_no_escape_codes_where_they_are_not_wanted(facts, tmp_path, env):
     assert "part 5 of 5" in term.text
 
 
+@pytest.mark.core
 def test_a_pipe_gets_points_and_nothing_else(facts, tmp_path):
     facts["delay"] = 0.0
     through = f"cat > {tmp_path}/out"

@@ -94,7 +94,7 @@ BESIDE = [(*stored, policy) for stored, policy in product(STORAGES, POLICIES) if
 SHORT_BESIDE = covering([row for row in BESIDE if not is_slow(row[0], row[2], "greedy")], 2)
 
 
-@pytest.mark.parametrize(("storage", "dtype", "policy"), marked(BESIDE, SHORT_BESIDE))
+@pytest.mark.parametrize(("storage", "dtype", "policy"), marked(BESIDE, SHORT_BESIDE, spread(SHORT_BESIDE, 8)))
 def test_texts_side_by_side_are_those_of_plain_decoding_alone(
     storage: str, policy: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
