@@ -318,7 +318,7 @@ def plain(levels: str, policy: str, sampler: str, dtype: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("rungs", "policy", "drafter", "sampler", "dtype"),
+    ("levels", "policy", "drafter", "sampler", "dtype"),
     pairs(product(RUNGS, POLICIES, exactness.DRAFTERS, ("greedy", "sampled"), exactness.DTYPES)),
 )
 def test_any_drafter_gives_the_text_of_plain_decoding(

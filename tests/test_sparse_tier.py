@@ -113,7 +113,7 @@ def keep_uneven(layer: int, s: Slots) -> Tensor:
     name=st.sampled_from(sorted(BOUNDS)),
     page=st.integers(1, 5),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
-    sight=st.sampled_from(SIGHTS),
+    params=st.sampled_from(SIGHTS),
     size=st.sampled_from([1e-3, 1.0, 30.0]),
 )
 def test_no_page_holds_more_mass_than_its_bound(
@@ -464,7 +464,7 @@ def test_what_seems_to_hold_little_is_left_out() -> None:
     name=st.sampled_from(sorted(BOUNDS)),
     epsilon=st.sampled_from([0.0, 0.001, 0.05, 0.5]),
     sharp=st.floats(0.1, 6),
-    sight=st.sampled_from(SIGHTS),
+    params=st.sampled_from(SIGHTS),
     uneven=st.booleans(),
 )
 def test_a_certified_row_never_misses_more_than_epsilon(
