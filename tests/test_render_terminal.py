@@ -151,6 +151,7 @@ def test_no_escape_codes_where_they_are_not_wanted(env):
     assert "651 tokens" in term.raw
 
 
+@pytest.mark.core
 def test_a_terminal_that_is_not_utf8():
     answer = "price 5 € · naïve"
     term = Terminal("turn", {"answer": answer + " word" * 60, "delay": 0.01}, PYTHONIOENCODING="iso-8859-1")
