@@ -21,13 +21,13 @@ APPROX = [name for name, profile in SHIPPED.items() if profile.exactness == "app
 EXACT = [name for name, profile in SHIPPED.items() if profile.exactness == "exact"]
 SAID = {  # what each loses, in words of its note
     "balanced": "balanced stores keys and values in 8 bits",
-    "budget": "budget keeps the tokens that fit a budget of bytes, by attention while it is repeated, "
+    "budget": "budget keeps the tokens that fit a budget of bytes, by attention while the prompt is repeated, "
     "stores the rest in 8 and 4 bits",
     "cpu": "cpu stores keys and values in 8 bits",
     "expected": "expected keeps 50% of a prompt, by the attention expected from later questions",
     "fastgen": "fastgen keeps 50% of the tokens in each head, by its attention pattern",
-    "fastgen-paper": "fastgen-paper keeps tokens with 95% of its attention in each head, by its attention pattern",
-    "kvzip": "kvzip keeps 25% of a prompt, by attention while it is repeated",
+    "fastgen-paper": "fastgen-paper keeps tokens with 95% of the attention in each head, by its attention pattern",
+    "kvzip": "kvzip keeps 25% of a prompt, by attention while the prompt is repeated",
     "lazy": "lazy reads 20% of a prompt of 1,024 tokens or more in the upper layers",
     "lazy-fast": "lazy-fast reads 20% of a prompt of 1,024 tokens or more in the upper layers",
     "lazy-paper": "lazy-paper reads 10% of a prompt in the upper layers",

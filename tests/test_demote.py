@@ -192,8 +192,8 @@ def test_what_was_lost_is_said_as_what_it_is() -> None:
     assert set(nbytes(full.cache)) == {"cpu", "disk"}
     note = approximation_note(profile(sparse=SMALL), {"unread"})
     assert note.startswith("approximate answer: profile exact reads 3% of the text for each token")
-    assert "in addition to the first 2 tokens and the newest 11, so facts may be missing" in note
-    assert "in 8 bits, in addition to the first 2" in describe_losses(profile(kv={"k_bits": 8, "v_bits": 8}))["rounded"]
+    assert "; in addition the first 2 tokens and the newest 11, so facts may be missing" in note
+    assert "in 8 bits; in addition the first 2" in describe_losses(profile(kv={"k_bits": 8, "v_bits": 8}))["rounded"]
     assert describe_losses(profile(sparse=SMALL))["forgotten"] == "drops tokens beyond its capacity"
 
 

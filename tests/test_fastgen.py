@@ -219,6 +219,11 @@ def test_positions_are_those_of_the_text_however_little_is_stored() -> None:
     assert len(s.ids) == len(prompt()) + 20
 
 
+def test_what_is_kept_is_described_for_each_way_to_choose_it() -> None:
+    ways: list[dict[str, Any]] = [{"keep": 0.5}, {"keep": 0.0, "recovery": 0.9}, {"keep": 0.0, "recovery": "auto"}]
+    assert len({FastGen(**way).describe_kept for way in ways}) == len(ways)
+
+
 @pytest.mark.parametrize("keep", [0.2, 0.35, 0.5, 0.75, 0.9])
 def test_a_budget_is_what_is_kept(keep: float) -> None:
     s = session(dataclasses.replace(SMALL, keep=keep, recent=3), lm())

@@ -377,7 +377,7 @@ def test_what_stays_is_said_in_words() -> None:
         KeyDiff(budget=1024).describe_kept
         == "1,024 tokens per head of a prompt, by how much its keys differ from the others"
     )
-    assert KVzip(keep=0.25).describe_kept == "25% of a prompt, by attention while it is repeated"
+    assert KVzip(keep=0.25).describe_kept == "25% of a prompt, by attention while the prompt is repeated"
 
 
 @pytest.mark.parametrize("name", ["snap", "expected"])

@@ -58,7 +58,7 @@ def describe_losses(profile: Profile) -> dict[Loss, str]:
     if profile.reuse.describe_reused:
         words["reused"] = profile.reuse.describe_reused
     if demotes and (last := "unread" if read else "rounded") in words:
-        words[last] += f", in addition to {held}"
+        words[last] += f"; in addition {held}"
     return words
 
 

@@ -46,7 +46,7 @@ class KVzip(TopK):
     plus: bool = False  # multiply by the relative size of the projected value in the residual stream (KVzip+)
 
     name: ClassVar[str] = "kvzip"
-    by: ClassVar[str] = "attention while it is repeated"
+    by: ClassVar[str] = "attention while the prompt is repeated"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -190,9 +190,9 @@ class FastGen(PolicyDefaults):
 
     @property
     def describe_kept(self) -> str:
-        share = f"{self.keep:.0%} of the tokens" if self.keep else f"tokens with {self.recovery:.0%} of its attention"
-        if not self.keep and self.recovery == "auto":
-            share = "the tokens that predict the newest ones"
+        share = f"{self.keep:.0%} of the tokens" if self.keep else "the tokens that predict the newest ones"
+        if not self.keep and self.recovery != "auto":
+            share = f"tokens with {self.recovery:.0%} of the attention"
         return f"{share} in each head, by its attention pattern"
 
 
