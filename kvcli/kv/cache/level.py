@@ -51,8 +51,7 @@ class TierLevel:
     """A level of a tiered cache. Slots are counted per head."""
 
     tier: CroppableTier
-    # The limit in slots, sinks not counted; None = no limit. Upper levels may exceed it by 1/SLACK before they demote;
-    # the last level evicts.
+    # limit in slots without sinks, None = no limit; levels but the last may exceed it by 1/SLACK
     holds: int | None = None
     group: int = 1  # older slots are demoted in multiples of `group`
     name: str = ""  # tier name in reports, if the tier of the top has the same name
