@@ -11,7 +11,7 @@ class ExitStatus(IntEnum):
     """Exit codes of every command; documented in docs/reference/errors.md and never renumbered."""
 
     OK = 0  # done; includes leaving a chat, and --help
-    INTERNAL = 1  # a fault of kvcli; the log's path is printed
+    INTERNAL = 1  # a fault of kvcli, or of a package that the message names; the log's path is printed
     USAGE = 2  # a wrong option or command
     BAD_INPUT = 3  # a file or a question that cannot be used
     BAD_MODEL = 4  # a model that is missing, damaged, or not supported

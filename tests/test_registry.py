@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
+from operator import attrgetter, methodcaller, neg
 from pathlib import Path
 
 import pytest
 import tomli
 
+from kvcli.commands.common.exits import report_bug
 from kvcli.errors import BadConfig
 from kvcli.settings import schema
 from kvcli.settings.profile import Profile
 from kvcli.settings.schema import METHOD_TABLES
+from tests.fakes import Machine
 
 ROOT = Path(__file__).parents[1]
 MINE = """
@@ -128,6 +132,31 @@ def test_one_that_cannot_be_loaded_breaks_only_profiles_that_name_it(
     told = "\n".join(refused.value.lines)
     assert '"mine" of my-package 1.0 cannot be loaded' in told
     assert says in told
+
+
+@pytest.mark.parametrize(
+    ("use", "package"),
+    [
+        (attrgetter("by"), "my-package 1.0"),  # kvcli asks for what the class lacks
+        (methodcaller("score", None, None), "my-package 1.0"),  # code of the package
+        (methodcaller("room_new", ""), "my-package 1.0"),  # inherited code of kvcli
+        (neg, None),
+    ],
+)
+def test_an_internal_error_names_the_package_whose_code_was_used(
+    install: Callable[[str, str], Path], tmp_path: Path, use: Callable[[object], object], package: str | None
+) -> None:
+    install(MINE.replace("by = 'its age'", ""), "policy.mine = my_package:Mine")
+    policy = {"name": "mine", "keep_new": 128, "grow_new": 256}
+    mine = Profile.load("exact").replace(exactness="approx", policy=policy).policy.settings
+    world = Machine(tmp_path).world()
+    with pytest.raises((AttributeError, TypeError)) as raised:
+        use(mine)
+    raised.value.__traceback__ = raised.tb.tb_next  # without the frame of this test, which has the policy
+    assert report_bug(world, ["--json"], raised.value) == 1
+    told = json.loads(world.stdout.stream.text)
+    assert (told["code"], told["detail"]["package"]) == ("internal", package)
+    assert f"report it to {package}" in told["try"] or not package
 
 
 def test_none_takes_the_place_of_ours_and_none_has_a_table_of_its_own(install: Callable[[str, str], Path]) -> None:

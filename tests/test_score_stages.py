@@ -398,7 +398,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"post": "graph", "unit": 4}, "it needs unit = 1"),
     ({"name": "keydiff", "post": "critical"}, 'post = "critical" needs scores that add up'),
     ({"name": "knorm", "alloc": "prefix"}, 'alloc = "prefix" needs scores that add up'),
-    ({"grow_new": 100}, "grow_new = 100 needs guard < keep_new < grow_new"),
+    ({"grow_new": 100}, "grow_new = 100 needs recent < keep_new < grow_new"),
     ({"alloc": "headmap", "headmap": "x", "reuse_layers": 2}, "reuse_layers = 2"),
     ({"unit": "word"}, "unit"),
 ]

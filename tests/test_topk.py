@@ -343,8 +343,8 @@ def test_a_compression_point_that_failed_half_way_is_made_again(
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"name": "h2o", "queries": 16, "compression_interval": 32}, "queries = 16 is less than compression_interval = 32"),
     ({"name": "snap", "pool": 4}, "pool = 4 has no middle"),
-    ({"name": "snap", "budget": 10}, "budget = 10 is less than sinks + guard = 68"),
-    ({"name": "snap", "keep_new": 10}, "keep_new = 10 is less than sinks + guard = 68"),
+    ({"name": "snap", "budget": 10}, "budget = 10 is less than sinks + recent = 68"),
+    ({"name": "snap", "keep_new": 10}, "keep_new = 10 is less than sinks + recent = 68"),
     ({"name": "snap", "alloc": "headmap"}, "needs headmap"),
     ({"name": "snap", "headmap": "x.tsv"}, "headmap"),
     ({"name": "kvzip", "per_chunk": True}, "per_chunk = true is impossible"),

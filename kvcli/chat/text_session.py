@@ -234,7 +234,7 @@ class TextSession:
         return self._only(TurnRun(self, asked).events())
 
     def _refuse_crowd(self, most: int) -> None:
-        """Raise CacheFull if as many sessions as `memory.texts` allows already share the free memory."""
+        """Raise CacheFull if as many sessions as `memory.sequences` allows already share the free memory."""
         n = sum(one.has_begun and one.profile.memory.budget == "fit" for one in self.model.texts)
         if n + 1 > most:
             raise CacheFull(

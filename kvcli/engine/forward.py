@@ -60,8 +60,9 @@ class ForwardPass:
     ) -> Tensor:
         """Run attention in one layer: q [H, N, D], k, v [K, N, D] after rotary embedding -> [H, N, D].
 
-        The KV cache needs no mask: every stored slot is older than every row, so the only mask is N x N. All tensors
-        are read in the cache's dtype, because a draft token must see its ancestors as it will once they are committed.
+        The KV cache needs no causal mask, because every stored slot is older than every row: only windows and empty
+        slots are masked there. All tensors are read in the cache's dtype, because a draft token must see its ancestors
+        as it will once they are committed.
         Where latents are expanded, rows read each other's expanded keys, and the output is values per head.
         """
         feed, rows = self._feed, self.rows

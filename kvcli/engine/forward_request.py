@@ -51,7 +51,7 @@ class Draft:
     parent: list[int]
     lookahead: LookaheadRows | None = None
     needs: Hears = ""  # tensors of the tree rows to return, in `Step.queries` or `Step.hidden`
-    ahead: int = 0  # without draft tokens: passes of one row that follow unless the answer ends; as in Rows
+    ahead: int = 0  # without draft tokens: one-row passes that the engine may start early
 
     @staticmethod
     def none(ahead: int = 0) -> Draft:
@@ -80,7 +80,7 @@ class Rows:
     tree: int  # rows [0:tree] are the draft tree, row 0 the pending token; the rest are lookahead rows
     parent: tuple[int, ...]  # [tree], -1 for row 0
     wanted: tuple[int, ...] = ()  # lookahead rows whose logits are wanted, after the tree's
-    ahead: int = 0  # following passes, each of the one sampled row, unless the answer ends
+    ahead: int = 0  # one-row passes that the engine may start early, each with the row sampled before
 
     @property
     def want(self) -> list[int]:
@@ -201,7 +201,8 @@ class ForwardResult:
     # tree row -> the token sampled after it; raises BadModel if the logits are NaN or infinite
     drawn: Callable[[int], int]
     hook_output: Callable[[int], list[float]]  # index into `want` -> output of the logits hook
-    fresh: Mapping[int, NewKV]  # by layer; none for layers that share another layer's slots, nor with `keep`
+    # new KV by layer, without layers that share another layer's slots; empty if there is `keep`
+    fresh: Mapping[int, NewKV]
     queries: Sequence[Tensor]  # per layer [H, len(record_queries), D]; empty if no queries are recorded
     # [N, E]: output of layers that end below the last; [len(want), E]: with `record_hidden_states`
     hidden: Tensor | None = None

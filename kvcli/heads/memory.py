@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def kv_bytes(
     model: Model, context: int, judged: Judged | None, chosen: Tensor | None, suggest: HeadsSuggest, ask: ProbeRequest
 ) -> HeadsKv:
-    """Return the KV bytes of `context` tokens. Sets of policies grow in proportion to the text, the guard does not."""
+    """Return the KV bytes of `context` tokens. Sets of policies grow with the text, protected tokens do not."""
     lm = model.lm
     token = 2 * lm.head_dim * model.new_session().cache.dtype.itemsize  # bytes per token of one head
     whole = torch.tensor([[float(_seen(context, w))] * lm.n_kv_heads for w in lm.windows])

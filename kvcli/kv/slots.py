@@ -119,8 +119,10 @@ class Usage:
     found: int = 0  # requested slots that were in the page cache
 
 
-# by layer: bool [K, S], True = keep the slot; or int8 [K, S], the target level of each slot in a tiered cache: 0 = top,
-# one more than the lowest level = evict; None = keep all slots
+# What to do with the slots of each layer:
+# - None: keep all.
+# - bool [K, S]: True = keep, False = evict.
+# - int8 [K, S]: the level of a tiered cache to move to; 0 = top, one more than the lowest level = evict.
 Masks = Sequence[Tensor | None]
 
 
@@ -152,11 +154,11 @@ class CacheReader(Attendable, Protocol):
         """Data type in which a pass reads its new KV and the stored slots."""
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """Return tables for a captured pass to address all slots, with capacity for `rows` slots per head, or why not.
+        """Return tables for a captured pass to address all slots, with capacity for `rows` slots per head.
 
-        It is called before a captured pass (engine/cuda_graphs/captured_pass.py); slots stored or evicted since are
-        included. `more`: slots that may be added before slots move or the sequence ends; capacity for them grows in
-        large steps.
+        If none are possible, the result has only `why_not`. It is called before a captured pass
+        (engine/cuda_graphs/captured_pass.py); slots stored or evicted since are included. `more`: slots that may be
+        added before slots move or the sequence ends; capacity for them grows in large steps.
         """
 
 

@@ -1,7 +1,7 @@
 """Profile: every setting of a run, checked, with its origin.
 
 `load_profile` merges files, environment, `--set` and flags. The tables are defined in `schema.py`, their sources in
-`config.py` and `config.py`, the checks in `resolve.py`.
+`config.py`, the checks in `resolve.py`.
 """
 
 from __future__ import annotations

@@ -289,14 +289,30 @@ def report_bug(world: Environment, args: Sequence[str], error: Exception) -> int
         return report_error(world, args, known)
     log = write_traceback(world, error)
     first = str(error).strip().split("\n")[0]
+    package = foreign_package(error)
+    where = f"internal, while code of {package} was used" if package else "internal"
+    report = f"to {package}" if package else "with the output of: kvcli doctor"
     known = KvcliError(
-        f"internal: {type(error).__name__}: {first}" if first else f"internal: {type(error).__name__}",
+        f"{where}: {type(error).__name__}: {first}" if first else f"{where}: {type(error).__name__}",
         lines=[f"the traceback is in {log}"] if log else ["the log could not be written"],
-        detail={"type": type(error).__name__, "log": str(log) if log else None},
-        try_=["the same command with -vv", "report it with the output of: kvcli doctor"],
+        detail={"type": type(error).__name__, "log": str(log) if log else None, "package": package},
+        try_=["the same command with -vv", f"report it {report}"],
     )
     known.__cause__ = error
     return report_error(world, args, known)
+
+
+def foreign_package(error: Exception) -> str | None:
+    """Return the package of another author whose code or object is nearest to the error; None = only kvcli's."""
+    from kvcli.settings.schema import foreign
+
+    packages = {target.partition(":")[0].partition(".")[0]: package for target, package in foreign().items()}
+    met, objects = [], [getattr(error, "obj", None)]  # of an AttributeError: the object that lacks the attribute
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        met.append(str(frame.f_globals.get("__name__")))
+        objects += frame.f_locals.values()
+    met += [str((value if isinstance(value, type) else type(value)).__module__) for value in objects]
+    return next((packages[top] for name in met if (top := name.partition(".")[0]) in packages), None)
 
 
 def machine_gave_out(error: Exception) -> KvcliError | None:

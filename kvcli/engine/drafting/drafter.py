@@ -77,7 +77,7 @@ class Drafter(Protocol):
     def propose(self, ids: Sequence[int], room: int, context: DraftContext) -> Steps[Draft] | Draft:
         """Propose draft tokens after `ids`, with no path deeper than `room` tokens. The draft may be empty.
 
-        `past` holds the KV of all ids but the last, and changes between two steps.
+        `context.cache` holds the KV of all ids but the last; it may change between two steps.
         """
 
     def observe(self, step: Step) -> Steps[None] | None:

@@ -60,7 +60,7 @@ class QueryRecorder:
         return range(tree if self.recent else 0)
 
     def take(self, rows: Rows, recorded_rows: Sequence[int], queries: Sequence[Tensor], path: Sequence[int]) -> None:
-        """Store the queries of accepted rows among `hear`; `queries`: per layer [H, len(hear), D]."""
+        """Store the queries of accepted rows among `recorded_rows`; `queries`: per layer [H, len(recorded_rows), D]."""
         if not recorded_rows or not (self.recent or self._probed):
             return
         at = {row: i for i, row in enumerate(recorded_rows)}

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # Verification of draft tokens: sample first, then match.
 #
 # At each node the sampler draws the next token as if there were no draft. If a child of the node has that token,
-# verification continues there; otherwise it ends. So the text never depends on the draft tokens (rule D of
-# Leviathan-style schemes; SpecInfer, arXiv 2305.09781, describes the tree walk).
+# verification continues there; otherwise it ends. So the text never depends on the draft tokens.
+# SpecInfer, arXiv 2305.09781, describes the tree walk.
 
 
 def accepted_path(rows: Rows, drawn: Callable[[int], int], stop: Collection[int] = ()) -> tuple[list[int], list[int]]:

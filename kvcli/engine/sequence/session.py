@@ -208,7 +208,7 @@ class GenerationSession(SequenceState):
                 return
 
     def compress_cache(self, phase: Phase = "answering") -> Steps[None]:
-        """Run a compression point: evict, demote or quantize slots. The cache changes only here."""
+        """Run a compression point: evict, demote or quantize stored slots. Commits only append."""
         if phase != "answering":
             self._n_prompt = self.committed
             self.states.mark()

@@ -183,13 +183,17 @@ class SequenceState:
                 check_model(lm, None)
         self.reusable_spans: ReusableSpans | None = None  # spans of other sequences, for the current prompt
         self.reused = 0  # tokens whose KV was reused
-        self._own = math.inf  # the KV of the first `_own` tokens was computed with the prefix that they have now
+        self._own = math.inf  # first position whose KV was computed with another prefix; inf = none
         self.condensed = 0  # first tokens that stand for a longer text; each head keeps different tokens of it
         self.worth: Mapping[int, Tensor] = {}  # by layer [K, condensed]: the scores by which these tokens were chosen
 
     def rewind(self, n: int) -> int:
-        """Rewind to the first n ids. Returns how many of them are still stored: all but the pending one, none, or as
-        many as a checkpoint of recurrent states covers."""
+        """Rewind to the first n ids. Returns how many of them are still stored:
+
+        - all but the pending one, if their KV is in the cache;
+        - with recurrent layers, as many as a checkpoint of the states covers;
+        - none, if an eviction or a recorded query cannot be undone.
+        """
         keep = self.states.reaches(max(0, min(self.committed, n - 1)))
         is_back, is_cut = keep < self.committed, self._under_way is not None
         stays = is_back and (

@@ -51,7 +51,8 @@ class TierLevel:
     """A level of a tiered cache. Slots are counted per head."""
 
     tier: CroppableTier
-    holds: int | None = None  # slots without sinks (1/SLACK more allowed); None = all. Last level: its capacity
+    # limit in slots without sinks, None = no limit; levels but the last may exceed it by 1/SLACK
+    holds: int | None = None
     group: int = 1  # older slots are demoted in multiples of `group`
     name: str = ""  # tier name in reports, if the tier of the top has the same name
     attend_async: Ask | None = None  # starts attention that runs in parallel with the other levels, if the tier can

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Kivi(BlockFormat):
     """KIVI (2024, arXiv 2402.02750): keys quantized per channel in groups of tokens, values per token.
 
-    In 2 + 2 bits (1.27 MiB of KV), 0.958 of the demo's answers are right (measurements/kv-cache.md).
+    In 2 + 2 bits, the KV takes 1.27 MiB and the demo's accuracy is 0.958 (measurements/kv-cache.md).
 
     Keys quantized before the rotary embedding are dequantized first, because no kernel reads their codes.
     """

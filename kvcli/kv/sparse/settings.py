@@ -212,7 +212,7 @@ class Certified(_PageSelection):
 class Cluster(_PageSelection):
     """ClusterKV (Liu et al., 2024, arXiv 2412.03213): whole clusters of keys with similar directions, best mean first.
 
-    0.672 of the demo's answers are right where `snap` demotes all but 12.5% of the tokens (measurements/kv-cache.md).
+    If `snap` demotes all but 12.5% of the tokens, the demo's accuracy is 0.672 (measurements/kv-cache.md).
     """
 
     window: Annotated[int, Range(2, most=32768)] = 512  # tokens clustered at a time; newer ones are read in full
@@ -235,7 +235,7 @@ class Cluster(_PageSelection):
 class LowRank(_PageSelection):
     """ShadowKV's index (Sun et al., 2024, arXiv 2410.21465): pages with the highest scores, by low-rank keys.
 
-    0.995 of the demo's answers are right where `snap` demotes all but 12.5% of the tokens (measurements/kv-cache.md).
+    If `snap` demotes all but 12.5% of the tokens, the demo's accuracy is 0.995 (measurements/kv-cache.md).
     """
 
     page: Annotated[int, Range(1)] = 8  # tokens per page

@@ -25,7 +25,7 @@ Sources = tuple[Literal["prompt-lookup", "lookahead", "stand", "token-recycling"
 class Mix(LookaheadSettings):
     """Mixed drafts (kvcli's own): draft tokens of several sources, merged into one draft tree.
 
-    Lookups by the widened demo are 2.32 times as fast, with 0.947 of draft tokens accepted (measurements/drafters.md).
+    The widened demo answers lookups 2.32 times as fast; 0.947 of draft tokens are accepted (measurements/drafters.md).
     """
 
     # lookahead last: only tokens that no other source proposed count as its gain

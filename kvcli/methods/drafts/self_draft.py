@@ -28,7 +28,7 @@ _UNTRIED = 0.3  # draft pass time in plain passes until two were measured: a low
 class SelfDraft(ModelDraftSettings, ViewSettings):
     """Self-drafting (MagicDec, 2024, arXiv 2408.11049): drafts by a part of the KV cache or of the layers.
 
-    Lookups by the demo model are 0.709 times as fast, with 0.857 of draft tokens accepted (measurements/lab-log.md).
+    The demo model answers lookups 0.709 times as fast; 0.857 of draft tokens are accepted (measurements/lab-log.md).
     """
 
     # under `exactness = "exact"` the cache compressed by `[kv]` and `[policy]` only drafts

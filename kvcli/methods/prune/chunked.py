@@ -17,7 +17,7 @@ from kvcli.settings.schema import Range
 class Chunked(LazyLLM):
     """Chunk-wise LazyLLM (after QuickVideo, 2025, arXiv 2505.16175): prunes each chunk by attention from its end.
 
-    Prefill by the demo model is 1.29 times as fast, and 0 points of lookups are lost (measurements/lab-log.md).
+    Prefill of the demo model is 1.29 times as fast, and lookups lose 0 points of accuracy (measurements/lab-log.md).
     """
 
     min_prompt: Annotated[int, Range(1)] = 256  # chunks with fewer tokens are not pruned

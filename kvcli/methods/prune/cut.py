@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class SingleCut(PruneSettings):
     """FastKV (Jo et al., 2025, arXiv 2502.01068) or GemFilter (arXiv 2409.17422): prunes a prompt at one layer.
 
-    Prefill by SmolLM2 is 1.52 times as fast, and 5.56 points of lookups are lost (measurements/lab-log.md).
+    Prefill of SmolLM2 is 1.52 times as fast, and lookups lose 5.56 points of accuracy (measurements/lab-log.md).
     """
 
     layer: Annotated[float, Range(above=0, below=1)] = 0.5  # layer that prunes, as a share of depth

@@ -32,7 +32,7 @@ SPARED = 4  # last layers without pruning: the KV saved there is smaller than th
 class LazyLLM(Schedule):
     """LazyLLM (Fu et al., 2024, arXiv 2407.14057): prunes a prompt layer by layer, by attention from its end.
 
-    Prefill by SmolLM2 is 1.5 times as fast, and 5.56 points of lookups are lost (measurements/lab-log.md).
+    Prefill of SmolLM2 is 1.5 times as fast, and lookups lose 5.56 points of accuracy (measurements/lab-log.md).
     """
 
     score_queries: Annotated[int, Range(1)] = 1  # newest tokens whose queries score the others

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Random(Schedule):
     """Random pruning (kvcli's own), a baseline: prunes as many tokens as `lazy` does, chosen at random.
 
-    Prefill by SmolLM2 is 1.5 times as fast, and 63.9 points of lookups are lost (measurements/lab-log.md).
+    Prefill of SmolLM2 is 1.5 times as fast, and lookups lose 63.9 points of accuracy (measurements/lab-log.md).
     """
 
     seed: Annotated[int, Range(0, 2**31 - 1)] = 0  # random seed

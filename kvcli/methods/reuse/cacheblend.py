@@ -29,7 +29,7 @@ FEWER = 0.25  # the second layer recomputes this share of `recompute` more token
 class CacheBlend(Pie):
     """CacheBlend (Yao et al., 2024, arXiv 2405.16444): reuses matching text, recomputes the tokens that differ most.
 
-    A text with swapped halves is read 1.17 times sooner, its next token 0.0155 nats off (measurements/lab-log.md).
+    If halves are swapped, prefill is 1.17 times as fast, the next token 0.0155 nats off (measurements/lab-log.md).
     """
 
     recompute: Annotated[float, Range(0, 1)] = 0.15  # share of a span recomputed, mean over layers above the first

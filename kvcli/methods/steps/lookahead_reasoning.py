@@ -22,7 +22,7 @@ CHECKPOINTS = 8  # recurrent states of the smaller model, if it has recurrent la
 class LookaheadReasoning:
     """Lookahead Reasoning (2025, arXiv 2506.19830): accepts steps of a smaller model that are judged equivalent.
 
-    Summaries are 1.00 times as fast, 0.33 of 18 steps are accepted, 0.68 of lines changed (measurements/lab-log.md).
+    Summaries are 1.00 times as fast; 0.33 of 18 steps are accepted, and 0.68 of lines change (measurements/lab-log.md).
     """
 
     model: str = ""  # smaller model that drafts steps, as after -m; with the same tokenizer

@@ -56,7 +56,7 @@ class ScoreState:
 
     heads: list[list[float]] = field(default_factory=list)  # [L][K] weights of the head map, if any
     done: int = 0  # tokens of the prompts that were compressed
-    asked: int = 0  # value of `done` if the last compression point evicted any slot
+    asked: int = 0  # prompt tokens at the last compression point; 0 if that was in an answer
     own: Snapshottable | None = None  # per-sequence state of the score
     known: Any = None  # per-model data of the score
     outward: ProjectedValueNorms | None = None  # norms of projected values, if a stage uses them
@@ -113,7 +113,7 @@ class TopK(PolicyDefaults):
         always = self.sinks + self.recent
         for key in ("budget", "keep_new"):
             if 0 < getattr(self, key) < always:
-                raise ValueError(f"{key} = {getattr(self, key)} is less than sinks + guard = {always}")
+                raise ValueError(f"{key} = {getattr(self, key)} is less than sinks + recent = {always}")
         if (self.alloc == "headmap") != bool(self.headmap):
             asked = 'alloc = "headmap"' if self.alloc == "headmap" else f'headmap = "{self.headmap}"'
             needs = "headmap, the name of a file" if self.alloc == "headmap" else 'alloc = "headmap"'
@@ -124,7 +124,7 @@ class TopK(PolicyDefaults):
             if value in ("critical", "graph", "prefix") and not self.is_share:
                 raise ValueError(f'{key} = "{value}" needs scores that add up, unlike "{self.name}": use "snap"')
         if self.grow_new and not self.recent < self.keep_new < self.grow_new:
-            raise ValueError(f"grow_new = {self.grow_new} needs guard < keep_new < grow_new")
+            raise ValueError(f"grow_new = {self.grow_new} needs recent < keep_new < grow_new")
         if self.reuse_layers > 1 and self.alloc == "headmap":
             raise ValueError(f'reuse_layers = {self.reuse_layers} keeps a choice that alloc = "headmap" makes by layer')
 
@@ -230,7 +230,7 @@ class TopK(PolicyDefaults):
     def room_new(self, written: int) -> int:
         """Return the budget of an answer of `written` tokens: constant or, with `grow_new`, growing with the answer.
 
-        SCOPE's adaptive strategy: from `guard` tokens up to `keep_new`, in equal steps, as in the authors' code.
+        SCOPE's adaptive strategy: from `recent` tokens up to `keep_new`, in equal steps, as in the authors' code.
         """
         if not self.grow_new:
             return self.keep_new
