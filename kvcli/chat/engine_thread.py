@@ -1,4 +1,4 @@
-"""An engine in a thread, for event loops: tasks of a server share its forward passes and get their own events."""
+"""Running of answers: an engine in a thread that a server's tasks share, and recovery when memory runs out."""
 
 from __future__ import annotations
 

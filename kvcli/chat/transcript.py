@@ -1,4 +1,4 @@
-"""Messages of a chat as a document: its saved form, and its export as markdown or JSON."""
+"""Messages of a chat: the tokens and kinds of the rendered prompt, the saved form, and the export."""
 
 from __future__ import annotations
 

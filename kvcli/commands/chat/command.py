@@ -251,7 +251,6 @@ def answer(
 ) -> int:
     """Load the model and answer one question, or start the interactive chat."""
     from kvcli.commands.chat.save_chat import about, keep, keep_read, sessions_of
-    from kvcli.commands.common.inputs import tell
     from kvcli.commands.common.load_model import load_model
     from kvcli.render.terminal.screen import Screen
 
@@ -296,7 +295,6 @@ def begin(world: Environment, talk: Chat, question: Question, opened: OpenedChat
             talk.close()
     if question.system is not None:
         talk.system = question.system
-    from kvcli.commands.common.inputs import tell
 
     for document in question.documents:
         if talk.place(document) is None:
@@ -316,7 +314,6 @@ def ask_once(
 ) -> int:
     """Answer one question. Ctrl-C ends the answer after the current pass; the text so far is kept."""
     from kvcli.commands.common.exits import Interrupt
-    from kvcli.commands.common.inputs import tell
 
     profile, constraint = run.profile, held.constraint if held is not None else None
     with Interrupt(world.clock) as cancel, closing(talk.stream(text, cancel=cancel, constraint=constraint)) as events:

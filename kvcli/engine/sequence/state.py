@@ -1,4 +1,4 @@
-"""Sequence state: token ids, their KV cache, how far it can be rewound, and KV from other places."""
+"""Sequence state: token ids and their kinds, the KV cache, how far it can be rewound, and repetition of the answer."""
 
 from __future__ import annotations
 

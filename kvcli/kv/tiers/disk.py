@@ -1,6 +1,6 @@
 """The disk tier: keys and values in a private temporary file, read through the page cache of the system.
 
-The file and the allocation of its space are described in disk.py.
+First the file and the allocation of its space, then the tier of extents that lies in it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reference cache view: the subset of a KV cache that a policy keeps, with the same `attend` method.
 
 Lookahead rows and drafts read through a view; the cache itself loses no slots. This view runs the policy and gathers
-slots at each read. A fast view (view.py) keeps a dense copy and selects again at intervals.
+slots at each read. A fast view (`CompactView`) keeps a dense copy and selects again at intervals.
 """
 
 from __future__ import annotations
