@@ -298,9 +298,9 @@ def compact_view(lm: LM, kv: KVCache, policy: PerLayerPolicy, every: int) -> Com
 
     def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
         now = int(s.pos.amax()) + 1  # the rows follow all stored slots
-        heard = q, s.pos.new_full((q.shape[1],), now).long()
+        recorded = q, s.pos.new_full((q.shape[1],), now).long()
         nothing = s.pos[0, :0], s.pos < s.pos  # no kinds, no protected slots
-        return policy.mask(s, LayerContext.of(lm, layer, "answering", now, now, heard, *nothing))
+        return policy.mask(s, LayerContext.of(lm, layer, "answering", now, now, recorded, *nothing))
 
     return CompactView(kv, pick, every, lm.shapes)
 

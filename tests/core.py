@@ -1,8 +1,8 @@
 """The core of the tests: those that find most faults a second. The rest is marked `slow`; `--whole` marks nothing.
 
-Every function is in it whole, but those whose cases are dear: such a function has two CPU seconds, which go to cases
-that differ in most words of their names. `tests/seconds.json` has the CPU seconds of a case; `--whole --weigh` writes
-those of the tests that run anew. Cases marked `core` are always in it.
+Every function is in it whole, but those whose cases are dear: such a function has one CPU second, which goes to cases
+that differ in most words of their names, or a single case. `tests/seconds.json` has the CPU seconds of a case;
+`--whole --weigh` writes those of the tests that run anew. Cases marked `core` are always in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import pytest
 from tests.covering import spread
 
 SECONDS = Path(__file__).with_name("seconds.json")
-ALLOWANCE = 2.0  # CPU seconds of one function
+ALLOWANCE = 1.0  # CPU seconds of one function
+DEAREST = 2.0  # CPU seconds of a case; of functions whose cases take more nothing is in the core
 DEAR = 0.05  # CPU seconds of a case; functions whose cases take less are in the core whole
 
 
@@ -41,7 +42,7 @@ def leave_out(items: Iterable[pytest.Item], seconds: Mapping[str, float], tenth:
             cases[function_of(item.nodeid)].append(item)
     for name, same in cases.items():
         words = [tuple(item.nodeid.split("-")) for item in same]
-        chosen = spread(words, int(ALLOWANCE / seconds[name]))
+        chosen = spread(words, max(seconds[name] <= DEAREST, int(ALLOWANCE / seconds[name])))
         for item, named in zip(same, words, strict=True):
             if named not in chosen and not is_in_tenth(item.nodeid, tenth):
                 item.add_marker(pytest.mark.slow)

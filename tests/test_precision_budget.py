@@ -47,8 +47,8 @@ def spending(
 def ladder(group: int = 4) -> TieredCache:
     shapes = alike(L, K, D)
     below = [QuantizedTier(shapes, torch.float32, k_bits=keys_in(bits), v_bits=bits, group=group) for bits in BITS]
-    rungs = [TierLevel(tier, group=unit(bits, group)) for tier, bits in zip(below, BITS, strict=True)]
-    return TieredCache(Dense(shapes, torch.float32, step=64), rungs)
+    levels = [TierLevel(tier, group=unit(bits, group)) for tier, bits in zip(below, BITS, strict=True)]
+    return TieredCache(Dense(shapes, torch.float32, step=64), levels)
 
 
 # ---- the solver ----
@@ -411,15 +411,15 @@ def test_what_was_lost_stays_lost_however_a_slot_goes_on(monkeypatch: pytest.Mon
     chosen = profile(
         policy={"score": "keydiff"}, memory={"budget": "0.07MiB", "disk": "1GiB"}, sparse={"method": "sketch"}
     )
-    session, seen, place = assemble.session(model(), chosen), list[float](), PrecisionBudgetPolicy._rungs
+    session, seen, place = assemble.session(model(), chosen), list[float](), PrecisionBudgetPolicy._levels
 
     def placed(policy: PrecisionBudgetPolicy, layers: list[Layer], *more: Any) -> list[Tensor]:
-        rungs = place(policy, layers, *more)
+        levels = place(policy, layers, *more)
         whole = sum(layer.whole for layer in layers)
-        seen.extend(whole * lost_share(layers, policy.spending, on) for on in ([of.level for of in layers], rungs))
-        return rungs
+        seen.extend(whole * lost_share(layers, policy.spending, on) for on in ([of.level for of in layers], levels))
+        return levels
 
-    monkeypatch.setattr(PrecisionBudgetPolicy, "_rungs", placed)
+    monkeypatch.setattr(PrecisionBudgetPolicy, "_levels", placed)
     run_to_end(session.read(families.prompt(400, seed=3)))
     list(iterate_events(session.stream(200)))
     assert session.memory.faded.total

@@ -338,7 +338,7 @@ def test_ascii_where_the_stream_has_nothing_else():
 # --- tables
 
 
-MIXED = {"sources": {"prompt-lookup": 36, "lookahead": 2, "stand": 0}, "scout_rows": 150, "free_rows": 8}
+MIXED = {"sources": {"prompt-lookup": 36, "lookahead": 2, "stand": 0}, "lookahead_rows": 150, "free_rows": 8}
 
 
 def test_spec_is_that_of_the_design():

@@ -35,7 +35,7 @@ def test_doctor_in_json(machine):
     assert 1 <= found["tokens_per_pass"] <= 16
     assert found["ratio"]["low"] <= found["ratio"]["median"] <= found["ratio"]["high"]
     assert sum(found["accepted_by"].values()) > 0
-    assert found["scouts"]["rows"] == 7
+    assert found["lookahead"]["rows"] == 7
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "200"])

@@ -38,7 +38,7 @@ def test_a_pass_with_lookahead_rows_is_not_taken_for_a_plain_one() -> None:
     scouts = LookaheadRows([4, 5], [1, 2], torch.eye(2, dtype=torch.bool), [1])
     stats = Stats()
     stats.add_step(Step(Rows.build(1, 5, Draft([], [], scouts)), None, [0], [3], 0.1))  # type: ignore[arg-type]
-    assert (stats.plain, stats.scout_rows) == ([], 2)
+    assert (stats.plain, stats.lookahead_rows) == ([], 2)
 
 
 def test_gain_over_plain_needs_passes_of_both_kinds() -> None:

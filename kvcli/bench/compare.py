@@ -78,10 +78,10 @@ def verdict(low: float, high: float, n: int) -> Verdict:
 def acceptance(runs: Sequence[TimedSample], method: str) -> Accept | None:
     """Drafting statistics over all repetitions together; None for a side that does not draft."""
     total = Stats()
-    heard = [run.stats for run in runs if run.stats is not None]
-    if not heard:
+    known = [run.stats for run in runs if run.stats is not None]
+    if not known:
         return None
-    for stats in heard:
+    for stats in known:
         total.new += stats.new
         total.passes += stats.passes
         total.drafted_passes += stats.drafted_passes

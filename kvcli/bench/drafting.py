@@ -105,8 +105,8 @@ def candidates(profile: Profile) -> list[TunedSettings]:
         logits = {"method": "mix", "sources": ("prompt-lookup", "stand", "token-recycling"), "max": most}
         found.append(TunedSettings(f"prompt lookup and recycled logits, {most} rows", logits))
     for window in (4, 8):
-        scouts = {"method": "mix", "view": "stream", "window": window}
-        found.append(TunedSettings(f"with lookahead, window {window}", scouts))
+        lookahead = {"method": "mix", "view": "stream", "window": window}
+        found.append(TunedSettings(f"with lookahead, window {window}", lookahead))
     if profile.spec.method not in ("off", "ngram", "mix"):
         found.append(TunedSettings(profile.name, {"method": profile.spec.method}))
     return found

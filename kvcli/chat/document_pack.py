@@ -140,10 +140,10 @@ def open_pack(folder: Path) -> Pack:
     return Pack(folder, about, chat)
 
 
-def make(talk: Chat, folder: Path, heard: Callable[[Read], None] = lambda _: None) -> PackDocument:
+def make(talk: Chat, folder: Path, on_read: Callable[[Read], None] = lambda _: None) -> PackDocument:
     """Prefill the documents attached to a chat, and save them with their KV cache in `folder`.
 
-    `heard` receives the progress of the prefill. The folder gets its name once it is complete. Raises BadInput for
+    `on_read` receives the progress of the prefill. The folder gets its name once it is complete. Raises BadInput for
     documents so short that a pack saves no time.
     """
     (ids, contents), made_by = talk.begins(), cache_key(talk.model.model.lm)
@@ -154,11 +154,11 @@ def make(talk: Chat, folder: Path, heard: Callable[[Read], None] = lambda _: Non
             lines=[f"they have {len(ids):,} tokens"],
             try_=["kvcli chat -f FILE"],
         )
-    heard(Read(0, len(ids), 0, 0.0))
+    on_read(Read(0, len(ids), 0, 0.0))
     # one token is generated, because that pass commits the last prompt token
     for event in talk.model.stream(ids, messages=contents, max_new_tokens=1, ignore_eos=True):
         if isinstance(event, Read):
-            heard(event)
+            on_read(event)
     with writing(folder.name, try_=["-o NAME.kvs in another folder"]):
         return _write(talk, folder, ids, made_by)
 

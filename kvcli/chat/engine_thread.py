@@ -84,11 +84,11 @@ class EngineThread:
 
     def _join(self, work: Coroutine[Any, Any], tell: Callable[[Any], object]) -> Any:
         self._ident = get_ident()
-        ticket = self._engine.add(work, tell)
+        task = self._engine.add(work, tell)
         if not self._is_turning:
             self._is_turning = True
             self._round()
-        return ticket
+        return task
 
     def _round(self) -> None:
         """Run one engine step, then queue the next after tasks that joined or left meanwhile."""

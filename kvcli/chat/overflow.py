@@ -158,10 +158,10 @@ def leave_out(
     asked = [*chat.messages, question]
     cancel: Cancel = options.get("cancel") or (lambda: False)
     if how == "compress":
-        heard = chat.prompt_tokens.condensed(chat.model, chat.rendered(asked).text, detail, cancel)
-        if heard is not None:
-            n, fewer = heard.begins.ids, len(chat.prompt_tokens.ids) - len(heard.ids)
-            chat.prompt_tokens = heard
+        fewer_tokens = chat.prompt_tokens.condensed(chat.model, chat.rendered(asked).text, detail, cancel)
+        if fewer_tokens is not None:
+            n, fewer = fewer_tokens.begins.ids, len(chat.prompt_tokens.ids) - len(fewer_tokens.ids)
+            chat.prompt_tokens = fewer_tokens
             chat.note(f"the chat exceeds the context window; {n + fewer:,} tokens shrink to {n:,}; facts may be lost")
             return True
     of_notes = int(detail["limit"] * NOTES) if how == "summarize" else 0

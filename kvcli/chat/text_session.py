@@ -81,12 +81,12 @@ class TextSession:
         """Load KV of the prompt from the pack and the prefix cache; returns how many tokens need no prefill."""
         if self.pack is not None:
             self.pack.fetch(self.session, ids)
-        if (shelf := self.model.prefix_cache) is not None and not self.session.condensed:
+        if (prefixes := self.model.prefix_cache) is not None and not self.session.condensed:
             with catch_cache_full():  # without room, the prompt is prefilled
                 for shaping in (ways := assemble.shapings(self.profile)):
-                    shelf.load_prefix(self.session, ids, shaping)
+                    prefixes.load_prefix(self.session, ids, shaping)
                 if self.session.reusable_spans is not None and ways[-1].is_whole:
-                    self.session.reusable_spans.add(shelf.find_spans(self.session, ids, ways[-1]))
+                    self.session.reusable_spans.add(prefixes.find_spans(self.session, ids, ways[-1]))
         return self.session.committed
 
     def has_read(self, ids: Sequence[int]) -> bool:
@@ -132,8 +132,9 @@ class TextSession:
 
     def why_again(self) -> list[str]:
         """Explain why the prefix cache of this model is unusable, if the model was loaded differently then."""
-        shelf = self.model.prefix_cache
-        fields = shelf.mismatch(self.session, assemble.cache_conditions(self.profile)) if shelf is not None else []
+        if (prefixes := self.model.prefix_cache) is None:
+            return []
+        fields = prefixes.mismatch(self.session, assemble.cache_conditions(self.profile))
         return [f"the saved KV cache cannot be used, because settings differ: {', '.join(fields)}"] if fields else []
 
     def with_profile(self, profile: Profile) -> TextSession:

@@ -101,12 +101,12 @@ def packed(talk: Chat, folder: Path, screen: Screen) -> PackDocument:
 
     at = Read(0, 0, 0, 0.0)
 
-    def heard(event: Read) -> None:
+    def on_read(event: Read) -> None:
         nonlocal at
         at = event
 
     with busy_word(screen, f"prefilling {folder.name}", lambda since, width: reading_bar(at, width, since)):
-        return make(talk, folder, heard)
+        return make(talk, folder, on_read)
 
 
 def show(world: Environment, folder: Path, about: PackDocument) -> None:

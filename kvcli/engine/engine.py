@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 class Readback:
     """The results of one sequence, from the logits [len(want), V] of its request."""
 
-    def __init__(self, feed: ForwardRequest, logits: Tensor, has_pool: bool = False) -> None:
+    def __init__(self, request: ForwardRequest, logits: Tensor, has_pool: bool = False) -> None:
         """`has_pool`: as of the model (resources.py)."""
         # Apple's GPU has no float64, in which noise is made and probabilities are summed
-        self._feed, self._logits = feed, logits.cpu() if logits.device.type == "mps" else logits
+        self._request, self._logits = request, logits.cpu() if logits.device.type == "mps" else logits
         self._has_pool = has_pool
         self.ids: list[int] = []  # sampled ids of all tree rows, or empty
         self._hook_output: dict[int, list[float]] = {}  # hook output of wanted rows, as far as computed
@@ -47,14 +47,14 @@ class Readback:
             raise BadInput(
                 "the answer cannot continue: its schema or grammar allows no token here",
                 code="nothing_allowed",
-                lines=[f"after position {self._feed.rows.pos[row]:,}: no token fits, or the grammar is too ambiguous"],
+                lines=[f"after position {self._request.rows.pos[row]:,}: no token fits, or the grammar is ambiguous"],
                 try_=["a simpler schema or grammar"],
             )
         if token < 0:
             raise BadModel(
                 "the model's output is not a number",
                 code="bad_logits",
-                lines=[f"logits after position {self._feed.rows.pos[row]:,} hold NaN or infinity"],
+                lines=[f"logits after position {self._request.rows.pos[row]:,} hold NaN or infinity"],
                 try_=["--set load.dtype=fp32", "download the model again: its weights may be damaged"],
             )
         return token
@@ -62,7 +62,7 @@ class Readback:
     def hook_output(self, index: int) -> list[float]:
         """Return the hook output for the logits of want[index]."""
         if index not in self._hook_output:
-            tree = self._feed.rows.tree  # the drafter needs all lookahead rows or none, so they are computed together
+            tree = self._request.rows.tree  # the drafter needs all lookahead rows or none: they are computed together
             which = slice(index, index + 1) if index < tree else slice(tree, None)
             self._hook_output.update(enumerate(self._run_hook(which).tolist(), start=which.start))
         return self._hook_output[index]
@@ -70,28 +70,28 @@ class Readback:
     def numbers(self) -> Tensor:
         """Return all results as one row of float64, which represents ids exactly."""
         parts = [torch.empty(0, dtype=torch.float64, device=self._logits.device)]
-        if self._feed.draw is not None:
-            parts.append(self._draw(range(self._feed.rows.tree)).double())
-        if self._feed.logits_hook is not None:
+        if self._request.draw is not None:
+            parts.append(self._draw(range(self._request.rows.tree)).double())
+        if self._request.logits_hook is not None:
             parts.append(self._run_hook(slice(None)).double().flatten())
         return torch.cat(parts)
 
     def fill(self, numbers: list[float]) -> None:
         """Set the results from that row, on the host."""
-        n = self._feed.rows.tree if self._feed.draw is not None else 0
+        n = self._request.rows.tree if self._request.draw is not None else 0
         self.ids, rest = [int(i) for i in numbers[:n]], numbers[n:]
-        wide = len(rest) // max(1, len(self._feed.want))
-        self._hook_output = {i: rest[i * wide : (i + 1) * wide] for i in range(len(self._feed.want) if wide else 0)}
+        wide = len(rest) // max(1, len(self._request.want))
+        self._hook_output = {i: rest[i * wide : (i + 1) * wide] for i in range(len(self._request.want) if wide else 0)}
 
     def _draw(self, which: range) -> Tensor:
-        assert self._feed.draw is not None, "the request has no sampler"
+        assert self._request.draw is not None, "the request has no sampler"
         with one_pool(self._has_pool):  # the next step waits for this
-            return self._feed.draw.behind(self._feed.rows, which, self._logits)
+            return self._request.draw.behind(self._request.rows, which, self._logits)
 
     def _run_hook(self, which: slice) -> Tensor:
-        assert self._feed.logits_hook is not None, "the request has no logits hook"
+        assert self._request.logits_hook is not None, "the request has no logits hook"
         with one_pool(self._has_pool):
-            return self._feed.logits_hook(self._logits[which])
+            return self._request.logits_hook(self._logits[which])
 
 
 def fetch(texts: Sequence[Readback]) -> None:
@@ -103,57 +103,58 @@ def fetch(texts: Sequence[Readback]) -> None:
         rest = rest[of.shape[0] :]
 
 
-def run(feeds: Sequence[ForwardRequest]) -> list[ForwardResult]:
+def run(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
     """Run one forward pass per model over the rows of all requests. The results are in the order of the requests.
 
     Requests for different layers of a model run in separate passes.
     """
     made: dict[int, ForwardResult] = {}
-    for some in group_requests(feeds):
-        lm, its = feeds[some[0]].lm, [feeds[i] for i in some]
+    for some in group_requests(requests):
+        lm, its = requests[some[0]].lm, [requests[i] for i in some]
         # operations on a prompt are large enough for torch's threads
-        with one_pool(lm.has_pool and not any(feed.is_prompt for feed in its)):
+        with one_pool(lm.has_pool and not any(request.is_prompt for request in its)):
             made |= zip(some, _run(lm, its), strict=True)
-    return [made[i] for i in range(len(feeds))]
+    return [made[i] for i in range(len(requests))]
 
 
-def group_requests(feeds: Sequence[ForwardRequest]) -> list[list[int]]:
+def group_requests(requests: Sequence[ForwardRequest]) -> list[list[int]]:
     """Group the requests that can share a forward pass: the same model and layers, and few enough rows to stay batch
     invariant."""
     alike: dict[tuple[object, ...], list[list[int]]] = {}
-    for i, feed in enumerate(feeds):
-        most = feed.lm.max_invariant_rows
+    for i, request in enumerate(requests):
+        most = request.lm.max_invariant_rows
         # empty ranges all compare equal
-        layers = None if feed.layers is None else (feed.layers.start, feed.layers.stop)
-        key = id(feed.lm), layers, feed.only_kv, most is not None and feed.is_prompt
+        layers = None if request.layers is None else (request.layers.start, request.layers.stop)
+        key = id(request.lm), layers, request.only_kv, most is not None and request.is_prompt
         passes = alike.setdefault(key, [[]])
-        rows = sum(feeds[other].rows.n_rows for other in passes[-1])
-        if most is not None and rows and not feed.is_prompt and rows + feed.rows.n_rows > most:
+        rows = sum(requests[other].rows.n_rows for other in passes[-1])
+        if most is not None and rows and not request.is_prompt and rows + request.rows.n_rows > most:
             passes.append([])
         passes[-1].append(i)
     return [some for passes in alike.values() for some in passes]
 
 
-def _run(lm: LM, feeds: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
+def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     use_device(lm.device)
-    if any(feed.record_hidden_states for feed in feeds):
+    if any(request.record_hidden_states for request in requests):
         lm.enable_hidden_states()
-    if lm.frames is not None and (replayed := lm.frames.run(feeds)) is not None:
+    if lm.frames is not None and (replayed := lm.frames.run(requests)) is not None:
         yield from replayed
         return
-    passes = [ForwardPass(feed) for feed in feeds]
-    if feeds[0].layers is not None and lm.straight is None:
+    passes = [ForwardPass(request) for request in requests]
+    if requests[0].layers is not None and lm.straight is None:
         lm.check_layer_gates()
     way = BatchedPass(passes) if len(passes) > 1 else passes[0]
     if lm.recurrent_layers:
-        way.trial = lm.recurrent_layers.trial(feeds, way.trial)
-    logits, hidden = _forward(lm, feeds, way)
-    wanted = [len(feed.want) for feed in feeds]
-    each = torch.split(logits, wanted) if len(feeds) > 1 else [logits]
-    gave = [None] * len(feeds) if hidden is None else torch.split(hidden, [feed.rows.n_rows for feed in feeds])
+        way.trial = lm.recurrent_layers.trial(requests, way.trial)
+    logits, hidden = _forward(lm, requests, way)
+    wanted = [len(request.want) for request in requests]
+    each = torch.split(logits, wanted) if len(requests) > 1 else [logits]
+    n_rows = [request.rows.n_rows for request in requests]
+    gave = [None] * len(requests) if hidden is None else torch.split(hidden, n_rows)
     if way.hidden_states is not None:
         gave = torch.split(way.hidden_states, wanted)
-    backs = [Readback(feed, rows, lm.has_pool) for feed, rows in zip(feeds, each, strict=True)]
+    backs = [Readback(request, rows, lm.has_pool) for request, rows in zip(requests, each, strict=True)]
     if lm.is_apart:
         fetch(backs)
     for i, (p, rows, back, left) in enumerate(zip(passes, each, backs, gave, strict=True)):
@@ -163,7 +164,7 @@ def _run(lm: LM, feeds: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
 
 
 def _forward(
-    lm: LM, feeds: Sequence[ForwardRequest], attends: ForwardPass | BatchedPass
+    lm: LM, requests: Sequence[ForwardRequest], attends: ForwardPass | BatchedPass
 ) -> tuple[Tensor, Tensor | None]:
     """Return the logits of all wanted rows, or the hidden states of all rows if the layers end below the last one.
 
@@ -171,17 +172,18 @@ def _forward(
     would have no effect, so they run only if a request records queries there.
     """
     starts = [0]
-    for feed in feeds:
-        starts.append(starts[-1] + feed.rows.n_rows)
-    want: list[int] | None = [start + row for start, feed in zip(starts, feeds, strict=False) for row in feed.want]
-    is_below = attends.layers.stop < lm.n_layers and not feeds[0].only_kv
+    for request in requests:
+        starts.append(starts[-1] + request.rows.n_rows)
+    want: list[int] | None = [start + row for start, each in zip(starts, requests, strict=False) for row in each.want]
+    is_below = attends.layers.stop < lm.n_layers and not requests[0].only_kv
     at_end = want or is_below or lm.recurrent_layers.are_last
-    attends.last = -1 if at_end else _last(lm, feeds, attends.layers)
+    attends.last = -1 if at_end else _last(lm, requests, attends.layers)
     if want == list(range(starts[-1])):
         want = None  # every row is wanted: no selection
-    ids, pos = feeds[0].rows.ids, feeds[0].rows.pos
-    if len(feeds) > 1:
-        ids, pos = [i for feed in feeds for i in feed.rows.ids], [i for feed in feeds for i in feed.rows.pos]
+    ids, pos = requests[0].rows.ids, requests[0].rows.pos
+    if len(requests) > 1:
+        ids = [i for request in requests for i in request.rows.ids]
+        pos = [i for request in requests for i in request.rows.pos]
     try:
         if lm.straight is not None:
             gave = lm.straight(ids, pos, want, attends, attends.layers, attends.hidden)
@@ -191,9 +193,9 @@ def _forward(
         return _no_logits(lm), attends.hidden if is_below else None
 
 
-def _last(lm: LM, feeds: Sequence[ForwardRequest], layers: range) -> int:
+def _last(lm: LM, requests: Sequence[ForwardRequest], layers: range) -> int:
     """Return the last of these layers whose output is needed."""
-    storing = () if any(feed.record_queries for feed in feeds) else (i for i in lm.storing if i in layers)
+    storing = () if any(request.record_queries for request in requests) else (i for i in lm.storing if i in layers)
     return max(storing, default=layers.stop - 1)
 
 
@@ -278,14 +280,14 @@ class EngineTask(Generic[E, T]):
 
     def __init__(self, work: Coroutine[E, T], outbox: Callable[[E], object]) -> None:
         self._work, self._outbox = work, outbox
-        self.feed: ForwardRequest | None = None  # pending request; None = the task is over
+        self.request: ForwardRequest | None = None  # pending request; None = the task is over
         self.error: BaseException | None = None  # error that ended the task
         self._found: T | None = None
         self._go_on(lambda: next(work))
 
     @property
     def is_over(self) -> bool:
-        return self.feed is None
+        return self.request is None
 
     def result(self) -> T:
         """Return the result of a finished task. Raises the error that ended it, CancelledError if it was cancelled."""
@@ -298,7 +300,7 @@ class EngineTask(Generic[E, T]):
         """Cancel the task between two passes. KV that it has committed is kept."""
         if not self.is_over:
             self._work.close()
-            self.feed, self.error = None, CancelledError()
+            self.request, self.error = None, CancelledError()
 
     def send(self, made: ForwardResult) -> None:
         """Send the result of the pending request to the coroutine."""
@@ -315,12 +317,12 @@ class EngineTask(Generic[E, T]):
             while not isinstance(said, ForwardRequest):
                 self._outbox(said)
                 said = next(self._work)
-            self.feed = said
+            self.request = said
         except StopIteration as end:
-            self._found, self.feed = end.value, None
+            self._found, self.request = end.value, None
         except Exception as error:  # raised by this sequence or its outbox; other tasks continue
             self._work.close()
-            self.error, self.feed = error, None
+            self.error, self.request = error, None
 
 
 class Engine:
@@ -337,58 +339,58 @@ class Engine:
         self._rows = rows
         self._n_waiting = 0  # number of first tasks in the list that were not in the last step
         self._has_read = False  # did the last step have prompt chunks?
-        self._tickets: list[EngineTask[Any, Any]] = []
+        self._tasks: list[EngineTask[Any, Any]] = []
 
     def add(self, work: Coroutine[E, T], outbox: Callable[[E], object] = lambda said: None) -> EngineTask[E, T]:
         """Add the coroutine of a sequence. `outbox` is called with its events, in the thread that runs the steps."""
-        ticket = EngineTask(work, outbox)
-        self._tickets.insert(self._n_waiting, ticket)  # before the tickets of the last step
+        task = EngineTask(work, outbox)
+        self._tasks.insert(self._n_waiting, task)  # before the tasks of the last step
         self._n_waiting += 1
-        return ticket
+        return task
 
     def step(self) -> bool:
         """Run one engine step. False if no sequence is left."""
-        self._tickets = [ticket for ticket in self._tickets if not ticket.is_over]
+        self._tasks = [task for task in self._tasks if not task.is_over]
         if turn := self._turn():
-            self._tickets.sort(key=turn.__contains__)  # tickets that were left out are first next time
-            self._n_waiting = len(self._tickets) - len(turn)
+            self._tasks.sort(key=turn.__contains__)  # tasks that were left out are first next time
+            self._n_waiting = len(self._tasks) - len(turn)
             self._pass(turn)
         return bool(turn)
 
     def _turn(self) -> list[EngineTask[Any, Any]]:
-        waiting = [(ticket, ticket.feed) for ticket in self._tickets if ticket.feed is not None]
-        found = [ticket for ticket, feed in waiting if not feed.is_prompt]
+        waiting = [(task, task.request) for task in self._tasks if task.request is not None]
+        found = [task for task, request in waiting if not request.is_prompt]
         room = 0 if found and self._has_read else self._rows
         self._has_read = False
-        for ticket, feed in waiting:
-            if feed.is_prompt and (room >= feed.rows.n_rows or room == self._rows):
-                found.append(ticket)
-                room -= feed.rows.n_rows
+        for task, request in waiting:
+            if request.is_prompt and (room >= request.rows.n_rows or room == self._rows):
+                found.append(task)
+                room -= request.rows.n_rows
                 self._has_read = True
         return found
 
-    def _pass(self, tickets: list[EngineTask[Any, Any]]) -> None:
+    def _pass(self, tasks: list[EngineTask[Any, Any]]) -> None:
         """Run these tasks in one pass. If it fails, run each half by itself, so that out of memory ends only the task
         that causes it."""
-        tickets = [ticket for ticket in tickets if not ticket.is_over]  # an outbox may have cancelled one
+        tasks = [task for task in tasks if not task.is_over]  # an outbox may have cancelled one
         try:
-            made = run([ticket.feed for ticket in tickets if ticket.feed is not None])
+            made = run([task.request for task in tasks if task.request is not None])
         except Exception as error:
-            if len(tickets) == 1:
-                tickets[0].throw(error)
+            if len(tasks) == 1:
+                tasks[0].throw(error)
                 return
-            half = len(tickets) // 2
-            self._pass(tickets[:half])
-            self._pass(tickets[half:])
+            half = len(tasks) // 2
+            self._pass(tasks[:half])
+            self._pass(tasks[half:])
         else:
-            for ticket, of in zip(tickets, made, strict=True):
-                ticket.send(of)
+            for task, of in zip(tasks, made, strict=True):
+                task.send(of)
 
 
 def generate_together(*works: Coroutine[E, T]) -> list[EngineTask[E, T]]:
     """Run several coroutines in one engine until all have ended. Return their tasks, in the order of `works`."""
     many = Engine()
-    tickets = [many.add(work) for work in works]
+    tasks = [many.add(work) for work in works]
     while many.step():
         pass
-    return tickets
+    return tasks

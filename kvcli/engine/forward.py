@@ -39,21 +39,21 @@ class ForwardPass:
     def n_rows(self) -> int:
         return len(self.rows.ids)
 
-    def __init__(self, feed: ForwardRequest) -> None:
-        self._feed = feed
-        self.rows = feed.rows
+    def __init__(self, request: ForwardRequest) -> None:
+        self._request = request
+        self.rows = request.rows
         self.fresh: dict[int, NewKV] = {}  # by layer
         self.queries: list[Tensor] = []  # per layer q [H, len(record_queries), D]
-        self._dtype = feed.cache.dtype
+        self._dtype = request.cache.dtype
         self._recorded_rows: Tensor | None = None  # on the device
         self._seen: dict[tuple[int | None, torch.device], Tensor | None] = {}  # by window and device of the layer
         self._sent: dict[Any, Any] = {}  # tensors that kernels put on the device once for all layers
         # the layers' cache; batch invariant rows never expand latents, even where that is faster
-        may_expand = feed.is_prompt and feed.rows.sees is None and not feed.lm.is_row_invariant
-        self.trial = CacheShim(feed.lm.latents, may_expand=may_expand and self._dtype is feed.lm.dtype)
-        self.layers = range(feed.lm.n_layers) if feed.layers is None else feed.layers
-        self.shows = feed.record_hidden_states
-        self.hidden = feed.hidden  # [N, E] input of the first of these layers; after the last one, its output
+        may_expand = request.is_prompt and request.rows.sees is None and not request.lm.is_row_invariant
+        self.trial = CacheShim(request.lm.latents, may_expand=may_expand and self._dtype is request.lm.dtype)
+        self.layers = range(request.lm.n_layers) if request.layers is None else request.layers
+        self.shows = request.record_hidden_states
+        self.hidden = request.hidden  # [N, E] input of the first of these layers; after the last one, its output
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sink: Tensor | None
@@ -65,51 +65,51 @@ class ForwardPass:
         as it will once they are committed.
         Where latents are expanded, rows read each other's expanded keys, and the output is values per head.
         """
-        feed, rows = self._feed, self.rows
+        request, rows = self._request, self.rows
         # checked first: a cast that does nothing costs as much as a small product, in every layer
         if q.dtype is not self._dtype:
             cast = k.to(self._dtype)
             q, k, v = q.to(self._dtype), cast, cast if v is k else v.to(self._dtype)
         assert layer not in self.fresh, "a layer runs once"
-        source, is_last = feed.lm.shapes[layer].shared_from, layer == self.last
+        source, is_last = request.lm.shapes[layer].shared_from, layer == self.last
         if source is not None:
             # the cache knows only the layer that stores
             layer, k, v = source, self.fresh[source].k, self.fresh[source].v
         else:
             self.fresh[layer] = NewKV(k, v)
-        if feed.record_queries:
+        if request.record_queries:
             self._listen(q)
         if is_last:
             raise StopForward
-        if feed.is_prompt:
+        if request.is_prompt:
             params = replace(params, is_prompt=True)
         line, sees = rows.sees, self._sees(params.window, q)
         if (expanded := self.trial.expanded.get(layer)) is not None:
             latent, wide, its_k, its_v = expanded
             past = [
-                PartialAttention(latent.values(p.out), p.lse) for p in feed.cache.attend(layer, q, params, rows.pos)
+                PartialAttention(latent.values(p.out), p.lse) for p in request.cache.attend(layer, q, params, rows.pos)
             ]
             return merge_attention(
                 [*past, *NewRows(its_k, its_v, rows.pos, line, sees, sink).parts(wide, params.scale, params.softcap)]
             )
         if (tree := rows.tree) == len(rows.ids):
             own = NewRows(k, v, rows.pos, line, sees, sink, sent=self._sent)
-            return merge_attention(feed.cache.attend(layer, q, params, rows.pos, own))
+            return merge_attention(request.cache.attend(layer, q, params, rows.pos, own))
         assert line is not None, "lookahead rows come with a draft tree"
         assert sees is not None
         of_tree = NewRows(k[:, :tree], v[:, :tree], rows.pos[:tree], line[:tree, :tree], sees[:tree, :tree], sink)
         for_scouts = NewRows(k, v, rows.pos, line[tree:], sees[tree:], sink)
         of_tree.sent = for_scouts.sent = self._sent
-        its = feed.cache.attend(
+        its = request.cache.attend(
             layer, q[:, :tree], params, rows.pos[:tree], of_tree
         )  # unaffected by the lookahead rows
-        theirs = (feed.view or feed.cache).attend(layer, q[:, tree:], params, rows.pos[tree:], for_scouts)
+        theirs = (request.view or request.cache).attend(layer, q[:, tree:], params, rows.pos[tree:], for_scouts)
         return torch.cat([merge_attention(parts).to(q.dtype) for parts in (its, theirs)], dim=1)
 
     def _listen(self, q: Tensor) -> None:
         """Record the queries of the requested rows in a layer."""
         if self._recorded_rows is None or self._recorded_rows.device != q.device:
-            self._recorded_rows = torch.tensor(list(self._feed.record_queries), device=q.device, dtype=torch.int64)
+            self._recorded_rows = torch.tensor(list(self._request.record_queries), device=q.device, dtype=torch.int64)
         self.queries.append(q[:, self._recorded_rows])  # a copy: a slice would keep all rows alive
 
     def _sees(self, window: int | None, like: Tensor) -> Tensor | None:

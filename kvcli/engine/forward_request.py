@@ -219,9 +219,9 @@ Coroutine = Generator[ForwardRequest | E, ForwardResult, T]  # generator that al
 def run_until_cancelled(work: Steps[T], cancel: Callable[[], bool]) -> Steps[T | None]:
     """Run the passes of `work` until `cancel()` returns True between two of them. None if cancelled."""
     try:
-        feed = next(work)
+        request = next(work)
         while not cancel():
-            feed = work.send((yield feed))
+            request = work.send((yield request))
     except StopIteration as end:
         found: T = end.value
         return found

@@ -146,7 +146,7 @@ class Stats:
     drafts_by: str = ""  # name of the draft model
     # draft source -> accepted tokens for which it was the most confident source
     sources: dict[str, int] = field(default_factory=dict)
-    scout_rows: int = 0
+    lookahead_rows: int = 0
     scouts_why: str = ""  # reason, while lookahead is paused
     free_rows: int | None = None  # rows of a pass that takes at most 10 % longer than one row; None = not measured
     histogram: list[int] = field(default_factory=list)  # histogram[i]: drafted passes that accepted i tokens
@@ -175,7 +175,7 @@ class Stats:
         self.passes += 1
         self.new += len(step.new)
         self.decode += step.seconds
-        self.scout_rows += step.rows.n_rows - step.rows.tree
+        self.lookahead_rows += step.rows.n_rows - step.rows.tree
         self.recent.append(len(step.new))
         del self.recent[:-64]
         if step.n_drafted:
@@ -220,7 +220,7 @@ class Stats:
     @property
     def rows_per_pass(self) -> float:
         """Mean rows per pass: pending token, draft tokens and lookahead rows."""
-        return 1 + (self.draft_tokens + self.scout_rows) / self.passes if self.passes else 0.0
+        return 1 + (self.draft_tokens + self.lookahead_rows) / self.passes if self.passes else 0.0
 
     @property
     def acceptance_rate(self) -> float:

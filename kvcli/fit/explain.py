@@ -11,7 +11,7 @@ from kvcli.errors import KvcliError
 from kvcli.fit.plan import plan_on
 from kvcli.fit.speed import at, by_rows
 from kvcli.methods.policies.precision.plan import level_paths, quality
-from kvcli.schemas.fit import FitBudget, FitChange, FitPart, FitRung
+from kvcli.schemas.fit import FitBudget, FitChange, FitLevel, FitPart
 from kvcli.schemas.heads import SAMPLE, TEXTS
 from kvcli.settings.schema import size_of
 
@@ -44,7 +44,7 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
         always=always,
         always_bytes=always * spent.of_token,
         beside=max(0, need.kv - (whole if spent.is_late else min(need.budget, whole))),
-        rungs=_rungs(spent, need.context, need.budget),
+        levels=_levels(spent, need.context, need.budget),
         layers=[spent.whole(i) for i in range(len(spent.shapes))],
         by=policy.scorer.by,
         again=plan.run.again(need.context),
@@ -57,18 +57,18 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
     )
 
 
-def _rungs(spent: PrecisionBudget, n: int, most: float) -> list[FitRung]:
+def _levels(spent: PrecisionBudget, n: int, most: float) -> list[FitLevel]:
     costs, bits = spent.by_level, [16, *spent.bits, *([0] if spent.has_place else []), 0]
     shares = _placed(spent, n, most / n)
     return [
-        FitRung(
+        FitLevel(
             bits=b,
-            is_found=not b and rung < spent.last,
+            is_found=not b and level < spent.last,
             token=round(cost),
-            room=_room(spent, rung, cost, most),
+            room=_room(spent, level, cost, most),
             share=share,
         )
-        for rung, (b, cost, share) in enumerate(zip(bits, costs, shares, strict=True))
+        for level, (b, cost, share) in enumerate(zip(bits, costs, shares, strict=True))
     ]
 
 

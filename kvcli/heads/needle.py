@@ -48,25 +48,26 @@ def looks(session: GenerationSession, sample: ProbeSample) -> Iterator[Iterator[
     slots and the rows of the pass, with the slots' positions [S]. The one forward pass is not committed.
     """
     rows, scored = sample.rows(), [row for row, _ in sample.scored()]
-    feed = ForwardRequest(session.lm, rows, session.cache, want=scored, record_queries=scored, states=session.states)
-    (made,) = run([feed])
+    request = ForwardRequest(session.lm, rows, session.cache, want=scored, record_queries=scored, states=session.states)
+    (made,) = run([request])
     for layer in range(session.lm.n_layers):
-        yield _weights(feed, session.cache, made, layer)
+        yield _weights(request, session.cache, made, layer)
 
 
-def _weights(feed: ForwardRequest, kv: KVCache, made: ForwardResult, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-    sight, s, rows, heard = feed.lm.attention_params[layer], kv.slots(layer), feed.rows, list(feed.record_queries)
-    q, pos = made.queries[layer].float(), [rows.pos[row] for row in heard]
+def _weights(request: ForwardRequest, kv: KVCache, made: ForwardResult, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+    params, s = request.lm.attention_params[layer], kv.slots(layer)
+    rows, recorded = request.rows, list(request.record_queries)
+    q, pos = made.queries[layer].float(), [rows.pos[row] for row in recorded]
     among = torch.ones(rows.n_rows, rows.n_rows, dtype=torch.bool).tril() if rows.sees is None else rows.sees
     n_kv = s.k.shape[0]
     for head in range(n_kv):
         group = q[head * (q.shape[0] // n_kv) : (head + 1) * (q.shape[0] // n_kv)]  # [G, w, D]
-        past = _scores(group, s.k[head], sight)
-        hidden = (s.pos[head] < 0).expand(len(heard), -1)
-        if sight.window is not None:
-            hidden = hidden | (s.pos[head] <= window_start(pos, sight.window, s.pos.device))
+        past = _scores(group, s.k[head], params)
+        hidden = (s.pos[head] < 0).expand(len(recorded), -1)
+        if params.window is not None:
+            hidden = hidden | (s.pos[head] <= window_start(pos, params.window, s.pos.device))
         past = past.masked_fill(hidden, -torch.inf)
-        fresh = _scores(group, made.fresh[layer].k[head], sight).masked_fill(~among[heard].to(q.device), -torch.inf)
+        fresh = _scores(group, made.fresh[layer].k[head], params).masked_fill(~among[recorded].to(q.device), -torch.inf)
         yield torch.cat((past, fresh), -1).softmax(-1), s.pos[head]
 
 

@@ -155,7 +155,7 @@ def prompt_ids(model: Model, ask: ProbeRequest) -> list[int]:
 def _prompt(model: Model, ask: ProbeRequest, found: Findings, ids: list[int], tell: Tell) -> None:
     read = 0
 
-    def heard(tokens: int) -> None:
+    def on_tokens(tokens: int) -> None:
         nonlocal read
         found.done += 1 if read < len(ids) - 1 else tokens
         read = max(read, tokens)
@@ -163,7 +163,7 @@ def _prompt(model: Model, ask: ProbeRequest, found: Findings, ids: list[int], te
 
     tell(found.done, found.total, f"prompt · {len(ids):,} tokens")
     kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
-    found.reading = read_prompt(model, ids, _settled(model, ask), kinds, found.layers, heard, ask.stability)
+    found.reading = read_prompt(model, ids, _settled(model, ask), kinds, found.layers, on_tokens, ask.stability)
 
 
 def _settled(model: Model, ask: ProbeRequest) -> FastGen:

@@ -212,14 +212,14 @@ def tokenizer_failed(said: str) -> BadModel:
 
 
 def resume_ids(
-    tokenizer: PreTrainedTokenizerBase, text: str, heard: tuple[str, Sequence[int]], *, special: bool = False
+    tokenizer: PreTrainedTokenizerBase, text: str, encoded: tuple[str, Sequence[int]], *, special: bool = False
 ) -> list[int]:
-    """Ids of `text`, beginning with the known ids if `text` begins with the text of `heard`.
+    """Ids of `text`, beginning with the known ids if `text` begins with the text of `encoded`.
 
     A model may spell its answer in other tokens than the tokenizer would, and then nothing after that position could be
     reused. So the known ids are kept, and only the text after them is encoded by the tokenizer.
     """
-    known, ids = heard
+    known, ids = encoded
     usable = known and text.startswith(known) and OPEN not in text and getattr(tokenizer, "is_fast", False)
     if not usable or special:
         return encode(tokenizer, text, special)

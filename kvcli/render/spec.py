@@ -67,7 +67,7 @@ BY["model"] = BY["self"] = BY["mtp"] = BY["assistant"] = BY["stand"]
 
 
 def _words(found: SpecDocument) -> Iterator[str]:
-    if (s := found.scouts) is not None:
+    if (s := found.lookahead) is not None:
         cost = "not measured" if s.cost is None else f"{s.cost:.2f} plain passes"
         brought = "not used" if s.brought is None else f"{s.brought:.2f} tokens per pass"
         rest = f"; paused for {f.count(s.rested_passes)} passes" if s.rested_passes else ""

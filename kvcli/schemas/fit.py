@@ -48,7 +48,7 @@ class FitSplit(Json):
     basis: Literal["machine", "assumed"] = Field(description="machine: the bandwidth was measured")
 
 
-class FitRung(Json):
+class FitLevel(Json):
     """Precision level of `memory.budget`, from full precision to dropped."""
 
     bits: Count = Field(description="16: full precision; 0: offloaded or dropped")
@@ -70,7 +70,7 @@ class FitBudget(Json):
     always_bytes: Bytes
     is_late: bool = Field(description="true: the cache is compressed only after prefill")
     beside: Bytes = Field(description="additional KV bytes: a forward pass, and the scores of tokens")
-    rungs: list[FitRung]
+    levels: list[FitLevel]
     layers: list[Bytes] = Field(description="bytes per token at full precision, by layer")
     score: str = Field(description="method that scores tokens")
     by: str = Field(description="basis of the score")
@@ -131,7 +131,7 @@ class FitPlan(Json):
 class FitDocument(Json):
     """Memory needs of a model, profile by profile."""
 
-    schema_: Literal["kvcli.fit/2"] = Field(default="kvcli.fit/2", alias="schema")
+    schema_: Literal["kvcli.fit/3"] = Field(default="kvcli.fit/3", alias="schema")
     kvcli: str
     model: str
     layers: Count

@@ -26,7 +26,7 @@ class Kind(Json):
     share: Share = Field(description="share of correct top-1 draft tokens")
 
 
-class ScoutFigures(Json):
+class LookaheadFigures(Json):
     rows: Count = Field(description="rows of a pass with lookahead")
     brought: float | None = Field(description="tokens per pass that only lookahead had drafted; null: not used")
     cost: float | None = Field(description="added time of a pass with lookahead, in plain passes")
@@ -46,7 +46,7 @@ class Difference(Json):
 class SpecDocument(Json):
     """Result of `kvcli spec doctor`."""
 
-    schema_: Literal["kvcli.spec/1"] = Field(default="kvcli.spec/1", alias="schema")
+    schema_: Literal["kvcli.spec/2"] = Field(default="kvcli.spec/2", alias="schema")
     kvcli: str
     model: str
     profile: str
@@ -67,7 +67,7 @@ class SpecDocument(Json):
     passes: list[PassTime] = Field(description="measured pass times; empty: the measurement took too long")
     accepted_by: dict[str, Count] = Field(description="accepted draft tokens by the most confident source")
     sources: dict[str, list[Kind]]
-    scouts: ScoutFigures | None
+    lookahead: LookaheadFigures | None
     paused: bool
     reason: str = Field(description="reason while drafting is paused; else empty")
     draft_pass: float | None = Field(description="time of a pass of the draft model, in plain passes")

@@ -161,7 +161,7 @@ def counts(stats: list[Any]) -> dict[str, Any]:
     passes = sum(s.passes for s in stats)
     return {
         "tokens_per_pass": round(sum(s.new for s in stats) / passes, 3),
-        "rows_per_pass": round(1 + sum(s.draft_tokens + s.scout_rows for s in stats) / passes, 2),
+        "rows_per_pass": round(1 + sum(s.draft_tokens + s.lookahead_rows for s in stats) / passes, 2),
     }
 
 

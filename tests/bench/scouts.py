@@ -53,7 +53,7 @@ def scouts(new: int = 96) -> Rows:
             side = ProfileSide(name, task.same32.with_profile(profile), torch.get_num_threads())
             stats = [side.run(prompt, new).stats for prompt in task.prompts[:3]]
             row[task.name] = round(sum(s.new for s in stats) / sum(s.passes for s in stats), 3)
-        row["rows"] = round(1 + sum(s.draft_tokens + s.scout_rows for s in stats) / sum(s.passes for s in stats), 1)
+        row["rows"] = round(1 + sum(s.draft_tokens + s.lookahead_rows for s in stats) / sum(s.passes for s in stats), 1)
         yield row
 
 

@@ -113,10 +113,10 @@ def test_a_budget_is_explained(machine):
     found, token = plan["budget"], plan["kv_per_token"]
     assert found["bytes"] == found["whole"] // 4
     assert found["whole"] == 8192 * (token + 6 * 4)
-    assert [(rung["bits"], round(rung["room"] / 8192, 2)) for rung in found["rungs"]] == [
+    assert [(level["bits"], round(level["room"] / 8192, 2)) for level in found["levels"]] == [
         (16, 0.25), (8, 0.47), (4, 0.85), (0, 0.0)
     ]  # fmt: skip
-    each = sum(rung["share"] * rung["token"] for rung in found["rungs"])
+    each = sum(level["share"] * level["token"] for level in found["levels"])
     assert each == pytest.approx(found["bytes"] / 8192, rel=0.01)
     assert (found["passes"], found["is_mapped"], plan["parts"]) == (0, False, None)
     machine.environ["COLUMNS"] = "120"
@@ -140,7 +140,7 @@ def test_a_budget_is_explained_with_no_more_elsewhere_than_has_room_there(machin
     for disk in ("1MiB", "1GiB"):
         sets = ("--set", f"memory.disk={disk}", "--set", "sparse.method=sketch")
         (plan,) = document(machine(*args, *sets, "--json"))["plans"]
-        (found[disk],) = [rung for rung in plan["budget"]["rungs"] if rung["is_found"]]
+        (found[disk],) = [level for level in plan["budget"]["levels"] if level["is_found"]]
         assert found[disk]["share"] * 8192 <= found[disk]["room"] + 1
     assert found["1MiB"]["room"] < 0.1 * found["1GiB"]["room"]
     assert found["1MiB"]["share"] < 0.1 < 0.9 < found["1GiB"]["share"]

@@ -82,22 +82,22 @@ def insisting() -> Iterator[None]:
     if not _is_ours():
         yield
         return
-    heard: list[int] = []
+    signals: list[int] = []
 
     def hear(number: int, _frame: FrameType | None) -> None:
-        heard.append(number)
+        signals.append(number)
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, hear)
     try:
         yield
     except Exception as error:
-        if heard:
+        if signals:
             raise KeyboardInterrupt from error
         raise
     finally:
         signal.signal(signal.SIGINT, before)
-    if heard:
+    if signals:
         raise KeyboardInterrupt
 
 

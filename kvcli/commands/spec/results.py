@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from kvcli.bench.drafting import in_turns, read_once
-from kvcli.schemas.spec import Difference, Kind, Range, ScoutFigures, SpecDocument, SpecTuneDocument, Tried
+from kvcli.schemas.spec import Difference, Kind, LookaheadFigures, Range, SpecDocument, SpecTuneDocument, Tried
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def examine(
             source: [Kind(kind=a.match, made=a.made, share=a.share) for a in kinds if a.made]
             for source, kinds in report.by_source.items()
         },
-        scouts=ScoutFigures.from_attributes(report.lookahead) if report.lookahead else None,
+        lookahead=LookaheadFigures.from_attributes(report.lookahead) if report.lookahead else None,
         reason=report.reason if report.paused else "",
         draft_pass=report.ahead,
         same=all(a.ids == b.ids for a, b in zip(without, with_, strict=True)),

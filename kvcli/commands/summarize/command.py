@@ -92,8 +92,8 @@ def summarize(
     if not extract_only:
         setup.look(profile)
     how = ReadOptions(pages, type_, password_of(world, password_file))
-    shelf = of_pack(packed) if packed is not None else read_all(world, files or [], how)
+    documents = of_pack(packed) if packed is not None else read_all(world, files or [], how)
     job = SummaryJob(
-        setup, profile, request, shelf, out, screen, MemoryWishes(force, ctx == "max"), each, no_cache, packed
+        setup, profile, request, documents, out, screen, MemoryWishes(force, ctx == "max"), each, no_cache, packed
     )
     return print_text(job) if extract_only else run(job, dry_run=dry_run)

@@ -62,15 +62,15 @@ def read_all(world: Environment, names: Sequence[str], how: ReadOptions) -> Inpu
             try_=["kvcli summarize paper.pdf", "kvcli summarize - < paper.pdf", "kvcli summarize demo:pdf"],
         )
     _refuse_twice(world, names)
-    shelf = InputDocuments()
+    documents = InputDocuments()
     for name in names:
         try:
-            shelf.given.append(InputDocument(name, _read(world, name, how)))
+            documents.given.append(InputDocument(name, _read(world, name, how)))
         except BadInput as error:
-            shelf.failed.append((name, error))
-    if not shelf.given and len(shelf.failed) == 1:
-        raise shelf.failed[0][1]
-    return shelf
+            documents.failed.append((name, error))
+    if not documents.given and len(documents.failed) == 1:
+        raise documents.failed[0][1]
+    return documents
 
 
 def of_pack(packed: Pack) -> InputDocuments:

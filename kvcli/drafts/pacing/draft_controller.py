@@ -374,9 +374,9 @@ class DraftController:
         return self._left > 0
 
     def observe(
-        self, n_draft_tokens: int, tokens: int, seconds: float, scouts: int = 0, ahead: float = 0.0
+        self, n_draft_tokens: int, tokens: int, seconds: float, lookahead_rows: int = 0, ahead: float = 0.0
     ) -> float | None:
-        """Record a pass that verified `n_draft_tokens` draft tokens beside `scouts` lookahead rows and yielded `tokens`
+        """Record a pass that verified `n_draft_tokens` draft tokens beside `lookahead_rows` and yielded `tokens`
         tokens. `ahead`: the part of `seconds` spent in draft passes.
 
         Returns the extra time caused by the lookahead rows in plain passes, or None if it is unknown.
@@ -394,16 +394,15 @@ class DraftController:
             return None
         before = ahead / self._clock.plain
         units = seconds / self._clock.plain - before
-        if (n_draft_tokens or scouts) and units < _ABSURD and self._doubt(_FIRST_PLAIN):
+        if (n_draft_tokens or lookahead_rows) and units < _ABSURD and self._doubt(_FIRST_PLAIN):
             return None  # the plain time was measured while warming up, or the machine has become faster
         # a single stall (a compression point, another program) is no evidence about drafting
         usual, is_known = self._clock.costs(n_draft_tokens + 1)[-1], self._clock.knows(n_draft_tokens + 1)
-        if n_draft_tokens and not scouts:
+        if n_draft_tokens and not lookahead_rows:
             self._clock.time(n_draft_tokens + 1, units)
-        self._note(
-            TimedPass(n_draft_tokens, tokens, before + min(units, (1.5 if is_known and not scouts else 4) * usual))
-        )
-        return units - usual if scouts else None
+        most = (1.5 if is_known and not lookahead_rows else 4) * usual
+        self._note(TimedPass(n_draft_tokens, tokens, before + min(units, most)))
+        return units - usual if lookahead_rows else None
 
     def observe_dry_run(self, came_true: bool) -> None:
         """Record a dry run. 1 correct dry run ends a first pause; the number doubles with each relapse."""

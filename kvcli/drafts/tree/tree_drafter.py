@@ -164,10 +164,10 @@ class TreeDrafter:
         for row in step.path[1:]:
             i, _ = max(self._draft_tokens[row - 1].named, key=lambda named: named[1].chance)
             self._accepted_by[self._sources[i].name] += 1
-        scouts = step.rows.n_rows - step.rows.tree
-        brought = self._brought(step, [self._pool]) if scouts else 0
+        lookahead_rows = step.rows.n_rows - step.rows.tree
+        brought = self._brought(step, [self._pool]) if lookahead_rows else 0
         self._hear_paper(step.new)
-        if scouts:
+        if lookahead_rows:
             self._harvest(step)
         if self._listens:
             self._hear_logits(step)
@@ -178,23 +178,23 @@ class TreeDrafter:
         # work between two passes counts, because plain decoding would not need it
         spent = perf_counter() - began if self._mode is Mode.DRAFT else 0.0
         seconds = step.seconds + spent
-        surcharge = self._pace.observe(step.n_drafted, len(step.new), seconds, scouts, ahead)
-        if scouts and self._config.adaptive:
+        surcharge = self._pace.observe(step.n_drafted, len(step.new), seconds, lookahead_rows, ahead)
+        if lookahead_rows and self._config.adaptive:
             self._credit.observe(brought, surcharge, self._pace.speed)
         self._draft_tokens, self._lookahead = None, None
 
     def report(self) -> DraftReport:
         """Return the figures that `/spec` shows."""
         by_source = {source.name: source.record() for source in self._sources}
-        credit, scouts = self._credit, None
+        credit, lookahead = self._credit, None
         if self._window is not None:
             rested = credit.rested_passes
-            scouts = LookaheadReport(self._window.rows, credit.brought, credit.cost, rested, credit.why)
+            lookahead = LookaheadReport(self._window.rows, credit.brought, credit.cost, rested, credit.why)
         report = self._pace.report()
         if (chain := self._chain) is not None:
             report = replace(report, ahead=chain.cost(report.plain_pass), by=chain.guesser.name, fault=chain.fault)
             report = replace(report, paused=True, reason=chain.why) if chain.why else report
-        return replace(report, by_source=by_source, lookahead=scouts, accepted_by=dict(self._accepted_by))
+        return replace(report, by_source=by_source, lookahead=lookahead, accepted_by=dict(self._accepted_by))
 
     # ---- the coming pass ----
 

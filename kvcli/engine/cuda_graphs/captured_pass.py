@@ -150,13 +150,13 @@ class DeviceSampling:
         return self.here[0], graphs.fetch(self.numbers, self.here[0])
 
     def backs(
-        self, feeds: Sequence[ForwardRequest], sizes: Sequence[int], logits: Sequence[Tensor], here: Tensor
+        self, requests: Sequence[ForwardRequest], sizes: Sequence[int], logits: Sequence[Tensor], here: Tensor
     ) -> list[Readback]:
         """Split the numbers into the results of each sequence, whose rows in the captured pass are `sizes`."""
         numbers: list[float] = here.tolist()
         backs = []
-        for feed, size, of, wide in zip(feeds, sizes, logits, self.wide, strict=True):
-            n, back = feed.rows.n_rows, Readback(feed, of)
+        for request, size, of, wide in zip(requests, sizes, logits, self.wide, strict=True):
+            n, back = request.rows.n_rows, Readback(request, of)
             back.fill([*numbers[:n], *numbers[size : size + n * wide]])
             numbers = numbers[size * (1 + wide) :]
             backs.append(back)
@@ -175,17 +175,18 @@ class DeviceSamplers:
         self._first, self._one = (torch.zeros(1, dtype=torch.int32, device=logits[0].device) for _ in range(2))
         self._made: dict[tuple[Hashable, ...], DeviceSampling] = {}
 
-    def of(self, feeds: Sequence[ForwardRequest]) -> DeviceSampling | None:
+    def of(self, requests: Sequence[ForwardRequest]) -> DeviceSampling | None:
         """Return the sampling of these requests; None if it depends on more than the pass."""
-        draws = [feed.draw for feed in feeds if feed.draw is not None]
+        draws = [request.draw for request in requests if request.draw is not None]
         if any(draw.constraint is not None or draw.sampler.needs_text for draw in draws):
             return None
-        how = tuple((replace(draw.sampler, seed=0), feed.logits_hook) for draw, feed in zip(draws, feeds, strict=True))
+        samplers = [replace(draw.sampler, seed=0) for draw in draws]
+        how = tuple((each, request.logits_hook) for each, request in zip(samplers, requests, strict=True))
         if (drawing := self._made.get(how)) is None:
             (numbers, wide), start = captured(self._graphs, partial(self._draw, how))
             here = [self._graphs.host(len(numbers), numbers.dtype) for _ in range(2)]
             self._made[how] = drawing = DeviceSampling(numbers, start, here, wide)
-        if drawing.go_on is None and all(map(can_run_ahead, feeds)):
+        if drawing.go_on is None and all(map(can_run_ahead, requests)):
             self._one.zero_()
             drawing.go_on = captured(self._graphs, partial(self._feed_back, drawing.numbers))[1]
             self._one.fill_(1)
@@ -221,22 +222,21 @@ class PendingPass:
     rows: Sequence[tuple[int, int, int]]  # per sequence: id, position, seed
     told: Sequence[int]  # lengths at the time of the launch
 
-    def serves(self, feeds: Sequence[ForwardRequest], drawing: DeviceSampling | None, told: Sequence[int]) -> bool:
+    def serves(self, requests: Sequence[ForwardRequest], drawing: DeviceSampling | None, told: Sequence[int]) -> bool:
         """True if this is the pass of these requests, and only the device has changed their KV caches since."""
-        return drawing is self.drawing and [first(feed) for feed in feeds] == self.rows and told == self.told
+        return drawing is self.drawing and [first(request) for request in requests] == self.rows and told == self.told
 
 
-def can_run_ahead(feed: ForwardRequest) -> bool:
+def can_run_ahead(request: ForwardRequest) -> bool:
     """True if the sampled token is the only row of the next pass, and no other output is requested."""
-    return (
-        bool(feed.rows.ahead) and not feed.record_queries and not feed.record_hidden_states and feed.logits_hook is None
-    )
+    records = request.record_queries or request.record_hidden_states
+    return bool(request.rows.ahead) and not records and request.logits_hook is None
 
 
-def first(feed: ForwardRequest) -> tuple[int, int, int]:
+def first(request: ForwardRequest) -> tuple[int, int, int]:
     """Return id, position and seed of the first row."""
-    assert feed.draw is not None
-    return feed.rows.ids[0], feed.rows.pos[0], feed.draw.sampler.seed
+    assert request.draw is not None
+    return request.rows.ids[0], request.rows.pos[0], request.draw.sampler.seed
 
 
 MOST = 12  # most captured passes kept per model
@@ -256,19 +256,19 @@ class CapturedPasses:
         self.eager: Counter[str] = Counter()
         self.why = ""  # reason why no pass of this model can be captured
 
-    def run(self, feeds: Sequence[ForwardRequest]) -> list[ForwardResult] | None:
+    def run(self, requests: Sequence[ForwardRequest]) -> list[ForwardResult] | None:
         """Run one captured pass over the rows of all requests; None if it cannot be captured."""
         self.release()
-        if any(feed.is_prompt or feed.layers is not None or feed.only_kv for feed in feeds):
+        if any(request.is_prompt or request.layers is not None or request.only_kv for request in requests):
             return None  # prefill and partial passes are not captured
         try:
-            return self._run(feeds)
+            return self._run(requests)
         except torch.OutOfMemoryError:
             why = "no memory to capture them"
         except NotCaptured as no:
             why = str(no)
         except HostSyncInCapture as no:
-            lm = feeds[0].lm
+            lm = requests[0].lm
             self.why = why = f"{lm.info.family} passes cannot be captured: {no}"
             lm.info = replace(lm.info, notes=(*lm.info.notes, f"CUDA graphs are off: {why}"))
         if not self.eager[why]:
@@ -286,43 +286,43 @@ class CapturedPasses:
             self._over.clear()
             self._frames = {key: frame for key, frame in self._frames.items() if frame.is_alive}
 
-    def _run(self, feeds: Sequence[ForwardRequest]) -> list[ForwardResult]:
-        if why := self.why or next(filter(None, map(self._why_not, feeds)), ""):
+    def _run(self, requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
+        if why := self.why or next(filter(None, map(self._why_not, requests)), ""):
             raise NotCaptured(why)
-        sizes, most = [self._size(feed) for feed in feeds], feeds[0].lm.max_invariant_rows
+        sizes, most = [self._size(request) for request in requests], requests[0].lm.max_invariant_rows
         if most is not None and sum(rows for rows, _ in sizes) > most:
             raise NotCaptured(f"padding makes more than {most} rows, the limit of batch invariance")
-        caches = [feed.cache.fixed(rows, feed.grows) for feed, (rows, _) in zip(feeds, sizes, strict=True)]
+        caches = [request.cache.fixed(rows, request.grows) for request, (rows, _) in zip(requests, sizes, strict=True)]
         if why := next(filter(None, (past.why_not for past in caches)), ""):
             raise NotCaptured(why)
-        return self._frame(feeds, sizes, caches).run(feeds, caches)
+        return self._frame(requests, sizes, caches).run(requests, caches)
 
-    def _why_not(self, feed: ForwardRequest) -> str:
-        rows, hear = feed.rows, feed.record_queries
+    def _why_not(self, request: ForwardRequest) -> str:
+        rows, hear = request.rows, request.record_queries
         if rows.tree < rows.n_rows:
             return "the pass has lookahead rows (spec.method)"
         if rows.n_rows > self._sizes[-1]:
             return f"more than {self._sizes[-1]} rows"
-        if len(rows.parent) < rows.n_rows or list(feed.want) != list(range(rows.n_rows)) or feed.draw is None:
+        if len(rows.parent) < rows.n_rows or list(request.want) != list(range(rows.n_rows)) or request.draw is None:
             return "not a decoding step"
         return "" if list(hear) == list(range(len(hear))) else "queries of some draft tokens are recorded"
 
-    def _size(self, feed: ForwardRequest) -> tuple[int, int]:
+    def _size(self, request: ForwardRequest) -> tuple[int, int]:
         """Return the numbers of rows and paths."""
-        rows = next(size for size in self._sizes if size >= feed.rows.n_rows)
-        return rows, 1 if feed.rows.sees is None else rows
+        rows = next(size for size in self._sizes if size >= request.rows.n_rows)
+        return rows, 1 if request.rows.sees is None else rows
 
     def _frame(
-        self, feeds: Sequence[ForwardRequest], sizes: Sequence[tuple[int, int]], caches: Sequence[DeviceCache]
+        self, requests: Sequence[ForwardRequest], sizes: Sequence[tuple[int, int]], caches: Sequence[DeviceCache]
     ) -> CapturedBatch:
         self.release()  # drop captured passes over the former memory of these caches
-        told = ((bool(feed.record_queries), feed.record_hidden_states) for feed in feeds)
+        told = ((bool(request.record_queries), request.record_hidden_states) for request in requests)
         key = (*sizes, *told, *(id(lying) for its in caches for lying in its.layers))
         frame = self._frames.pop(key, None)
         if frame is None:
             while len(self._frames) >= MOST:
                 del self._frames[next(iter(self._frames))]
-            frame = CapturedBatch(feeds[0].lm, self.graphs, sizes, feeds, caches, self._over.append)
+            frame = CapturedBatch(requests[0].lm, self.graphs, sizes, requests, caches, self._over.append)
         self._frames[key] = frame
         return frame
 
@@ -346,9 +346,9 @@ class PassInputs:
     def tree(self) -> Tree:
         return Tree(self.path, self.path_of, self.depth, self.pos)
 
-    def fill(self, feed: ForwardRequest) -> None:
+    def fill(self, request: ForwardRequest) -> None:
         """Fill in a request, on the host. Unused rows repeat the first one and are on no path."""
-        rows, n = feed.rows, feed.rows.n_rows
+        rows, n = request.rows, request.rows.n_rows
         for to, given in ((self.ids, rows.ids), (self.pos, rows.pos)):
             numbers = to.numpy()
             numbers[:n], numbers[n:] = given, given[0]
@@ -362,8 +362,8 @@ class PassInputs:
         for i, line in enumerate(line for row, line in enumerate(lines) if row not in inner):
             path[i, : len(line)] = line
             self.path_of.numpy()[line], self.depth.numpy()[line] = i, range(len(line))
-        assert feed.draw is not None
-        self.seed.fill_(signed(feed.draw.sampler.seed))
+        assert request.draw is not None
+        self.seed.fill_(signed(request.draw.sampler.seed))
 
 
 def _lengths(rows: int, paths: int) -> list[int]:
@@ -381,11 +381,11 @@ class CapturedForward:
     last, hidden = -1, None
     hidden_states: Tensor | None = None
 
-    def __init__(self, feed: ForwardRequest, rows: PassInputs, cache: DeviceCache) -> None:
-        self.layers, self.n_rows = range(feed.lm.n_layers), len(rows.ids)
-        self.trial = CacheShim(feed.lm.latents)
-        self._shapes, self._dtype, self._needs = feed.lm.shapes, feed.cache.dtype, bool(feed.record_queries)
-        self.shows = feed.record_hidden_states
+    def __init__(self, request: ForwardRequest, rows: PassInputs, cache: DeviceCache) -> None:
+        self.layers, self.n_rows = range(request.lm.n_layers), len(rows.ids)
+        self.trial = CacheShim(request.lm.latents)
+        self._shapes, self._dtype, self._needs = request.lm.shapes, request.cache.dtype, bool(request.record_queries)
+        self.shows = request.record_hidden_states
         self._tree, self._cache = rows.tree, cache
         self.fresh: dict[int, NewKV] = {}  # by layer
         self.queries: list[Tensor] = []  # per layer q [H, N, D]
@@ -417,7 +417,7 @@ class CapturedBatch:
         lm: LM,
         graphs: Graphs,
         sizes: Sequence[tuple[int, int]],
-        feeds: Sequence[ForwardRequest],
+        requests: Sequence[ForwardRequest],
         caches: Sequence[DeviceCache],
         over: Callable[[object], None],
     ) -> None:
@@ -439,9 +439,7 @@ class CapturedBatch:
         self._none = torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)  # logits
 
         def work() -> tuple[Tensor, Tensor | None, list[CapturedForward]]:
-            passes = [
-                CapturedForward(feed, rows, its) for feed, rows, its in zip(feeds, self._rows, caches, strict=True)
-            ]
+            passes = [CapturedForward(*each) for each in zip(requests, self._rows, caches, strict=True)]
             return *self._through(lm, passes), passes
 
         with fixed_ropes(lm.model):
@@ -466,63 +464,62 @@ class CapturedBatch:
         """True if all layers are still at the same addresses."""
         return all(lying() is not None for lying in self._over)
 
-    def run(self, feeds: Sequence[ForwardRequest], caches: Sequence[DeviceCache]) -> list[ForwardResult]:
+    def run(self, requests: Sequence[ForwardRequest], caches: Sequence[DeviceCache]) -> list[ForwardResult]:
         """Run one pass for requests of these sizes. Raises HostSyncInCapture."""
-        drawing, told = self._drawings.of(feeds), [lying.synced_length for its in caches for lying in its.layers]
+        drawing, told = self._drawings.of(requests), [lying.synced_length for its in caches for lying in its.layers]
         under_way, self._under_way = self._under_way, None
-        if under_way is None or not under_way.serves(feeds, drawing, told):
+        if under_way is None or not under_way.serves(requests, drawing, told):
             under_way = None
-            for rows, feed in zip(self._of_host, feeds, strict=True):
-                rows.fill(feed)
+            for rows, request in zip(self._of_host, requests, strict=True):
+                rows.fill(request)
             self._graphs.send(self._here, self._there)
             self._pass()
         if drawing is None:
-            return self._drawn_apart(feeds, caches)
+            return self._drawn_apart(requests, caches)
         here, wait = drawing.read(self._graphs) if under_way is None else (under_way.here, under_way.wait)
-        if drawing.go_on is None or not all(map(can_run_ahead, feeds)):
+        if drawing.go_on is None or not all(map(can_run_ahead, requests)):
             wait()
-            return self._made(feeds, caches, self._backs(feeds, drawing, here))
+            return self._made(requests, caches, self._backs(requests, drawing, here))
         drawing.go_on()
         for its in caches:
             its.ran(1)
         self._pass()
         ahead = drawing.read(self._graphs)
         wait()
-        backs = self._backs(feeds, drawing, here)
-        next_rows = [(back.ids[0], at + 1, seed) for back, (_, at, seed) in zip(backs, map(first, feeds), strict=True)]
+        backs = self._backs(requests, drawing, here)
+        next_rows = [(back.ids[0], at + 1, n) for back, (_, at, n) in zip(backs, map(first, requests), strict=True)]
         self._under_way = PendingPass(drawing, *ahead, next_rows, told)
-        return self._made(feeds, caches, backs, is_stored=True)
+        return self._made(requests, caches, backs, is_stored=True)
 
-    def _drawn_apart(self, feeds: Sequence[ForwardRequest], caches: Sequence[DeviceCache]) -> list[ForwardResult]:
+    def _drawn_apart(self, requests: Sequence[ForwardRequest], caches: Sequence[DeviceCache]) -> list[ForwardResult]:
         """Sample with operations that are launched one at a time."""
-        each = zip(feeds, self._logits, strict=True)
-        backs = [Readback(feed, logits[: feed.rows.n_rows]) for feed, logits in each]
+        each = zip(requests, self._logits, strict=True)
+        backs = [Readback(request, logits[: request.rows.n_rows]) for request, logits in each]
         fetch(backs)
-        return self._made(feeds, caches, backs)
+        return self._made(requests, caches, backs)
 
-    def _backs(self, feeds: Sequence[ForwardRequest], drawing: DeviceSampling, here: Tensor) -> list[Readback]:
-        return drawing.backs(feeds, [len(rows.ids) for rows in self._rows], self._logits, here)
+    def _backs(self, requests: Sequence[ForwardRequest], drawing: DeviceSampling, here: Tensor) -> list[Readback]:
+        return drawing.backs(requests, [len(rows.ids) for rows in self._rows], self._logits, here)
 
     def _made(
         self,
-        feeds: Sequence[ForwardRequest],
+        requests: Sequence[ForwardRequest],
         caches: Sequence[DeviceCache],
         backs: Sequence[Readback],
         is_stored: bool = False,
     ) -> list[ForwardResult]:
         made = []
-        for i, (feed, back) in enumerate(zip(feeds, backs, strict=True)):
+        for i, (request, back) in enumerate(zip(requests, backs, strict=True)):
             # otherwise the buffer has the logits of the next pass
-            logits = self._none if is_stored else self._logits[i][: feed.rows.n_rows]
-            queries = [q[:, : len(feed.record_queries)] for q in self._queries[i]] if feed.record_queries else []
-            keep = partial(self._kept, i, feed, caches[i], is_stored)
-            shown = (
-                self._shown[i][: feed.rows.n_rows] if feed.record_hidden_states and self._shown is not None else None
-            )
+            logits = self._none if is_stored else self._logits[i][: request.rows.n_rows]
+            queries = [q[:, : len(request.record_queries)] for q in self._queries[i]] if request.record_queries else []
+            keep = partial(self._kept, i, request, caches[i], is_stored)
+            hidden = self._shown[i] if request.record_hidden_states and self._shown is not None else None
+            shown = None if hidden is None else hidden[: request.rows.n_rows]
             made.append(ForwardResult(logits, back.drawn, back.hook_output, {}, queries, shown, keep))
         return made
 
-    def _kept(self, i: int, feed: ForwardRequest, cache: DeviceCache, is_stored: bool, path: Sequence[int]) -> None:
+    def _kept(self, i: int, request: ForwardRequest, cache: DeviceCache, is_stored: bool, path: Sequence[int]) -> None:
         """Commit these rows."""
         if not is_stored:
             here, there = self._of_host[i], self._rows[i]
@@ -530,7 +527,7 @@ class CapturedBatch:
             self._graphs.send(here.accepted, there.accepted)
             cache.ran(len(path))
             self._keep[i]()
-        cache.grew(len(path), feed.rows.pos[path[0]])
+        cache.grew(len(path), request.rows.pos[path[0]])
 
     def _through(self, lm: LM, passes: Sequence[CapturedForward]) -> tuple[Tensor, Tensor | None]:
         """Return the logits [N, V] of all rows, and the input of the output layer if requested."""

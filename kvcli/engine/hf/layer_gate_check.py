@@ -61,8 +61,8 @@ class _Hiding(ForwardPass):
     """A pass of all rows through all layers. From layer `stop` on, rows that continue do not attend to rows that
     stop."""
 
-    def __init__(self, feed: ForwardRequest, stop: int, on: Sequence[int]) -> None:
-        super().__init__(feed)
+    def __init__(self, request: ForwardRequest, stop: int, on: Sequence[int]) -> None:
+        super().__init__(request)
         n = self.rows.n_rows
         shown = torch.zeros(n, dtype=torch.bool).index_fill_(0, torch.tensor(on), True)
         sees = torch.ones(n, n, dtype=torch.bool).tril()

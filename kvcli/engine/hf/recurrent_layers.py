@@ -229,29 +229,29 @@ class RecurrentLayers:
         """Reason why passes are not captured; "" without recurrent layers."""
         return "it has recurrent layers" if self._found else ""
 
-    def trial(self, feeds: Sequence[ForwardRequest], plain: CacheShim) -> StateCacheShim:
+    def trial(self, requests: Sequence[ForwardRequest], plain: CacheShim) -> StateCacheShim:
         """Return the layers' cache for a pass over these sequences, in place of `plain`. Raises BadModel if rows are no
         chain, or have no states."""
         ends = [0]
-        for feed in feeds:
-            ends.append(ends[-1] + feed.rows.n_rows)
-        parts = [_part(feed, slice(*of)) for feed, of in zip(feeds, pairwise(ends), strict=True)]
+        for request in requests:
+            ends.append(ends[-1] + request.rows.n_rows)
+        parts = [_part(request, slice(*of)) for request, of in zip(requests, pairwise(ends), strict=True)]
         return StateCacheShim(parts, len(self._found), plain)
 
 
-def _part(feed: ForwardRequest, rows: slice) -> SequenceSlice:
-    name = feed.lm.info.id
-    if feed.states is None:
+def _part(request: ForwardRequest, rows: slice) -> SequenceSlice:
+    name = request.lm.info.id
+    if request.states is None:
         why = "this method reads the KV cache directly, without recurrent states"
         raise refused(name, why, ["--set policy.name=window", "--set spec.method=ngram"])
-    if feed.rows.sees is not None:
+    if request.rows.sees is not None:
         raise refused(
             name, "it drafts one chain only, without lookahead", ["--set spec.method=ngram --set spec.branches=1"]
         )
-    assert feed.states.now.at in (0, feed.rows.pos[0]), "rows do not follow the recurrent state"
-    is_sure = feed.is_prompt or feed.rows.n_rows == 1
-    folding = StateUpdate(feed.states.now, feed.rows.n_rows, is_sure=is_sure)
-    return SequenceSlice(feed.states, folding, rows, tape=None if is_sure else {})
+    assert request.states.now.at in (0, request.rows.pos[0]), "rows do not follow the recurrent state"
+    is_sure = request.is_prompt or request.rows.n_rows == 1
+    folding = StateUpdate(request.states.now, request.rows.n_rows, is_sure=is_sure)
+    return SequenceSlice(request.states, folding, rows, tape=None if is_sure else {})
 
 
 def refused(name: str, why: str, try_: Sequence[str]) -> BadModel:

@@ -29,7 +29,7 @@ _WITHIN = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.01, torch.
 
 
 @dataclass
-class _Listener:
+class _KeyRecorder:
     """A stand-in for a forward pass that records the keys of each layer. Attention outputs zeros, so that a row's
     position affects only its own keys."""
 
@@ -61,10 +61,10 @@ def _found(lm: LM) -> tuple[Rotary | None, ...]:
     tables = list(_tables(lm))
     far = (0, 131, lm.limit // 2, lm.limit - 1)
     passes = [torch.tensor(sorted({p for p in at if p < lm.limit}), device=lm.device) for at in (NEAR, far)]
-    heard = [(pos, _keys(lm, pos)) for pos in passes]
+    recorded = [(pos, _keys(lm, pos)) for pos in passes]
     found = []
     for layer in range(lm.n_layers):
-        keys = [(pos, of_layer[layer]) for pos, of_layer in heard]
+        keys = [(pos, of_layer[layer]) for pos, of_layer in recorded]
         fit = [rotary for rotary in tables if 2 * len(rotary.inv_freq) <= keys[0][1].shape[2]]
         off = [max(_off(rotary, pos, k) for pos, k in keys) for rotary in (None, *fit)]
         best = min(range(len(off)), key=off.__getitem__)
@@ -96,9 +96,9 @@ def _tables(lm: LM) -> Iterator[Rotary]:
 
 def _keys(lm: LM, pos: Tensor) -> list[Tensor]:
     """Return the keys [K, N, D] of one token at these positions, in each layer."""
-    heard = _Listener()
-    call(lm.model, [lm.vocab // 2] * pos.shape[0], pos.tolist(), [0], its_pass=heard)
-    return heard.keys
+    recorder = _KeyRecorder()
+    call(lm.model, [lm.vocab // 2] * pos.shape[0], pos.tolist(), [0], its_pass=recorder)
+    return recorder.keys
 
 
 def _off(rotary: Rotary | None, pos: Tensor, k: Tensor) -> float:

@@ -195,8 +195,8 @@ class CompressionPoint:
         if rank := self.lm.shapes[i].rank:
             slots = replace(slots, v=slots.k[..., :rank])
         self._protected[i] = protected = self.guard.covers(slots.pos, self.kinds)
-        heard = self.query_recorder.of(i, slots.k)
-        of_text = self.phase, len(self.ids), self.n_prompt, heard, self.kinds, protected, self.memory
+        recorded = self.query_recorder.of(i, slots.k)
+        of_text = self.phase, len(self.ids), self.n_prompt, recorded, self.kinds, protected, self.memory
         return slots, LayerContext.of(self.lm, i, *of_text)
 
     def ask(self, policy: Policy) -> Steps[Masks]:

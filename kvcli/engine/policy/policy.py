@@ -68,13 +68,13 @@ class LayerContext:
         phase: Phase,
         n: int,
         n_prompt: int,
-        heard: tuple[Tensor, Tensor],
+        recorded: tuple[Tensor, Tensor],
         kinds: Tensor,
         protected: Tensor,
         memory: Any = None,
     ) -> LayerContext:
-        """Return the context of a layer of this model. `heard`: recorded queries and their positions."""
-        s, sink, (q, pos) = lm.attention_params[layer], lm.sinks[layer], heard
+        """Return the context of a layer of this model. `recorded`: recorded queries and their positions."""
+        s, sink, (q, pos) = lm.attention_params[layer], lm.sinks[layer], recorded
         of_text = phase, n, n_prompt, q, pos, kinds, protected
         return cls(layer, lm.n_layers, *of_text, s.scale, s.softcap, s.window, sink, memory)
 

@@ -270,8 +270,8 @@ class SequenceState:
         only."""
         told = {"n_prompt": self._n_prompt, "is_whole": self._is_whole, "has_left": self._has_left}
         told |= {"own": int(min(self._own, self.committed))}
-        parts = {"heard": self.query_recorder.state(), "behind": self.aux_cache.state(), "kv": self.cache.snapshot()}
-        parts |= {"states": self.states.state()}
+        parts = {"query_recorder": self.query_recorder.state(), "aux_cache": self.aux_cache.state()}
+        parts |= {"kv": self.cache.snapshot(), "states": self.states.state()}
         ids = torch.tensor(self.ids[: self.committed], dtype=torch.int32)
         memory: State = self.memory.snapshot() if self.memory is not None else {}
         return {**told, **parts, "ids": ids, "memory": memory}
@@ -296,7 +296,7 @@ class SequenceState:
         given = SnapshotReader(state, len(ids))
         self.cache.restore(given.part("kv"))
         self.states.restore(given.part("states"))
-        self.query_recorder.restore(given.part("heard"), self.lm, self.cache.dtype)
+        self.query_recorder.restore(given.part("query_recorder"), self.lm, self.cache.dtype)
         self.aux_cache.restore(given.part("behind"))
         if self.memory is not None:
             self.memory.restore(given.part("memory"))

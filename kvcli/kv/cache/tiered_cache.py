@@ -167,13 +167,13 @@ class TieredCache:
     def snapshot(self) -> State:
         """Return the snapshots of all levels."""
         assert not self._twice, "a failed step must be undone by `crop`"
-        rungs: State = {str(i): level.tier.snapshot() for i, level in enumerate(self._levels)}
-        return {"rungs": rungs, "has_dropped": self._has_dropped}
+        levels: State = {str(i): level.tier.snapshot() for i, level in enumerate(self._levels)}
+        return {"levels": levels, "has_dropped": self._has_dropped}
 
     def restore(self, given: SnapshotReader) -> None:
         """Restore all levels."""
         for i, level in enumerate(self._levels):
-            level.tier.restore(given.part("rungs").part(str(i)))
+            level.tier.restore(given.part("levels").part(str(i)))
         self._has_dropped = bool(given.number("has_dropped", 1))
         self.changes += 1
 

@@ -140,9 +140,9 @@ class KVzip(TopK):
 
         rows = Rows.chain(at.ids[max(0, start - self.lead) : end], len(at.ids))
         q_pos, scores = torch.tensor(rows.pos, device=at.lm.device), at.memory.own.total
-        heard = yield from (self._by_layer(at, rows) if self.plus else _at_once(at, rows))
+        recorded = yield from (self._by_layer(at, rows) if self.plus else _at_once(at, rows))
         for i in at.open:
-            (s, moment), (q, fresh, stream) = at.layer(i), heard[i]
+            (s, moment), (q, fresh, stream) = at.layer(i), recorded[i]
             near = compact(s, (s.pos < self.sinks) | ((s.pos >= start) & (s.pos < end)))
             k = torch.cat((near.k, fresh.to(near.k.dtype)), 1)
             pos = torch.cat((near.pos, q_pos.to(near.pos.dtype).expand(near.pos.shape[0], -1)), 1)

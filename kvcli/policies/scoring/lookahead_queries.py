@@ -61,14 +61,14 @@ def ahead(at: CompressionPoint, most: int) -> Steps[CompressionPoint]:
     from kvcli.policies.scoring.replay import PrefixCacheView
 
     lm, n = at.lm, len(at.ids)
-    heard, token = QueryRecorder(most, lambda n: ()), at.ids[-1]
+    recorder, token = QueryRecorder(most, lambda n: ()), at.ids[-1]
     held: dict[int, tuple[Tensor, Tensor]] = {}
     pos: Sequence[int] = ()
     for where in range(n - 1, min(n - 1 + most, lm.limit)):
         rows = Rows.chain([token], where)
         past = KVOverlay(at.kv, lm.shapes, held, pos) if held else at.kv if where >= n else PrefixCacheView(at, n - 1)
         made = yield ForwardRequest(lm, rows, past, want=[0], record_queries=[0])
-        heard.take(rows, [0], made.queries, [0])
+        recorder.take(rows, [0], made.queries, [0])
         if (token := int(made.logits[0].argmax())) in lm.stop_ids:
             break
         if where >= n:  # the keys of the newest stored token are already in the KV cache
@@ -76,4 +76,4 @@ def ahead(at: CompressionPoint, most: int) -> Steps[CompressionPoint]:
             held = {i: tuple(torch.cat(p, 1) for p in zip(held[i], f, strict=True)) if held else f  # type: ignore[misc]
                     for i, f in fresh.items()}  # fmt: skip
             pos = [*pos, where]
-    return replace(at, query_recorder=heard)
+    return replace(at, query_recorder=recorder)

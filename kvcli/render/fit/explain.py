@@ -9,7 +9,7 @@ from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.terminal import Span, folded, styled
 
 if TYPE_CHECKING:
-    from kvcli.schemas.fit import FitBudget, FitPart, FitPlan, FitRung
+    from kvcli.schemas.fit import FitBudget, FitLevel, FitPart, FitPlan
 
 GONE = "dropped tokens are lost; to keep them on disk: --set memory.disk=8GiB --set sparse.method=sketch"
 
@@ -44,9 +44,9 @@ def _budget(plan: FitPlan, of: FitBudget) -> Iterator[str]:
     if of.is_late:
         yield f"during prefill the cache is uncompressed: up to {f.long_size(plan.kv)}"
     yield f"in addition: {f.long_size(of.beside)} for {'' if of.is_late else 'a forward pass and '}the scores of tokens"
-    for rung in of.rungs if of.asked else ():
-        if rung.bits or rung.is_found:
-            yield f"{_lies(rung)}: up to {f.count(rung.room)} tokens, {f.long_size(rung.token)} each"
+    for level in of.levels if of.asked else ():
+        if level.bits or level.is_found:
+            yield f"{_lies(level)}: up to {f.count(level.room)} tokens, {f.long_size(level.token)} each"
     if len(set(of.layers)) > 1:
         yield f"bytes per token at full precision, by layer: {_runs(of.layers)}"
     if of.asked:
@@ -59,11 +59,11 @@ def _budget(plan: FitPlan, of: FitBudget) -> Iterator[str]:
 
 
 def _shares(plan: FitPlan, of: FitBudget) -> str:
-    shares = [f"{f.percent(rung.share)} {_lies(rung)}" for rung in of.rungs if rung.share]
+    shares = [f"{f.percent(level.share)} {_lies(level)}" for level in of.levels if level.share]
     return f"at equal importance, of {f.count(plan.ctx)} tokens: {', '.join(shares)}"
 
 
-def _lies(level: FitRung) -> str:
+def _lies(level: FitLevel) -> str:
     if level.is_found:
         return "offloaded"
     return {16: "at full precision", 0: "dropped"}.get(level.bits, f"in {level.bits} bits")

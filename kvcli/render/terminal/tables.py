@@ -77,13 +77,13 @@ def _drafts(stats: Stats) -> list[str]:
     taken = f"{f.count(stats.accepted_tokens)} of {f.count(stats.draft_tokens)} ({f.percent(stats.acceptance_rate)})"
     paused = f"{f.count(stats.paused_passes)} passes"
     sources = " · ".join(f"{name} {f.count(n)}" for name, n in stats.sources.items() if n)
-    scouts = f", {f.count(stats.scout_rows)} lookahead rows in all" if stats.scout_rows else ""
+    lookahead = f", {f.count(stats.lookahead_rows)} lookahead rows in all" if stats.lookahead_rows else ""
     free = f"; up to {stats.free_rows} take at most 10% longer" if stats.free_rows else ""
     return [
         f"drafts      {taken} accepted",
         *([f"sources     {sources}"] if sources else []),
         *([f"model       {stats.drafts_by}"] if stats.drafts_by else []),
-        f"rows        {stats.rows_per_pass:.1f} per pass{scouts}{free}",
+        f"rows        {stats.rows_per_pass:.1f} per pass{lookahead}{free}",
         *([f"lookahead   paused: {stats.scouts_why}"] if stats.scouts_why else []),
         f"paused      {paused}" + (f": {stats.paused_why}" if stats.paused_why else ""),
     ]

@@ -23,9 +23,9 @@ LESS = 1 - 1e-6  # factor on a price, so that slots exactly at the threshold are
 
 
 def lost_share(layers: Sequence[Layer], spending: PrecisionBudget, levels: Sequence[Tensor]) -> float:
-    """Return the share of the score sum of all competing slots that is lost at the levels `rungs` [K, S]."""
+    """Return the share of the score sum of all competing slots that is lost at the given `levels` [K, S]."""
     whole = sum(layer.whole for layer in layers)
-    kept = sum(_kept(layer, spending, rung) for layer, rung in zip(layers, levels, strict=True))
+    kept = sum(_kept(layer, spending, level) for layer, level in zip(layers, levels, strict=True))
     return max(0.0, 1 - kept / whole) if whole else 0.0
 
 
@@ -52,18 +52,18 @@ def _steps(layer: Layer, spending: PrecisionBudget) -> tuple[Tensor, Tensor]:
     """Return, float64 [n] each, for every possible demotion: the price above which it happens, and the score lost."""
     competes = layer.worth.isfinite()
     prices, losses = [layer.worth.new_zeros(0).double()], [layer.worth.new_zeros(0).double()]
-    for rung, way in enumerate(ways_of(layer.number, spending)):
-        left = quality(spending, rung)
-        worth = layer.worth[competes & (layer.level == rung)].double()
-        for above, to, factor in zip((rung, *way.to), way.to, way.at, strict=False):
+    for level, way in enumerate(ways_of(layer.number, spending)):
+        left = quality(spending, level)
+        worth = layer.worth[competes & (layer.level == level)].double()
+        for above, to, factor in zip((level, *way.to), way.to, way.at, strict=False):
             prices.append(worth / factor)
             losses.append(worth * (left[above] - left[to]))
     return torch.cat(prices), torch.cat(losses)
 
 
 def _kept(layer: Layer, spending: PrecisionBudget, level: Tensor) -> float:
-    """Return the score sum of the competing slots that is left at the levels `rung`."""
+    """Return the score sum of the competing slots that is left at the given `level`."""
     left = [quality(spending, start) for start in range(spending.last + 1)]
-    of_rungs = torch.tensor(left, dtype=torch.float64, device=level.device)
+    of_levels = torch.tensor(left, dtype=torch.float64, device=level.device)
     worth = layer.worth.double().masked_fill(layer.worth.isinf() | (layer.level < 0), 0.0)
-    return float((worth * of_rungs[layer.level.clamp(min=0).long(), level.clamp(min=0).long()]).sum())
+    return float((worth * of_levels[layer.level.clamp(min=0).long(), level.clamp(min=0).long()]).sum())

@@ -92,8 +92,8 @@ def price(layers: Sequence[Layer], spending: PrecisionBudget, most: float) -> fl
 def levels(layer: Layer, spending: PrecisionBudget, at: float) -> Tensor:
     """Return the level of each slot at this price, int8 [K, S]; empty slots have 0."""
     found = layer.level.clamp(min=0).clone()
-    for rung, way in enumerate(ways_of(layer.number, spending)):
-        is_here = layer.level == rung
+    for level, way in enumerate(ways_of(layer.number, spending)):
+        is_here = layer.level == level
         for to, factor in zip(way.to, way.at, strict=True):
             found[is_here & (layer.worth < _threshold(at, factor))] = to
     return found
@@ -106,12 +106,12 @@ def in_place(layer: Layer, spending: PrecisionBudget, found: Tensor) -> Tensor:
     if not spending.has_place or spending.holds is None:
         return found
     left = max(0, spending.holds - layer.columns[there])
-    for rung in range(there):  # each level is moved separately, heads padded to the longest
-        goes = (found == there) & (layer.level == rung)  # [K, S]
+    for level in range(there):  # each level is moved separately, heads padded to the longest
+        goes = (found == there) & (layer.level == level)  # [K, S]
         n = int(goes.sum(1).max())
         if n > left:
             bound = layer.worth.masked_fill(~goes, -np.inf).topk(left + 1, dim=1).values[:, -1:]
-            found = found.masked_fill(goes & (layer.worth <= bound), spending.last if spending.asked else rung)
+            found = found.masked_fill(goes & (layer.worth <= bound), spending.last if spending.asked else level)
         left = max(0, left - n)
     return found
 
@@ -125,10 +125,10 @@ class _Sorted:
 
     def nbytes(self, price: float, spending: PrecisionBudget) -> float:
         counts = [[0] * len(heads) for heads in self.worths]
-        for rung, (way, heads) in enumerate(zip(self.ways, self.worths, strict=True)):
+        for level, (way, heads) in enumerate(zip(self.ways, self.worths, strict=True)):
             for head, worths in enumerate(heads):
                 below = [int(np.searchsorted(worths, _threshold(price, factor))) for factor in way.at]
-                for to, n, more in zip((rung, *way.to), (len(worths), *below), (*below, 0), strict=True):
+                for to, n, more in zip((level, *way.to), (len(worths), *below), (*below, 0), strict=True):
                     counts[to][head] += n - more
         if spending.has_place:  # its heads are padded to the longest, and holes take the same bytes
             there = spending.last - 1
@@ -143,8 +143,8 @@ def _threshold(price: float, factor: float) -> np.float32:
 
 
 def _sorted(layer: Layer, spending: PrecisionBudget) -> _Sorted:
-    worth, rung = layer.worth.cpu().numpy(), layer.level.cpu().numpy()
-    each = [[np.sort(w[r == at]) for w, r in zip(worth, rung, strict=True)] for at in range(spending.last + 1)]
+    worth, level = layer.worth.cpu().numpy(), layer.level.cpu().numpy()
+    each = [[np.sort(w[r == at]) for w, r in zip(worth, level, strict=True)] for at in range(spending.last + 1)]
     return _Sorted(layer.number, ways_of(layer.number, spending), each, layer.columns)
 
 
@@ -153,7 +153,7 @@ def ways_of(number: int, spending: PrecisionBudget) -> list[LevelPath]:
     costs = spending.each(number)
     if spending.has_place and spending.holds == 0:
         costs[len(spending.bits) + 1] = np.inf
-    found = [level_paths(costs, quality(spending, rung))[rung] for rung in range(spending.last + 1)]
+    found = [level_paths(costs, quality(spending, level))[level] for level in range(spending.last + 1)]
     if spending.has_place:
         found[-2] = LevelPath((), ())
     return found

@@ -98,8 +98,8 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         found = self._price(layers, self.spending, left)
         if found == float("inf") and not self.spending.is_share:
             raise self._shortage(layers, left, most - left)
-        for layer, rung in zip(layers, self._rungs(layers, found, left, loses), strict=True):
-            masks[layer.number] = rung
+        for layer, level in zip(layers, self._levels(layers, found, left, loses), strict=True):
+            masks[layer.number] = level
         if at.phase == "read":
             at.memory.said = self._told(at, layers, masks, most)
         self._fade(at, layers, masks)
@@ -108,7 +108,7 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
     def _price(self, layers: Sequence[Layer], spending: PrecisionBudget, left: float) -> float:
         return price(layers, spending, left) if spending.asked else 0.0
 
-    def _rungs(self, layers: Sequence[Layer], found: float, left: float, loses: bool) -> list[Tensor]:
+    def _levels(self, layers: Sequence[Layer], found: float, left: float, loses: bool) -> list[Tensor]:
         """Return the levels of slots by layer at this price. If the offload tier is too small for all slots sent there,
         either its capacity is filled or the tier is not used, whichever loses less."""
 
@@ -117,7 +117,7 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
             return [levels(layer, spending, found) for layer in layers]
 
         chosen = at(self.spending, found)
-        held = [in_place(layer, self.spending, rung) for layer, rung in zip(layers, chosen, strict=True)]
+        held = [in_place(layer, self.spending, level) for layer, level in zip(layers, chosen, strict=True)]
         if all(a is b for a, b in zip(held, chosen, strict=True)):
             return chosen
         full = replace(self.spending, holds=0)
@@ -128,8 +128,8 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
     def _fade(self, at: CompressionPoint, layers: Sequence[Layer], masks: Masks) -> None:
         """Reduce the scores of slots being offloaded to what quantization left, as their bit width is not recorded."""
         for layer in layers if self.spending.has_place else ():
-            rung, there = masks[layer.number], self.spending.last - 1
-            goes = (rung == there) & (layer.level > 0) & (layer.level < there)
+            level, there = masks[layer.number], self.spending.last - 1
+            goes = (level == there) & (layer.level > 0) & (layer.level < there)
             if not bool(goes.any()):
                 continue
             worth, pos = at.memory.worth.total[layer.number], at.layer(layer.number)[0].pos
@@ -144,16 +144,16 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
 
     def _told(self, at: CompressionPoint, layers: Sequence[Layer], masks: Masks, most: int) -> str:
         """Describe the result of the budget in words."""
-        rungs = [chosen for layer in layers if (chosen := masks[layer.number]) is not None]
+        chosen_levels = [chosen for layer in layers if (chosen := masks[layer.number]) is not None]
         whole = len(at.ids) * self.spending.of_token
         held = self._full(at, [i for i in at.layers if i not in at.open]) + sum(
-            self.spending.nbytes(layer.number, counted(layer, rung, self.spending.last))
-            for layer, rung in zip(layers, rungs, strict=True)
+            self.spending.nbytes(layer.number, counted(layer, level, self.spending.last))
+            for layer, level in zip(layers, chosen_levels, strict=True)
         )
         if held > most and self.spending.is_share and len(at.ids) > self.sinks + self.recent:
             always = f"protected tokens take {held / MIB:,.1f} MiB"
             return f"beyond memory.budget = {self.spending.asked}, {most / MIB:,.1f} MiB: {always}"
-        if not (share := lost_share(layers, self.spending, rungs)):
+        if not (share := lost_share(layers, self.spending, chosen_levels)):
             return ""
         return f"with {1 - share:.1%} of its score in {held / whole:.0%} of its bytes"
 
@@ -216,14 +216,14 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
     def _layer(self, at: CompressionPoint, i: int) -> Layer:
         """Return the competing slots of a layer."""
         s, moment = at.layer(i)
-        rung = torch.cat([torch.full((span.n,), span.level) for span in s.spans]).to(s.pos.device)
-        rung = rung.expand_as(s.pos).masked_fill(s.pos < 0, -1).to(torch.int8)
+        level = torch.cat([torch.full((span.n,), span.level) for span in s.spans]).to(s.pos.device)
+        level = level.expand_as(s.pos).masked_fill(s.pos < 0, -1).to(torch.int8)
         worth = at.memory.worth.total[i].gather(1, s.pos.clamp(min=0).long())
         if at.memory.heads:
             worth = worth * worth.new_tensor(at.memory.heads[i]).unsqueeze(1)
         whole = self._whole(at, i) - float(worth.double()[moment.protected].sum())
         worth = worth.masked_fill(moment.protected, float("inf"))
-        return Layer(i, together(worth, rung, s.spans), rung, [span.n for span in reversed(s.spans)], whole)
+        return Layer(i, together(worth, level, s.spans), level, [span.n for span in reversed(s.spans)], whole)
 
     def _whole(self, at: CompressionPoint, i: int) -> float:
         """Return the score sum of all tokens of a layer, in any tier or dropped."""
