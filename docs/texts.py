@@ -7,8 +7,8 @@ from kvcli.api import End, Text
 
 with kvcli.load("demo", profile="exact") as model:
     with model.open() as a, model.open(profile="ngram") as b:
-        for ticket in kvcli.generate_together(a.answer("Hello"), b.answer("Thank you!")):
-            print(ticket.result().text)
+        for task in kvcli.generate_together(a.answer("Hello"), b.answer("Thank you!")):
+            print(task.result().text)
 
     async def reply(question: str) -> int:
         async with model.open() as text:
