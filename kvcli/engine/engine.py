@@ -245,18 +245,18 @@ def iterate_events(work: Coroutine[E, T]) -> Generator[E, None, T]:
     coroutine.
     """
     try:
-        said = next(work)
+        output = next(work)
         while True:
-            if not isinstance(said, ForwardRequest):
-                yield said
-                said = next(work)
+            if not isinstance(output, ForwardRequest):
+                yield output
+                output = next(work)
                 continue
             try:
-                (made,) = run([said])
+                (made,) = run([output])
             except BaseException as error:
-                said = work.throw(error)
+                output = work.throw(error)
             else:
-                said = work.send(made)
+                output = work.send(made)
     except StopIteration as end:
         found: T = end.value
         return found
@@ -313,11 +313,11 @@ class EngineTask(Generic[E, T]):
     def _go_on(self, step: Callable[[], ForwardRequest | E]) -> None:
         """Advance to the next request. Events on the way are handed to the outbox."""
         try:
-            said = step()
-            while not isinstance(said, ForwardRequest):
-                self._outbox(said)
-                said = next(self._work)
-            self.request = said
+            output = step()
+            while not isinstance(output, ForwardRequest):
+                self._outbox(output)
+                output = next(self._work)
+            self.request = output
         except StopIteration as end:
             self._found, self.request = end.value, None
         except Exception as error:  # raised by this sequence or its outbox; other tasks continue
@@ -341,7 +341,7 @@ class Engine:
         self._has_read = False  # did the last step have prompt chunks?
         self._tasks: list[EngineTask[Any, Any]] = []
 
-    def add(self, work: Coroutine[E, T], outbox: Callable[[E], object] = lambda said: None) -> EngineTask[E, T]:
+    def add(self, work: Coroutine[E, T], outbox: Callable[[E], object] = lambda output: None) -> EngineTask[E, T]:
         """Add the coroutine of a sequence. `outbox` is called with its events, in the thread that runs the steps."""
         task = EngineTask(work, outbox)
         self._tasks.insert(self._n_waiting, task)  # before the tasks of the last step

@@ -54,12 +54,12 @@ class PredictionDistance:
     delta: Tensor  # nll minus that of the full cache
 
     @staticmethod
-    def of(said: Tensor, truth: Tensor, scored: Sequence[int]) -> PredictionDistance:
-        """Compare the log-probabilities `said` with those of the full cache, `truth`: [n, V]."""
-        at = torch.tensor(scored, device=said.device).unsqueeze(1)
-        nll, full = -said.gather(1, at).squeeze(1), -truth.gather(1, at).squeeze(1)
-        kl = (truth.exp() * (truth - said)).sum(-1)
-        return PredictionDistance(said.argmax(-1) == truth.argmax(-1), kl, nll, nll - full)
+    def of(logprobs: Tensor, truth: Tensor, scored: Sequence[int]) -> PredictionDistance:
+        """Compare the log-probabilities `logprobs` with those of the full cache, `truth`: [n, V]."""
+        at = torch.tensor(scored, device=logprobs.device).unsqueeze(1)
+        nll, full = -logprobs.gather(1, at).squeeze(1), -truth.gather(1, at).squeeze(1)
+        kl = (truth.exp() * (truth - logprobs)).sum(-1)
+        return PredictionDistance(logprobs.argmax(-1) == truth.argmax(-1), kl, nll, nll - full)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,9 @@ def _windows(
             tell(done, total, f"{row.name} · agreement")
             session = open_session(model.with_profile(row.at(len(cut.context), lot)))
             run_to_end(session.read(cut.context))
-            said = predicted(session, cut.scored)
-            truth = said if truth is None else truth
-            far.append(_Window.of(PredictionDistance.of(said, truth, cut.scored), kept(session)))
+            logprobs = predicted(session, cut.scored)
+            truth = logprobs if truth is None else truth
+            far.append(_Window.of(PredictionDistance.of(logprobs, truth, cut.scored), kept(session)))
             done += 1
         yield far
     tell(done, total, "")

@@ -55,25 +55,25 @@ def _hidden(model: Model, job: QualityJob) -> tuple[list[Answer], float]:
     """Answer all questions from one KV cache that was compressed before the questions."""
     session = open_session(model)
     run_to_end(session.read(job.ids))
-    held, said = kept(session), []
+    held, results = kept(session), []
     for i, (question, ids) in enumerate(zip(job.context.questions, job.questions, strict=True)):
         one = session if i == len(job.questions) - 1 else session.fork()
         one.policy = None  # no more eviction, so that the question is complete under any policy
         run_to_end(one.read(ids))
-        said.append(_answer(model, one, job.task, question))
-    return said, held
+        results.append(_answer(model, one, job.task, question))
+    return results, held
 
 
 def _visible(model: Model, job: QualityJob) -> tuple[list[Answer], float]:
     """Answer each question from a separate KV cache that was compressed after the question."""
-    said, held = [], 1.0
+    results, held = [], 1.0
     for question, ids in zip(job.context.questions, job.questions, strict=True):
         session = open_session(model)
         run_to_end(session.read(job.ids + ids))
         held = kept(session)
         session.policy = None
-        said.append(_answer(model, session, job.task, question))
-    return said, held
+        results.append(_answer(model, session, job.task, question))
+    return results, held
 
 
 def _dialogue(model: Model, prompts: Prompts, job: QualityJob, is_visible: bool) -> tuple[list[Answer], float]:
@@ -81,25 +81,25 @@ def _dialogue(model: Model, prompts: Prompts, job: QualityJob, is_visible: bool)
     else after the answer."""
     session = open_session(model)
     policy, held = session.policy, 1.0
-    said: list[Answer] = []
+    results: list[Answer] = []
     if not is_visible:
         run_to_end(session.read(job.ids))
         held = kept(session)
     for question, ids in zip(job.context.questions, job.questions, strict=True):
-        if said:
+        if results:
             ids = prompts.next_question(question, session.ids[-1])
         if is_visible:
-            run_to_end(session.read(ids if said else job.ids + ids))
-            held = held if said else kept(session)
+            run_to_end(session.read(ids if results else job.ids + ids))
+            held = held if results else kept(session)
             session.policy = None
         else:
             session.policy = None
             run_to_end(session.read(ids))
-        said.append(_answer(model, session, job.task, question))
+        results.append(_answer(model, session, job.task, question))
         session.policy = policy
         if not is_visible:
             run_to_end(session.compress_cache())
-    return said, held
+    return results, held
 
 
 def _answer(model: Model, session: GenerationSession, task: Task, question: Question) -> Answer:

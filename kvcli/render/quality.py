@@ -65,10 +65,10 @@ def agreement_table(document: AgreementDocument) -> list[list[str]]:
 def notes(document: QualityDocument) -> list[str]:
     """Return notes on the numbers for the reader, one line each."""
     args, full = document.args, document.rows[0]
-    said = "after the question is in the prompt" if args.query_visible else "before the question is in the prompt"
+    moment = "after the question is in the prompt" if args.query_visible else "before the question is in the prompt"
     lengths = ", ".join(count(n) for n in args.lengths)
     lines = [
-        f"{count(document.contexts)} contexts of {lengths} tokens, seed {args.seed}; compressed {said}",
+        f"{count(document.contexts)} contexts of {lengths} tokens, seed {args.seed}; compressed {moment}",
         f"controls keep {args.budget}: random keeps random tokens, streaming the newest",
         "vs full = mean score minus that of the full cache on the same contexts, with its 95 % bootstrap interval",
     ]
@@ -88,22 +88,22 @@ def notes(document: QualityDocument) -> list[str]:
 
 def lines(document: QualityDocument, width: int) -> list[str]:
     """Return all tables and notes, wrapped to the width."""
-    said = []
+    out = []
     for heading, table_ in shown(document):
-        said += [*fold(heading, width), *stacked(table_, width), ""]
-    return said + [part for note in notes(document) for part in fold(note, width)]
+        out += [*fold(heading, width), *stacked(table_, width), ""]
+    return out + [part for note in notes(document) for part in fold(note, width)]
 
 
 def stacked(lines: Sequence[Sequence[str]], width: int) -> list[str]:
     """Return the table, split into pieces below each other if it is too wide; each piece has the first column."""
-    done, said = 1, list[str]()
+    done, out = 1, list[str]()
     while done < len(lines[0]):
         end = len(lines[0])
         while end > done + 1 and widest(columns(_piece(lines, done, end))) > width:
             end -= 1
-        said += [*([""] if said else []), *columns(_piece(lines, done, end), width)]
+        out += [*([""] if out else []), *columns(_piece(lines, done, end), width)]
         done = end
-    return said
+    return out
 
 
 def _piece(lines: Sequence[Sequence[str]], start: int, end: int) -> list[list[str]]:

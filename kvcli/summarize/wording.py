@@ -41,10 +41,10 @@ def sentence_of(answer: str, passage: str) -> str:
     """Return the sentence as a list item, or "" if no whole sentence is about the passage."""
     there = {word.key for word in words(passage)}
     for start, end in sentences(answer):
-        said = answer[start:end]
-        told = {word.key for word in words(said)}
-        if len(told) >= FEWEST and len(told & there) >= LEAST * len(told) and _STATED.search(said):
-            return f"- {' '.join(said.split()).lstrip('-*•# ')}"
+        sentence = answer[start:end]
+        keys = {word.key for word in words(sentence)}
+        if len(keys) >= FEWEST and len(keys & there) >= LEAST * len(keys) and _STATED.search(sentence):
+            return f"- {' '.join(sentence.split()).lstrip('-*•# ')}"
     return ""
 
 
@@ -169,8 +169,8 @@ def part_messages(wording: Wording, request: Request, part: Part, unit: Unit, of
     """
     system = part.read.system if part.read is not None else None
     if wording.own is not None:
-        said = f"{wording.lead or ''}\n\n{part.text}\n\n{wording.question or ''}".strip()
-        return _said(wording.system or system, said)
+        content = f"{wording.lead or ''}\n\n{part.text}\n\n{wording.question or ''}".strip()
+        return _said(wording.system or system, content)
     which = "the document above" if of == 1 else f"the text above, which is part {part.number} of {of} of a document"
     rules, asked = _rules(unit, part.cite), _asked(request, unit, part.cite, f"Summarise {which}.")
     if part.read is None:
@@ -189,8 +189,8 @@ def merge_messages(request: Request, points: Sequence[str], unit: Unit) -> Messa
 
 
 def _said(system: str | None, user: str) -> Messages:
-    said = {"system": system, "user": user}
-    return [{"role": role, "content": content} for role, content in said.items() if content is not None]
+    by_role = {"system": system, "user": user}
+    return [{"role": role, "content": content} for role, content in by_role.items() if content is not None]
 
 
 def _rules(unit: Unit, marks: bool) -> str:

@@ -220,11 +220,12 @@ class PendingPass:
     here: Tensor
     wait: Callable[[], None]
     rows: Sequence[tuple[int, int, int]]  # per sequence: id, position, seed
-    told: Sequence[int]  # lengths at the time of the launch
+    lengths: Sequence[int]  # lengths at the time of the launch
 
-    def serves(self, requests: Sequence[ForwardRequest], drawing: DeviceSampling | None, told: Sequence[int]) -> bool:
+    def serves(self, requests: Sequence[ForwardRequest], drawing: DeviceSampling | None, now: Sequence[int]) -> bool:
         """True if this is the pass of these requests, and only the device has changed their KV caches since."""
-        return drawing is self.drawing and [first(request) for request in requests] == self.rows and told == self.told
+        rows = [first(request) for request in requests]
+        return drawing is self.drawing and rows == self.rows and now == self.lengths
 
 
 def can_run_ahead(request: ForwardRequest) -> bool:
@@ -316,8 +317,8 @@ class CapturedPasses:
         self, requests: Sequence[ForwardRequest], sizes: Sequence[tuple[int, int]], caches: Sequence[DeviceCache]
     ) -> CapturedBatch:
         self.release()  # drop captured passes over the former memory of these caches
-        told = ((bool(request.record_queries), request.record_hidden_states) for request in requests)
-        key = (*sizes, *told, *(id(lying) for its in caches for lying in its.layers))
+        outputs = ((bool(request.record_queries), request.record_hidden_states) for request in requests)
+        key = (*sizes, *outputs, *(id(lying) for its in caches for lying in its.layers))
         frame = self._frames.pop(key, None)
         if frame is None:
             while len(self._frames) >= MOST:
@@ -466,9 +467,9 @@ class CapturedBatch:
 
     def run(self, requests: Sequence[ForwardRequest], caches: Sequence[DeviceCache]) -> list[ForwardResult]:
         """Run one pass for requests of these sizes. Raises HostSyncInCapture."""
-        drawing, told = self._drawings.of(requests), [lying.synced_length for its in caches for lying in its.layers]
+        drawing, lengths = self._drawings.of(requests), [lying.synced_length for its in caches for lying in its.layers]
         under_way, self._under_way = self._under_way, None
-        if under_way is None or not under_way.serves(requests, drawing, told):
+        if under_way is None or not under_way.serves(requests, drawing, lengths):
             under_way = None
             for rows, request in zip(self._of_host, requests, strict=True):
                 rows.fill(request)
@@ -488,7 +489,7 @@ class CapturedBatch:
         wait()
         backs = self._backs(requests, drawing, here)
         next_rows = [(back.ids[0], at + 1, n) for back, (_, at, n) in zip(backs, map(first, requests), strict=True)]
-        self._under_way = PendingPass(drawing, *ahead, next_rows, told)
+        self._under_way = PendingPass(drawing, *ahead, next_rows, lengths)
         return self._made(requests, caches, backs, is_stored=True)
 
     def _drawn_apart(self, requests: Sequence[ForwardRequest], caches: Sequence[DeviceCache]) -> list[ForwardResult]:

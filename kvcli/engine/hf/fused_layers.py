@@ -87,13 +87,13 @@ class FusedLayer:
         self._own = WeakMethod(own)
         self.kind = turns
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **told: Any) -> Any:
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer: hidden_states [1, N, E] -> hidden states after it [1, N, E]."""
         its_pass = current()
         if its_pass is None or hidden_states.shape[0] != 1 or hidden_states.dtype != self._dtype:
             own: Any = self._own()
-            return own(hidden_states, *args, **told)
-        cos, sin = (table[0] for table in told["position_embeddings"]) if self._turns else (None, None)
+            return own(hidden_states, *args, **kwargs)
+        cos, sin = (table[0] for table in kwargs["position_embeddings"]) if self._turns else (None, None)
         return self.run(hidden_states[0], cos, sin, its_pass).unsqueeze(0)
 
     def run(
@@ -127,7 +127,7 @@ class _Trial:
     """The input, keyword arguments, attention arguments and output of a layer in a test."""
 
     hidden: Tensor  # [1, N, E]
-    told: dict[str, Any]
+    kwargs: dict[str, Any]
     asked: AttentionInputs
     gave: Any
 
@@ -138,8 +138,8 @@ def _trials(lm: LM, layers: Sequence[nn.Module]) -> dict[int, _Trial]:
     pos = [p % lm.limit for p in TRIAL]
     listener, seen = RecordingPass(), list[tuple[Tensor, dict[str, Any], Any]]()
 
-    def note(_: nn.Module, args: tuple[Any, ...], told: dict[str, Any], gave: Any) -> None:
-        seen.append((args[0] if args else told["hidden_states"], told, gave))
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gave: Any) -> None:
+        seen.append((args[0] if args else kwargs["hidden_states"], kwargs, gave))
 
     with reduced_model(lm, layers) as tried:
         hooks = [layers[i].register_forward_hook(note, with_kwargs=True) for i in tried]
@@ -149,14 +149,14 @@ def _trials(lm: LM, layers: Sequence[nn.Module]) -> dict[int, _Trial]:
             for hook in hooks:
                 hook.remove()
     found = zip(seen, listener.asked, strict=True)
-    return {asked.layer: _Trial(hidden, told, asked, gave) for (hidden, told, gave), asked in found}
+    return {asked.layer: _Trial(hidden, kwargs, asked, gave) for (hidden, kwargs, gave), asked in found}
 
 
 def _is_same(fused: FusedLayer, trial: _Trial) -> bool:
     """True if the fused layer passes the same tensors to attention and has the same output, to the bit."""
     listener = RecordingPass()
     with active_pass(listener):
-        gave = fused(trial.hidden, **trial.told)
+        gave = fused(trial.hidden, **trial.kwargs)
     (asked,) = listener.asked
     pairs = [*zip(asked.made, trial.asked.made, strict=True), (gave, trial.gave)]
     return all(
@@ -185,7 +185,7 @@ def _fused(layer: nn.Module, trial: _Trial, turns: bool) -> FusedLayer | None:
         return None
     if {*map(type_of, linears), *(mlp.dtype for mlp in mlps)} != {trial.hidden.dtype}:
         return None
-    cos, _ = trial.told.get("position_embeddings") or (None, None)
+    cos, _ = trial.kwargs.get("position_embeddings") or (None, None)
     if turns and not (isinstance(cos, Tensor) and cos.dtype == trial.hidden.dtype and cos.shape[-1] <= d):
         return None
     products, weights = zip(*map(product_of, linears), strict=True)

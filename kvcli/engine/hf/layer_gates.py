@@ -28,13 +28,13 @@ class Gate:
         # accelerate's replacement is not a method, and keeps the layer alive anyway
         self._forward = WeakMethod(forward) if ismethod(forward) else lambda: forward
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **told: Any) -> Any:
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on hidden_states [1, N, E]; return them unchanged if the pass starts at a later layer."""
         its_pass = current()
         forward: Any = self._forward()
         layers: range | None = getattr(its_pass, "layers", None)
         if layers is None:
-            return forward(hidden_states, *args, **told)
+            return forward(hidden_states, *args, **kwargs)
         if not layers.stop:  # no layer: return the input of the first one
             its_pass.hidden = hidden_states[0]
             raise StopForward
@@ -43,7 +43,7 @@ class Gate:
             hidden_states = its_pass.hidden.unsqueeze(0)
         if is_passed:  # its further outputs are known from a complete pass (layer_gate_check.py)
             return hidden_states if self._rest is None else (hidden_states, *self._rest)
-        out = forward(hidden_states, *args, **told)
+        out = forward(hidden_states, *args, **kwargs)
         # some models written for older releases return tuples
         self._rest = out[1:] if isinstance(out, tuple) else None
         if self._layer == layers.stop - 1 and not self._is_last:

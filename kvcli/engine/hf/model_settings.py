@@ -25,14 +25,14 @@ _UNKEPT = """suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias n
 
 def context_limit(text: Any, name: str) -> tuple[int, tuple[str, ...]]:
     """Return the model's context limit in positions, and notes."""
-    said = getattr(text, "max_position_embeddings", None)
-    if said is None:
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is None:
         return 1 << 20, ("its config states no context limit",)
     dynamic = [r for r in _ropes(text) if "dynamic" in str(r.get("rope_type"))]
     if dynamic:
-        end = _original(dynamic[0], said, name)
+        end = _original(dynamic[0], limit, name)
         return end, (f"context ends at {end:,} tokens: beyond, dynamic rope would change stored keys",)
-    return count(said, "max_position_embeddings", name), ()
+    return count(limit, "max_position_embeddings", name), ()
 
 
 def _original(rope: Mapping[str, Any], limit: Any, name: str) -> int:
@@ -94,8 +94,8 @@ def stop_ids(model: Any, name: str) -> frozenset[int]:
 
 def stop_strings(model: Any) -> tuple[str, ...]:
     """Return the stop strings of the generation config."""
-    said = getattr(getattr(model, "generation_config", None), "stop_strings", None) or ()
-    return (said,) if isinstance(said, str) else tuple(map(str, said))
+    stop_strings = getattr(getattr(model, "generation_config", None), "stop_strings", None) or ()
+    return (stop_strings,) if isinstance(stop_strings, str) else tuple(map(str, stop_strings))
 
 
 def unkept(model: Any) -> tuple[str, ...]:
@@ -115,8 +115,8 @@ def generation_defaults(model: Any, name: str, usual: Mapping[str, Any] = {}) ->
         return {"temperature": 0.0, **usual}
     # otherwise transformers is greedy, whatever the other settings are
     samples = bool(getattr(given, "do_sample", False))
-    said = {k: getattr(given, k, None) for k in (_SAMPLING if samples else _SAMPLING[:1])}
-    stated = {k: _sampling(k, v, name) for k, v in said.items() if v is not None}
+    settings = {k: getattr(given, k, None) for k in (_SAMPLING if samples else _SAMPLING[:1])}
+    stated = {k: _sampling(k, v, name) for k, v in settings.items() if v is not None}
     return {"temperature": 1.0 if samples else 0.0, **stated}
 
 

@@ -143,17 +143,17 @@ class RecurrentLayer:
         self._by_row: RowwiseGatedDelta | None = None
         self._linears = [name for name, inner in module.named_modules() if isinstance(inner, nn.Linear)]
 
-    def __call__(self, *args: Any, **told: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with the module's signature: [1, N, E] -> [1, N, E]."""
         trial = _trial()
         if trial is None:
-            return self._forward()(*args, **told)
+            return self._forward()(*args, **kwargs)
         if len(trial.parts) == 1:
-            return self.run(trial.parts[0], (args, told))
+            return self.run(trial.parts[0], (args, kwargs))
         n, gave = trial.parts[-1].rows.stop, list[Any]()
         for part in trial.parts:
             trial.now = part
-            gave.append(self.run(part, _picked((args, told), n, part.rows)))
+            gave.append(self.run(part, _picked((args, kwargs), n, part.rows)))
         return tree_map(lambda *each: torch.cat(each, dim=1) if isinstance(each[0], Tensor) else each[0], *gave)
 
     def run(self, part: SequenceSlice, call: Call) -> Any:
@@ -187,12 +187,12 @@ class RecordedLinear:
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = _weak(forward)
 
-    def __call__(self, x: Tensor, *args: Any, **told: Any) -> Tensor:
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute x [.., N, E] -> [.., N, F], or replay it from the recording."""
         trial = _trial()
         if trial is not None and trial.answers is not None:
             return next(trial.answers[self])
-        gave: Tensor = self._forward()(x, *args, **told)
+        gave: Tensor = self._forward()(x, *args, **kwargs)
         if trial is not None and trial.now.tape is not None:
             trial.now.tape.setdefault(self, []).append(gave)
         return gave
@@ -272,20 +272,20 @@ class RecurrentLayerFinder(StateCacheShim):
         self.given: dict[int, tuple[Tensor, Tensor]] = {}  # by the layer's own index: the tensors that it would store
         self._are_last = False
 
-    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **told: Any) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Note a layer with attention."""
         self._are_last, self.given[layer_idx] = False, (k, v)
-        return super().update(k, v, layer_idx, *args, **told)
+        return super().update(k, v, layer_idx, *args, **kwargs)
 
-    def update_conv_state(self, *args: Any, **told: Any) -> Tensor:
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """Note a layer with a convolution history."""
         self._note()
-        return super().update_conv_state(*args, **told)
+        return super().update_conv_state(*args, **kwargs)
 
-    def update_recurrent_state(self, *args: Any, **told: Any) -> Tensor:
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """Note a layer with a recurrent state."""
         self._note()
-        return super().update_recurrent_state(*args, **told)
+        return super().update_recurrent_state(*args, **kwargs)
 
     def _note(self) -> None:
         self._found[self._running[-1]] = None
@@ -383,10 +383,10 @@ class RowwiseGatedDelta:
         )
         self._forward.__kwdefaults__ = forward.__kwdefaults__
 
-    def __call__(self, *args: Any, **told: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with the module's signature: [1, N, E] -> [1, N, E]."""
         with _Numbers():
-            return self._forward(self._module(), *args, **told)
+            return self._forward(self._module(), *args, **kwargs)
 
     def _rule(
         self,
@@ -452,11 +452,11 @@ def _are_known(chunk: Callable[..., Any], recurrent: Callable[..., Any], conv: C
     noise = torch.Generator().manual_seed(0)
     q, k, v, g, beta = (torch.randn(1, 3, *by, generator=noise) for by in ((1, 8), (1, 8), (2, 5), (2,), (2,)))
     state, x, w = (torch.randn(*by, generator=noise) for by in ((1, 2, 8, 5), (1, 7, 9), (7, 4)))
-    told: dict[str, Any] = {"g": -g.abs(), "beta": beta.sigmoid(), "initial_state": state}
-    told |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    ours = gated_delta(q[0], k[0], v[0], told["g"][0], told["beta"][0], state[0])
+    kwargs: dict[str, Any] = {"g": -g.abs(), "beta": beta.sigmoid(), "initial_state": state}
+    kwargs |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    ours = gated_delta(q[0], k[0], v[0], kwargs["g"][0], kwargs["beta"][0], state[0])
     try:
-        theirs = [given[0] for rule in (chunk, recurrent) for given in rule(q, k, v, **told)]
+        theirs = [given[0] for rule in (chunk, recurrent) for given in rule(q, k, v, **kwargs)]
         pairs = [*zip(theirs, ours * 2, strict=True)]
         pairs.append((conv(x, w, None, activation="silu")[0, :, -2:].T, causal_conv(x[0], w, None, 2, True)))
     except REFUSALS:

@@ -53,11 +53,11 @@ class LayerAfterTransfer:
         self._forward = WeakMethod(forward) if ismethod(forward) else lambda: forward
         self.crossing = crossing
 
-    def __call__(self, *args: Any, **told: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with tensors from any device."""
-        args, told = self.crossing.bring((args, told), current())
+        args, kwargs = self.crossing.bring((args, kwargs), current())
         forward: Any = self._forward()
-        return forward(*args, **told)
+        return forward(*args, **kwargs)
 
 
 def split_layers_(model: Any, layers: Sequence[nn.Module], on_gpu: int, device: torch.device) -> list[torch.device]:

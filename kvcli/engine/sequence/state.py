@@ -268,13 +268,13 @@ class SequenceState:
     def state(self) -> State:
         """Return a snapshot of everything that later tokens depend on, without settings and sampling; between passes
         only."""
-        told = {"n_prompt": self._n_prompt, "is_whole": self._is_whole, "has_left": self._has_left}
-        told |= {"own": int(min(self._own, self.committed))}
+        fields = {"n_prompt": self._n_prompt, "is_whole": self._is_whole, "has_left": self._has_left}
+        fields |= {"own": int(min(self._own, self.committed))}
         parts = {"query_recorder": self.query_recorder.state(), "aux_cache": self.aux_cache.state()}
         parts |= {"kv": self.cache.snapshot(), "states": self.states.state()}
         ids = torch.tensor(self.ids[: self.committed], dtype=torch.int32)
         memory: State = self.memory.snapshot() if self.memory is not None else {}
-        return {**told, **parts, "ids": ids, "memory": memory}
+        return {**fields, **parts, "ids": ids, "memory": memory}
 
     def restore(self, state: State, pending: int) -> None:
         """Restore a snapshot, with another pending token. The sampler is kept.

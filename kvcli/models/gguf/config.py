@@ -73,82 +73,83 @@ class Described:
 
 def describe(header: Header, name: str) -> Described:
     """Translate a header to a model description. Raises BadModel where the computation would differ from the file's."""
-    said = _Said(header, name)
-    layout = said.layout
+    metadata = _Metadata(header, name)
+    layout = metadata.layout
     config: dict[str, Any] = {"architectures": [layout.model], "model_type": layout.model_type}
-    config |= {theirs: said.size(key) for key, theirs in SETTINGS.items() if said.has(key)}
+    config |= {theirs: metadata.size(key) for key, theirs in SETTINGS.items() if metadata.has(key)}
     if missing := [key for key in _NEEDED if key not in config]:
-        raise said.refused(f"it does not state its {missing[0]}")
-    layers, heads, is_tied = config["num_hidden_layers"], config["num_attention_heads"], said.is_tied
+        raise metadata.refused(f"it does not state its {missing[0]}")
+    layers, heads, is_tied = config["num_hidden_layers"], config["num_attention_heads"], metadata.is_tied
     config = {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // heads, **config}
     if not config["head_dim"]:
-        raise said.refused(f"{heads:,} heads are more than its hidden size, {config['hidden_size']:,}")
-    config |= {"rms_norm_eps": said.number("attention.layer_norm_rms_epsilon", 1e-6), "tie_word_embeddings": is_tied}
-    config |= {f"{ours}_token_id": said.token(theirs) for ours, theirs in _TOKENS.items()}
+        raise metadata.refused(f"{heads:,} heads are more than its hidden size, {config['hidden_size']:,}")
+    config["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon", 1e-6)
+    config["tie_word_embeddings"] = is_tied
+    config |= {f"{ours}_token_id": metadata.token(theirs) for ours, theirs in _TOKENS.items()}
     if layers > len(header.tensors) or "token_embd.weight" not in header.tensors:
-        raise said.refused(f"its {len(header.tensors):,} tensors do not hold {layers:,} layers and the embedding")
+        raise metadata.refused(f"its {len(header.tensors):,} tensors do not hold {layers:,} layers and the embedding")
     config |= {"vocab_size": header.tensors["token_embd.weight"].shape[0], "dtype": _dtype(header)}
     if layout.chooses_bias:
         config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
-    config |= _gemma(said, config) if layout.is_gemma else {"rope_parameters": said.rope(config["head_dim"])}
+    config |= _gemma(metadata, config) if layout.is_gemma else {"rope_parameters": metadata.rope(config["head_dim"])}
     for key in ("attention.value_length", "rope.dimension_count"):
-        if said.has(key) and said.size(key) != config["head_dim"]:
-            raise said.refused(f"{key} differs from the head size, {config['head_dim']:,}")
-    said.refuse_rest()
-    pieces = dict(_pieces(said, config))
-    return Described(config, pieces, _check_words(said, config["vocab_size"]))
+        if metadata.has(key) and metadata.size(key) != config["head_dim"]:
+            raise metadata.refused(f"{key} differs from the head size, {config['head_dim']:,}")
+    metadata.refuse_rest()
+    pieces = dict(_pieces(metadata, config))
+    return Described(config, pieces, _check_words(metadata, config["vocab_size"]))
 
 
-def _gemma(said: _Said, config: Mapping[str, Any]) -> dict[str, Any]:
-    layers, period, rope = config["num_hidden_layers"], said.layout.period, said.rope(config["head_dim"])
-    pattern = said.pop("attention.sliding_window_pattern")
+def _gemma(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    layers, period, rope = config["num_hidden_layers"], metadata.layout.period, metadata.rope(config["head_dim"])
+    pattern = metadata.pop("attention.sliding_window_pattern")
     if isinstance(pattern, Listed) and len(pattern.values) == layers:
         slides = [bool(value) for value in pattern.values]
     elif pattern in (None, period):
         slides = [(i + 1) % period != 0 for i in range(layers)]
     else:
-        raise said.refused(f"attention.sliding_window_pattern is {str(pattern)[:40]}")
+        raise metadata.refused(f"attention.sliding_window_pattern is {str(pattern)[:40]}")
     # the largest models of either generation, whose head size does not follow from their width (as in llama.cpp)
-    is_largest = layers == {"gemma2": 46, "gemma3": 62}[said.layout.arch]
+    is_largest = layers == {"gemma2": 46, "gemma3": 62}[metadata.layout.arch]
     heads = config["num_attention_heads"]
     found = {
-        "sliding_window": said.size("attention.sliding_window"),
+        "sliding_window": metadata.size("attention.sliding_window"),
         "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
         "query_pre_attn_scalar": config["hidden_size"] // heads if is_largest else config["head_dim"],
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
     }
-    near = {"rope_type": "default", "rope_theta": said.number("rope.freq_base_swa", 10000.0)}
-    if said.layout.arch == "gemma3":
+    near = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10000.0)}
+    if metadata.layout.arch == "gemma3":
         found["rope_parameters"] = {"full_attention": rope, "sliding_attention": near}
-        found["final_logit_softcapping"] = said.number("final_logit_softcapping", 0.0) or None
+        found["final_logit_softcapping"] = metadata.number("final_logit_softcapping", 0.0) or None
         return found
     if near["rope_theta"] != rope["rope_theta"]:
-        raise said.refused("rope.freq_base_swa differs from rope.freq_base")
+        raise metadata.refused("rope.freq_base_swa differs from rope.freq_base")
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # llama.cpp's values if none are stated
-    return found | {"rope_parameters": rope, **{key: said.number(key, usual) for key, usual in caps.items()}}
+    return found | {"rope_parameters": rope, **{key: metadata.number(key, usual) for key, usual in caps.items()}}
 
 
-def _pieces(said: _Said, config: Mapping[str, Any]) -> Iterator[tuple[str, TensorSource]]:
+def _pieces(metadata: _Metadata, config: Mapping[str, Any]) -> Iterator[tuple[str, TensorSource]]:
     """Sources of the tensors that transformers loads. Raises BadModel unless every tensor of the file is used."""
-    left, layout = dict(said.header.tensors), said.layout
+    left, layout = dict(metadata.header.tensors), metadata.layout
     left.pop(_ROPE, None)  # covered by the config
     sizes = [config[key] for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")]
-    for theirs, ours, heads in layout.tensors(*sizes, is_tied=said.is_tied):
+    for theirs, ours, heads in layout.tensors(*sizes, is_tied=metadata.is_tied):
         tensor = left.pop(ours, None)
         if tensor is None and not layout.is_optional(theirs):
             raise BadModel(
-                f"{said.name} is incomplete: it has no tensor {ours}",
+                f"{metadata.name} is incomplete: it has no tensor {ours}",
                 code="model_incomplete",
-                lines=[str(said.header.path)],
+                lines=[str(metadata.header.path)],
                 try_=["download the file again"],
             )
         if tensor is not None and heads and tensor.shape[0] % (2 * heads):
-            raise said.refused(f"{ours} has {tensor.shape[0]:,} outputs, not a multiple of {heads:,} heads")
+            raise metadata.refused(f"{ours} has {tensor.shape[0]:,} outputs, not a multiple of {heads:,} heads")
         if tensor is not None:
             yield theirs, TensorSource(ours, heads, 1.0 if layout.is_gemma and ours.endswith("norm.weight") else 0.0)
     if left:
-        raise said.refused(f"its tensor {next(iter(left))[:80]} is unknown")
+        raise metadata.refused(f"its tensor {next(iter(left))[:80]} is unknown")
 
 
 def _dtype(header: Header) -> str:
@@ -160,31 +161,31 @@ def _dtype(header: Header) -> str:
     return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
 
 
-def _check_words(said: _Said, rows: int) -> str:
+def _check_words(metadata: _Metadata, rows: int) -> str:
     """Return the splitting rule of the tokenizer. Raises BadModel if the tokenizer is missing or of an unknown kind."""
-    meta = said.header.meta
+    meta = metadata.header.meta
     words, kind, split = (meta.get(f"tokenizer.ggml.{key}") for key in ("tokens", "model", "pre"))
     if not isinstance(words, Listed) or not words.count:
-        raise no_tokenizer(said.name, "the file holds weights and no vocabulary", "another GGUF file of the model")
+        raise no_tokenizer(metadata.name, "the file holds weights and no vocabulary", "another GGUF file of the model")
     if words.count > rows:
-        raise said.refused(f"its vocabulary has {words.count:,} tokens, its embedding {rows:,} rows")
+        raise metadata.refused(f"its vocabulary has {words.count:,} tokens, its embedding {rows:,} rows")
     if kind not in ("gpt2", "llama") or (kind == "gpt2" and split not in SPLITS | DIGITS | {"gpt-2"}):
-        raise said.refused(f"tokenizer.ggml.model = {kind}, tokenizer.ggml.pre = {split} is not supported")
+        raise metadata.refused(f"tokenizer.ggml.model = {kind}, tokenizer.ggml.pre = {split} is not supported")
     kinds, leads = meta.get("tokenizer.ggml.token_type"), meta.get("tokenizer.ggml.add_space_prefix")
     if isinstance(kinds, Listed) and kinds.count != words.count:
-        raise said.refused(f"its vocabulary has {words.count:,} tokens, but {kinds.count:,} token types")
-    if leads and (kind == "gpt2" or said.layout.is_gemma):
-        raise said.refused("tokenizer.ggml.add_space_prefix = True is not supported for its vocabulary")
+        raise metadata.refused(f"its vocabulary has {words.count:,} tokens, but {kinds.count:,} token types")
+    if leads and (kind == "gpt2" or metadata.layout.is_gemma):
+        raise metadata.refused("tokenizer.ggml.add_space_prefix = True is not supported for its vocabulary")
     for key, value in meta.items():
         name = key.removeprefix("tokenizer.")
         if name != key and not name.startswith("chat_template.") and not name.endswith("_token_id"):
             harmless = _WORDS.get(name, ())
             if harmless is not None and value not in harmless:
-                raise said.refused(f"{key} = {str(value)[:60]} is unknown and may change the output")
+                raise metadata.refused(f"{key} = {str(value)[:60]} is unknown and may change the output")
     return str(split) if kind == "gpt2" else ""
 
 
-class _Said:
+class _Metadata:
     """Metadata of a header. Each key is read once, so unread keys are known."""
 
     def __init__(self, header: Header, name: str) -> None:

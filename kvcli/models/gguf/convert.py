@@ -105,8 +105,8 @@ def fingerprint(found: Source, version: int, hashes: Hashes) -> str:
 
     files = [Stamped.of(file.path) for file in found.files]
     made_by = [version, tokenizers.__version__, *releases().values()]
-    said = json.dumps([hashes.of(files), found.config, made_by], sort_keys=True)
-    return hashlib.sha256(said.encode()).hexdigest()[:32]
+    identity = json.dumps([hashes.of(files), found.config, made_by], sort_keys=True)
+    return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
 def use(copy: Path) -> None:
@@ -187,8 +187,8 @@ def _make(
     with writing(folder, try_=["df -h"]), replacing_folder(folder) as made:
         ends = _write_words(made, found, header, described)
         (made / "config.json").write_text(json.dumps(config))
-        said = ({"eos_token_id": ends} if ends else {}) | _sampling(header)
-        (made / "generation_config.json").write_text(json.dumps(said))
+        settings = ({"eos_token_id": ends} if ends else {}) | _sampling(header)
+        (made / "generation_config.json").write_text(json.dumps(settings))
         _write_weights(made / "model.safetensors", plan)
         file.check()
 
@@ -196,8 +196,8 @@ def _make(
 def _sampling(header: Header) -> dict[str, Any]:
     """Sampling settings that a file of 2025 or later states, by transformers' names."""
     theirs = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
-    said = {key: header.meta.get(f"general.sampling.{key}") for key in (*theirs, "top_k", "top_p", "min_p")}
-    known = {theirs.get(key, key): value for key, value in said.items() if isinstance(value, int | float)}
+    settings = {key: header.meta.get(f"general.sampling.{key}") for key in (*theirs, "top_k", "top_p", "min_p")}
+    known = {theirs.get(key, key): value for key, value in settings.items() if isinstance(value, int | float)}
     found = {key: value if isinstance(value, int) else float(f"{value:.6g}") for key, value in known.items()}
     return found | {"do_sample": found.get("temperature", 1) != 0} if found else {}
 
@@ -299,8 +299,8 @@ def _write_words(folder: Path, found: Source, header: Header, described: Describ
         most = _mend(folder / "tokenizer.json", described.split, words)
     if most >= described.config["vocab_size"]:
         raise _no_words(found, f"its token {most:,} has no embedding")
-    said = [header.meta.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
-    return sorted({i for i in said if type(i) is int})
+    tokens = [header.meta.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+    return sorted({i for i in tokens if type(i) is int})
 
 
 def _mend(file: Path, split: str, words: Mapping[str, Any]) -> int:
@@ -332,5 +332,5 @@ def _mend(file: Path, split: str, words: Mapping[str, Any]) -> int:
     return max([*vocab.values(), *(int(token["id"]) for token in made["added_tokens"])], default=-1)
 
 
-def _no_words(found: Source, said: str) -> BadModel:
-    return no_tokenizer(found.id, said, "another GGUF file of the model")
+def _no_words(found: Source, reason: str) -> BadModel:
+    return no_tokenizer(found.id, reason, "another GGUF file of the model")

@@ -140,12 +140,12 @@ def _numbers(row: BenchRow) -> str:
 
 def ranges(rows: Sequence[BenchRow]) -> str:
     """Return the ranges of the ratios of single repetitions, also for ratios shown as ≈."""
-    said = []
+    shown = []
     for row in rows:
         ratio = row.ratio.tok_s
         if ratio is not None and ratio.low < ratio.high:
-            said.append(f"{row.profile} {range_words(ratio)}")
-    return f"range of ×: {', '.join(said)}" if said else ""
+            shown.append(f"{row.profile} {range_words(ratio)}")
+    return f"range of ×: {', '.join(shown)}" if shown else ""
 
 
 def range_words(ratio: Ratio) -> str:
@@ -197,32 +197,32 @@ CELLS: Mapping[str, Cell] = {
 def legend(document: BenchDocument, shown: Collection[str]) -> str:
     """Return the meaning of the columns that are shown."""
     base = document.baseline
-    said = ["± is one standard deviation."] if document.args.reps > 1 else []
+    sentences = ["± is one standard deviation."] if document.args.reps > 1 else []
     ratios = [row.ratio.tok_s for row in document.rows if row.ratio.tok_s is not None]
     if ratios:
         how = "median of paired repetitions" if ratios[0].samples else "median over median"
         near = "no significant difference" if document.args.reps > 1 else "one repetition has no range"
-        said.append(f"×: decoding speed relative to {base}, {how}; ≈: {near}.")
+        sentences.append(f"×: decoding speed relative to {base}, {how}; ≈: {near}.")
     if "accept" in shown:
-        said.append("accept: acceptance length (tokens per drafted pass) · share of passes that drafted.")
+        sentences.append("accept: acceptance length (tokens per drafted pass) · share of passes that drafted.")
     if "identical text" in shown:
         how = f"sampled with seed {document.args.seed}" if document.args.temperature else "greedy"
-        said.append(f"identical text: share of tokens before the first difference from {base}, {how}.")
+        sentences.append(f"identical text: share of tokens before the first difference from {base}, {how}.")
         if any(_promise(row) == "approx" for row in document.rows):
-            said[-1] += " With approx, --quality all measures the agreement of all tokens."
+            sentences[-1] += " With approx, --quality all measures the agreement of all tokens."
     if "peak" in shown:
-        said.append("peak: MiB, measured in a separate process.")
-    return " ".join(said)
+        sentences.append("peak: MiB, measured in a separate process.")
+    return " ".join(sentences)
 
 
 def weights(document: BenchDocument) -> Iterator[str]:
     """Yield the weights that each side runs, if they differ."""
     held: dict[str, dict[str, None]] = {}  # weights -> sides
     for row in document.rows:
-        if said := row.setup.get("weights"):
-            held.setdefault(said, {})[row.profile] = None
+        if form := row.setup.get("weights"):
+            held.setdefault(form, {})[row.profile] = None
     if len(held) > 1:
-        yield "weights: " + "; ".join(f"{', '.join(sides)}: {said}" for said, sides in held.items())
+        yield "weights: " + "; ".join(f"{', '.join(sides)}: {form}" for form, sides in held.items())
 
 
 def differences(document: BenchDocument) -> Iterator[str]:

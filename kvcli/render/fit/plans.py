@@ -93,8 +93,8 @@ def _table(names: list[str], rows: list[list[str]], fits: list[bool], width: int
     else:
         yield from _blocks(names, rows, shown, fits, width)
     if left_out:
-        said = [f"{names[i]} {rows[0][i]}" for i in left_out]
-        for line in joined([f"the same for all: {said[0]}", *said[1:]], width):
+        alike = [f"{names[i]} {rows[0][i]}" for i in left_out]
+        for line in joined([f"the same for all: {alike[0]}", *alike[1:]], width):
             yield [(line, "dim")]
 
 
@@ -157,10 +157,10 @@ def _foot(document: FitDocument) -> Iterator[str]:
         yield DESCRIBED if document.described else MEASURE
     gave: dict[str, list[str]] = {}
     for plan in document.plans:
-        for said in _gave_way(plan, document):
-            gave.setdefault(said, []).append(f"{plan.profile} at {f.count(plan.ctx)}")
-    for said, names in gave.items():
-        yield f"{', '.join(names) if len(names) < len(document.plans) else 'all'}: {said}"
+        for change in _gave_way(plan, document):
+            gave.setdefault(change, []).append(f"{plan.profile} at {f.count(plan.ctx)}")
+    for change, names in gave.items():
+        yield f"{', '.join(names) if len(names) < len(document.plans) else 'all'}: {change}"
     for plan in document.plans:
         if plan.budget is not None:
             yield f"{plan.profile} at {f.count(plan.ctx)}: {plan.budget.told}"
@@ -197,9 +197,9 @@ def _past(plan: FitPlan) -> str:
     assert plan.runs is not None
     low, high = plan.runs.low, plan.runs.high
     took = _beyond(low) if low == high else f"{_beyond(low)} to {_beyond(high)}"
-    said = f"Your last {f.count(plan.runs.runs)} runs of this model" if plan.runs.runs > 1 else "Your last run"
+    runs = f"Your last {f.count(plan.runs.runs)} runs of this model" if plan.runs.runs > 1 else "Your last run"
     added = f"so runtime is corrected to {_beyond(plan.correction)}" if plan.correction else "not corrected yet"
-    return f"{said} took {took} than estimated, {added}."
+    return f"{runs} took {took} than estimated, {added}."
 
 
 def _beyond(n: int) -> str:
@@ -232,8 +232,8 @@ def _doubt(found: CalibrationDocument, width: int) -> list[str]:
     apart = median(p.high / p.low for p in found.model.passes) if found.model else 1.0
     if apart < STEADY:
         return []
-    said = f"note: the slowest repetition of a pass took {apart:.1f}× its fastest; other programs may have been running"
-    return folded(said, width)
+    note = f"note: the slowest repetition of a pass took {apart:.1f}× its fastest; other programs may have been running"
+    return folded(note, width)
 
 
 def _grid(found: CalibrationDocument, width: int) -> Sequence[str]:
