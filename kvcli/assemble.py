@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.engine.drafting.drafter import Costs, Drafter, ModelPair
-    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.policy import PerLayerPolicy, Policy
     from kvcli.engine.sequence.sampler import Sampler
@@ -276,7 +276,7 @@ def can_condense(session: GenerationSession, end: int) -> bool:
     return fits_repetition(session.lm.limit, end)
 
 
-def condense(session: GenerationSession, end: int, most: int) -> Steps[bool]:
+def condense(session: GenerationSession, end: int, most: int) -> Passes[bool]:
     """Compress the first `end` tokens of a sequence to `most` slots per head. False if that is not possible."""
     from kvcli.methods.policies.compress_prefix import compress_prefix
 
@@ -287,7 +287,7 @@ def view(lm: LM, kv: KVCache, drafter: Drafter) -> CompactView | None:
     """Return the cache view of the drafter's lookahead rows; None = the whole cache, or no lookahead."""
     if (glance := drafter.view) is None:
         return None
-    return compact_view(lm, kv, method_class(registries()["view"][glance.kind])(**glance.settings), glance.every)
+    return compact_view(lm, kv, method_class(registries()["view"][glance.method])(**glance.settings), glance.every)
 
 
 def compact_view(lm: LM, kv: KVCache, policy: PerLayerPolicy, every: int) -> CompactView:

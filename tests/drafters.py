@@ -14,7 +14,7 @@ from kvcli.drafts.tree.tree_drafter import TreeDrafter
 from kvcli.engine.drafting.drafter import Costs, ModelPair
 from kvcli.engine.drafting.gemma4_assistant import Assistant
 from kvcli.engine.drafting.mtp import Mtp, wrap_layers
-from kvcli.engine.forward_request import Draft, LogitsHook, Steps, await_passes
+from kvcli.engine.forward_request import Draft, LogitsHook, Passes, await_passes
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
 from kvcli.engine.sequence.sampler import Sampler
@@ -127,11 +127,11 @@ class Itself:
     def expect(self, costs: Costs) -> None:
         return
 
-    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Steps[None] | None:
+    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Passes[None] | None:
         self._text = ids, sampler
         return self._mixer.start(ids, sampler) if self._mixer is not None else None
 
-    def propose(self, ids: Sequence[int], room: int, session: GenerationSession) -> Steps[Draft]:
+    def propose(self, ids: Sequence[int], room: int, session: GenerationSession) -> Passes[Draft]:
         if self._mixer is None:
             self._mixer = self._config.drafter(pair=ModelPair(session.lm, self._prepare(session.lm)))
             yield from await_passes(self._mixer.start(*self._text))
@@ -140,7 +140,7 @@ class Itself:
     def _prepare(self, lm: LM) -> LM:
         return lm
 
-    def observe(self, step: Step) -> Steps[None] | None:
+    def observe(self, step: Step) -> Passes[None] | None:
         return self._mixer.observe(step) if self._mixer is not None else None
 
     def usage(self) -> list[Usage]:

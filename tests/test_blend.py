@@ -50,7 +50,7 @@ def read(
     kv: KVCache = more.pop("kv", None) or make.dense(lm)  # type: ignore[assignment]
     session = make.session(lm, kv, chunk=50, reusing=how, **more)  # type: ignore[arg-type]
     run_to_end(session.read(old))
-    session.save(new)
+    session.copy_reusable_spans(new)
     session.start_answer(new, Sampler())
     while run_to_end(session.prefill_chunk(new)):
         pass
@@ -121,7 +121,7 @@ class Softmax(KVOverlay):
     ) -> list[PartialAttention]:
         assert own is not None
         s, at = self._store.slots(layer), self._shapes[layer].shared_from
-        k, v = self._held[layer if at is None else at]
+        k, v = self._extra[layer if at is None else at]
         k, v = torch.cat([s.k, k, own.k], 1), torch.cat([s.v, v, own.v], 1)
         there, rows = torch.tensor([*s.pos[0].tolist(), *self._pos, *pos]), torch.tensor(pos).view(-1, 1)
         sees = (there <= rows) & (there > rows - (params.window or 1 << 30))
@@ -175,7 +175,7 @@ def test_what_is_held_as_no_number_is_read_again(bad: float) -> None:
     with torch.inference_mode():
         for layer in range(1, lm.n_layers):
             session.cache.slots(layer).k[:, len(A) + 40] = bad
-    session.save(NEW)
+    session.copy_reusable_spans(NEW)
     session.start_answer(NEW, Sampler())
     while run_to_end(session.prefill_chunk(NEW)):
         pass
@@ -209,7 +209,7 @@ def test_what_breaks_on_the_way_is_made_again(select: str) -> None:
     for at in range(3):
         session = make.session(lm, chunk=50, reusing=how)
         run_to_end(session.read(OLD))
-        session.save(NEW)
+        session.copy_reusable_spans(NEW)
         session.start_answer(NEW, Sampler())
         n, stored = 0, session.committed
         while True:

@@ -79,7 +79,7 @@ def test_what_is_forgotten_below_is_forgotten_here(change: str):
         if change == "ragged":
             mask[0, 10:20] = False
         for layer in range(LAYERS):
-            kv.keep(layer, mask)
+            kv.evict_except(layer, mask)
     same(front, view, 40)
     grown(kv, 3, 40)
     same(front, view, 43)
@@ -119,7 +119,7 @@ def test_a_page_that_a_head_has_lost_is_not_chosen():
     kv.append(0, rand(HEADS, 64, DIM), rand(HEADS, 64, DIM), 0)
     held = torch.ones(HEADS, 64, dtype=torch.bool)
     held[0, :8] = False  # its padding must not pass for the first page
-    kv.keep(0, held)
+    kv.evict_except(0, held)
     s = kv.slots(0)
     mask = Quest(page=8, pages=2, sinks=0, recent=1).mask(s, moment(s, rand(4, 1, DIM)))
     assert mask.sum(1).min() >= 16

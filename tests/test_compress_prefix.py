@@ -83,15 +83,17 @@ def test_what_was_condensed_before_competes_by_what_it_was_worth() -> None:
     text = [*s.ids[:MOST], *[*range(7 + N, 30 + N)]]
     while run_to_end(s.prefill_chunk(text)):
         pass
-    worth, before = dict(s.worth), [s.cache.slots(layer).v.clone() for layer in range(3)]
+    worth, before = dict(s.condensed_scores), [s.cache.slots(layer).v.clone() for layer in range(3)]
     assert run_to_end(compress_prefix(s, MOST + 20, MOST))
     for layer in range(3):
         now = s.cache.slots(layer)
         for head in range(now.v.shape[0]):
             kept = (now.v[head].unsqueeze(1) == before[layer][head, :MOST]).all(-1)  # [n, MOST]
             old, lost = worth[layer][head][kept.any(0)], worth[layer][head][~kept.any(0)]
-            torch.testing.assert_close(s.worth[layer][head][kept.any(1)], old)
-            assert not len(lost) or lost.max() <= s.worth[layer][head][:-1].min(), "the newest stays in any case"
+            torch.testing.assert_close(s.condensed_scores[layer][head][kept.any(1)], old)
+            assert not len(lost) or lost.max() <= s.condensed_scores[layer][head][:-1].min(), (
+                "the newest stays in any case"
+            )
 
 
 def test_a_window_moves_as_it_is() -> None:
@@ -126,7 +128,7 @@ def test_within_it_nothing_can_be_taken_back_and_behind_it_all_can() -> None:
 
 def test_too_few_slots_change_nothing() -> None:
     s = session(TEXT)
-    s.spans = [KindSpan(0, 20, SYSTEM)]
+    s.kind_spans = [KindSpan(0, 20, SYSTEM)]
     before = s.cache.slots(1).k.clone()
     assert not run_to_end(compress_prefix(s, END, MOST))
     assert s.committed == END

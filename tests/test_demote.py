@@ -82,14 +82,14 @@ def test_the_oldest_go_too_where_the_top_is_full() -> None:
 @pytest.mark.parametrize("lower", LOWER)
 def test_a_full_tier_forgets_what_came_first_and_says_so(lower: str) -> None:
     def made(drops: bool) -> TieredCache:
-        kv = demoting(LOWER[lower](), most=12, drops=drops)
+        kv = demoting(LOWER[lower](), most=12, evicts_oldest=drops)
         fill(kv, 40, settle_at=1000)
         return kv
 
     def settle(kv: TieredCache, last: int) -> None:
         kv.compress([kv.slots(layer).pos >= last for layer in range(L)])
 
-    kv = made(drops=True)
+    kv = made(evicts_oldest=True)
     settle(kv, 10)
     assert not kv.forgets
     settle(kv, 20)
@@ -103,7 +103,7 @@ def test_a_full_tier_forgets_what_came_first_and_says_so(lower: str) -> None:
     kv.crop(0)
     assert not kv.forgets
     with pytest.raises(CacheFull):
-        settle(made(drops=False), 20)
+        settle(made(evicts_oldest=False), 20)
 
 
 def test_a_compression_point_that_fails_at_any_allocation_loses_nothing() -> None:

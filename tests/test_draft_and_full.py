@@ -176,4 +176,4 @@ def test_compression_points_reach_both_kv_caches_and_masks_the_one_they_are_of()
     assert both.compress(["mask"], 9, iter([0, 2])) == "kept"
     assert calls == [("whole", "compress", (), 9, [0, 2]), ("kept", "compress", ["mask"], 9, [0, 2])]
     assert (both.dtype, both.batch_variant_reason, both.changes) == (torch.float64, "whole", 7)
-    assert both.fixed(1)
+    assert both.device_tables(1)

@@ -11,7 +11,7 @@ import torch
 
 from kvcli.engine import engine as module
 from kvcli.engine.engine import Engine, iterate_events, run, run_to_end
-from kvcli.engine.forward_request import Coroutine, ForwardRequest, Rows, Steps
+from kvcli.engine.forward_request import Coroutine, ForwardRequest, Passes, Rows
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import GenerationSession
 from tests import families, make
@@ -173,7 +173,7 @@ def test_what_breaks_a_pass_is_thrown_where_its_feed_came_from() -> None:
     text = session()
     run_to_end(text.read(families.prompt(9)))
 
-    def mended() -> Steps[str]:
+    def mended() -> Passes[str]:
         yield ForwardRequest(text.lm, Rows.chain([1], 8), text.cache)  # while the others read
         try:
             yield ForwardRequest(text.lm, Rows.chain([1], 8), None)  # type: ignore[arg-type]

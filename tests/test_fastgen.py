@@ -262,7 +262,7 @@ def test_nothing_is_evicted_before_the_prompt_was_read() -> None:
 def test_special_tokens_system_text_and_the_newest_stay_in_every_head() -> None:
     s = session(dataclasses.replace(SMALL, recovery=0.0), lm())
     ids = [1, *prompt()]
-    s.spans = [KindSpan(30, 40, SYSTEM)]
+    s.kind_spans = [KindSpan(30, 40, SYSTEM)]
     run_to_end(s.read([*ids[:50], 2, *ids[50:]]))
     list(iterate_events(s.stream(12)))
     policy = s.memory
@@ -483,7 +483,7 @@ def test_what_no_head_may_forget_is_no_evidence() -> None:
     measured = []
     for end in (30, 36):  # the guard begins at 36 of 60
         s = session(dataclasses.replace(SMALL, recent=24), lm())
-        s.spans = [KindSpan(0, end, SYSTEM)]
+        s.kind_spans = [KindSpan(0, end, SYSTEM)]
         run_to_end(s.read([*families.prompt(60), 5]))
         measured.append(set(s.memory.chosen()))
     assert measured == [{0, 1, 2}, set()]

@@ -115,7 +115,7 @@ ALL = pytest.mark.parametrize("name", FORMS)
 def test_rows_read_the_slots_that_are_shown(name: str, params: AttentionParams, share: float, span: int) -> None:
     kv = filled(name)
     kv._span = span
-    kv.keep(1, scattered(kv.slots(1), share))
+    kv.evict_except(1, scattered(kv.slots(1), share))
     s = kv.slots(1)
     q, pos = rows(5)
     want = specified(q, s.k, s.v, params.scale, params.softcap, visible(s.pos, pos, params.window), s.n_slots)[0]
@@ -177,7 +177,7 @@ def test_what_is_let_go_gives_its_bytes_back_and_what_stays_is_not_rounded_again
     kv = filled(name)
     before = kv.slots(0)
     mask = (before.pos // 8 != 3) & (before.pos % 8 != 2)
-    fell = kv.keep(0, mask)
+    fell = kv.evict_except(0, mask)
     assert same(fell, compact(before, ~mask))
     assert same(compact(kv.slots(0), kv.positions(0) >= 0), compact(before, mask))
     kv.crop(0)
@@ -189,7 +189,7 @@ def test_half_of_a_block_waits_until_others_come(name: str) -> None:
     kv = filled(name)
     before = kv.slots(0)
     mask = (before.pos // 8 != 3) | (before.pos % 8 < 3)  # three of eight are left of one block
-    kv.keep(0, mask)
+    kv.evict_except(0, mask)
     left = kv.slots(0)
     order = left.pos.argsort(dim=1, stable=True)[..., None].expand(-1, -1, D)
     assert torch.equal(left.k.gather(1, order), compact(before, mask).k)
@@ -203,7 +203,7 @@ def test_heads_that_are_written_alone_may_differ(name: str) -> None:
         return
     before = kv.slots(0)
     mask = torch.stack([before.pos[j] % (j + 1) == 0 for j in range(K)])
-    kv.keep(0, mask)
+    kv.evict_except(0, mask)
     for head in range(K):
         assert sorted(p for p in kv.slots(0).pos[head].tolist() if p >= 0) == list(range(0, N, head + 1))
     kv.take(0, compact(Slots(before.k, before.v, before.pos + N), mask))
@@ -218,7 +218,7 @@ def test_heads_that_are_written_alone_may_differ(name: str) -> None:
 @ALL
 def test_a_kv_cache_goes_on_from_its_state(name: str) -> None:
     kv, again = filled(name), tier(name)
-    kv.keep(0, scattered(kv.slots(0), 0.7))
+    kv.evict_except(0, scattered(kv.slots(0), 0.7))
     again.restore(SnapshotReader(copy.deepcopy(kv.snapshot()), N))
     for layer in range(L):
         assert same(kv.slots(layer), again.slots(layer))
@@ -459,7 +459,7 @@ def test_subgen_forgets_by_the_slot() -> None:
     q, pos = rows(1)
     q = torch.zeros_like(q)  # all keys score alike: each center counts as often as it has slots
     assert merge_attention(tier.attend(0, q, AttentionParams(0.3), pos)).mean().item() == pytest.approx(1.5, rel=1e-3)
-    tier.keep(0, s.pos >= 4)
+    tier.evict_except(0, s.pos >= 4)
     assert merge_attention(tier.attend(0, q, AttentionParams(0.3), pos)).mean().item() == pytest.approx(
         (4 * 1 + 8 * 2) / 12, rel=1e-3
     )

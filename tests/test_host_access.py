@@ -89,9 +89,9 @@ def test_every_way_reads_what_a_dense_tier_holds(name: str, uneven: bool) -> Non
                 answer(far, layer, q, sight) for layer in range(L) for sight in (SIGHT, AttentionParams(0.3, 0.0, 9))
             ]
             torch.testing.assert_close(got, want)
-        far.keep(1, far.slots(1).pos % 3 != 1)
+        far.evict_except(1, far.slots(1).pos % 3 != 1)
         far.crop(40)
-    one.keep(1, one.slots(1).pos % 3 != 1)
+    one.evict_except(1, one.slots(1).pos % 3 != 1)
     one.crop(40)
     want = [answer(one, layer, q) for layer in range(L)]
     with bus:
@@ -159,10 +159,10 @@ def test_what_flies_ahead_is_dropped_when_its_tier_changes() -> None:
             answer(far, 1, q)
         answer(far, 0, q)  # the first piece of layer 1 flies
         assert bus.flights
-        far.keep(1, far.slots(1).pos != 3)
+        far.evict_except(1, far.slots(1).pos != 3)
         assert not bus.flights
         got = answer(far, 1, q)
-    one.keep(1, one.slots(1).pos != 3)
+    one.evict_except(1, one.slots(1).pos != 3)
     torch.testing.assert_close(got, answer(one, 1, q))
 
 
@@ -228,7 +228,7 @@ def test_mappings_are_pinned_while_they_live_and_no_larger_than_they_must() -> N
     far, _ = filled(bus, ZeroCopyKernel)
     held = sum(bus.pinned.values())
     assert nbytes(far)["host"] >= held >= 46 * L * 2 * K * D * 8
-    far.keep(0, far.slots(0).pos < 11)
+    far.evict_except(0, far.slots(0).pos < 11)
     gc.collect()
     assert sum(bus.pinned.values()) == held, "who is collected asks nothing of the device"
     bus.let_go()
@@ -323,8 +323,8 @@ def test_pages_fetched_ahead_change_no_answer_and_are_found() -> None:
             for layer in range(L):
                 torch.testing.assert_close(answer(near, layer, q), answer(plain, layer, q))
             if at == 6:
-                near.keep(1, near.slots(1).pos != 5)
-                plain.keep(1, plain.slots(1).pos != 5)
+                near.evict_except(1, near.slots(1).pos != 5)
+                plain.evict_except(1, plain.slots(1).pos != 5)
     use = next(use for use in near.usage() if use.asked)
     assert 0 < use.found < use.asked
     assert near._near.flown > 0

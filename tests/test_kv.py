@@ -115,7 +115,7 @@ def test_unequal_heads_take_the_bytes_of_their_own_slots() -> None:
 def test_keeping_all_is_a_no_op() -> None:
     kv = filled(37)
     before = [t.data_ptr() for t in (kv.slots(0).k, kv.slots(0).v)]
-    fell = kv.keep(0, kv.slots(0).pos >= 0)
+    fell = kv.evict_except(0, kv.slots(0).pos >= 0)
     kv.compress()
     assert [t.data_ptr() for t in (kv.slots(0).k, kv.slots(0).v)] == before
     assert fell.n_slots == 0
@@ -164,10 +164,10 @@ def test_positions_lie_on_the_host_whatever_the_device(window: int | None) -> No
             NewRows(own, own, [9], None, None),
         )
         assert {part.out.device.type for part in found} == {"meta"}
-    for change in (lambda: kv.fixed(2), lambda: kv.reserve(40), lambda: kv.crop(7)):
+    for change in (lambda: kv.device_tables(2), lambda: kv.reserve(40), lambda: kv.crop(7)):
         change()
         assert kv._slabs[0].pos.is_cpu
-        assert {t.device.type for t in astuple(kv.fixed(2).layers[0].table)} == {"meta"}
+        assert {t.device.type for t in astuple(kv.device_tables(2).layers[0].table)} == {"meta"}
     assert kv._slabs[0].at.tolist() == [*range(7)]  # type: ignore[union-attr]
 
 
@@ -188,14 +188,14 @@ def test_what_is_evicted_under_recorded_passes_leaves_nothing_where_it_lay(ragge
     ones = torch.ones(K, 40, D, dtype=torch.float64)
     kv.append(0, ones, ones, 0)
     if ragged:
-        kv.keep(0, uneven(kv.slots(0)))
+        kv.evict_except(0, uneven(kv.slots(0)))
     odd = kv.slots(0).pos
     kv.append(0, ones[:, :3], ones[:, :3] * torch.nan, 40)
-    (lying,) = kv.fixed(1, 100).layers
+    (lying,) = kv.device_tables(1, 100).layers
     told = lying.synced_length
     kv.compress([kv.slots(0).pos.lt(40) & kv.slots(0).pos.ge(0)])
     kv.append(0, ones[:, :3], ones[:, :3], 43)
-    assert kv.fixed(1, 100).layers == [lying], "in place"
+    assert kv.device_tables(1, 100).layers == [lying], "in place"
     assert lying.synced_length > told
     assert torch.equal(kv.slots(0).pos[:, : odd.shape[1]].where(odd >= 0, -1), odd)
     q, pos = rows(1, 46)
@@ -235,7 +235,7 @@ def test_running_out_of_memory_while_growing_leaves_the_kv_cache_as_it_was(monke
 @pytest.mark.parametrize("verb", ["append", "take", "reserve"])
 def test_running_out_of_memory_leaves_unequal_heads_as_they_were(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kv, ones = filled(37), torch.ones(K, 20, D, dtype=torch.float64)
-    kv.keep(1, uneven(kv.slots(1)))
+    kv.evict_except(1, uneven(kv.slots(1)))
     want, before, new_zeros, calls = read(kv, *rows(5, 37)), kv.slots(1).pos, Tensor.new_zeros, iter(range(99))
     pos = torch.arange(37, 57)
 
@@ -270,7 +270,7 @@ def test_what_another_tier_let_go_is_taken_in() -> None:
     assert kv.changes > changes
     assert kv.slots(1).pos.tolist() == [list(range(50))] * K
     assert kv.usage()[1].nbytes == Dense.STEP * (2 * K * D * 8 + 4), "heads that agree share their positions"
-    fell = other.keep(0, uneven(other.slots(0)))
+    fell = other.evict_except(0, uneven(other.slots(0)))
     kv.crop(0)
     kv.take(0, fell)
     kv.take(0, Slots(fell.k[:, :0], fell.v[:, :0], fell.pos[:, :0]))
@@ -283,7 +283,7 @@ def test_what_another_tier_let_go_is_taken_in() -> None:
 def test_the_newest_slots_are_those_stored_last(ragged: bool) -> None:
     kv = filled(37)
     if ragged:
-        kv.keep(1, uneven(kv.slots(1)))
+        kv.evict_except(1, uneven(kv.slots(1)))
     kv.append(1, torch.ones(K, 2, D, dtype=torch.float64), torch.ones(K, 2, D, dtype=torch.float64), 37)
     newest = kv.newest(1, 3)
     for j, pos in enumerate(newest.pos):

@@ -163,7 +163,7 @@ class Caches(RuleBasedStateMachine):
             draw = (draw[:1] if is_alike or not self.kind.heads_apart else draw).expand_as(draw)
             stays, mask = draw < share, (draw < share).gather(1, at)
             if self.kind.levels:  # each slot stays, goes to any lower level, or is evicted
-                here = torch.cat([torch.full((at.shape[0], span.n), span.level) for span in s.spans], 1)
+                here = torch.cat([torch.full((at.shape[0], span.n), span.level) for span in s.levels], 1)
                 to = ((draw * (self.kind.levels + 4)).long() - 2).clamp(min=0)
                 mask = torch.maximum(here, to.gather(1, at))
                 drops |= bool(((mask > here) & (s.pos >= 0)).any())
@@ -244,7 +244,7 @@ class Caches(RuleBasedStateMachine):
             pos, stays = kv.slots(layer).pos, torch.rand(*plain.shown[layer].shape, generator=self.noise) < share
             stays = (stays[:1] if is_alike or not self.kind.heads_apart else stays).expand_as(stays)
             mask = stays.gather(1, pos.clamp(min=0).long()) if plain.n else pos >= 0
-            for fell, gone in zip(kv.keep(layer, mask).pos, plain.shown[layer] & ~stays, strict=True):
+            for fell, gone in zip(kv.evict_except(layer, mask).pos, plain.shown[layer] & ~stays, strict=True):
                 assert sorted(fell[fell >= 0].tolist()) == gone.nonzero().flatten().tolist()
             plain.shown[layer] = plain.read[layer] = plain.shown[layer] & stays
 

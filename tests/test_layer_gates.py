@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kvcli.engine.engine import Engine, call, generate_together, run, run_to_end
 from kvcli.engine.forward import ForwardPass
-from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Rows, Steps
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Passes, Rows
 from kvcli.engine.hf import layer_gate_check, layer_gates
 from kvcli.engine.hf.layer_gates import Gate
 from kvcli.engine.hf.lm import LM
@@ -71,7 +71,7 @@ class Hiding(ForwardPass):
         n, live = self.rows.n_rows, self._plan.live(self.rows.n_rows, layer)
         sees = torch.ones(n, n, dtype=torch.bool).tril()
         sees[live] &= torch.isin(torch.arange(n), torch.tensor(live))
-        self.rows, self._seen = replace(self.rows, sees=sees), {}
+        self.rows, self._masks = replace(self.rows, sees=sees), {}
         return super().attend(layer, *args)
 
 
@@ -104,7 +104,7 @@ def narrowed(kv: KVCache, model: LM, start: int, plan: Plan, part: int = 7, **mo
     return LayerwisePrefill(model, kv, Rows.chain(families.prompt(N), start), part, HEAR, plan, **more)
 
 
-def to_its_end(prompt: LayerwisePrefill) -> Steps[None]:
+def to_its_end(prompt: LayerwisePrefill) -> Passes[None]:
     while not prompt.is_over:
         yield from prompt.step()
 
@@ -147,7 +147,7 @@ def test_rows_that_go_on_later_are_rows_that_others_did_not_see(name: str) -> No
     kv, behind = past(model, 20), AuxCache(model, None)
     ids = [*families.prompt(20, seed=3), *families.prompt(N)]
     masked = hidden(ForwardRequest(model, Rows.chain(ids[20:], 20), past(model, 20)), by)
-    run_to_end(to_its_end(prompt := narrowed(kv, model, 20, by, comes_back=True)))
+    run_to_end(to_its_end(prompt := narrowed(kv, model, 20, by, may_revive=True)))
     behind.add(prompt.stopped)
     run_to_end(behind.revive_all(kv, ids))
     whole = past(model, 20)
@@ -181,7 +181,7 @@ def test_a_text_that_is_pruned_does_not_show_beside_others(name: str) -> None:
     model, works = lm(name), ((0, "from the first"), (11, "from the second"))
     feed = ForwardRequest(model, Rows.chain(families.prompt(9, seed=8), 0), past(model, 0), want=range(9))
 
-    def prompts() -> tuple[list[Dense], list[Steps[None]]]:
+    def prompts() -> tuple[list[Dense], list[Passes[None]]]:
         kvs = [past(model, start) for start, _ in works]
         each = zip(kvs, works, strict=True)
         return kvs, [to_its_end(narrowed(kv, model, start, plan(of))) for kv, (start, of) in each]
@@ -216,7 +216,7 @@ def test_each_layer_stores_the_rows_that_reached_it(store: str) -> None:
     commit(expected, rows, made_of(masked), range(N))
     expected.crop(30)
     for layer in range(3):
-        expected.keep(layer, torch.isin(expected.slots(layer).pos, torch.tensor(by.live(N, layer))))
+        expected.evict_except(layer, torch.isin(expected.slots(layer).pos, torch.tensor(by.live(N, layer))))
     after = Rows.chain(families.prompt(5, seed=4), 30)
     (found,), (hoped,) = (run([ForwardRequest(model, after, each, want=range(5))]) for each in (kv, expected))
     torch.testing.assert_close(found.logits, hoped.logits, rtol=0, atol=1e-12)
@@ -312,7 +312,7 @@ def test_a_model_whose_rows_cannot_be_stopped_is_refused_for_that_alone(
         carries(model)
     feed = ForwardRequest(model, Rows.chain(families.prompt(N), 0), make.dense(model), want=[32])
 
-    def refused() -> Steps[BadModel]:
+    def refused() -> Passes[BadModel]:
         try:
             yield replace(feed, layers=range(1))
         except BadModel as error:
@@ -338,7 +338,7 @@ def carries(model: LM) -> None:
     second.register_forward_hook(lambda _, args, out: out + 0.1 * given[-1])
 
 
-def whole(feed: ForwardRequest) -> Steps[Tensor]:
+def whole(feed: ForwardRequest) -> Passes[Tensor]:
     made = yield feed
     return made.logits
 

@@ -20,7 +20,7 @@ from kvcli.engine.prefill.layerwise import LayerwisePrefill
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession, commit
 from kvcli.kernels.attend.reference import attend
-from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Window, spans, windows_of
+from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Window, layer_groups, windows_of
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.dense_uniform import UniformLayer
 from kvcli.methods.prune.lazy import LazyLLM
@@ -130,8 +130,8 @@ def test_a_way_straight_through_the_layers_goes_from_one_to_the_next(name: str) 
 def test_layers_that_share_slots_go_together() -> None:
     one = LayerShape(2, 8, 8)
     shared = [one, one, LayerShape(2, 8, 8, shared_from=1), one, LayerShape(2, 8, 8, shared_from=1), one]
-    assert spans([one] * 3) == [range(0, 1), range(1, 2), range(2, 3)]
-    assert spans(shared) == [range(0, 1), range(1, 5), range(5, 6)]
+    assert layer_groups([one] * 3) == [range(0, 1), range(1, 2), range(2, 3)]
+    assert layer_groups(shared) == [range(0, 1), range(1, 5), range(5, 6)]
 
 
 H = 4  # query heads
@@ -291,7 +291,7 @@ def test_what_waits_between_layers_is_one_copy(cut: int) -> None:
     prompt = LayerwisePrefill(model, store(model, 0), Rows.chain(families.prompt(n), 0), part, pruner=pruner)
     for _ in iter(lambda: prompt.is_over, True):
         run_to_end(prompt.step())
-        parts = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in (*prompt._given, *prompt._gave)}
+        parts = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in (*prompt._inputs, *prompt._outputs)}
         most.append(sum(t.nbytes() for t in parts.values()))
     assert n * width <= max(most) <= (n + 2 * part) * width
 

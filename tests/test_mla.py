@@ -264,7 +264,7 @@ def test_a_quantized_latent_is_read_as_it_dequantizes(bits: tuple[int, int]) -> 
 
     tier = make.quantized([LAYER], bits, torch.float32, group=8)
     tier.take(0, noise(43))
-    tier.keep(0, torch.arange(43).view(1, -1) % 5 > 0)
+    tier.evict_except(0, torch.arange(43).view(1, -1) % 5 > 0)
     q, s = torch.randn(4, 3, R + T), tier.slots(0)
     (part,) = tier.attend(0, q, AttentionParams(0.1), [50, 51, 52])
     want = attend(q, s.k, s.v, 0.1, mask=(s.pos >= 0).unsqueeze(1).expand(-1, 3, -1))

@@ -106,7 +106,7 @@ def test_a_step_that_fails_at_any_allocation_is_as_if_it_had_not_begun(store: st
     want = list(truth(store))
     before = session(store, None if drafter == "off" else DRAFTERS[drafter](want))
     run_to_end(before.read(prompt()))
-    while before.compression_point - before.committed > (2 if drafter == "right" else 1):
+    while before.next_compression_at - before.committed > (2 if drafter == "right" else 1):
         run_to_end(before.step(most=1))
     # the next step ends at a compression point, with a draft where those are right
     total = allocations(before.fork(), lambda s: run_to_end(s.step()))

@@ -250,7 +250,7 @@ def test_each_slot_goes_to_the_tier_that_its_level_names() -> None:
         s = by_hand._top.slots(layer)
         for rung in (1, 2, 3):
             by_hand._levels[rung].tier.take(layer, compact(s, level == rung))
-        by_hand._top.keep(layer, level == 0)
+        by_hand._top.evict_except(layer, level == 0)
     for layer, level in enumerate(chosen):
         assert same(kv.slots(layer), by_hand.slots(layer))
         assert positions(kv, layer) == [torch.nonzero(head < 4).flatten().tolist() for head in level]

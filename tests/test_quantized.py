@@ -93,7 +93,7 @@ def test_reading_is_attention_over_the_slots_it_shows(
     kv = filled(bits, rotate=rotate)
     if evict != "nothing":
         s = kv.slots(1)
-        kv.keep(1, uneven(s) if evict == "ragged" else scattered(s, 0.8))
+        kv.evict_except(1, uneven(s) if evict == "ragged" else scattered(s, 0.8))
     for n in (1, 5):
         q, pos = rows(n)
         torch.testing.assert_close(read(kv, q, pos, params), says(kv, q, pos, params))
@@ -105,7 +105,7 @@ def test_reading_is_attention_over_the_slots_it_shows(
 def test_the_cpu_reads_the_same_in_sixteen_bits(bits: tuple[int, int], n: int, evict: bool) -> None:
     kv = filled(bits, torch.bfloat16)
     if evict:
-        kv.keep(1, scattered(kv.slots(1), 0.7))
+        kv.evict_except(1, scattered(kv.slots(1), 0.7))
     q, pos = rows(n)
     q = q.bfloat16()
     for sight in (AttentionParams(0.3), AttentionParams(0.3, 2.0), AttentionParams(0.3, 0.0, 13)):
@@ -174,7 +174,7 @@ def test_keeping_gives_back_what_fell_out_and_holds_the_rest(bits: tuple[int, in
     kv = filled(bits)
     before = kv.slots(1)
     mask = scattered(before, share)
-    fell = kv.keep(1, mask)
+    fell = kv.evict_except(1, mask)
     after = kv.slots(1)
     for j in range(K):
         pos, k, v = by_position(after, j)
@@ -198,7 +198,7 @@ def test_a_group_stays_until_less_than_half_of_it_is_left() -> None:
     mask[:, [0, 3]] = False  # three of five are left: holes
     mask[:, [5, 6, 7]] = False  # two of five: they move
     mask[:, 10:15] = False  # none
-    kv.keep(0, mask)
+    kv.evict_except(0, mask)
     assert kv.slots(0).pos[0].tolist() == [-1, 1, 2, -1, 4, 15, 16, 17, 18, 19, 8, 9]
     kv.take(0, made(3, seed=1, first=20))
     assert kv.slots(0).pos[1].tolist() == [-1, 1, 2, -1, 4, 15, 16, 17, 18, 19, 8, 9, 20, 21, 22]
@@ -211,7 +211,7 @@ def test_a_group_stays_until_less_than_half_of_it_is_left() -> None:
 @pytest.mark.parametrize("bits", BITS, ids=str)
 def test_cropping_forgets_the_newest_and_more_may_come(bits: tuple[int, int]) -> None:
     kv = filled(bits)
-    kv.keep(1, uneven(kv.slots(1)))
+    kv.evict_except(1, uneven(kv.slots(1)))
     kv.crop(33)
     for layer in range(L):
         kv.take(layer, made(4, seed=2, first=33))
@@ -229,7 +229,7 @@ def test_keeping_all_changes_nothing() -> None:
     kv = filled((4, 4))
     held = [t.data_ptr() for head in kv._layers[0] for t in head.tensors]
     changes = kv.changes
-    assert kv.keep(0, kv.slots(0).pos >= 0).n_slots == 0
+    assert kv.evict_except(0, kv.slots(0).pos >= 0).n_slots == 0
     kv.crop(N)
     assert [t.data_ptr() for head in kv._layers[0] for t in head.tensors] == held
     assert kv.changes == changes
@@ -272,7 +272,7 @@ def test_bytes_are_a_fraction_of_sixteen_bits(bits: tuple[int, int], most: float
     for j in range(K):
         mask[j, : 64 * 10 * (j + 1)] = True
     if ragged:
-        kv.keep(0, mask)
+        kv.evict_except(0, mask)
     dense = (2 * 2 * d + 4) * int(mask.sum()) if ragged else 2 * 2 * d * K * n  # heads of their own have own positions
     assert sum(nbytes(kv).values()) <= most * dense
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in kv._layers[0] for t in h.tensors}
@@ -285,7 +285,7 @@ def test_what_falls_out_gives_its_bytes_back() -> None:
         full = sum(nbytes(kv).values())
         for layer in range(L):
             s = kv.slots(layer)
-            kv.keep(layer, s.pos < N // 4)
+            kv.evict_except(layer, s.pos < N // 4)
         assert sum(nbytes(kv).values()) < 0.45 * full, "a quarter of the slots, and room for a group"
 
 
@@ -345,9 +345,9 @@ def test_layers_that_hold_the_same_slots_share_their_positions_and_count_them_on
     kv, s = filled((4, 4)), made(N)
     first, second = kv.usage()
     assert first.nbytes - second.nbytes == 4 * N
-    kv.keep(1, s.pos % 2 == 0)
+    kv.evict_except(1, s.pos % 2 == 0)
     left = kv.usage()[1].nbytes
     assert kv.slots(0).n_slots == N, "one lost nothing with the other"
-    kv.keep(0, s.pos % 2 == 0)
+    kv.evict_except(0, s.pos % 2 == 0)
     assert kv.usage()[0].nbytes == left, "positions of its own, as the second has"
     assert kv.usage()[1].nbytes < left, "which are those of the first again"

@@ -357,7 +357,7 @@ def test_spec_is_that_of_the_design():
 @pytest.mark.parametrize("width", [40, 60, 80, 81])
 @pytest.mark.parametrize("why", ["they cost too much", "a pass of nine rows takes longer than it gained, measured"])
 def test_spec_breaks_between_words(width, why):
-    stats = some_stats(**MIXED, scouts_why=why, paused_passes=4, paused_why=why)
+    stats = some_stats(**MIXED, lookahead_why=why, paused_passes=4, paused_why=why)
     lines = spec_table(stats, width)
     assert max(map(text_width, lines)) < width
     words = {word for line in lines for word in line.split()}
@@ -366,7 +366,7 @@ def test_spec_breaks_between_words(width, why):
 
 
 def test_spec_says_why_lookahead_rows_rest():
-    lines = spec_table(some_stats(scouts_why="they cost too much"), 80)
+    lines = spec_table(some_stats(lookahead_why="they cost too much"), 80)
     assert any(line.endswith("lookahead   paused: they cost too much") for line in lines)
 
 

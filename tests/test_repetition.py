@@ -20,7 +20,7 @@ def heard(ids, least=LEAST, read=()):
     """(tokens heard, loop) at the first loop, else None."""
     loops = RepetitionDetector(least, read)
     for n, token in enumerate(ids, 1):
-        if (loop := loops.hear(token)) is not None:
+        if (loop := loops.push(token)) is not None:
             return n, loop
     return None
 

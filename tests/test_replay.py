@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.engine import iterate_events, run, run_to_end
-from kvcli.engine.forward_request import ForwardRequest, Rows, Steps
+from kvcli.engine.forward_request import ForwardRequest, Passes, Rows
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.compression_point import CompressionPoint
 from kvcli.engine.policy.policy import LayerContext, PerLayerPolicy, PolicyRequirements, ProtectedTokens
@@ -42,7 +42,7 @@ class Trial(PerLayerPolicy):
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
         return (self.stay[s.pos.clamp(min=0).long()] | (at.phase == "reading")) & (s.pos >= 0)
 
-    def select(self, at: CompressionPoint) -> Steps[Masks]:  # type: ignore[override]
+    def select(self, at: CompressionPoint) -> Passes[Masks]:  # type: ignore[override]
         if at.phase == "read":
             replay = Replay(at, self.replays)
             for pick in (self.mask, lambda s, at: s.pos >= 0):
@@ -96,7 +96,7 @@ def test_the_lowest_t_that_predicts_well_enough_is_found(paper: bool, monkeypatc
 
 
 def noting(inner: Any, note: Any) -> Any:
-    def loss(self: Replay, pick: Any) -> Steps[float]:
+    def loss(self: Replay, pick: Any) -> Passes[float]:
         found = yield from inner(self, pick)
         note(found)
         return found

@@ -189,7 +189,7 @@ def test_what_a_window_no_longer_holds_is_read():
     )
     for session in (one, plain):
         run_to_end(session.read(ids))
-        session.save(more)
+        session.copy_reusable_spans(more)
         run_to_end(session.read(more[len(ids) :]))
     for layer in range(lm.n_layers):
         assert torch.equal(one.cache.slots(layer).pos, plain.cache.slots(layer).pos)

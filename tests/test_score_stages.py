@@ -260,7 +260,7 @@ def test_a_text_that_is_forked_weighs_values_by_the_same_weights() -> None:
 def test_examples_stay_whole_and_the_answer_is_apart(unit: str) -> None:
     s = session(keep=0.4, unit=unit, keep_new=9, compression_interval=7)
     starts = [2, 30, 47, 90, 120]
-    s.spans = [KindSpan(at, at + 1, SHOT) if unit == "shot" else KindSpan(at - 1, at, END) for at in starts]
+    s.kind_spans = [KindSpan(at, at + 1, SHOT) if unit == "shot" else KindSpan(at - 1, at, END) for at in starts]
     run_to_end(s.read(families.prompt(161)))
     kept = held(s)
     for head in (head for layer in kept for head in layer):
@@ -349,7 +349,7 @@ def test_what_tools_said_and_the_last_question_stay_at_six_percent(name: str, wh
         more = {k: v for k, v in {**SNAP, "name": name, "keep": 0.06, key: is_on, **only}.items() if v is not None}
         profile = load_profile("exact").replace(exactness="approx", policy=more, prefill={"chunk": 64})
         s = assemble.session(TINY, profile)
-        s.spans = [span]
+        s.kind_spans = [span]
         run_to_end(s.read(families.prompt(401)))
         stays = {*range(span.start, span.end)}
         assert all(stays <= set(head) for layer in held(s) for head in layer) == is_on

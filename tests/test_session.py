@@ -50,7 +50,7 @@ def test_the_kv_cache_changes_only_at_compression_points() -> None:
 
 def test_a_pass_refuses_to_commit_across_a_compression_point() -> None:
     s = session()
-    s.compression_point = 2
+    s.next_compression_at = 2
     made = ForwardResult(torch.empty(0), lambda row: 0, lambda row: [], (), ())
     with pytest.raises(AssertionError, match="compression point"):
         s._commit(Rows.chain([1, 2, 3], 0), (), made, [0, 1, 2])

@@ -61,7 +61,7 @@ def read(
 ) -> tuple[GenerationSession, int]:
     """A prompt behind what lies on a prefix cache; how many of its tokens were taken over."""
     one, took = session(lm, how), 0
-    one.save(ids)
+    one.copy_reusable_spans(ids)
     one.start_answer(ids, Sampler())
     prefix_cache.load_prefix(one, ids)
     if one.reusable_spans is not None:
@@ -106,7 +106,7 @@ def test_what_this_text_had_goes_first_and_gaps_are_filled_from_others(lm: LM, t
     one = session(lm, Pie(LEAST))
     run_to_end(one.read([9, 9, *A, *B[:100], 9]))
     new = [3, *A, 7, *B, 8]
-    one.save(new)
+    one.copy_reusable_spans(new)
     one.start_answer(new, Sampler())
     assert one.reusable_spans is not None
     one.reusable_spans.add(shelf.find_spans(one, new, WHOLE))
@@ -137,7 +137,7 @@ def test_a_block_that_is_no_longer_what_it_was_is_read(lm: LM, tmp_path: Path, h
     (folder,) = tmp_path.iterdir()
     path = [path for path, _ in BlockTree(folder).places(text[:-1])][1]
     one = session(lm, Pie(LEAST))
-    one.save(NEW)
+    one.copy_reusable_spans(NEW)
     one.start_answer(NEW, Sampler())
     assert one.reusable_spans is not None
     one.reusable_spans.add(shelf.find_spans(one, NEW, WHOLE))

@@ -85,7 +85,7 @@ def holed(tier: PageTier) -> None:
     """Slots that came at several times, some of them forgotten again, different ones in each head."""
     for at, n in ((0, 130), (130, 150), (280, 21)):
         tier.take(1, some(n, at))
-    tier.keep(1, uneven(tier.slots(1)))
+    tier.evict_except(1, uneven(tier.slots(1)))
     tier.take(1, some(9, 301))
 
 
@@ -164,7 +164,7 @@ def test_bounds_hold_whatever_was_stored_forgotten_and_undone(bits: int, index: 
             kv.take(1, some(x, n))
             n += x
         elif op == "keep":
-            kv.keep(1, torch.rand(K, tier.n_slots(1), generator=torch.Generator().manual_seed(x)) < 0.6)
+            kv.evict_except(1, torch.rand(K, tier.n_slots(1), generator=torch.Generator().manual_seed(x)) < 0.6)
         else:
             n = max(0, n - x)
             kv.crop(n)
@@ -180,7 +180,7 @@ def test_a_group_that_falls_apart_at_an_undo_is_summarized_anew() -> None:
     kv = SparseTier(tier, Certified(3), SMALL, [1], source=tier)
     kv.take(1, some(40))
     at = torch.arange(40).expand(K, -1)
-    kv.keep(1, (at >= 16) | (at % 8 < 3))
+    kv.evict_except(1, (at >= 16) | (at % 8 < 3))
     assert tier.positions(1)[0, 16:].tolist() == [*range(32, 40), 0, 1, 2, 8, 9, 10]
     kv.crop(35)
     assert tier.positions(1)[0, 16:].tolist() == [32, 33, 34, 0, 1, 2, 8, 9, 10]

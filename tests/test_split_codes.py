@@ -86,7 +86,7 @@ def test_what_stays_of_a_broken_group_keeps_its_halves() -> None:
     tier, other = filled(), filled()
     mask = torch.rand(K, S, generator=torch.Generator().manual_seed(1)) > 0.5  # some groups stay, others are made anew
     before = tier.slots(0)
-    tier.keep(0, mask)
+    tier.evict_except(0, mask)
     found = tier.slots(0)
     for j in range(K):
         held = found.pos[j] >= 0

@@ -216,7 +216,7 @@ def test_room_on_the_disk_is_used_again() -> None:
     kv = a_disk()
     for _ in range(5):
         kv.take(0, some(700))
-        kv.keep(0, kv.slots(0).pos < 0)
+        kv.evict_except(0, kv.slots(0).pos < 0)
         assert kv.n_slots(0) == 0
     once = a_disk()
     once.take(0, some(700))
@@ -259,7 +259,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPat
     def use() -> None:
         for i in range(4):
             kv.take(0, some(300 << i, 10_000))
-            kv.keep(0, kv.slots(0).pos < 200)
+            kv.evict_except(0, kv.slots(0).pos < 200)
 
     with pytest.raises(CacheFull, match="the disk is full"):
         use()

@@ -168,14 +168,14 @@ def test_a_conversation_tells_the_session_where_its_system_text_stands() -> None
     chat.send("What is deep? " * 20, max_new_tokens=3)
     session = model.text.session
     assert session.kinds is not None
-    (at,) = [span for span in session.spans if span.kind == SYSTEM]
+    (at,) = [span for span in session.kind_spans if span.kind == SYSTEM]
     assert decode(demo(), session.ids[at.start : at.end]) == "Answer in one word, always."
     for layer in range(lm.n_layers):
         for pos in session.cache.slots(layer).pos:
             assert set(pos.tolist()) >= set(range(at.start, at.end))
             assert int((pos >= 0).sum()) < len(session.ids) / 2
     model.generate([5, 6, 7], max_new_tokens=2)
-    assert session.spans == []
+    assert session.kind_spans == []
 
 
 def test_without_a_policy_no_kinds_are_looked_up() -> None:

@@ -123,7 +123,7 @@ def test_kept_shares_free_memory() -> None:
 def test_the_system_prompt_stays_and_counts(alloc: str) -> None:
     for protect in (True, False):
         s = session("snap", keep=0.3, alloc=alloc, protect=protect)
-        s.spans = [KindSpan(20, 45, SYSTEM), KindSpan(90, 100, SYSTEM)]
+        s.kind_spans = [KindSpan(20, 45, SYSTEM), KindSpan(90, 100, SYSTEM)]
         run_to_end(s.read(families.prompt(201)))
         assert all({*range(20, 45), *range(90, 100)} <= set(head) for head in heads(s)) == protect
         assert sum(len(head) for head in heads(s)) == L * K * 60
@@ -131,7 +131,7 @@ def test_the_system_prompt_stays_and_counts(alloc: str) -> None:
 
 def test_what_is_protected_stays_beyond_the_budget() -> None:
     s = session("snap", keep=0.1)
-    s.spans = [KindSpan(20, 80, SYSTEM)]
+    s.kind_spans = [KindSpan(20, 80, SYSTEM)]
     run_to_end(s.read(families.prompt(201)))
     assert {tuple(head) for head in heads(s)} == {(0, 1, *range(20, 80), *range(195, 200))}
 

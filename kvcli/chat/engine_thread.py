@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble
 from kvcli.engine.engine import Engine
-from kvcli.engine.forward_request import Coroutine, E, Steps, T, await_passes
+from kvcli.engine.forward_request import Coroutine, E, Passes, T, await_passes
 from kvcli.engine.policy.policy import Phase
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Stats
@@ -112,12 +112,12 @@ def repair_session(session: GenerationSession) -> bool:
     stored are removed, and a prompt in prefill then ends with the last token that all layers stored.
     """
     session.committed = min(session.committed, max(0, len(session.ids) - 1))
-    is_due = session.committed > 0 and session.committed == session.compression_point
+    is_due = session.committed > 0 and session.committed == session.next_compression_at
     session.rewind(session.committed + 1)
     return is_due
 
 
-def recover_memory(text: TextSession, phase: Phase) -> Steps[tuple[list[str], bool]]:
+def recover_memory(text: TextSession, phase: Phase) -> Passes[tuple[list[str], bool]]:
     """Repair the session, then apply steps of `memory.fallbacks` until it is ready for a forward pass.
 
     Returns the steps, and True if the last one succeeded. If the KV cache could not be saved, the session is empty, and
@@ -173,7 +173,7 @@ def move(old: KVCache, new: KVCache, layers: Sequence[int]) -> None:
     for layer in layers:
         slots = old.slots(layer)
         new.take(layer, slots)
-        old.keep(layer, slots.pos < 0)
+        old.evict_except(layer, slots.pos < 0)
 
 
 def _storage(profile: Profile) -> tuple[object, ...]:
@@ -181,7 +181,7 @@ def _storage(profile: Profile) -> tuple[object, ...]:
     return profile.kv, dataclasses.replace(profile.memory, fallbacks=())
 
 
-def _is_ready(session: GenerationSession, is_due: bool, phase: Phase) -> Steps[bool]:
+def _is_ready(session: GenerationSession, is_due: bool, phase: Phase) -> Passes[bool]:
     """Process the compression point that the failure preceded, and restart the drafter; False if memory ran out."""
     with catch_cache_full() as lacks:
         if is_due and session.committed:
@@ -211,7 +211,7 @@ class ResilientGeneration:
         self._text, self._prompt, self._end, self._stats = text, prompt, prompt + new, stats
         self._lacks: list[CacheFull] = []  # the error that ended the last pass, raised after its new tokens
 
-    def chunk(self, ids: Sequence[int]) -> Steps[bool]:
+    def chunk(self, ids: Sequence[int]) -> Passes[bool]:
         """Prefill the next chunk of `ids`; False once all are prefilled."""
         session = self._text.session
         while True:
@@ -223,7 +223,7 @@ class ResilientGeneration:
             if len(ids) >= self._text.limit:
                 raise self._explained(lacks[0])
 
-    def step(self, ids: Sequence[int], stop: Collection[int]) -> Steps[Sequence[int]]:
+    def step(self, ids: Sequence[int], stop: Collection[int]) -> Passes[Sequence[int]]:
         """Run one forward pass after `ids` and return its new tokens; none if memory has no room for more."""
         session = self._text.session
         while len(ids) < self._end:
@@ -244,7 +244,7 @@ class ResilientGeneration:
             self._end = min(self._end, self._text.limit)
         return ()
 
-    def _relieve(self, lack: CacheFull, phase: Phase) -> Steps[None]:
+    def _relieve(self, lack: CacheFull, phase: Phase) -> Passes[None]:
         """Apply the next fallback steps and report them; raises the error, explained, if there are none."""
         session, stats = self._text.session, self._stats
         at = session.committed if phase == "reading" else len(session.ids)

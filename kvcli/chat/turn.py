@@ -117,7 +117,7 @@ class TurnRun:
         session, asked = self._text.session, self._asked
         try:
             with catch_cache_full():  # without room, matching spans are prefilled
-                session.save(asked.ids)
+                session.copy_reusable_spans(asked.ids)
             session.start_answer(asked.ids, asked.sampler, asked.constraint, asked.spans)
             began = time.perf_counter()
             self._stats.cached = self._text.fetch(asked.ids)
@@ -164,7 +164,7 @@ class TurnRun:
             for i in added:  # one by one: tokens after a stop string do not count, even those of the same pass
                 answer.append(i)
                 pieces += words.push(i) if i not in asked.stops else []
-                loop = loops.hear(i) if i not in asked.stops and not asked.strings.is_hit else None
+                loop = loops.push(i) if i not in asked.stops and not asked.strings.is_hit else None
                 if asked.strings.is_hit or loop:
                     break
             if pieces:

@@ -1,4 +1,4 @@
-"""The engine runs the forward requests of all sequences. This is the only file that calls a model."""
+"""The engine, which runs the forward requests of all sequences. Checks of a model at load use its `call` as well."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.forward import BatchedPass, ForwardPass
-from kvcli.engine.forward_request import Coroutine, E, ForwardRequest, ForwardResult, Steps, T
+from kvcli.engine.forward_request import Coroutine, E, ForwardRequest, ForwardResult, Passes, T
 from kvcli.engine.hf.cache_shim import CacheShim, active_pass, cache_name
 from kvcli.engine.hf.layer_gates import StopForward
 from kvcli.engine.resources import one_pool, use_device
@@ -30,7 +30,7 @@ class Readback:
     """The results of one sequence, from the logits [len(want), V] of its request."""
 
     def __init__(self, request: ForwardRequest, logits: Tensor, has_pool: bool = False) -> None:
-        """`has_pool`: as of the model (resources.py)."""
+        """`has_pool`: the native kernels of the model have a thread pool (resources.py)."""
         # Apple's GPU has no float64, in which noise is made and probabilities are summed
         self._request, self._logits = request, logits.cpu() if logits.device.type == "mps" else logits
         self._has_pool = has_pool
@@ -84,37 +84,37 @@ class Readback:
         self._hook_output = {i: rest[i * wide : (i + 1) * wide] for i in range(len(self._request.want) if wide else 0)}
 
     def _draw(self, which: range) -> Tensor:
-        assert self._request.draw is not None, "the request has no sampler"
+        assert self._request.draw is not None, "tokens are sampled for a request without a sampler"
         with one_pool(self._has_pool):  # the next step waits for this
             return self._request.draw.behind(self._request.rows, which, self._logits)
 
     def _run_hook(self, which: slice) -> Tensor:
-        assert self._request.logits_hook is not None, "the request has no logits hook"
+        assert self._request.logits_hook is not None, "hook output is read of a request without a logits hook"
         with one_pool(self._has_pool):
             return self._request.logits_hook(self._logits[which])
 
 
-def fetch(texts: Sequence[Readback]) -> None:
+def fetch(readbacks: Sequence[Readback]) -> None:
     """Read the results of all sequences, with one wait for the device."""
-    numbers = [text.numbers() for text in texts]
+    numbers = [readback.numbers() for readback in readbacks]
     rest: list[float] = torch.cat(numbers).tolist()
-    for text, of in zip(texts, numbers, strict=True):
-        text.fill(rest[: of.shape[0]])
+    for readback, of in zip(readbacks, numbers, strict=True):
+        readback.fill(rest[: of.shape[0]])
         rest = rest[of.shape[0] :]
 
 
 def run(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
-    """Run one forward pass per model over the rows of all requests. The results are in the order of the requests.
+    """Run all requests in as few forward passes as possible. The results are in the order of the requests.
 
-    Requests for different layers of a model run in separate passes.
+    One pass serves one model, one range of layers, and no more rows than `max_invariant_rows`.
     """
-    made: dict[int, ForwardResult] = {}
-    for some in group_requests(requests):
-        lm, its = requests[some[0]].lm, [requests[i] for i in some]
+    results: dict[int, ForwardResult] = {}
+    for group in group_requests(requests):
+        lm, grouped = requests[group[0]].lm, [requests[i] for i in group]
         # operations on a prompt are large enough for torch's threads
-        with one_pool(lm.has_pool and not any(request.is_prompt for request in its)):
-            made |= zip(some, _run(lm, its), strict=True)
-    return [made[i] for i in range(len(requests))]
+        with one_pool(lm.has_pool and not any(request.is_prompt for request in grouped)):
+            results |= zip(group, _run(lm, grouped), strict=True)
+    return [results[i] for i in range(len(requests))]
 
 
 def group_requests(requests: Sequence[ForwardRequest]) -> list[list[int]]:
@@ -131,7 +131,7 @@ def group_requests(requests: Sequence[ForwardRequest]) -> list[list[int]]:
         if most is not None and rows and not request.is_prompt and rows + request.rows.n_rows > most:
             passes.append([])
         passes[-1].append(i)
-    return [some for passes in alike.values() for some in passes]
+    return [group for passes in alike.values() for group in passes]
 
 
 def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
@@ -213,12 +213,12 @@ def call(
     its_pass: object = None,
     trial: CacheShim | None = None,
 ) -> Tensor:
-    """Return the logits [len(want), V] of one forward pass of a transformers model. Without `pos` positions count from
-    0, and without `want` all rows are wanted. Tensors are int64 on the model's device.
+    """Return the logits [len(want), V] of one forward pass of a transformers model. Without `pos`, positions count from
+    0; without `want`, all rows are wanted. Tensors are int64 on the model's device.
 
-    `device`: the device of the model; without it, it is found by a search through the modules. `its_pass`: the object
-    that our attention function hands the rows to; None if the model has another attention function. With it, layers get
-    `trial` as their cache; by default that is an empty `CacheShim`.
+    `device`: the device of the model; None = found by a search through its modules. `its_pass`: the object to which
+    `forward.attention` hands the rows; None if the model has another attention function. If it is given, layers get
+    `trial` as their cache; the default is an empty `CacheShim`.
     """
     where = device or model.device
 
@@ -264,7 +264,7 @@ def iterate_events(work: Coroutine[E, T]) -> Generator[E, None, T]:
         work.close()
 
 
-def run_to_end(work: Coroutine[object, T] | Steps[T]) -> T:
+def run_to_end(work: Coroutine[object, T] | Passes[T]) -> T:
     """Run a coroutine to its end, drop its events and return its result."""
     saying = iterate_events(work)
     while True:
@@ -291,7 +291,7 @@ class EngineTask(Generic[E, T]):
 
     def result(self) -> T:
         """Return the result of a finished task. Raises the error that ended it, CancelledError if it was cancelled."""
-        assert self.is_over, "the task has not finished"
+        assert self.is_over, "the result is read before the task has ended"
         if self.error is not None:
             raise self.error
         return self._found  # type: ignore[return-value]
@@ -307,7 +307,7 @@ class EngineTask(Generic[E, T]):
         self._go_on(lambda: self._work.send(made))
 
     def throw(self, error: Exception) -> None:
-        """Throw an error into the coroutine: its pending request failed, even in a pass of its own."""
+        """Throw an error into the coroutine: its pending request failed in a pass that ran no other request."""
         self._go_on(lambda: self._work.throw(error))
 
     def _go_on(self, step: Callable[[], ForwardRequest | E]) -> None:
@@ -326,16 +326,15 @@ class EngineTask(Generic[E, T]):
 
 
 class Engine:
-    """An engine for several sequences. Each engine step is one forward pass per model over the rows of many sequences.
+    """An engine for several sequences. Each engine step runs rows of many sequences together, as `run` groups them.
 
     A step takes the decoding sequences first, then prompt chunks up to a number of rows. After a step with prompt
-    chunks comes one without, as long as any sequence is decoding. So a long prompt delays a decoding step, or the first
-    answer to a short question, by at most one chunk. The weights are read once per step, however many sequences share
-    it.
+    chunks comes one without, as long as any sequence is decoding. So a long prompt delays a decoding step by one
+    step with prompt chunks at most. The weights are read once per pass, however many sequences share it.
     """
 
     def __init__(self, rows: int = 2048) -> None:
-        """`rows`: most prompt rows in an engine step. A larger chunk runs as the only chunk of its step."""
+        """`rows`: most prompt rows in an engine step. A chunk of more rows runs as the only chunk of its step."""
         self._rows = rows
         self._n_waiting = 0  # number of first tasks in the list that were not in the last step
         self._has_read = False  # did the last step have prompt chunks?
@@ -370,8 +369,8 @@ class Engine:
         return found
 
     def _pass(self, tasks: list[EngineTask[Any, Any]]) -> None:
-        """Run these tasks in one pass. If it fails, run each half by itself, so that out of memory ends only the task
-        that causes it."""
+        """Run the requests of these tasks. If that fails, run each half by itself, so that out of memory ends only the
+        task that causes it."""
         tasks = [task for task in tasks if not task.is_over]  # an outbox may have cancelled one
         try:
             made = run([task.request for task in tasks if task.request is not None])

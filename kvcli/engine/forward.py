@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvcli.engine.cuda_graphs.captured_pass import CapturedForward
     from kvcli.engine.forward_request import ForwardRequest
 
-PLACE = "kvcli_place"  # attribute that we set on an attention module
+PLACE = "kvcli_place"  # attribute set on an attention module: the index of its layer among those with attention
 
 
 class ForwardPass:
@@ -46,7 +46,7 @@ class ForwardPass:
         self.queries: list[Tensor] = []  # per layer q [H, len(record_queries), D]
         self._dtype = request.cache.dtype
         self._recorded_rows: Tensor | None = None  # on the device
-        self._seen: dict[tuple[int | None, torch.device], Tensor | None] = {}  # by window and device of the layer
+        self._masks: dict[tuple[int | None, torch.device], Tensor | None] = {}  # by window and device of the layer
         self._sent: dict[Any, Any] = {}  # tensors that kernels put on the device once for all layers
         # the layers' cache; batch invariant rows never expand latents, even where that is faster
         may_expand = request.is_prompt and request.rows.sees is None and not request.lm.is_row_invariant
@@ -60,17 +60,17 @@ class ForwardPass:
     ) -> Tensor:
         """Run attention in one layer: q [H, N, D], k, v [K, N, D] after rotary embedding -> [H, N, D].
 
-        The KV cache needs no causal mask, because every stored slot is older than every row: only windows and empty
-        slots are masked there. All tensors are read in the cache's dtype, because a draft token must see its ancestors
-        as it will once they are committed.
-        Where latents are expanded, rows read each other's expanded keys, and the output is values per head.
+        The KV cache needs no causal mask, because every stored slot is older than every row (`PositionMaskedCache` has
+        one for revived tokens): only windows and empty slots are masked. All tensors are read in the cache's dtype,
+        because a draft token must see its ancestors as it will once they are committed. With multi-head latent
+        attention, rows may read each other's KV expanded from latents; the output then is a value per query head.
         """
         request, rows = self._request, self.rows
         # checked first: a cast that does nothing costs as much as a small product, in every layer
         if q.dtype is not self._dtype:
             cast = k.to(self._dtype)
             q, k, v = q.to(self._dtype), cast, cast if v is k else v.to(self._dtype)
-        assert layer not in self.fresh, "a layer runs once"
+        assert layer not in self.fresh, "a layer ran twice in one pass"
         source, is_last = request.lm.shapes[layer].shared_from, layer == self.last
         if source is not None:
             # the cache knows only the layer that stores
@@ -78,47 +78,46 @@ class ForwardPass:
         else:
             self.fresh[layer] = NewKV(k, v)
         if request.record_queries:
-            self._listen(q)
+            self._record_queries(q)
         if is_last:
             raise StopForward
         if request.is_prompt:
             params = replace(params, is_prompt=True)
-        line, sees = rows.sees, self._sees(params.window, q)
+        tree_mask, mask = rows.sees, self._mask_on_device(params.window, q)
         if (expanded := self.trial.expanded.get(layer)) is not None:
-            latent, wide, its_k, its_v = expanded
-            past = [
+            latent, expanded_q, expanded_k, expanded_v = expanded
+            stored = [
                 PartialAttention(latent.values(p.out), p.lse) for p in request.cache.attend(layer, q, params, rows.pos)
             ]
-            return merge_attention(
-                [*past, *NewRows(its_k, its_v, rows.pos, line, sees, sink).parts(wide, params.scale, params.softcap)]
-            )
+            own = NewRows(expanded_k, expanded_v, rows.pos, tree_mask, mask, sink)
+            return merge_attention([*stored, *own.parts(expanded_q, params.scale, params.softcap)])
         if (tree := rows.tree) == len(rows.ids):
-            own = NewRows(k, v, rows.pos, line, sees, sink, sent=self._sent)
+            own = NewRows(k, v, rows.pos, tree_mask, mask, sink, sent=self._sent)
             return merge_attention(request.cache.attend(layer, q, params, rows.pos, own))
-        assert line is not None, "lookahead rows come with a draft tree"
-        assert sees is not None
-        of_tree = NewRows(k[:, :tree], v[:, :tree], rows.pos[:tree], line[:tree, :tree], sees[:tree, :tree], sink)
-        for_scouts = NewRows(k, v, rows.pos, line[tree:], sees[tree:], sink)
-        of_tree.sent = for_scouts.sent = self._sent
-        its = request.cache.attend(
-            layer, q[:, :tree], params, rows.pos[:tree], of_tree
-        )  # unaffected by the lookahead rows
-        theirs = (request.view or request.cache).attend(layer, q[:, tree:], params, rows.pos[tree:], for_scouts)
-        return torch.cat([merge_attention(parts).to(q.dtype) for parts in (its, theirs)], dim=1)
+        assert tree_mask is not None, "lookahead rows come without a mask"
+        assert mask is not None
+        of_tree = NewRows(k[:, :tree], v[:, :tree], rows.pos[:tree], tree_mask[:tree, :tree], mask[:tree, :tree], sink)
+        of_lookahead = NewRows(k, v, rows.pos, tree_mask[tree:], mask[tree:], sink)
+        of_tree.sent = of_lookahead.sent = self._sent
+        # lookahead rows have no effect on the rows of the tree
+        tree_parts = request.cache.attend(layer, q[:, :tree], params, rows.pos[:tree], of_tree)
+        view = request.view or request.cache
+        lookahead_parts = view.attend(layer, q[:, tree:], params, rows.pos[tree:], of_lookahead)
+        return torch.cat([merge_attention(parts).to(q.dtype) for parts in (tree_parts, lookahead_parts)], dim=1)
 
-    def _listen(self, q: Tensor) -> None:
+    def _record_queries(self, q: Tensor) -> None:
         """Record the queries of the requested rows in a layer."""
         if self._recorded_rows is None or self._recorded_rows.device != q.device:
             self._recorded_rows = torch.tensor(list(self._request.record_queries), device=q.device, dtype=torch.int64)
         self.queries.append(q[:, self._recorded_rows])  # a copy: a slice would keep all rows alive
 
-    def _sees(self, window: int | None, like: Tensor) -> Tensor | None:
+    def _mask_on_device(self, window: int | None, like: Tensor) -> Tensor | None:
         """Return which rows of the pass each row attends to in a layer with this window; None = plain causal."""
         key = window, like.device
-        if key not in self._seen:
-            sees = self.rows.sees if window is None else _band(self.rows, window)
-            self._seen[key] = None if sees is None else sees.to(like.device)
-        return self._seen[key]
+        if key not in self._masks:
+            mask = self.rows.sees if window is None else _band(self.rows, window)
+            self._masks[key] = None if mask is None else mask.to(like.device)
+        return self._masks[key]
 
 
 class BatchedPass:
@@ -163,44 +162,43 @@ def attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers: [1, H, N, D], [1, K, N, D] -> [1, N, H, D]."""
-    sight = attention_params_of(query, scaling, softcap, sliding_window)
-    layer, own = layer_index_of(module), own_number(module)
-    its_pass: Any = current()  # a ForwardPass or BatchedPass
-    if (held := latent_notes(own)) is None:
-        out = its_pass.attend(layer, query[0], key[0], value[0], sight, s_aux)
+    params, layer = attention_params_of(query, scaling, softcap, sliding_window), layer_index_of(module)
+    running_pass: Any = current()  # a ForwardPass or BatchedPass
+    if (latent_and_keys := latent_notes(layer_idx_of(module))) is None:
+        out = running_pass.attend(layer, query[0], key[0], value[0], params, s_aux)
     else:
-        latent, k = held
+        latent, k = latent_and_keys
         q = latent.queries(query[0])
         is_expanded = key.shape[2] == k.shape[1] >= latent.expand_threshold
         if is_expanded:
-            its_pass.trial.expanded[layer] = latent, query[0], key[0], value[0]
-        out = its_pass.attend(layer, q, k, k, sight, s_aux)
+            running_pass.trial.expanded[layer] = latent, query[0], key[0], value[0]
+        out = running_pass.attend(layer, q, k, k, params, s_aux)
         out = out if is_expanded else latent.values(out)
     out = out.unsqueeze(0).transpose(1, 2)
     return (out if out.dtype is query.dtype else out.to(query.dtype)).contiguous(), None
 
 
-def own_number(module: torch.nn.Module) -> int:
-    """Return the index of the layer in the model, as the layer states it to its cache."""
-    number: int = module.layer_idx  # type: ignore[assignment]
-    return number
+def layer_idx_of(module: torch.nn.Module) -> int:
+    """Return `layer_idx` of an attention module: the index of its layer among all layers of the model."""
+    layer_idx: int = module.layer_idx  # type: ignore[assignment]
+    return layer_idx
 
 
 def layer_index_of(module: torch.nn.Module) -> int:
-    """Return the index of this layer among those with attention. It differs from the layer's own index if other layers
-    have none (model_probe.py)."""
-    place: int = vars(module).get(PLACE, own_number(module))
-    return place
+    """Return the index of this layer among those with attention. It differs from `layer_idx` if other layers have none
+    (model_probe.py)."""
+    index: int = vars(module).get(PLACE, layer_idx_of(module))
+    return index
 
 
 def attention_params_of(
     query: Tensor, scaling: float | None, softcap: float | None, window: int | None
 ) -> AttentionParams:
     """Return a layer's attention parameters, from the arguments of its attention function; query [.., D]."""
-    return _sight(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap or 0.0, window)
+    return _params(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap or 0.0, window)
 
 
-_sight = lru_cache(64)(AttentionParams)  # layers pass the same few values in every pass
+_params = lru_cache(64)(AttentionParams)  # layers pass the same few values in every pass
 
 
 def _band(rows: Rows, window: int) -> Tensor | None:
@@ -208,5 +206,5 @@ def _band(rows: Rows, window: int) -> Tensor | None:
     if max(rows.pos) - min(rows.pos) < window:
         return rows.sees
     pos, n = torch.tensor(rows.pos), rows.n_rows
-    sees = torch.ones(n, n, dtype=torch.bool).tril() if rows.sees is None else rows.sees
-    return sees & (pos.view(1, -1) > (pos - window).view(-1, 1))
+    mask = torch.ones(n, n, dtype=torch.bool).tril() if rows.sees is None else rows.sees
+    return mask & (pos.view(1, -1) > (pos - window).view(-1, 1))

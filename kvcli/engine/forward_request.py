@@ -1,8 +1,8 @@
 """Forward requests and results: what one sequence asks of one forward pass over one model, and what it gets.
 
 Code that needs a model (a session, a drafter, a policy) is a generator that yields a `ForwardRequest` and is sent the
-`ForwardResult`. It never calls a model itself. So the same code runs one sequence or many in a batch, and the engine
-decides.
+`ForwardResult`. It never calls a model itself. So the caller of the generator decides whether a pass runs one sequence
+or a batch of many.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Rows: the tokens of one forward pass, laid out as a draft tree followed by lookahead rows.
 
 
-Hears = Literal["", "queries", "hidden"]  # tensors of a step's tree rows that the drafter needs
+NeededTensors = Literal["", "queries", "hidden"]  # tensors of a step's tree rows that the drafter needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Draft:
     ids: list[int]
     parent: list[int]
     lookahead: LookaheadRows | None = None
-    needs: Hears = ""  # tensors of the tree rows to return, in `Step.queries` or `Step.hidden`
-    ahead: int = 0  # without draft tokens: one-row passes that the engine may start early
+    needs: NeededTensors = ""  # tensors of the tree rows to return, in `Step.queries` or `Step.hidden`
+    ahead: int = 0  # without draft tokens: one-row passes that a captured pass may start before they are requested
 
     @staticmethod
     def none(ahead: int = 0) -> Draft:
@@ -80,7 +80,7 @@ class Rows:
     tree: int  # rows [0:tree] are the draft tree, row 0 the pending token; the rest are lookahead rows
     parent: tuple[int, ...]  # [tree], -1 for row 0
     wanted: tuple[int, ...] = ()  # lookahead rows whose logits are wanted, after the tree's
-    ahead: int = 0  # one-row passes that the engine may start early, each with the row sampled before
+    ahead: int = 0  # as in `Draft`; each such pass runs the token that the pass before it sampled
 
     @property
     def want(self) -> list[int]:
@@ -128,8 +128,8 @@ class Rows:
         )
 
     def only(self, rows: Sequence[int]) -> Rows:
-        """Return only these rows of a chain, in rising order. With gaps the result has no parents."""
-        assert self.sees is None, "rows of a tree go together"
+        """Return only these rows of a chain, in rising order. Prefill uses the result, so it has no parents."""
+        assert self.sees is None, "rows of a draft tree cannot be separated"
         return Rows(_picked(self.ids, rows), _picked(self.pos, rows), sees=None, tree=len(rows), parent=())
 
     def children(self) -> list[list[int]]:
@@ -142,11 +142,11 @@ class Rows:
 
     def ancestors(self, row: int) -> list[int]:
         """Return the tree rows that a row attends to: itself and its ancestors, nearest first."""
-        found = []
+        ancestors = []
         while row >= 0:
-            found.append(row)
+            ancestors.append(row)
             row = self.parent[row]
-        return found
+        return ancestors
 
 
 def _picked(of: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
@@ -162,26 +162,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
-    """A request for one forward pass over rows of one sequence. `cache` holds the KV that they attend to. The pass does
-    not commit their KV."""
+    """A request for one forward pass over rows of one sequence. `cache` holds the KV that the rows attend to. The pass
+    does not store the KV of its rows."""
 
     lm: LM
     rows: Rows
-    cache: CacheReader  # KV that draft tree rows attend to
+    cache: CacheReader  # KV that the rows of the draft tree attend to
     view: Attendable | None = None  # KV that lookahead rows attend to; None = `cache`
     want: Sequence[int] = ()  # rows whose logits are computed; the tree's first if tokens are sampled
     draw: SamplingContext | None = None  # how the token after each tree row is sampled; None = no sampling
     logits_hook: LogitsHook | None = None  # computes further numbers from the logits of each wanted row, for the host
     record_queries: Sequence[int] = ()  # rows whose queries are returned
-    grows: int = 0  # tokens that may be committed before a policy evicts, or the answer ends
+    grows: int = 0  # tokens that may be committed before a policy evicts; captured passes reserve capacity for them
     # recurrent states of the sequence (recurrent_layers.py); None = not used in this pass
     states: RecurrentStates | None = None
-    is_prompt: bool = False  # prompt rows: every tier attends to all of its slots
+    is_prompt: bool = False  # rows of a prompt: they attend to all slots of every tier, without sparse selection
     # layers to run; None = all, an empty range past the last = norm and output layer, range(0) = embedding
     layers: range | None = None
-    # [N, E]: input of the first of these layers, or of a draft head beside its tokens; None = embed the tokens
+    # [N, E]: input of the first of these layers; for an MTP layer, what it combines with its tokens; None = embed them
     hidden: Tensor | None = None
-    only_kv: bool = False  # the pass ends once the last of these layers has its keys and values
+    only_kv: bool = False  # the pass ends once it has the keys and values of the last of these layers
     record_hidden_states: bool = False  # return the hidden state of each wanted row, as the output layer gets it
 
 
@@ -198,41 +198,41 @@ class ForwardResult:
     """The result of one forward request. The next pass may overwrite its tensors."""
 
     logits: Tensor  # [len(want), V]; empty if the next pass has been launched already
-    # tree row -> the token sampled after it; raises BadModel if the logits are NaN or infinite
+    # tree row -> the token sampled after it; raises BadModel for NaN logits, BadInput if a constraint allows no token
     drawn: Callable[[int], int]
     hook_output: Callable[[int], list[float]]  # index into `want` -> output of the logits hook
-    # new KV by layer, without layers that share another layer's slots; empty if there is `keep`
+    # new KV by layer, without layers that share another layer's slots; empty if there is `commit_rows`
     fresh: Mapping[int, NewKV]
     queries: Sequence[Tensor]  # per layer [H, len(record_queries), D]; empty if no queries are recorded
     # [N, E]: output of layers that end below the last; [len(want), E]: with `record_hidden_states`
     hidden: Tensor | None = None
     # commits these rows on the device; None = the host commits them
-    keep: Callable[[Sequence[int]], None] | None = None
+    commit_rows: Callable[[Sequence[int]], None] | None = None
     # advances the recurrent states by so many rows; None = no recurrent layers
     fold: Callable[[int], None] | None = None
 
 
-Steps = Generator[ForwardRequest, ForwardResult, T]  # generator that may request passes; it returns T
+Passes = Generator[ForwardRequest, ForwardResult, T]  # generator that may request forward passes; it returns T
 Coroutine = Generator[ForwardRequest | E, ForwardResult, T]  # generator that also yields events E
 
 
-def run_until_cancelled(work: Steps[T], cancel: Callable[[], bool]) -> Steps[T | None]:
+def run_until_cancelled(work: Passes[T], cancel: Callable[[], bool]) -> Passes[T | None]:
     """Run the passes of `work` until `cancel()` returns True between two of them. None if cancelled."""
     try:
         request = next(work)
         while not cancel():
             request = work.send((yield request))
     except StopIteration as end:
-        found: T = end.value
-        return found
+        result: T = end.value
+        return result
     finally:
         work.close()
     return None
 
 
-def await_passes(found: Steps[T] | T) -> Steps[T]:
-    """Return a result, or run the passes of a generator and return its result."""
-    if isgenerator(found):
-        plain: T = yield from found
-        return plain
-    return found  # type: ignore[return-value]
+def await_passes(work: Passes[T] | T) -> Passes[T]:
+    """Return `work` if it is a result already; if it is a generator, run its passes and return its result."""
+    if isgenerator(work):
+        result: T = yield from work
+        return result
+    return work  # type: ignore[return-value]

@@ -105,13 +105,13 @@ class Step:
     token."""
 
     rows: Rows
-    logits: Tensor  # [N, V], tree rows first, then the wanted lookahead rows
+    logits: Tensor  # [len(rows.want), V]: tree rows first, then the wanted lookahead rows
     path: list[int]  # accepted rows, row 0 first
     new: list[int]  # tokens added to the sequence
     seconds: float  # wall time from proposal to commit; for a finished step, to its end
     hook_output: Callable[[int], list[float]] = _nothing  # output of the drafter's logits hook, by row of `logits`
     queries: Sequence[Tensor] = ()  # per layer [H, tree, D], if the draft needs them
-    hidden: Tensor | None = None  # [N, E] by row of `logits`, after the last norm, if the draft needs them
+    hidden: Tensor | None = None  # [len(rows.want), E] by row of `logits`, after the last norm, if the draft needs them
 
     @property
     def n_drafted(self) -> int:
@@ -147,13 +147,13 @@ class Stats:
     # draft source -> accepted tokens for which it was the most confident source
     sources: dict[str, int] = field(default_factory=dict)
     lookahead_rows: int = 0
-    scouts_why: str = ""  # reason, while lookahead is paused
+    lookahead_why: str = ""  # reason, while lookahead is paused
     free_rows: int | None = None  # rows of a pass that takes at most 10 % longer than one row; None = not measured
     histogram: list[int] = field(default_factory=list)  # histogram[i]: drafted passes that accepted i tokens
     recent: list[int] = field(default_factory=list)  # new tokens of each of the last passes
     kv: dict[str, int] = field(default_factory=dict)  # bytes by tier
-    # share of the pages selected by sparse attention that were in the page cache already, of those in host memory or on
-    # disk; None = no pages
+    # share of the offloaded slots selected by sparse attention that its page cache on the device held already; None =
+    # none selected
     page_hit_rate: float | None = None
     host_access: str = ""  # how attention reads slots in host memory, in words; "" = none are there
     kv_fp16: int = 0  # size of the same slots at 16 bit, for the compression factor
@@ -197,7 +197,7 @@ class Stats:
         self.paused_passes = after.paused_passes - before.paused_passes
         self.paused_why = after.reason if after.paused else ""
         self.sources = {name: n - before.accepted_by.get(name, 0) for name, n in after.accepted_by.items()}
-        self.scouts_why = after.lookahead.why if after.lookahead else ""
+        self.lookahead_why = after.lookahead.why if after.lookahead else ""
         self.free_rows, self.drafts_by = after.free_rows, after.by
         if after.fault:
             self.shortages.append(f"{after.fault}; the answer continued without it")

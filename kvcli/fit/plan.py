@@ -180,7 +180,7 @@ def plan(
         reading=whole.policy.max_slots_in_prefill,
         again=profile.policy.extra_rows,
         judging=partial(
-            profile.policy.scoring_bytes, heads=shape.heads, kind=room.kind, number=2 if number == 2 else WIDE
+            profile.policy.scoring_bytes, heads=shape.heads, device_type=room.kind, number=2 if number == 2 else WIDE
         ),
         lower=lower if profile.memory.demotes else None,
         spends=_spending(profile, shape, kv_number, room.kind, caps),

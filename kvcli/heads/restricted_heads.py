@@ -39,7 +39,7 @@ class RestrictedHeads:
         self.dtype = store.dtype
         self._store, self._blind, self._reach = store, blind, reach
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Return why captured passes cannot read this view."""
         return DeviceCache(why_not="heads are restricted")
 

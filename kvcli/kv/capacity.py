@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvcli.kv.sparse.settings import SparseMethod
     from kvcli.settings.schema import Kv, Memory
 
-EVERY = 64  # compression interval of a tiered cache, if no policy needs a shorter one
+EVERY = 64  # compression interval of a tiered cache if neither the policy nor sparse attention sets one
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ def alike(n_layers: int, n_kv_heads: int, head_dim: int) -> tuple[LayerShape, ..
     return (LayerShape(n_kv_heads, head_dim, head_dim),) * n_layers
 
 
-def spans(shapes: Sequence[LayerShape]) -> list[range]:
-    """Split the layers into the shortest ranges that share no slots with layers of other ranges."""
+def layer_groups(shapes: Sequence[LayerShape]) -> list[range]:
+    """Split the layers into the shortest ranges of which none reads slots that another range stores."""
     ends = [0]
     for layer in range(1, len(shapes)):
         if all(shape.shared_from is None or shape.shared_from >= layer for shape in shapes[layer:]):
@@ -58,7 +58,7 @@ def storing_layer_of(shapes: Sequence[LayerShape]) -> list[int]:
 
 def storing(attention_params: Sequence[AttentionParams], shapes: Sequence[LayerShape]) -> list[AttentionParams | None]:
     """Return the attention parameters of each layer; None for a layer that reads another layer's slots."""
-    return [sight if of.shared_from is None else None for sight, of in zip(attention_params, shapes, strict=True)]
+    return [params if of.shared_from is None else None for params, of in zip(attention_params, shapes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class LevelSpan:
 
     level: int  # 0 = the top
     n: int  # columns
-    unit: int  # consecutive slots of a head demoted together; slots after the last full unit are demoted singly
+    group: int  # consecutive slots of a head that a policy demotes together; those after the last full group singly
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Slots:
     k: Tensor  # [K, S, D]
     v: Tensor  # [K, S, D]; D may differ from that of the keys. If values equal keys (MLA), `k` itself
     pos: Tensor  # [K, S] int, -1 = empty (heads may have different numbers of slots)
-    spans: Sequence[LevelSpan] = field(default=(), kw_only=True)  # levels of a tiered cache, the lowest level first
+    levels: Sequence[LevelSpan] = field(default=(), kw_only=True)  # columns by level of a tiered cache, lowest first
 
     @property
     def n_slots(self) -> int:
@@ -92,13 +92,13 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """Attention parameters of a layer: score scaling, sliding window and purpose of the rows."""
+    """Attention parameters of a layer (score scaling, softcap, sliding window), and what the rows of the pass are."""
 
     scale: float
     softcap: float = 0.0  # > 0: attention scores become softcap * tanh(score / softcap) (Gemma 2)
     window: int | None = None  # tokens: a row at position p attends to positions > p - window; None = all
-    is_prompt: bool = False  # the rows are a prefill: they attend to all stored slots
-    is_guess: bool = False  # the rows draft: as results are verified later, the cache may use a cheaper approximation
+    is_prompt: bool = False  # the rows are prompt tokens in prefill: they attend to all stored slots
+    is_guess: bool = False  # the rows belong to a draft pass: its output is verified, so the cache may approximate
 
 
 # approximation: slots were evicted, quantized, not all read (sparse), or reused from another sequence
@@ -115,13 +115,13 @@ class Usage:
     nbytes: int  # allocated, spare capacity included
     lost: Loss | None = None  # approximation of these slots
     how: str = ""  # access path of rows to these slots, in words, if there are several
-    asked: int = 0  # slots of all heads requested through the page cache since the sequence began
-    found: int = 0  # requested slots that were in the page cache
+    asked: int = 0  # offloaded slots of all heads that sparse attention selected since the sequence began
+    found: int = 0  # of those, the ones already in its page cache on the device (kvcli/kv/sparse/pages.py)
 
 
 # What to do with the slots of each layer:
 # - None: keep all.
-# - bool [K, S]: True = keep, False = evict.
+# - bool [K, S]: True = keep, False = evict (a tiered cache that `demotes` moves the slot one level down).
 # - int8 [K, S]: the level of a tiered cache to move to; 0 = top, one more than the lowest level = evict.
 Masks = Sequence[Tensor | None]
 
@@ -139,22 +139,22 @@ class Attendable(HasUsage, Protocol):
     def attend(
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """Return partial attention of q [H, N, D] at positions pos [N] over stored slots, oldest first; [] if empty.
+        """Return partial attention of q [H, N, D] at positions pos [N]: one or more results per tier, the tier of the
+        oldest slots first; [] if empty. With `own`, the new KV of the pass is in the last ones, merged if possible.
 
-        With `own`, the new KV of the pass is included, in one partial result with the newest slots if possible.
         Positions of rows are on the host, so that no pass synchronizes with the device.
         """
 
 
 class CacheReader(Attendable, Protocol):
-    """A KV cache, or a way to read one, that the rows of a pass attend to."""
+    """An `Attendable` that a forward pass can run over: it has a data type and device tables for captured passes."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Data type in which a pass reads its new KV and the stored slots."""
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """Return tables for a captured pass to address all slots, with capacity for `rows` slots per head.
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
+        """Return device tables by which a captured pass reads all slots, with capacity for `rows` more per head.
 
         If none are possible, the result has only `why_not`. It is called before a captured pass
         (engine/cuda_graphs/captured_pass.py); slots stored or evicted since are included. `more`: slots that may be
@@ -173,7 +173,7 @@ class Tier(Attendable, Snapshottable, Protocol):
         """Store accepted rows: k, v [K, M, D] at positions start, start + 1, ..."""
 
     def take(self, layer: int, slots: Slots) -> None:
-        """Store slots demoted from another tier, keys after rotary embedding; heads may have different slot counts."""
+        """Store slots with positions of their own, which may differ by head: demoted or moved ones, rows with gaps."""
 
     def n_slots(self, layer: int) -> int:
         """Return the number of slots of the longest head."""
@@ -188,8 +188,8 @@ class Tier(Attendable, Snapshottable, Protocol):
     def newest(self, layer: int, n: int) -> Slots:
         """Return the n slots that each head stored last, in the order of storing."""
 
-    def keep(self, layer: int, mask: Tensor) -> Slots:
-        """Evict slots whose mask [K, S] is False and return them. Heads may keep different numbers of slots."""
+    def evict_except(self, layer: int, mask: Tensor) -> Slots:
+        """Evict slots whose mask [K, S] is False and return those. Heads may keep different numbers of slots."""
 
 
 class KVCache(Tier, CacheReader, Protocol):
@@ -205,25 +205,25 @@ class KVCache(Tier, CacheReader, Protocol):
 
     @property
     def forgets(self) -> bool:
-        """True if some slots dropped by masks are evicted for good; False if all are only demoted out of `slots`."""
+        """True if slots that masks do not keep are evicted; False if their KV stays stored, outside of `slots`."""
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Allocate capacity for n slots per head in these layers (None = all), so that growth copies nothing."""
 
     def crop(self, n: int) -> None:
-        """Remove every slot at position n or later (rollback, not eviction)."""
+        """Remove every slot at position n or later: rewind the sequence, which is no eviction."""
 
     def reaches(self, n: int) -> bool:
         """True if, after `crop(n)`, a row at position n finds every slot inside its sliding windows.
 
-        False if a layer has evicted slots that its window hid from later rows. Slots dropped by masks are not counted.
+        False if such a slot is missing. Slots of layers without a sliding window are not looked at.
         """
 
     def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
-        """Run a compression point of these layers (None = all): drop the slots of `slots` that masks name (() = none).
+        """Run a compression point of these layers (None = all): evict or demote slots as `masks` say (() = keep all).
 
-        Returns True if slots were dropped. Slots that windows hide from all rows at `end` and later are evicted too,
-        without loss.
+        Returns True if masks evicted or demoted a slot. Slots that windows hide from all rows at `end` and later are
+        evicted too, which changes no result.
         """
 
 
@@ -249,7 +249,7 @@ def nbytes(*held: HasUsage | None) -> dict[str, int]:
 
 
 def hit_rate(held: Iterable[HasUsage | None]) -> float | None:
-    """Return the page cache hit rate: the share of requested offloaded slots found there; None = none requested."""
+    """Return the share of slots selected by sparse attention that its page cache held already; None = none selected."""
     uses = [use for holder in held if holder is not None for use in holder.usage()]
     asked = sum(use.asked for use in uses)
     return sum(use.found for use in uses) / asked if asked else None
@@ -325,7 +325,7 @@ def on_host(of: Mapping[int, Tensor]) -> dict[int, Tensor]:
 def visible(pos: Tensor, rows: Sequence[int], window: int | None) -> Tensor | None:
     """Return which slots [K, S] are visible to rows at positions [N]: [K, N, S] bool, or None if all are.
 
-    Slots are older than rows by construction, so only empty slots and a sliding window hide slots.
+    All slots are older than all rows (only `PositionMaskedCache` serves older rows), so only a window or -1 hides one.
     """
     hidden = pos < 0
     shown = None if not bool(hidden.any()) else ~hidden.unsqueeze(1)
@@ -348,7 +348,7 @@ def run_of(start: int, n: int, heads: int, device: torch.device) -> Tensor:
 # Sliding windows: eviction, at compression points, of slots that no later row attends to.
 #
 # A slot outside the window of every later row is hidden from them all, so evicting it changes no result. A sequence
-# that is rolled back further is prefilled again, because the evicted slots are missing.
+# that is rewound further is prefilled again, because the evicted slots are missing.
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,10 +356,10 @@ class Window:
     """Sliding window of a layer, and the margin kept before it."""
 
     size: int  # tokens: a row at position p sees positions > p - size
-    back: int = 192  # tokens that can be rolled back, on disk too: enough to replace the last question
+    back: int = 192  # tokens kept before the window, also in saved caches, so that the last question can be replaced
 
     def window_start(self, end: int) -> int:
-        """Return the position below which slots can be evicted if no later row is before `end`."""
+        """Return the position below which slots can be evicted if every later row is at `end` or after it."""
         return max(0, (end - self.size - self.back) // self.step * self.step)
 
     def most(self, answer: int, chunk: int) -> int:
@@ -373,7 +373,7 @@ class Window:
 
 
 class Windows:
-    """Sliding windows of the layers of a KV cache, and the eviction position of each."""
+    """Sliding windows of the layers of a KV cache, and the position below which each layer has evicted its slots."""
 
     def __init__(self, of: Mapping[int, Window]) -> None:
         self._of = dict(of)  # by layer; other layers keep all slots
@@ -382,12 +382,12 @@ class Windows:
     def __contains__(self, layer: int) -> bool:
         return layer in self._of
 
-    def evict_below(self, layer: int, end: int) -> int:
-        """Return the position below which to evict slots if no later row is before `end`; 0 = evict none."""
+    def eviction_bound(self, layer: int, end: int) -> int:
+        """Return the position below which the caller must now evict slots, if later rows start at `end`; 0 = none."""
         low = self._of[layer].window_start(end) if layer in self._of else 0
         if low <= self._opened.get(layer, 0):
             return 0
-        self._opened[layer] = low
+        self._opened[layer] = low  # counts as done: a bound is returned only once
         return low
 
     def came(self, layer: int, start: int) -> None:
@@ -405,15 +405,15 @@ class Windows:
         return all(has_all(layer, max(0, n - window.size + 1)) for layer, window in self._of.items())
 
     def clear(self) -> None:
-        """Reset after a rollback, because later slots must be evicted again."""
+        """Reset after `crop`, because slots stored again must be evicted again."""
         self._opened.clear()
 
 
 def windows_of(shapes: Sequence[LayerShape], attention_params: Sequence[AttentionParams]) -> dict[int, Window]:
     """Return the largest window of each storing layer; layers with full attention are left out."""
     size: dict[int, int | None] = {}
-    for layer, (shape, sight) in enumerate(zip(shapes, attention_params, strict=True)):
+    for layer, (shape, params) in enumerate(zip(shapes, attention_params, strict=True)):
         holder = layer if shape.shared_from is None else shape.shared_from
-        of, here = size.get(holder, 0), sight.window
+        of, here = size.get(holder, 0), params.window
         size[holder] = None if of is None or here is None else max(of, here)
     return {layer: Window(n) for layer, n in size.items() if n is not None}

@@ -141,7 +141,7 @@ class Text:
         session.query_recorder.begin(self.n)
         hear, made = session.query_recorder.rows_to_record_in_chunk(0, self.n), self._made
         made = replace(made, queries=[q[:, hear] for q in made.queries] if hear else [])
-        session.compression_point = self.n
+        session.next_compression_at = self.n
         session._commit(self.rows, hear, made, range(self.n))
         run_to_end(session.compress_cache("read"))
 

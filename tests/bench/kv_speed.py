@@ -104,7 +104,7 @@ def session(lm: Any, side: str, n: int) -> Any:
         kv.take(layer, Slots(k, v, torch.arange(n).expand(lm.n_kv_heads, -1)))
         if side == "keep25":
             share = torch.tensor([QUARTER[j % len(QUARTER)] for j in range(lm.n_kv_heads)]).unsqueeze(1)
-            kv.keep(layer, torch.rand(lm.n_kv_heads, n, generator=noise) < share)
+            kv.evict_except(layer, torch.rand(lm.n_kv_heads, n, generator=noise) < share)
     made = opened(lm, kv, every=EVERY)
     made.ids = torch.randint(8, lm.vocab, (n + 1,), generator=noise).tolist()
     made.committed = n

@@ -58,7 +58,7 @@ def disk(rng: random.Random, bad: list[str]) -> None:
         for i in range(40):
             tier.append(i % 2, k, -k, 64 * (i // 2))
             if i % 8 == 7:
-                tier.keep(i % 2, torch.rand(2, tier.n_slots(i % 2)) < 0.5)
+                tier.evict_except(i % 2, torch.rand(2, tier.n_slots(i % 2)) < 0.5)
 
     killed(work, rng.random() * 0.05)
     bad += [f"disk tier: {p.name} is left over" for p in folder.iterdir()]

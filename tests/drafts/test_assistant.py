@@ -25,7 +25,7 @@ from kvcli.drafts.draft_models.assistant_head import AssistantHead
 from kvcli.engine.drafting.drafter import Drafter, ModelPair
 from kvcli.engine.drafting.gemma4_assistant import Output, load_assistant, wrap_layers
 from kvcli.engine.engine import generate_together, iterate_events, run_to_end
-from kvcli.engine.forward_request import Steps
+from kvcli.engine.forward_request import Passes
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.errors import BadModel, UsageError
@@ -63,7 +63,7 @@ def theirs(lm: LM, assistant: Any, text: Sequence[int], start: int) -> list[list
     return found
 
 
-def guessed(head: AssistantHead) -> Steps[list[int]]:
+def guessed(head: AssistantHead) -> Passes[list[int]]:
     """A chain of its first choices."""
     (hook_output,) = yield from head.catch_up()
     found = [int(hook_output[0])]
@@ -87,7 +87,7 @@ class Follower:
     def start(self, ids: Sequence[int], sampler: Any = None) -> None:
         self.head.start(ids)
 
-    def propose(self, ids: Sequence[int], room: int, context: Any) -> Steps[Any]:
+    def propose(self, ids: Sequence[int], room: int, context: Any) -> Passes[Any]:
         from kvcli.engine.forward_request import Draft
 
         self.head.bind(context)

@@ -175,7 +175,7 @@ def test_what_is_looked_at_is_the_attention_of_one_row() -> None:
         kv.append(layer, k + layer, k, 0)
     keep = torch.ones(2, 47, dtype=torch.bool)
     keep[1, 11:29] = False
-    kv.keep(0, keep)
+    kv.evict_except(0, keep)
     sight = type(lm().attention_params[0])
     attention_params = {0: sight(0.3, softcap=2.0), 1: sight(0.3, window=20)}
     got = relevance(kv, attention_params, Query({0: q, 1: q}, 45), 3, 5)
@@ -293,7 +293,7 @@ def test_looks_come_by_the_number_of_rounds() -> None:
         if every.is_due:
             every.looked()
         near = every.is_near
-        every.hear(True)
+        every.observe(True)
         assert near == every.is_due
     assert due == [True, False, False, False] * 2 + [True, False]
 
@@ -462,17 +462,17 @@ def rounds(of: Trigger, right: Sequence[bool], sure: float = 0.9) -> list[int]:
             of.looked()
             found.append(n)
         of.think(sure)
-        of.hear(was_right)
+        of.observe(was_right)
     return found
 
 
 def test_two_failures_in_a_row_are_enough_where_drafts_rarely_come_true() -> None:
     of = Adaptive()
-    of.hear(False)
+    of.observe(False)
     of.looked()
     due = []
     for was_right in (True, False, False):
-        of.hear(was_right)
+        of.observe(was_right)
         due.append(of.is_due)
     assert due == [False, False, True]
 
@@ -484,14 +484,14 @@ def test_two_failures_in_a_row_are_enough_where_drafts_rarely_come_true() -> Non
 def test_a_look_is_vain_where_no_more_drafts_come_true_soon_after(after: str, helps: bool) -> None:
     """Within eight rounds. One that nobody asked for, after 32, is never vain; three vain ones are enough."""
     of = Adaptive()
-    of.hear(False)
+    of.observe(False)
     for _ in range(4):
         of.looked()
         for at in after:
-            of.hear(at == "1")
+            of.observe(at == "1")
     of.looked()
-    of.hear(False)
-    of.hear(False)
+    of.observe(False)
+    of.observe(False)
     assert of.is_due == helps
 
 
@@ -500,7 +500,7 @@ def test_whoever_may_look_behind_the_coming_round_has_its_queries() -> None:
     for _ in range(400):
         near = of.is_near
         of.think(random.random())
-        of.hear(random.choice([True, True, False, None]))
+        of.observe(random.choice([True, True, False, None]))
         assert near or not of.is_due
         if of.is_due:
             of.looked()

@@ -246,10 +246,10 @@ class Free:
         is_right = Random(-state).random() < self.share
         return [DraftCandidate(state if is_right else WRONG + 1, self.share, state + 1, None)]
 
-    def safe(self, offer: DraftCandidate) -> int:
+    def safe(self, candidate: DraftCandidate) -> int:
         return 4
 
-    def learn(self, offer: DraftCandidate, was_right: bool) -> None:
+    def learn(self, candidate: DraftCandidate, was_right: bool) -> None:
         return
 
     def record(self) -> tuple[()]:
@@ -286,6 +286,6 @@ def test_others_go_on_behind_what_only_the_model_named(monkeypatch: pytest.Monke
     for source in run.drafter._successors:
         for at in range(40):
             source.add(run.truth[at : at + 4], [run.truth[at + 4], 7000], [-0.01, -9.0])
-    run.drafter._hear_logits = lambda step: None  # type: ignore[method-assign]
+    run.drafter._learn_from_logits = lambda step: None  # type: ignore[method-assign]
     run.run(3)
     assert run.rows == [16] * 3

@@ -78,7 +78,7 @@ def test_the_text_itself_fills_it_where_it_is_to(at: int):
 def test_without_a_clock_all_there_is_to_draft_is_verified():
     """`fafo-paper`: 20 whole 9-grams, however unlikely, where a drafter that has to pay leaves the faint ones out."""
     settings = Profile.load("fafo-paper").spec.settings
-    _, pool = settings.scouting(())
+    _, pool = settings.window_and_pool(())
     for run in range(20):
         pool.put([7], [100 * run + depth for depth in range(1, 9)])
     drafter = TreeDrafter(settings, [pool])

@@ -43,12 +43,12 @@ def test_the_classifier_finds_out_at_which_depth_drafts_fail():
 def test_nothing_behind_a_rejection_teaches(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[int, bool]] = []
 
-    class Hears(Disco):
+    class NeededTensors(Disco):
         def learn(self, chances: object, was_right: bool) -> None:
             heard.append((len(chances), was_right))  # type: ignore[arg-type]
 
     run = Run(monkeypatch, 0.05, lambda at: 0.8, settings={"branches": 1, "stop": "disco"})
-    stop: StopRule = Hears(0.9)
+    stop: StopRule = NeededTensors(0.9)
     run.drafter._stop = stop
     run.run(100)
     assert {depth for depth, _ in heard} > {1, 2, 3}

@@ -280,7 +280,7 @@ def test_a_kv_cache_reads_its_slots_through_them(is_ragged: bool, monkeypatch: p
     kv, pos = make.dense((1, 2, 16), torch.bfloat16, step=8), [41, 42, 42]
     kv.append(0, k, v, 0)
     if is_ragged:
-        kv.keep(0, torch.rand(2, 41, generator=r) < 0.6)
+        kv.evict_except(0, torch.rand(2, 41, generator=r) < 0.6)
     line = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
     for sight in (AttentionParams(0.3), AttentionParams(0.3, softcap=1.5, window=20, is_prompt=True)):
         sees = line if sight.window is None else line & (torch.tensor(pos) > torch.tensor(pos)[:, None] - sight.window)

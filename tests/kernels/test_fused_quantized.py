@@ -310,4 +310,4 @@ def test_a_tier_makes_its_table_when_heads_change(monkeypatch: pytest.MonkeyPatc
             assert (got.out - want.out).norm() <= 1e-2 * want.out.norm()
             torch.testing.assert_close(got.lse, want.lse, atol=2e-2, rtol=1e-2)
         assert sum(made) == step + 1
-        tier.keep(0, keep)
+        tier.evict_except(0, keep)

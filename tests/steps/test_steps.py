@@ -12,7 +12,7 @@ import torch
 from kvcli import assemble, load
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import generate_together, run_to_end
-from kvcli.engine.forward_request import Steps
+from kvcli.engine.forward_request import Passes
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
@@ -61,7 +61,7 @@ def writer(draft: LM, **settings: Any) -> Writer:
     return Writer(LookaheadReasoning(**settings), opened(draft, Sampler()), lambda ids: ids[-1] % 3 == 0)
 
 
-def written(model: LM, sampler: Sampler, by: Writer | None) -> Steps[list[int]]:
+def written(model: LM, sampler: Sampler, by: Writer | None) -> Passes[list[int]]:
     session = opened(model, sampler)
     text = families.prompt(40)
     while (yield from session.prefill_chunk(text)):

@@ -107,7 +107,7 @@ class Scribe:
                 return
             said.append(word)
             yield Text(self.tokenizer.decode([word]), (word,))
-            if (loop := loops.hear(word)) is not None:
+            if (loop := loops.push(word)) is not None:
                 yield turn("loop", loop)
                 return
         yield turn("stop")

@@ -34,10 +34,10 @@ class Followers:
         token = self.next.get(state)
         return [] if token is None else [DraftCandidate(token, self.rates.chance(0, 0), token, None)]
 
-    def safe(self, offer: DraftCandidate) -> int:
+    def safe(self, candidate: DraftCandidate) -> int:
         return 2
 
-    def learn(self, offer: DraftCandidate, was_right: bool) -> None:
+    def learn(self, candidate: DraftCandidate, was_right: bool) -> None:
         self.rates.learn(0, 0, was_right)
 
     def record(self) -> tuple[AcceptanceByMatch, ...]:

@@ -19,7 +19,7 @@ from kvcli.drafts.draft_models.hidden_state_head import HiddenStateHead
 from kvcli.drafts.draft_models.mtp_head import recompute_hidden_states
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.gemma4_assistant import kv_source_layers
-from kvcli.engine.forward_request import ForwardRequest, Rows, Steps
+from kvcli.engine.forward_request import ForwardRequest, Passes, Rows
 from kvcli.kv.tiers.device_tables import DeviceCache
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class BorrowedCache:
         window = None if params.window is None else params.window + _WIDER
         return self._kv.attend(self._layers[layer], q, replace(params, window=window, is_guess=True), pos)
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the reason why the assistant cannot run as a captured pass."""
         return DeviceCache(why_not="the assistant reads the KV cache of the target model")
 
@@ -92,11 +92,11 @@ class AssistantHead(HiddenStateHead):
 
     # ---- passes ----
 
-    def prefill(self) -> Steps[None]:
+    def prefill(self) -> Passes[None]:
         """No prefill is needed."""
         yield from ()
 
-    def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Return the hook output of the pending token's row; empty if no token comes before it."""
         assert want == 1, "one row has a hook output"
         end = self.length - 1
@@ -110,13 +110,13 @@ class AssistantHead(HiddenStateHead):
         self._grown = made[1]
         return made[0]
 
-    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
+    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of the next draft rows, each with its parent's hidden state."""
         found, states = yield from self._pass(ids, self._grown[[parent + 1 for parent in parents]])
         self._grown = torch.cat([self._grown, states])
         return found
 
-    def _pass(self, ids: Sequence[int], states: Tensor) -> Steps[tuple[list[list[float]], Tensor]]:
+    def _pass(self, ids: Sequence[int], states: Tensor) -> Passes[tuple[list[list[float]], Tensor]]:
         """Return the hook output of tokens with the hidden states [N, E] before them, and the new hidden states."""
         assert self._context is not None, "no KV cache is bound"
         n = len(ids)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcli.drafts.draft_models.separate_model import SeparateDraftModel
-from kvcli.engine.forward_request import ForwardRequest, Hears, Rows, Steps
+from kvcli.engine.forward_request import ForwardRequest, NeededTensors, Passes, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kernels.attention_mass import attention_mass
 from kvcli.kernels.rope import rotate, unrotate
@@ -152,7 +152,7 @@ class Trigger(Protocol):
     def think(self, sure: float) -> None:
         """Record the draft model's probability of the coming step's first draft token."""
 
-    def hear(self, was_right: bool | None) -> None:
+    def observe(self, was_right: bool | None) -> None:
         """Record if the first draft token of a finished step was accepted; None = there was none."""
 
     def looked(self) -> None:
@@ -176,7 +176,7 @@ class Every:
     def think(self, sure: float) -> None:
         return
 
-    def hear(self, was_right: bool | None) -> None:
+    def observe(self, was_right: bool | None) -> None:
         self._since += 1
 
     def looked(self) -> None:
@@ -215,7 +215,7 @@ class Adaptive:
         self._is_lost = sure < DOUBT * self._sure
         self._sure = 0.9 * self._sure + 0.1 * sure if self._sure else sure
 
-    def hear(self, was_right: bool | None) -> None:
+    def observe(self, was_right: bool | None) -> None:
         self._since += 1
         if was_right is None:
             return
@@ -306,7 +306,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
         self._held = self._held if self._n else ()
 
     @property
-    def needs(self) -> Hears:
+    def needs(self) -> NeededTensors:
         return "queries" if len(self._text) > self._working and self._trigger.is_near else ""
 
     def bind(self, context: DraftContext | None) -> None:
@@ -330,11 +330,11 @@ class ChunkRetrievalModel(SeparateDraftModel):
         if step.queries:
             of = {layer: step.queries[layer][:, row : row + 1].clone() for layer in self._attention_params}
             self._query = Query(of, step.rows.pos[row])
-        self._trigger.hear(step.n_accepted > 0 if step.n_drafted else None)
+        self._trigger.observe(step.n_accepted > 0 if step.n_drafted else None)
 
     # ---- passes ----
 
-    def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         self._cut(len(self._text) - 1)
         if self._looks():
             yield from self._choose()
@@ -348,7 +348,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
             found = yield from super().catch_up()
         return found
 
-    def _choose(self) -> Steps[None]:
+    def _choose(self) -> Passes[None]:
         """Choose the chunks with the highest scores, prefill the missing ones, and rebuild the cache."""
         self._shelve()
         first, most = self._tail(self.n_uncovered)
@@ -361,7 +361,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
         if known < ALIKE * sum(self._score[chunk] for chunk in chosen):
             self._lay(chosen, first)
 
-    def _study(self, chunks: range) -> Steps[None]:
+    def _study(self, chunks: range) -> Passes[None]:
         """Prefill these chunks separately, after the first tokens of the sequence and a few tokens before them."""
         first, end = (self._sinks + at * self._size for at in (chunks.start, chunks.stop))
         left = max(self._sinks, first - LEFT)
@@ -397,7 +397,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
             among = [chunk for chunk in range(max(0, self._number(first))) if chunk in self._chunks]
             self._lay(best(self._score, among, self._held, most), first)
 
-    def _pass_over(self, most: float) -> Steps[None]:
+    def _pass_over(self, most: float) -> Passes[None]:
         if self.n_uncovered > most:
             self._shelve()
             self._held = () if most >= self._newest else self._held

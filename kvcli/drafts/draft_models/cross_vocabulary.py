@@ -17,7 +17,7 @@ from kvcli.safe_output import BROKEN
 if TYPE_CHECKING:
     from kvcli.drafts.draft_models.draft_model import DraftModel
     from kvcli.engine.drafting.drafter import DraftContext
-    from kvcli.engine.forward_request import Hears, Steps
+    from kvcli.engine.forward_request import NeededTensors, Passes
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
     from kvcli.models.retokenizer import TokenMapping
@@ -137,7 +137,7 @@ class CrossVocabularyModel:
     """Draft model of another vocabulary. One of its tokens becomes several draft tokens without a pass between, or none
     before its next token if it is a part of a word that is one token of the target model."""
 
-    needs: Hears = ""  # rows of the target model are no rows of the draft model
+    needs: NeededTensors = ""  # rows of the target model are no rows of the draft model
 
     def __init__(self, guesser: DraftModel, spelling: TokenMapping) -> None:
         self._it, self._to = guesser, spelling
@@ -211,10 +211,10 @@ class CrossVocabularyModel:
 
     # ---- passes ----
 
-    def prefill(self) -> Steps[None]:
+    def prefill(self) -> Passes[None]:
         yield from self._it.prefill()
 
-    def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         self._forget_draft_tokens()
         if not self._text.its:  # only control tokens that the draft model lacks
             return [[]] * want
@@ -225,7 +225,7 @@ class CrossVocabularyModel:
             return [[]]
         return [(yield from self._named(row))]
 
-    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
+    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output after one more draft token; the draft is a chain."""
         (guess,) = ids
         self._path.append(guess)
@@ -245,7 +245,7 @@ class CrossVocabularyModel:
             return [[]]
         return [(yield from self._named(row))]
 
-    def _look(self, want: int) -> Steps[list[list[float]]]:
+    def _look(self, want: int) -> Passes[list[list[float]]]:
         """Run a trial pass: return the predictions after those of the last `want` tokens at which a draft model token
         ends as well. Tokens before the newest cut and tokens covered before have none."""
         n_its = len(self._text.its)
@@ -261,7 +261,7 @@ class CrossVocabularyModel:
         self._row = []
         return found
 
-    def _go_on(self, its: int) -> Steps[list[float] | None]:
+    def _go_on(self, its: int) -> Passes[list[float] | None]:
         """Return the hook output after one more draft model token; None if it exceeds the maximum depth."""
         if self._n_read >= self._it.max_depth:
             return None
@@ -269,7 +269,7 @@ class CrossVocabularyModel:
         self._n_read += 1
         return row
 
-    def _named(self, row: Sequence[float]) -> Steps[list[float]]:
+    def _named(self, row: Sequence[float]) -> Passes[list[float]]:
         """Return the hook output for the next token. If the best candidate is a part of a word or of a character, the
         draft model continues until it is whole."""
         self._row = self._candidates(row)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import DraftContext
-    from kvcli.engine.forward_request import Hears, Steps
+    from kvcli.engine.forward_request import NeededTensors, Passes
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
 
@@ -41,7 +41,7 @@ class DraftModel(Protocol):
         """Maximum depth of draft tokens after the whole sequence is covered."""
 
     @property
-    def needs(self) -> Hears:
+    def needs(self) -> NeededTensors:
         """Outputs that the next step must return for its rows; "" = none."""
 
     def newest(self, n: int) -> list[int]:
@@ -65,13 +65,13 @@ class DraftModel(Protocol):
     def observe(self, step: Step) -> None:
         """Record one pass of the target model; `extend` follows."""
 
-    def prefill(self) -> Steps[None]:
+    def prefill(self) -> Passes[None]:
         """Prefill a prompt except for its last token."""
 
-    def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Cover the sequence to its end by a prefill of at most `most` of its newest tokens -> the hook output of the
         last `want` rows; empty if hidden states of the next step are needed first."""
 
-    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
+    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Draft further and return the hook output of these rows. `parents`: index of the draft token that each row
         follows, counted from the first since `catch_up`; -1 = the sequence."""

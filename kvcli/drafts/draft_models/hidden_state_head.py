@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcli.engine.forward_request import Hears
+from kvcli.engine.forward_request import NeededTensors
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import DraftContext
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class HiddenStateHead:
     """Draft head over the target model; only the hidden state of the pending token is known."""
 
-    needs: Hears = "hidden"
+    needs: NeededTensors = "hidden"
 
     def __init__(self, lm: LM, head: LM) -> None:
         self._lm, self._head = lm, head

@@ -17,13 +17,13 @@ import torch
 
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.forward_request import ForwardRequest, Rows
-from kvcli.kv.slots import Slots, compact, spans
+from kvcli.kv.slots import Slots, compact, layer_groups
 from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import CacheReader, KVCache
 
@@ -48,7 +48,7 @@ class LayerSkip(Protocol):
     def start(self) -> None:
         """Start another sequence, or rewind this one."""
 
-    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
+    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Passes[None]:
         """Improve the choice before a draft. `cache`: how drafts read `kv`; `newest`: newest of `length` tokens, the
         pending one last."""
 
@@ -62,7 +62,7 @@ class AllLayers:
     def start(self) -> None:
         return
 
-    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
+    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Passes[None]:
         yield from ()
 
 
@@ -73,7 +73,7 @@ class _Chosen:
         """`share`: of those units, the share that is skipped."""
         if lm.straight is None:
             lm.check_layer_gates()  # raises BadModel if rows cannot be stopped between layers
-        self._lm, self._units = lm, spans(lm.shapes)
+        self._lm, self._units = lm, layer_groups(lm.shapes)
         self._n = min(len(self._units) - 2, round(share * (len(self._units) - 2)))
         self._random = Random(0)
         self.runs: Sequence[range] = self._without(range(1, 1 + self._n))
@@ -107,7 +107,7 @@ class Early(_Chosen):
         if self._n > 0:
             self.runs = [range(self._units[-self._n].start), range(lm.n_layers, lm.n_layers)]
 
-    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
+    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Passes[None]:
         yield from ()
 
 
@@ -119,7 +119,7 @@ class Swift(_Chosen):
         """Reset the search; the layers of the last sequence are the first candidate."""
         self._began, self._spent, self._tries, self._best = perf_counter(), 0.0, 0, -1.0
 
-    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
+    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Passes[None]:
         """Score another layer set, while time is left."""
         began = perf_counter()
         is_over = self._best >= _ENOUGH or self._tries >= _TRIES or self._n < 1
@@ -134,7 +134,7 @@ class Swift(_Chosen):
             self._best, self.runs = score, runs
         self._spent += perf_counter() - began
 
-    def _score(self, runs: Sequence[range], kv: KVCache, ids: Sequence[int], at: int) -> Steps[float]:
+    def _score(self, runs: Sequence[range], kv: KVCache, ids: Sequence[int], at: int) -> Passes[float]:
         """Return the share of `ids`, the first at position `at`, that these layers predict from the token before."""
         before = newest_before(self._lm, kv, at, chain.from_iterable(runs))
         rows, hidden = Rows.chain(ids[:-1], at), None
@@ -174,7 +174,7 @@ class Knn(Swift):
     def about(self) -> str:
         return super().about + self._how
 
-    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
+    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Passes[None]:
         """Embed the sequence by one pass before the first draft and look up the nearest earlier one."""
         if self._n < 1 or len(newest) < 2:
             return
@@ -196,7 +196,7 @@ class Knn(Swift):
             self._found.runs, self._found.best, self._found.tries = self.runs, self._best, self._tries
             self._known.keep(self._found)
 
-    def _place(self, kv: KVCache, ids: Sequence[int], at: int) -> Steps[Tensor]:
+    def _place(self, kv: KVCache, ids: Sequence[int], at: int) -> Passes[Tensor]:
         """Return the normalized mean hidden state [E] before the last layers of `ids`, the first at position `at`."""
         below = range(self._units[-1].start)
         made = yield ForwardRequest(self._lm, Rows.chain(ids, at), newest_before(self._lm, kv, at, below), layers=below)
@@ -251,7 +251,7 @@ class Clasp(_Chosen):
         """Restart the draft count."""
         self._drafts = 0
 
-    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
+    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Passes[None]:
         """Run the pending token layer by layer in one pass; row j is its hidden state with j layers skipped."""
         self._drafts += 1
         if self._drafts % self.EVERY != 1 or self._n < 1:

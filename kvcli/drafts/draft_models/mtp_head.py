@@ -22,7 +22,7 @@ from kvcli.drafts.draft_models.layer_skip import SEEN, newest_before
 from kvcli.drafts.draft_models.separate_model import shared
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
-from kvcli.engine.forward_request import ForwardRequest, Rows, Steps
+from kvcli.engine.forward_request import ForwardRequest, Passes, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kv.tiers.dense import Dense
 
@@ -94,11 +94,11 @@ class MtpHead(HiddenStateHead):
 
     # ---- passes ----
 
-    def prefill(self) -> Steps[None]:
+    def prefill(self) -> Passes[None]:
         """No prefill: hidden states of a prompt are not recorded."""
         yield from ()
 
-    def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Return the hook output of the pending token's row; empty if the hidden state before it is unknown."""
         assert want == 1, "one row has a hook output"
         self._drop()
@@ -121,7 +121,7 @@ class MtpHead(HiddenStateHead):
         self._ahead = DraftTreeKV(self._head, self._kv, self.length)
         return [made.hook_output(0)]
 
-    def _hear_again(self) -> Steps[None]:
+    def _hear_again(self) -> Passes[None]:
         """Recompute the hidden states of the newest tokens."""
         assert self._context is not None, "no KV cache is bound"
         end = self.length - 1
@@ -133,7 +133,7 @@ class MtpHead(HiddenStateHead):
         new = range(max(first + 1, known), end + 1)
         self._wait(new, states[-len(new) :].clone())
 
-    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
+    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of the next draft rows, each with its parent's hidden state."""
         assert self._ahead is not None, "read first"
         states = self._grown[[parent + 1 for parent in parents]]
@@ -143,7 +143,7 @@ class MtpHead(HiddenStateHead):
         return [made.hook_output(i) for i in range(len(ids))]
 
 
-def recompute_hidden_states(lm: LM, context: DraftContext, text: Sequence[int]) -> Steps[tuple[int, Tensor]]:
+def recompute_hidden_states(lm: LM, context: DraftContext, text: Sequence[int]) -> Passes[tuple[int, Tensor]]:
     """Return hidden states [n, E] of the newest tokens except the pending one, and the position of the first, by a pass
     of the target model over part of the KV cache."""
     end = len(text) - 1

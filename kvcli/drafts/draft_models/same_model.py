@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvcli.drafts.draft_models.layer_skip import LayerSkip
     from kvcli.engine.drafting.drafter import DraftContext
-    from kvcli.engine.forward_request import Hears, Steps
+    from kvcli.engine.forward_request import NeededTensors, Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.stats import Step
     from kvcli.kernels.attend_invariant import NewRows
@@ -35,7 +35,7 @@ _NEWEST = 64  # tokens that are remembered
 class SelfDraftModel:
     """Draft model that is the target model itself. Only the pending token is uncovered: the first row of each draft."""
 
-    needs: Hears = ""
+    needs: NeededTensors = ""
     n_uncovered = 1
 
     def __init__(self, lm: LM, skipping: LayerSkip) -> None:
@@ -90,11 +90,11 @@ class SelfDraftModel:
     def observe(self, step: Step) -> None:
         """No further data: `extend` has the new tokens."""
 
-    def prefill(self) -> Steps[None]:
+    def prefill(self) -> Passes[None]:
         """No prefill: the target model's own passes fill the cache."""
         yield from ()
 
-    def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Return the hook output of the pending token's row."""
         assert want == 1, "one row has a hook output"
         assert self._context is not None, "no KV cache is bound"
@@ -104,7 +104,7 @@ class SelfDraftModel:
         self._ahead = DraftTreeKV(self.lm, past, self.length - 1)
         return (yield from self._ahead.grow(self._newest[-1:], [-1], top, self._skipping.runs))
 
-    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
+    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of draft rows after the pending token, which is the root of their tree."""
         assert self._ahead is not None, "read first"
         return (yield from self._ahead.grow(ids, [parent + 1 for parent in parents], top, self._skipping.runs))
@@ -116,7 +116,7 @@ class DraftCacheView:
     def __init__(self, cache: Attendable, dtype: torch.dtype) -> None:
         self.dtype, self._cache = dtype, cache
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the reason why drafting cannot run as a captured pass."""
         return DeviceCache(why_not="self-drafting reads a part of the KV cache")
 

@@ -16,7 +16,7 @@ import torch
 
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
-from kvcli.engine.forward_request import ForwardRequest, Hears, Rows, Steps
+from kvcli.engine.forward_request import ForwardRequest, NeededTensors, Passes, Rows
 from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.sequence.commit import commit
 from kvcli.kernels.rope import Rotary, rotate, unrotate
@@ -85,7 +85,7 @@ class SeparateDraftModel:
         return len(self._text)
 
     @property
-    def needs(self) -> Hears:
+    def needs(self) -> NeededTensors:
         return ""
 
     def newest(self, n: int) -> list[int]:
@@ -137,7 +137,7 @@ class SeparateDraftModel:
 
     # ---- passes ----
 
-    def prefill(self) -> Steps[None]:
+    def prefill(self) -> Passes[None]:
         """Prefill the sequence except for its last token."""
         sees = self._sees
         if sees is None:
@@ -151,7 +151,7 @@ class SeparateDraftModel:
             self._settle(most)
         self._settle(self._newest)
 
-    def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Cover the sequence to its end by a prefill of at most `most` of its newest tokens -> the hook output of the
         last `want` rows."""
         self._cut(len(self._text) - 1)  # `catch_up` is called again after the verification pass failed
@@ -163,7 +163,7 @@ class SeparateDraftModel:
         self._states.mark()
         return (yield from self._feed(self._text[self._n :], want))
 
-    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
+    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of draft rows after the sequence, which must be covered."""
         if self._guessed is None:
             states = self._states if self.lm.recurrent_layers else None
@@ -174,7 +174,7 @@ class SeparateDraftModel:
         # padding ids of the other vocabulary have no embedding in this model
         return [min(i, self.lm.vocab - 1) for i in ids]
 
-    def _feed(self, ids: Sequence[int], want: int = 0) -> Steps[list[list[float]]]:
+    def _feed(self, ids: Sequence[int], want: int = 0) -> Passes[list[list[float]]]:
         rows = Rows.chain(self._known(ids), self._n - self._gap)
         n = rows.n_rows
         assert want <= n, "hook outputs of rows outside the pass"
@@ -189,7 +189,7 @@ class SeparateDraftModel:
 
     # ---- the tokens that are kept ----
 
-    def _pass_over(self, most: float) -> Steps[None]:
+    def _pass_over(self, most: float) -> Passes[None]:
         """Skip the uncovered tokens except for the first tokens of the sequence and `most` of the newest.
 
         If those are all that may be kept, earlier slots are evicted, too.

@@ -188,10 +188,10 @@ class SourcePayoff:
         if len(self._cost) >= _FIRST and price > _HOPELESS:
             self._stop(f"{self._what} cost the time of {price:.2f} tokens per pass")
         elif len(self._brought) == _BURST:
-            if (worth := self.brought or 0.0) >= price:
+            if (gain := self.brought or 0.0) >= price:
                 self._rest = _REST
             else:
-                self._stop(f"{self._what} added {worth:.2f} tokens per pass and cost the time of {price:.2f}")
+                self._stop(f"{self._what} added {gain:.2f} tokens per pass and cost the time of {price:.2f}")
 
     def _stop(self, why: str) -> None:
         self._left, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
@@ -205,7 +205,7 @@ _WINDOW = 32  # drafting passes over which the speed is judged
 _EARLY, _CLEARLY = 16, 0.08  # passes after which drafting stops early if it is slower by this much
 _PAUSE, _LONGEST_PAUSE = 64, 1024  # passes; a pause doubles each time drafting fails again
 _RELAPSE = 128  # passes after a pause within which another failure doubles the next one
-_PAPER_EVERY = 8  # passes between two dry-run drafts during a pause
+_DRY_RUN_INTERVAL = 8  # passes between two dry-run drafts during a pause
 _ABSURD = 0.6  # units; if a pass with draft tokens seems faster than this, the plain time is wrong
 # at most 2 times in 128 passes the plain time is measured again; after that, differences are noise
 _DOUBTS, _LATELY = 2, 128
@@ -219,7 +219,7 @@ class Mode(Enum):
     """Purpose of the next pass."""
 
     DRAFT = "draft"  # draft, and verify the tokens that save time
-    PAPER = "paper"  # draft, verify no token, and compare the draft with the text that follows
+    DRY_RUN = "dry run"  # draft, verify no token, and compare the draft with the text that follows
     PLAIN = "plain"  # no draft: one row, timed as the baseline
 
 
@@ -295,7 +295,7 @@ class DraftController:
     def mode(self) -> Mode:
         """Choose the purpose of the coming pass."""
         if self._left:
-            self._mode = Mode.PAPER if self._left % _PAPER_EVERY == 0 else Mode.PLAIN
+            self._mode = Mode.DRY_RUN if self._left % _DRY_RUN_INTERVAL == 0 else Mode.PLAIN
         else:
             # when drafting gains little, a plain pass costs little, and an accurate baseline matters
             every = self.baseline_interval // 4 if self._window.rate < _MARGINAL else self.baseline_interval
@@ -311,7 +311,7 @@ class DraftController:
         """
         return self._best(chances, safe)[0]
 
-    def worth(self, chances: Sequence[float], safe: int) -> float:
+    def net_gain(self, chances: Sequence[float], safe: int) -> float:
         """Return the tokens gained by verifying the best number of draft tokens, less the cost at the present speed."""
         return self._best(chances, safe)[1]
 
@@ -324,15 +324,15 @@ class DraftController:
             if n > safe and n + 1 > reach:
                 break
             tokens += chance
-            if (worth := tokens - rate * (costs[n] - 1)) > most:
-                best, most = n, worth
+            if (gain := tokens - rate * (costs[n] - 1)) > most:
+                best, most = n, gain
         return best, most
 
     def deeper(self, chances: Sequence[float], most: int, mean: float, each: float, beside: float = 0.0) -> bool:
         """True if more draft tokens after those of `chances`, up to `most`, gain more than the draft passes they need.
 
         `mean`: expected acceptance of further draft tokens; `each`: draft pass time in plain passes; `beside`: net gain
-        in tokens (`worth`) of draft tokens that need no pass.
+        in tokens (`net_gain`) of draft tokens that need no pass.
         """
         n, chance, gain = len(chances), chances[-1] if chances else 1.0, 0.0
         rate = max(self._window.rate, 1.0)

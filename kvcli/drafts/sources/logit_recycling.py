@@ -105,11 +105,11 @@ class RecycledLogits:
         self.spent += perf_counter() - began
         return found
 
-    def safe(self, offer: DraftCandidate) -> int:
+    def safe(self, candidate: DraftCandidate) -> int:
         return 4
 
-    def learn(self, offer: DraftCandidate, was_right: bool) -> None:
-        row, column = offer.about
+    def learn(self, candidate: DraftCandidate, was_right: bool) -> None:
+        row, column = candidate.about
         self._odds.learn(row, column, was_right, is_first=not column)
 
     def add(self, before: Sequence[int], ids: list[int], logp: list[float]) -> None:

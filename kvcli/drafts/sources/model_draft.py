@@ -23,7 +23,7 @@ from kvcli.kv.out_of_memory import as_cache_full
 if TYPE_CHECKING:
     from kvcli.drafts.draft_models.draft_model import DraftModel
     from kvcli.drafts.sources.prompt_lookup import PromptLookup
-    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.forward_request import Passes
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.stats import AcceptanceByMatch
 
@@ -113,33 +113,33 @@ class ModelDraft:
 
     # ---- passes ----
 
-    def study(self) -> Steps[None]:
+    def study(self) -> Passes[None]:
         """Prefill the prompt."""
         if self._can_go_on():
             with self._giving_up():
                 yield from self.guesser.prefill()
 
-    def extend_draft(self, room: int, pays: Pays, plain: float, costs: Costs) -> Steps[bool]:
+    def extend_draft(self, room: int, pays: Pays, plain: float, costs: Costs) -> Passes[bool]:
         """Draft the next tokens, at most `room` deep, while that saves time; otherwise run a trial pass if one is due.
         Returns True if a trial pass was run.
 
         `plain`: seconds of a plain pass; `costs`: of verification.
         """
-        began, looked = perf_counter(), False
+        began, is_trial = perf_counter(), False
         if not self._can_go_on():
             return False
         with self._giving_up():
             if room > 0 and pays(()):
                 self._plan(plain, costs)
                 yield from self._draft(min(room, self.depth, self.guesser.max_depth), pays)
-            elif looked := self._is_due(plain):
+            elif is_trial := self._is_due(plain):
                 yield from self._take_a_look(began)
             else:
                 return False
         self.spent = perf_counter() - began
-        return looked
+        return is_trial
 
-    def _draft(self, most: int, pays: Pays) -> Steps[None]:
+    def _draft(self, most: int, pays: Pays) -> Passes[None]:
         growth, newest, promised = self._growth, 0, 0.0
         chances = list[float]()  # chances that a draft token of each level is accepted
         while True:
@@ -170,7 +170,7 @@ class ModelDraft:
             newest = len(self._places)
             yield from self._pass(tips, most)
 
-    def _pass(self, tips: Sequence[Leaf], most: int) -> Steps[None]:
+    def _pass(self, tips: Sequence[Leaf], most: int) -> Passes[None]:
         """Run one draft pass over these leaves, and over tokens copied by prompt lookup after the first leaf."""
         began, first, n = perf_counter(), self._n_rows, len(tips)
         ids, parents = [self._token(tip) for tip in tips], [self._places[tip.place].row for tip in tips]
@@ -236,7 +236,7 @@ class ModelDraft:
             self._shape = sequoia(rates, most, min(self.depth, most), self.cost(plain), costs(most + 1))
         self._until_plan = (self._until_plan or _PLAN) - 1
 
-    def _take_a_look(self, began: float) -> Steps[None]:
+    def _take_a_look(self, began: float) -> Passes[None]:
         newest = self.guesser.newest(_FIRST if self.is_untried else LOOK)
         found = yield from self.guesser.catch_up(len(newest), most=len(newest))
         for i, hook_output in enumerate(found[:-1]):
@@ -302,12 +302,12 @@ class ModelDraft:
             found.append(DraftCandidate(token, place.chances[rank], place.below.get(token), (rank, about)))
         return found
 
-    def safe(self, offer: DraftCandidate) -> int:
+    def safe(self, candidate: DraftCandidate) -> int:
         """Return all nodes, because they were drafted for a gain."""
         return len(self._places)
 
-    def learn(self, offer: DraftCandidate, was_right: bool) -> None:
-        rank, about = offer.about
+    def learn(self, candidate: DraftCandidate, was_right: bool) -> None:
+        rank, about = candidate.about
         self._learn(rank, about, was_right)
 
     def _learn(self, rank: int, about: tuple[int, int], was_right: bool) -> None:

@@ -87,12 +87,12 @@ class NgramPool:
             found.append(DraftCandidate(token, self._odds.chance(row, column), agree, (row, column)))
         return found
 
-    def safe(self, offer: DraftCandidate) -> int:
+    def safe(self, candidate: DraftCandidate) -> int:
         """Return the rows of one n-gram of the usual length."""
         return 4
 
-    def learn(self, offer: DraftCandidate, was_right: bool) -> None:
-        row, column = offer.about
+    def learn(self, candidate: DraftCandidate, was_right: bool) -> None:
+        row, column = candidate.about
         self._odds.learn(row, column, was_right, is_first=not column)
 
     def record(self) -> tuple[AcceptanceByMatch, ...]:

@@ -265,13 +265,13 @@ class PromptLookup:
             found.append(DraftCandidate(token, chance, agree, (row, column, share, match)))
         return found
 
-    def safe(self, offer: DraftCandidate) -> int:
+    def safe(self, candidate: DraftCandidate) -> int:
         """Return about two rows per matched token."""
-        match: int = offer.about[3]
+        match: int = candidate.about[3]
         return 2 * match + 1
 
-    def learn(self, offer: DraftCandidate, was_right: bool) -> None:
-        row, column, share, _ = offer.about
+    def learn(self, candidate: DraftCandidate, was_right: bool) -> None:
+        row, column, share, _ = candidate.about
         self._odds.learn(row, column, was_right, share, is_first=column < 3)
 
     def record(self) -> tuple[AcceptanceByMatch, ...]:

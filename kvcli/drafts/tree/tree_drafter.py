@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from kvcli.drafts.tree.growth import StopRule
     from kvcli.drafts.tree.tree import Beyond
     from kvcli.engine.drafting.drafter import Costs, DraftContext, ViewSpec
-    from kvcli.engine.forward_request import Draft, LogitsHook, LookaheadRows, Steps
+    from kvcli.engine.forward_request import Draft, LogitsHook, LookaheadRows, Passes
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
 
 _PATIENT, _EAGER = 64, 16  # passes before the first lookahead rows, with other sources and alone
-_PAPER = 8  # tokens of a dry-run draft, all of which must be right
-_HEARING = 0.02  # share of a plain pass spent on learning from rows other than the one that ended the path
+_DRY_RUN_TOKENS = 8  # tokens of a dry-run draft, all of which must be right
+_LEARNING = 0.02  # share of a plain pass spent on learning from rows other than the one that ended the path
 _TAIL = 8  # last tokens by which a sequence is recognized, and from which keys are made
 
 
@@ -40,26 +40,26 @@ class TreeDrafter:
         sources: Sequence[DraftSource],
         *,
         successors: Sequence[RecycledLogits] = (),
-        scouting: tuple[JacobiWindow, NgramPool] | None = None,
+        lookahead: tuple[JacobiWindow, NgramPool] | None = None,
         view: ViewSpec | None = None,
         chain: ModelDraft | None = None,
         beyond: Sequence[tuple[int, Beyond]] = (),
         stop: StopRule | None = None,
     ) -> None:
-        """`successors`: the sources that learn from logits. The n-gram pool of `scouting` is one of the sources, and so
-        is `chain`, which comes last and needs draft passes; `stop` may end its drafts sooner than measured times do.
+        """`successors`: the sources that learn from logits. The n-gram pool of `lookahead` is in `sources`, and so is
+        `chain`, as the last, which needs draft passes; `stop` may end its drafts sooner than measured times do.
         `beyond`: as in `grow`."""
         self._config, self._sources, self._successors = config, list(sources), successors
-        self._window: JacobiWindow | None = scouting[0] if scouting else None
-        self._pool: NgramPool | None = scouting[1] if scouting else None
+        self._window: JacobiWindow | None = lookahead[0] if lookahead else None
+        self._pool: NgramPool | None = lookahead[1] if lookahead else None
         self._view, self._chain, self._beyond, self._stop = view, chain, beyond, stop
-        # cumulative chances of the draft model's tokens in the running pass, as of the last call of `_pays`
-        self._asked: list[float] = []
-        self._pace = DraftController(config.min_speedup, config.baseline_interval)
-        self._credit = SourcePayoff(_PATIENT if len(self._sources) > 1 else _EAGER)
-        self._thrift = SourcePayoff(0, "recycled logits")
-        # may recycled logits be switched off? only beside other sources
-        self._rest = config.adaptive and len(successors) < len(self._sources)
+        # chances that the draft model's tokens are accepted, each with all before it, as of the last call of `_pays`
+        self._model_chances: list[float] = []
+        self._control = DraftController(config.min_speedup, config.baseline_interval)
+        self._lookahead_payoff = SourcePayoff(_PATIENT if len(self._sources) > 1 else _EAGER)
+        self._recycling_payoff = SourcePayoff(0, "recycled logits")
+        # recycled logits are switched off while they cost more than they gain, but only beside other sources
+        self._can_pause_recycling = config.adaptive and len(successors) < len(self._sources)
         self._costs: Costs | None = None
         self._sampler: Sampler | None = None  # sampler of the answer; None = greedy decoding
         self._n = 0  # tokens of the sequence that the sources know
@@ -68,9 +68,9 @@ class TreeDrafter:
         self._draft_tokens: list[DraftToken] | None = None
         self._lookahead: LookaheadRows | None = None  # lookahead rows of the running pass
         self._mode = Mode.DRAFT  # purpose of the running pass
-        self._listens = True  # are logits learned from? False while all such sources are switched off
+        self._learns_from_logits = True  # False in plain passes during a pause
         self._accepted_by = dict.fromkeys((source.name for source in sources), 0)
-        self._paper: list[int] = []  # tokens of a dry-run draft still to be compared
+        self._dry_run: list[int] = []  # tokens of a dry-run draft still to be compared
 
     @property
     def view(self) -> ViewSpec | None:
@@ -79,7 +79,8 @@ class TreeDrafter:
     @property
     def logits_hook(self) -> LogitsHook | None:
         """The hook that returns the likeliest tokens of each row, if a source learns from them."""
-        if self._lookahead is None and not (self._listens and any(not source.rests for source in self._successors)):
+        learns = self._learns_from_logits and any(not source.rests for source in self._successors)
+        if self._lookahead is None and not learns:
             return None
         from kvcli.drafts.sources.logit_recycling import top  # late: it needs torch
 
@@ -93,7 +94,7 @@ class TreeDrafter:
         """Return the memory of a draft model's KV cache."""
         return self._chain.guesser.usage() if self._chain is not None else []
 
-    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Steps[None] | None:
+    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Passes[None] | None:
         self._sampler = sampler
         for source in self._successors:
             source.sampler = sampler
@@ -102,21 +103,23 @@ class TreeDrafter:
         self._follow(ids)
         if self._window is not None:
             self._window.start(ids)
-        self._pace.restart()
+        self._control.restart()
         if self._costs is not None:
-            self._pace.expect(self._costs(len(ids)))
-        self._draft_tokens, self._paper = None, []
-        return self._chain.study() if self._chain is not None and not self._pace.is_paused and self._pays(()) else None
+            self._control.expect(self._costs(len(ids)))
+        self._draft_tokens, self._dry_run = None, []
+        if self._chain is None or self._control.is_paused or not self._pays(()):
+            return None
+        return self._chain.study()
 
-    def propose(self, ids: Sequence[int], room: int, context: DraftContext | None = None) -> Steps[Draft] | Draft:
+    def propose(self, ids: Sequence[int], room: int, context: DraftContext | None = None) -> Passes[Draft] | Draft:
         if self._tail != list(ids[max(0, self._n - _TAIL) : self._n]) or self._n > len(ids):
             self._follow(ids)
         elif self._n < len(ids):
             self._extend(ids[self._n :])
-        mode = self._mode = self._pace.mode() if self._config.adaptive else Mode.DRAFT
-        self._listens = mode is not Mode.PLAIN or not self._pace.is_paused
-        if self._rest and self._successors and mode is Mode.DRAFT:
-            rests = not self._thrift.due(0.0, self._pace.speed)
+        mode = self._mode = self._control.mode() if self._config.adaptive else Mode.DRAFT
+        self._learns_from_logits = mode is not Mode.PLAIN or not self._control.is_paused
+        if self._can_pause_recycling and self._successors and mode is Mode.DRAFT:
+            rests = not self._recycling_payoff.due(0.0, self._control.speed)
             for source in self._successors:
                 source.rests, source.spent = rests, 0.0
         if self._chain is not None and mode is not Mode.PLAIN:
@@ -124,19 +127,20 @@ class TreeDrafter:
             return self._ahead(self._chain, mode, room)
         return self._proposal(mode, room)
 
-    def _ahead(self, chain: ModelDraft, mode: Mode, room: int) -> Steps[Draft]:
+    def _ahead(self, chain: ModelDraft, mode: Mode, room: int) -> Passes[Draft]:
         """Return the proposal after the passes of the draft model."""
         is_asked = mode is Mode.DRAFT and self._pays(()) and not (self._config.adaptive and chain.is_untried)
         if is_asked and self._config.adaptive and len(self._sources) > 1:
             others = [source for source in self._sources if source is not chain]
-            named = grow(others, self._config.max, room, self._config.branches)
-            chances = [guess.chance for guess in named]
+            draft_tokens = grow(others, self._config.max, room, self._config.branches)
+            chances = [token.chance for token in draft_tokens]
             is_sure = bool(chances) and chances[0] >= SURE
             # draft tokens of other sources need no pass, so the model's tokens must gain more and pay for its passes
-            is_asked = not is_sure and self._pays((), self._pace.worth(chances, self._safe(named)))
-        looked = yield from chain.extend_draft(room if is_asked else 0, self._pays, self._pace.plain, self._pace.costs)
-        if looked and mode is Mode.PAPER:
-            self._pace.observe_dry_run(self._pays(()))
+            is_asked = not is_sure and self._pays((), self._control.net_gain(chances, self._safe(draft_tokens)))
+        room_to_ask = room if is_asked else 0
+        is_trial = yield from chain.extend_draft(room_to_ask, self._pays, self._control.plain, self._control.costs)
+        if is_trial and mode is Mode.DRY_RUN:
+            self._control.observe_dry_run(self._pays(()))
         return self._proposal(mode, room)
 
     def _proposal(self, mode: Mode, room: int) -> Draft:
@@ -144,33 +148,33 @@ class TreeDrafter:
 
         self._draft_tokens = self._grow(mode, room)
         rows = self._rows(self._draft_tokens) if mode is Mode.DRAFT else 0
-        self._lookahead = self._send(mode, room, rows)
+        self._lookahead = self._lookahead_for(mode, room, rows)
         if mode is not Mode.DRAFT:
             return Draft.none()
-        hears = self._chain.guesser.needs if self._chain is not None else ""
-        of = self._draft_tokens[:rows]
-        return Draft([g.id for g in of], [g.parent for g in of], self._lookahead, hears)
+        needs = self._chain.guesser.needs if self._chain is not None else ""
+        tokens = self._draft_tokens[:rows]
+        return Draft([t.id for t in tokens], [t.parent for t in tokens], self._lookahead, needs)
 
     def observe(self, step: Step) -> None:
         if self._draft_tokens is None:
             return
         began = perf_counter()
         found = decided(self._draft_tokens, step.new)
-        for guess, is_right in found:
-            for i, offer in guess.named:
-                self._sources[i].learn(offer, is_right)
-        if self._stop is not None and self._asked:
+        for token, is_right in found:
+            for i, candidate in token.candidates:
+                self._sources[i].learn(candidate, is_right)
+        if self._stop is not None and self._model_chances:
             self._teach(self._stop, found)
         for row in step.path[1:]:
-            i, _ = max(self._draft_tokens[row - 1].named, key=lambda named: named[1].chance)
+            i, _ = max(self._draft_tokens[row - 1].candidates, key=lambda entry: entry[1].chance)
             self._accepted_by[self._sources[i].name] += 1
         lookahead_rows = step.rows.n_rows - step.rows.tree
         brought = self._brought(step, [self._pool]) if lookahead_rows else 0
-        self._hear_paper(step.new)
+        self._compare_dry_run(step.new)
         if lookahead_rows:
             self._harvest(step)
-        if self._listens:
-            self._hear_logits(step)
+        if self._learns_from_logits:
+            self._learn_from_logits(step)
         ahead = self._chain.spent if self._chain is not None else 0.0
         if self._chain is not None:
             self._chain.guesser.observe(step)
@@ -178,19 +182,19 @@ class TreeDrafter:
         # work between two passes counts, because plain decoding would not need it
         spent = perf_counter() - began if self._mode is Mode.DRAFT else 0.0
         seconds = step.seconds + spent
-        surcharge = self._pace.observe(step.n_drafted, len(step.new), seconds, lookahead_rows, ahead)
+        surcharge = self._control.observe(step.n_drafted, len(step.new), seconds, lookahead_rows, ahead)
         if lookahead_rows and self._config.adaptive:
-            self._credit.observe(brought, surcharge, self._pace.speed)
+            self._lookahead_payoff.observe(brought, surcharge, self._control.speed)
         self._draft_tokens, self._lookahead = None, None
 
     def report(self) -> DraftReport:
         """Return the figures that `/spec` shows."""
         by_source = {source.name: source.record() for source in self._sources}
-        credit, lookahead = self._credit, None
+        payoff, lookahead = self._lookahead_payoff, None
         if self._window is not None:
-            rested = credit.rested_passes
-            lookahead = LookaheadReport(self._window.rows, credit.brought, credit.cost, rested, credit.why)
-        report = self._pace.report()
+            rested = payoff.rested_passes
+            lookahead = LookaheadReport(self._window.rows, payoff.brought, payoff.cost, rested, payoff.why)
+        report = self._control.report()
         if (chain := self._chain) is not None:
             report = replace(report, ahead=chain.cost(report.plain_pass), by=chain.guesser.name, fault=chain.fault)
             report = replace(report, paused=True, reason=chain.why) if chain.why else report
@@ -204,21 +208,21 @@ class TreeDrafter:
         chain = self._chain
         if chain is None or not self._config.adaptive:
             return True
-        self._asked = list(chances)
+        self._model_chances = list(chances)
         if self._stop is not None and chances and not self._stop.goes_on(chances):
             return False
-        return self._pace.deeper(chances, chain.depth, chain.mean, chain.cost(self._pace.plain), beside)
+        return self._control.deeper(chances, chain.depth, chain.mean, chain.cost(self._control.plain), beside)
 
     def _teach(self, stop: StopRule, found: Sequence[tuple[DraftToken, bool]]) -> None:
         """Teach the stop rule by the draft model's first choices up to the first rejection; later ones are untested."""
-        theirs: dict[int, tuple[float, bool]] = {}  # parent -> its best draft token: chance, accepted
-        for guess, is_right in found:
-            for i, offer in guess.named:
-                if self._sources[i] is self._chain and offer.chance > theirs.get(guess.parent, (0.0, False))[0]:
-                    theirs[guess.parent] = offer.chance, is_right
-        for depth, (_, is_right) in enumerate(theirs.values(), start=1):
-            if depth <= len(self._asked):
-                stop.learn(self._asked[:depth], is_right)
+        best: dict[int, tuple[float, bool]] = {}  # parent -> its best draft token: chance, accepted
+        for token, is_right in found:
+            for i, candidate in token.candidates:
+                if self._sources[i] is self._chain and candidate.chance > best.get(token.parent, (0.0, False))[0]:
+                    best[token.parent] = candidate.chance, is_right
+        for depth, (_, is_right) in enumerate(best.values(), start=1):
+            if depth <= len(self._model_chances):
+                stop.learn(self._model_chances[:depth], is_right)
             if not is_right:
                 return
 
@@ -226,43 +230,43 @@ class TreeDrafter:
         if mode is Mode.DRAFT:
             faint = FAINT if self._config.adaptive else 0.0
             return grow(self._sources, self._config.max, room, self._config.branches, faint, self._beyond)
-        if mode is Mode.PLAIN or self._paper:
+        if mode is Mode.PLAIN or self._dry_run:
             return []
-        chain = grow(self._sources, _PAPER, _PAPER, branches=1)
-        if len(chain) == _PAPER:
-            self._paper = [g.id for g in chain]
+        chain = grow(self._sources, _DRY_RUN_TOKENS, _DRY_RUN_TOKENS, branches=1)
+        if len(chain) == _DRY_RUN_TOKENS:
+            self._dry_run = [token.id for token in chain]
         return chain
 
     def _rows(self, draft_tokens: Sequence[DraftToken]) -> int:
         """Return how many draft tokens to verify: as safe or as measured times allow; all if not adaptive."""
         if not draft_tokens or not self._config.adaptive:
             return len(draft_tokens)
-        return self._pace.rows([g.chance for g in draft_tokens], self._safe(draft_tokens))
+        return self._control.rows([token.chance for token in draft_tokens], self._safe(draft_tokens))
 
     def _safe(self, draft_tokens: Sequence[DraftToken]) -> int:
         """Return the rows that these draft tokens may have before their cost is measured."""
-        return max((self._sources[i].safe(offer) for guess in draft_tokens[:1] for i, offer in guess.named), default=0)
+        first = draft_tokens[0].candidates if draft_tokens else ()
+        return max((self._sources[i].safe(candidate) for i, candidate in first), default=0)
 
-    def _send(self, mode: Mode, room: int, n_draft_tokens: int) -> LookaheadRows | None:
+    def _lookahead_for(self, mode: Mode, room: int, n_draft_tokens: int) -> LookaheadRows | None:
         window = self._window
         if window is None or mode is not Mode.DRAFT or room < window.reach:
             return None
         if not self._config.adaptive:
             return window.lookahead_rows()
-        if self._pace.wants_alone(n_draft_tokens):
+        if self._control.wants_alone(n_draft_tokens):
             return None
-        return (
-            window.lookahead_rows() if self._credit.due(self._pace.surcharge(window.rows), self._pace.speed) else None
-        )
+        is_due = self._lookahead_payoff.due(self._control.surcharge(window.rows), self._control.speed)
+        return window.lookahead_rows() if is_due else None
 
     # ---- the finished pass ----
 
     def _brought(self, step: Step, sources: Sequence[DraftSource | None]) -> int:
         """Return the number of accepted tokens from the first one on that only these sources proposed."""
-        guesses = self._draft_tokens or []
-        theirs = {i for i, source in enumerate(self._sources) if source in sources}
+        draft_tokens = self._draft_tokens or []
+        indices = {i for i, source in enumerate(self._sources) if source in sources}
         for depth, row in enumerate(step.path[1:]):
-            if all(i in theirs for i, _ in guesses[row - 1].named):
+            if all(i in indices for i, _ in draft_tokens[row - 1].candidates):
                 return len(step.path) - 1 - depth
         return 0
 
@@ -279,13 +283,13 @@ class TreeDrafter:
         for before, run in self._window.harvest(self._tail, last):
             self._pool.put(before, run)
 
-    def _hear_logits(self, step: Step) -> None:
+    def _learn_from_logits(self, step: Step) -> None:
         """Record recycled logits from the rows of the tree, as many as time allows."""
         from kvcli.drafts.sources.logit_recycling import likeliest  # late: it needs torch
 
         if all(source.rests for source in self._successors):
             return
-        began, plain, rows = perf_counter(), self._pace.plain, step.rows
+        began, plain, rows = perf_counter(), self._control.plain, step.rows
         # the row that ended the path first, then the rest of the path (copied tokens), then rejected rows
         path = step.path[::-1]
         for row in [*path, *(row for row in range(1, rows.tree) if row not in path)]:
@@ -294,13 +298,12 @@ class TreeDrafter:
             for source in self._successors:
                 source.add(before, ids, logp)
             spent = perf_counter() - began
-            if spent > _HEARING * plain:
+            if spent > _LEARNING * plain:
                 break
-        if self._rest and self._mode is Mode.DRAFT:
+        if self._can_pause_recycling and self._mode is Mode.DRAFT:
             spent += sum(source.spent for source in self._successors)
-            self._thrift.observe(
-                self._brought(step, self._successors), spent / plain if plain else None, self._pace.speed
-            )
+            brought, cost = self._brought(step, self._successors), spent / plain if plain else None
+            self._recycling_payoff.observe(brought, cost, self._control.speed)
 
     def _extend(self, ids: Sequence[int]) -> None:
         for source in self._sources:
@@ -313,15 +316,15 @@ class TreeDrafter:
             source.start(ids)
         self._n, self._tail = len(ids), list(ids[-_TAIL:])
 
-    def _hear_paper(self, new: Sequence[int]) -> None:
+    def _compare_dry_run(self, new: Sequence[int]) -> None:
         """Compare the dry-run draft, made before this pass or earlier, with the new tokens."""
-        if not self._paper:
+        if not self._dry_run:
             return
-        n = min(len(new), len(self._paper))
-        if list(new[:n]) != self._paper[:n]:
-            self._paper = []
-            self._pace.observe_dry_run(False)
+        n = min(len(new), len(self._dry_run))
+        if list(new[:n]) != self._dry_run[:n]:
+            self._dry_run = []
+            self._control.observe_dry_run(False)
             return
-        del self._paper[:n]
-        if not self._paper:
-            self._pace.observe_dry_run(True)
+        del self._dry_run[:n]
+        if not self._dry_run:
+            self._control.observe_dry_run(True)

@@ -293,20 +293,20 @@ class CapturedPasses:
         sizes, most = [self._size(request) for request in requests], requests[0].lm.max_invariant_rows
         if most is not None and sum(rows for rows, _ in sizes) > most:
             raise NotCaptured(f"padding makes more than {most} rows, the limit of batch invariance")
-        caches = [request.cache.fixed(rows, request.grows) for request, (rows, _) in zip(requests, sizes, strict=True)]
+        caches = [r.cache.device_tables(rows, r.grows) for r, (rows, _) in zip(requests, sizes, strict=True)]
         if why := next(filter(None, (past.why_not for past in caches)), ""):
             raise NotCaptured(why)
         return self._frame(requests, sizes, caches).run(requests, caches)
 
     def _why_not(self, request: ForwardRequest) -> str:
-        rows, hear = request.rows, request.record_queries
+        rows, recorded = request.rows, request.record_queries
         if rows.tree < rows.n_rows:
             return "the pass has lookahead rows (spec.method)"
         if rows.n_rows > self._sizes[-1]:
             return f"more than {self._sizes[-1]} rows"
         if len(rows.parent) < rows.n_rows or list(request.want) != list(range(rows.n_rows)) or request.draw is None:
             return "not a decoding step"
-        return "" if list(hear) == list(range(len(hear))) else "queries of some draft tokens are recorded"
+        return "" if list(recorded) == list(range(len(recorded))) else "queries of some draft tokens are recorded"
 
     def _size(self, request: ForwardRequest) -> tuple[int, int]:
         """Return the numbers of rows and paths."""
@@ -514,13 +514,15 @@ class CapturedBatch:
             # otherwise the buffer has the logits of the next pass
             logits = self._none if is_stored else self._logits[i][: request.rows.n_rows]
             queries = [q[:, : len(request.record_queries)] for q in self._queries[i]] if request.record_queries else []
-            keep = partial(self._kept, i, request, caches[i], is_stored)
+            commit_rows = partial(self._commit, i, request, caches[i], is_stored)
             hidden = self._shown[i] if request.record_hidden_states and self._shown is not None else None
             shown = None if hidden is None else hidden[: request.rows.n_rows]
-            made.append(ForwardResult(logits, back.drawn, back.hook_output, {}, queries, shown, keep))
+            made.append(ForwardResult(logits, back.drawn, back.hook_output, {}, queries, shown, commit_rows))
         return made
 
-    def _kept(self, i: int, request: ForwardRequest, cache: DeviceCache, is_stored: bool, path: Sequence[int]) -> None:
+    def _commit(
+        self, i: int, request: ForwardRequest, cache: DeviceCache, is_stored: bool, path: Sequence[int]
+    ) -> None:
         """Commit these rows."""
         if not is_stored:
             here, there = self._of_host[i], self._rows[i]

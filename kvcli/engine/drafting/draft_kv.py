@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import ForwardRequest, ForwardResult, LogitsHook, Rows, Steps
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, LogitsHook, Passes, Rows
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.recurrent_state import RecurrentStates, StateCheckpoint
@@ -51,7 +51,7 @@ class DraftTreeKV:
 
     def grow(
         self, ids: Sequence[int], parents: Sequence[int], logits_hook: LogitsHook, layers: Sequence[range] = ()
-    ) -> Steps[list[list[float]]]:
+    ) -> Passes[list[list[float]]]:
         """Run a pass of further rows and return its hook output; a parent comes before its children. `layers`: ranges
         of layers to run, up to the last one; () = all."""
         made = yield from self.add(ids, parents, logits_hook=logits_hook, layers=layers)
@@ -67,7 +67,7 @@ class DraftTreeKV:
         layers: Sequence[range] = (),
         hidden: Tensor | None = None,
         shows: bool = False,
-    ) -> Steps[ForwardResult]:
+    ) -> Passes[ForwardResult]:
         """Run a pass of further rows. `hidden`, `shows`: `hidden` and `record_hidden_states` of the request."""
         had, n, above = len(self), len(ids), list(self._above)
         line = np.zeros((n, had + n), dtype=np.bool_)
@@ -102,7 +102,7 @@ class DraftTreeKV:
         self._above, self._held = above, self._grown
         return made
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Name the reason why passes over this cache are not captured."""
         return DeviceCache(why_not="draft tokens are stored outside the KV cache")
 

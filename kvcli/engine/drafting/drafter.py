@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from kvcli.engine.forward_request import Draft, LogitsHook, Steps
+    from kvcli.engine.forward_request import Draft, LogitsHook, Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.stats import DraftReport, Step
@@ -24,7 +24,7 @@ class ViewSpec:
     """Specification of a cache view for lookahead rows or draft tokens: the slots that a policy selects anew every
     `every` tokens."""
 
-    kind: str  # "stream" or "quest"; kvcli/assemble.py maps it to a policy
+    method: str  # "stream" or "quest"; kvcli/assemble.py maps it to a policy
     settings: Mapping[str, int]  # settings of the policy
     every: int
 
@@ -51,8 +51,8 @@ class DraftContext(Protocol):
 
 
 class Drafter(Protocol):
-    """Protocol of a drafter. A drafter cannot change the text, because the engine samples first and then matches the
-    draft.
+    """Protocol of a drafter. A drafter cannot change the text, because `accepted_path` (commit.py) samples each token
+    as if nothing were drafted, and only then compares it with the draft.
 
     `start`, `propose` and `observe` may be generators that request passes of a draft model (forward_request.py).
     """
@@ -68,23 +68,23 @@ class Drafter(Protocol):
     def expect(self, costs: Costs) -> None:
         """Set the pass times measured earlier on this machine, as initial values only."""
 
-    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Steps[None] | None:
+    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Passes[None] | None:
         """Start from the committed text `ids` (a new prompt, or an earlier point after an undo).
 
         `sampler`: how tokens will be sampled, so that draft tokens are sampled alike; None = greedily.
         """
 
-    def propose(self, ids: Sequence[int], room: int, context: DraftContext) -> Steps[Draft] | Draft:
+    def propose(self, ids: Sequence[int], room: int, context: DraftContext) -> Passes[Draft] | Draft:
         """Propose draft tokens after `ids`, with no path deeper than `room` tokens. The draft may be empty.
 
         `context.cache` holds the KV of all ids but the last; it may change between two steps.
         """
 
-    def observe(self, step: Step) -> Steps[None] | None:
+    def observe(self, step: Step) -> Passes[None] | None:
         """Observe the result of a decoding step; called once after each step, in order."""
 
     def usage(self) -> list[Usage]:
-        """Return the bytes of the drafter's own KV."""
+        """Return the memory of the KV that the drafter itself stores."""
 
     def report(self) -> DraftReport | None:
         """Return figures on drafting and why it pauses, for users; None if there is nothing to report."""

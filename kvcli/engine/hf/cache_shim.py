@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class CacheShim:
     """A stand-in for a transformers Cache in one model call, with only the members that layers use.
 
-    It stores nothing. Keys and values are passed on to attention, whose pass has the KV cache. For layers that expand
-    latents it notes the latents, and lets the layer expand nothing.
+    It stores no KV. Keys and values are passed on to attention, whose pass has the KV cache. For layers that expand
+    latents it notes the latents; the layer expands them only if `may_expand`, and if that is faster.
     """
 
     is_compileable = False
@@ -77,8 +77,8 @@ class CacheShim:
 def cache_name(model: Any) -> str | None:
     """Return the name of the cache argument of this class. transformers 5.24 renamed it and warns in each call with the
     old name."""
-    told = signature(getattr(model, "forward", model)).parameters
-    return next((name for name in ("cache", "past_key_values") if name in told), None)
+    parameters = signature(getattr(model, "forward", model)).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
 class _Stack(threading.local):

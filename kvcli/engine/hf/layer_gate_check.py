@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kvcli.engine.engine import call, run, run_to_end
 from kvcli.engine.forward import ForwardPass
-from kvcli.engine.forward_request import ForwardRequest, Rows, Steps
+from kvcli.engine.forward_request import ForwardRequest, Passes, Rows
 from kvcli.engine.hf.model_probe import WITHIN, relative_rms
 from kvcli.engine.prefill.aux_cache import AuxCache
 from kvcli.engine.prefill.layerwise import LayerwisePrefill
 from kvcli.errors import BadModel
-from kvcli.kv.slots import AttentionParams, spans
+from kvcli.kv.slots import AttentionParams, layer_groups
 from kvcli.kv.tiers.dense import Dense
 from kvcli.models.refusals import blame_files
 
@@ -35,7 +35,7 @@ def verify_partial_passes(lm: LM) -> None:
     kind, is_half = f"{lm.info.id} ({lm.info.family})", lm.dtype.itemsize < 4
     if lm.is_split:
         raise _unstopped(kind, "its layers are on two devices")
-    layers, n = spans(lm.shapes), min(24, lm.limit)
+    layers, n = layer_groups(lm.shapes), min(24, lm.limit)
     stop, n_read = layers[len(layers) // 2].start, 2 * n // 3
     if not stop or not n_read:
         return  # no layer to stop at
@@ -73,15 +73,15 @@ class _Hiding(ForwardPass):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sink: Tensor | None
     ) -> Tensor:
         if layer == self._stop:
-            self.rows, self._seen = self._above, {}
+            self.rows, self._masks = self._above, {}
         return super().attend(layer, q, k, v, params, sink)
 
 
-def _stopping(lm: LM, rows: Rows, want: range, stop: int, on: Sequence[int]) -> Steps[Tensor]:
+def _stopping(lm: LM, rows: Rows, want: range, stop: int, on: Sequence[int]) -> Passes[Tensor]:
     """Return the logits of the wanted rows after layer-wise prefill of the other rows."""
     kv, behind = Dense(lm.shapes, lm.dtype, lm.device), AuxCache(lm, None)
     read = rows.only(range(want.start))
-    prompt = LayerwisePrefill(lm, kv, read, read.n_rows, (), lambda at, _: on if at == stop else None, comes_back=True)
+    prompt = LayerwisePrefill(lm, kv, read, read.n_rows, (), lambda at, _: on if at == stop else None, may_revive=True)
     while not prompt.is_over:
         yield from prompt.step()
     behind.add(prompt.stopped)

@@ -124,7 +124,7 @@ class LM:
         of_rope = model_settings.settle_rope(model, text, id)
         shape = probed(model, n_layers, limit, id)
         for attends in shape.attentions:
-            if (latent := shape.latents.get(forward.own_number(attends))) is not None:
+            if (latent := shape.latents.get(forward.layer_idx_of(attends))) is not None:
                 attends.kv_b_proj = latent
         parameters = sum(p.numel() for p in model.parameters()) + packed_weights(model)
         places = None

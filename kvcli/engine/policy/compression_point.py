@@ -1,4 +1,4 @@
-"""A compression point: the state of a sequence that an eviction policy gets to select the slots to keep."""
+"""A compression point: the state of a sequence from which an eviction policy selects the slots to keep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import bool as bool_
 
-from kvcli.engine.forward_request import Steps, await_passes
+from kvcli.engine.forward_request import Passes, await_passes
 from kvcli.engine.policy.policy import LayerContext, Phase, Policy, ProtectedTokens
 from kvcli.errors import BadModel
 from kvcli.kv.slots import KVCache, Masks, Slots
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class QueryRecorder:
-    """The latest `recent` queries, and those at the probed positions of the last prompt, per layer."""
+    """Queries of the newest `recent` accepted rows, and of rows at probed positions of the last prompt, per layer."""
 
     def __init__(self, recent: int, probes: Callable[[int], Iterable[int]]) -> None:
         self.recent, self.probes = recent, probes
@@ -34,14 +34,14 @@ class QueryRecorder:
         self._any = False
 
     def __bool__(self) -> bool:
-        """True if queries of this sequence were ever recorded, even if they have been dropped."""
+        """True if queries of this sequence were ever recorded, even if none is left."""
         return self._any
 
     def clear(self) -> None:
         self.pos, self._q, self._any = [], [], False
 
     def forget(self) -> None:
-        """Drop the probed queries, except the latest `recent`."""
+        """Drop the probed queries, except those of the newest `recent` rows."""
         first = max(0, len(self.pos) - self.recent)
         self._q = [q[:, first:].clone() for q in self._q] if first < len(self.pos) else []
         self.pos, self._probed = self.pos[first:], set()
@@ -64,14 +64,14 @@ class QueryRecorder:
         if not recorded_rows or not (self.recent or self._probed):
             return
         at = {row: i for i, row in enumerate(recorded_rows)}
-        taken = [row for row in path if row in at]
-        pos = self.pos + [rows.pos[row] for row in taken]
+        accepted = [row for row in path if row in at]
+        pos = self.pos + [rows.pos[row] for row in accepted]
         late = len(pos) - self.recent
         stay = [i for i, at_pos in enumerate(pos) if i >= late or at_pos in self._probed]
-        rows_taken, rows_stay = _run([at[row] for row in taken]), _run(stay)
-        fresh = [q[:, rows_taken] for q in queries]
-        old = self._q or [q[:, :0] for q in fresh]
-        self._q = [_taken(torch.cat((a, b), 1), rows_stay) for a, b in zip(old, fresh, strict=True)]
+        rows_accepted, rows_stay = _run([at[row] for row in accepted]), _run(stay)
+        new = [q[:, rows_accepted] for q in queries]
+        old = self._q or [q[:, :0] for q in new]
+        self._q = [_copied(torch.cat((a, b), 1), rows_stay) for a, b in zip(old, new, strict=True)]
         self.pos = [pos[i] for i in stay]
         self._any = self._any or bool(pos)
 
@@ -97,7 +97,7 @@ class QueryRecorder:
         return self._q[layer], torch.tensor(self.pos, device=self._q[layer].device)
 
 
-def _taken(q: Tensor, rows: slice | list[int]) -> Tensor:
+def _copied(q: Tensor, rows: slice | list[int]) -> Tensor:
     """Return a copy of these rows of q [H, n, D], because a slice would keep the whole tensor alive."""
     return q[:, rows].clone() if isinstance(rows, slice) else q[:, rows]
 
@@ -165,7 +165,7 @@ def _weight(module: Any, width: int, dtype: torch.dtype, device: torch.device) -
 
 @dataclass(frozen=True, slots=True)
 class CompressionPoint:
-    """A sequence between two passes whose tokens are all stored, at which slots may be evicted or demoted."""
+    """A sequence between two passes, at a token count at which its stored slots may be evicted or demoted."""
 
     lm: LM
     kv: KVCache
@@ -175,8 +175,8 @@ class CompressionPoint:
     kinds: Tensor  # [T] int8, by position; [0] if the policy does not need kinds
     phase: Phase
     n_prompt: int  # as in LayerContext
-    is_whole: bool  # has nothing been evicted so far?
-    memory: Any  # the policy's memory of this sequence
+    is_whole: bool  # no policy has evicted or moved a slot so far, and no pruner has deferred a token
+    memory: Any  # the policy's state for this sequence
     _protected: dict[int, Tensor] = field(default_factory=dict)  # by layer, of those requested so far
 
     @property
@@ -187,7 +187,7 @@ class CompressionPoint:
     def open(self) -> list[int]:
         """Layers that store slots and have no sliding window, which evicts old slots by itself."""
         layers = zip(self.lm.attention_params, self.lm.shapes, strict=True)
-        return [i for i, (sight, shape) in enumerate(layers) if sight.window is None and shape.shared_from is None]
+        return [i for i, (params, shape) in enumerate(layers) if params.window is None and shape.shared_from is None]
 
     def layer(self, i: int) -> tuple[Slots, LayerContext]:
         """Return the slots of one layer, which may be a copy. Process one layer after the other."""
@@ -199,12 +199,12 @@ class CompressionPoint:
         of_text = self.phase, len(self.ids), self.n_prompt, recorded, self.kinds, protected, self.memory
         return slots, LayerContext.of(self.lm, i, *of_text)
 
-    def ask(self, policy: Policy) -> Steps[Masks]:
+    def ask(self, policy: Policy) -> Passes[Masks]:
         """Return the masks of the policy with the protected tokens added."""
         masks = yield from await_passes(policy.select(self))
         return [None if mask is None else _guarded(mask, self._protected[i]) for i, mask in enumerate(masks)]
 
 
 def _guarded(mask: Tensor, protected: Tensor) -> Tensor:
-    """Add the protected slots to a mask; if the mask names levels, they are kept at level 0."""
+    """Add the protected slots to a mask; in a mask of levels they get level 0."""
     return mask | protected if mask.dtype is bool_ else mask.masked_fill(protected, 0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.compression_point import CompressionPoint
     from kvcli.kernels.attention_mass import Over
@@ -22,7 +22,8 @@ Phase = Literal["reading", "read", "answering"]
 
 @dataclass(frozen=True, slots=True)
 class ProtectedTokens:
-    """Tokens that no eviction policy and no pruner may drop. The engine adds them back to every mask."""
+    """Tokens that no policy may evict and no pruner defer. `CompressionPoint.ask` adds them to every mask of a policy;
+    a pruner gets them as rows that run through every layer."""
 
     sinks: int = 0  # first tokens
     recent: int = 0  # newest tokens
@@ -30,8 +31,7 @@ class ProtectedTokens:
     kinds: frozenset[int] = frozenset()
 
     def covers(self, pos: Tensor, kinds: Tensor) -> Tensor:
-        """Return which of these positions `pos` [.., S] are protected, as bool of the same shape; -1 = empty. `kinds`
-        [T] by position."""
+        """Return which of the positions `pos` [.., S] are protected; -1 = empty. `kinds` [T]: by position."""
         newest = pos.amax(dim=-1, keepdim=True) if pos.shape[-1] else pos
         mask = (pos < self.sinks) | (pos > newest - self.recent)
         if self.kinds and kinds.shape[0]:
@@ -58,7 +58,7 @@ class LayerContext:
     softcap: float = 0.0  # > 0: attention scores become softcap * tanh(score / softcap)
     window: int | None = None  # sliding window of this layer in tokens; None = all
     sink: Tensor | None = None  # [H] learned sink logits, which take attention but have no value (gpt-oss)
-    memory: Any = None  # the policy's memory of the sequence
+    memory: Any = None  # the policy's state for the sequence
 
     @classmethod
     def of(
@@ -92,35 +92,35 @@ class LayerContext:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRequirements:
-    """Requirements of a policy for the sequences of one model: recorded queries, kinds of tokens, and a memory."""
+    """Requirements of a policy for the sequences of one model: recorded queries, kinds of tokens, and a state."""
 
-    recent: int = 0  # number of latest accepted queries to record
+    recent: int = 0  # number of newest accepted rows whose queries are recorded
     probes: Callable[[int], Sequence[int]] = lambda n: ()  # prompt tokens -> positions whose queries are recorded
     lasting: bool = False  # keep the recorded queries while decoding too
     kinds: bool = False  # the policy needs kinds of tokens, besides its protected tokens
-    marks: frozenset[int] = frozenset()  # kinds that are found in prompts only on request
+    marks: frozenset[int] = frozenset()  # kinds that the chat has to mark in prompts (`chat_spans`)
     guard: ProtectedTokens = ProtectedTokens()  # protected tokens
-    memory: Callable[[], Snapshottable | None] = lambda: None  # initial memory of a sequence
+    memory: Callable[[], Snapshottable | None] = lambda: None  # makes the policy's state for a new sequence
 
 
 class Policy(Protocol):
-    """Protocol of an eviction policy, which selects the slots to keep. The caller decides whether other slots are
-    dropped, demoted or hidden.
+    """Protocol of an eviction policy, which selects the slots to keep. The KV cache or the cache view that it works on
+    evicts, demotes or hides the others.
 
-    A policy is the `[policy]` table of a profile: a frozen dataclass per method, shared by all sequences. State of one
-    sequence is in that sequence's memory and is freed with it.
+    A policy is the `[policy]` table of a profile: a frozen dataclass per method, shared by all sequences. What it knows
+    of one sequence is in `LayerContext.memory`, which belongs to that sequence.
     """
 
     @property
     def compression_interval(self) -> int | None:
-        """Compression interval: tokens between two compression points while decoding; None = the cache never
-        changes."""
+        """Compression interval: tokens between two compression points while decoding; None = the policy needs none
+        then."""
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Return the requirements for this model. Raises BadModel if the policy does not support the model, BadInput
         for an unreadable file."""
 
-    def select(self, at: CompressionPoint) -> Steps[Masks] | Masks:
+    def select(self, at: CompressionPoint) -> Passes[Masks] | Masks:
         """Select the slots to keep at a compression point, by layer: bool [K, S], heads may keep different numbers;
         None = all.
 
@@ -132,7 +132,7 @@ class Policy(Protocol):
         it."""
 
     def max_slots_in_prefill(self, n: int) -> int:
-        """Return the most slots per head during a prefill of n tokens, without the last chunk."""
+        """Return the most slots per head during a prefill of n tokens, not counting the chunk that is computed."""
 
     def extra_rows(self, n: int) -> int:
         """Return how many rows run again after the prefill of n tokens. The time estimate uses it.
@@ -141,10 +141,10 @@ class Policy(Protocol):
         from its queries is not counted.
         """
 
-    def scoring_bytes(self, n: int, heads: int, kind: str, number: int) -> int:
-        """Return the bytes, beside a pass, for scoring n prompt tokens in a layer of `heads` query heads.
+    def scoring_bytes(self, n: int, heads: int, device_type: str, number: int) -> int:
+        """Return the bytes, besides those of a pass, for scoring n prompt tokens in a layer of `heads` query heads.
 
-        `kind`: of the device. `number`: bytes of an attention weight.
+        `number`: bytes of an attention weight.
         """
 
     @property
@@ -153,10 +153,10 @@ class Policy(Protocol):
 
     @property
     def describe_kept(self) -> str:
-        """Describe what is kept of a sequence that is too long, in words; "" = everything."""
+        """Describe which tokens are kept of a sequence that is too long, in words; "" = all."""
 
     def describe_result(self, memory: Any) -> str:
-        """Describe the result for one sequence, from the policy's memory of it, in words; "" = nothing to report."""
+        """Describe the result for one sequence, from the policy's state for it, in words; "" = nothing to report."""
 
 
 class PolicyDefaults:
@@ -178,7 +178,7 @@ class PolicyDefaults:
         """No extra rows."""
         return 0
 
-    def scoring_bytes(self, n: int, heads: int, kind: str, number: int) -> int:
+    def scoring_bytes(self, n: int, heads: int, device_type: str, number: int) -> int:
         """Zero bytes."""
         return 0
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Rows, Steps
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Passes, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kernels.attend import attend
-from kvcli.kv.slots import AttentionParams, KVCache, Usage, attend_new_only, spans
+from kvcli.kv.slots import AttentionParams, KVCache, Usage, attend_new_only, layer_groups
 from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
 from kvcli.kv.tiers.device_tables import DeviceCache
 
@@ -84,15 +84,15 @@ class PromptPruning(Protocol):
 
     def bind(
         self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int
-    ) -> Steps[Pruner | None] | Pruner | None:
+    ) -> Passes[Pruner | None] | Pruner | None:
         """Return the pruner for a prefill of these rows, perhaps after a scoring pass; None = all rows continue.
 
         `must`: rows that run through every layer: protected and recorded ones. `part`: most rows of a pass.
         """
 
     def bind_revival(self, lm: LM, cache: KVCache, aux_cache: AuxCache) -> Choose:
-        """Return the function that selects tokens to revive in a pass of the newest token (aux_cache.py). Called
-        only if `every` is set."""
+        """Return the function that selects tokens to revive in a pass of the newest token (`RevivalPass`). Called only
+        if `compression_interval` is not None."""
 
 
 AT_ONCE = 256  # tokens revived together up to the last layer: each has a mask over all slots
@@ -126,9 +126,9 @@ class AuxCache:
 
     def hidden(self, layer: int, pos: Sequence[int]) -> Tensor:
         """Return the hidden states [n, E] of tokens that stopped before this layer."""
-        held, vectors = self._at[layer]
-        place = {p: i for i, p in enumerate(held)}
-        return vectors[[place[p] for p in pos]]
+        stopped, vectors = self._at[layer]
+        index = {p: i for i, p in enumerate(stopped)}
+        return vectors[[index[p] for p in pos]]
 
     def clear(self) -> None:
         """Drop all deferred tokens, for a new sequence."""
@@ -137,11 +137,11 @@ class AuxCache:
     # ---- a prompt ----
 
     @property
-    def comes_back(self) -> bool:
+    def may_revive(self) -> bool:
         """True if deferred tokens may be revived later."""
         return self._pruning is not None and self._pruning.compression_interval is not None
 
-    def before_prompt(self, kv: KVCache, ids: Sequence[int]) -> Steps[None]:
+    def before_prompt(self, kv: KVCache, ids: Sequence[int]) -> Passes[None]:
         """Revive all tokens before the prefill of another prompt, if pruning says so."""
         if self._pruning is not None and self._pruning.revives_before_prompt:
             yield from self.revive_all(kv, ids)
@@ -154,7 +154,7 @@ class AuxCache:
         revived."""
         return self._pruning.compression_interval if self._pruning is not None and self else None
 
-    def revive(self, kv: KVCache, ids: Sequence[int], written: int) -> Steps[None]:
+    def revive(self, kv: KVCache, ids: Sequence[int], written: int) -> Passes[None]:
         """Revive the tokens that the pending token attends to, at this point of the answer. The pending token runs in
         the same pass; its KV is not committed."""
         if self._pruning is None or self.compression_interval is None or written % self.compression_interval:
@@ -163,7 +163,7 @@ class AuxCache:
         yield from revival_pass.go(self._pruning.bind_revival(self._lm, kv, self))
         revival_pass.store()
 
-    def revive_all(self, kv: KVCache, ids: Sequence[int]) -> Steps[None]:
+    def revive_all(self, kv: KVCache, ids: Sequence[int]) -> Passes[None]:
         """Revive all tokens up to the last layer, oldest first."""
         while some := set(self.positions[:AT_ONCE]):
             revival_pass = RevivalPass(self._lm, kv, ids, self)
@@ -205,7 +205,7 @@ class AuxCache:
         """Restore a snapshot. Raises SnapshotMismatch."""
         self.clear()
         width = self._lm.model.config.get_text_config().hidden_size
-        starts = {span.start for span in spans(self._lm.shapes)[1:]}
+        starts = {group.start for group in layer_groups(self._lm.shapes)[1:]}
         for one in given.parts(self._lm.n_layers):
             pos = one.positions("pos", None).tolist()
             layer = one.number("layer", self._lm.n_layers - 1)
@@ -238,9 +238,9 @@ class RevivalPass:
         self._came, self._stopped = set[int](), Stopped()
         self._made: list[tuple[Rows, ForwardResult]] = []
 
-    def go(self, choose: Choose) -> Steps[None]:
+    def go(self, choose: Choose) -> Passes[None]:
         """Run one pass per layer."""
-        for layers in spans(self._lm.shapes):
+        for layers in layer_groups(self._lm.shapes):
             if layers.start:
                 self._enter(layers.start, choose)
             if not (n := len(self._pos)):
@@ -285,13 +285,13 @@ class RevivalPass:
 
 
 class PositionMaskedCache:
-    """A KV cache in which each row attends to the positions before its own, for rows older than stored slots."""
+    """A KV cache for rows that may be older than stored slots: each row attends only to positions before its own."""
 
     def __init__(self, store: KVCache) -> None:
         self._store, self.dtype = store, store.dtype
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """Name the reason why passes over this cache are not captured."""
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
+        """Return the reason why passes over this cache are not captured."""
         return DeviceCache(why_not="revived tokens are older than stored ones")
 
     def attend(
@@ -302,10 +302,10 @@ class PositionMaskedCache:
         s = self._store.slots(layer)
         rows = torch.tensor(pos, dtype=s.pos.dtype, device=s.pos.device).view(1, -1, 1)
         at = s.pos.unsqueeze(1)  # [K, 1, S]
-        shown = (at >= 0) & (at < rows)
+        mask = (at >= 0) & (at < rows)
         if params.window is not None:
-            shown &= at > rows - params.window
-        return [attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=shown), *attend_new_only(q, params, own)]
+            mask &= at > rows - params.window
+        return [attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=mask), *attend_new_only(q, params, own)]
 
     def usage(self) -> list[Usage]:
         """No memory: the slots belong to the wrapped cache."""

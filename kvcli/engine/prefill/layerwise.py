@@ -2,7 +2,7 @@
 
 A chunk's KV in a layer is committed and compressed before the next chunk runs. So the same rows read the same cache as
 in chunked prefill, in another order, and get the same bits. A pass needs memory for one chunk in one layer, besides the
-hidden states of the whole prompt. Between layers, when all rows are there, a pruner selects the rows that continue.
+hidden states of the whole prompt. Between layers, when all rows are done, a pruner selects the rows that continue.
 Deferred rows are no longer computed, and rows that continue do not attend to them, as if masked.
 """
 
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import ForwardRequest, Steps
+from kvcli.engine.forward_request import ForwardRequest, Passes
 from kvcli.engine.prefill.aux_cache import ActiveRows, PromptPruning, Pruner, Stopped
 from kvcli.engine.sequence.commit import commit
-from kvcli.kv.slots import spans
+from kvcli.kv.slots import layer_groups
 
 if TYPE_CHECKING:
     from kvcli.engine.forward_request import Rows
@@ -45,23 +45,22 @@ class LayerwisePrefill:
         recorded_rows: Sequence[int] = (),
         pruner: Pruner | None = None,
         *,
-        comes_back: bool = False,
+        may_revive: bool = False,
     ) -> None:
-        """`part`: most rows of a pass; `hear`: rows whose queries are kept. Layers that share slots run together.
-
-        `comes_back`: deferred tokens may be revived later, so sliding windows keep the slots that they will attend to.
+        """`part`: most rows of a pass. `recorded_rows`: rows whose queries are recorded. `may_revive`: deferred tokens
+        may be revived later, so sliding windows keep the slots that they will attend to.
         """
-        self.rows, self.hear, self.pruner = rows, recorded_rows, pruner
-        self.queries: list[Tensor] = []  # per finished layer [H, len(hear), D]
+        self.rows, self.recorded_rows, self.pruner = rows, recorded_rows, pruner
+        self.queries: list[Tensor] = []  # per finished layer [H, len(recorded_rows), D]
         self._lm, self._kv, self._part = lm, kv, part
-        self._comes_back, self.stopped = comes_back, Stopped()  # deferred rows so far, if they may be revived
-        self._left = spans(lm.shapes)  # layers left, the current ones first
+        self._may_revive, self.stopped = may_revive, Stopped()  # deferred rows so far, if they may be revived
+        self._left = layer_groups(lm.shapes)  # layers left, the current ones first; a group runs together
         self._recorded_rows = frozenset(recorded_rows)
-        self._live: Sequence[int] = range(rows.n_rows)  # rows that run through the current layers
-        self._at = 0  # number of these rows that are done
-        self._given: list[Tensor] = []  # [.., E] input of the other rows, in chunks that are freed one by one
-        self._gave: list[Tensor] = []  # [.., E] output of the rows that are done
-        self._heard: list[Sequence[Tensor]] = []  # queries by chunk, of the current layers
+        self._active: Sequence[int] = range(rows.n_rows)  # rows that run through the current layers, the active ones
+        self._n_done_rows = 0  # number of the active rows that the current layers have run
+        self._inputs: list[Tensor] = []  # [.., E] input of the rows still to run, in chunks that are freed one by one
+        self._outputs: list[Tensor] = []  # [.., E] output of the rows that have run
+        self._chunk_queries: list[Sequence[Tensor]] = []  # queries by chunk, of the current layers
 
     @property
     def is_over(self) -> bool:
@@ -76,7 +75,7 @@ class LayerwisePrefill:
     @property
     def active_rows(self) -> ActiveRows:
         """The rows that reached the current layer."""
-        return ActiveRows(self._live, None, self.queries[-1] if self.queries else None)
+        return ActiveRows(self._active, None, self.queries[-1] if self.queries else None)
 
     @property
     def n_done(self) -> int:
@@ -84,55 +83,55 @@ class LayerwisePrefill:
         if not self._left:
             return self.rows.n_rows
         now = self._left[0]
-        share = (now.start + len(now) * self._at / len(self._live)) / self._lm.n_layers
+        share = (now.start + len(now) * self._n_done_rows / len(self._active)) / self._lm.n_layers
         return int(share * self.rows.n_rows)
 
-    def step(self) -> Steps[None]:
+    def step(self) -> Passes[None]:
         """Run one pass: the next chunk through the current layers."""
         layers = self._left[0]
-        if not self._at:
+        if not self._n_done_rows:
             self._enter(layers)
-        mine = slice(self._at, min(self._at + self._part, len(self._live)))
-        live = self._live[mine]
-        rows = self.rows.only(live)
-        hear = [i for i, row in enumerate(live) if row in self._recorded_rows] if self._recorded_rows else []
-        given, left = _first(self._given, len(live))
-        made = yield ForwardRequest(
-            self._lm, rows, self._kv, record_queries=hear, is_prompt=True, layers=layers, hidden=given
+        chunk = slice(self._n_done_rows, min(self._n_done_rows + self._part, len(self._active)))
+        active = self._active[chunk]
+        rows = self.rows.only(active)
+        recorded = [i for i, row in enumerate(active) if row in self._recorded_rows] if self._recorded_rows else []
+        inputs, left = _first(self._inputs, len(active))
+        result = yield ForwardRequest(
+            self._lm, rows, self._kv, record_queries=recorded, is_prompt=True, layers=layers, hidden=inputs
         )
         # evict slots that windows hide from later rows: before the commit to make room, and after it
-        end = 0 if self._comes_back else rows.pos[-1] + 1
+        end = 0 if self._may_revive else rows.pos[-1] + 1
         self._kv.compress((), end, [layer for layer in self._lm.sliding if layer in layers])
-        commit(self._kv, rows, made, range(rows.n_rows))
+        commit(self._kv, rows, result, range(rows.n_rows))
         self._kv.compress((), end, layers)
-        if hear:
-            self._heard.append(made.queries)
-        self._given, self._at = left, mine.stop
-        if made.hidden is not None:
-            gave = made.hidden  # in a batched pass this is a slice, which would keep the other sequences' rows alive
-            self._gave.append(gave if gave.untyped_storage().nbytes() == gave.nbytes else gave.clone())
-        if self._at == len(self._live):
-            self._given, self._gave = self._gave, []
-            self.queries += [torch.cat(parts, 1) for parts in zip(*self._heard, strict=True)]
-            self._left, self._at, self._heard = self._left[1:], 0, []
+        if recorded:
+            self._chunk_queries.append(result.queries)
+        self._inputs, self._n_done_rows = left, chunk.stop
+        if result.hidden is not None:
+            out = result.hidden  # in a batched pass this is a slice, which would keep the other sequences' rows alive
+            self._outputs.append(out if out.untyped_storage().nbytes() == out.nbytes else out.clone())
+        if self._n_done_rows == len(self._active):
+            self._inputs, self._outputs = self._outputs, []
+            self.queries += [torch.cat(parts, 1) for parts in zip(*self._chunk_queries, strict=True)]
+            self._left, self._n_done_rows, self._chunk_queries = self._left[1:], 0, []
 
     def _enter(self, layers: range) -> None:
         """Defer the rows that the pruner does not select, and reserve memory for the others at once: growing chunk by
         chunk would copy often."""
         chosen = self.pruner(layers.start, self.active_rows) if self.pruner is not None else None
-        if chosen is not None and len(chosen) < len(self._live):
+        if chosen is not None and len(chosen) < len(self._active):
             on = set(chosen)
-            assert self._recorded_rows <= on, "rows whose queries are recorded go through every layer"
-            if self._comes_back and self._given:
-                stay = [i for i, row in enumerate(self._live) if row not in on]
-                stopped = torch.cat([part[at] for part, at in _of_parts(self._given, stay)])
-                self.stopped[layers.start] = [self.rows.pos[self._live[i]] for i in stay], stopped
-            go = [i for i, row in enumerate(self._live) if row in on]
-            for k, (part, at) in enumerate(_of_parts(self._given, go)):
-                self._given[k] = part[at]
-            self._live = [self._live[i] for i in go]
+            assert self._recorded_rows <= on, "the pruner deferred a row whose queries are recorded"
+            if self._may_revive and self._inputs:
+                stay = [i for i, row in enumerate(self._active) if row not in on]
+                stopped = torch.cat([part[at] for part, at in _of_parts(self._inputs, stay)])
+                self.stopped[layers.start] = [self.rows.pos[self._active[i]] for i in stay], stopped
+            go = [i for i, row in enumerate(self._active) if row in on]
+            for k, (part, at) in enumerate(_of_parts(self._inputs, go)):
+                self._inputs[k] = part[at]
+            self._active = [self._active[i] for i in go]
         here = [layer for layer in self._lm.storing if layer in layers]
-        self._kv.reserve(max(map(self._kv.n_slots, here)) + len(self._live), here)
+        self._kv.reserve(max(map(self._kv.n_slots, here)) + len(self._active), here)
 
 
 def _first(parts: Sequence[Tensor], n: int) -> tuple[Tensor | None, list[Tensor]]:

@@ -19,7 +19,7 @@ from kvcli.kv.tiers.device_tables import DeviceCache
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import KVCache
 
@@ -34,15 +34,15 @@ class KVOverlay:
         self,
         store: KVCache,
         shapes: Sequence[LayerShape],
-        held: Mapping[int, tuple[Tensor, Tensor]],
+        extra: Mapping[int, tuple[Tensor, Tensor]],
         pos: Sequence[int],
     ) -> None:
-        """`held`: by layer that stores, k [K, M, D] and v [K, M, E] of tokens at positions pos [M]."""
-        self._store, self._shapes, self._held, self._pos = store, shapes, held, list(pos)
+        """`extra`: by layer that stores KV, k [K, M, D] and v [K, M, E] of tokens at positions pos [M]."""
+        self._store, self._shapes, self._extra, self._pos = store, shapes, extra, list(pos)
         self.dtype = store.dtype
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """Name the reason why passes over this cache are not captured."""
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
+        """Return the reason why passes over this cache are not captured."""
         return DeviceCache(why_not="reused KV is read outside the KV cache")
 
     def attend(
@@ -51,18 +51,18 @@ class KVOverlay:
         """Return partial attention of q [H, N, D] at positions pos [N] over the cache, and over the extra KV with the
         new KV."""
         shares = self._shapes[layer].shared_from
-        k, v = self._held[layer if shares is None else shares]
+        k, v = self._extra[layer if shares is None else shares]
         if own is None:
             at, rows = torch.tensor(self._pos).view(1, -1), torch.tensor(pos).view(-1, 1)
-            line = (at <= rows) & (at > rows - (params.window or WIDEST))
-            held = attend(q, k, v, params.scale, softcap=params.softcap, mask=line.to(q.device))
-            return [*self._store.attend(layer, q, params, pos), held]
+            mask = (at <= rows) & (at > rows - (params.window or WIDEST))
+            over_extra = attend(q, k, v, params.scale, softcap=params.softcap, mask=mask.to(q.device))
+            return [*self._store.attend(layer, q, params, pos), over_extra]
         every = [*self._pos, *own.pos]
         at, rows = torch.tensor(every).view(1, -1), torch.tensor(own.pos).view(-1, 1)
-        line = at <= rows  # [N, M + N]
-        sees = line if params.window is None else line & (at > rows - params.window)
+        tree_mask = at <= rows  # [N, M + N]
+        mask = tree_mask if params.window is None else tree_mask & (at > rows - params.window)
         k, v = torch.cat([k, own.k], 1), torch.cat([v, own.v], 1)
-        both = replace(own, k=k, v=v, pos=every, line=line, sees=sees.to(q.device))
+        both = replace(own, k=k, v=v, pos=every, line=tree_mask, sees=mask.to(q.device))
         # separate: combined with the cache, rows with gaps between them would each be computed alone, which is slow
         return [*self._store.attend(layer, q, params, pos), *attend_new_only(q, params, both)]
 
@@ -71,7 +71,7 @@ class KVOverlay:
         return []
 
 
-# Matching spans: equal token runs of two sequences, at any position of the old one.
+# Matching spans: the same consecutive tokens in two sequences, at any positions.
 
 
 FACTOR = 0x9E3779B97F4A7C15  # odd multiplier of the rolling hashes by which spans are found
@@ -79,7 +79,7 @@ FACTOR = 0x9E3779B97F4A7C15  # odd multiplier of the rolling hashes by which spa
 
 @dataclass(frozen=True, slots=True)
 class MatchingSpan:
-    """A span of equal tokens in two sequences."""
+    """A span of consecutive tokens that two sequences have in common."""
 
     old: int  # first position in the old sequence
     new: int  # first position in the new sequence
@@ -97,8 +97,8 @@ class MatchingSpan:
 def find_matching_spans(
     had: Sequence[int] | NDArray[np.int64], ids: Sequence[int], start: int, least: int
 ) -> Iterator[MatchingSpan]:
-    """Yield spans of `least` or more tokens that occur in both sequences, in `ids` from `start` on. They rise and do
-    not overlap."""
+    """Yield spans of `least` or more tokens that occur in both sequences, in `ids` from `start` on. Their positions
+    in `ids` rise and do not overlap."""
     old, new = np.asarray(had, dtype=np.uint64), np.asarray(ids, dtype=np.uint64)
     if min(len(old), len(new) - start) < least:
         return
@@ -160,7 +160,7 @@ class ReusableSpans(Protocol):
     def next(self, at: int) -> int | None:
         """Return where the next span begins or continues, at or after position `at`; None = no more spans."""
 
-    def load(self, at: int, most: int, kv: KVCache, ids: Sequence[int]) -> Steps[tuple[int, Past]]:
+    def load(self, at: int, most: int, kv: KVCache, ids: Sequence[int]) -> Passes[tuple[int, Past]]:
         """Load up to `most` tokens of the span at `at` of `ids`; `kv` holds all tokens before it. Return their end and
         their KV. The end is `at` if the source is gone."""
 

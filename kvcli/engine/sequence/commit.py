@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def accepted_path(rows: Rows, drawn: Callable[[int], int], stop: Collection[int] = ()) -> tuple[list[int], list[int]]:
-    """Return the accepted rows, row 0 first, and one new id per row; the last id is the bonus token.
+    """Return the accepted rows, row 0 first, and one new id per row; the last id is the next pending token.
 
     `drawn(row)` is the token sampled after a row. The path ends at the first of `stop`.
     """
@@ -42,20 +42,19 @@ def commit(kv: KVCache, rows: Rows, made: ForwardResult, path: Sequence[int]) ->
     """Store the keys and values of these rows in each layer that they ran through."""
     if not path:
         return
-    if made.keep is not None:
-        made.keep(path)
+    if made.commit_rows is not None:
+        made.commit_rows(path)
         return
     devices = {fresh.k.device for fresh in made.fresh.values()}
     is_run = path[-1] - path[0] == len(path) - 1
     is_all = is_run and len(path) == rows.n_rows
-    taken = slice(path[0], path[-1] + 1) if is_run else {d: torch.tensor(path, device=d) for d in devices}
+    accepted = slice(path[0], path[-1] + 1) if is_run else {d: torch.tensor(path, device=d) for d in devices}
     pos = rows.pos if is_all else [rows.pos[row] for row in path]
-    # prompt pruning leaves hundreds of gaps
-    has_gaps = pos[-1] - pos[0] != len(pos) - 1
+    has_gaps = pos[-1] - pos[0] != len(pos) - 1  # of pruned rows
     at = {d: torch.tensor(pos, dtype=torch.int32, device=d) for d in devices} if has_gaps else None
     for layer, fresh in made.fresh.items():
-        k = fresh.k if is_all else _picked(fresh.k, taken)
-        v = k if fresh.v is fresh.k else fresh.v if is_all else _picked(fresh.v, taken)
+        k = fresh.k if is_all else _picked(fresh.k, accepted)
+        v = k if fresh.v is fresh.k else fresh.v if is_all else _picked(fresh.v, accepted)
         if at is None:
             kv.append(layer, k, v, pos[0])
         else:
@@ -65,4 +64,5 @@ def commit(kv: KVCache, rows: Rows, made: ForwardResult, path: Sequence[int]) ->
 
 
 def _picked(t: Tensor, rows: Mapping[torch.device, Tensor] | slice) -> Tensor:
-    return t[:, rows] if isinstance(rows, slice) else t.index_select(1, rows[t.device])  # half the time of indexing
+    # index_select takes half as long as indexing
+    return t[:, rows] if isinstance(rows, slice) else t.index_select(1, rows[t.device])

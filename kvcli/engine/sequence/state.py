@@ -47,8 +47,8 @@ class KindSpan(NamedTuple):
 
 
 def edit_points(spans: Sequence[KindSpan]) -> set[int]:
-    """Return positions where a user is likely to edit the text: the last message and its question, if spans give
-    them."""
+    """Return positions where a user is likely to edit the text, if spans mark them: where the last message begins
+    (behind the template text before it), and where its question begins."""
     specials = [span.end for span in spans if span.kind == SPECIAL]
     return {*specials[-2:-1], *(span.start for span in spans if span.kind == QUESTION)}
 
@@ -85,17 +85,17 @@ class RepetitionDetector:
     """A detector that gets the answer token by token and reports when its end is a loop.
 
     A cycle counts as a loop once it fills `least` tokens (0 = never) and occurred ROUNDS times. The answer may copy
-    from the prompt, so a loop that occurs in `read`, such as a table of zeros, does not count. The result depends on
+    from the prompt, so a loop that occurs in `prompt`, such as a table of zeros, does not count. The result depends on
     the tokens alone, so a text ends at the same token with any drafter.
     """
 
-    def __init__(self, least: int, read: Sequence[int] = ()) -> None:
-        self._least, self._read = least, read
+    def __init__(self, least: int, prompt: Sequence[int] = ()) -> None:
+        self._least, self._prompt = least, prompt
         self._ids: list[int] = []
         self._seen: dict[int, deque[int]] = {}  # token -> its positions within the last LONGEST tokens
         self._runs: dict[int, int] = {}  # period -> consecutive tokens so far that equal the token one period earlier
 
-    def hear(self, token: int) -> Repetition | None:
+    def push(self, token: int) -> Repetition | None:
         """Add the next token. Return the loop that it completes, or None."""
         if not self._least:
             return None
@@ -112,11 +112,11 @@ class RepetitionDetector:
         return None
 
     def _is_copy(self, n: int) -> bool:
-        return _text(self._ids[-n:]) in self._whole
+        return _text(self._ids[-n:]) in self._prompt_text
 
     @cached_property
-    def _whole(self) -> str:
-        return _text(self._read)
+    def _prompt_text(self) -> str:
+        return _text(self._prompt)
 
 
 def _text(ids: Sequence[int]) -> str:
@@ -159,19 +159,19 @@ class SequenceState:
         self.chunk_rows, self.compression_interval = chunk, every
         self.ids: list[int] = []
         self.committed = 0
-        self._n_prompt = 0  # tokens stored at the end of the last prefill
+        self._n_prompt = 0  # tokens committed at the end of the last prefill
         self.aux_cache = AuxCache(lm, pruning)  # deferred prompt tokens
-        self.compression_point = self._next_compression_point()
+        self.next_compression_at = self._next_compression()
         self.seen = SeenTokens(lm.vocab, "cpu" if lm.device.type == "mps" else lm.device)  # the device that samples
         self.constraint: Constraint | None = None  # constraint of the answer, which starts at `answer_at`
         self.answer_at = 0
         self.kinds = kinds  # token kinds by id
-        self.spans: Sequence[KindSpan] = ()  # token kinds by position
+        self.kind_spans: Sequence[KindSpan] = ()  # token kinds by position
         self._wants = policy.requirements(lm) if policy is not None else PolicyRequirements()
         self.marks = self._wants.marks  # kinds that the policy needs to be marked in prompts
         self.query_recorder = QueryRecorder(self._wants.recent, self._wants.probes)
-        self.memory: Snapshottable | None = self._wants.memory()  # the policy's memory of this sequence
-        self._is_whole = True  # the policy has evicted nothing
+        self.memory: Snapshottable | None = self._wants.memory()  # the policy's state for this sequence
+        self._is_whole = True  # no policy has evicted or moved a slot, and no pruner has deferred a token
         self._has_left = False  # tokens of a prompt were deferred
         self.order: Order = "layers" if by_layers or pruning is not None else "chunks"  # layer-wise or chunked prefill
         self._under_way: LayerwisePrefill | None = None  # running layer-wise prefill
@@ -183,12 +183,12 @@ class SequenceState:
                 check_model(lm, None)
         self.reusable_spans: ReusableSpans | None = None  # spans of other sequences, for the current prompt
         self.reused = 0  # tokens whose KV was reused
-        self._own = math.inf  # first position whose KV was computed with another prefix; inf = none
+        self._foreign_from = math.inf  # first position whose KV was computed with another prefix; inf = none
         self.condensed = 0  # first tokens that stand for a longer text; each head keeps different tokens of it
-        self.worth: Mapping[int, Tensor] = {}  # by layer [K, condensed]: the scores by which these tokens were chosen
+        self.condensed_scores: Mapping[int, Tensor] = {}  # by layer [K, condensed]: scores that chose these tokens
 
     def rewind(self, n: int) -> int:
-        """Rewind to the first n ids. Returns how many of them are still stored:
+        """Rewind to the first n ids. Returns how many of them still have their KV stored:
 
         - all but the pending one, if their KV is in the cache;
         - with recurrent layers, as many as a checkpoint of the states covers;
@@ -196,66 +196,64 @@ class SequenceState:
         """
         keep = self.states.reaches(max(0, min(self.committed, n - 1)))
         is_back, is_cut = keep < self.committed, self._under_way is not None
-        stays = is_back and (
-            self._forgot or bool(self.query_recorder)
-        )  # evictions and recorded queries cannot be undone
-        stays |= self.aux_cache.is_torn or keep < self.condensed
-        if stays or ((is_back or is_cut) and not self.cache.reaches(keep)):
+        must_restart = is_back and (self._forgot or bool(self.query_recorder))  # neither can be undone in part
+        must_restart |= self.aux_cache.is_torn or keep < self.condensed
+        if must_restart or ((is_back or is_cut) and not self.cache.reaches(keep)):
             keep = 0
         elif is_back and not self._is_whole:  # no slot is missing, but the policy chose levels by later tokens
             self.memory = self._wants.memory()
         self.cache.crop(keep)
         self.states.crop(keep)
         self._under_way, self._n_prompt = None, min(self._n_prompt, keep)
-        self._own = self._own if keep > self._own else math.inf
+        self._foreign_from = self._foreign_from if keep > self._foreign_from else math.inf
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
         if not keep:
             self._is_whole, self._has_left, self._n_prompt = True, False, 0
-            self.condensed, self.worth = 0, {}
+            self.condensed, self.condensed_scores = 0, {}
             self.query_recorder.clear()
             self.aux_cache.clear()
             self.memory = self._wants.memory()
         self.seen.clear()
         self.seen.add(self.ids)
-        self.compression_point = self._next_compression_point()
+        self.next_compression_at = self._next_compression()
         return keep
 
     def take_over(self, other: SequenceState) -> None:
         """Continue the sequence and KV cache of `other`, which becomes empty. Both must store KV in the same way.
 
-        Each keeps its own cache view, which belongs to the drafter. The cache was made for passes of `other`'s size.
+        Each keeps its own cache view, which belongs to the drafter. `chunk_rows` becomes the smaller of both, because
+        the cache was planned for chunks of `other`.
         """
         other.rewind(len(other.ids))  # a prompt in layer-wise prefill is discarded
         self.chunk_rows = min(self.chunk_rows, other.chunk_rows)
-        mine, its = self.cache, other.cache
-        self.replace_cache(its)
-        other.replace_cache(mine)
+        own_cache = self.cache
+        self.replace_cache(other.cache)
+        other.replace_cache(own_cache)
         self.states, other.states = other.states, self.states
         self.query_recorder, other.query_recorder = other.query_recorder, self.query_recorder
         self.memory, other.memory = other.memory, self.memory
-        self._is_whole, self._has_left, self._own = other._is_whole, other._has_left, other._own
+        self._is_whole, self._has_left, self._foreign_from = other._is_whole, other._has_left, other._foreign_from
         self.aux_cache, other.aux_cache = other.aux_cache, self.aux_cache
         self._n_prompt = other._n_prompt
-        self.condensed, self.worth = other.condensed, other.worth
+        self.condensed, self.condensed_scores = other.condensed, other.condensed_scores
         self.ids, self.committed = other.ids, other.committed
         self.rewind(len(self.ids))
         other.rewind(0)
 
     def adopt(self, ids: Sequence[int], n: int, past: Iterable[tuple[int, Tensor, Tensor, int]]) -> None:
-        """Continue as if exactly the first n of `ids`, which begin with the sequence, had been prefilled here.
+        """Continue as if the first n of `ids`, which start with the ids of the sequence, had been prefilled here.
 
-        `past`: per layer, keys [K, M, D] and values [K, M, E] of tokens not yet stored, and the first position of
-        these.
+        `past`: per layer, keys [K, M, D] and values [K, M, E] of tokens not yet stored, and the position of the first.
         """
-        assert self.committed < n < len(ids), "the last token is pending"
+        assert self.committed < n < len(ids), "no token would be added, or none would be pending"
         self._append(past, n)
         self.seen.add(ids[len(self.ids) : n + 1])
         self.ids = list(ids[: n + 1])
-        self.compression_point = self._next_compression_point()
+        self.next_compression_at = self._next_compression()
 
     def _append(self, past: Iterable[tuple[int, Tensor, Tensor, int]], n: int) -> None:
         """Store the KV of the tokens up to n, or nothing if that fails."""
-        assert not self.lm.recurrent_layers, "a model with recurrent layers needs its states too"
+        assert not self.lm.recurrent_layers, "the model has recurrent layers, whose states are not given"
         try:
             self.cache.reserve(n)
             for layer, k, v, start in past:
@@ -269,7 +267,7 @@ class SequenceState:
         """Return a snapshot of everything that later tokens depend on, without settings and sampling; between passes
         only."""
         fields = {"n_prompt": self._n_prompt, "is_whole": self._is_whole, "has_left": self._has_left}
-        fields |= {"own": int(min(self._own, self.committed))}
+        fields |= {"own": int(min(self._foreign_from, self.committed))}
         parts = {"query_recorder": self.query_recorder.state(), "aux_cache": self.aux_cache.state()}
         parts |= {"kv": self.cache.snapshot(), "states": self.states.state()}
         ids = torch.tensor(self.ids[: self.committed], dtype=torch.int32)
@@ -303,10 +301,10 @@ class SequenceState:
         self.ids, self.committed, self._n_prompt = [*ids, pending], len(ids), given.number("n_prompt", len(ids))
         self._is_whole, self._has_left = (bool(given.number(name, 1)) for name in ("is_whole", "has_left"))
         own = given.number("own", len(ids))
-        self._own = own if own < len(ids) else math.inf
+        self._foreign_from = own if own < len(ids) else math.inf
         self.seen.clear()
         self.seen.add(self.ids)
-        self.compression_point = self._next_compression_point()
+        self.next_compression_at = self._next_compression()
 
     def replace_cache(self, kv: KVCache) -> None:
         """Continue with the KV in the cache `kv`."""
@@ -339,7 +337,7 @@ class SequenceState:
             found.add("forgotten")
         if self.committed and self.cache.dtype != self.lm.dtype and self.cache.dtype.itemsize <= self.lm.dtype.itemsize:
             found.add("rounded")
-        if self._own < self.committed:
+        if self._foreign_from < self.committed:
             found.add("reused")
         return found
 
@@ -348,9 +346,9 @@ class SequenceState:
         """True if the KV of a token is stored nowhere."""
         return self._has_left or (not self._is_whole and self.cache.forgets)
 
-    def _next_compression_point(self) -> float:
-        """Return the next compression point. The policy's are counted from the start of the sequence, those for
-        revivals from the start of the answer."""
+    def _next_compression(self) -> float:
+        """Return the token count of the next compression point: a multiple of the compression interval, or of that for
+        revivals counted from the start of the answer."""
         n = self.committed
         return n + min(
             _until(n, self.compression_interval), _until(n - self._n_prompt, self.aux_cache.compression_interval)

@@ -46,7 +46,7 @@ class DraftAndFullCache:
         """Reason of the full cache. The compressed cache only drafts."""
         return self._whole.batch_variant_reason
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the reason why no captured pass can read this cache."""
         return DeviceCache(why_not="two KV caches hold one sequence")
 
@@ -78,9 +78,9 @@ class DraftAndFullCache:
         """Return the n slots that each head of the compressed cache stored last."""
         return self._kept.newest(layer, n)
 
-    def keep(self, layer: int, mask: Tensor) -> Slots:
+    def evict_except(self, layer: int, mask: Tensor) -> Slots:
         """Evict slots of the compressed cache whose mask [K, S] is False and return them."""
-        return self._kept.keep(layer, mask)
+        return self._kept.evict_except(layer, mask)
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Allocate capacity for n slots per head in both caches. It is not called if a policy evicts slots."""

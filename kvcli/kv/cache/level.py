@@ -33,7 +33,7 @@ class TopTier(CroppableTier, Protocol):
     @property
     def windows(self) -> Windows: ...
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Return device tables, as `CacheReader.fixed` does."""
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
@@ -43,17 +43,17 @@ class TopTier(CroppableTier, Protocol):
         """Replace the slots of a layer, without spare capacity. The tier keeps the given tensors."""
 
     def evict_below(self, layer: int, end: int) -> int:
-        """Evict positions that a window hides from rows at `end` and later: those below the return value; 0 = none."""
+        """Evict, below the position that is returned, the slots that a window hides from rows at `end` on; 0 = none."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierLevel:
-    """A level of a tiered cache. Slots are counted per head."""
+    """A level of a tiered cache: one tier, with the number of slots per head that it may hold."""
 
     tier: CroppableTier
     # limit in slots without sinks, None = no limit; levels but the last may exceed it by 1/SLACK
     holds: int | None = None
-    group: int = 1  # older slots are demoted in multiples of `group`
+    group: int = 1  # slots beyond the limit are demoted by age in whole groups; masks need not keep to groups
     name: str = ""  # tier name in reports, if the tier of the top has the same name
     attend_async: Ask | None = None  # starts attention that runs in parallel with the other levels, if the tier can
 
@@ -76,12 +76,12 @@ class TierLevel:
         return self.holds is None or self.tier.n_slots(layer) + n <= self.holds
 
     def forget(self, layer: int, s: Slots) -> Slots:
-        """Evict the oldest stored slots until `s` fits. Returns the slots of `s` that fit (the newest)."""
+        """Evict the oldest stored slots until `s` fits. Returns the slots of `s` that fit, which are its newest."""
         most, n = self.holds or 0, s.n_slots
         while (held := self.tier.n_slots(layer)) and held + n > most:  # a tier may free capacity only in whole blocks
             there = self.tier.slots(layer).pos >= 0
             gone = max(held + n - most, most // SLACK)
-            self.tier.keep(layer, there & (there.cumsum(1) > gone))
+            self.tier.evict_except(layer, there & (there.cumsum(1) > gone))
         return s if n <= most else last(s, most)
 
     def __str__(self) -> str:

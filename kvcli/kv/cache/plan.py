@@ -98,7 +98,7 @@ class CachePlan:
             group=self.kv.group if below and not self.memory.spends else 1,
             sinks=self.kv.sinks,
             demotes=self.memory.demotes and not self.memory.spends,
-            drops=self.memory.drops and not self.memory.spends,  # as above
+            evicts_oldest=self.memory.drops and not self.memory.spends,  # as above
         )
         return ladder if below else self.recall.bind(ladder, top, self._attention_params)
 

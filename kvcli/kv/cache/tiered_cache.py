@@ -1,14 +1,14 @@
-"""A tiered KV cache. At compression points, old slots or slots that the policy drops are demoted to a lower tier.
+"""A tiered KV cache. At compression points, old slots or slots that a policy does not keep go to a lower level.
 
-Attention runs on every level and the partial results are merged, which is exact over all stored slots (FlashAttention,
-arXiv 2205.14135): two dense levels give the result of one dense tier. Only a level of fewer bits is lossy, because
-slots are quantized when they are demoted to it. KIVI (arXiv 2402.02750) keeps a residual of newest tokens in full
+Each level is one tier. Attention runs on every level and the partial results are merged without approximation, up to
+rounding (FlashAttention, arXiv 2205.14135). Only a level of fewer bits is lossy, because slots are quantized when they
+are demoted to it. KIVI (arXiv 2402.02750) keeps a residual of newest tokens in full
 precision and quantizes older tokens in groups: the residual is a first level of `residual` slots.
 
-A level demotes its oldest slots beyond its limit. If the cache `demotes`, the top also demotes the slots that the masks
-of a policy drop. Such a policy sees the top alone, so `slots` and cache views cover only the top; lower levels are read
-as their tier reads them, and no policy evicts their slots. A policy that returns levels sees the slots of all levels
-concatenated. It may demote slots to any lower level; no slot is promoted, because quantization cannot be undone.
+A level demotes its oldest slots beyond its limit. If the cache `demotes`, the top also demotes the slots that a mask
+does not keep. Policies then see the top alone, because `slots` and cache views cover only the top: no policy evicts
+slots of lower levels, and rows read them as each tier allows (all slots, or selected pages). A policy that returns
+levels sees the slots of all levels. It may move slots down to any level, never up: quantization cannot be undone.
 """
 
 from __future__ import annotations
@@ -40,21 +40,20 @@ class TieredCache:
         group: int = 1,
         sinks: int = 0,
         demotes: bool = False,
-        drops: bool = False,
+        evicts_oldest: bool = False,
     ):
-        """Set up the levels. At a compression point `top` keeps `holds` slots per head plus the first `sinks` tokens.
-
-        `demotes`: slots dropped by masks are demoted. `drops`: if the last level is full, its oldest slots are
-        evicted; otherwise CacheFull is raised.
+        """`holds`: slots per head, besides the first `sinks` tokens, to which `top` is cut at a compression point once
+        it exceeds them by its slack (`TierLevel`). `demotes`: slots that masks do not keep are demoted, not evicted.
+        `evicts_oldest`: if the last level is full, its oldest slots are evicted; otherwise CacheFull is raised.
         """
-        assert below or not demotes, "there is no lower tier"
+        assert below or not demotes, "there is no lower level to demote slots to"
         self._top, self._sinks = top, sinks
         self._levels = [TierLevel(top, holds, group), *below]
         self._read_levels = self._levels[:1] if demotes else self._levels
-        self._demotes, self._drops = demotes, drops
+        self._demotes, self._evicts_oldest = demotes, evicts_oldest
         self._layers = sorted({use.layer for use in top.usage()})  # layers that store slots
         self._waits = any(level.attend_async is not None for level in below)
-        self._twice: set[tuple[int, int, int]] = set()  # (level, layer, lower level) that may both hold a slot
+        self._duplicates: set[tuple[int, int, int]] = set()  # (level, layer, lower level): both levels may store a slot
         self._has_dropped = False
         self.changes = 0
 
@@ -65,7 +64,7 @@ class TieredCache:
 
     @property
     def forgets(self) -> bool:
-        """True if some slots dropped by masks are evicted for good."""
+        """True if slots that masks do not keep are evicted, or slots were evicted because the last level was full."""
         return not self._demotes or self._has_dropped
 
     @property
@@ -77,26 +76,26 @@ class TieredCache:
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over each non-empty level, the top last."""
-        asked = [level.ask(layer, q, params, pos) for level in self._levels[:0:-1]]
+        answers = [level.ask(layer, q, params, pos) for level in self._levels[:0:-1]]
         if own is None or self._waits:  # the device attends to the top while other levels run in parallel
             above = self._top.attend(layer, q, params, pos, own)
-            return [*(part for answer in asked for part in answer()), *above]
-        below = [part for answer in asked for part in answer()]
+            return [*(part for answer in answers for part in answer()), *above]
+        below = [part for answer in answers for part in answer()]
         return self._top.attend(layer, q, params, pos, replace(own, before=below))
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the device tables of the top if there is no lower level."""
         if len(self._levels) > 1:
             return DeviceCache(why_not="the KV cache has several tiers (kv.k_bits, memory.host)")
         most = self._levels[0].holds  # the host checks this limit at compression points
-        return self._top.fixed(rows, more if most is None else min(more, max(0, most - self._top.n_slots(0))))
+        return self._top.device_tables(rows, more if most is None else min(more, max(0, most - self._top.n_slots(0))))
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on in the top."""
         self._top.append(layer, k, v, start)
 
     def take(self, layer: int, slots: Slots) -> None:
-        """Store slots and demote the old ones at once. Used to move a KV cache into another one."""
+        """Store slots, and demote at once those beyond the limits. A whole KV cache is moved into this one by it."""
         self._top.take(layer, slots)
         self._demote(layer)
 
@@ -107,10 +106,10 @@ class TieredCache:
     def slots(self, layer: int) -> Slots:
         """Return the slots of all levels, the lowest first, in the data type and on the device of the top.
 
-        If the cache demotes slots that masks drop, only those of the top.
+        If the cache `demotes`, return the slots of the top alone.
         """
         found = [level.tier.slots(layer) for level in reversed(self._read_levels)]
-        return replace(concat_slots(found), spans=self._spans(layer))
+        return replace(concat_slots(found), levels=self._level_spans(layer))
 
     def newest(self, layer: int, n: int) -> Slots:
         """Return the n slots that each head stored last."""
@@ -120,25 +119,26 @@ class TieredCache:
         rank = s.pos.argsort(dim=1, descending=True).argsort(dim=1)  # [K, S] 0 = newest
         return compact(s, (rank < n) & (s.pos >= 0))
 
-    def keep(self, layer: int, mask: Tensor) -> Slots:
+    def evict_except(self, layer: int, mask: Tensor) -> Slots:
         """Evict slots whose mask [K, S] is False, in the order of `slots`, and return them."""
-        fell = [self._levels[at].tier.keep(layer, part) for at, part in self._by_level(layer, mask) if part.shape[1]]
-        if any(s.n_slots for s in fell):
+        parts = [(self._levels[at].tier, part) for at, part in self._by_level(layer, mask) if part.shape[1]]
+        evicted = [tier.evict_except(layer, part) for tier, part in parts]
+        if any(s.n_slots for s in evicted):
             self.changes += 1
-        return concat_slots(fell) if fell else empty_like(self._top.slots(layer))
+        return concat_slots(evicted) if evicted else empty_like(self._top.slots(layer))
 
     def crop(self, n: int) -> None:
         """Remove slots at position n or later from every level and finish demotions that a failure interrupted."""
         self.changes += 1
         self._has_dropped &= n > 0
-        for at, layer, to in sorted(self._twice):
-            self._once(at, layer, to)
+        for at, layer, to in sorted(self._duplicates):
+            self._remove_duplicates(at, layer, to)
         for level in self._levels:
             level.tier.crop(n)
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Allocate capacity in the top for its share of n slots per head. Raises CacheFull if n exceeds all levels."""
-        if not self._drops and all(level.holds is not None for level in self._levels):
+        if not self._evicts_oldest and all(level.holds is not None for level in self._levels):
             most = self._sinks + sum(level.holds or 0 for level in self._levels)
             if n > most:
                 raise CacheFull(f"{n:,} tokens do not fit in memory", lines=list(map(str, self._levels)), most=most)
@@ -150,23 +150,23 @@ class TieredCache:
         return self._top.windows.reaches(n, lambda layer: [level.tier.slots(layer).pos for level in self._levels])
 
     def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
-        """For each layer, evict or demote slots that masks drop, demote old slots, and evict slots that windows hide
-        from rows at `end` and later."""
-        lets_go = False
+        """In each layer, evict or demote the slots that masks do not keep, demote old slots, and evict slots that
+        windows hide from rows at `end` and later. Returns True if masks evicted or demoted a slot."""
+        was_dropped = False
         for layer in self._layers if layers is None else filter(self._layers.__contains__, layers):
             mask = masks[layer] if masks else None
             is_mask = mask is not None and mask.dtype is torch.bool
             if mask is not None and not is_mask:
-                lets_go |= self._move(layer, mask)
+                was_dropped |= self._move(layer, mask)
             elif mask is not None and not self._demotes:
-                lets_go |= self.keep(layer, mask).n_slots > 0
-            lets_go |= self._demote(layer, mask if is_mask and self._demotes else None)
-            self._give_back(layer, end)
-        return lets_go
+                was_dropped |= self.evict_except(layer, mask).n_slots > 0
+            was_dropped |= self._demote(layer, mask if is_mask and self._demotes else None)
+            self._evict_hidden(layer, end)
+        return was_dropped
 
     def snapshot(self) -> State:
         """Return the snapshots of all levels."""
-        assert not self._twice, "a failed step must be undone by `crop`"
+        assert not self._duplicates, "a demotion has failed and was not repaired by `crop`"
         levels: State = {str(i): level.tier.snapshot() for i, level in enumerate(self._levels)}
         return {"levels": levels, "has_dropped": self._has_dropped}
 
@@ -188,89 +188,88 @@ class TieredCache:
         ]
         return [*top, *below]
 
-    def _spans(self, layer: int) -> list[LevelSpan]:
-        """Return the levels of the slots that `slots` returns."""
-        return [LevelSpan(at, level.tier.n_slots(layer), level.group) for at, level in enumerate(self._read_levels)][
-            ::-1
-        ]
+    def _level_spans(self, layer: int) -> list[LevelSpan]:
+        """Return which columns of the slots that `slots` returns are in which level."""
+        levels = reversed([*enumerate(self._read_levels)])
+        return [LevelSpan(at, level.tier.n_slots(layer), level.group) for at, level in levels]
 
-    def _by_level(self, layer: int, said: Tensor) -> list[tuple[int, Tensor]]:
-        """Split a tensor [K, S] in the order of `slots` by level."""
-        spans = self._spans(layer)
-        assert said.shape[1] == sum(span.n for span in spans), "it does not match the slots of the view"
-        parts = said.split_with_sizes([span.n for span in spans], dim=1)
+    def _by_level(self, layer: int, mask: Tensor) -> list[tuple[int, Tensor]]:
+        """Split a mask [K, S] in the order of `slots` by level."""
+        spans = self._level_spans(layer)
+        assert mask.shape[1] == sum(span.n for span in spans), "the mask does not match the slots that `slots` returns"
+        parts = mask.split_with_sizes([span.n for span in spans], dim=1)
         return [(span.level, part) for span, part in zip(spans, parts, strict=True)]
 
-    def _give_back(self, layer: int, end: int) -> None:
+    def _evict_hidden(self, layer: int, end: int) -> None:
         if low := self._top.evict_below(layer, end):
             for level in [level for level in self._levels[1:] if level.tier.n_slots(layer)]:
                 pos = level.tier.slots(layer).pos
                 # by whole groups: a group with a remaining slot is kept, so that no slot is quantized again
-                level.tier.keep(layer, ~slots_to_demote(pos, 0, int((pos >= low).sum(1).max()), level.group))
+                level.tier.evict_except(layer, ~slots_to_demote(pos, 0, int((pos >= low).sum(1).max()), level.group))
             self.changes += 1
 
-    def _demote(self, layer: int, stays: Tensor | None = None) -> bool:
-        """Demote slots of each level. `stays` [K, S]: slots of the top that a policy keeps, None = all.
+    def _demote(self, layer: int, kept: Tensor | None = None) -> bool:
+        """Demote old slots of each level, and slots of the top that a policy does not keep (`kept` [K, S], None = all).
 
-        Returns True if the policy dropped slots.
+        Returns True if there were slots that the policy does not keep.
         """
-        lets_go = False
+        was_dropped = False
         for at, level in enumerate(self._levels):
-            mask = stays if at == 0 else None
+            mask = kept if at == 0 else None
             is_full = level.is_full(layer, is_last=at + 1 == len(self._levels))
             if mask is None and not is_full:
                 continue
             slots = level.tier.slots(layer)
             leaves = torch.zeros_like(slots.pos, dtype=torch.bool) if mask is None else (slots.pos >= 0) & ~mask
-            lets_go |= mask is not None and bool(leaves.any())
+            was_dropped |= mask is not None and bool(leaves.any())
             if is_full:
                 left = slots.pos.masked_fill(leaves, -1)
                 leaves |= slots_to_demote(left, 0 if at else self._sinks, level.holds or 0, level.group)
             if bool(leaves.any()):
                 if at + 1 == len(self._levels):
                     raise self._outgrown()
-                self._send(at, layer, slots, torch.where(leaves, at + 1, at))
-        return lets_go
+                self._demote_slots(at, layer, slots, torch.where(leaves, at + 1, at))
+        return was_dropped
 
     def _move(self, layer: int, levels: Tensor) -> bool:
         """Demote slots to the levels in levels [K, S], in the order of `slots`; slots of the lowest level move first.
 
         Returns True if any slot moved.
         """
-        goes = False
+        has_moved = False
         for at, part in self._by_level(layer, levels):
             if bool((part > at).any()):
                 slots = self._levels[at].tier.slots(layer)
                 to = part.masked_fill(slots.pos < 0, at)
                 if bool((to > at).any()):
-                    self._send(at, layer, slots, to)
-                    goes = True
+                    self._demote_slots(at, layer, slots, to)
+                    has_moved = True
         top = self._top.slots(layer)  # without spare capacity, because the precision budget counts bytes
         self._top.put(layer, compact(top, top.pos >= 0))
-        return goes
+        return has_moved
 
-    def _send(self, at: int, layer: int, slots: Slots, to: Tensor) -> None:
+    def _demote_slots(self, at: int, layer: int, slots: Slots, to: Tensor) -> None:
         """Demote slots of level `at` to the levels in `to` [K, S]; slots with a level after the last are evicted."""
         sent = set()
         for level in range(at + 1, len(self._levels)):
             if bool((leaves := to == level).any()):
                 going = self._room_for(level, layer, compact(slots, leaves))
                 sent.add((at, layer, level))
-                self._twice |= sent  # until the upper copy is removed; `crop` repairs a failure in between
+                self._duplicates |= sent  # until the upper copy is removed; `crop` repairs a failure in between
                 self._levels[level].tier.take(layer, going)
-        self._levels[at].tier.keep(layer, to <= at)
+        self._levels[at].tier.evict_except(layer, to <= at)
         self._has_dropped |= bool((to == len(self._levels)).any())
-        self._twice -= sent
+        self._duplicates -= sent
         self.changes += 1
 
     def _room_for(self, at: int, layer: int, s: Slots) -> Slots:
-        """Return the slots of `s` that fit level `at`, after evicting older slots there if the cache `drops`.
+        """Return the slots of `s` that fit level `at`, after evicting older slots there if it `evicts_oldest`.
 
         Raises CacheFull. Only the last level is checked, because other levels demote their own slots.
         """
         if at + 1 < len(self._levels) or self._levels[at].has_room(layer, s.n_slots):
             return s
-        if not self._drops:
+        if not self._evicts_oldest:
             raise self._outgrown()
         self._has_dropped = True
         return self._levels[at].forget(layer, s)
@@ -278,13 +277,13 @@ class TieredCache:
     def _outgrown(self) -> CacheFull:
         return CacheFull("the KV cache has outgrown its memory", lines=list(map(str, self._levels)))
 
-    def _once(self, at: int, layer: int, to: int) -> None:
-        """Remove slots from level `at` that level `to` stores too."""
+    def _remove_duplicates(self, at: int, layer: int, to: int) -> None:
+        """Remove from level `at` the slots that level `to` stores too."""
         upper, lower = self._levels[at].tier, self._levels[to].tier.slots(layer)
         pos = upper.slots(layer).pos
-        there = [torch.isin(a, b.to(a.device)) for a, b in zip(pos, lower.pos, strict=True)]
-        upper.keep(layer, ~torch.stack(there))
-        self._twice.discard((at, layer, to))
+        stored_below = [torch.isin(a, b.to(a.device)) for a, b in zip(pos, lower.pos, strict=True)]
+        upper.evict_except(layer, ~torch.stack(stored_below))
+        self._duplicates.discard((at, layer, to))
 
 
 def slots_to_demote(pos: Tensor, sinks: int, holds: int, group: int) -> Tensor:

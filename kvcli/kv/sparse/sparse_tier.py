@@ -149,12 +149,12 @@ class SparseTier:
         """Return the n slots that each head stored last."""
         return self._tier.newest(layer, n)
 
-    def keep(self, layer: int, mask: Tensor) -> Slots:
+    def evict_except(self, layer: int, mask: Tensor) -> Slots:
         """Evict slots whose mask is False and return them; the remaining slots are summarized again."""
         if layer in self._pages and bool(((self._source.positions(layer) >= 0) & ~mask).any()):
             self._pages[layer].clear()  # first, so that no page refers to old slots if the tier fails halfway
             self._forget(layer)
-        fell = self._tier.keep(layer, mask)
+        fell = self._tier.evict_except(layer, mask)
         self._learn([layer])
         return fell
 
@@ -393,7 +393,7 @@ class SparseCache(SparseTier):
         """True if the KV cache evicts slots."""
         return self._store.forgets
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Return no tables, because rows select pages on the host."""
         return DeviceCache(why_not="tokens select the pages they read (sparse.method)")
 

@@ -94,7 +94,7 @@ class HeadGroup:
             torch.cat([self.pos, pos.to(self.pos)], 1),
         )
 
-    def keep(self, mask: Tensor) -> None:
+    def evict_except(self, mask: Tensor) -> None:
         """Evict slots whose mask [h, S] is False."""
         full, h = self.full, self._codec.heads
         assert h == 1 or bool((mask == mask[:1]).all()), "heads of one block have the same slots"
@@ -338,7 +338,7 @@ class BlockTier(LossyTier):
         for band in self._bands[layer]:
             part = mask[at : (at := at + band.pos.shape[0]), : band.length]
             if not torch.equal(part, band.pos >= 0):
-                band.keep(part)
+                band.evict_except(part)
         self._share(layer)
         self.changes += 1
 

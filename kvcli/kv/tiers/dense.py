@@ -61,7 +61,7 @@ class DenseLayer(Protocol):
     def run(self) -> StoredKV:
         """Return the stored slots in place."""
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceLayer:
+    def device_tables(self, rows: int, more: int = 0) -> DeviceLayer:
         """Return device tables of the slots, with capacity for `rows` more per head (see `grow_size`)."""
 
     def grew(self, n: int, start: int) -> None:
@@ -155,9 +155,9 @@ class Dense:
         """Return partial attention of q [H, N, D] at positions pos [N] over slots and new KV, merged if possible."""
         return self._read(layer).attend(q, params, pos, own)
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the device tables of all layers, with capacity for `rows` more slots per head."""
-        lying = {layer: held.fixed(rows, more) for layer, held in self._slabs.items()}
+        lying = {layer: held.device_tables(rows, more) for layer, held in self._slabs.items()}
         return DeviceCache([lying[holder] for holder in self._holder], list(lying), self._grew)
 
     def _grew(self, n: int, start: int) -> None:
@@ -171,7 +171,7 @@ class Dense:
             self.windows.came(layer, start)
 
     def take(self, layer: int, slots: Slots) -> None:
-        """Store slots demoted from another tier."""
+        """Store slots that bring their own positions, which may differ by head."""
         if not bool((slots.pos >= 0).any()):
             return
         own, held = self._own(layer, slots), self._slabs[layer]
@@ -214,7 +214,7 @@ class Dense:
         """Return the first n slots of one head."""
         return self._read(layer).head(head, n)
 
-    def keep(self, layer: int, mask: Tensor) -> Slots:
+    def evict_except(self, layer: int, mask: Tensor) -> Slots:
         """Evict slots whose mask [K, S] is False, free their memory and return them."""
         before = self._slabs[layer].slots()
         has_lost = self._forget(layer, before, mask)
@@ -225,7 +225,7 @@ class Dense:
         self._hold(layer, self._own(layer, slots))
 
     def crop(self, n: int) -> None:
-        """Remove every slot at position n or later (rollback, not eviction). The memory stays allocated."""
+        """Remove every slot at position n or later, to rewind the sequence. The memory stays allocated."""
         self.changes += 1
         self.windows.clear()
         for layer, held in self._slabs.items():
@@ -244,7 +244,7 @@ class Dense:
         return self.windows.reaches(n, lambda layer: [self.positions(layer)])
 
     def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
-        """Evict the slots that masks drop and those that windows hide from rows at `end` and later.
+        """Evict the slots that masks do not keep, and those that windows hide from rows at `end` and later.
 
         The masks of all layers take a single device synchronization.
         """
@@ -264,8 +264,8 @@ class Dense:
         return has_lost
 
     def evict_below(self, layer: int, end: int) -> int:
-        """Evict positions that a window hides from rows at `end` and later: those below the return value; 0 = none."""
-        if low := self.windows.evict_below(layer, end):
+        """Evict, below the position that is returned, the slots that a window hides from rows at `end` on; 0 = none."""
+        if low := self.windows.eviction_bound(layer, end):
             held = self._slabs[layer]
             if not held.evict_below(low):
                 slots = held.slots()
@@ -308,7 +308,7 @@ class Dense:
 
     def _hold(self, layer: int, slots: Slots) -> None:
         """Replace the slots of a layer, in the layout that suits them."""
-        assert layer in self._slabs, "this layer shares the KV of another"
+        assert layer in self._slabs, "this layer stores no slots: it shares those of another layer"
         is_alike, slides = agree(slots), layer in self.windows
         self._slabs[layer] = UniformLayer.of(slots, self._step, slides) if is_alike else RaggedLayer(slots, self._step)
         self.changes += 1

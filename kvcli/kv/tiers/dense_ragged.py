@@ -146,7 +146,7 @@ class RaggedLayer:
         self._put(at, k.flatten(0, 1), v.flatten(0, 1), run_of(start, m, len(self._lengths), k.device).flatten())
         self.grew(m, start)
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceLayer:
+    def device_tables(self, rows: int, more: int = 0) -> DeviceLayer:
         """Return device tables of the slots, with capacity for `rows` more per head (see `grow_size`)."""
         wants = [grow_size(n, rows, more, self._step) if self._lying is None else rows for n in self._lengths]
         if any(n + m > room for n, m, room in zip(self._lengths, wants, self._extents.room, strict=True)):

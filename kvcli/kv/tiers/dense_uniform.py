@@ -186,7 +186,7 @@ class UniformLayer:
         if self.v is not self.k:
             self.v[:, first:end] = v
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceLayer:
+    def device_tables(self, rows: int, more: int = 0) -> DeviceLayer:
         """Return device tables of the slots, with capacity for `rows` more (see `grow_size`)."""
         if self.lying is None or self.length + rows > self.k.shape[1]:
             self.reserve(self.length + grow_size(self.length, rows, more, self.step))

@@ -379,7 +379,7 @@ class ExtentTier:
         s = concat_slots([Slots(*s.each(lambda t: t[at]), s.pos[at]) for s in found])
         return Slots(*s.each(lambda t: t[:, :n]), s.pos[:, :n])
 
-    def keep(self, layer: int, mask: Tensor) -> Slots:
+    def evict_except(self, layer: int, mask: Tensor) -> Slots:
         """Evict slots whose mask [K, S] is False and return them. Their space is reused once an extent is empty."""
         fell = compact(self.slots(layer), ~mask)
         shown = mask.split_with_sizes([extent.length for extent in self._layers[layer]], dim=1)

@@ -264,10 +264,10 @@ class HostTier:
     def head(self, layer: int, head: int, n: int) -> Slots:
         return self._up(self._tier.head(layer, head, n))
 
-    def keep(self, layer: int, mask: Tensor) -> Slots:
+    def evict_except(self, layer: int, mask: Tensor) -> Slots:
         """Evict slots whose mask is False and return them, in host memory."""
         self._reach.wait_idle()
-        return self._tier.keep(layer, mask.cpu())
+        return self._tier.evict_except(layer, mask.cpu())
 
     def crop(self, n: int) -> None:
         self._reach.wait_idle()

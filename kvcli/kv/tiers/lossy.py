@@ -41,7 +41,7 @@ class LossyTier:
         """Return None: slots are not stored in full precision."""
         return None
 
-    def keep(self, layer: int, mask: Tensor) -> Slots:
+    def evict_except(self, layer: int, mask: Tensor) -> Slots:
         """Evict slots whose mask [K, S] is False and return them dequantized."""
         before = self.slots(layer)
         mask = mask & (before.pos >= 0)

@@ -282,7 +282,7 @@ class QuantizedTier(LossyTier):
         for j, head in enumerate(self._layers[layer]):
             part = mask[j, : head.length]
             if not torch.equal(part, head.pos >= 0):
-                head.keep(part)
+                head.evict_except(part)
         self._share(layer)
         self.changes += 1
 

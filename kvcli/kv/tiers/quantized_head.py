@@ -101,7 +101,7 @@ class QuantizedHead:
         # assigned together, because an allocation above may have failed
         self.keys, self.rest, self.values, self.pos = keys, rest, values, pos
 
-    def keep(self, mask: Tensor) -> None:
+    def evict_except(self, mask: Tensor) -> None:
         """Evict slots whose mask [S] is False."""
         if not self._form.is_grouped:
             at = mask.nonzero().squeeze(1)

@@ -47,7 +47,7 @@ class LookaheadSettings(ViewSettings):
 
         return KEY_BYTES * min(KEYS, n * (self.window * self.key_max + self.seeded))
 
-    def scouting(self, ends: Collection[int]) -> tuple[JacobiWindow, NgramPool]:
+    def window_and_pool(self, ends: Collection[int]) -> tuple[JacobiWindow, NgramPool]:
         """Return the Jacobi window and the n-gram pool that it fills."""
         from kvcli.drafts.sources.jacobi_window import JacobiWindow
         from kvcli.drafts.sources.ngram_pool import NgramPool
@@ -67,5 +67,5 @@ class Lookahead(LookaheadSettings):
         """Return a drafter without a sequence."""
         from kvcli.drafts.tree.tree_drafter import TreeDrafter
 
-        window, pool = self.scouting(ends)
-        return TreeDrafter(self, [pool], scouting=(window, pool), view=self.glance())
+        window, pool = self.window_and_pool(ends)
+        return TreeDrafter(self, [pool], lookahead=(window, pool), view=self.glance())

@@ -42,8 +42,8 @@ class Mix(LookaheadSettings):
 
     def ignored_keys(self) -> dict[str, str]:
         """Return the keys that have no effect: key -> the key that disables it. Adds keys of sources not in use."""
-        scouting = [key for key in keys_of(LookaheadSettings) if key not in keys_of(DraftSettings)]
-        needs = {"prompt-lookup": ["min_match", "max_match"], "lookahead": scouting}
+        lookahead_keys = [key for key in keys_of(LookaheadSettings) if key not in keys_of(DraftSettings)]
+        needs = {"prompt-lookup": ["min_match", "max_match"], "lookahead": lookahead_keys}
         keys = [key for source, keys in needs.items() if source not in self.sources for key in keys]
         return super().ignored_keys() | dict.fromkeys(keys, "sources")
 
@@ -71,17 +71,17 @@ class Mix(LookaheadSettings):
         from kvcli.drafts.sources.prompt_lookup import PromptLookup
         from kvcli.drafts.tree.tree_drafter import TreeDrafter
 
-        scouting = self.scouting(ends)
+        lookahead = self.window_and_pool(ends)
         successors = learners([name for name in self.sources if name in LENGTHS])
         known: dict[str, DraftSource] = {
             "prompt-lookup": PromptLookup(self.min_match, self.max_match),
-            "lookahead": scouting[1],
+            "lookahead": lookahead[1],
         }
         known |= {source.name: source for source in successors}
         return TreeDrafter(
             self,
             [known[name] for name in dict.fromkeys(self.sources)],
             successors=successors,
-            scouting=scouting if "lookahead" in self.sources else None,
+            lookahead=lookahead if "lookahead" in self.sources else None,
             view=self.glance() if "lookahead" in self.sources else None,
         )

@@ -19,7 +19,7 @@ from kvcli.policies.scoring.topk import ScoreState
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.forward_request import Passes
     from kvcli.engine.sequence.state import SequenceState
     from kvcli.kernels.rope import Rotary
 
@@ -32,7 +32,7 @@ def fits_repetition(limit: int, end: int) -> bool:
     return limit - end >= KVzip().lead + PIECE
 
 
-def compress_prefix(text: SequenceState, end: int, most: int) -> Steps[bool]:
+def compress_prefix(text: SequenceState, end: int, most: int) -> Passes[bool]:
     """Compress the first `end` stored tokens of a sequence to `most` slots per head; later tokens need prefill again.
 
     `text.ids` then begins with `most` of their ids, in order: those that most heads kept. Returns False, with nothing
@@ -51,8 +51,8 @@ def compress_prefix(text: SequenceState, end: int, most: int) -> Steps[bool]:
         return False
     text.rewind(end + 1)
     assert text.committed == end > most, "it is stored"
-    sums, ids = RunningScores(lm, dict(text.worth)), text.ids[: end + 1]
-    kinds = kinds_of(ids[:end], text.kinds, text.spans)
+    sums, ids = RunningScores(lm, dict(text.condensed_scores)), text.ids[: end + 1]
+    kinds = kinds_of(ids[:end], text.kinds, text.kind_spans)
     past = lm, text.cache, QueryRecorder(0, lambda n: ()), guard, ids[:end], kinds
     at = CompressionPoint(*past, "read", end, True, ScoreState(done=text.condensed, own=sums))
     masks = yield from at.ask(zipped)
@@ -82,7 +82,7 @@ def compress_prefix(text: SequenceState, end: int, most: int) -> Steps[bool]:
     stand = sorted(votes.argsort(descending=True, stable=True)[:most].tolist())
     text.rewind(0)
     text.adopt([*(ids[p] for p in stand), ids[end]], most, moved)
-    text.condensed, text.worth = most, worth
+    text.condensed, text.condensed_scores = most, worth
     return True
 
 

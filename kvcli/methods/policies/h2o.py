@@ -16,7 +16,7 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.compression_point import CompressionPoint
     from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
@@ -61,7 +61,7 @@ class H2O(TopK):
         """Require the queries since the last compression point."""
         return self.want(lm, lambda: RunningScores(lm))
 
-    def select(self, at: CompressionPoint) -> Steps[Masks] | Masks:
+    def select(self, at: CompressionPoint) -> Passes[Masks] | Masks:
         """Add the recorded queries, even if no slot competes now, then select as all score policies do."""
         for i in at.open:
             hear(at.memory.own, *at.layer(i))

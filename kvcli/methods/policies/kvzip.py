@@ -23,7 +23,7 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Rows, Steps
+    from kvcli.engine.forward_request import Passes, Rows
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.compression_point import CompressionPoint
     from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
@@ -71,7 +71,7 @@ class KVzip(TopK):
             )
         return self.want(lm, lambda: RunningScores(lm))
 
-    def select(self, at: CompressionPoint) -> Steps[Masks]:
+    def select(self, at: CompressionPoint) -> Passes[Masks]:
         """Repeat the prompt after prefill, then select as all score policies do. Raises ContextOverflow if no piece
         fits into the context window after the text."""
         done = at.memory.compressed(at)
@@ -79,7 +79,7 @@ class KVzip(TopK):
             yield from self.score_by_repetition(at, done)
         return self.best(at, done)
 
-    def score_by_repetition(self, at: CompressionPoint, first: int) -> Steps[None]:
+    def score_by_repetition(self, at: CompressionPoint, first: int) -> Passes[None]:
         """Repeat the tokens from `first` on and replace their scores."""
         for layer, score in at.memory.own.total.items():
             at.memory.own.total[layer] = score[:, :first]
@@ -107,7 +107,7 @@ class KVzip(TopK):
     def weighs(self) -> str:
         return super().weighs or ("plus = true" if self.plus else "")
 
-    def _by_layer(self, at: CompressionPoint, rows: Rows) -> Steps[list[Heard]]:
+    def _by_layer(self, at: CompressionPoint, rows: Rows) -> Passes[list[Heard]]:
         """Run one pass per layer to get the hidden states between layers; a pass of no layer gives the embeddings."""
         from kvcli.engine.forward_request import ForwardRequest
 
@@ -130,7 +130,7 @@ class KVzip(TopK):
             stream = stream if made.hidden is None else made.hidden.clone()
         return found
 
-    def _repeat(self, at: CompressionPoint, start: int, end: int) -> Steps[None]:
+    def _repeat(self, at: CompressionPoint, start: int, end: int) -> Passes[None]:
         """Repeat one piece and update the scores of its slots; no KV is committed."""
         import torch
 
@@ -160,7 +160,7 @@ class KVzip(TopK):
             scores[i] = score.scatter_reduce_(1, where, mass.masked_fill(near.pos < 0, 0.0), "amax")
 
 
-def _at_once(at: CompressionPoint, rows: Rows) -> Steps[list[Heard]]:
+def _at_once(at: CompressionPoint, rows: Rows) -> Passes[list[Heard]]:
     """Run one pass through all layers."""
     from kvcli.engine.forward_request import ForwardRequest
 

@@ -20,7 +20,7 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Rows, Steps
+    from kvcli.engine.forward_request import Passes, Rows
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.prefill.aux_cache import ActiveRows, Pruner
     from kvcli.kv.slots import KVCache
@@ -64,7 +64,7 @@ class SingleCut(PruneSettings):
         """Return the first layer run with fewer tokens."""
         return nearest(below_all(lm), self.layer * lm.n_layers)
 
-    def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> Steps[Pruner | None]:
+    def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> Passes[Pruner | None]:
         """Return the pruner, or None for a short prompt. Raises BadModel if no layer can score tokens."""
         n = rows.n_rows
         if n < self.min_prompt:
@@ -75,7 +75,7 @@ class SingleCut(PruneSettings):
             return once
         from kvcli.engine.prefill.layerwise import LayerwisePrefill
 
-        look = LayerwisePrefill(lm, cache, rows, part, range(max(0, n - self.window), n), comes_back=True)
+        look = LayerwisePrefill(lm, cache, rows, part, range(max(0, n - self.window), n), may_revive=True)
         try:
             while look.layer < cut:
                 yield from look.step()

@@ -12,13 +12,13 @@ from kvcli.engine.prefill.span_reuse import Found, Held, Past, SpanSourceGone
 from kvcli.kernels.rope import rotate, unrotate
 
 if TYPE_CHECKING:
-    from kvcli.engine.forward_request import Rows, Steps
+    from kvcli.engine.forward_request import Passes, Rows
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.prefill.span_reuse import MatchingSpan, SpanSource
     from kvcli.kv.slots import KVCache
 
 # (rows of a span, their reused KV, the KV cache with all tokens before, the span, its source) -> the KV to commit
-Again = Callable[["Rows", Held, "KVCache", "MatchingSpan", "SpanSource"], "Steps[Held]"]
+Again = Callable[["Rows", Held, "KVCache", "MatchingSpan", "SpanSource"], "Passes[Held]"]
 
 
 class RerotatedSpans:
@@ -43,7 +43,7 @@ class RerotatedSpans:
         """Return the first position >= `at` that a span covers; None if there is none."""
         return min((max(run.new, at) for run, _ in self._found if run.end > at), default=None)
 
-    def load(self, at: int, most: int, kv: KVCache, ids: Sequence[int]) -> Steps[tuple[int, Past]]:
+    def load(self, at: int, most: int, kv: KVCache, ids: Sequence[int]) -> Passes[tuple[int, Past]]:
         """Return end position and KV of up to `most` tokens of the span at `at`; (at, ()) if its source is gone."""
         from kvcli.engine.forward_request import Rows
 

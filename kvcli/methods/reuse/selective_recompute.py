@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Rows, Steps
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Passes, Rows
 from kvcli.engine.prefill.span_reuse import KVOverlay
 from kvcli.engine.sequence.commit import commit
-from kvcli.kv.slots import spans
+from kvcli.kv.slots import layer_groups
 from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ class SelectiveRecompute:
     """Selective recompute for the spans of one prompt."""
 
     def __init__(self, lm: LM, settings: CacheBlend) -> None:
-        self._lm, self._spans = lm, spans(lm.shapes)
+        self._lm, self._spans = lm, layer_groups(lm.shapes)
         self._shares = settings.shares(len(self._spans) - 1)
         self._by_hidden, self._chooses = settings.select == "hidden", settings.recompute < 1
         self._before: list[First] = []
 
-    def __call__(self, rows: Rows, held: Held, kv: KVCache, run: MatchingSpan, source: SpanSource) -> Steps[Held]:
+    def __call__(self, rows: Rows, held: Held, kv: KVCache, run: MatchingSpan, source: SpanSource) -> Passes[Held]:
         """Recompute a span and return the KV to commit. `rows`: its tokens, after those in `kv`; `held`: reused KV."""
         held = {layer: (k.clone(), v.clone()) for layer, (k, v) in held.items()}
         live = torch.arange(run.n, device=self._lm.device)
@@ -67,7 +67,7 @@ class SelectiveRecompute:
 
     def _through(
         self, layers: range, rows: Rows, hidden: Tensor | None, held: Held, kv: KVCache, live: Tensor
-    ) -> Steps[ForwardResult]:
+    ) -> Passes[ForwardResult]:
         """Run the rows in `live` through `layers`."""
         on: Rows = rows
         past: CacheReader = kv
@@ -97,7 +97,7 @@ class First:
         self.ids, self._lm, self._layers, self._n = ids, lm, layers, 0
         self._kv = Dense(lm.shapes, dtype, lm.device)
 
-    def gave(self, first: int, n: int) -> Steps[Tensor]:
+    def gave(self, first: int, n: int) -> Passes[Tensor]:
         """Return the hidden states [n, E] after these layers, of n tokens from position `first` on."""
         self._n, found = min(self._n, first), list[Tensor]()
         self._kv.crop(self._n)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
-from kvcli.engine.forward_request import Rows, Steps
+from kvcli.engine.forward_request import Passes, Rows
 from kvcli.engine.sequence.sampler import SamplingContext
 from kvcli.engine.stats import Step
 from kvcli.errors import BadInput
@@ -64,7 +64,7 @@ class Writer:
         """Memory of the smaller model's KV cache and recurrent states."""
         return [replace(use, tier="draft") for use in (*self._draft.cache.usage(), *self._draft.states.usage())]
 
-    def step(self, session: GenerationSession, stop: Collection[int] = (), most: float = float("inf")) -> Steps[Step]:
+    def step(self, session: GenerationSession, stop: Collection[int] = (), most: float = float("inf")) -> Passes[Step]:
         """Write several reasoning steps, at most `most` tokens; or one token if steps do not fit.
 
         Afterwards the session is as `GenerationSession.step` leaves it.
@@ -72,7 +72,7 @@ class Writer:
         _refuse(session)
         began, lm = time.perf_counter(), session.lm
         # one token before the compression point, which only the session crosses
-        room = int(min(session.compression_point - session.committed - 1, most, lm.limit - session.committed - 1))
+        room = int(min(session.next_compression_at - session.committed - 1, most, lm.limit - session.committed - 1))
         guessed = yield from self._ahead(session.ids, session, stop, room)
         if not guessed:
             return (yield from session.step(stop, most))
@@ -113,7 +113,7 @@ class Writer:
 
     def _ahead(
         self, text: Sequence[int], session: GenerationSession, stop: Collection[int], room: int
-    ) -> Steps[list[list[int]]]:
+    ) -> Passes[list[list[int]]]:
         """Draft steps with the smaller model, sampled with the same noise."""
         draft, found, n = self._draft, list[list[int]](), 0
         if len(text) + room >= draft.lm.limit:
@@ -139,7 +139,7 @@ class Writer:
 
     def _write(
         self, tree: DraftTreeKV, lanes: Sequence[StepBranch], how: SamplingContext, stop: Collection[int]
-    ) -> Steps[None]:
+    ) -> Passes[None]:
         """Write the target model's own steps, one token of each per pass; steps after a rejected one are not needed."""
         while True:
             refused = next((i for i, lane in enumerate(lanes) if lane.is_refused), len(lanes))

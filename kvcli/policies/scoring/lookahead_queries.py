@@ -17,7 +17,7 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.compression_point import CompressionPoint
     from kvcli.engine.policy.policy import PolicyRequirements
@@ -41,14 +41,14 @@ class QueryScored(TopK):
         """Return one row per token of the provisional answer."""
         return self.lookahead if n else 0
 
-    def select(self, at: CompressionPoint) -> Steps[Masks]:
+    def select(self, at: CompressionPoint) -> Passes[Masks]:
         """Select as all score policies do; after prefill, first record the queries of a provisional answer."""
         if self.lookahead and at.phase == "read":
             at = yield from ahead(at, self.lookahead)
         return self.best(at, at.memory.compressed(at))
 
 
-def ahead(at: CompressionPoint, most: int) -> Steps[CompressionPoint]:
+def ahead(at: CompressionPoint, most: int) -> Passes[CompressionPoint]:
     """Return the compression point with the queries of a provisional answer of up to `most` tokens recorded.
 
     If the context window has no capacity for further tokens, only the query of the newest token is recorded.

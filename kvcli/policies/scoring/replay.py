@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import ForwardRequest, Rows, Steps
+from kvcli.engine.forward_request import ForwardRequest, Passes, Rows
 from kvcli.engine.policy.policy import LayerContext
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import NewRows
@@ -33,7 +33,7 @@ class Replay:
         self._rows = Rows.chain(at.ids[self._start :], self._start)
         self._whole: Tensor | None = None  # predictions from all slots; computed on first use
 
-    def loss(self, pick: Pick) -> Steps[float]:
+    def loss(self, pick: Pick) -> Passes[float]:
         """Return the mean KL divergence, in nats per token, from predictions of all slots to those of `pick`.
 
         Runs one forward pass, and a second one on the first call.
@@ -43,7 +43,7 @@ class Replay:
         some = yield from self._predict(pick)
         return float((whole.exp() * (whole - some)).sum(-1).mean())
 
-    def _predict(self, pick: Pick) -> Steps[Tensor]:
+    def _predict(self, pick: Pick) -> Passes[Tensor]:
         """Return log-probabilities [N, V]."""
         past = PrefixCacheView(self._at, self._start, pick)
         made = yield ForwardRequest(self._at.lm, self._rows, past, want=range(self._rows.n_rows))
@@ -57,7 +57,7 @@ class PrefixCacheView:
         self.dtype = at.kv.dtype
         self._at, self._end, self._pick = at, end, pick
 
-    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Return why captured passes cannot read this view."""
         return DeviceCache(why_not="the policy cannot select tokens to replay")
 

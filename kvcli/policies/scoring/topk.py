@@ -25,7 +25,7 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.compression_point import CompressionPoint, ProjectedValueNorms
     from kvcli.engine.policy.policy import LayerContext
@@ -172,10 +172,10 @@ class TopK(PolicyDefaults):
         """The setting that needs norms of projected values (W_o v); "" = none."""
         return 'post = "critical"' if self.post == "critical" else ""
 
-    def score_by_repetition(self, at: CompressionPoint, first: int) -> Steps[None] | None:
+    def score_by_repetition(self, at: CompressionPoint, first: int) -> Passes[None] | None:
         """Run the passes that a score needs before it scores the tokens from `first` on."""
 
-    def select(self, at: CompressionPoint) -> Steps[Masks] | Masks:
+    def select(self, at: CompressionPoint) -> Passes[Masks] | Masks:
         """Keep the best of the competing slots, and all slots that do not compete."""
         return self.best(at, at.memory.compressed(at))
 
@@ -245,7 +245,7 @@ class TopK(PolicyDefaults):
         """Return n, unless the prompt is compressed after each chunk."""
         return self.slots(n) if self.per_chunk else n
 
-    def scoring_bytes(self, n: int, heads: int, kind: str, number: int) -> int:
+    def scoring_bytes(self, n: int, heads: int, device_type: str, number: int) -> int:
         """Return the bytes of one float32 attention block; scores from keys alone need less at most lengths."""
         from kvcli.kernels.attention_mass.reference import ROWS, SCORES
 

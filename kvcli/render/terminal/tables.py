@@ -84,7 +84,7 @@ def _drafts(stats: Stats) -> list[str]:
         *([f"sources     {sources}"] if sources else []),
         *([f"model       {stats.drafts_by}"] if stats.drafts_by else []),
         f"rows        {stats.rows_per_pass:.1f} per pass{lookahead}{free}",
-        *([f"lookahead   paused: {stats.scouts_why}"] if stats.scouts_why else []),
+        *([f"lookahead   paused: {stats.lookahead_why}"] if stats.lookahead_why else []),
         f"paused      {paused}" + (f": {stats.paused_why}" if stats.paused_why else ""),
     ]
 

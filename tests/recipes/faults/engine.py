@@ -152,7 +152,7 @@ FAULTS = [
     Fault(
         "E3",
         "kvcli/engine/cuda_graphs/captured_pass.py",
-        "key = (*sizes, *told, *(",
+        "key = (*sizes, *outputs, *(",
         "key = (*sizes, *(",
         "tests/test_captured_pass.py::test_a_pass_with_recorded_queries_has_a_capture_of_its_own",
     ),
@@ -194,15 +194,15 @@ FAULTS = [
     Fault(
         "E11",
         "kvcli/engine/prefill/layerwise.py",
-        "end = 0 if self._comes_back else rows.pos[-1] + 1",
+        "end = 0 if self._may_revive else rows.pos[-1] + 1",
         "end = rows.pos[-1] + 1",
         "tests/test_revival.py::test_windows_keep_what_those_who_come_back_will_see tests/test_sliding_windows.py",
     ),
     Fault(
         "E12",
         "kvcli/engine/prefill/layerwise.py",
-        "[i for i, row in enumerate(live) if row in",
-        "[i for i, row in enumerate(live, self._at) if row in",
+        "[i for i, row in enumerate(active) if row in",
+        "[i for i, row in enumerate(active, self._n_done_rows) if row in",
         "tests/test_revival.py::test_a_token_has_a_prefix_of_the_layers_and_each_once",
     ),
     # the KV cache

@@ -19,7 +19,7 @@ from kvcli.engine.policy.policy import PolicyDefaults, PolicyRequirements, Prote
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.compression_point import CompressionPoint
     from kvcli.kv.slots import Masks
@@ -164,7 +164,7 @@ class FastGen(PolicyDefaults):
             memory=lambda: FastGenState(own, lm, full),
         )
 
-    def select(self, at: CompressionPoint) -> Steps[Masks]:
+    def select(self, at: CompressionPoint) -> Passes[Masks]:
         """Select the slots of each head by its choice, which is made after prefill."""
         found: Masks = yield from at.memory.choose(at)
         return found
@@ -177,9 +177,9 @@ class FastGen(PolicyDefaults):
         """Return n, because heads are measured after prefill."""
         return n
 
-    def scoring_bytes(self, n: int, heads: int, kind: str, number: int) -> int:
+    def scoring_bytes(self, n: int, heads: int, device_type: str, number: int) -> int:
         """Return the bytes of the measured rows' attention, at most `max_profile_mb`."""
-        seen = sum(row + 1 for row in self.on(kind).probes(n))
+        seen = sum(row + 1 for row in self.on(device_type).probes(n))
         return min(int(self.max_profile_mb * 2**20), number * heads * seen)
 
     def describe_result(self, memory: FastGenState) -> str:

@@ -18,7 +18,7 @@ from kvcli.methods.policies.fastgen.recovery import CandidateSets, Recovery, cla
 from kvcli.policies.scoring.replay import Replay
 
 if TYPE_CHECKING:
-    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.compression_point import CompressionPoint
     from kvcli.kv.slots import Masks
@@ -38,7 +38,7 @@ class FastGenState:
         self._full = full
         self._layers: dict[int, LayerChoice] = {}
 
-    def choose(self, at: CompressionPoint) -> Steps[Masks]:
+    def choose(self, at: CompressionPoint) -> Passes[Masks]:
         """Return the slots that each head's choice keeps; sliding-window layers keep all."""
         masks: list[Tensor | None] = [None] * len(at.layers)
         if at.phase == "reading":
@@ -85,7 +85,7 @@ class FastGenState:
             self._layers[at.layer] = self._measured(s, at)
         return is_due
 
-    def _settle_on(self, replay: Replay) -> Steps[None]:
+    def _settle_on(self, replay: Replay) -> Passes[None]:
         """Find the lowest T whose loss is at most `kl_max`, by bisection; 1 (keep everything) if no T suffices."""
         low, high = 0.0, 1.0
         for _ in range(TRIALS):

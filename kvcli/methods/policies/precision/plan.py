@@ -171,9 +171,9 @@ def together(worth: Tensor, level: Tensor, spans: Sequence[LevelSpan]) -> Tensor
     """Return the scores [K, S] averaged over each unit of slots, because the slots of a unit are demoted together."""
     found, first = worth.clone(), 0
     for span in spans:
-        for head in range(worth.shape[0]) if span.unit > 1 else ():
-            n = int((level[head, first : first + span.n] >= 0).sum()) // span.unit * span.unit
-            part = found[head, first : first + n].view(-1, span.unit)
+        for head in range(worth.shape[0]) if span.group > 1 else ():
+            n = int((level[head, first : first + span.n] >= 0).sum()) // span.group * span.group
+            part = found[head, first : first + n].view(-1, span.group)
             part[:] = part.mean(1, keepdim=True)
         first += span.n
     return found

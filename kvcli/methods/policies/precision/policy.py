@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import Steps, await_passes
+from kvcli.engine.forward_request import Passes, await_passes
 from kvcli.engine.policy.policy import PolicyRequirements
 from kvcli.errors import ContextOverflow
 from kvcli.kv.footprint import STEP
@@ -85,7 +85,7 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         """Return the result of the budget after the last prefill, in words."""
         return memory.said
 
-    def select(self, at: CompressionPoint) -> Steps[Masks]:
+    def select(self, at: CompressionPoint) -> Passes[Masks]:
         """Return by layer the level of each slot. Raises CacheFull if the protected tokens exceed the budget."""
         masks: list[Tensor | None] = [None] * len(at.layers)
         most, loses = self.spending.most(len(at.ids)), bool(self.spending.lose) and at.phase != "reading"
@@ -163,7 +163,7 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         held = [(use.layer, -(-use.slots // STEP) * STEP) for use in at.kv.usage() if use.layer in layers]
         return sum(room * self.spending.whole(layer) for layer, room in held)
 
-    def _score(self, at: CompressionPoint) -> Steps[None]:
+    def _score(self, at: CompressionPoint) -> Passes[None]:
         """Score the tokens that have no score yet, or all tokens while the cache could still be cropped."""
         known, n, scorer = at.memory, len(at.ids), self.scorer
         first, own, is_seen = 0 if at.is_whole else known.n, replace(at, memory=known.scorer), True
@@ -216,14 +216,14 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
     def _layer(self, at: CompressionPoint, i: int) -> Layer:
         """Return the competing slots of a layer."""
         s, moment = at.layer(i)
-        level = torch.cat([torch.full((span.n,), span.level) for span in s.spans]).to(s.pos.device)
+        level = torch.cat([torch.full((span.n,), span.level) for span in s.levels]).to(s.pos.device)
         level = level.expand_as(s.pos).masked_fill(s.pos < 0, -1).to(torch.int8)
         worth = at.memory.worth.total[i].gather(1, s.pos.clamp(min=0).long())
         if at.memory.heads:
             worth = worth * worth.new_tensor(at.memory.heads[i]).unsqueeze(1)
         whole = self._whole(at, i) - float(worth.double()[moment.protected].sum())
         worth = worth.masked_fill(moment.protected, float("inf"))
-        return Layer(i, together(worth, level, s.spans), level, [span.n for span in reversed(s.spans)], whole)
+        return Layer(i, together(worth, level, s.levels), level, [span.n for span in reversed(s.levels)], whole)
 
     def _whole(self, at: CompressionPoint, i: int) -> float:
         """Return the score sum of all tokens of a layer, in any tier or dropped."""

@@ -59,9 +59,9 @@ class PrecisionBudgetSettings(PolicyDefaults):
         """Return the extra rows of the scoring method."""
         return self.scorer.extra_rows(n)
 
-    def scoring_bytes(self, n: int, heads: int, kind: str, number: int) -> int:
+    def scoring_bytes(self, n: int, heads: int, device_type: str, number: int) -> int:
         """Return the bytes that the scoring method needs."""
-        return self.scorer.scoring_bytes(n, heads, kind, number)
+        return self.scorer.scoring_bytes(n, heads, device_type, number)
 
     @property
     def describe_kept(self) -> str:
