@@ -252,11 +252,11 @@ def iterate_events(work: Coroutine[E, T]) -> Generator[E, None, T]:
                 output = next(work)
                 continue
             try:
-                (made,) = run([output])
+                (result,) = run([output])
             except BaseException as error:
                 output = work.throw(error)
             else:
-                output = work.send(made)
+                output = work.send(result)
     except StopIteration as end:
         found: T = end.value
         return found
@@ -302,9 +302,9 @@ class EngineTask(Generic[E, T]):
             self._work.close()
             self.request, self.error = None, CancelledError()
 
-    def send(self, made: ForwardResult) -> None:
+    def send(self, result: ForwardResult) -> None:
         """Send the result of the pending request to the coroutine."""
-        self._go_on(lambda: self._work.send(made))
+        self._go_on(lambda: self._work.send(result))
 
     def throw(self, error: Exception) -> None:
         """Throw an error into the coroutine: its pending request failed in a pass that ran no other request."""
@@ -373,7 +373,7 @@ class Engine:
         task that causes it."""
         tasks = [task for task in tasks if not task.is_over]  # an outbox may have cancelled one
         try:
-            made = run([task.request for task in tasks if task.request is not None])
+            results = run([task.request for task in tasks if task.request is not None])
         except Exception as error:
             if len(tasks) == 1:
                 tasks[0].throw(error)
@@ -382,7 +382,7 @@ class Engine:
             self._pass(tasks[:half])
             self._pass(tasks[half:])
         else:
-            for task, of in zip(tasks, made, strict=True):
+            for task, of in zip(tasks, results, strict=True):
                 task.send(of)
 
 

@@ -43,9 +43,9 @@ class StateCheckpoint:
 NOTHING = StateCheckpoint()
 
 
-def apart_by(mine: StateCheckpoint, theirs: StateCheckpoint) -> float:
+def apart_by(one: StateCheckpoint, other: StateCheckpoint) -> float:
     """Return the largest relative RMS difference between two checkpoints of one sequence."""
-    both = [(mine.conv, theirs.conv), (mine.rec, theirs.rec)]
+    both = [(one.conv, other.conv), (one.rec, other.rec)]
     pairs = [(of[key].double(), t.double()) for of, its in both for key, t in its.items()]
     off = [float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs]
     return max((math.inf if math.isnan(each) else each for each in off), default=0.0)
@@ -63,22 +63,22 @@ class StateUpdate:
 
     def conv_state(self, key: Key) -> Tensor | None:
         """Return a copy of the convolution state before these rows. Some layers write a single row into it."""
-        if (held := self.before.conv.get(key)) is None:
+        if (state := self.before.conv.get(key)) is None:
             return None
-        self._conv[key], self._width[key] = held.clone(), held.shape[-1]
+        self._conv[key], self._width[key] = state.clone(), state.shape[-1]
         return self._conv[key]
 
     def recurrent_state(self, key: Key) -> Tensor | None:
         """Return a copy of the recurrent state before these rows. Mamba2's kernel for one row writes into it."""
-        if (held := self.before.rec.get(key)) is None:
+        if (state := self.before.rec.get(key)) is None:
             return None
-        self.rec[key] = held.clone()
+        self.rec[key] = state.clone()
         return self.rec[key]
 
     def join(self, key: Key, x: Tensor, width: int) -> Tensor:
         """Prepend the convolution state to x [1, C, N] of these rows; the next row needs the last `width` inputs."""
-        if (held := self.before.conv.get(key)) is not None:
-            x = torch.cat([held.to(x.dtype), x], dim=-1)
+        if (state := self.before.conv.get(key)) is not None:
+            x = torch.cat([state.to(x.dtype), x], dim=-1)
         # a sequence shorter than the kernel width is padded with zeros in front
         x = pad(x, (max(0, width - x.shape[-1]), 0))
         self._conv[key], self._width[key] = x[..., -width:].clone() if self._is_sure else x, width
@@ -156,15 +156,15 @@ class RecurrentStates:
             return self.mark()
         self._marks = [mark for mark in self._marks if mark.at <= n]
         self.now = self._marks[-1] if n else NOTHING
-        assert self.now.at == n, "there is no checkpoint"
+        assert self.now.at == n, "no checkpoint is at this position"
 
     def usage(self) -> list[Usage]:
         """Return the bytes of state and checkpoints by layer, each tensor counted once."""
-        held: dict[int, dict[int, int]] = {}
+        storages: dict[int, dict[int, int]] = {}
         for known in (self.now, *self._marks):
             for (layer, _), t in known.tensors:
-                held.setdefault(layer, {})[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return [Usage(layer, "state", 0, sum(of.values())) for layer, of in sorted(held.items())]
+                storages.setdefault(layer, {})[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return [Usage(layer, "state", 0, sum(of.values())) for layer, of in sorted(storages.items())]
 
     def state(self) -> State:
         """Return a snapshot: checkpoints, then the current state."""

@@ -239,18 +239,18 @@ def attend_new_only(q: Tensor, params: AttentionParams, own: NewRows | None) -> 
     return [] if own is None else own.parts(q, params.scale, params.softcap)
 
 
-def nbytes(*held: HasUsage | None) -> dict[str, int]:
+def nbytes(*objects: HasUsage | None) -> dict[str, int]:
     """Return allocated bytes by kind of tier."""
     total: dict[str, int] = {}
-    for holder in held:
-        for use in holder.usage() if holder is not None else ():
+    for each in objects:
+        for use in each.usage() if each is not None else ():
             total[use.tier] = total.get(use.tier, 0) + use.nbytes
     return total
 
 
-def hit_rate(held: Iterable[HasUsage | None]) -> float | None:
+def hit_rate(objects: Iterable[HasUsage | None]) -> float | None:
     """Return the share of slots selected by sparse attention that its page cache held already; None = none selected."""
-    uses = [use for holder in held if holder is not None for use in holder.usage()]
+    uses = [use for each in objects if each is not None for use in each.usage()]
     asked = sum(use.asked for use in uses)
     return sum(use.found for use in uses) / asked if asked else None
 
@@ -270,8 +270,8 @@ def last(s: Slots, n: int) -> Slots:
     """Return the n slots that each head stored last, from slots in the order of storing."""
     first = max(0, s.n_slots - n)
     if bool((s.pos[:, first:] < 0).any()):  # shorter heads are padded at the end
-        held = s.pos >= 0
-        return compact(s, held.sum(1, keepdim=True) - held.cumsum(1) < n)
+        is_stored = s.pos >= 0
+        return compact(s, is_stored.sum(1, keepdim=True) - is_stored.cumsum(1) < n)
     return Slots(*s.each(lambda t: t[:, first:]), s.pos[:, first:])
 
 
@@ -288,15 +288,15 @@ def picked(s: Slots, index: Tensor) -> Slots:
     return Slots(*s.each(of), s.pos.gather(1, at).masked_fill(index < 0, -1))
 
 
-def concat_slots(found: Sequence[Slots]) -> Slots:
+def concat_slots(parts: Sequence[Slots]) -> Slots:
     """Concatenate slots in the data type and on the device of the last ones."""
-    held = [s for s in found[:-1] if s.n_slots]
-    end = found[-1]
-    if not held:
+    nonempty = [s for s in parts[:-1] if s.n_slots]
+    end = parts[-1]
+    if not nonempty:
         return end
-    k = torch.cat([*(s.k.to(end.k) for s in held), end.k], 1)
-    v = k if end.v is end.k else torch.cat([*(s.v.to(end.v) for s in held), end.v], 1)
-    return Slots(k, v, torch.cat([*(s.pos.to(end.pos) for s in held), end.pos], 1))
+    k = torch.cat([*(s.k.to(end.k) for s in nonempty), end.k], 1)
+    v = k if end.v is end.k else torch.cat([*(s.v.to(end.v) for s in nonempty), end.v], 1)
+    return Slots(k, v, torch.cat([*(s.pos.to(end.pos) for s in nonempty), end.pos], 1))
 
 
 def compact(s: Slots, mask: Tensor) -> Slots:

@@ -98,7 +98,7 @@ class AssistantHead(HiddenStateHead):
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Return the hook output of the pending token's row; empty if no token comes before it."""
-        assert want == 1, "one row has a hook output"
+        assert want == 1, "more than one hook output is wanted"
         end = self.length - 1
         if not end:
             return []
@@ -106,9 +106,9 @@ class AssistantHead(HiddenStateHead):
             assert self._context is not None, "no KV cache is bound"
             _, states = yield from recompute_hidden_states(self._lm, self._context, self._text)
             self._at, self._state = end, states[-1:]
-        made = yield from self._pass(self._text[-1:], self._state)
-        self._grown = made[1]
-        return made[0]
+        result = yield from self._pass(self._text[-1:], self._state)
+        self._grown = result[1]
+        return result[0]
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of the next draft rows, each with its parent's hidden state."""
@@ -122,6 +122,6 @@ class AssistantHead(HiddenStateHead):
         n = len(ids)
         rows = Rows(ids, [self.length - 1] * n, sees=None, tree=n, parent=())
         of = self._head, rows, BorrowedCache(self._context.cache, self._layers)
-        made = yield ForwardRequest(*of, want=range(n), logits_hook=top, hidden=states, record_hidden_states=True)
-        assert made.hidden is not None
-        return [made.hook_output(i) for i in range(n)], made.hidden.clone()
+        result = yield ForwardRequest(*of, want=range(n), logits_hook=top, hidden=states, record_hidden_states=True)
+        assert result.hidden is not None
+        return [result.hook_output(i) for i in range(n)], result.hidden.clone()

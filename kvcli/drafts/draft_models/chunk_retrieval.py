@@ -56,10 +56,10 @@ def relevance(
     all heads of the layers in `attention_params`. Slots that are not in the cache have none."""
     n = max(0, query.at + 1 - first) // size
     total: Tensor | None = None
-    for layer, sight in attention_params.items():
+    for layer, params in attention_params.items():
         s, q = kv.slots(layer), query.of[layer]
         at = torch.tensor([query.at], device=q.device)
-        mass = attention_mass(q, at, s.k, s.pos, sight.scale, softcap=sight.softcap, window=sight.window)  # [K, S]
+        mass = attention_mass(q, at, s.k, s.pos, params.scale, softcap=params.softcap, window=params.window)  # [K, S]
         chunk = (s.pos - first).div(size, rounding_mode="floor").long()
         chunk = chunk.where((chunk >= 0) & (chunk < n), n)  # slots outside of all chunks are summed in one more entry
         if total is None:
@@ -245,7 +245,7 @@ ALIKE = 0.9  # share of the chosen chunks' score already in the cache from which
 
 def scored_layers(target: LM, layers: int) -> dict[int, AttentionParams]:
     """Return the last `layers` layers of the target model, of those with full attention if it has any."""
-    whole = [layer for layer, sight in enumerate(target.attention_params) if sight.window is None]
+    whole = [layer for layer, params in enumerate(target.attention_params) if params.window is None]
     return {layer: target.attention_params[layer] for layer in (whole or range(target.n_layers))[-layers:]}
 
 

@@ -140,10 +140,10 @@ class Swift(_Chosen):
         rows, hidden = Rows.chain(ids[:-1], at), None
         for run in runs[:-1]:
             hidden = (yield ForwardRequest(self._lm, rows, before, layers=run, hidden=hidden)).hidden
-        made = yield ForwardRequest(
+        result = yield ForwardRequest(
             self._lm, rows, before, want=range(SEEN), logits_hook=top, layers=runs[-1], hidden=hidden
         )
-        return sum(int(made.hook_output(i)[0]) == token for i, token in enumerate(ids[1:])) / SEEN
+        return sum(int(result.hook_output(i)[0]) == token for i, token in enumerate(ids[1:])) / SEEN
 
 
 def newest_before(lm: LM, kv: KVCache, at: int, layers: Iterable[int]) -> Dense:
@@ -199,9 +199,9 @@ class Knn(Swift):
     def _place(self, kv: KVCache, ids: Sequence[int], at: int) -> Passes[Tensor]:
         """Return the normalized mean hidden state [E] before the last layers of `ids`, the first at position `at`."""
         below = range(self._units[-1].start)
-        made = yield ForwardRequest(self._lm, Rows.chain(ids, at), newest_before(self._lm, kv, at, below), layers=below)
-        assert made.hidden is not None
-        return torch.nn.functional.normalize(made.hidden.float().mean(0), dim=0)
+        out = yield ForwardRequest(self._lm, Rows.chain(ids, at), newest_before(self._lm, kv, at, below), layers=below)
+        assert out.hidden is not None
+        return torch.nn.functional.normalize(out.hidden.float().mean(0), dim=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -260,9 +260,9 @@ class Clasp(_Chosen):
         rows = Rows([newest[-1]] * n, [length - 1] * n, torch.eye(n, dtype=torch.bool), tree=n, parent=(-1,) * n)
         hidden, sets = None, [frozenset[int]()] * n
         for i, unit in enumerate(self._units[:-1]):
-            made = yield ForwardRequest(self._lm, rows, cache, layers=unit, hidden=hidden)
-            assert made.hidden is not None
-            through, whole = made.hidden, made.hidden[:1].float()
+            result = yield ForwardRequest(self._lm, rows, cache, layers=unit, hidden=hidden)
+            assert result.hidden is not None
+            through, whole = result.hidden, result.hidden[:1].float()
             if i and hidden is not None:
                 kept, gone = (torch.cosine_similarity(t.float(), whole) for t in (through[1:], hidden[:-1]))
                 # if j of j layers were skipped so far, there is no choice

@@ -100,7 +100,7 @@ class MtpHead(HiddenStateHead):
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Return the hook output of the pending token's row; empty if the hidden state before it is unknown."""
-        assert want == 1, "one row has a hook output"
+        assert want == 1, "more than one hook output is wanted"
         self._drop()
         if self._end == self.length:  # called again after the verification pass failed
             self._kv.crop(self.length - 1)
@@ -111,15 +111,15 @@ class MtpHead(HiddenStateHead):
             yield from self._hear_again()
         at, states = self._at, self._states
         rows = Rows([self._text[p] for p in at], at, sees=None, tree=len(at), parent=())
-        made = yield ForwardRequest(
+        result = yield ForwardRequest(
             self._head, rows, self._kv, want=[len(at) - 1], logits_hook=top, hidden=states, record_hidden_states=True
         )
-        assert made.hidden is not None
-        commit(self._kv, rows, made, range(len(at)))
-        self._end, self._last, self._grown = at[-1] + 1, states[-1:], made.hidden.clone()
+        assert result.hidden is not None
+        commit(self._kv, rows, result, range(len(at)))
+        self._end, self._last, self._grown = at[-1] + 1, states[-1:], result.hidden.clone()
         self._at, self._states = [], states[:0]
         self._ahead = DraftTreeKV(self._head, self._kv, self.length)
-        return [made.hook_output(0)]
+        return [result.hook_output(0)]
 
     def _hear_again(self) -> Passes[None]:
         """Recompute the hidden states of the newest tokens."""
@@ -135,12 +135,12 @@ class MtpHead(HiddenStateHead):
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of the next draft rows, each with its parent's hidden state."""
-        assert self._ahead is not None, "read first"
+        assert self._ahead is not None, "`continue_from` runs before `catch_up`"
         states = self._grown[[parent + 1 for parent in parents]]
-        made = yield from self._ahead.add(ids, parents, logits_hook=top, hidden=states, shows=True)
-        assert made.hidden is not None
-        self._grown = torch.cat([self._grown, made.hidden])
-        return [made.hook_output(i) for i in range(len(ids))]
+        result = yield from self._ahead.add(ids, parents, logits_hook=top, hidden=states, shows=True)
+        assert result.hidden is not None
+        self._grown = torch.cat([self._grown, result.hidden])
+        return [result.hook_output(i) for i in range(len(ids))]
 
 
 def recompute_hidden_states(lm: LM, context: DraftContext, text: Sequence[int]) -> Passes[tuple[int, Tensor]]:
@@ -150,6 +150,6 @@ def recompute_hidden_states(lm: LM, context: DraftContext, text: Sequence[int]) 
     first = max(0, end - SEEN)
     before = newest_before(lm, context.cache, first, range(lm.n_layers))
     rows = Rows.chain(text[first:end], first)
-    made = yield ForwardRequest(lm, rows, before, want=range(rows.n_rows), record_hidden_states=True)
-    assert made.hidden is not None
-    return first, made.hidden
+    result = yield ForwardRequest(lm, rows, before, want=range(rows.n_rows), record_hidden_states=True)
+    assert result.hidden is not None
+    return first, result.hidden

@@ -96,7 +96,7 @@ class SelfDraftModel:
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Return the hook output of the pending token's row."""
-        assert want == 1, "one row has a hook output"
+        assert want == 1, "more than one hook output is wanted"
         assert self._context is not None, "no KV cache is bound"
         view, kv = self._context.view, self._context.cache
         past = DraftCacheView(kv if view is None else view, kv.dtype)
@@ -106,7 +106,7 @@ class SelfDraftModel:
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output of draft rows after the pending token, which is the root of their tree."""
-        assert self._ahead is not None, "read first"
+        assert self._ahead is not None, "`continue_from` runs before `catch_up`"
         return (yield from self._ahead.grow(ids, [parent + 1 for parent in parents], top, self._skipping.runs))
 
 

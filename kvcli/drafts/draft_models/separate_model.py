@@ -180,12 +180,12 @@ class SeparateDraftModel:
         assert want <= n, "hook outputs of rows outside the pass"
         wanted = range(n - want, n)
         logits_hook = top if want else None
-        made = yield ForwardRequest(
+        result = yield ForwardRequest(
             self.lm, rows, self._kv, want=wanted, logits_hook=logits_hook, states=self._states, is_prompt=not want
         )
-        commit(self._kv, rows, made, range(n))
+        commit(self._kv, rows, result, range(n))
         self._n += n
-        return [made.hook_output(i) for i in range(want)]
+        return [result.hook_output(i) for i in range(want)]
 
     # ---- the tokens that are kept ----
 

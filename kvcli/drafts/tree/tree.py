@@ -198,8 +198,8 @@ class AcceptanceRates:
     def record(self) -> tuple[AcceptanceByMatch, ...]:
         """Return the acceptance rates of first choices, by line of the table."""
         return tuple(
-            AcceptanceByMatch(name, made, right / made if made else 0.0)
-            for name, (right, made) in zip(self._names, self._tally, strict=True)
+            AcceptanceByMatch(name, drafted, right / drafted if drafted else 0.0)
+            for name, (right, drafted) in zip(self._names, self._tally, strict=True)
         )
 
 

@@ -54,8 +54,8 @@ class DraftTreeKV:
     ) -> Passes[list[list[float]]]:
         """Run a pass of further rows and return its hook output; a parent comes before its children. `layers`: ranges
         of layers to run, up to the last one; () = all."""
-        made = yield from self.add(ids, parents, logits_hook=logits_hook, layers=layers)
-        return [made.hook_output(i) for i in range(len(ids))]
+        result = yield from self.add(ids, parents, logits_hook=logits_hook, layers=layers)
+        return [result.hook_output(i) for i in range(len(ids))]
 
     def add(
         self,
@@ -78,14 +78,14 @@ class DraftTreeKV:
         self._pos = [self._at + len(seen) - 1 for seen in above]
         among = (-1,) * n  # these rows are never verified
         states = None if self._states is None else self._behind(parents[0], self._states)
-        assert states is None or [*parents[1:]] == [*range(had, had + n - 1)], "a recurrent state is of one chain"
+        assert states is None or [*parents[1:]] == [*range(had, had + n - 1)], "draft tokens are no chain"
         sees = self._line[:, had:] if n > 1 and states is None else None
         rows = Rows(ids, self._pos[had:], sees, tree=n, parent=among)
         for run in layers[:-1]:
             hidden = (yield ForwardRequest(self._lm, rows, self, layers=run, hidden=hidden)).hidden
         last = layers[-1] if layers else None
         of = self._lm, rows, self
-        made = yield ForwardRequest(
+        result = yield ForwardRequest(
             *of,
             want=range(n),
             draw=draw,
@@ -95,12 +95,12 @@ class DraftTreeKV:
             record_hidden_states=shows,
             states=states,
         )
-        if states is not None and made.fold is not None:
-            self._folds += [(made.fold, states, i + 1) for i in range(n)]
+        if states is not None and result.fold is not None:
+            self._folds += [(result.fold, states, i + 1) for i in range(n)]
         self.ids += ids
         self.parents += parents
         self._above, self._held = above, self._grown
-        return made
+        return result
 
     def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Name the reason why passes over this cache are not captured."""
@@ -111,7 +111,7 @@ class DraftTreeKV:
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, n, D] of the running pass, at positions pos [n], over all rows and slots it
         attends to."""
-        assert own is not None, "rows attend to their own KV"
+        assert own is not None, "the new KV of the rows is missing"
         source = self._lm.shapes[layer].shared_from
         holder = layer if source is None else source
         if holder not in self._grown:

@@ -50,8 +50,8 @@ def verify_partial_passes(lm: LM) -> None:
                 raise _unstopped(kind, "a pass through its first layer alone does not stop")
             whole = _Hiding(ForwardRequest(lm, rows, nothing, want=want), stop, on)
             plain = call(lm.model, rows.ids, rows.pos, want, its_pass=whole)
-            said = run_to_end(_stopping(lm, rows, want, stop, on))
-        off = relative_rms(said.cpu().double(), plain.cpu().double(), len(want) // 2 if is_half else 0)
+            logits = run_to_end(_stopping(lm, rows, want, stop, on))
+        off = relative_rms(logits.cpu().double(), plain.cpu().double(), len(want) // 2 if is_half else 0)
         if off <= WITHIN.get(lm.dtype, 0.05):
             return
     raise _unstopped(kind, f"{n} tokens, of which some continue later: off by {off:.2g}")
@@ -86,8 +86,8 @@ def _stopping(lm: LM, rows: Rows, want: range, stop: int, on: Sequence[int]) -> 
         yield from prompt.step()
     behind.add(prompt.stopped)
     yield from behind.revive_all(kv, rows.ids)
-    made = yield ForwardRequest(lm, rows.only(want), kv, want=range(len(want)))
-    return made.logits
+    result = yield ForwardRequest(lm, rows.only(want), kv, want=range(len(want)))
+    return result.logits
 
 
 def _unstopped(kind: str, why: str) -> BadModel:

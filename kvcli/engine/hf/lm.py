@@ -72,7 +72,7 @@ class LM:
         self.latents = shape.latents  # by layer, for layers that store latents
         self.attention_params = shape.attention_params  # per layer
         self.sinks = shape.attention_sink_logits  # per layer, [H] learned sink logits of attention; None = none
-        self.windows = tuple(sight.window for sight in self.attention_params)  # None = full attention
+        self.windows = tuple(params.window for params in self.attention_params)  # None = full attention
         self.sliding = [layer for layer, window in enumerate(self.windows) if window is not None]
         # the largest number of any layer
         self.n_heads, self.n_kv_heads, self.head_dim = info.heads, info.kv_heads, info.head_dim
@@ -310,10 +310,10 @@ def _show(output: nn.Module, given: tuple[Tensor, ...]) -> None:
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    held: dict[int, int] = {}
+    storages: dict[int, int] = {}
     for t in (*model.parameters(), *model.buffers()):
-        held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-    return sum(held.values())
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 # ---- registration with transformers ----

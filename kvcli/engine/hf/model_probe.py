@@ -135,10 +135,10 @@ class Probe:
             extras.append("is_causal=False")
         heads = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
         index = int(getattr(module, "layer_idx", -1))
-        sight = attention_params_of(query, asked.get("scaling"), asked.get("softcap"), asked.get("sliding_window"))
+        params = attention_params_of(query, asked.get("scaling"), asked.get("softcap"), asked.get("sliding_window"))
         which = None if attention_mask is None else self._which(attention_mask)
         self.layers.append(
-            ProbedLayer(module, index, heads, sight, which, asked.get("s_aux"), tuple(extras), (key, value))
+            ProbedLayer(module, index, heads, params, which, asked.get("s_aux"), tuple(extras), (key, value))
         )
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -273,19 +273,19 @@ def verify_logits(lm: Any, stock: Callable[[], AbstractContextManager[object]], 
     for _ in range(3 if is_half else 1):
         ids = torch.randint(0, lm.vocab, (n,), generator=noise).tolist()
         with stock(), blame_files(lambda said: refusal(kind, "its own forward fails", [said])):
-            theirs = _stock(lm, ids)
-        if not bool(theirs.isfinite().all()):
+            reference = _stock(lm, ids)
+        if not bool(reference.isfinite().all()):
             _refuse(kind, f"its own forward gives NaN or infinity in {lm.info.dtype}", [], ["--set load.dtype=fp32"])
-        mine, known = _ours(lm, ids)
-        worst, folded = relative_rms(mine, theirs, n // 2 if is_half else 0), _folded(lm, ids, known)
+        ours, known = _ours(lm, ids)
+        worst, folded = relative_rms(ours, reference, n // 2 if is_half else 0), _folded(lm, ids, known)
         if worst <= bound and folded <= max(bound, 1e-3):
             return
-    largest = float((mine - theirs).abs().nan_to_num(torch.inf).max())
+    largest = float((ours - reference).abs().nan_to_num(torch.inf).max())
     _refuse(
         kind,
         "kvcli's forward pass gives other logits than transformers'",
         [
-            f"{n} tokens: logits off by up to {largest:.3g} on a scale of {float(theirs.abs().max()):.3g}",
+            f"{n} tokens: logits off by up to {largest:.3g} on a scale of {float(reference.abs().max()):.3g}",
             f"relative error {worst:.2g}, allowed in {lm.info.dtype}: {bound:g}",
             *[f"recurrent states after them off by {folded:.2g} from those of one pass"] * bool(lm.recurrent_layers),
         ],
@@ -293,10 +293,10 @@ def verify_logits(lm: Any, stock: Callable[[], AbstractContextManager[object]], 
     )
 
 
-def relative_rms(mine: Tensor, theirs: Tensor, nth: int) -> float:
+def relative_rms(ours: Tensor, reference: Tensor, nth: int) -> float:
     """Return the relative RMS between rows of logits [N, V]: the largest of any row, after leaving out the `nth` worst
     rows."""
-    off = ((mine - theirs).square().mean(1) / theirs.square().mean(1).clamp_min(1e-30)).sqrt()  # [N]
+    off = ((ours - reference).square().mean(1) / reference.square().mean(1).clamp_min(1e-30)).sqrt()  # [N]
     return float(off.nan_to_num(torch.inf).sort(descending=True).values[nth])
 
 
@@ -319,9 +319,9 @@ def _ours(lm: Any, ids: Sequence[int]) -> tuple[Tensor, StateCheckpoint]:
     for a, b, most in ((0, half, n), *passes)[half == 0 :]:  # a context window of one token has no half
         rows, taken = Rows.chain(ids[a:b], a), min(most, b - a)
         last_first = range(b - a - 1, -1, -1)  # a model that ignores `want` would return other rows
-        (made,) = run([ForwardRequest(lm, rows, kv, want=last_first, states=states)])
-        logits.append(made.logits[: b - a].flip(0)[:taken])
-        commit(kv, rows, made, range(taken))
+        (result,) = run([ForwardRequest(lm, rows, kv, want=last_first, states=states)])
+        logits.append(result.logits[: b - a].flip(0)[:taken])
+        commit(kv, rows, result, range(taken))
     return torch.cat(logits).cpu().double(), states.now
 
 
@@ -330,9 +330,9 @@ def _folded(lm: Any, ids: Sequence[int], known: StateCheckpoint) -> float:
     states, rows = RecurrentStates(lm.recurrent_layers.like), Rows.chain(ids, 0)
     if not lm.recurrent_layers:
         return 0.0
-    (made,) = run([ForwardRequest(lm, rows, Dense(lm.shapes, lm.dtype, lm.device), states=states, is_prompt=True)])
-    assert made.fold is not None, "it has recurrent layers"
-    made.fold(len(ids))
+    (result,) = run([ForwardRequest(lm, rows, Dense(lm.shapes, lm.dtype, lm.device), states=states, is_prompt=True)])
+    assert result.fold is not None, "the pass ran no recurrent layer"
+    result.fold(len(ids))
     return apart_by(known, states.now)
 
 
@@ -400,10 +400,10 @@ def _differ(lm: LM, ids: list[int], n: int, width: int) -> bool:
     )
     for i in range(DEPTH):
         row = Rows.chain(ids[n + i : n + i + 1], n + i)
-        (made,) = run([ForwardRequest(lm, row, alone, want=[0], states=of_alone)])
-        if not torch.equal(made.logits[0], among.logits[i]):
+        (result,) = run([ForwardRequest(lm, row, alone, want=[0], states=of_alone)])
+        if not torch.equal(result.logits[0], among.logits[i]):
             return True
-        commit(alone, row, made, [0])
+        commit(alone, row, result, [0])
     return False
 
 
@@ -413,6 +413,6 @@ def _past(lm: LM, ids: list[int], chunk: int) -> tuple[Dense, RecurrentStates]:
     for start in range(0, len(ids), max(1, chunk)):
         some = ids[start : start + max(1, chunk)]
         rows = Rows.chain(some, start)
-        (made,) = run([ForwardRequest(lm, rows, kv, want=[0], states=states)])
-        commit(kv, rows, made, range(rows.n_rows))
+        (result,) = run([ForwardRequest(lm, rows, kv, want=[0], states=states)])
+        commit(kv, rows, result, range(rows.n_rows))
     return kv, states

@@ -119,16 +119,16 @@ class StateCacheShim(CacheShim):
 
     def _again(self, part: SequenceSlice, n: int) -> Mapping[Key, Tensor]:
         """Return the recurrent states after the first n rows of a sequence."""
-        assert part.tape is not None, "all rows of a prompt are accepted"
+        assert part.tape is not None, "rows of a prompt were rejected"
         if part.behind:
             return {key: behind(n) for key, behind in part.behind.items()}
         known = part.folding.before
         for rows in [slice(i, i + 1) for i in range(n)] if n <= FEW else [slice(0, n)]:
-            self.answers = {layer: (t[..., rows, :] for t in gave) for layer, gave in part.tape.items()}
+            self.answers = {layer: (t[..., rows, :] for t in outputs) for layer, outputs in part.tape.items()}
             self.now = again = SequenceSlice(part.states, StateUpdate(known, rows.stop - rows.start), rows)
             with torch.inference_mode(), active_pass(self):
                 for mixer, call in part.calls.items():
-                    assert call is not None, "a tape needs the recorded calls"
+                    assert call is not None, "the calls of the recorded pass are missing"
                     mixer.run(again, _picked(call, part.folding.n_rows, rows))
             known = again.folding.known(rows.stop - rows.start, again.folding.rec)
         return known.rec
@@ -150,11 +150,11 @@ class RecurrentLayer:
             return self._forward()(*args, **kwargs)
         if len(trial.parts) == 1:
             return self.run(trial.parts[0], (args, kwargs))
-        n, gave = trial.parts[-1].rows.stop, list[Any]()
+        n, outputs = trial.parts[-1].rows.stop, list[Any]()
         for part in trial.parts:
             trial.now = part
-            gave.append(self.run(part, _picked((args, kwargs), n, part.rows)))
-        return tree_map(lambda *each: torch.cat(each, dim=1) if isinstance(each[0], Tensor) else each[0], *gave)
+            outputs.append(self.run(part, _picked((args, kwargs), n, part.rows)))
+        return tree_map(lambda *each: torch.cat(each, dim=1) if isinstance(each[0], Tensor) else each[0], *outputs)
 
     def run(self, part: SequenceSlice, call: Call) -> Any:
         """Run the rows of one sequence."""
@@ -192,10 +192,10 @@ class RecordedLinear:
         trial = _trial()
         if trial is not None and trial.answers is not None:
             return next(trial.answers[self])
-        gave: Tensor = self._forward()(x, *args, **kwargs)
+        outputs: Tensor = self._forward()(x, *args, **kwargs)
         if trial is not None and trial.now.tape is not None:
-            trial.now.tape.setdefault(self, []).append(gave)
-        return gave
+            trial.now.tape.setdefault(self, []).append(outputs)
+        return outputs
 
 
 class RecurrentLayers:

@@ -31,8 +31,8 @@ def quantize_and_place(
             model.to(device)
         given = getattr(model.config, "quantization_config", None)
         method = getattr(given, "quant_method", "quantized")
-        said = f"{by} packed int4" if method == convert.METHOD else getattr(method, "value", method)
-        return ("torch" if given is None else f"{said}, as in the checkpoint"), ()
+        description = f"{by} packed int4" if method == convert.METHOD else getattr(method, "value", method)
+        return ("torch" if given is None else f"{description}, as in the checkpoint"), ()
     layers = model_probe.decoder_layers(model, shape)
     if layers is None:  # LongCat has two attention modules per layer
         why = "its attention modules are in no list of layers"
@@ -74,8 +74,8 @@ def split(
             backends[backend] = None
             notes += _swap_notes(swap, quant) if swap is not None else ()
     places = split_layers_(model, list(layers), n, device)
-    said = f"{n} of {len(layers)} layers on {device}" if n < len(layers) else f"embeddings on {model.device}"
-    return f"{' and '.join(backends)}, {said}", tuple(notes), places
+    description = f"{n} of {len(layers)} layers on {device}" if n < len(layers) else f"embeddings on {model.device}"
+    return f"{' and '.join(backends)}, {description}", tuple(notes), places
 
 
 def with_devices(

@@ -232,15 +232,15 @@ def _hush_casts() -> None:
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
-def _unloadable(source: Source, said: str) -> BadModel:
+def _unloadable(source: Source, reason: str) -> BadModel:
     """Return the error for a failed load: a missing package or unreadable files. `said`: the error of transformers."""
-    if not said.startswith(("ImportError", "ModuleNotFoundError")):
-        return unreadable(source, "transformers could not load it", said)
-    named = re.search(r"pip install (?:-U |--upgrade )?['\"]?([\w.\[\]<>=!~,-]+)|No module named '([\w-]+)", said)
+    if not reason.startswith(("ImportError", "ModuleNotFoundError")):
+        return unreadable(source, "transformers could not load it", reason)
+    named = re.search(r"pip install (?:-U |--upgrade )?['\"]?([\w.\[\]<>=!~,-]+)|No module named '([\w-]+)", reason)
     return BadModel(
         f"{source.id} ({source.family}) needs a package that is missing or too old",
         code="package_missing",
-        lines=[said],
+        lines=[reason],
         try_=[pip("-U", (named[1] or named[2]).rstrip(".,"))] if named else [INSTEAD],
     )
 

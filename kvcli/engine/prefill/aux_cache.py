@@ -247,19 +247,19 @@ class RevivalPass:
                 continue
             rows = replace(Rows.chain([self._ids[p] for p in self._pos], 0), pos=list(self._pos))
             given = self._hidden if layers.start else None
-            made = yield ForwardRequest(
+            result = yield ForwardRequest(
                 self._lm, rows, PositionMaskedCache(self._kv), record_queries=[n - 1], layers=layers, hidden=given
             )
-            self._made.append((rows, made))
-            if made.hidden is not None:
-                self._hidden = made.hidden
+            self._made.append((rows, result))
+            if result.hidden is not None:
+                self._hidden = result.hidden
 
     def _enter(self, layer: int, choose: Choose) -> None:
         pos, hidden = self._pos, self._hidden
         fresh, queries = None, None
         if self._made and pos:
-            made = self._made[-1][1]
-            fresh, queries = made.fresh[layer - 1], made.queries[-1]
+            result = self._made[-1][1]
+            fresh, queries = result.fresh[layer - 1], result.queries[-1]
         on, back = choose(layer, ActiveRows(range(len(pos)), fresh, queries), pos)
         stay = set(on)
         if out := [i for i, p in enumerate(pos) if p not in stay]:
@@ -277,8 +277,8 @@ class RevivalPass:
         """Commit the new KV at the end. An error here leaves the cache inconsistent (`is_torn`), because only some
         layers have the KV of revived tokens."""
         self._aux_cache.is_torn = True
-        for rows, made in self._made:
-            commit(self._kv, rows, made, range(rows.n_rows - self._guests))
+        for rows, result in self._made:
+            commit(self._kv, rows, result, range(rows.n_rows - self._guests))
         self._aux_cache.remove(self._came)
         self._aux_cache.add(self._stopped)
         self._aux_cache.is_torn = False

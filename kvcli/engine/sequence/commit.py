@@ -38,29 +38,29 @@ def accepted_path(rows: Rows, drawn: Callable[[int], int], stop: Collection[int]
     return path, new
 
 
-def commit(kv: KVCache, rows: Rows, made: ForwardResult, path: Sequence[int]) -> None:
+def commit(kv: KVCache, rows: Rows, result: ForwardResult, path: Sequence[int]) -> None:
     """Store the keys and values of these rows in each layer that they ran through."""
     if not path:
         return
-    if made.commit_rows is not None:
-        made.commit_rows(path)
+    if result.commit_rows is not None:
+        result.commit_rows(path)
         return
-    devices = {fresh.k.device for fresh in made.fresh.values()}
+    devices = {fresh.k.device for fresh in result.fresh.values()}
     is_run = path[-1] - path[0] == len(path) - 1
     is_all = is_run and len(path) == rows.n_rows
     accepted = slice(path[0], path[-1] + 1) if is_run else {d: torch.tensor(path, device=d) for d in devices}
     pos = rows.pos if is_all else [rows.pos[row] for row in path]
     has_gaps = pos[-1] - pos[0] != len(pos) - 1  # of pruned rows
     at = {d: torch.tensor(pos, dtype=torch.int32, device=d) for d in devices} if has_gaps else None
-    for layer, fresh in made.fresh.items():
+    for layer, fresh in result.fresh.items():
         k = fresh.k if is_all else _picked(fresh.k, accepted)
         v = k if fresh.v is fresh.k else fresh.v if is_all else _picked(fresh.v, accepted)
         if at is None:
             kv.append(layer, k, v, pos[0])
         else:
             kv.take(layer, Slots(k, v, at[k.device].expand(k.shape[0], -1)))
-    if made.fold is not None:  # last: if anything above fails, the states still match the committed rows
-        made.fold(len(path))
+    if result.fold is not None:  # last: if anything above fails, the states still match the committed rows
+        result.fold(len(path))
 
 
 def _picked(t: Tensor, rows: Mapping[torch.device, Tensor] | slice) -> Tensor:

@@ -61,11 +61,11 @@ class Vocabulary:
         matcher = library().LLMatcher(self._tokens, grammar.text, log_level=0)
         if matcher.is_error():
             raise refused(grammar.name, matcher.get_error(), "bad_grammar")
-        held = _Follows(matcher, self._vocab)
-        if not held.allowed([]).index_fill(0, torch.tensor(self._stops), False).any():
+        following = _Follows(matcher, self._vocab)
+        if not following.allowed([]).index_fill(0, torch.tensor(self._stops), False).any():
             raise refused(grammar.name, "it allows only an empty answer", "bad_grammar")
         self._refuse_vast(grammar, matcher.deep_copy())
-        return held
+        return following
 
     def _refuse_vast(self, grammar: Grammar, matcher: Any) -> None:
         """Raise BadInput if the library gives up after a few tokens: it counts rules while it parses."""
@@ -109,5 +109,5 @@ class _Follows:
         return mask[: self._vocab] > 0  # [V]
 
 
-def _unreadable(said: str) -> BadModel:
-    return BadModel("this model's vocabulary cannot follow a grammar", code="bad_vocabulary", lines=[said])
+def _unreadable(reason: str) -> BadModel:
+    return BadModel("this model's vocabulary cannot follow a grammar", code="bad_vocabulary", lines=[reason])

@@ -78,9 +78,9 @@ class TierLevel:
     def forget(self, layer: int, s: Slots) -> Slots:
         """Evict the oldest stored slots until `s` fits. Returns the slots of `s` that fit, which are its newest."""
         most, n = self.holds or 0, s.n_slots
-        while (held := self.tier.n_slots(layer)) and held + n > most:  # a tier may free capacity only in whole blocks
+        while (n_stored := self.tier.n_slots(layer)) and n_stored + n > most:  # a tier may free only whole blocks
             there = self.tier.slots(layer).pos >= 0
-            gone = max(held + n - most, most // SLACK)
+            gone = max(n_stored + n - most, most // SLACK)
             self.tier.evict_except(layer, there & (there.cumsum(1) > gone))
         return s if n <= most else last(s, most)
 

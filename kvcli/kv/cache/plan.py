@@ -256,7 +256,7 @@ class CachePlan:
         """Return why no device kernel can read host memory in this data type; "" if one can."""
         if why := triton_support.why_not(self.device, self.dtype):
             return why
-        bends = {sight.softcap > 0 for sight in self.attention_params}
+        bends = {params.softcap > 0 for params in self.attention_params}
         kinds = [dispatch.choose("attend", self.device.type, self.dtype, bend) for bend in bends]
         if not all(kind.__module__.endswith(".fused") for kind in kinds):
             return "attention has no kernel for it"

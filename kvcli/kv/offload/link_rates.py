@@ -36,14 +36,14 @@ def rates(device: torch.device) -> Rates:
     for layer, n in enumerate((SLOTS, 1)):
         kv = torch.randn(HEADS, n, DIM, dtype=torch.bfloat16)
         tier.take(layer, Slots(kv, kv, run_of(0, n, HEADS, kv.device)))
-    q, sight = torch.randn(HEADS * GROUP, 1, DIM, dtype=torch.bfloat16), AttentionParams(DIM**-0.5)
+    q, params = torch.randn(HEADS * GROUP, 1, DIM, dtype=torch.bfloat16), AttentionParams(DIM**-0.5)
     query, far = CpuAttention(tier, bus), q.to(device)
 
     def trip() -> None:
-        query.ask(1, far, sight, [SLOTS])()
+        query.ask(1, far, params, [SLOTS])()
         bus.work.record().synchronize()
 
-    attended = _seconds(lambda: tier.attend(0, q, sight, [SLOTS]))
+    attended = _seconds(lambda: tier.attend(0, q, params, [SLOTS]))
     return Rates(COPIED / _seconds(copy), 2 * HEADS * SLOTS * DIM * 2 / attended, _seconds(trip))
 
 

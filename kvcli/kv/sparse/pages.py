@@ -237,7 +237,7 @@ class RemoteTier(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _CachedSlots:
     index: Tensor  # [K, M] ascending, NONE last
     slots: Slots
 
@@ -252,23 +252,23 @@ class PageCache:
 
     def __init__(self, far: RemoteTier) -> None:
         self._far = far
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _CachedSlots] = {}
         self._coming: dict[int, tuple[Tensor, Arrival]] = {}
         self.asked = self.found = 0  # slots requested, over all heads, and cache hits among them
         self.flown = 0  # slots prefetched
 
     def gather(self, layer: int, index: Tensor, ahead: Tensor | None = None) -> Slots:
         """Return slots index [K, M] of each head, -1 = none. `ahead` [K, A]: slots to prefetch for the next pass."""
-        held = self._arrived(layer, index)
-        if held is None:
+        cached = self._arrived(layer, index)
+        if cached is None:
             got = self._far.gather(layer, index)
         else:
-            place = held.place(index)
-            got = picked(held.slots, place)
+            place = cached.place(index)
+            got = picked(cached.slots, place)
             self._fill(layer, got, index.masked_fill(place >= 0, -1))
             self.found += int((place >= 0).sum())
         self.asked += int((index >= 0).sum())
-        self._hold(layer, index, got, held, ahead)
+        self._hold(layer, index, got, cached, ahead)
         return got
 
     def forget(self, layer: int) -> None:
@@ -279,18 +279,18 @@ class PageCache:
 
     def nbytes(self, layer: int) -> int:
         """Return the bytes of this layer in the page cache."""
-        if (held := self._held.get(layer)) is None:
+        if (cached := self._held.get(layer)) is None:
             return 0
-        s = held.slots
-        return sum(t.nbytes for t in (held.index, s.k, *([] if s.v is s.k else [s.v]), s.pos))
+        s = cached.slots
+        return sum(t.nbytes for t in (cached.index, s.k, *([] if s.v is s.k else [s.v]), s.pos))
 
-    def _arrived(self, layer: int, index: Tensor) -> _Held | None:
+    def _arrived(self, layer: int, index: Tensor) -> _CachedSlots | None:
         """Return the cached slots, including slots prefetched since the last pass; None if nothing is cached."""
-        held = self._held.get(layer)
-        if held is not None and layer in self._coming:
+        cached = self._held.get(layer)
+        if cached is not None and layer in self._coming:
             came, arrival = self._coming.pop(layer)
-            held = _sorted(torch.cat([held.index, came], 1), _beside(held.slots, arrival()))
-        return held
+            cached = _sorted(torch.cat([cached.index, came], 1), _beside(cached.slots, arrival()))
+        return cached
 
     def _fill(self, layer: int, got: Slots, missing: Tensor) -> None:
         """Fetch the slots `missing` [K, M], -1 = none, and write them into `got`."""
@@ -303,12 +303,12 @@ class PageCache:
         for t, fresh in {id(t): (t, of) for t, of in ((got.k, new.k), (got.v, new.v), (got.pos, new.pos))}.values():
             t[heads, to] = fresh[heads, rank].to(t)
 
-    def _hold(self, layer: int, index: Tensor, got: Slots, held: _Held | None, ahead: Tensor | None) -> None:
+    def _hold(self, layer: int, index: Tensor, got: Slots, cached: _CachedSlots | None, ahead: Tensor | None) -> None:
         """Cache the slots just read and the cached slots of `ahead`; start to prefetch the other slots of `ahead`."""
-        if ahead is not None and held is not None:
-            place = held.place(ahead)
+        if ahead is not None and cached is not None:
+            place = cached.place(ahead)
             index = torch.cat([index, ahead.masked_fill(place < 0, -1)], 1)
-            got = _beside(got, picked(held.slots, place))
+            got = _beside(got, picked(cached.slots, place))
             ahead = ahead.masked_fill(place >= 0, -1)
         self._held[layer] = _sorted(index, got)
         if ahead is not None and (packed := _packed(ahead)) is not None:
@@ -316,9 +316,9 @@ class PageCache:
             self.flown += int((packed >= 0).sum())
 
 
-def _sorted(index: Tensor, s: Slots) -> _Held:
+def _sorted(index: Tensor, s: Slots) -> _CachedSlots:
     order = index.masked_fill(index < 0, NONE).sort(1)
-    return _Held(order.values, picked(s, order.indices))
+    return _CachedSlots(order.values, picked(s, order.indices))
 
 
 def _beside(a: Slots, b: Slots) -> Slots:

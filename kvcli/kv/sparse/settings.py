@@ -113,9 +113,7 @@ class _PageSelection:
         return SparseTier(tier, **self._how(tier, attention_params))
 
     def layers(self, attention_params: Sequence[AttentionParams | None]) -> list[int]:
-        return [
-            i for i, sight in enumerate(attention_params) if i >= self.dense_layers and sight and sight.window is None
-        ]
+        return [i for i, each in enumerate(attention_params) if i >= self.dense_layers and each and each.window is None]
 
     def per_head(self, head_dim: int) -> float:
         return 16.0  # counts of pages and of slots

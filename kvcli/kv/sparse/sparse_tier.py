@@ -86,7 +86,7 @@ class SparseTier:
         `is_shared`: the first row after a compression point selects for all rows until the next one.
         `source`: read access to single slots, if the tier has a cheaper one than to copy all slots.
         """
-        assert epsilon is None or index.is_bound, "a certificate takes an index that bounds"
+        assert epsilon is None or index.is_bound, "an error bound is set, but scores of the index are no bounds"
         self._tier, self._index, self._epsilon = tier, index, epsilon
         self._source = source or AnyTierSource(tier)
         self._near = PageCache(cast(RemoteTier, self._source)) if self._source.is_far else None
@@ -262,11 +262,11 @@ class SparseTier:
         else:
             ahead = None if score is None else pages.slots_of(_nearly(score, chosen, pages))
             s = _here(self._near.gather(layer, index, ahead), q)
-        mine = _among(chosen, union)  # [K, N, U]
+        in_union = _among(chosen, union)  # [K, N, U]
         if serves_chosen(q, s.v):
-            each = SelectedPages(mine, grain, [union.shape[1] * grain] * len(left), left)
+            each = SelectedPages(in_union, grain, [union.shape[1] * grain] * len(left), left)
             return attend_part(q, _run_of(s), pos, scale, window=WIDEST, softcap=softcap, chosen=each)
-        shown = torch.nn.functional.pad(mine.repeat_interleave(grain, 2), (0, max(left)), value=True)
+        shown = torch.nn.functional.pad(in_union.repeat_interleave(grain, 2), (0, max(left)), value=True)
         shown &= (s.pos >= 0).unsqueeze(1)
         # no mask is faster; an error bound needs one, because without it the kernel may round scores to 16 bits
         is_bare = n_rows == 1 and self._epsilon is None and bool(shown.all())
@@ -279,15 +279,15 @@ class SparseTier:
         self.tally.streamed += int(refused.sum())
         for j in refused.any(1).nonzero().flatten().tolist():
             s = _here(self._source.head(layer, j, int(pages.ends[j])), rows)
-            mine = refused[j]
-            q = rows[j][:, mine]
+            which = refused[j]
+            q = rows[j][:, which]
             if serves(q, s.v):
                 run, rows_at = _run_of(s), [1] * q.shape[1]
                 full = attend_part(q, run, rows_at, params.scale, window=WIDEST, softcap=params.softcap)
             else:
                 mask = visible(s.pos, range(q.shape[1]), None)
                 full = attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=mask)
-            part.out[j][:, mine], part.lse[j][:, mine] = full.out.to(part.out.dtype), full.lse.to(part.lse.dtype)
+            part.out[j][:, which], part.lse[j][:, which] = full.out.to(part.out.dtype), full.lse.to(part.lse.dtype)
 
     def _count(self, layer: int, chosen: Tensor, n: int) -> None:
         """Count the selections of n rows of a pass: `chosen` [K, n, X], or [K, 1, X] if all rows share one."""

@@ -97,7 +97,7 @@ class HeadGroup:
     def evict_except(self, mask: Tensor) -> None:
         """Evict slots whose mask [h, S] is False."""
         full, h = self.full, self._codec.heads
-        assert h == 1 or bool((mask == mask[:1]).all()), "heads of one block have the same slots"
+        assert h == 1 or bool((mask == mask[:1]).all()), "heads of one block would differ in slots"
         left = blocked(mask[:, :full], self._group)  # [h, B, g]
         pos = blocked(self.pos[:, :full], self._group)
         stays = left.sum((0, 2)) * 2 >= h * self._group  # [B]
@@ -230,14 +230,14 @@ class BlockTier(LossyTier):
         """Store slots, keys after rotary embedding; slots with position -1 are skipped."""
         if not slots.n_slots:
             return
-        assert layer in self._bands, "this layer shares the KV of another"
+        assert layer in self._bands, "this layer stores no slots: it shares those of another layer"
         k, v = split_latent(self._shapes[layer].rank, slots)
         at = 0
         for band in self._bands[layer]:
             own = slice(at, at := at + band.pos.shape[0])
-            held = slots.pos[own] >= 0
-            assert len(held) == 1 or bool((held == held[:1]).all()), "heads of one block have the same slots"
-            band.take(k[own, held[0]], v[own, held[0]], slots.pos[own, held[0]])
+            is_stored = slots.pos[own] >= 0
+            assert len(is_stored) == 1 or bool((is_stored == is_stored[:1]).all()), "heads of a block differ in slots"
+            band.take(k[own, is_stored[0]], v[own, is_stored[0]], slots.pos[own, is_stored[0]])
         self._share(layer)
         self.changes += 1
 
@@ -263,10 +263,10 @@ class BlockTier(LossyTier):
         k, v = (t.new_zeros(*index.shape, t.shape[2]) for t in self._likes(layer))
         pos = torch.full_like(index, -1, dtype=torch.int32)
         for j, (band, head) in enumerate(self._heads(layer)):
-            held = (index[j] >= 0) & (index[j] < band.length)
-            at = index[j, held]
-            k[j, held], v[j, held] = band.numbers_at(head, at)
-            pos[j, held] = band.pos[head, at]
+            is_stored = (index[j] >= 0) & (index[j] < band.length)
+            at = index[j, is_stored]
+            k[j, is_stored], v[j, is_stored] = band.numbers_at(head, at)
+            pos[j, is_stored] = band.pos[head, at]
         return Slots(*join_latent(self._shapes[layer].rank, k, v), pos)
 
     def head(self, layer: int, head: int, n: int) -> Slots:
@@ -300,9 +300,9 @@ class BlockTier(LossyTier):
         """Return slots and bytes of each layer: codes, positions, and slots of incomplete blocks."""
         found = []
         for layer, bands in self._bands.items():
-            held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for b in bands for t in b.tensors}
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for b in bands for t in b.tensors}
             slots = max(int((band.pos >= 0).sum(1).max()) for band in bands)
-            found.append(Usage(layer, self._name, slots, sum(held.values()), "rounded" if slots else None))
+            found.append(Usage(layer, self._name, slots, sum(storages.values()), "rounded" if slots else None))
         return found
 
     def _heads(self, layer: int) -> Iterator[tuple[HeadGroup, int]]:

@@ -146,7 +146,7 @@ class Dense:
     @property
     def batch_variant_reason(self) -> str:
         """Return "kv.dtype" if no batch-invariant kernel supports data type and head size."""
-        sizes = {(held.k.device, held.k.shape[-1], held.v.shape[-1]) for held in self._slabs.values()}
+        sizes = {(slab.k.device, slab.k.shape[-1], slab.v.shape[-1]) for slab in self._slabs.values()}
         return "kv.dtype" if any(why_not(self.dtype, *each) for each in sizes) else ""
 
     def attend(
@@ -157,12 +157,12 @@ class Dense:
 
     def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the device tables of all layers, with capacity for `rows` more slots per head."""
-        lying = {layer: held.device_tables(rows, more) for layer, held in self._slabs.items()}
-        return DeviceCache([lying[holder] for holder in self._holder], list(lying), self._grew)
+        tables = {layer: slab.device_tables(rows, more) for layer, slab in self._slabs.items()}
+        return DeviceCache([tables[holder] for holder in self._holder], list(tables), self._grew)
 
     def _grew(self, n: int, start: int) -> None:
-        for held in self._slabs.values():
-            held.grew(n, start)
+        for slab in self._slabs.values():
+            slab.grew(n, start)
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] in all heads at positions from `start` on."""
@@ -174,11 +174,11 @@ class Dense:
         """Store slots that bring their own positions, which may differ by head."""
         if not bool((slots.pos >= 0).any()):
             return
-        own, held = self._own(layer, slots), self._slabs[layer]
-        if not held.take(own):
-            held = RaggedLayer(held.slots(), self._step)
-            held.take(own)
-            self._slabs[layer] = held
+        own, slab = self._own(layer, slots), self._slabs[layer]
+        if not slab.take(own):
+            slab = RaggedLayer(slab.slots(), self._step)
+            slab.take(own)
+            self._slabs[layer] = slab
         self.windows.came(layer, 0)
         self.changes += 1
 
@@ -228,9 +228,9 @@ class Dense:
         """Remove every slot at position n or later, to rewind the sequence. The memory stays allocated."""
         self.changes += 1
         self.windows.clear()
-        for layer, held in self._slabs.items():
-            if not held.crop(n):
-                before = held.slots()
+        for layer, slab in self._slabs.items():
+            if not slab.crop(n):
+                before = slab.slots()
                 self._forget(layer, before, before.pos < n)
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
@@ -266,22 +266,22 @@ class Dense:
     def evict_below(self, layer: int, end: int) -> int:
         """Evict, below the position that is returned, the slots that a window hides from rows at `end` on; 0 = none."""
         if low := self.windows.eviction_bound(layer, end):
-            held = self._slabs[layer]
-            if not held.evict_below(low):
-                slots = held.slots()
+            slab = self._slabs[layer]
+            if not slab.evict_below(low):
+                slots = slab.slots()
                 self._forget(layer, slots, slots.pos >= low)
             self.changes += 1
         return low
 
     def snapshot(self) -> State:
         """Return the snapshots of all layers."""
-        return {str(layer): held.state() for layer, held in self._slabs.items()}
+        return {str(layer): slab.state() for layer, slab in self._slabs.items()}
 
     def restore(self, given: SnapshotReader) -> None:
         """Restore each layer in its former layout."""
-        for layer, held in self._slabs.items():
+        for layer, slab in self._slabs.items():
             part = given.part(str(layer))
-            of = part, self._shapes[layer], held.k, self._step
+            of = part, self._shapes[layer], slab.k, self._step
             self._slabs[layer] = (
                 UniformLayer.made(*of, layer in self.windows) if "pos" in part else RaggedLayer.made(*of)
             )
@@ -290,8 +290,8 @@ class Dense:
     def usage(self) -> list[Usage]:
         """Return slots and bytes of each layer, spare capacity included."""
         return [
-            Usage(layer, held.k.device.type, held.length, sum(t.untyped_storage().nbytes() for t in held.tensors))
-            for layer, held in self._slabs.items()
+            Usage(layer, slab.k.device.type, slab.length, sum(t.untyped_storage().nbytes() for t in slab.tensors))
+            for layer, slab in self._slabs.items()
         ]
 
     def _owners(self, layers: Iterable[int] | None) -> Iterable[int]:

@@ -81,9 +81,9 @@ class RaggedLayer:
 
     def state(self) -> State:
         """Return a snapshot, by head."""
-        held = (self.head(head, n) for head, n in enumerate(self._lengths))
+        slots = (self.head(head, n) for head, n in enumerate(self._lengths))
         return {
-            str(i): {"k": s.k[0], **({} if s.v is s.k else {"v": s.v[0]}), "pos": s.pos[0]} for i, s in enumerate(held)
+            str(i): {"k": s.k[0], **({} if s.v is s.k else {"v": s.v[0]}), "pos": s.pos[0]} for i, s in enumerate(slots)
         }
 
     @property
@@ -126,12 +126,12 @@ class RaggedLayer:
         as_they_lie = self._moved(q, self._order)
         group, first, parts = q.shape[0] // len(self._lengths), 0, list[PartialAttention]()
         for heads in self._runs:
-            mine = as_they_lie[first * group : (first + len(heads)) * group]  # [n * G, N, D]
+            queries = as_they_lie[first * group : (first + len(heads)) * group]  # [n * G, N, D]
             first += len(heads)
             if params.window is None:
-                parts.append(self._whole(mine, heads, params))
+                parts.append(self._whole(queries, heads, params))
             else:
-                each = (mine[i * group : (i + 1) * group] for i in range(len(heads)))
+                each = (queries[i * group : (i + 1) * group] for i in range(len(heads)))
                 parts += [self._near(of, head, params, rows) for of, head in zip(each, heads, strict=True)]
         if len(parts) == 1:
             return parts
@@ -190,19 +190,19 @@ class RaggedLayer:
 
     def _add(self, slots: Slots, pos: Tensor, lengths: list[int]) -> None:
         """Write slots after the first `lengths` slots of each head, within capacity; `pos` is on the host."""
-        held, device = pos >= 0, self.pos.device
-        count = held.sum(1)
+        is_stored, device = pos >= 0, self.pos.device
+        count = is_stored.sum(1)
         ends = torch.tensor([start + n for start, n in zip(self._extents.start, lengths, strict=True)])
-        at = (ends.unsqueeze(1) + held.cumsum(1) - 1)[held].to(device)
-        moved = slots.k[held], slots.v[held], pos[held].to(device)
+        at = (ends.unsqueeze(1) + is_stored.cumsum(1) - 1)[is_stored].to(device)
+        moved = slots.k[is_stored], slots.v[is_stored], pos[is_stored].to(device)
         behind = (ends + count).to(device)  # allocated before any change, because memory may run out
         self._put(at, *moved)
         if not any(lengths):
             self._highest, self._ordered = -1, True
         self._ends = behind
         self._lengths = [n + m for n, m in zip(lengths, count.tolist(), strict=True)]
-        self._ordered &= int(pos[held].min()) > self._highest
-        self._ordered &= all(rises(one[mask]) for one, mask in zip(pos, held, strict=True))
+        self._ordered &= int(pos[is_stored].min()) > self._highest
+        self._ordered &= all(rises(one[mask]) for one, mask in zip(pos, is_stored, strict=True))
         self._highest = max(self._highest, int(pos.max()))
 
     def slots(self) -> Slots:

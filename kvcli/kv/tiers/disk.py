@@ -100,9 +100,9 @@ class Extent:
 
     def note(self) -> None:
         """Update lengths and `has_holes` after positions changed."""
-        held = self.pos[:, : self.length] >= 0
-        ends = held.sum(1)
-        self.has_holes = bool((held != (torch.arange(self.length) < ends.unsqueeze(1))).any())
+        is_stored = self.pos[:, : self.length] >= 0
+        ends = is_stored.sum(1)
+        self.has_holes = bool((is_stored != (torch.arange(self.length) < ends.unsqueeze(1))).any())
         self.lengths = [self.length] * len(ends) if self.has_holes else ends.tolist()
 
     def read(self, k: Tensor, v: Tensor, q: Tensor, params: AttentionParams, rows: Sequence[int]) -> PartialAttention:
@@ -129,7 +129,7 @@ class Extent:
 class ExtentStorage(Protocol):
     """Storage that allocates, writes and frees extents."""
 
-    def allocate(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
+    def allocate(self, layer: int, need: int, extents: Sequence[Extent]) -> Extent:
         """Allocate an extent for a layer with extents `held`, of capacity `need` or the largest allowed. Raises
         CacheFull."""
 
@@ -170,23 +170,23 @@ class SlotFile:
         self._free: list[tuple[int, int]] = []  # (offset, bytes) of freed extents
         self._file: Any = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  # open as long as the tier
 
-    def allocate(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
+    def allocate(self, layer: int, need: int, extents: Sequence[Extent]) -> Extent:
         """Allocate an extent for `need` slots of a layer with extents `held`, or the longest allowed, with its disk
         blocks.
 
         Spare capacity is limited to the layer's share of the file, so that all layers can store as many slots.
         """
         with self._full():
-            return self._claim(layer, need if self._longest is None else min(need, self._longest), held)
+            return self._claim(layer, need if self._longest is None else min(need, self._longest), extents)
 
-    def _claim(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
+    def _claim(self, layer: int, need: int, extents: Sequence[Extent]) -> Extent:
         unit, per_slot = mmap.ALLOCATIONGRANULARITY, self._per_slot[layer]  # mappings start at a multiple of the unit
         again = next((i for i, (_, size) in enumerate(self._free) if size >= need * per_slot), None)
         if again is not None:
             offset, size = self._free.pop(again)
         else:
-            ahead = min(LARGEST, max(FIRST, sum(e.length for e in held))) * per_slot
-            share = self._shares[layer] - sum(e.nbytes for e in held)
+            ahead = min(LARGEST, max(FIRST, sum(e.length for e in extents))) * per_slot
+            share = self._shares[layer] - sum(e.nbytes for e in extents)
             offset, left = self._end, (self._most - self._end) // unit * unit
             size = min(-(-max(need * per_slot, min(ahead, share)) // unit) * unit, left)
             if size < need * per_slot:
@@ -290,12 +290,12 @@ class ExtentTier:
     def pieces(self, layer: int) -> list[HostChunk]:
         """Return the extents that `attend` reads as host chunks. They are cached until slots change."""
         if layer not in self._pieces:
-            held = [(e, e.slots) for e in self._layers[layer] if e.length]
+            nonempty = [(e, e.slots) for e in self._layers[layer] if e.length]
             self._pieces[layer] = [
                 HostChunk((s.k,), partial(_of_keys, e.read), e.unreached)
                 if s.v is s.k
                 else HostChunk((s.k, s.v), e.read, e.unreached)
-                for e, s in held
+                for e, s in nonempty
             ]
         return self._pieces[layer]
 
@@ -309,14 +309,14 @@ class ExtentTier:
 
     def _store(self, layer: int, s: Slots) -> None:
         """Store slots without compacting them."""
-        n, held = s.n_slots, self._layers[layer]
-        assert self._holder[layer] == layer, "this layer shares the KV of another"
+        n, extents = s.n_slots, self._layers[layer]
+        assert self._holder[layer] == layer, "this layer stores no slots: it shares those of another layer"
         self._place.may_write(layer, n)
-        at = min(n, held[-1].room) if held else 0
-        places, fresh = [(held[-1], 0, at)] if at else [], list[Extent]()
+        at = min(n, extents[-1].room) if extents else 0
+        places, fresh = [(extents[-1], 0, at)] if at else [], list[Extent]()
         try:
             while at < n:
-                fresh.append(self._place.allocate(layer, n - at, [*held, *fresh]))
+                fresh.append(self._place.allocate(layer, n - at, [*extents, *fresh]))
                 places.append((fresh[-1], at, min(n, at + fresh[-1].room)))
                 at = places[-1][2]
             for extent, a, b in places:
@@ -328,7 +328,7 @@ class ExtentTier:
             extent.pos[:, extent.length : extent.length + b - a] = s.pos[:, a:b]
             extent.length += b - a
             self._tidy(extent)
-        held += fresh
+        extents += fresh
         self._pieces.pop(layer, None)
 
     def n_slots(self, layer: int) -> int:
@@ -403,7 +403,7 @@ class ExtentTier:
 
     def snapshot(self) -> State:
         """Return a snapshot by layer and extent: views of the mappings."""
-        return {str(layer): {str(i): e.state() for i, e in enumerate(held)} for layer, held in enumerate(self._layers)}
+        return {str(layer): {str(i): e.state() for i, e in enumerate(each)} for layer, each in enumerate(self._layers)}
 
     def restore(self, given: SnapshotReader) -> None:
         """Restore the same extents, because attention runs on each of them separately."""

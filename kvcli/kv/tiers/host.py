@@ -64,11 +64,11 @@ class Mappings:
         self._shapes, self._dtype, self._bus = shapes, dtype, bus
         self._unreached = ""
 
-    def allocate(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
+    def allocate(self, layer: int, need: int, extents: Sequence[Extent]) -> Extent:
         """Allocate an extent. Sizes double with the layer, as kernels are compiled for a distance between heads."""
         shape = self._shapes[layer]
         per_slot = shape.numbers * self._dtype.itemsize
-        ahead = min(LARGEST, max(need, FIRST, sum(e.length for e in held)))
+        ahead = min(LARGEST, max(need, FIRST, sum(e.length for e in extents)))
         cap = max(1, min(1 << (ahead - 1).bit_length(), PIECE // per_slot))
         mapped = mmap.mmap(-1, -(-cap * per_slot // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY)
         whole = torch.frombuffer(mapped, dtype=torch.uint8)

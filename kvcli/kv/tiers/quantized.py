@@ -68,7 +68,7 @@ class QuantizedTier(LossyTier):
         """`shapes`: by layer; a layer that reads another's slots stores none. `dtype`: of given slots and computation;
         `group`: elements that share a scale below 8 bits. `halves`: 8-bit codes are split into two 4-bit halves, of
         which drafting reads only the upper one (QuantSpec, arXiv 2502.10424)."""
-        assert not halves or k_bits == v_bits == 8, "split codes have 8 bits"
+        assert not halves or k_bits == v_bits == 8, "codes are split that do not have 8 bits"
         k_bits, v_bits = (4, 4) if halves else (k_bits, v_bits)
         own = {layer: of for layer, of in enumerate(shapes) if of.shared_from is None}
         for of in own.values():
@@ -152,9 +152,9 @@ class QuantizedTier(LossyTier):
             return None
         if (layer, coarse) not in self._tables:
             heads = self._layers[layer]
-            held = [head.since(0, coarse=coarse) for head in heads]
+            codes = [head.since(0, coarse=coarse) for head in heads]
             holes = any(head.has_holes for head in heads)
-            table = None if why_not(held) else table_of(held, [head.pos for head in heads], has_holes=holes)
+            table = None if why_not(codes) else table_of(codes, [head.pos for head in heads], has_holes=holes)
             self._tables[layer, coarse] = table
         return self._tables[layer, coarse]
 
@@ -176,14 +176,14 @@ class QuantizedTier(LossyTier):
         """Quantize and store slots, keys after rotary embedding; slots with position -1 are skipped."""
         if not slots.n_slots:
             return
-        assert layer in self._own, "this layer shares the KV of another"
+        assert layer in self._own, "this layer stores no slots: it shares those of another layer"
         self._forget_table(layer)
         k, v = map(self._turned, split_latent(self._ranks[layer], slots))
-        held = slots.pos >= 0
-        whole = bool(held.all())
+        is_stored = slots.pos >= 0
+        whole = bool(is_stored.all())
         for j, head in enumerate(self._layers[layer]):
-            at = slice(None) if whole else held[j]
-            if whole or bool(held[j].any()):
+            at = slice(None) if whole else is_stored[j]
+            if whole or bool(is_stored[j].any()):
                 head.take(k[j, at], v[j, at], slots.pos[j, at])
         self._share(layer)
         self.changes += 1
@@ -221,10 +221,10 @@ class QuantizedTier(LossyTier):
         k, v = (like.new_zeros(*index.shape, like.shape[2]) for like in self._empty[layer])
         pos = torch.full_like(index, -1, dtype=torch.int32)
         for j, head in enumerate(self._layers[layer]):
-            held = (index[j] >= 0) & (index[j] < head.length)
-            at = index[j, held]
-            k[j, held], v[j, held] = (self._turned(t).to(t.dtype) for t in head.numbers_at(at))
-            pos[j, held] = head.pos[at]
+            is_stored = (index[j] >= 0) & (index[j] < head.length)
+            at = index[j, is_stored]
+            k[j, is_stored], v[j, is_stored] = (self._turned(t).to(t.dtype) for t in head.numbers_at(at))
+            pos[j, is_stored] = head.pos[at]
         return Slots(*join_latent(self._ranks[layer], k, v), pos)
 
     def head(self, layer: int, head: int, n: int) -> Slots:
@@ -264,10 +264,10 @@ class QuantizedTier(LossyTier):
         layers share count in the first of them."""
         found, known = [], set[int]()
         for layer, heads in self._own.items():
-            held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in heads for t in h.tensors}
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in heads for t in h.tensors}
             slots = max(int((head.pos >= 0).sum()) for head in heads)
-            size = sum(n for at, n in held.items() if at not in known)
-            known |= held.keys() - {0}
+            size = sum(n for at, n in storages.items() if at not in known)
+            known |= storages.keys() - {0}
             found.append(Usage(layer, self._name, slots, size, "rounded" if slots else None))
         return found
 
@@ -309,11 +309,11 @@ def _seen(
     """Return the slots of a head that rows at positions [N] read, and their mask [N, S] or [1, S], None = all."""
     if not head.length:
         return head.since(0, coarse=coarse), None
-    held = (head.pos >= 0).unsqueeze(0) if head.has_holes else None
+    is_stored = (head.pos >= 0).unsqueeze(0) if head.has_holes else None
     if window is None:
-        return head.since(0, coarse=coarse), held
+        return head.since(0, coarse=coarse), is_stored
     near = head.pos > window_start(rows, window, head.pos.device)  # [N, S]
-    near = near if held is None else near & held
+    near = near if is_stored is None else near & is_stored
     if bool(near.all()):
         return head.since(0, coarse=coarse), None
     first = head.aligned(int(near.any(0).int().argmax())) if bool(near.any()) else head.length

@@ -113,9 +113,9 @@ class QuantizedHead:
 
     def numbers(self, *, coarse: bool = False) -> tuple[Tensor, Tensor]:
         """Return dequantized k, v [S, D], holes included; `coarse`: from the upper bits only."""
-        like, held = self.rest, self.since(0, coarse=coarse)
-        k = torch.cat([unpack_keys(held.keys, like), like]) if like.shape[0] else unpack_keys(held.keys, like)
-        return k, unpack_values(held.values, like, self.length)
+        like, codes = self.rest, self.since(0, coarse=coarse)
+        k = torch.cat([unpack_keys(codes.keys, like), like]) if like.shape[0] else unpack_keys(codes.keys, like)
+        return k, unpack_values(codes.values, like, self.length)
 
     def numbers_at(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """Return k, v [m, D] of slots `at` [m]; only these are dequantized."""
@@ -216,11 +216,11 @@ def _made(given: SnapshotReader, like: Rounded, here: Tensor) -> Rounded:
 
 def _stack(found: Sequence[Rounded]) -> Rounded:
     """Concatenate keys, or values that are not transposed."""
-    held = [r for r in found if r.codes.shape[0]] or [found[0]]
-    if len(held) == 1:
-        return held[0]
-    tensors = zip(*(r.tensors for r in held), strict=True)
-    return Rounded(held[0].bits, *(torch.cat(list(ts)) for ts in tensors))
+    nonempty = [r for r in found if r.codes.shape[0]] or [found[0]]
+    if len(nonempty) == 1:
+        return nonempty[0]
+    tensors = zip(*(r.tensors for r in nonempty), strict=True)
+    return Rounded(nonempty[0].bits, *(torch.cat(list(ts)) for ts in tensors))
 
 
 def _join(a: Rounded, b: Rounded, n: int, m: int) -> Rounded:

@@ -173,8 +173,8 @@ FAULTS = [
     Fault(
         "E6",
         "kvcli/kv/recurrent_state.py",
-        "self.rec[key] = held.clone()",
-        "self.rec[key] = held",
+        "self.rec[key] = state.clone()",
+        "self.rec[key] = state",
         "tests/test_hybrids.py::test_a_copy_goes_its_own_way",
     ),
     Fault(
