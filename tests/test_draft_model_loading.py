@@ -78,7 +78,7 @@ def test_another_one_takes_the_place_of_the_earlier(tmp_path: Path) -> None:
         before.close()
         got = changed.generate(PROMPT, max_new_tokens=20)
         assert (got.ids, got.stats.cached > 0) == (want.ids, True)
-        assert changed.session.drafter._chain.guesser.lm.info.quant == "int8"  # type: ignore[attr-defined]
+        assert changed.session.drafter._chain.draft_model.lm.info.quant == "int8"  # type: ignore[attr-defined]
         assert changed.model.drafts_by == str(tmp_path / "small")
         del model, before, want
         gc.collect()

@@ -246,7 +246,7 @@ def test_a_copy_goes_its_own_way_and_still_shares_positions() -> None:
 
 @pytest.mark.parametrize("coarse", [False, True])
 def test_a_copy_of_what_was_read_reads_its_own_slots(coarse: bool) -> None:
-    sight, n = AttentionParams(0.3, is_guess=coarse), 256
+    sight, n = AttentionParams(0.3, is_draft=coarse), 256
     kv = make.quantized((1, K, 64), dtype=torch.float32, halves=True)
     noise = torch.Generator().manual_seed(0)
     k, v, q = (torch.randn(heads, n, 64, generator=noise) for heads in (K, K, 2 * K))

@@ -417,7 +417,7 @@ def test_windows_and_prompts_read_everything(name: str) -> None:
 def test_the_first_row_behind_a_compression_point_may_choose_for_all_until_the_next(name: str) -> None:
     kv, own = (filled(INDEXES[name], 83, is_shared=shared) for shared in (True, False))
     q = rows(5)
-    guesses = replace(AttentionParams(0.3), is_guess=True)
+    guesses = replace(AttentionParams(0.3), is_draft=True)
     read = [store.attend(0, rows(1, seed=8), guesses, at(store, 1))[0] for store in (kv, own)]
     torch.testing.assert_close(read[0].lse, read[1].lse)  # for themselves, and without a say
     first = merge_attention(kv.attend(0, q[:, :1], AttentionParams(0.3), at(kv, 1)))

@@ -68,14 +68,14 @@ def test_rows_read_what_the_halves_say(dtype: torch.dtype, window: int | None, r
     torch.testing.assert_close(
         got.out.double(), want.out.double(), atol=0.15 if dtype.itemsize < 4 else 1e-4, rtol=0.05
     )
-    (coarse,) = tier.attend(0, q, AttentionParams(D**-0.5, window=window, is_guess=True), pos)
+    (coarse,) = tier.attend(0, q, AttentionParams(D**-0.5, window=window, is_draft=True), pos)
     assert (coarse.out - got.out).abs().max() > 1e-2
 
 
 def test_a_row_alone_has_the_bits_of_one_in_a_batch() -> None:
     tier, q = filled(torch.bfloat16), numbers(2 * K, 5, D, dtype=torch.bfloat16) / 8
-    for is_guess in (False, True):
-        sight = AttentionParams(D**-0.5, is_guess=is_guess)
+    for is_draft in (False, True):
+        sight = AttentionParams(D**-0.5, is_draft=is_draft)
         (every,) = tier.attend(0, q, sight, range(S, S + 5))
         (one,) = tier.attend(0, q[:, 3:4], sight, [S + 3])
         assert torch.equal(one.out, every.out[:, 3:4])

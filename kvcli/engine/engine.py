@@ -106,7 +106,7 @@ def fetch(readbacks: Sequence[Readback]) -> None:
 def run(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
     """Run all requests in as few forward passes as possible. The results are in the order of the requests.
 
-    One pass serves one model, one range of layers, and no more rows than `max_invariant_rows`.
+    A pass serves one model and range of layers; decoding rows beyond `max_invariant_rows` take a further pass.
     """
     results: dict[int, ForwardResult] = {}
     for group in group_requests(requests):

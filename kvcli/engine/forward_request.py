@@ -179,7 +179,8 @@ class ForwardRequest:
     is_prompt: bool = False  # rows of a prompt: they attend to all slots of every tier, without sparse selection
     # layers to run; None = all, an empty range past the last = norm and output layer, range(0) = embedding
     layers: range | None = None
-    # [N, E]: input of the first of these layers; for an MTP layer, what it combines with its tokens; None = embed them
+    # [N, E]: input of the first of these layers, or what an MTP layer or assistant combines with its embedded tokens;
+    # None = the embedded tokens are the input
     hidden: Tensor | None = None
     only_kv: bool = False  # the pass ends once it has the keys and values of the last of these layers
     record_hidden_states: bool = False  # return the hidden state of each wanted row, as the output layer gets it

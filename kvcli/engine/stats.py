@@ -184,10 +184,10 @@ class Stats:
             self.plain.append(step.seconds)
             del self.plain[:-64]
 
-    def draft(self, guessed: int, accepted: int) -> None:
+    def draft(self, drafted: int, accepted: int) -> None:
         """Count the draft tokens of one pass."""
         self.drafted_passes += 1
-        self.draft_tokens += guessed
+        self.draft_tokens += drafted
         self.accepted_tokens += accepted
         self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
         self.histogram[accepted] += 1

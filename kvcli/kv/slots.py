@@ -98,7 +98,7 @@ class AttentionParams:
     softcap: float = 0.0  # > 0: attention scores become softcap * tanh(score / softcap) (Gemma 2)
     window: int | None = None  # tokens: a row at position p attends to positions > p - window; None = all
     is_prompt: bool = False  # the rows are prompt tokens in prefill: they attend to all stored slots
-    is_guess: bool = False  # the rows belong to a draft pass: its output is verified, so the cache may approximate
+    is_draft: bool = False  # the rows belong to a draft pass: its output is verified, so the cache may approximate
 
 
 # approximation: slots were evicted, quantized, not all read (sparse), or reused from another sequence

@@ -66,7 +66,7 @@ def text(drafter: Drafter, n: int = 130) -> tuple[list[int], Stats]:
 
 
 def guesser(drafter: Drafter) -> ChunkRetrievalModel:
-    found: ChunkRetrievalModel = drafter._chain.guesser  # type: ignore[attr-defined]
+    found: ChunkRetrievalModel = drafter._chain.draft_model  # type: ignore[attr-defined]
     return found
 
 

@@ -69,7 +69,7 @@ def drafted(
 
 
 def rows_of(chain: ModelDraft) -> list[int]:
-    return [len(ids) for ids, _ in chain.guesser.passes]  # type: ignore[attr-defined]
+    return [len(ids) for ids, _ in chain.draft_model.passes]  # type: ignore[attr-defined]
 
 
 def test_a_chain_takes_a_pass_a_draft_and_trees_take_one_a_level() -> None:
@@ -82,7 +82,7 @@ def test_a_chain_takes_a_pass_a_draft_and_trees_take_one_a_level() -> None:
 def test_the_likeliest_place_may_be_a_level_above() -> None:
     """Where a second choice is as good as the first, it is likelier than what comes behind that."""
     unsure = {"leads": (0.1, 0.1), "pays": 2}
-    passes = {kind: drafted(Growth(kind, wide=1), **unsure).guesser.passes for kind in ("best", "opt")}  # type: ignore[attr-defined,arg-type]
+    passes = {kind: drafted(Growth(kind, wide=1), **unsure).draft_model.passes for kind in ("best", "opt")}  # type: ignore[attr-defined,arg-type]
     assert [parents for _, parents in passes["best"][:2]] == [[-1], [-1]]
     assert [parents for _, parents in passes["opt"][:2]] == [[-1], [0]]
 
@@ -90,7 +90,7 @@ def test_the_likeliest_place_may_be_a_level_above() -> None:
 @pytest.mark.parametrize("kind", ["chain", "opt", "best"])
 def test_nothing_is_drafted_behind_an_end(kind: Any) -> None:
     first, *others = (int(token) for token in Says().said(7)[:3])
-    passes = drafted(Growth(kind), ends=[first]).guesser.passes  # type: ignore[attr-defined]
+    passes = drafted(Growth(kind), ends=[first]).draft_model.passes  # type: ignore[attr-defined]
     assert all(first not in ids for ids, _ in passes)
     assert [ids for ids, _ in passes[:1]] == ([] if kind == "chain" else [others])
 
@@ -180,7 +180,7 @@ def test_a_cascade_has_copies_checked_in_one_pass() -> None:
     copies.start(text)
     chain = drafted(Growth("chain"), text=text, cascade=(copies, 3))
     assert rows_of(chain) == [4, 1]
-    assert [ids for ids, _ in chain.guesser.passes] == [run[1:5], run[5:6]]  # type: ignore[attr-defined]
+    assert [ids for ids, _ in chain.draft_model.passes] == [run[1:5], run[5:6]]  # type: ignore[attr-defined]
     assert [guess.id for guess in grow([chain], 6, 99, 1, 0.0)] == run[1:]
     drafted(Growth("best", wide=3), text=text, cascade=(copies, 3))  # copies behind the first of several drafts
     wrong = [*run[:3], 8000, *run[4:]]  # the copy goes astray behind two tokens: what the model says counts

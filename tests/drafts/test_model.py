@@ -296,8 +296,8 @@ def test_a_look_is_at_no_more_than_stays(working: int) -> None:
     chain = ModelDraft(SeparateDraftModel(lm(), working, 4 if working else 0), depth=4, vocab=97, share=0.1)
     chain.start(families.prompt(90))
     run_to_end(chain._take_a_look(0.0))
-    assert chain.guesser.n_uncovered == 0
-    assert chain.mean != ModelDraft(chain.guesser, depth=4, vocab=97, share=0.1).mean
+    assert chain.draft_model.n_uncovered == 0
+    assert chain.mean != ModelDraft(chain.draft_model, depth=4, vocab=97, share=0.1).mean
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -325,7 +325,7 @@ def test_a_model_that_runs_out_of_memory_says_so_and_leaves_the_text_alone(monke
             raise MemoryError("no room")
         return held(*args, **more)
 
-    store = made._chain.guesser._kv  # type: ignore[attr-defined]
+    store = made._chain.draft_model._kv  # type: ignore[attr-defined]
     held = store.attend
     monkeypatch.setattr(store, "attend", attend)
     got, stats = text(made)
@@ -343,7 +343,7 @@ def test_whatever_breaks_in_its_passes_leaves_the_text_alone(
 ) -> None:
     """At random passes, while it reads the prompt and while it drafts; a new text starts anew."""
     made, random, n = drafter(lm("qwen2"), prefill="full"), Random(seed), 0
-    at, store = random.randrange(80), made._chain.guesser._kv  # type: ignore[attr-defined]
+    at, store = random.randrange(80), made._chain.draft_model._kv  # type: ignore[attr-defined]
     held = store.attend
 
     def attend(*args: Any, **more: Any) -> Any:
@@ -400,7 +400,7 @@ def test_a_copy_of_a_text_shares_the_weights_and_not_what_was_read() -> None:
     run_to_end(session.read(families.prompt(60)))
     list(iterate_events(session.stream(9)))
     other = session.fork()
-    mine, its = (s.drafter._chain.guesser for s in (session, other))  # type: ignore[attr-defined]
+    mine, its = (s.drafter._chain.draft_model for s in (session, other))  # type: ignore[attr-defined]
     assert its.lm is mine.lm
     assert its._kv is not mine._kv
     for of in (session, other):

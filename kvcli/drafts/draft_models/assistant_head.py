@@ -43,7 +43,7 @@ class BorrowedCache:
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over the target layer that this layer reads."""
         window = None if params.window is None else params.window + _WIDER
-        return self._kv.attend(self._layers[layer], q, replace(params, window=window, is_guess=True), pos)
+        return self._kv.attend(self._layers[layer], q, replace(params, window=window, is_draft=True), pos)
 
     def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the reason why the assistant cannot run as a captured pass."""

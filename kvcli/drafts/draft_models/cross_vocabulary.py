@@ -139,8 +139,8 @@ class CrossVocabularyModel:
 
     needs: NeededTensors = ""  # rows of the target model are no rows of the draft model
 
-    def __init__(self, guesser: DraftModel, spelling: TokenMapping) -> None:
-        self._it, self._to = guesser, spelling
+    def __init__(self, draft_model: DraftModel, spelling: TokenMapping) -> None:
+        self._it, self._to = draft_model, spelling
         self._text = RetokenizedText(spelling)
         self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._parts: Counter[int] = Counter()  # draft model tokens that were parts of words lately
@@ -227,8 +227,8 @@ class CrossVocabularyModel:
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
         """Return the hook output after one more draft token; the draft is a chain."""
-        (guess,) = ids
-        self._path.append(guess)
+        (token,) = ids
+        self._path.append(token)
         alive = self._alive()
         if not alive:
             return [[]]

@@ -124,7 +124,7 @@ class DraftCacheView:
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N], marked as draft rows."""
-        return self._cache.attend(layer, q, replace(params, is_guess=True), pos, own)
+        return self._cache.attend(layer, q, replace(params, is_draft=True), pos, own)
 
     def usage(self) -> list[Usage]:
         """No memory beyond the cache's."""

@@ -451,8 +451,8 @@ class DraftController:
         rate = self._window.rate
         if rate >= self.min_speedup:
             return
-        guessed = sum(p.n_draft_tokens > 0 for p in self._window) >= _FEW * len(self._window)
-        is_relapse = guessed and self._passes - self._resumed < _RELAPSE
+        has_drafted = sum(p.n_draft_tokens > 0 for p in self._window) >= _FEW * len(self._window)
+        is_relapse = has_drafted and self._passes - self._resumed < _RELAPSE
         self._pause = min(2 * self._pause, _LONGEST_PAUSE) if is_relapse else _PAUSE
         self._left, self._kept = self._pause, 0
         self._why = f"drafting ran at {rate:.2f}× plain speed over {len(self._window)} passes"

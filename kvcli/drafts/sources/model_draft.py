@@ -51,7 +51,7 @@ class ModelDraft:
 
     def __init__(
         self,
-        guesser: DraftModel,
+        draft_model: DraftModel,
         *,
         depth: int,
         vocab: int,
@@ -66,7 +66,7 @@ class ModelDraft:
         tokens."""
         self.name = name
         self.sampler: Sampler | None = None  # sampler of the answer; None = greedy decoding
-        self.guesser = guesser
+        self.draft_model = draft_model
         self.spent = 0.0  # seconds of draft passes before the running step
         self.why = ""  # reason in words why no draft is made
         self.fault = ""  # error that occurred in this sequence
@@ -95,17 +95,17 @@ class ModelDraft:
     @property
     def is_untried(self) -> bool:
         """True if no draft pass was made yet and the sequence has tokens for a trial pass."""
-        return not self._seconds and not self._look and len(self.guesser.newest(2)) > 1
+        return not self._seconds and not self._look and len(self.draft_model.newest(2)) > 1
 
     # ---- the sequence ----
 
     def start(self, ids: Sequence[int]) -> None:
-        self.guesser.start(ids)
+        self.draft_model.start(ids)
         self._places, self.spent, self.why, self.fault = [], 0.0, "", ""
         self._seen = set(ids) if self.sampler is not None and self.sampler.needs_text else None
 
     def extend(self, ids: Sequence[int]) -> None:
-        self.guesser.extend(ids)
+        self.draft_model.extend(ids)
         self._waited = 0 if self.spent else self._waited + 1
         self._places, self.spent = [], 0.0
         if self._seen is not None:
@@ -117,7 +117,7 @@ class ModelDraft:
         """Prefill the prompt."""
         if self._can_go_on():
             with self._giving_up():
-                yield from self.guesser.prefill()
+                yield from self.draft_model.prefill()
 
     def extend_draft(self, room: int, pays: Pays, plain: float, costs: Costs) -> Passes[bool]:
         """Draft the next tokens, at most `room` deep, while that saves time; otherwise run a trial pass if one is due.
@@ -131,7 +131,7 @@ class ModelDraft:
         with self._giving_up():
             if room > 0 and pays(()):
                 self._plan(plain, costs)
-                yield from self._draft(min(room, self.depth, self.guesser.max_depth), pays)
+                yield from self._draft(min(room, self.depth, self.draft_model.max_depth), pays)
             elif is_trial := self._is_due(plain):
                 yield from self._take_a_look(began)
             else:
@@ -143,8 +143,8 @@ class ModelDraft:
         growth, newest, promised = self._growth, 0, 0.0
         chances = list[float]()  # chances that a draft token of each level is accepted
         while True:
-            began, rows = perf_counter(), self.guesser.n_uncovered
-            found = yield from self.guesser.catch_up()
+            began, rows = perf_counter(), self.draft_model.n_uncovered
+            found = yield from self.draft_model.catch_up()
             if not found:
                 return
             self._time(rows, began)
@@ -176,7 +176,7 @@ class ModelDraft:
         ids, parents = [self._token(tip) for tip in tips], [self._places[tip.place].row for tip in tips]
         copied = self._copied((*self._places[tips[0].place].path, ids[0]), most)
         behind = [first, *range(first + n, first + n + len(copied))][: len(copied)]
-        found = yield from self.guesser.continue_from([*ids, *copied], [*parents, *behind])
+        found = yield from self.draft_model.continue_from([*ids, *copied], [*parents, *behind])
         self._n_rows += len(found)
         self._time(len(found), began)
         for row, (tip, hook_output) in enumerate(zip(tips, found[:n], strict=True), start=first):
@@ -237,8 +237,8 @@ class ModelDraft:
         self._until_plan = (self._until_plan or _PLAN) - 1
 
     def _take_a_look(self, began: float) -> Passes[None]:
-        newest = self.guesser.newest(_FIRST if self.is_untried else LOOK)
-        found = yield from self.guesser.catch_up(len(newest), most=len(newest))
+        newest = self.draft_model.newest(_FIRST if self.is_untried else LOOK)
+        found = yield from self.draft_model.catch_up(len(newest), most=len(newest))
         for i, hook_output in enumerate(found[:-1]):
             ids, scores = self._choices(hook_output, (), i + 1 - len(newest))
             for rank, token in enumerate(ids[: self._growth.branches]):
@@ -249,16 +249,16 @@ class ModelDraft:
     def _is_due(self, plain: float) -> bool:
         """True if enough time has passed since the last draft pass for a trial pass."""
         if self.is_untried:
-            return plain > 0 and self.guesser.n_uncovered >= _FIRST
+            return plain > 0 and self.draft_model.n_uncovered >= _FIRST
         units = self._look / plain if self._look and plain else 4 * self._share
-        return plain > 0 and self.guesser.n_uncovered >= LOOK and self._waited >= units / _SHARE
+        return plain > 0 and self.draft_model.n_uncovered >= LOOK and self._waited >= units / _SHARE
 
     def _choices(
         self, hook_output: Sequence[float], path: Sequence[int], off: int = 0
     ) -> tuple[list[int], list[float]]:
         """Return the candidate tokens after this path, in the sampler's order, and their scores. `off`: offset of the
         row from the end of the sequence."""
-        wide, at = len(hook_output) // 2, self.guesser.length - 1 + len(path) + off
+        wide, at = len(hook_output) // 2, self.draft_model.length - 1 + len(path) + off
         known = [(lp, int(i)) for i, lp in zip(hook_output[:wide], hook_output[wide:], strict=True) if i < self._vocab]
         if self._seen is not None and self.sampler is not None:
             text, by = self._seen.union(path), self.sampler.repetition_penalty
@@ -267,9 +267,9 @@ class ModelDraft:
         return rank_with_noise([i for _, i in known], [lp for lp, _ in known], at, self.sampler)
 
     def _can_go_on(self) -> bool:
-        if self.guesser.max_depth > 0:
+        if self.draft_model.max_depth > 0:
             return not self.why
-        self.why = f"draft model {self.guesser.name} has a context limit of {self.guesser.limit:,} tokens"
+        self.why = f"draft model {self.draft_model.name} has a context limit of {self.draft_model.limit:,} tokens"
         return False
 
     @contextmanager
@@ -281,13 +281,13 @@ class ModelDraft:
             is_lack = as_cache_full(error) is not None
             said = error.message if isinstance(error, KvcliError) else f"{type(error).__name__}: {error}".split("\n")[0]
             self.fault = (
-                f"no memory for draft model {self.guesser.name}"
+                f"no memory for draft model {self.draft_model.name}"
                 if is_lack
-                else (f"draft model {self.guesser.name} failed: {said}")
+                else (f"draft model {self.draft_model.name} failed: {said}")
             )
             log.log(logging.INFO if is_lack else logging.WARNING, "%s", self.fault, exc_info=not is_lack)
             self.why, self._places = self.fault, []
-            self.guesser.discard_cache()
+            self.draft_model.discard_cache()
 
     # ---- the protocol DraftSource ----
 

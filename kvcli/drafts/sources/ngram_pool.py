@@ -29,9 +29,9 @@ class NgramPool:
 
     name = "lookahead"
 
-    def __init__(self, key_max: int, per_key: int, guesses: int, seeds: int = 0) -> None:
+    def __init__(self, key_max: int, per_key: int, max_ngrams: int, seeds: int = 0) -> None:
         """`seeds`: length of the n-grams taken from the sequence itself, as in FAFO's release; 0 = none."""
-        self.key_max, self.per_key, self.guesses, self._seeds = key_max, per_key, guesses, seeds
+        self.key_max, self.per_key, self.max_ngrams, self._seeds = key_max, per_key, max_ngrams, seeds
         self._runs: dict[Run, dict[Run, None]] = {}  # key -> n-grams, oldest first
         # the last tokens of the sequence: `key_max`, or the length of a seed if that is more
         self._tail: list[int] = []
@@ -72,7 +72,7 @@ class NgramPool:
         for n in range(min(self.key_max, len(self._tail)), 0, -1):
             for run in reversed(self._runs.get(tuple(self._tail[-n:]), {})):
                 found.setdefault(run, n)
-                if len(found) == self.guesses:
+                if len(found) == self.max_ngrams:
                     return list(found.items())
         return list(found.items()) or None
 

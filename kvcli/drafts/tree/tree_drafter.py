@@ -92,7 +92,7 @@ class TreeDrafter:
 
     def usage(self) -> list[Usage]:
         """Return the memory of a draft model's KV cache."""
-        return self._chain.guesser.usage() if self._chain is not None else []
+        return self._chain.draft_model.usage() if self._chain is not None else []
 
     def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Passes[None] | None:
         self._sampler = sampler
@@ -123,7 +123,7 @@ class TreeDrafter:
             for source in self._successors:
                 source.rests, source.spent = rests, 0.0
         if self._chain is not None and mode is not Mode.PLAIN:
-            self._chain.guesser.bind(context)
+            self._chain.draft_model.bind(context)
             return self._ahead(self._chain, mode, room)
         return self._proposal(mode, room)
 
@@ -151,7 +151,7 @@ class TreeDrafter:
         self._lookahead = self._lookahead_for(mode, room, rows)
         if mode is not Mode.DRAFT:
             return Draft.none()
-        needs = self._chain.guesser.needs if self._chain is not None else ""
+        needs = self._chain.draft_model.needs if self._chain is not None else ""
         tokens = self._draft_tokens[:rows]
         return Draft([t.id for t in tokens], [t.parent for t in tokens], self._lookahead, needs)
 
@@ -177,7 +177,7 @@ class TreeDrafter:
             self._learn_from_logits(step)
         ahead = self._chain.spent if self._chain is not None else 0.0
         if self._chain is not None:
-            self._chain.guesser.observe(step)
+            self._chain.draft_model.observe(step)
         self._extend(step.new)
         # work between two passes counts, because plain decoding would not need it
         spent = perf_counter() - began if self._mode is Mode.DRAFT else 0.0
@@ -196,7 +196,7 @@ class TreeDrafter:
             lookahead = LookaheadReport(self._window.rows, payoff.brought, payoff.cost, rested, payoff.why)
         report = self._control.report()
         if (chain := self._chain) is not None:
-            report = replace(report, ahead=chain.cost(report.plain_pass), by=chain.guesser.name, fault=chain.fault)
+            report = replace(report, ahead=chain.cost(report.plain_pass), by=chain.draft_model.name, fault=chain.fault)
             report = replace(report, paused=True, reason=chain.why) if chain.why else report
         return replace(report, by_source=by_source, lookahead=lookahead, accepted_by=dict(self._accepted_by))
 

@@ -40,11 +40,11 @@ class DraftTreeKV:
         self.parents: list[int] = []  # parent row; -1 = the last stored token
         self._above: list[list[int]] = []  # a row's ancestors from the root, then the row itself
         self._pos: list[int] = []  # positions of all rows, including the running pass
-        self._line = torch.empty(0)  # [n, M + n] bool, of the running pass: rows that its rows attend to
-        self._sees: dict[int | None, Tensor] = {}  # by window, on the device
+        self._tree_mask = torch.empty(0)  # [n, M + n] bool, of the running pass: rows that its rows attend to
+        self._masks: dict[int | None, Tensor] = {}  # by window, on the device
         self._sent: dict[Any, Any] = {}  # as in ForwardPass
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer that stores, k [K, M, D] and v [K, M, E]
-        self._grown: dict[int, tuple[Tensor, Tensor]] = {}  # `_held` with the rows of the running pass
+        self._stored: dict[int, tuple[Tensor, Tensor]] = {}  # by layer that stores, k [K, M, D] and v [K, M, E]
+        self._grown: dict[int, tuple[Tensor, Tensor]] = {}  # `_stored` with the rows of the running pass
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -69,18 +69,18 @@ class DraftTreeKV:
         shows: bool = False,
     ) -> Passes[ForwardResult]:
         """Run a pass of further rows. `hidden`, `shows`: `hidden` and `record_hidden_states` of the request."""
-        had, n, above = len(self), len(ids), list(self._above)
-        line = np.zeros((n, had + n), dtype=np.bool_)
+        n_before, n, above = len(self), len(ids), list(self._above)
+        tree_mask = np.zeros((n, n_before + n), dtype=np.bool_)
         for row, parent in enumerate(parents):
-            above.append([*(above[parent] if parent >= 0 else ()), had + row])
-            line[row, above[-1]] = True
-        self._line, self._sees, self._grown, self._sent = torch.from_numpy(line), {}, {}, {}
+            above.append([*(above[parent] if parent >= 0 else ()), n_before + row])
+            tree_mask[row, above[-1]] = True
+        self._tree_mask, self._masks, self._grown, self._sent = torch.from_numpy(tree_mask), {}, {}, {}
         self._pos = [self._at + len(seen) - 1 for seen in above]
-        among = (-1,) * n  # these rows are never verified
+        no_parents = (-1,) * n  # these rows are never verified
         states = None if self._states is None else self._behind(parents[0], self._states)
-        assert states is None or [*parents[1:]] == [*range(had, had + n - 1)], "draft tokens are no chain"
-        sees = self._line[:, had:] if n > 1 and states is None else None
-        rows = Rows(ids, self._pos[had:], sees, tree=n, parent=among)
+        assert states is None or [*parents[1:]] == [*range(n_before, n_before + n - 1)], "draft tokens are no chain"
+        mask = self._tree_mask[:, n_before:] if n > 1 and states is None else None
+        rows = Rows(ids, self._pos[n_before:], mask, tree=n, parent=no_parents)
         for run in layers[:-1]:
             hidden = (yield ForwardRequest(self._lm, rows, self, layers=run, hidden=hidden)).hidden
         last = layers[-1] if layers else None
@@ -99,11 +99,11 @@ class DraftTreeKV:
             self._folds += [(result.fold, states, i + 1) for i in range(n)]
         self.ids += ids
         self.parents += parents
-        self._above, self._held = above, self._grown
+        self._above, self._stored = above, self._grown
         return result
 
     def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
-        """Name the reason why passes over this cache are not captured."""
+        """Return the reason why passes over this cache are not captured."""
         return DeviceCache(why_not="draft tokens are stored outside the KV cache")
 
     def attend(
@@ -115,22 +115,22 @@ class DraftTreeKV:
         source = self._lm.shapes[layer].shared_from
         holder = layer if source is None else source
         if holder not in self._grown:
-            k, v = self._held.get(holder, (own.k[:, :0], own.v[:, :0]))
+            k, v = self._stored.get(holder, (own.k[:, :0], own.v[:, :0]))
             self._grown[holder] = torch.cat([k, own.k], 1), torch.cat([v, own.v], 1)
         k, v = self._grown[holder]
-        sees = self._seen(params.window, q)
+        mask = self._mask_on_device(params.window, q)
         # `dataclasses.replace` takes four times as long
-        both = NewRows(k, v, self._pos, self._line, sees, own.sink, own.before, self._sent)
+        both = NewRows(k, v, self._pos, self._tree_mask, mask, own.sink, own.before, self._sent)
         return self._cache.attend(layer, q, params, pos, both)
 
-    def _seen(self, window: int | None, like: Tensor) -> Tensor:
-        if window not in self._sees:
-            near = self._line
+    def _mask_on_device(self, window: int | None, like: Tensor) -> Tensor:
+        if window not in self._masks:
+            mask = self._tree_mask
             if window is not None:
                 pos = torch.tensor(self._pos)
-                near = near & (pos > (pos[-len(near) :] - window).unsqueeze(1))
-            self._sees[window] = near.to(like.device)
-        return self._sees[window]
+                mask = mask & (pos > (pos[-len(mask) :] - window).unsqueeze(1))
+            self._masks[window] = mask.to(like.device)
+        return self._masks[window]
 
     def path(self, ids: Sequence[int]) -> list[int]:
         """Return the rows whose tokens match the beginning of `ids`, from the root on."""
@@ -159,7 +159,7 @@ class DraftTreeKV:
 
     def held(self, path: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor, int]]:
         """Return keys and values of these rows in order, by layer, and their first position (`SequenceState.adopt`)."""
-        for layer, (k, v) in self._held.items() if path else ():
+        for layer, (k, v) in self._stored.items() if path else ():
             at = torch.tensor(path, device=k.device)
             yield layer, k.index_select(1, at), v.index_select(1, at), self._at
 

@@ -389,14 +389,14 @@ def _differ(lm: LM, ids: list[int], n: int, width: int) -> bool:
         its, other = alone.slots(layer), cut.slots(layer)
         if not (torch.equal(its.k, other.k) and torch.equal(its.v, other.v)):
             return True
-    guesses, parent, on_path, last = list[int](), list[int](), [0], -1
+    draft_ids, parent, on_path, last = list[int](), list[int](), [0], -1
     for token in ids[n + 1 :]:
-        guesses += [*((token + wrong) % lm.vocab for wrong in range(1, width)), token]
+        draft_ids += [*((token + wrong) % lm.vocab for wrong in range(1, width)), token]
         parent += [last] * width
-        last = len(guesses) - 1
+        last = len(draft_ids) - 1
         on_path.append(last + 1)
     (among,) = run(
-        [ForwardRequest(lm, Rows.build(ids[n], n, Draft(guesses, parent)), cut, want=on_path, states=of_cut)]
+        [ForwardRequest(lm, Rows.build(ids[n], n, Draft(draft_ids, parent)), cut, want=on_path, states=of_cut)]
     )
     for i in range(DEPTH):
         row = Rows.chain(ids[n + i : n + i + 1], n + i)

@@ -55,7 +55,7 @@ class LayerwisePrefill:
         self._lm, self._kv, self._part = lm, kv, part
         self._may_revive, self.stopped = may_revive, Stopped()  # deferred rows so far, if they may be revived
         self._left = layer_groups(lm.shapes)  # layers left, the current ones first; a group runs together
-        self._recorded_rows = frozenset(recorded_rows)
+        self._recorded_set = frozenset(recorded_rows)
         self._active: Sequence[int] = range(rows.n_rows)  # rows that run through the current layers, the active ones
         self._n_done_rows = 0  # number of the active rows that the current layers have run
         self._inputs: list[Tensor] = []  # [.., E] input of the rows still to run, in chunks that are freed one by one
@@ -94,7 +94,7 @@ class LayerwisePrefill:
         chunk = slice(self._n_done_rows, min(self._n_done_rows + self._part, len(self._active)))
         active = self._active[chunk]
         rows = self.rows.only(active)
-        recorded = [i for i, row in enumerate(active) if row in self._recorded_rows] if self._recorded_rows else []
+        recorded = [i for i, row in enumerate(active) if row in self._recorded_set] if self._recorded_set else []
         inputs, left = _first(self._inputs, len(active))
         result = yield ForwardRequest(
             self._lm, rows, self._kv, record_queries=recorded, is_prompt=True, layers=layers, hidden=inputs
@@ -121,7 +121,7 @@ class LayerwisePrefill:
         chosen = self.pruner(layers.start, self.active_rows) if self.pruner is not None else None
         if chosen is not None and len(chosen) < len(self._active):
             on = set(chosen)
-            assert self._recorded_rows <= on, "the pruner deferred a row whose queries are recorded"
+            assert self._recorded_set <= on, "the pruner deferred a row whose queries are recorded"
             if self._may_revive and self._inputs:
                 stay = [i for i, row in enumerate(self._active) if row not in on]
                 stopped = torch.cat([part[at] for part, at in _of_parts(self._inputs, stay)])

@@ -92,8 +92,8 @@ class GenerationSession(SequenceState):
         """Prefill the next chunk of `ids`, the whole prompt, which starts with the ids of the sequence. False = done.
 
         A chunk is a pass over a causal chain in which every row is accepted. In layer-wise prefill it is the next chunk
-        of one layer, and tokens are committed when all layers are done. A pass that fails commits none of its tokens.
-        `rewind` removes the ids after them; if layer-wise prefill fails, that is done already.
+        of one layer, and tokens are committed when all layers are done. If a pass fails, its tokens
+        are not committed. Their ids stay until `rewind`; layer-wise prefill rewinds by itself.
         """
         if new := ids[len(self.ids) :]:
             self.ids += new

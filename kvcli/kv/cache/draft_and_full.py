@@ -54,7 +54,7 @@ class DraftAndFullCache:
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over one of the two caches."""
-        return (self._kept if params.is_guess else self._whole).attend(layer, q, params, pos, own)
+        return (self._kept if params.is_draft else self._whole).attend(layer, q, params, pos, own)
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on in both caches."""

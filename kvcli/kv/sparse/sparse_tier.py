@@ -210,7 +210,7 @@ class SparseTier:
         """Attend from q [H, N, D] to the selected pages, or to all slots if the error bound is exceeded."""
         n_kv, (h, n, d) = pages.whole.shape[0], q.shape
         rows = q.reshape(n_kv, h // n_kv, n, d)
-        is_shared = self._is_shared and not params.is_guess  # drafts over a separate cache precede the first row
+        is_shared = self._is_shared and not params.is_draft  # drafts over a separate cache precede the first row
         chosen, score = self._choice.get(layer) if is_shared else None, None
         if chosen is None or self._epsilon is not None:
             score = self._index.score(rows.flatten(1, 2), pages.kept, pages.shared, params)

@@ -117,14 +117,14 @@ class QuantizedTier(LossyTier):
         if self._ranks[layer]:
             return [self._unpacked(layer, q, params, pos), *attend_new_only(q, params, own)]
         if serves_packed(q, self._empty[layer][1]):
-            run, window = self._run(layer, params.window, coarse=params.is_guess)
+            run, window = self._run(layer, params.window, coarse=params.is_draft)
             turned = self._turned(q).to(q.dtype)
             part = attend_quantized_part(turned, run, pos, params.scale, window=window, softcap=params.softcap)
             return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, params, own)]
-        if (table := self._table(layer, coarse=params.is_guess)) is not None:
+        if (table := self._table(layer, coarse=params.is_draft)) is not None:
             part = attend_table(self._turned(q), table, params.scale, pos, softcap=params.softcap, window=params.window)
             return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, params, own)]
-        seen = [_seen(head, params.window, pos, coarse=params.is_guess) for head in self._layers[layer]]
+        seen = [_seen(head, params.window, pos, coarse=params.is_draft) for head in self._layers[layer]]
         masks = [mask for _, mask in seen]
         part = attend_quantized(
             self._turned(q), [head for head, _ in seen], params.scale, self.dtype, softcap=params.softcap, masks=masks
@@ -133,7 +133,7 @@ class QuantizedTier(LossyTier):
 
     def _unpacked(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> PartialAttention:
         """Attend to latents (MLA) after dequantizing the whole layer, because no kernel reads their codes."""
-        s = self._numbers(layer, coarse=params.is_guess)
+        s = self._numbers(layer, coarse=params.is_draft)
         if serves(q, s.k):
             window = (
                 WIDEST

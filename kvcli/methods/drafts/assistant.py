@@ -56,6 +56,6 @@ class AssistantDraft(ModelDraftSettings):
         assert pair is not None, "a drafter needs a model pair"
         lm, head = pair.target, pair.draft
         share = head.info.weight_bytes / lm.info.weight_bytes
-        guesser = AssistantHead(lm, head)
-        chain = ModelDraft(guesser, depth=self.depth, vocab=lm.vocab, share=share, ends=ends, name="assistant")
+        draft_model = AssistantHead(lm, head)
+        chain = ModelDraft(draft_model, depth=self.depth, vocab=lm.vocab, share=share, ends=ends, name="assistant")
         return self.mixer(chain, PromptLookup(self.min_match, self.max_match))
