@@ -61,7 +61,7 @@ class ModelDraft:
         cascade: tuple[PromptLookup, int] | None = None,
         name: str = "model",
     ) -> None:
-        """`depth`: maximum draft tokens in a row; `vocab`: of the target model; `share`: time of a draft pass in plain
+        """`depth`: most draft tokens of a path; `vocab`: of the target model; `share`: time of a draft pass in plain
         passes, until measured. `cascade`: prompt lookup that drafts for the draft model, and its maximum number of
         tokens."""
         self.name = name
@@ -123,7 +123,7 @@ class ModelDraft:
         """Draft the next tokens, at most `room` deep, while that saves time; otherwise run a trial pass if one is due.
         Returns True if a trial pass was run.
 
-        `plain`: seconds of a plain pass; `costs`: of verification.
+        `plain`: seconds of a plain pass; `costs`: the costs of verifying n rows.
         """
         began, is_trial = perf_counter(), False
         if not self._can_go_on():
@@ -279,11 +279,11 @@ class ModelDraft:
             yield
         except Exception as error:
             is_lack = as_cache_full(error) is not None
-            said = error.message if isinstance(error, KvcliError) else f"{type(error).__name__}: {error}".split("\n")[0]
+            why = error.message if isinstance(error, KvcliError) else f"{type(error).__name__}: {error}".split("\n")[0]
             self.fault = (
                 f"no memory for draft model {self.draft_model.name}"
                 if is_lack
-                else (f"draft model {self.draft_model.name} failed: {said}")
+                else (f"draft model {self.draft_model.name} failed: {why}")
             )
             log.log(logging.INFO if is_lack else logging.WARNING, "%s", self.fault, exc_info=not is_lack)
             self.why, self._places = self.fault, []

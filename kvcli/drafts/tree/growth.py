@@ -140,7 +140,7 @@ class Growth:
 
     def tips(self, places: Sequence[TreeNode], newest: int, depth: int) -> list[Leaf]:
         """Return the leaves that the next pass expands, the likeliest first. `newest`: first node of the last pass;
-        `depth`: maximum draft tokens in a row, the last of which needs no pass."""
+        `depth`: most draft tokens of a path, the last of which needs no pass."""
         if self.kind in ("chain", "cape"):
             at = 0
             while places[at].ids and places[at].ids[0] in places[at].below:

@@ -91,7 +91,7 @@ class CachePlan:
             )
         # with a precision budget the policy chooses the slots of each level
         on_device = None if self.memory.spends else self.room.on_device
-        ladder = TieredCache(
+        cache = TieredCache(
             top,
             below,
             holds=self.kv.residual if packs_by_age(self.kv, self.form, self.memory) else on_device,
@@ -100,7 +100,7 @@ class CachePlan:
             demotes=self.memory.demotes and not self.memory.spends,
             evicts_oldest=self.memory.drops and not self.memory.spends,  # as above
         )
-        return ladder if below else self.recall.bind(ladder, top, self._attention_params)
+        return cache if below else self.recall.bind(cache, top, self._attention_params)
 
     def _level(self, tier: PageTier, holds: int | None, group: int = 1) -> TierLevel:
         return TierLevel(self.recall.bind_tier(tier, self._attention_params), holds, group)
@@ -177,11 +177,11 @@ class CachePlan:
     def room(self) -> CacheCapacity:
         """Capacity of the KV cache under these settings on this machine."""
         is_gpu, free = self.device.type == "cuda", int(psutil.virtual_memory().available)
-        behind = free - kept_free(free) if is_gpu else 0
-        taken = card = 0
+        host = free - kept_free(free) if is_gpu else 0
+        reserved = card = 0
         if is_gpu:
             free, card = map(int, torch.cuda.mem_get_info(self.device))
-            taken = self.working + 2 * PIECE  # a forward pass, and the buffers for offloaded slots
+            reserved = self.working + 2 * PIECE  # a forward pass, and the buffers for offloaded slots
         free += self.held
         return room(
             self.kv,
@@ -193,8 +193,8 @@ class CachePlan:
             self.dtype.itemsize,
             chunk=self.chunk,
             is_cpu=self.device.type == "cpu",
-            free=max(0, free - kept_free(free, card) - taken),
-            host=behind,
+            free=max(0, free - kept_free(free, card) - reserved),
+            host=host,
         )
 
     def _dense(self, device: torch.device, step: int = Dense.STEP) -> Dense:

@@ -37,7 +37,7 @@ class UniformLayer:
     slides: bool = False  # the layer has a sliding window, so its first slot may not be the first token
     noted: int = 0  # slots whose positions are in `pos`; later positions are consecutive up to `highest`
     lies: StoredKV | None = None  # last result of `run`: views of the tensors, None after they are replaced
-    lying: DeviceLayer | None = None  # last result of `fixed`
+    lying: DeviceLayer | None = None  # last result of `device_tables`
     there: Tensor | None = None  # [cap] positions on the device of the keys, if a window was read
     sent: int = 0  # slots whose positions are in `there`
 
@@ -201,7 +201,7 @@ class UniformLayer:
         return self.lying
 
     def grew(self, n: int, start: int) -> None:
-        """Count n slots that a captured pass stored, by the tables of `fixed`, at positions from `start` on."""
+        """Count n slots that a captured pass stored, by the tables of `device_tables`, at positions from `start` on."""
         self._longer(n, start)
         self.sent = self.length
 

@@ -57,7 +57,7 @@ class DeviceLayer:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCache:
-    """Device tables of a KV cache, valid until the next call of `fixed`; or the reason why there are none."""
+    """Device tables of a KV cache, valid until the next call of `device_tables`; or the reason why there are none."""
 
     layers: Sequence[DeviceLayer] = ()  # by layer; a layer that reads the slots of another layer has its tables
     owners: Sequence[int] = ()  # layers that store
