@@ -81,8 +81,8 @@ def test_the_oldest_go_too_where_the_top_is_full() -> None:
 
 @pytest.mark.parametrize("lower", LOWER)
 def test_a_full_tier_forgets_what_came_first_and_says_so(lower: str) -> None:
-    def made(drops: bool) -> TieredCache:
-        kv = demoting(LOWER[lower](), most=12, evicts_oldest=drops)
+    def made(evicts_oldest: bool) -> TieredCache:
+        kv = demoting(LOWER[lower](), most=12, evicts_oldest=evicts_oldest)
         fill(kv, 40, settle_at=1000)
         return kv
 

@@ -324,7 +324,7 @@ class Ear:
     def think(self, sure: float) -> None:
         self.sure.append(sure)
 
-    def hear(self, was_right: bool | None) -> None:
+    def observe(self, was_right: bool | None) -> None:
         self.heard.append(was_right)
 
     def looked(self) -> None:
