@@ -445,7 +445,7 @@ def test_a_conversation_is_gone_back_in(profile: str):
     other = plain.chat("Be brief.")
     assert other.send("What is the depth of the well?").text == first
     assert other.send("Where is it?").text == again
-    states = [text.session.states.now for text in (chat.model, other.model)]
+    states = [text.session.states.now for text in (chat.text_session, other.text_session)]
     assert apart_by(*states) < 1e-3
 
 

@@ -146,7 +146,7 @@ def make(talk: Chat, folder: Path, on_read: Callable[[Read], None] = lambda _: N
     `on_read` receives the progress of the prefill. The folder gets its name once it is complete. Raises BadInput for
     documents so short that a pack saves no time.
     """
-    (ids, contents), made_by = talk.begins(), cache_key(talk.model.model.lm)
+    (ids, contents), made_by = talk.begins(), cache_key(talk.text_session.model.lm)
     if len(ids) < FEW:
         raise BadInput(
             "these documents are too short for a pack",
@@ -156,7 +156,7 @@ def make(talk: Chat, folder: Path, on_read: Callable[[Read], None] = lambda _: N
         )
     on_read(Read(0, len(ids), 0, 0.0))
     # one token is generated, because that pass commits the last prompt token
-    for event in talk.model.stream(ids, messages=contents, max_new_tokens=1, ignore_eos=True):
+    for event in talk.text_session.stream(ids, messages=contents, max_new_tokens=1, ignore_eos=True):
         if isinstance(event, Read):
             on_read(event)
     with writing(folder.name, try_=["-o NAME.kvs in another folder"]):
@@ -165,7 +165,7 @@ def make(talk: Chat, folder: Path, on_read: Callable[[Read], None] = lambda _: N
 
 def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, str]) -> PackDocument:
     """Write the pack. `made_by`: the cache key of the model from before the prefill."""
-    text = talk.model
+    text = talk.text_session
     assert text.session.ids[: text.session.committed] == list(ids), "something else was read"
     shaping, values = assemble.cache_conditions(text.profile), text.profile.values
     with replacing_folder(folder) as made:

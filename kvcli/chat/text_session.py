@@ -161,7 +161,7 @@ class TextSession:
         from kvcli.chat.conversation import Chat
         from kvcli.chat.saved_chats import SavedChats
 
-        return Chat(self, system, sessions=SavedChats(self.model.data) if self.model.data else None)
+        return Chat(self, system, saved_chats=SavedChats(self.model.data) if self.model.data else None)
 
     def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:
         """Return one answer. Options are those of `answer`."""

@@ -287,9 +287,9 @@ def save_chat(chat: Chat, title: str | None = None) -> str:
     made = as_document(chat).document()
     if chat.kept is not None and made | {"saved": ""} == {**chat.kept.made, "saved": ""}:
         return chat.kept.name
-    kept = chat.kept or chat.sessions.begin(holds=chat.holds)
+    kept = chat.kept or chat.saved_chats.begin(holds=chat.holds)
     try:
-        chat.sessions.write(kept, made)
+        chat.saved_chats.write(kept, made)
         chat.kept = kept
     finally:
         if chat.kept is None:
@@ -321,7 +321,7 @@ def as_document(chat: Chat) -> ChatDocument:
     return ChatDocument(
         schema=SCHEMA,
         title=chat.title,
-        model=chat.called or chat.model.info.id,
+        model=chat.called or chat.text_session.info.id,
         saved=datetime.now().astimezone().isoformat(timespec="seconds"),
         system=chat.system,
         messages=[

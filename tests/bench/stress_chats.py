@@ -86,7 +86,7 @@ def _killed(world: Environment, rng: random.Random) -> Iterator[str]:
 
 def _write(world: Environment, say: Say) -> None:
     """Writes without end, and says what it has written."""
-    chat = Chat(_model(), sessions=SavedChats(world.paths.data), holds=True)
+    chat = Chat(_model(), saved_chats=SavedChats(world.paths.data), holds=True)
     cache = Cache(world.paths.cache / "summaries", "model", "profile")
     for i in range(10_000):
         chat.pending = []  # as if it had been dropped: what is read would take longer than what is written
@@ -140,7 +140,7 @@ def _damage(world: Environment, last: dict[str, int]) -> Iterator[str]:
 def _paired(home: Path, turns: int, *, holds: bool) -> Iterator[str]:
     """What two processes make of one chat."""
     sessions = SavedChats(home)
-    chat = Chat(_model(), sessions=sessions)
+    chat = Chat(_model(), saved_chats=sessions)
     chat.send("first")
     chat.save()
     both = [_start(lambda say, name=name: _go_on(home, name, turns, holds, say)) for name in "ab"]
@@ -162,7 +162,7 @@ def _paired(home: Path, turns: int, *, holds: bool) -> Iterator[str]:
 
 
 def _go_on(home: Path, name: str, turns: int, holds: bool, say: Say) -> None:
-    chat = Chat(_model(), sessions=SavedChats(home), holds=holds)
+    chat = Chat(_model(), saved_chats=SavedChats(home), holds=holds)
     try:
         chat.load("1")
     except BadInput as error:

@@ -68,7 +68,7 @@ def test_after_a_chat_about_the_document_and_the_second_time(model: Model, repor
     chat = on(shelf, model).chat()
     chat.attach(report)
     chat.send("What is the depth of well Bethden?", max_new_tokens=4)
-    chat.model.keep()
+    chat.text_session.keep()
     for _ in range(2):
         text = on(shelf, model)
         again = summed(text, report)

@@ -260,9 +260,9 @@ def answer(
     run, text = load_model(setup, profile, wanted, screen)
     from kvcli.chat.conversation import Chat
 
-    talk = Chat(text, sessions=sessions_of(world), holds=True, called=setup.lasting_name)
+    talk = Chat(text, saved_chats=sessions_of(world), holds=True, called=setup.lasting_name)
     with ExitStack() as ends:
-        ends.callback(lambda: talk.model.close())  # /model may have changed the session
+        ends.callback(lambda: talk.text_session.close())  # /model may have changed the session
         ends.callback(talk.close)
         if packed is not None:
             packed.refuse_other(text)
@@ -283,7 +283,7 @@ def answer(
             if not note and talk.kept is not None and world.options.verbose:
                 note = f"saved as {talk.kept.name}"
             screen.note(note)
-            screen.note(keep_read(talk.model) if keeps else "")
+            screen.note(keep_read(talk.text_session) if keeps else "")
 
 
 def begin(world: Environment, talk: Chat, question: Question, opened: OpenedChat | None, keeps: bool) -> None:
@@ -324,11 +324,11 @@ def ask_once(
                 profile.name,
                 profile.spec.method,
                 profile.hash,
-                talk.model.promise,
-                cautions=talk.model.cautions,
+                talk.text_session.promise,
+                cautions=talk.text_session.cautions,
                 notes=talk.notes,
             )
-            turn = (print_events if stream else print_turn)(world, events, talk.model.info, under)
+            turn = (print_events if stream else print_turn)(world, events, talk.text_session.info, under)
         else:
             from kvcli.render.turn.status_row import RowOptions
             from kvcli.render.turn.turn_view import show_turn
@@ -376,7 +376,7 @@ def converse(
     def after_turn(turn: Turn | None) -> None:
         if turn is not None:
             screen.note(held.missed(turn) if held is not None else "")
-            screen.note(run.record(talk.model.profile, turn))
+            screen.note(run.record(talk.text_session.profile, turn))
 
     def change(repl: Repl, name: str) -> None:
         nonlocal setup, run, held
@@ -395,7 +395,7 @@ def converse(
         for note in (*run.notes, *text.cautions, *text.info.notes):
             screen.note(note)
 
-    text = talk.model
+    text = talk.text_session
     if not screen.quiet:
         opening = HeaderFacts(
             __version__,

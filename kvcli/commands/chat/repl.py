@@ -104,7 +104,7 @@ class Repl:
     def _read(self) -> str:
         default, self.draft = self.draft, ""
         try:
-            with in_background(self.chat.model.idle, self._report):
+            with in_background(self.chat.text_session.idle, self._report):
                 line = self.reader.read(default)
         except EOFError:
             self.is_over = True
@@ -122,7 +122,7 @@ class Repl:
 
     def keep(self) -> None:
         """Save changes since the last save, if this chat is to be saved."""
-        for note in (keep(self.chat), keep_read(self.chat.model)) if self.keeps else ():
+        for note in (keep(self.chat), keep_read(self.chat.text_session)) if self.keeps else ():
             if note:
                 self.warn(note)
 
@@ -189,7 +189,7 @@ class Repl:
     @property
     def limit(self) -> int:
         """Tokens of the context window in use."""
-        return self.chat.model.limit
+        return self.chat.text_session.limit
 
     @property
     def settings(self) -> str:
@@ -201,12 +201,12 @@ class Repl:
         """Continue under another profile with the same weights. If it is refused, nothing has changed."""
         if self.profiles is None:
             raise BadInput("the profile cannot be changed in this chat", code="no_profiles")
-        before = self.chat.model
+        before = self.chat.text_session
         changed = before.with_profile(self.profiles.resolve(name, [*self.given, *said]))
         is_kept = changed.take_cache(before)
         if before.pack is not None and not before.pack.differs(changed):
             changed.pack = before.pack
-        self.chat.model = changed
+        self.chat.text_session = changed
         before.close()  # its remaining KV cannot be used under the other profile
         self.profile_name, self.said = name, list(said)
         again = "; the chat is read again with it" if self.chat.messages and not is_kept else ""
@@ -272,7 +272,7 @@ class Repl:
             "model": lambda: self.profiles.models() if self.profiles else (),
             "key": lambda: self.profiles.keys() if self.profiles else (),
             "stats": lambda: ("live", "turn", "off", "last"),
-            "chat": lambda: [entry.id for entry in self.chat.sessions.entries()],
+            "chat": lambda: [entry.id for entry in self.chat.saved_chats.entries()],
             "command": lambda: tuple(self.commands),
             "document": lambda: [str(i + 1) for i in range(len(self.chat.documents))],
         }

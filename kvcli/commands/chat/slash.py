@@ -28,11 +28,11 @@ def save(repl: Repl, argument: str) -> None:
     name = repl.chat.save(argument or None)
     repl.say(f"saved as {name}" + ("" if repl.keeps else "; from now on after each answer"))
     repl.keeps = True
-    repl.say(f"wrote {repl.chat.sessions.save(name)}")
+    repl.say(f"wrote {repl.chat.saved_chats.save(name)}")
 
 
 def resume(repl: Repl, argument: str) -> None:
-    kept, wanted = repl.chat.sessions, argument.strip("\"'")
+    kept, wanted = repl.chat.saved_chats, argument.strip("\"'")
     if not wanted:
         _list(repl, kept.entries())
         return
@@ -48,7 +48,7 @@ def resume(repl: Repl, argument: str) -> None:
 
 
 def chats(repl: Repl, argument: str) -> None:
-    kept = repl.chat.sessions
+    kept = repl.chat.saved_chats
     if not argument:
         _list(repl, kept.entries())
     elif found := kept.search(argument)[:FEW]:
@@ -162,7 +162,7 @@ def _attach(repl: Repl, path: str) -> None:
     repl.chat.attach(document)
     for note in notes_of(document):
         repl.warn(note)
-    tokens = document.tokens(repl.chat.model.tokenizer)
+    tokens = document.tokens(repl.chat.text_session.tokenizer)
     repl.say(f"attached {name} · {size(document)} · {f.plural(tokens, 'token')}")
     if repl.limit and tokens > repl.limit:
         repl.warn(f"{name} alone is longer than the context window of {f.count(repl.limit)} tokens")
@@ -176,7 +176,7 @@ def _files(repl: Repl, _: str) -> None:
         return
     rows = []
     for i, document in enumerate(documents, 1):
-        tokens = f.plural(document.tokens(repl.chat.model.tokenizer), "token")
+        tokens = f.plural(document.tokens(repl.chat.text_session.tokenizer), "token")
         when = "with the next question" if i > len(documents) - pending else ""
         rows.append([f"{i}  {document.name}", size(document), tokens, when])
     repl.lines(tables.columns(rows))
@@ -235,11 +235,11 @@ def _profile(repl: Repl, argument: str) -> None:
 @SLASH.add("model", "[NAME]", "use another model from the next question on, or show this one", completes="model")
 def _model(repl: Repl, name: str) -> None:
     if not name or repl.change_model is None:
-        repl.say(f"{repl.chat.model.info.id}; to change it: /model NAME, one of kvcli models list")
+        repl.say(f"{repl.chat.text_session.info.id}; to change it: /model NAME, one of kvcli models list")
         return
     repl.change_model(repl, name)
     again = "; it reads the chat again" if repl.chat.messages else ""
-    repl.say(f"{repl.chat.model.info.id} answers from the next question on{again}")
+    repl.say(f"{repl.chat.text_session.info.id} answers from the next question on{again}")
 
 
 # --- figures
@@ -268,7 +268,7 @@ def _spec(repl: Repl, _: str) -> None:
 
 @SLASH.add("kv", "", "contents of the KV cache, by layer and tier")
 def _kv(repl: Repl, _: str) -> None:
-    rows = repl.chat.model.kv_table()
+    rows = repl.chat.text_session.kv_table()
     repl.lines(tables.columns(tables.kv_table(rows)) if rows else ["the KV cache is empty"])
 
 
