@@ -279,7 +279,7 @@ def test_the_context_by_message_says_what_is_in_fewer_slots() -> None:
 
 def test_it_is_kept_in_no_file(tmp_path: Path) -> None:
     chat = chat_of("compress")
-    chat.text_session.model.prefix_cache = PrefixCache(tmp_path / "kv", 1 << 30, demo().lm, worth=0)
+    chat.text_session.model.prefix_cache = PrefixCache(tmp_path / "kv", 1 << 30, demo().lm, min_work=0)
     told(chat, 3)
     assert chat.text_session.keep().nbytes
     held = sorted(tmp_path.rglob("*"))

@@ -334,7 +334,7 @@ def test_a_pack_brings_the_settings_that_it_was_read_under(tmp_path: Path, packs
 
 def test_why_nothing_is_kept_is_said_once_until_it_can_be(model: Model, tmp_path: Path) -> None:
     chat = talk(model, "snap")
-    chat.text_session.model.prefix_cache = shelf = PrefixCache(tmp_path / "kv", 1 << 30, model.lm, worth=0)
+    chat.text_session.model.prefix_cache = shelf = PrefixCache(tmp_path / "kv", 1 << 30, model.lm, min_work=0)
     (tmp_path / "kv").write_text("in the way")
     said = []
     for question in (QUESTION, "And then?", "And then?"):
@@ -353,7 +353,7 @@ def test_why_nothing_is_kept_is_said_once_until_it_can_be(model: Model, tmp_path
 def test_a_chat_that_is_opened_again_goes_on_as_if_it_had_not_ended(model: Model, tmp_path: Path, name: str) -> None:
     live, again = talk(model, name), talk(model, name)
     for chat in (live, again):
-        chat.text_session.model.prefix_cache = PrefixCache(tmp_path / "kv", 1 << 30, model.lm, worth=0)
+        chat.text_session.model.prefix_cache = PrefixCache(tmp_path / "kv", 1 << 30, model.lm, min_work=0)
     live.send(QUESTION)
     assert not live.model.keep().why_not
     again.messages, again.pending = list(live.messages), []

@@ -154,7 +154,7 @@ def test_a_model_under_another_profile_has_a_text_of_its_own() -> None:
     own = demo().text
     changed = demo().with_profile(demo().profile.replace(sample={"temperature": 0.5}))
     assert changed.text is not own
-    assert changed.text.profile.sample.temperature == 0.5
+    assert changed.text_session.profile.sample.temperature == 0.5
     assert demo().text is own
 
 

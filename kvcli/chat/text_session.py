@@ -85,7 +85,7 @@ class TextSession:
             with catch_cache_full():  # without room, the prompt is prefilled
                 for shaping in (ways := assemble.shapings(self.profile)):
                     prefixes.load_prefix(self.session, ids, shaping)
-                if self.session.reusable_spans is not None and ways[-1].is_whole:
+                if self.session.reusable_spans is not None and ways[-1].is_intact:
                     self.session.reusable_spans.add(prefixes.find_spans(self.session, ids, ways[-1]))
         return self.session.committed
 
@@ -131,7 +131,7 @@ class TextSession:
             run_to_end(run_until_cancelled(session.aux_cache.before_prompt(session.cache, session.ids), cancel))
 
     def why_again(self) -> list[str]:
-        """Explain why the prefix cache of this model is unusable, if the model was loaded differently then."""
+        """Explain why saved KV of this model cannot be used, if it was computed under other settings; [] otherwise."""
         if (prefixes := self.model.prefix_cache) is None:
             return []
         fields = prefixes.mismatch(self.session, assemble.cache_conditions(self.profile))

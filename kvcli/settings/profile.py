@@ -73,8 +73,9 @@ WORDS: Mapping[Effect, str] = {  # of the setting that has the effect
     "views": "drafts with a part of the KV cache",
 }
 TIERS: frozenset[Effect] = frozenset({"quantizes", "offloads", "caps", "demotes", "spends"})  # more than one dense tier
-WHOLE: frozenset[Effect] = TIERS | {"evicts", "selects"}  # without them: KV of all tokens as computed, in one tier
-SMALLER: frozenset[Effect] = frozenset({"quantizes", "evicts", "selects"})  # of a cache that a full one may verify
+# with any of these, rows do not read the KV of all tokens, as computed, in one tier
+NOT_WHOLE: frozenset[Effect] = TIERS | {"evicts", "selects"}
+SMALLER: frozenset[Effect] = frozenset({"quantizes", "evicts", "selects"})  # drafts from such a cache may be verified
 
 KV_OF_ALL = "the KV of all tokens as computed, in one place"
 

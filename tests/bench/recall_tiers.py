@@ -70,7 +70,11 @@ def recall_tiers(
             for fact in asked
         ]
         first = first or said
-        held = {tier: n / under.text.session.committed for tier, n in nbytes(under.text.session.cache).items() if n}
+        held = {
+            tier: n / under.text_session.session.committed
+            for tier, n in nbytes(under.text_session.session.cache).items()
+            if n
+        }
         yield {
             "store": store,
             "recall": method,

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from kvcli.settings.profile import Profile
 
 # Structured output: the grammar of --schema, --grammar or --json-object, read before a model loads.
-
-
 LARGEST = 1 << 20  # bytes of a schema or a grammar, at most
 
 
@@ -257,22 +255,23 @@ def answer(
     world = setup.world
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
     setup.reuses = setup.keeps_chats  # --no-save saves nothing, but uses the prefix cache
-    run, text = load_model(setup, profile, wanted, screen)
+    run, text_session = load_model(setup, profile, wanted, screen)
     from kvcli.chat.conversation import Chat
 
-    talk = Chat(text, saved_chats=sessions_of(world), holds=True, called=setup.lasting_name)
+    talk = Chat(text_session, saved_chats=sessions_of(world), holds=True, called=setup.lasting_name)
     with ExitStack() as ends:
         ends.callback(lambda: talk.text_session.close())  # /model may have changed the session
         ends.callback(talk.close)
         if packed is not None:
-            packed.refuse_other(text)
-            text.pack = packed
+            packed.refuse_other(text_session)
+            text_session.pack = packed
         begin(world, talk, question, opened, keeps)
-        for note in (*run.notes, *text.cautions, *text.info.notes, *(text.why_again() if opened else ())):
+        again = text_session.why_again() if opened else ()
+        for note in (*run.notes, *text_session.cautions, *text_session.info.notes, *again):
             tell(world, note)
-        held = constrain(text.model, rules, screen) if rules is not None else None
+        held = constrain(text_session.model, rules, screen) if rules is not None else None
         if question.text is None:
-            del text  # so that only the chat refers to the weights
+            del text_session  # so that only the chat refers to the weights
             return converse(setup, run, talk, screen, keeps, held, rules)
         if opened is not None:
             tell(world, f"continues {about(talk)}")
@@ -384,35 +383,35 @@ def converse(
         find_model(wanted, [document.name for document in talk.documents], may_ask=False)
         under = wanted.resolve(repl.profile_name, [*repl.given, *repl.said])
         try:
-            run, text = load_model(wanted, under, MemoryWishes(), screen)
+            run, text_session = load_model(wanted, under, MemoryWishes(), screen)
         except DoesNotFit as error:
             error.try_ = (f"/exit, then kvcli chat {talk.goes_on if talk.is_kept else ''} -m {name}", *error.try_)
             raise
-        held = constrain(text.model, rules, screen) if rules is not None else None
+        held = constrain(text_session.model, rules, screen) if rules is not None else None
         repl.profiles = setup = wanted
         repl.constraint = held.constraint if held is not None else None
-        talk.go_to(text, setup.lasting_name)
-        for note in (*run.notes, *text.cautions, *text.info.notes):
+        talk.go_to(text_session, setup.lasting_name)
+        for note in (*run.notes, *text_session.cautions, *text_session.info.notes):
             screen.note(note)
 
-    text = talk.text_session
+    text_session = talk.text_session
     if not screen.quiet:
         opening = HeaderFacts(
             __version__,
             profile.name,
-            text.promise,
-            context=text.limit,
+            text_session.promise,
+            context=text_session.limit,
             estimate=run.estimate,
             threads=threads(),
-            draft=text.drafts_by,
+            draft=text_session.drafts_by,
         )
-        lines = header(text.info, opening, screen.err.width)
+        lines = header(text_session.info, opening, screen.err.width)
         lines += [f"answers are constrained to {held.name}"] if held is not None else []
         lines += [f"continues {about(talk)}"] if talk.messages else []
         lines += [f"attached {d.name} · {size(d)}" for d in talk.documents]
         for line in lines:
             screen.err.line((line, ""))
-    del text
+    del text_session
     return run_repl(
         talk,
         screen,

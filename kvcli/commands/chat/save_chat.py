@@ -93,13 +93,13 @@ def keep(chat: Chat) -> str:
     return ""
 
 
-def keep_read(text: TextSession) -> str:
+def keep_read(text_session: TextSession) -> str:
     """Save the KV cache to the prefix cache for later runs; returns a note for the user, or ""."""
     from kvcli.prefix_cache.prefix_cache import STOPPED
 
     try:
         with Interrupt() as cancel:
-            return said_of(text.keep(cancel))
+            return said_of(text_session.keep(cancel))
     except KeyboardInterrupt:
         return STOPPED
 
