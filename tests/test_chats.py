@@ -292,8 +292,8 @@ class Talk:
         )
         self.sessions = SavedChats(self.world.paths.data)
         self.profiles = Profiles()
-        self.chat = Chat(FakeModel(answer=ANSWER), saved_chats=self.sessions, holds=True)
-        options = {"keeps": True, "profiles": self.profiles, "profile": "exact"} | options
+        self.chat = Chat(FakeModel(answer=ANSWER), saved_chats=self.sessions, is_locked=True)
+        options = {"saves": True, "profiles": self.profiles, "profile": "exact"} | options
         self.repl = Repl(self.chat, Screen.of(self.world), self.world, SLASH, **options)
 
     def type(self, *lines):
@@ -340,9 +340,9 @@ def test_a_chat_without_a_question_is_not_kept(talk, tmp_path):
 
 def test_nothing_is_written_where_nothing_changed(talk):
     talk.type("one")
-    before = talk.chat.kept.version
+    before = talk.chat.saved_chat.version
     talk.type("/tokens", "/stats", "/files")
-    assert talk.chat.kept.version == before
+    assert talk.chat.saved_chat.version == before
 
 
 def test_load_lists_and_opens(talk, tmp_path):
@@ -373,7 +373,7 @@ def test_titles_and_lists_fit_a_narrow_terminal(talk):
 
 
 def test_a_chat_that_is_not_kept_is_after_save(tmp_path):
-    talk = Talk(tmp_path, keeps=False)
+    talk = Talk(tmp_path, saves=False)
     talk.type("one")
     assert talk.names == []
     assert "from now on after each answer" in talk.type("/save Wells", "two")
@@ -414,7 +414,7 @@ def test_the_latest_chat_is_the_one_that_was_kept_last_whatever_the_clock_says(t
     assert talk.saved() == ["two"]
     talk.type("/load 2", "three")
     assert talk.saved() == ["one", "three"]
-    assert talk.names[-1] == talk.chat.kept.name
+    assert talk.names[-1] == talk.chat.saved_chat.name
 
 
 def test_ctrl_c_while_a_turn_is_kept_costs_neither_the_turn_nor_the_chat(talk, monkeypatch):
@@ -476,7 +476,7 @@ from kvcli.errors import BadInput
 from tests.fake_model import FakeModel
 folder, name, n = sys.argv[1:]
 try:
-    chat = Chat(FakeModel(answer="an answer"), saved_chats=SavedChats(Path(folder)), holds=name == "held").load("1")
+    chat = Chat(FakeModel(answer="an answer"), saved_chats=SavedChats(Path(folder)), is_locked=name == "held").load("1")
 except BadInput as error:
     sys.exit(f"{error.code}: {error.message}")
 print(flush=True)
@@ -548,19 +548,19 @@ def test_of_two_processes_that_save_one_chat_none_loses_a_turn_unsaid(sessions: 
 
 def test_a_held_session_stays_held_while_it_is_written_again_and_again(tmp_path: Path):
     sessions = SavedChats(tmp_path)
-    chat = Chat(FakeModel(answer=ANSWER), saved_chats=sessions, holds=True)
+    chat = Chat(FakeModel(answer=ANSWER), saved_chats=sessions, is_locked=True)
     for n in range(5):
         chat.send(f"question {n}")
         name = chat.save()
         with pytest.raises(BadInput, match="is open in another"):
-            sessions.open(name, holds=True)
+            sessions.open(name, is_locked=True)
         assert len(sessions.open(name).saved.messages) == 2 * n + 2  # to look at it is free
     n_open = len(os.listdir("/proc/self/fd"))
     chat.close()
     chat.close()
     assert len(os.listdir("/proc/self/fd")) == n_open - 1
     assert sorted(p.name for p in tmp_path.iterdir()) == [NAME]
-    sessions.open(name, holds=True).kept.close()
+    sessions.open(name, is_locked=True).saved_chat.close()
 
 
 def test_a_lock_that_a_sweep_takes_for_a_moment_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -221,7 +221,7 @@ def test_prune_spares_what_is_young_and_says_what_would_go(machine: Machine, ses
 
 def test_what_is_open_is_not_forgotten(machine: Machine, sessions: SavedChats):
     free, held = hold_talk(sessions, "one"), hold_talk(sessions, "two")
-    opened = sessions.open(held, holds=True)
+    opened = sessions.open(held, is_locked=True)
     done = machine("chats", "rm", free, held, "-y")
     assert "[chat_in_use]" in done.err
     assert len(sessions.entries()) == 2, "all or none"
@@ -229,7 +229,7 @@ def test_what_is_open_is_not_forgotten(machine: Machine, sessions: SavedChats):
     assert "[chat_in_use]" in told.err
     assert "--no-save" in told.err
     assert machine("chat", "-r", held, "-p", "three", "--no-save").out == f"{ANSWER}\n"
-    opened.kept.close()
+    opened.saved_chat.close()
     assert machine("chats", "rm", free, held, "-y").exit == 0
 
 
@@ -373,9 +373,9 @@ def test_what_is_no_database_is_set_aside(machine: Machine, sessions: SavedChats
 def test_names_that_are_none_of_ours_become_no_files(sessions: SavedChats, told: list[str], name: str):
     hold_talk(sessions, "one")
     sessions._db.run(lambda db: db.execute("UPDATE sessions SET name = ?", [name]))
-    opened = sessions.open("1", holds=True)
-    assert (opened.kept.name, len(told)) == ("found-1", 1)
-    opened.kept.close()
+    opened = sessions.open("1", is_locked=True)
+    assert (opened.saved_chat.name, len(told)) == ("found-1", 1)
+    opened.saved_chat.close()
     sessions.remove(["found-1"])
     assert sessions.entries() == []
 

@@ -62,20 +62,20 @@ class Chat:
         *,
         title: str | None = None,
         saved_chats: SavedChats | None = None,
-        holds: bool = False,
+        is_locked: bool = False,
         called: str = "",
     ) -> None:
         """`saved_chats`: the saved chats that `save` adds to; None = saving is refused.
-        `holds`: lock the saved chat against other processes until `close`. `called`: the name of the model that is
+        `is_locked`: lock the saved chat against other processes until `close`. `called`: the name of the model that is
         saved with the chat, if not its id.
         """
         self.text_session = text_session
         self.system = system
         self.title = title
         self._saved_chats = saved_chats
-        self.holds = holds
+        self.is_locked = is_locked
         self.called = called
-        self.kept: SavedChat | None = None  # the saved chat that it was saved as or loaded from
+        self.saved_chat: SavedChat | None = None  # the saved chat that it was saved as or loaded from
         self.messages: list[Message] = []
         self.pending: list[Document] = []  # attached to the next question
         self.visible_messages = VisibleMessages()  # the messages that the model is shown
@@ -246,29 +246,29 @@ class Chat:
     # --- saving
 
     @property
-    def is_kept(self) -> bool:
+    def is_saved(self) -> bool:
         """True if the chat is saved. A chat opened from a file is not, until it is saved."""
-        return self.kept is not None and self.kept.version > 0
+        return self.saved_chat is not None and self.saved_chat.version > 0
 
     @property
     def goes_on(self) -> str:
         """Return the option of `kvcli chat` that continues the chat once it is saved."""
-        name = self.kept.name if self.kept is not None else ""
+        name = self.saved_chat.name if self.saved_chat is not None else ""
         return "-c" if self.saved_chats.find(None) == name else f"-r {name}"
 
     def save(self, title: str | None = None) -> str:
         """Save the chat, the first time as a new saved chat, and return its name."""
         return save_chat(self, title)
 
-    def load(self, session: str | Path) -> Chat:
+    def load(self, name: str | Path) -> Chat:
         """Become a saved chat, found by its name or words of its title, or the chat in a JSON file. The next question
         prefills the tokens that are not in the prefix cache."""
-        return self.take(self.saved_chats.open(str(session), holds=self.holds))
+        return self.take(self.saved_chats.open(str(name), is_locked=self.is_locked))
 
     def take(self, opened: OpenedChat) -> Chat:
         """Become the opened chat."""
         self.close()
-        self.kept, saved = opened.kept, opened.saved
+        self.saved_chat, saved = opened.saved_chat, opened.saved
         self.system, self.title = saved.system, saved.title
         self.messages, self.pending = messages_of(saved), list(documents_of(saved.pending))
         self.visible_messages = shown_of(self, saved.left_out)
@@ -283,9 +283,9 @@ class Chat:
 
     def close(self) -> None:
         """Release the saved chat for other processes. The next `save` makes a new saved chat."""
-        if self.kept is not None:
-            self.kept.close()
-        self.kept = None
+        if self.saved_chat is not None:
+            self.saved_chat.close()
+        self.saved_chat = None
 
     def export(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the chat to a .md, .json or .jsonl file."""

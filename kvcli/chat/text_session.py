@@ -120,9 +120,9 @@ class TextSession:
             return SaveResult()
         ways = assemble.shapings(self.profile)
         shaping = ways[0 if "reused" in self.session.approximations else -1]
-        kept = self.model.prefix_cache.save(self.session, cancel, shaping)
-        was, self._is_unkept = self._is_unkept, bool(kept.why_not)
-        return replace(kept, why_not="") if was else kept
+        result = self.model.prefix_cache.save(self.session, cancel, shaping)
+        was, self._is_unkept = self._is_unkept, bool(result.why_not)
+        return replace(result, why_not="") if was else result
 
     def idle(self, cancel: Cancel) -> None:
         """Revive deferred tokens between answers, if the profile asks for it, until `cancel()` returns True."""
@@ -144,9 +144,9 @@ class TextSession:
     def take_cache(self, other: TextSession) -> bool:
         """Take over the KV cache of `other`, if both profiles fill and store it alike; `other` is then empty."""
         leaves = ("spec", "reasoning_steps", "sample", "context")  # tables that do not change the KV cache
-        kept = [table for table in ORDER if table not in leaves]
+        tables = [table for table in ORDER if table not in leaves]
         mine, its = self.profile, other.profile
-        if other.model.lm is not self.model.lm or any(getattr(mine, table) != getattr(its, table) for table in kept):
+        if other.model.lm is not self.model.lm or any(getattr(mine, table) != getattr(its, table) for table in tables):
             return False
         if other.session.condensed and (mine.exactness != "approx" or mine.context.on_overflow != "compress"):
             return False

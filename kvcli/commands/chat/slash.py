@@ -26,20 +26,20 @@ RESUME = "continue a saved chat: its number, name, title or file; or list them"
 
 def save(repl: Repl, argument: str) -> None:
     name = repl.chat.save(argument or None)
-    repl.say(f"saved as {name}" + ("" if repl.keeps else "; from now on after each answer"))
-    repl.keeps = True
+    repl.say(f"saved as {name}" + ("" if repl.saves else "; from now on after each answer"))
+    repl.saves = True
     repl.say(f"wrote {repl.chat.saved_chats.save(name)}")
 
 
 def resume(repl: Repl, argument: str) -> None:
-    kept, wanted = repl.chat.saved_chats, argument.strip("\"'")
+    saved_chats, wanted = repl.chat.saved_chats, argument.strip("\"'")
     if not wanted:
-        _list(repl, kept.entries())
+        _list(repl, saved_chats.entries())
         return
-    if repl.chat.kept is not None and kept.name_of(wanted, repl.world.cwd) == repl.chat.kept.name:
+    if repl.chat.saved_chat is not None and saved_chats.name_of(wanted, repl.world.cwd) == repl.chat.saved_chat.name:
         repl.say("this chat is open already")
         return
-    opened = reopen(kept, repl.world, wanted, holds=repl.keeps)
+    opened = reopen(saved_chats, repl.world, wanted, is_locked=repl.saves)
     repl.chat.take(opened)
     repl.last = None
     was = opened.saved.model
@@ -48,17 +48,17 @@ def resume(repl: Repl, argument: str) -> None:
 
 
 def chats(repl: Repl, argument: str) -> None:
-    kept = repl.chat.saved_chats
+    saved_chats = repl.chat.saved_chats
     if not argument:
-        _list(repl, kept.entries())
-    elif found := kept.search(argument)[:FEW]:
+        _list(repl, saved_chats.entries())
+    elif found := saved_chats.search(argument)[:FEW]:
         repl.listing([(entry.id, " ".join((entry.found or entry.title or "").split())) for entry in found])
     else:
         repl.say(f"no saved chat contains {argument}")
 
 
 def fork(repl: Repl, argument: str) -> None:
-    before = repl.chat.kept
+    before = repl.chat.saved_chat
     if before is None or not repl.chat.messages:
         repl.say("this chat is not saved yet, so it cannot be copied")
         return
@@ -102,7 +102,7 @@ def _exit(repl: Repl, _: str) -> None:
 @SLASH.add("clear", "", "start a new chat with the same system text")
 def _clear(repl: Repl, _: str) -> None:
     n = len(repl.chat.messages) // 2
-    again = "; the chat is saved, and /resume opens it again" if repl.chat.is_kept else ""
+    again = "; the chat is saved, and /resume opens it again" if repl.chat.is_saved else ""
     repl.chat.clear()
     repl.last = None
     repl.say(f"removed {f.plural(n, 'question')}{again}")

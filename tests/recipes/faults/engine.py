@@ -152,7 +152,7 @@ FAULTS = [
     Fault(
         "E3",
         "kvcli/engine/cuda_graphs/captured_pass.py",
-        "key = (*sizes, *told, *(",
+        "key = (*sizes, *outputs, *(",
         "key = (*sizes, *(",
         "tests/test_captured_pass.py::test_a_pass_with_recorded_queries_has_a_capture_of_its_own",
     ),
