@@ -240,8 +240,8 @@ def policy(lm: LM, profile: Profile) -> Policy:
     return PrecisionBudgetPolicy(**vars(chosen), spending=plan(lm, profile).spending)
 
 
-def steps(lm: LM, profile: Profile, pair: ModelPair | None, words: PreTrainedTokenizerBase) -> Writer | None:
-    """Return the writer that extends a text by steps of the model in `[reasoning_steps]`; None = there is none.
+def step_writer(lm: LM, profile: Profile, pair: ModelPair | None, words: PreTrainedTokenizerBase) -> Writer | None:
+    """Return the writer that extends an answer by reasoning steps of the model in `[reasoning_steps]`; None = no model.
 
     Raises BadConfig if the two models have different tokenizers.
     """
@@ -291,8 +291,7 @@ def view(lm: LM, kv: KVCache, drafter: Drafter) -> CompactView | None:
 
 
 def compact_view(lm: LM, kv: KVCache, policy: PerLayerPolicy, every: int) -> CompactView:
-    """Return a cache view: the slots of `kv` that `policy` keeps, as a short dense copy, selected anew every `every`
-    tokens."""
+    """Return a cache view: a dense copy of the slots of `kv` that `policy` keeps, selected anew after `every` tokens."""
     from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.views.view import CompactView
 

@@ -249,7 +249,7 @@ class Model:
 
     def new_writer(self) -> Writer | None:
         """Return the writer that generates by reasoning steps, if the profile asks for it."""
-        return assemble.steps(self.lm, self.profile, self._draft(), self.tokenizer)
+        return assemble.step_writer(self.lm, self.profile, self._draft(), self.tokenizer)
 
     def _draft(self) -> ModelPair | None:
         """Return this model paired with the draft model of its profile, loaded at the first call.
