@@ -291,7 +291,7 @@ def view(lm: LM, kv: KVCache, drafter: Drafter) -> CompactView | None:
 
 
 def compact_view(lm: LM, kv: KVCache, policy: PerLayerPolicy, every: int) -> CompactView:
-    """Return a cache view: a dense copy of the slots of `kv` that `policy` keeps, selected anew after `every` tokens."""
+    """Return a cache view: a dense copy of the slots of `kv` that `policy` keeps, selected again per `every` tokens."""
     from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.views.view import CompactView
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TextSession:
-    """A sequence with its own KV cache. A context manager, for `with` and `async with`; closing frees the cache.
+    """A generation session with tokenizer, profile and KV cache. A context manager, also `async`; closing frees it.
 
     Prompt tokens in the cache are not prefilled again. One answer runs at a time: a new answer ends the one before it.
     """
