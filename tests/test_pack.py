@@ -155,13 +155,13 @@ def test_each_field_in_which_it_differs_is_named_with_what_to_type(model: Model,
     for field in right:
         pack.about.fingerprint = right | {field: "another"}
         with pytest.raises(BadInput) as caught:
-            pack.refuse_other(talk(model, "snap").model)
+            pack.refuse_other(talk(model, "snap").text_session)
         assert caught.value.code == "other_pack"
         assert caught.value.lines == (f"{field} was another, is {right[field]}",)
         assert caught.value.try_
     pack.about.fingerprint = right
     with pytest.raises(BadInput) as caught:
-        pack.refuse_other(talk(model, "kvzip").model)
+        pack.refuse_other(talk(model, "kvzip").text_session)
     assert "policy.name was snap, is kvzip" in caught.value.lines
     assert caught.value.try_[0].startswith("leave out -P and --set")
 
@@ -355,7 +355,7 @@ def test_a_chat_that_is_opened_again_goes_on_as_if_it_had_not_ended(model: Model
     for chat in (live, again):
         chat.text_session.model.prefix_cache = PrefixCache(tmp_path / "kv", 1 << 30, model.lm, min_work=0)
     live.send(QUESTION)
-    assert not live.model.keep().why_not
+    assert not live.text_session.keep().why_not
     again.messages, again.pending = list(live.messages), []
     turn, want = again.send("And then?", **OPTIONS), live.send("And then?", **OPTIONS)
     assert turn.ids == want.ids

@@ -555,7 +555,7 @@ def test_two_processes_keep_and_take_at_once(llama: LM, tmp_path: Path, shaping:
             assert not shelf.save(texts[mine], shaping=shaping).why_not
             s = prefix_cache_stress.session(llama, shaping)
             if have := shelf.load_prefix(s, prefix_cache_stress.IDS, shaping):
-                right = want if shaping.is_whole else rights[have]
+                right = want if shaping.is_intact else rights[have]
                 assert torch.equal(prefix_cache_stress.logits(s, prefix_cache_stress.IDS), right)
 
     children = [_forked(partial(one, mine)) for mine in range(2)]
