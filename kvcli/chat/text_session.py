@@ -216,13 +216,13 @@ class TextSession:
             profile = profile.changed({"sample": changes}, "options of the answer")
         fits = partial(model.fits, self.profile) if model.fits is not None else None
         window = ContextWindow(self.limit, model.lm.limit, profile.context.reserve, fits)
-        asks, spans = self.session.pruning is not None or bool(model.lm.recurrent_layers), list[KindSpan]()
+        asks, kind_spans = self.session.pruning is not None or bool(model.lm.recurrent_layers), list[KindSpan]()
         marks = self.session.marks | ({QUESTION} if asks else set())
         if messages and (asks or self.session.policy is not None or self.on_overflow == "compress"):
-            spans = chat_spans(model.tokenizer, messages, ids, marks)
+            kind_spans = chat_spans(model.tokenizer, messages, ids, marks)
         asked = TurnRequest(
             ids,
-            spans,
+            kind_spans,
             window.room(len(ids), profile.sample.max_new_tokens),
             () if ignore_eos else model.lm.stop_ids,
             StopStrings([*([stop] if isinstance(stop, str) else stop), *(() if ignore_eos else model.lm.stop_strings)]),

@@ -90,7 +90,7 @@ class TurnRequest:
     """A prompt, and the conditions that end its answer."""
 
     ids: list[int]
-    spans: list[KindSpan]  # kinds of the tokens
+    kind_spans: list[KindSpan]  # spans of prompt tokens of one kind each
     new: int  # tokens of the answer, at most
     stops: Collection[int]
     strings: StopStrings
@@ -118,7 +118,7 @@ class TurnRun:
         try:
             with catch_cache_full():  # without room, matching spans are prefilled
                 session.save(asked.ids)
-            session.start_answer(asked.ids, asked.sampler, asked.constraint, asked.spans)
+            session.start_answer(asked.ids, asked.sampler, asked.constraint, asked.kind_spans)
             began = time.perf_counter()
             self._stats.cached = self._text_session.fetch(asked.ids)
             self._fetched = time.perf_counter() - began
