@@ -191,7 +191,7 @@ class Profile:
     name: str
     description: str
     purpose: str
-    exactness: Exactness  # how far cache, policy and prefill may change the text; drafting never changes it
+    exactness: Exactness  # how far cache, policy and prefill may change the text; drafting does not count
     chain: tuple[str, ...]  # the profile and all it extends, nearest first
     load_table: Load  # `profile.load`; `Profile.load` is the function that reads a profile
     prefill: Prefill
