@@ -51,7 +51,7 @@ def store(lm: LM, profile: Profile, held: int = 0) -> KVCache:
             lines=[f"{lm.info.id}: {lm.info.backend}"],
             try_=["--set load.layers_on_gpu=auto", "-P ngram", "--device cpu"],
         )
-    whole = plan(lm, profile.whole, held).store()
+    whole = plan(lm, profile.verifying_profile, held).store()
     if not profile.is_checked:
         return whole
     from kvcli.kv.cache.draft_and_full import DraftAndFullCache
@@ -98,7 +98,7 @@ def _batch_variant_reason(lm: LM, profile: Profile) -> str:
         return f"in {lm.info.dtype}"
     if lm.max_invariant_rows is not None and profile.spec.rows > lm.max_invariant_rows:
         return f"in passes of more than {lm.max_invariant_rows} tokens ({profile.spec.method} has {profile.spec.rows})"
-    wanted = plan(lm, profile.whole)
+    wanted = plan(lm, profile.verifying_profile)
     by = wanted.batch_variant_reason if min(lm.dtype.itemsize, wanted.dtype.itemsize) < 4 else ""
     return by and f"under this {by}"
 

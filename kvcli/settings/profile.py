@@ -237,7 +237,7 @@ class Profile:
         return bool(self.exactness == "exact" and self.spec.checks and SMALLER & self.effects.keys())
 
     @cached_property
-    def whole(self) -> Profile:
+    def verifying_profile(self) -> Profile:
         """Profile of the cache that verifies: this profile, or a full cache if drafts are made on a compressed one."""
         if not self.is_checked:
             return self

@@ -377,9 +377,9 @@ class Setup:
 
 def refuse_inexact(profile: Profile) -> None:
     """Raise BadConfig if a key can change the text (--exact)."""
-    values = profile.whole.values
+    values, effects = profile.verifying_profile.values, profile.verifying_profile.effects
     keys = ["exactness", *(f"load.{key}" for key in Load.lossy), *(f"kv.{key}" for key in Kv.lossy)]
-    of_cache = {key: effect for effect, causes in profile.whole.effects.items() if effect in LOSSY for key in causes}
+    of_cache = {key: effect for effect, causes in effects.items() if effect in LOSSY for key in causes}
     wants = {key: plain_value(key) for key in (*keys, *of_cache)}
     if profile.spec.method != "off" and profile.origins["spec.require_batch_invariance"] != "default":
         wants["spec.require_batch_invariance"] = True  # drafts that round differently contradict --exact
