@@ -28,7 +28,7 @@ class Mix(LookaheadSettings):
     The widened demo answers lookups 2.32 times as fast; 0.947 of draft tokens are accepted (measurements/drafters.md).
     """
 
-    # lookahead last: only tokens that no other source proposed count as its gain
+    # lookahead last, because only tokens that no earlier source proposed count as its gain
     sources: Sources = ("prompt-lookup", "stand", "token-recycling", "lookahead")  # sources of draft tokens, in order
     min_match: Annotated[int, Range(1, 64)] = 1  # of "prompt-lookup": tokens that must match before a copy
     max_match: Annotated[int, Range(1, 256)] = 32  # of "prompt-lookup": longer matches count as this long
@@ -42,8 +42,8 @@ class Mix(LookaheadSettings):
 
     def ignored_keys(self) -> dict[str, str]:
         """Return the keys that have no effect: key -> the key that disables it. Adds keys of sources not in use."""
-        scouting = [key for key in keys_of(LookaheadSettings) if key not in keys_of(DraftSettings)]
-        needs = {"prompt-lookup": ["min_match", "max_match"], "lookahead": scouting}
+        lookahead_keys = [key for key in keys_of(LookaheadSettings) if key not in keys_of(DraftSettings)]
+        needs = {"prompt-lookup": ["min_match", "max_match"], "lookahead": lookahead_keys}
         keys = [key for source, keys in needs.items() if source not in self.sources for key in keys]
         return super().ignored_keys() | dict.fromkeys(keys, "sources")
 
