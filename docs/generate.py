@@ -1,7 +1,8 @@
 """Write the generated parts of README.md and docs/: `python docs/generate.py`, or `--check` to fail on a difference.
 
-With names of kinds (`python docs/generate.py keys exists source`) only those parts are written, in seconds instead of
-minutes. A part stands between `<!-- generated: KIND ARGUMENT -->` and `<!-- end -->`; other text is not changed.
+With names of parts (`python docs/generate.py keys exists source`) only the parts with these names are written, in
+seconds instead of minutes. A part stands between `<!-- generated: NAME ARGUMENT -->` and `<!-- end -->`; other text is
+not changed.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ PART = re.compile(r"(<!-- generated: (\w+)(.*) -->\n)(?s:.*?)(<!-- end -->)")
 
 def main(args: list[str]) -> int:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    stale, kinds = 0, set(args) - {"--check"} or set(KINDS)
-    if unknown := kinds - set(KINDS):
-        print(f"no such kind: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+    stale, names = 0, set(args) - {"--check"} or set(PARTS)
+    if unknown := names - set(PARTS):
+        print(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
         return 2
     for page in pages:
         old = page.read_text(encoding="utf-8")
-        new = PART.sub(lambda part: _part(part) if part[2] in kinds else part[0], old)
+        new = PART.sub(lambda part: _part(part) if part[2] in names else part[0], old)
         if "--check" not in args:
             page.write_text(new, encoding="utf-8")
         elif _steady(old) != _steady(new):
@@ -49,7 +50,7 @@ def main(args: list[str]) -> int:
 
 
 def _part(part: re.Match[str]) -> str:
-    return f"{part[1]}{KINDS[part[2]](part[3].strip())}\n{part[4]}"
+    return f"{part[1]}{PARTS[part[2]](part[3].strip())}\n{part[4]}"
 
 
 def _steady(page: str) -> str:
@@ -63,7 +64,7 @@ def _steady(page: str) -> str:
     return PART.sub(blur, page)
 
 
-# ---- kinds of parts ----
+# ---- parts by name ----
 
 
 def run(command: str) -> str:
@@ -574,7 +575,7 @@ def spared(where: str) -> str:
     return "\n".join(lines)
 
 
-KINDS: dict[str, Callable[[str], str]] = {
+PARTS: dict[str, Callable[[str], str]] = {
     "run": run,
     "commands": commands,
     "slash": slash,

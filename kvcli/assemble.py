@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadConfig
-from kvcli.settings.profile import TIERS, WHOLE
+from kvcli.settings.profile import NOT_WHOLE, TIERS
 from kvcli.settings.resolve import method_class
 from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory, registries
 
@@ -51,7 +51,7 @@ def store(lm: LM, profile: Profile, held: int = 0) -> KVCache:
             lines=[f"{lm.info.id}: {lm.info.backend}"],
             try_=["--set load.layers_on_gpu=auto", "-P ngram", "--device cpu"],
         )
-    whole = plan(lm, profile.whole, held).store()
+    whole = plan(lm, profile.verifying_profile, held).store()
     if not profile.is_checked:
         return whole
     from kvcli.kv.cache.draft_and_full import DraftAndFullCache
@@ -62,7 +62,7 @@ def store(lm: LM, profile: Profile, held: int = 0) -> KVCache:
 def may_split(profile: Profile) -> bool:
     """True if the layers of a KV cache of this profile may be on two devices: one tier, without selection or
     rotation."""
-    return not profile.effects.keys() & (WHOLE | {"prunes", "reuses", "condenses", "views"})
+    return not profile.effects.keys() & (NOT_WHOLE | {"prunes", "reuses", "condenses", "views"})
 
 
 def adapted_profile(lm: LM, profile: Profile) -> tuple[Profile, str]:
@@ -98,14 +98,14 @@ def _batch_variant_reason(lm: LM, profile: Profile) -> str:
         return f"in {lm.info.dtype}"
     if lm.max_invariant_rows is not None and profile.spec.rows > lm.max_invariant_rows:
         return f"in passes of more than {lm.max_invariant_rows} tokens ({profile.spec.method} has {profile.spec.rows})"
-    wanted = plan(lm, profile.whole)
+    wanted = plan(lm, profile.verifying_profile)
     by = wanted.batch_variant_reason if min(lm.dtype.itemsize, wanted.dtype.itemsize) < 4 else ""
     return by and f"under this {by}"
 
 
-def promise(lm: LM, profile: Profile) -> str:
-    """Return the exactness of the text: `exactness`, better if the model is batch invariant, or worse if rows round
-    differently."""
+def exactness_label(lm: LM, profile: Profile) -> str:
+    """Return the profile's `exactness`; in place of "exact", "bit-exact" where rows are batch invariant, and "exact up
+    to 16-bit rounding" where drafted rows round differently."""
     if profile.exactness != "exact":
         return profile.exactness
     is_apart = lm.max_invariant_rows is not None and profile.spec.rows > lm.max_invariant_rows
@@ -120,7 +120,7 @@ def promise(lm: LM, profile: Profile) -> str:
 
 def is_lossless(profile: Profile) -> bool:
     """True if the KV cache keeps all keys and values as computed, so that other sequences may continue from them."""
-    return not profile.effects.keys() & (WHOLE | {"prunes", "reuses"})
+    return not profile.effects.keys() & (NOT_WHOLE | {"prunes", "reuses"})
 
 
 def cache_conditions(profile: Profile) -> CacheConditions:
@@ -128,15 +128,15 @@ def cache_conditions(profile: Profile) -> CacheConditions:
     from kvcli.prefix_cache.prefix_cache import CacheConditions
     from kvcli.settings.small_file import Unfit, read_small
 
-    is_whole = is_lossless(profile)
+    is_intact = is_lossless(profile)
     # a lossless cache has no KV format: entries saved before formats existed are still found
     say_so = {"kv.k_bits", "kv.v_bits", *(f"{t}.{one.key}" for t, one in METHOD_TABLES.items() if t != "kv_format")}
     found = {key: str(value) for key, value in profile.values.items() if key.partition(".")[0] in SHAPE}
     if name := found.get("policy.headmap"):  # the content of the file counts, not its name
         with suppress(Unfit):
             found["policy.headmap"] += f" {sha256(read_small(Path(expanduser(name)), 1 << 30)).hexdigest()}"
-    settings = {key: value for key, value in found.items() if not is_whole or key in say_so}
-    return CacheConditions(is_whole, settings, profile.prefix_cache.settings)
+    settings = {key: value for key, value in found.items() if not is_intact or key in say_so}
+    return CacheConditions(is_intact, settings, profile.prefix_cache.settings)
 
 
 def shapings(profile: Profile) -> list[CacheConditions]:
@@ -154,8 +154,8 @@ def chunk(lm: LM, profile: Profile) -> int:
     return min(profile.prefill.chunk, lm.limit if profile.context.limit == "auto" else int(profile.context.limit))
 
 
-def plan(lm: LM, profile: Profile, n_slots: int = 0) -> CachePlan:
-    """Return the plan of the KV cache. `n_slots`: as `held` of `store`."""
+def plan(lm: LM, profile: Profile, held: int = 0) -> CachePlan:
+    """Return the plan of the KV cache. `held`: bytes of the KV cache that it is to replace."""
     import torch
 
     from kvcli.engine.hf.rope import rotaries
@@ -175,7 +175,7 @@ def plan(lm: LM, profile: Profile, n_slots: int = 0) -> CachePlan:
         profile.sparse.settings,
         lm.attention_params,
         most,
-        n_slots,
+        held,
         pass_bytes(lm, most, rows, dtype, kind) if lm.is_apart or is_fit else 0,
         profile.kv_format.settings,
         partial(rotaries, lm),
@@ -184,8 +184,8 @@ def plan(lm: LM, profile: Profile, n_slots: int = 0) -> CachePlan:
 
 
 def compression_interval(profile: Profile) -> int | None:
-    """Return the compression interval: the policy's, else that of sparse attention or of a tiered cache; None = the
-    cache never changes."""
+    """Return the compression interval: the policy's, else that of sparse attention, else that of a tiered cache; None =
+    no compression point while decoding."""
     from kvcli.kv.capacity import EVERY
 
     wanted: int | None = profile.policy.compression_interval or profile.sparse.selection_interval
@@ -198,8 +198,8 @@ def session(
     """Return an empty session of `lm` with the settings of the profile.
 
     `costs`: pass times on this machine, as the drafter's initial values; they never change the text. `kinds`: the kind
-    of each id (kvcli.chat.transcript), for policies; None = all are text. `pair`: with the draft model that `[spec]`
-    names.
+    of each id (kvcli.chat.transcript), for policies; None = all are text. `pair`: the model and the draft model that
+    `[spec]` names.
     """
     import torch
 
@@ -240,8 +240,8 @@ def policy(lm: LM, profile: Profile) -> Policy:
     return PrecisionBudgetPolicy(**vars(chosen), spending=plan(lm, profile).spending)
 
 
-def steps(lm: LM, profile: Profile, pair: ModelPair | None, words: PreTrainedTokenizerBase) -> Writer | None:
-    """Return the writer that extends a text by steps of the model in `[reasoning_steps]`; None = there is none.
+def step_writer(lm: LM, profile: Profile, pair: ModelPair | None, words: PreTrainedTokenizerBase) -> Writer | None:
+    """Return the writer that extends an answer by reasoning steps of the model in `[reasoning_steps]`; None = no model.
 
     Raises BadConfig if the two models have different tokenizers.
     """
@@ -291,8 +291,7 @@ def view(lm: LM, kv: KVCache, drafter: Drafter) -> CompactView | None:
 
 
 def compact_view(lm: LM, kv: KVCache, policy: PerLayerPolicy, every: int) -> CompactView:
-    """Return a cache view: the slots of `kv` that `policy` keeps, as a short dense copy, selected anew every `every`
-    tokens."""
+    """Return a cache view: a dense copy of the slots of `kv` that `policy` keeps, selected again per `every` tokens."""
     from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.views.view import CompactView
 

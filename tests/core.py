@@ -1,8 +1,9 @@
-"""The core of the tests: those that find most faults a second. The rest is marked `slow`; `--whole` marks nothing.
+"""The core of the tests: those that find most faults a second. Other cases are marked `slow`; `--whole` marks none.
 
-Every function is in it whole, but those whose cases are dear: such a function has one CPU second, which goes to cases
-that differ in most words of their names, or a single case. `tests/seconds.json` has the CPU seconds of a case;
-`--whole --weigh` writes those of the tests that run anew. Cases marked `core` are always in it.
+Functions whose cases take at most `DEAR` seconds each are in it with all cases. Each other function has one CPU second:
+it goes to cases that differ in most words of their names, or to a single case if one takes at most `DEAREST` seconds,
+else to none. `tests/seconds.json` has the CPU seconds of a case by function; `--whole --weigh` writes those of the
+tests that it runs. Cases marked `core` are always in the core.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tests.covering import spread
 
 SECONDS = Path(__file__).with_name("seconds.json")
 ALLOWANCE = 1.0  # CPU seconds of one function
-DEAREST = 2.0  # CPU seconds of a case; of functions whose cases take more nothing is in the core
-DEAR = 0.05  # CPU seconds of a case; functions whose cases take less are in the core whole
+DEAREST = 2.0  # CPU seconds of a case; a function whose cases take more has none in the core
+DEAR = 0.05  # CPU seconds of a case; a function whose cases take at most this has all of them in the core
 
 
 def cpu_seconds() -> float:
@@ -35,7 +36,7 @@ def function_of(nodeid: str) -> str:
 
 
 def leave_out(items: Iterable[pytest.Item], seconds: Mapping[str, float], tenth: int | None = None) -> None:
-    """Mark as slow the cases that the core has no time for, but for a tenth of them, if one is asked for."""
+    """Mark as slow the cases that the core has no time for. `tenth`: leave this tenth of them unmarked."""
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if function_of(item.nodeid) in seconds and not any(map(item.get_closest_marker, ("slow", "core"))):
@@ -53,7 +54,7 @@ def is_in_tenth(nodeid: str, tenth: int | None) -> bool:
 
 
 class Weigher:
-    """Writes what a case of each dear function took: the median over its cases."""
+    """Writes the CPU seconds of a case for each function whose cases take more than `DEAR`: their median."""
 
     def __init__(self) -> None:
         self._cases = defaultdict[str, list[float]](list)

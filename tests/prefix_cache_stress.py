@@ -23,7 +23,7 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.methods.policies.snapkv import Snap
-from kvcli.prefix_cache.prefix_cache import WHOLE, CacheConditions, PrefixCache
+from kvcli.prefix_cache.prefix_cache import INTACT, CacheConditions, PrefixCache
 from tests import families, make
 
 IDS, OLD, NEW = families.prompt(900), 400, 850
@@ -40,7 +40,7 @@ def model(folder: Path) -> LM:
 
 
 def session(lm: LM, shaping: CacheConditions) -> GenerationSession:
-    policy = None if shaping.is_whole else Snap(keep=0.4, compression_interval=16)
+    policy = None if shaping.is_intact else Snap(keep=0.4, compression_interval=16)
     every = None if policy is None else policy.compression_interval
     return make.session(lm, chunk=100, policy=policy, every=every)
 
@@ -64,13 +64,13 @@ def logits(s: GenerationSession, ids: list[int]) -> Tensor:
 def kills(folder: Path, lm: LM, n: int, seed: int) -> dict[str, int]:
     """So many processes that keep a longer text are killed at random moments: what was seen, `bad` of it."""
     rng, found = random.Random(seed), dict.fromkeys(("old", "new", "between", "left over", "bad"), 0)
-    olds, news = ({shaping.is_whole: read(lm, shaping, n) for shaping in (WHOLE, SNAP)} for n in (OLD, NEW))
+    olds, news = ({shaping.is_intact: read(lm, shaping, n) for shaping in (INTACT, SNAP)} for n in (OLD, NEW))
     want = {OLD - 1: logits(read(lm, SNAP, OLD), IDS), NEW - 1: logits(read(lm, SNAP, NEW), IDS)}
-    plain = logits(session(lm, WHOLE), IDS)
+    plain = logits(session(lm, INTACT), IDS)
     for i in range(n):
-        shaping, at = (WHOLE, SNAP)[i % 2], folder / str(i)
-        new, timed = news[shaping.is_whole], shelf_in(folder / "timed", lm)
-        assert not shelf_in(at, lm).save(olds[shaping.is_whole], shaping=shaping).why_not
+        shaping, at = (INTACT, SNAP)[i % 2], folder / str(i)
+        new, timed = news[shaping.is_intact], shelf_in(folder / "timed", lm)
+        assert not shelf_in(at, lm).save(olds[shaping.is_intact], shaping=shaping).why_not
         began = time.perf_counter()
         assert not timed.save(new, shaping=shaping).why_not
         took = time.perf_counter() - began
@@ -80,7 +80,7 @@ def kills(folder: Path, lm: LM, n: int, seed: int) -> dict[str, int]:
         again = session(lm, shaping)
         have = shelf_in(at, lm).load_prefix(again, IDS, shaping)
         found[{OLD - 1: "old", NEW - 1: "new"}.get(have, "between")] += 1
-        right = plain if shaping.is_whole and have >= OLD - 1 else want.get(have)
+        right = plain if shaping.is_intact and have >= OLD - 1 else want.get(have)
         found["bad"] += right is None or not torch.equal(logits(again, IDS), right)
         assert not shelf_in(at, lm).save(new, shaping=shaping).why_not
         found["bad"] += any(at.rglob("*.part"))
@@ -89,7 +89,7 @@ def kills(folder: Path, lm: LM, n: int, seed: int) -> dict[str, int]:
 
 
 def shelf_in(folder: Path, lm: LM, most: int = 1 << 30) -> PrefixCache:
-    return PrefixCache(folder, most, lm, worth=0)
+    return PrefixCache(folder, most, lm, min_work=0)
 
 
 def _killed(work: Callable[[], Any], after: float) -> None:

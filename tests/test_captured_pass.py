@@ -282,8 +282,8 @@ def test_two_texts_side_by_side_and_in_turn() -> None:
     texts = [session(its, Bush([*PROMPT, *want], 97, 96)), session(its, None, CUT)]
     for text in texts:
         run_to_end(text.read(PROMPT))
-    tickets = generate_together(texts[0].stream(9), texts[1].stream(9))
-    assert all(ticket.error is None for ticket in tickets)
+    tasks = generate_together(texts[0].stream(9), texts[1].stream(9))
+    assert all(task.error is None for task in tasks)
     for _ in range(5):  # what runs ahead of one does not disturb the other
         for text in texts:
             run_to_end(text.step())
@@ -313,8 +313,8 @@ def test_captured_passes_that_are_too_wide_together_are_not_run(
     for text in texts:
         run_to_end(text.read(PROMPT))
     monkeypatch.setattr(LM, "max_invariant_rows", property(lambda _: most))
-    tickets = generate_together(*(text.step((), NEW) for text in texts))
-    assert all(ticket.error is None for ticket in tickets)
+    tasks = generate_together(*(text.step((), NEW) for text in texts))
+    assert all(task.error is None for task in tasks)
     assert its.frames is not None
     assert [why.split(",")[0] for why in its.frames.eager] == ([] if fits else ["padding makes more than 15 rows"])
     for text in texts:

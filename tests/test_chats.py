@@ -163,7 +163,7 @@ def test_the_model_that_a_chat_was_held_with_is_used_unless_another_is_typed(mac
     asked: list[str | None] = []
     monkeypatch.setattr("kvcli.commands.common.load_model.load_model", _stop_at(asked))
     sessions = SavedChats(machine.folder / "home" / "data")
-    chat = Chat(FakeModel(answer=ANSWER, info=fake_info(id="x")), sessions=sessions, called="owner/name")
+    chat = Chat(FakeModel(answer=ANSWER, info=fake_info(id="x")), saved_chats=sessions, called="owner/name")
     chat.send("How deep?")
     chat.save()
     for args in (["-c"], ["-c", "-m", "other/name"], []):
@@ -292,8 +292,8 @@ class Talk:
         )
         self.sessions = SavedChats(self.world.paths.data)
         self.profiles = Profiles()
-        self.chat = Chat(FakeModel(answer=ANSWER), sessions=self.sessions, holds=True)
-        options = {"keeps": True, "profiles": self.profiles, "profile": "exact"} | options
+        self.chat = Chat(FakeModel(answer=ANSWER), saved_chats=self.sessions, is_locked=True)
+        options = {"saves": True, "profiles": self.profiles, "profile": "exact"} | options
         self.repl = Repl(self.chat, Screen.of(self.world), self.world, SLASH, **options)
 
     def type(self, *lines):
@@ -340,9 +340,9 @@ def test_a_chat_without_a_question_is_not_kept(talk, tmp_path):
 
 def test_nothing_is_written_where_nothing_changed(talk):
     talk.type("one")
-    before = talk.chat.kept.version
+    before = talk.chat.saved_chat.version
     talk.type("/tokens", "/stats", "/files")
-    assert talk.chat.kept.version == before
+    assert talk.chat.saved_chat.version == before
 
 
 def test_load_lists_and_opens(talk, tmp_path):
@@ -373,7 +373,7 @@ def test_titles_and_lists_fit_a_narrow_terminal(talk):
 
 
 def test_a_chat_that_is_not_kept_is_after_save(tmp_path):
-    talk = Talk(tmp_path, keeps=False)
+    talk = Talk(tmp_path, saves=False)
     talk.type("one")
     assert talk.names == []
     assert "from now on after each answer" in talk.type("/save Wells", "two")
@@ -383,7 +383,7 @@ def test_a_chat_that_is_not_kept_is_after_save(tmp_path):
 
 def test_a_chat_that_somebody_else_changed_goes_on_in_a_session_of_its_own(talk):
     talk.type("one")
-    Chat(FakeModel(), sessions=talk.sessions).load(talk.names[0]).save("mine")  # without asking for the lock
+    Chat(FakeModel(), saved_chats=talk.sessions).load(talk.names[0]).save("mine")  # without asking for the lock
     assert "another kvcli process changed" in talk.type("two")
     assert talk.sessions.read(talk.names[0])[0].title == "mine"
     assert (talk.saved(0), talk.saved()) == (["one"], ["one", "two"])
@@ -414,7 +414,7 @@ def test_the_latest_chat_is_the_one_that_was_kept_last_whatever_the_clock_says(t
     assert talk.saved() == ["two"]
     talk.type("/load 2", "three")
     assert talk.saved() == ["one", "three"]
-    assert talk.names[-1] == talk.chat.kept.name
+    assert talk.names[-1] == talk.chat.saved_chat.name
 
 
 def test_ctrl_c_while_a_turn_is_kept_costs_neither_the_turn_nor_the_chat(talk, monkeypatch):
@@ -456,7 +456,7 @@ def test_an_edited_question_that_is_no_utf_8_is_refused_by_name(talk, tmp_path):
 
 def test_a_full_disk_costs_no_turn(talk, monkeypatch):
     talk.type("one")
-    talk.chat.model.answer = ANSWER * 10_000
+    talk.chat.text_session.answer = ANSWER * 10_000
     with monkeypatch.context() as patch:
         full(patch)
         assert "this chat is not saved: cannot use" in talk.type("two")
@@ -476,7 +476,7 @@ from kvcli.errors import BadInput
 from tests.fake_model import FakeModel
 folder, name, n = sys.argv[1:]
 try:
-    chat = Chat(FakeModel(answer="an answer"), sessions=SavedChats(Path(folder)), holds=name == "held").load("1")
+    chat = Chat(FakeModel(answer="an answer"), saved_chats=SavedChats(Path(folder)), is_locked=name == "held").load("1")
 except BadInput as error:
     sys.exit(f"{error.code}: {error.message}")
 print(flush=True)
@@ -504,7 +504,7 @@ def other(folder: Path, name: str, n: int) -> subprocess.Popen[str]:
 def sessions(tmp_path: Path) -> SavedChats:
     """One is kept."""
     made = SavedChats(tmp_path / "data")
-    chat = Chat(FakeModel(answer=ANSWER), sessions=made)
+    chat = Chat(FakeModel(answer=ANSWER), saved_chats=made)
     chat.send("How deep?")
     chat.save()
     return made
@@ -548,19 +548,19 @@ def test_of_two_processes_that_save_one_chat_none_loses_a_turn_unsaid(sessions: 
 
 def test_a_held_session_stays_held_while_it_is_written_again_and_again(tmp_path: Path):
     sessions = SavedChats(tmp_path)
-    chat = Chat(FakeModel(answer=ANSWER), sessions=sessions, holds=True)
+    chat = Chat(FakeModel(answer=ANSWER), saved_chats=sessions, is_locked=True)
     for n in range(5):
         chat.send(f"question {n}")
         name = chat.save()
         with pytest.raises(BadInput, match="is open in another"):
-            sessions.open(name, holds=True)
+            sessions.open(name, is_locked=True)
         assert len(sessions.open(name).saved.messages) == 2 * n + 2  # to look at it is free
     n_open = len(os.listdir("/proc/self/fd"))
     chat.close()
     chat.close()
     assert len(os.listdir("/proc/self/fd")) == n_open - 1
     assert sorted(p.name for p in tmp_path.iterdir()) == [NAME]
-    sessions.open(name, holds=True).kept.close()
+    sessions.open(name, is_locked=True).saved_chat.close()
 
 
 def test_a_lock_that_a_sweep_takes_for_a_moment_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -622,7 +622,7 @@ def damaged(**changes: object) -> bytes:
     ],
 )
 def test_a_damaged_file_is_refused_by_name_and_changes_nothing(tmp_path: Path, data: bytes, words: str):
-    chat = Chat(FakeModel(answer=ANSWER), "Be brief.", sessions=SavedChats(tmp_path / "data"))
+    chat = Chat(FakeModel(answer=ANSWER), "Be brief.", saved_chats=SavedChats(tmp_path / "data"))
     chat.attach(Document("r.md", "The report.", "00"))
     chat.send("How deep?")
     chat.attach(Document("s.md", "Later.", "01"))
@@ -655,13 +655,13 @@ def test_what_is_no_file_or_too_large_is_refused(tmp_path: Path, monkeypatch: py
 
 def test_a_later_version_may_know_more(tmp_path: Path):
     (tmp_path / "x.json").write_bytes(damaged(kv="a snapshot"))
-    assert Chat(FakeModel(), sessions=SavedChats(tmp_path)).load(tmp_path / "x.json").title == "t"
+    assert Chat(FakeModel(), saved_chats=SavedChats(tmp_path)).load(tmp_path / "x.json").title == "t"
 
 
 def test_what_no_file_can_hold_is_replaced_not_lost(tmp_path: Path):
     """Half of a pair, as a name that is not UTF-8 has it."""
     sessions = SavedChats(tmp_path)
-    chat = Chat(FakeModel(answer=ANSWER), sessions=sessions)
+    chat = Chat(FakeModel(answer=ANSWER), saved_chats=sessions)
     chat.attach(Document("r\udcff.md", "The report.", "00"))
     chat.send("How deep?")
     saved, _ = sessions.read(chat.save())

@@ -462,7 +462,7 @@ def test_completion_completes(tmp_path, line, words):
     at = str(line.count(" "))
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.toml").write_text("[models.big]\npath = 'x'\n[profiles.mine]\nextends = 'exact'\n")
-    chat = Chat(FakeModel(), sessions=SavedChats(tmp_path / "data"))
+    chat = Chat(FakeModel(), saved_chats=SavedChats(tmp_path / "data"))
     chat.send("a question")
     words = [chat.save() if word == "CHAT" else word for word in words]
     env = environment(tmp_path) | {"_KVCLI_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": at}

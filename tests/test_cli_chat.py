@@ -210,7 +210,7 @@ def test_greedy_is_temperature_zero_and_no_penalty(machine):
 def test_no_save_reads_what_is_kept_and_keeps_nothing(machine, monkeypatch):
     reads, keeps, load = [], [], Setup.load
     monkeypatch.setattr(Setup, "load", lambda self, *more: reads.append(self.reuses) or load(self, *more))
-    monkeypatch.setattr("kvcli.commands.chat.save_chat.keep_read", lambda _: keeps.append(True) or "")
+    monkeypatch.setattr("kvcli.commands.chat.save_chat.save_kv_cache", lambda _: keeps.append(True) or "")
     for more in ((), ("--no-save",)):
         assert machine("chat", "-p", "Hi", "-n", "2", *more).exit == 0
     assert (reads, keeps) == ([True, True], [True])

@@ -21,7 +21,7 @@ from kvcli.kv.snapshot import SnapshotMismatch
 from kvcli.prefix_cache import block_tree, snapshot_file
 from kvcli.prefix_cache.block_tree import SUM, CorruptFile, _sum, read
 from kvcli.prefix_cache.codec import Lossless
-from kvcli.prefix_cache.prefix_cache import WHOLE, CacheConditions
+from kvcli.prefix_cache.prefix_cache import INTACT, CacheConditions
 from kvcli.prefix_cache.tensor_codec import coded, coded_state, decoded, decoded_state
 from kvcli.settings.profile import Profile
 from tests import prefix_cache_stress
@@ -127,35 +127,35 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob(f"*/*{block_tree.ENDS}"))
 
 
-@pytest.mark.parametrize("writes", [WHOLE, CODING], ids=["as they are", "coded"])
-@pytest.mark.parametrize("reads", [WHOLE, CODING], ids=["as they are", "coded"])
+@pytest.mark.parametrize("writes", [INTACT, CODING], ids=["as they are", "coded"])
+@pytest.mark.parametrize("reads", [INTACT, CODING], ids=["as they are", "coded"])
 def test_blocks_serve_each_other_with_the_same_bits(
     lm: Any, tmp_path: Path, writes: CacheConditions, reads: CacheConditions
 ) -> None:
     shelf = shelf_in(tmp_path / "kv", lm)
-    assert not shelf.save(prefix_cache_stress.read(lm, WHOLE, 400), shaping=writes).why_not
-    s = prefix_cache_stress.session(lm, WHOLE)
+    assert not shelf.save(prefix_cache_stress.read(lm, INTACT, 400), shaping=writes).why_not
+    s = prefix_cache_stress.session(lm, INTACT)
     assert shelf.load_prefix(s, IDS, reads) == 399
     assert torch.equal(
-        prefix_cache_stress.logits(s, IDS), prefix_cache_stress.logits(prefix_cache_stress.read(lm, WHOLE, 10), IDS)
+        prefix_cache_stress.logits(s, IDS), prefix_cache_stress.logits(prefix_cache_stress.read(lm, INTACT, 10), IDS)
     )
 
 
 def test_a_damaged_coded_block_is_none(lm: Any, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", lm)
-    shelf.save(prefix_cache_stress.read(lm, WHOLE, 400), shaping=CODING)
+    shelf.save(prefix_cache_stress.read(lm, INTACT, 400), shaping=CODING)
     for path in (tmp_path / "kv").glob(f"*/{block_tree.ROOT}-*{block_tree.ENDS}"):
         tensors = load_file(path)
         tensors["k.0"] = tensors["k.0"][:-1].clone()
         path.write_bytes(save(tensors, {SUM: _sum(tensors)}))  # well made but for that
         with pytest.raises(CorruptFile, match="its size does not fit its tensor"):
             read(path, lm.shapes, lm.dtype)
-    assert shelf.load_prefix(prefix_cache_stress.session(lm, WHOLE), IDS) == 0
+    assert shelf.load_prefix(prefix_cache_stress.session(lm, INTACT), IDS) == 0
 
 
 def test_coded_files_are_smaller(lm: Any, tmp_path: Path) -> None:
-    for name, each in {"as they are": WHOLE, "coded": CODING}.items():
-        shelf_in(tmp_path / name, lm).save(prefix_cache_stress.read(lm, WHOLE, 850), shaping=each)
+    for name, each in {"as they are": INTACT, "coded": CODING}.items():
+        shelf_in(tmp_path / name, lm).save(prefix_cache_stress.read(lm, INTACT, 850), shaping=each)
     assert size_of(tmp_path / "coded") < 0.93 * size_of(tmp_path / "as they are")
 
 

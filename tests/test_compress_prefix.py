@@ -199,7 +199,7 @@ def test_what_is_kept_serves_undo_retry_and_edit() -> None:
     chat = chat_of("compress")
     told(chat, 7)
     n = chat.prompt_tokens.begins.ids
-    assert n == chat.model.session.condensed > 0
+    assert n == chat.text_session.session.condensed > 0
     question = "What is the depth of well Bethden?"
     first = chat.send(question).text
     for again in ("retry", "edit", "undo"):
@@ -209,26 +209,26 @@ def test_what_is_kept_serves_undo_retry_and_edit() -> None:
         else:
             list(chat.retry() if again == "retry" else chat.edit(question))
         assert chat.messages[-1].text == first
-        assert chat.model.session.condensed == n
-        assert chat.model.session.ids[:n] == list(chat.prompt_tokens.ids[:n])
+        assert chat.text_session.session.condensed == n
+        assert chat.text_session.session.ids[:n] == list(chat.prompt_tokens.ids[:n])
 
 
 def test_ids_that_stand_for_nothing_any_more_are_never_read() -> None:
     chat = chat_of("compress")
     told(chat, 7)
     stood = list(chat.prompt_tokens.ids[: chat.prompt_tokens.begins.ids])
-    chat.model.close()
+    chat.text_session.close()
     assert chat.send("What is the depth of well Bethden?").stats.cached == 0
     assert chat.visible_messages.left
     assert "could not be compressed" in chat.notes[-1]
     assert not chat.prompt_tokens.begins.ids
-    assert chat.model.session.ids[: len(stood)] != stood
+    assert chat.text_session.session.ids[: len(stood)] != stood
 
 
 def test_what_stands_for_more_goes_to_no_profile_that_promises_all_of_it() -> None:
     chat = chat_of("compress")
     told(chat, 7)
-    text, n = chat.model, chat.model.session.condensed
+    text, n = chat.text_session, chat.text_session.session.condensed
     drop: dict[str, Any] = {"context": {"on_overflow": "drop"}}
     for changes in ({"exactness": "exact", **drop}, drop):
         other = text.with_profile(text.profile.replace(**changes))
@@ -281,13 +281,13 @@ def test_the_context_by_message_says_what_is_in_fewer_slots() -> None:
 
 def test_it_is_kept_in_no_file(tmp_path: Path) -> None:
     chat = chat_of("compress")
-    chat.model.model.prefix_cache = PrefixCache(tmp_path / "kv", 1 << 30, demo().lm, worth=0)
+    chat.text_session.model.prefix_cache = PrefixCache(tmp_path / "kv", 1 << 30, demo().lm, min_work=0)
     told(chat, 3)
-    assert chat.model.keep().nbytes
+    assert chat.text_session.keep().nbytes
     held = sorted(tmp_path.rglob("*"))
     told(chat, 4)
-    assert chat.model.session.condensed
-    assert not chat.model.keep().nbytes
+    assert chat.text_session.session.condensed
+    assert not chat.text_session.keep().nbytes
     assert sorted(tmp_path.rglob("*")) == held
 
 

@@ -28,7 +28,7 @@ def model():
 
 @pytest.fixture
 def chat(model, tmp_path):
-    return Chat(model, "Be brief.", sessions=SavedChats(tmp_path))
+    return Chat(model, "Be brief.", saved_chats=SavedChats(tmp_path))
 
 
 def prompts(model):
@@ -243,14 +243,14 @@ def test_saved_conversations_come_back_whole(chat, model, tmp_path):
     chat.send("How deep?")
     chat.attach(report("next.md", "Later."))
     name = chat.save()
-    again = Chat(model, sessions=chat.sessions).load(name)
+    again = Chat(model, saved_chats=chat.saved_chats).load(name)
     assert [m.content for m in again.messages] == [m.content for m in chat.messages]
     # What the model read of a file is kept. Its sections are for summaries, which do not start from a chat.
     assert (again.messages, again.pending) == ([_kept(m) for m in chat.messages], _texts(chat.pending))
     assert again.system == "Be brief."
     assert again.title == "How deep?"
     assert again.save("Wells") == name
-    assert [(entry.id, entry.title) for entry in chat.sessions.entries()] == [(name, "Wells")]
+    assert [(entry.id, entry.title) for entry in chat.saved_chats.entries()] == [(name, "Wells")]
     assert [p.name for p in tmp_path.iterdir()] == ["kvcli.db"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.assemble import promise, session
+from kvcli.assemble import exactness_label, session
 from kvcli.commands.common.run_setup import refuse_inexact
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
@@ -70,7 +70,7 @@ def test_the_text_is_that_of_the_whole_kv_cache(name: str, sampling: str) -> Non
     assert found.ids == plain(sampling)
     assert stats.draft_tokens > 0
     assert not found.approximations
-    assert promise(lm(), under) == "bit-exact"
+    assert exactness_label(lm(), under) == "bit-exact"
     assert nbytes(found.cache).keys() == {"cpu", "draft"}
 
 

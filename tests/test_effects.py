@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvcli.settings.conflicts import clashes
-from kvcli.settings.profile import EFFECTS, WHOLE, WORDS, Effect, Method, Needs, Profile, load_profile
+from kvcli.settings.profile import EFFECTS, NOT_WHOLE, WORDS, Effect, Method, Needs, Profile, load_profile
 
 SETS: dict[Effect, tuple[str, ...]] = {
     "quantizes": ("kv.k_bits=4",),
@@ -46,11 +46,11 @@ def test_a_plain_profile_has_no_effect_and_each_effect_has_the_key_that_causes_i
 @pytest.mark.parametrize(
     ("key", "sets", "absent"),
     [
-        ("prune.scope", ("prune.method=lazy", "prune.scope=prefill+decode"), WHOLE | {"degrades"}),
+        ("prune.scope", ("prune.method=lazy", "prune.scope=prefill+decode"), NOT_WHOLE | {"degrades"}),
         ("reuse.method", ("reuse.method=pie",), {"evicts", "prunes", "selects"}),
         ("reuse.method", ("reuse.method=blend",), {"evicts", "prunes", "selects"}),
         ("reasoning_steps.method", SETS["steps"], {"drafts", "evicts", "prunes"}),
-        ("context.on_overflow", SETS["condenses"], WHOLE | {"degrades", "prunes", "reuses"}),
+        ("context.on_overflow", SETS["condenses"], NOT_WHOLE | {"degrades", "prunes", "reuses"}),
         ("kv_format.joint", ("kv_format.method=rotatekv", "kv.k_bits=4", "kv.v_bits=4"), {"evicts"}),
     ],
 )

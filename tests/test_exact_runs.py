@@ -76,14 +76,14 @@ def test_passes_of_more_rows_than_a_gpu_serves_alike_are_not_called_exact(monkey
     assert few.spec.rows <= MOST < many.spec.rows
     for is_apart, said in ((False, "bit-exact"), (True, "exact up to 16-bit rounding")):
         monkeypatch.setattr(of, "is_apart", is_apart)
-        assert (assemble.promise(of, few), assemble.promise(of, many)) == ("bit-exact", said)
+        assert (assemble.exactness_label(of, few), assemble.exactness_label(of, many)) == ("bit-exact", said)
         profile, why = assemble.adapted_profile(of, many.replace(spec={"require_batch_invariance": True}))
         assert (profile.spec.method == "off", f"more than {MOST} tokens" in why) == (is_apart, is_apart)
 
 
 def test_only_what_is_exact_is_called_so() -> None:
     def said(name: str, dtype: torch.dtype) -> str:
-        return assemble.promise(make.model("llama", dtype), Profile.load(name))
+        return assemble.exactness_label(make.model("llama", dtype), Profile.load(name))
 
     assert {said(name, torch.bfloat16) for name in DRAFTING} == {"exact up to 16-bit rounding"}
     assert {said(name, torch.float32) for name in DRAFTING} == {"exact"}

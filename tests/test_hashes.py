@@ -288,7 +288,7 @@ def test_twins_share_nothing(demo: Path, tmp_path: Path, settled: None) -> None:
             differs = {kind for kind, say in kinds.items() if say(model) != first[kind]}
             assert differs == set(kinds) - ({"times"} if name == "tokenizer.json" else set())
             with pytest.raises(BadInput) as caught:
-                open_pack(tmp_path / "one.kvs").refuse_other(model.chat().model)
+                open_pack(tmp_path / "one.kvs").refuse_other(model.chat().text_session)
             assert caught.value.detail["fields"] == ["weights" if name == "model.safetensors" else "files"]
         put(folder / name, files[name])
 

@@ -409,7 +409,7 @@ def test_a_kv_cache_in_the_prefix_cache_is_continued(tmp_path: Path):
     save_file({name: p.clone() for name, p in made.named_parameters()}, tmp_path / "model.safetensors")
     with quiet():
         lm = LM.of(made, id="qwen3_next", path=str(tmp_path))
-    shelf, ids = PrefixCache(tmp_path / "kept", 1 << 30, lm, worth=0), prompt(400)
+    shelf, ids = PrefixCache(tmp_path / "kept", 1 << 30, lm, min_work=0), prompt(400)
     first, other = (make.session(lm, chunk=64) for _ in range(2))
     run_to_end(first.read(ids))
     assert not shelf.save(first).why_not
@@ -445,7 +445,7 @@ def test_a_conversation_is_gone_back_in(profile: str):
     other = plain.chat("Be brief.")
     assert other.send("What is the depth of the well?").text == first
     assert other.send("Where is it?").text == again
-    states = [text.session.states.now for text in (chat.model, other.model)]
+    states = [text.session.states.now for text in (chat.text_session, other.text_session)]
     assert apart_by(*states) < 1e-3
 
 

@@ -1,4 +1,4 @@
-"""The floors of docs/design/architecture.md: which module may import which, read from the source."""
+"""The import order of folders in docs/design/architecture.md, read from the source."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[1]
 
 # Lowest first: a folder of kvcli/ with all that is in it, or a file; "kvcli" is __init__.py itself. Each imports only
 # itself and those before it, types included.
-FLOORS = (
+FOLDERS = (
     "version errors installing kernels files safe_output worker_process sandbox environment "
     "settings demo models kv engine prefix_cache "
     "policies drafts methods api documents schemas assemble chat fit calibrate summarize quality bench heads "
     "render commands door kvcli cli __main__"
 ).split()
-FLOOR = {name: height for height, name in enumerate(FLOORS)}
+RANK = {name: rank for rank, name in enumerate(FOLDERS)}
 
 # Heavy packages, and the only places that may import them, late or not.
 ONLY = {
@@ -51,9 +51,9 @@ ONLY = {
 }
 
 
-# Files that import each other in a circle, imports for types included, by room. A number may only fall: it is wrong
-# when it is too high, too. `engine` and `chat` are knots of one class each, LM and TextSession, and of its helpers.
-CIRCLES = {"engine": 22, "kernels": 14, "methods": 9, "chat": 8}
+# Number of files that are in an import cycle, imports for types included, by folder. A number may only fall, and one
+# that is too high fails too. In `engine` and `chat` the cycles pass through one class, LM or TextSession.
+CYCLES = {"engine": 22, "kernels": 14, "methods": 9, "chat": 8}
 
 # Lines of the package without methods: every .py, .c and .h below kvcli/ and kernels/ but kvcli/methods. The number may
 # only fall; a commit that has to raise it says here why.
@@ -84,7 +84,7 @@ def _imports(path: Path, *, types: bool = True) -> Iterator[str]:
 
 
 def _place(module: str) -> str:
-    """The name in FLOORS that a module of ours goes by."""
+    """The entry of FOLDERS that a module of kvcli belongs to."""
     return module.split(".")[1] if "." in module else module
 
 
@@ -92,26 +92,26 @@ EDGES = [(module, target) for module, path in MODULES.items() for target in _imp
 OURS = [(module, target) for module, target in EDGES if target.split(".")[0] == "kvcli"]
 
 
-def test_every_module_stands_on_a_floor():
-    assert {_place(m) for m in MODULES} <= FLOOR.keys()
+def test_every_module_is_in_a_folder_of_the_order():
+    assert {_place(m) for m in MODULES} <= RANK.keys()
 
 
-def test_a_floor_imports_only_lower_floors_and_its_own():
+def test_a_folder_imports_only_lower_folders_and_itself():
     named = [(m, t) for m, path in MODULES.items() for t in _imports(path) if t.split(".")[0] == "kvcli"]
-    assert [(m, t) for m, t in named if FLOOR[_place(m)] < FLOOR[_place(t)]] == []
+    assert [(m, t) for m, t in named if RANK[_place(m)] < RANK[_place(t)]] == []
 
 
-def test_arrows_on_one_floor_go_one_way():
+def test_imports_at_run_time_have_no_cycle():
     graph: dict[str, set[str]] = {}
     for module, target in OURS:
         graph.setdefault(module, set()).add(target)
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
-def test_circles_of_files_are_those_on_the_list():
+def test_import_cycles_are_those_on_the_list():
     graph: dict[str, set[str]] = {m: {t for t in _imports(p) if t in MODULES} - {m} for m, p in MODULES.items()}
     reached = {m: _below(m, graph) for m in graph}
-    assert Counter(_place(m) for m in graph if m in reached[m]) == CIRCLES
+    assert Counter(_place(m) for m in graph if m in reached[m]) == CYCLES
 
 
 def _below(module: str, graph: Mapping[str, set[str]]) -> set[str]:
@@ -161,12 +161,12 @@ def test_kernels_are_arithmetic():
 
 
 @pytest.mark.parametrize("package", ONLY)
-def test_heavy_packages_have_few_doors(package: str):
+def test_heavy_packages_are_imported_in_few_folders(package: str):
     users = {_place(m) for m, t in EDGES if t.split(".")[0] == package}
     assert users <= ONLY[package]
 
 
-def test_only_build_knows_the_methods_by_name():
+def test_only_assemble_imports_methods_at_run_time():
     past = [(m, t) for m, t in OURS if _place(t) == "methods" and _place(m) not in {"methods", "assemble"}]
     # arithmetic that a report shares with the method it reports on names no method
     fastgen = {f"kvcli.methods.policies.fastgen.{name}" for name in ("recovery", "head_knapsack")}
@@ -175,7 +175,7 @@ def test_only_build_knows_the_methods_by_name():
 
 
 def test_one_file_calls_a_model():
-    """What wants a pass yields a feed, or asks the engine. Benchmarks of others stand aside."""
+    """Code that needs a pass yields a ForwardRequest or uses `engine.call`. Benchmarks of other programs are exempt."""
     names = ("model", "lm.model", "self.model", "self.lm.model", "session.lm.model", "self._lm.model")
     callers = {
         module
@@ -187,7 +187,7 @@ def test_one_file_calls_a_model():
 
 
 def test_policies_and_drafts_meet_only_in_views():
-    """A drafter may read the KV cache through a policy; a policy never hears of a drafter."""
+    """A drafter may read the KV cache through a policy; no policy imports a drafter."""
     assert [(m, t) for m, t in OURS if _place(m) in ("policies", "kv") and _place(t) == "drafts"] == []
 
 

@@ -1,4 +1,4 @@
-"""Our pass against transformers' own, family by family, on tiny random weights (I1)."""
+"""Logits of kvcli's pass against those of transformers, family by family, on tiny random weights."""
 
 from __future__ import annotations
 

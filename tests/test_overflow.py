@@ -29,12 +29,14 @@ def chat(request, tmp_path):
 
 def chat_of(how, folder):
     return Chat(
-        FakeModel(answer=ANSWER, on_overflow=how, info=fake_info(limit=LIMIT)), "Be brief.", sessions=SavedChats(folder)
+        FakeModel(answer=ANSWER, on_overflow=how, info=fake_info(limit=LIMIT)),
+        "Be brief.",
+        saved_chats=SavedChats(folder),
     )
 
 
 def shown(chat):
-    return "".join(map(chr, chat.model.prompts[-1]))
+    return "".join(map(chr, chat.text_session.prompts[-1]))
 
 
 def ask(chat, n, start=0):
@@ -55,7 +57,7 @@ def test_pages_that_fit_are_named_where_a_document_is_too_long(tmp_path, long):
     chat.attach(replace(paged(*pages), name="a report.pdf"))
     with pytest.raises(ContextOverflow) as caught:
         chat.send("What?")
-    summarizes = f"kvcli summarize 'a report.pdf' -m {chat.model.info.id}, which reads it in parts"
+    summarizes = f"kvcli summarize 'a report.pdf' -m {chat.text_session.info.id}, which reads it in parts"
     assert summarizes in caught.value.try_[:2]
     named = re.fullmatch(r"-f 'a report.pdf':1-(\d), pages that fit", caught.value.try_[0])
     assert (named is not None) == (long < 500)
@@ -122,7 +124,7 @@ def test_documents_stay_with_what_is_left(chat):
 def test_notes_are_written_by_the_model_and_stand_before_the_first_question(tmp_path):
     chat = chat_of("summarize", tmp_path)
     ask(chat, 50)
-    asked = ["".join(map(chr, ids)) for ids in chat.model.prompts]
+    asked = ["".join(map(chr, ids)) for ids in chat.text_session.prompts]
     wrote = [prompt for prompt in asked if ASKED in prompt]
     assert wrote
     assert f"<user>{HEAD}\n{ANSWER}\n\nQuestion" in shown(chat)
@@ -196,7 +198,7 @@ def test_a_model_goes_on_beyond_its_window(how):
 
 def again(chat, folder, limit=LIMIT):
     """The chat as another run opens it, under the default settings."""
-    other = Chat(FakeModel(answer=ANSWER, info=fake_info(limit=limit)), sessions=SavedChats(folder))
+    other = Chat(FakeModel(answer=ANSWER, info=fake_info(limit=limit)), saved_chats=SavedChats(folder))
     return other.load(chat.save())
 
 
@@ -220,7 +222,7 @@ def test_a_chat_that_is_opened_again_knows_what_was_left_out_and_says_so(how, tm
     for each in (chat, other):
         each.send("And?")
     assert shown(other) == shown(chat)
-    (entry,) = other.sessions.entries()
+    (entry,) = other.saved_chats.entries()
     assert entry.documents == 1
 
 
@@ -241,7 +243,7 @@ def test_under_a_wider_window_all_is_shown_again(tmp_path):
 def test_what_a_damaged_database_says_was_left_out_is_not_believed(left, tmp_path):
     chat = overflown("summarize", tmp_path)
     name = chat.save()
-    chat.sessions._run(lambda db: db.execute("UPDATE documents SET name = ? WHERE n = ?", [left, LEFT_OUT]), None)
-    saved, _ = chat.sessions.read(name)
+    chat.saved_chats._run(lambda db: db.execute("UPDATE documents SET name = ? WHERE n = ?", [left, LEFT_OUT]), None)
+    saved, _ = chat.saved_chats.read(name)
     assert saved.left_out is None
     assert len(saved.messages) == len(chat.messages)

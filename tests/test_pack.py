@@ -72,8 +72,8 @@ def packs(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 def asking(model: Model, name: str, path: Path) -> Chat:
     """A chat about a pack, as `kvcli chat --pack` opens it."""
     pack, chat = open_pack(path), talk(model, name)
-    pack.refuse_other(chat.model)
-    chat.model.pack, chat.system, chat.pending = pack, pack.chat.system, pack.documents
+    pack.refuse_other(chat.text_session)
+    chat.text_session.pack, chat.system, chat.pending = pack, pack.chat.system, pack.documents
     return chat
 
 
@@ -155,13 +155,13 @@ def test_each_field_in_which_it_differs_is_named_with_what_to_type(model: Model,
     for field in right:
         pack.about.fingerprint = right | {field: "another"}
         with pytest.raises(BadInput) as caught:
-            pack.refuse_other(talk(model, "snap").model)
+            pack.refuse_other(talk(model, "snap").text_session)
         assert caught.value.code == "other_pack"
         assert caught.value.lines == (f"{field} was another, is {right[field]}",)
         assert caught.value.try_
     pack.about.fingerprint = right
     with pytest.raises(BadInput) as caught:
-        pack.refuse_other(talk(model, "kvzip").model)
+        pack.refuse_other(talk(model, "kvzip").text_session)
     assert "policy.name was snap, is kvzip" in caught.value.lines
     assert caught.value.try_[0].startswith("leave out -P and --set")
 
@@ -284,7 +284,7 @@ def test_a_hostile_kv_cache_is_refused_when_it_is_asked(
     with pytest.raises(BadInput) as caught:
         chat.send(QUESTION)
     assert caught.value.code == "bad_pack"
-    chat.model.pack = None
+    chat.text_session.pack = None
     assert chat.send(QUESTION).text == SAMPLES[0].answer  # what could not be used is read
 
 
@@ -334,28 +334,28 @@ def test_a_pack_brings_the_settings_that_it_was_read_under(tmp_path: Path, packs
 
 def test_why_nothing_is_kept_is_said_once_until_it_can_be(model: Model, tmp_path: Path) -> None:
     chat = talk(model, "snap")
-    chat.model.model.prefix_cache = shelf = PrefixCache(tmp_path / "kv", 1 << 30, model.lm, worth=0)
+    chat.text_session.model.prefix_cache = shelf = PrefixCache(tmp_path / "kv", 1 << 30, model.lm, min_work=0)
     (tmp_path / "kv").write_text("in the way")
     said = []
     for question in (QUESTION, "And then?", "And then?"):
         chat.send(question, **OPTIONS)
-        said.append(chat.model.keep().why_not)
+        said.append(chat.text_session.keep().why_not)
     assert said[0].startswith("the KV cache of the prompt is not saved: ")
     assert said[1:] == ["", ""]
     (tmp_path / "kv").unlink()
-    assert chat.model.keep().prefix_cache is shelf
+    assert chat.text_session.keep().prefix_cache is shelf
     shutil.rmtree(tmp_path / "kv")
     (tmp_path / "kv").write_text("in the way")
-    assert chat.model.keep().why_not
+    assert chat.text_session.keep().why_not
 
 
 @pytest.mark.parametrize("name", ["exact", "lean", "snap", "fastgen"])
 def test_a_chat_that_is_opened_again_goes_on_as_if_it_had_not_ended(model: Model, tmp_path: Path, name: str) -> None:
     live, again = talk(model, name), talk(model, name)
     for chat in (live, again):
-        chat.model.model.prefix_cache = PrefixCache(tmp_path / "kv", 1 << 30, model.lm, worth=0)
+        chat.text_session.model.prefix_cache = PrefixCache(tmp_path / "kv", 1 << 30, model.lm, min_work=0)
     live.send(QUESTION)
-    assert not live.model.keep().why_not
+    assert not live.text_session.keep().why_not
     again.messages, again.pending = list(live.messages), []
     turn, want = again.send("And then?", **OPTIONS), live.send("And then?", **OPTIONS)
     assert turn.ids == want.ids

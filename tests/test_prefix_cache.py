@@ -30,7 +30,7 @@ from kvcli.prefix_cache import block_tree
 from kvcli.prefix_cache import prefix_cache as shelves
 from kvcli.prefix_cache.block_tree import LENGTH, SUM, Block, BlockTree, CorruptFile, _ids_of, _sum, read, read_tokens
 from kvcli.prefix_cache.codec import Codec, Lossless, Uncompressed
-from kvcli.prefix_cache.prefix_cache import WHOLE, CacheConditions, PrefixCache, SaveResult
+from kvcli.prefix_cache.prefix_cache import INTACT, CacheConditions, PrefixCache, SaveResult
 from kvcli.prefix_cache.snapshot_file import path_of
 from kvcli.settings.profile import Profile
 from tests import families, make, prefix_cache_stress
@@ -55,7 +55,7 @@ def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
 
 
 def shelf_in(folder: Path, lm: LM, most: int = 1 << 30) -> PrefixCache:
-    return PrefixCache(folder, most, lm, worth=0)
+    return PrefixCache(folder, most, lm, min_work=0)
 
 
 def session(lm: LM) -> GenerationSession:
@@ -249,7 +249,7 @@ def test_a_block_behind_another_parent_is_not_taken(lm: LM, tmp_path: Path) -> N
 def test_what_another_model_read_is_not_taken_whatever_its_folder_is_called(lm: LM, tmp_path: Path) -> None:
     mine, other = shelf_in(tmp_path / "kv", lm), shelf_in(tmp_path / "kv", lm)
     other._fields = {**other._fields, "weights": "another's"}
-    for way in (WHOLE, CacheConditions(False, {"policy.name": "another"})):
+    for way in (INTACT, CacheConditions(False, {"policy.name": "another"})):
         assert not mine.save(read_all(lm, IDS), shaping=way).why_not
         mine._folder(session(lm), way).rename(other._folder(session(lm), way))
         assert other.load_prefix(session(lm), IDS, way) == 0
@@ -476,7 +476,7 @@ def test_a_kill_at_any_moment_leaves_what_was_kept(llama: LM, tmp_path: Path, ki
     assert found["old"] + found["new"] + found["between"] == kills
 
 
-@pytest.mark.parametrize("shaping", [WHOLE, SNAP], ids=["whole", "shaped"])
+@pytest.mark.parametrize("shaping", [INTACT, SNAP], ids=["whole", "shaped"])
 def test_no_more_is_taken_than_there_is_room_for_not_even_meanwhile(
     llama: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shaping: CacheConditions
 ) -> None:
@@ -499,7 +499,7 @@ def held(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*/*.kv"))
 
 
-@pytest.mark.parametrize("shaping", [WHOLE, SNAP], ids=["whole", "shaped"])
+@pytest.mark.parametrize("shaping", [INTACT, SNAP], ids=["whole", "shaped"])
 def test_what_the_system_would_not_open_is_not_damaged(
     llama: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shaping: CacheConditions
 ) -> None:
@@ -517,7 +517,7 @@ def test_what_the_system_would_not_open_is_not_damaged(
     assert shelf.load_prefix(prefix_cache_stress.session(llama, shaping), prefix_cache_stress.IDS, shaping) == 399
 
 
-@pytest.mark.parametrize("shaping", [WHOLE, SNAP], ids=["whole", "shaped"])
+@pytest.mark.parametrize("shaping", [INTACT, SNAP], ids=["whole", "shaped"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), MemoryError()], ids=["disk", "memory"])
 def test_where_nothing_can_be_written_what_was_kept_stays(
     llama: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shaping: CacheConditions, error: Exception
@@ -535,14 +535,14 @@ def test_where_nothing_can_be_written_what_was_kept_stays(
     assert shelf.load_prefix(prefix_cache_stress.session(llama, shaping), prefix_cache_stress.IDS, shaping) == 399
 
 
-@pytest.mark.parametrize("shaping", [WHOLE, SNAP], ids=["whole", "shaped"])
+@pytest.mark.parametrize("shaping", [INTACT, SNAP], ids=["whole", "shaped"])
 def test_two_processes_keep_and_take_at_once(llama: LM, tmp_path: Path, shaping: CacheConditions) -> None:
     """With room for little more than one text, so that each makes the other's go."""
     texts = [prefix_cache_stress.read(llama, shaping, n) for n in (400, 850)]
     shelf_in(tmp_path / "one", llama).save(texts[1], shaping=shaping)
     most, want = (
         int(1.3 * held(tmp_path / "one")),
-        prefix_cache_stress.logits(prefix_cache_stress.session(llama, WHOLE), prefix_cache_stress.IDS),
+        prefix_cache_stress.logits(prefix_cache_stress.session(llama, INTACT), prefix_cache_stress.IDS),
     )
     rights = {
         n - 1: prefix_cache_stress.logits(prefix_cache_stress.read(llama, SNAP, n), prefix_cache_stress.IDS)
@@ -555,7 +555,7 @@ def test_two_processes_keep_and_take_at_once(llama: LM, tmp_path: Path, shaping:
             assert not shelf.save(texts[mine], shaping=shaping).why_not
             s = prefix_cache_stress.session(llama, shaping)
             if have := shelf.load_prefix(s, prefix_cache_stress.IDS, shaping):
-                right = want if shaping.is_whole else rights[have]
+                right = want if shaping.is_intact else rights[have]
                 assert torch.equal(prefix_cache_stress.logits(s, prefix_cache_stress.IDS), right)
 
     children = [_forked(partial(one, mine)) for mine in range(2)]
@@ -599,7 +599,7 @@ def test_a_shaped_kv_cache_serves_a_text_that_goes_on_from_it_and_no_other(llama
     ):
         s = prefix_cache_stress.session(llama, SNAP)
         assert shelf.load_prefix(s, ids, SNAP) == s.committed == n
-    assert shelf.load_prefix(prefix_cache_stress.session(llama, WHOLE), prefix_cache_stress.IDS) == 0
+    assert shelf.load_prefix(prefix_cache_stress.session(llama, INTACT), prefix_cache_stress.IDS) == 0
 
 
 def test_a_shaped_kv_cache_under_the_name_of_another_text_is_not_taken(llama: LM, tmp_path: Path) -> None:

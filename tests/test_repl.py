@@ -71,7 +71,7 @@ class Talk:
         self.world.clock = lambda: self.now
         self.now = 0.0
         self.model = FakeModel(**({"answer": "an answer"} | facts))
-        self.chat = Chat(self.model, sessions=SavedChats(folder))
+        self.chat = Chat(self.model, saved_chats=SavedChats(folder))
         self.repl = Repl(self.chat, Screen.of(self.world), self.world, SLASH, profiles=Profiles(), profile="fafo")
 
     def type(self, *lines):
@@ -370,7 +370,7 @@ def test_clear_keeps_the_system_text(talk):
 
 def test_another_profile_takes_over_with_the_next_question(talk):
     assert "lean from the next question on; the chat is read again" in talk.type("one", "/profile lean")
-    assert talk.chat.model.profile.name == "lean"
+    assert talk.chat.text_session.profile.name == "lean"
     assert "lean with sample.temperature=0.2 from" in talk.type("/set sample.temperature 0.2")
     assert talk.type("/profile").strip() == "lean with sample.temperature=0.2"
     assert "lean with sample.temperature=0.3 from" in talk.type("/set temperature 0.3")
@@ -381,7 +381,7 @@ def test_another_profile_takes_over_with_the_next_question(talk):
 def test_a_profile_that_does_not_work_changes_nothing(talk):
     assert "[unknown_profile]" in talk.type("/profile nope")
     assert talk.repl.profile_name == "fafo"
-    assert talk.chat.model is talk.model
+    assert talk.chat.text_session is talk.model
     assert "/set sample.temperature 0.2" in talk.type("/set sample.temperature")
 
 

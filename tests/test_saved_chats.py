@@ -53,7 +53,7 @@ def model(answer: str = ANSWER, **facts: int) -> FakeModel:
 
 def hold_talk(sessions: SavedChats, *questions: str, answer: str = ANSWER, title: str | None = None) -> str:
     """The name of a new one."""
-    chat = Chat(model(answer), sessions=sessions)
+    chat = Chat(model(answer), saved_chats=sessions)
     for question in questions:
         chat.send(question)
     return chat.save(title)
@@ -73,7 +73,7 @@ def whole(sessions: SavedChats) -> dict[str, object]:
 
 def test_a_document_of_ten_chats_is_stored_once(sessions: SavedChats):
     for i in range(10):
-        chat = Chat(model(), sessions=sessions)
+        chat = Chat(model(), saved_chats=sessions)
         chat.attach(Document(f"copy {i}.md", TEXT, "00"))
         chat.send("How deep?")
         chat.save()
@@ -89,11 +89,11 @@ def test_a_document_of_ten_chats_is_stored_once(sessions: SavedChats):
 
 
 def test_the_figures_of_each_turn_are_kept(sessions: SavedChats):
-    chat = Chat(model(cached=7), sessions=sessions)
+    chat = Chat(model(cached=7), saved_chats=sessions)
     turns = [chat.send(f"question {i}") for i in range(3)]
     chat.save()
     chat.undo()
-    again = Chat(model(), sessions=sessions).load(chat.save())
+    again = Chat(model(), saved_chats=sessions).load(chat.save())
     found = [m.figures for m in again.messages[1::2]]
     for figures, turn in zip(found, turns[:2], strict=True):
         assert figures is not None
@@ -104,7 +104,7 @@ def test_the_figures_of_each_turn_are_kept(sessions: SavedChats):
 
 
 def test_only_turns_that_differ_are_written(sessions: SavedChats):
-    chat = Chat(model(), sessions=sessions)
+    chat = Chat(model(), saved_chats=sessions)
     rows = "SELECT id, question FROM turns ORDER BY n"
     for i in range(4):
         chat.send(f"question {i}")
@@ -221,7 +221,7 @@ def test_prune_spares_what_is_young_and_says_what_would_go(machine: Machine, ses
 
 def test_what_is_open_is_not_forgotten(machine: Machine, sessions: SavedChats):
     free, held = hold_talk(sessions, "one"), hold_talk(sessions, "two")
-    opened = sessions.open(held, holds=True)
+    opened = sessions.open(held, is_locked=True)
     done = machine("chats", "rm", free, held, "-y")
     assert "[chat_in_use]" in done.err
     assert len(sessions.entries()) == 2, "all or none"
@@ -229,7 +229,7 @@ def test_what_is_open_is_not_forgotten(machine: Machine, sessions: SavedChats):
     assert "[chat_in_use]" in told.err
     assert "--no-save" in told.err
     assert machine("chat", "-r", held, "-p", "three", "--no-save").out == f"{ANSWER}\n"
-    opened.kept.close()
+    opened.saved_chat.close()
     assert machine("chats", "rm", free, held, "-y").exit == 0
 
 
@@ -373,9 +373,9 @@ def test_what_is_no_database_is_set_aside(machine: Machine, sessions: SavedChats
 def test_names_that_are_none_of_ours_become_no_files(sessions: SavedChats, told: list[str], name: str):
     hold_talk(sessions, "one")
     sessions._db.run(lambda db: db.execute("UPDATE sessions SET name = ?", [name]))
-    opened = sessions.open("1", holds=True)
-    assert (opened.kept.name, len(told)) == ("found-1", 1)
-    opened.kept.close()
+    opened = sessions.open("1", is_locked=True)
+    assert (opened.saved_chat.name, len(told)) == ("found-1", 1)
+    opened.saved_chat.close()
     sessions.remove(["found-1"])
     assert sessions.entries() == []
 
@@ -426,7 +426,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("library")
     sessions = SavedChats(folder)
     for i in range(12):
-        chat = Chat(model(f"answer {i} " * 30), sessions=sessions)
+        chat = Chat(model(f"answer {i} " * 30), saved_chats=sessions)
         chat.attach(Document("r.md", f"{i % 3} {TEXT[:9000]}", "00"))
         for n in range(5):
             chat.send(f"question {n} of {i} " * 10)
@@ -460,7 +460,7 @@ def fuzz(library: Path, folder: Path, seeds: range, flips: int) -> tuple[int, in
             asides = [path.read_bytes() for path in sessions.folder.glob(f"{NAME}.damaged-*")]
             assert (before in asides) == bool(told), seed
             for name in kept:  # what continues one that has gaps takes no turn away
-                chat = Chat(model(), sessions=sessions).load(name)
+                chat = Chat(model(), saved_chats=sessions).load(name)
                 chat.send("more")
                 chat.save()
                 assert "more" in asked(sessions, name), seed
@@ -576,7 +576,7 @@ def test_a_long_stress_test_of_kills_loses_nothing_that_was_said_to_be_kept():
 
 
 def with_documents(sessions: SavedChats, *names: str) -> str:
-    chat = Chat(model(), sessions=sessions)
+    chat = Chat(model(), saved_chats=sessions)
     for name in names:
         chat.attach(Document(name, f"text of {name}", name))
     chat.send("What is in it?")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcli.kv.slots import Slots
 from kvcli.methods.policies.expected_attention import Expected, expected
-from kvcli.methods.policies.h2o import H2O, hear
+from kvcli.methods.policies.h2o import H2O, add_recorded
 from kvcli.methods.policies.keydiff import KeyDiff
 from kvcli.methods.policies.knorm import KNorm
 from kvcli.methods.policies.lagkv import Lag
@@ -197,7 +197,7 @@ def test_heavy_hitters_add_up_over_compression_points_and_count_each_query_once(
     early = moment(s, q[:, :5], q_pos=at.q_pos[:5], memory=memory)
     late = moment(s, q[:, 3:], q_pos=at.q_pos[3:], memory=memory)
     for one in (early, early, late, late):
-        hear(sums, s, one)
+        add_recorded(sums, s, one)
 
     same(H2O().score(s, late), s, lambda j: {p: v * 9 for p, v in attention(s, q, at.q_pos, j, at.scale).items()})
     order = torch.randperm(N, generator=torch.Generator().manual_seed(3))

@@ -151,11 +151,11 @@ def test_tokens_that_the_model_has_not_are_refused() -> None:
 
 
 def test_a_model_under_another_profile_has_a_text_of_its_own() -> None:
-    own = demo().text
+    own = demo().text_session
     changed = demo().with_profile(demo().profile.replace(sample={"temperature": 0.5}))
-    assert changed.text is not own
-    assert changed.text.profile.sample.temperature == 0.5
-    assert demo().text is own
+    assert changed.text_session is not own
+    assert changed.text_session.profile.sample.temperature == 0.5
+    assert demo().text_session is own
 
 
 def test_closing_a_text_ends_its_answer() -> None:

@@ -22,7 +22,7 @@ from kvcli.prefix_cache import span_lookup as finding
 from kvcli.prefix_cache.block_tree import LENGTH, Block, BlockTree
 from kvcli.prefix_cache.block_tree import read as read_block
 from kvcli.prefix_cache.codec import Uncompressed
-from kvcli.prefix_cache.prefix_cache import WHOLE, PrefixCache
+from kvcli.prefix_cache.prefix_cache import INTACT, PrefixCache
 from kvcli.settings.profile import Profile
 from tests import families, make
 
@@ -48,12 +48,12 @@ def session(lm: LM, how: ReuseMethod | None = None) -> GenerationSession:
 
 def shelf_of(folder: Path, lm: LM, *texts: Sequence[int]) -> PrefixCache:
     """With texts that were read, each by itself."""
-    shelf = PrefixCache(folder, 1 << 30, lm, worth=0)
+    shelf = PrefixCache(folder, 1 << 30, lm, min_work=0)
     for ids in texts:
         one = session(lm)
         run_to_end(one.read(ids))
         assert not shelf.save(one).why_not
-    return PrefixCache(folder, 1 << 30, lm, worth=0)
+    return PrefixCache(folder, 1 << 30, lm, min_work=0)
 
 
 def read(
@@ -65,7 +65,7 @@ def read(
     one.start_answer(ids, Sampler())
     prefix_cache.load_prefix(one, ids)
     if one.reusable_spans is not None:
-        one.reusable_spans.add(prefix_cache.find_spans(one, ids, WHOLE))
+        one.reusable_spans.add(prefix_cache.find_spans(one, ids, INTACT))
     while True:
         before, is_run = (
             one.committed,
@@ -109,7 +109,7 @@ def test_what_this_text_had_goes_first_and_gaps_are_filled_from_others(lm: LM, t
     one.copy_reusable_spans(new)
     one.start_answer(new, Sampler())
     assert one.reusable_spans is not None
-    one.reusable_spans.add(shelf.find_spans(one, new, WHOLE))
+    one.reusable_spans.add(shelf.find_spans(one, new, INTACT))
     before = one.committed
     while run_to_end(one.prefill_chunk(new)):
         pass
@@ -140,7 +140,7 @@ def test_a_block_that_is_no_longer_what_it_was_is_read(lm: LM, tmp_path: Path, h
     one.copy_reusable_spans(NEW)
     one.start_answer(NEW, Sampler())
     assert one.reusable_spans is not None
-    one.reusable_spans.add(shelf.find_spans(one, NEW, WHOLE))
+    one.reusable_spans.add(shelf.find_spans(one, NEW, INTACT))
     data = bytearray(path.read_bytes())
     if how == "numbers":
         data[-1] ^= 1
@@ -176,7 +176,7 @@ def test_names_that_do_not_fit_and_tokens_of_no_vocabulary_are_passed_over(lm: L
     assert read(lm, shelf, Pie(LEAST))[1] == len(C)
     was, lm.vocab = lm.vocab, 4
     try:
-        assert list(shelf_of(tmp_path, lm).find_spans(session(lm, Pie(LEAST)), NEW, WHOLE)) == []
+        assert list(shelf_of(tmp_path, lm).find_spans(session(lm, Pie(LEAST)), NEW, INTACT)) == []
     finally:
         lm.vocab = was
 
@@ -195,14 +195,14 @@ def test_no_more_is_looked_at_than_so_many_blocks_and_texts(
     whole = finding.read_tokens
     monkeypatch.setattr(finding, "read_tokens", lambda path: (opened.append(path), whole(path))[1])
     one = session(lm, Pie(LEAST))
-    found = list(shelf.find_spans(one, NEW, WHOLE))
+    found = list(shelf.find_spans(one, NEW, INTACT))
     assert len({id(source) for _, source in found}) == finding.TEXTS
     n = len(opened)
-    assert list(shelf.find_spans(one, NEW, WHOLE))
+    assert list(shelf.find_spans(one, NEW, INTACT))
     assert len(opened) == n, "files never change"
     monkeypatch.setattr(finding, "MOST", 5)
-    fresh = PrefixCache(tmp_path, 1 << 30, lm, worth=0)
-    list(fresh.find_spans(one, NEW, WHOLE))
+    fresh = PrefixCache(tmp_path, 1 << 30, lm, min_work=0)
+    list(fresh.find_spans(one, NEW, INTACT))
     assert len(opened) == n + 5
 
 
@@ -238,7 +238,7 @@ def test_what_one_chat_read_another_takes_over_and_nobody_takes_that_for_read(tm
     exact = Profile.load("exact").replace(exactness="approx")
     ids = families.prompt(500, vocab=200)
     with kvcli.load("demo", exact) as model:
-        model.prefix_cache = PrefixCache(tmp_path, 1 << 30, model.lm, worth=0)
+        model.prefix_cache = PrefixCache(tmp_path, 1 << 30, model.lm, min_work=0)
         blend = exact.replace(reuse={"method": "blend"})
         with model.open(exact) as text:
             text.generate([9, *ids, 11], max_new_tokens=1)

@@ -417,7 +417,7 @@ def test_max_context_loads_without_a_gpu_and_says_what_it_does_not_do() -> None:
     )
     turn = model.generate(families.prompt(300, 2048), max_new_tokens=20)
     assert len(turn.ids) == 20
-    assert set(nbytes(model.text.session.cache)) == {"cpu", "packed", "index"}
+    assert set(nbytes(model.text_session.session.cache)) == {"cpu", "packed", "index"}
     (caution,) = model.cautions
     assert "memory.host = auto" in caution
     assert model.with_profile(load_profile("exact")).cautions == []

@@ -166,7 +166,7 @@ def test_a_conversation_tells_the_session_where_its_system_text_stands() -> None
     model = Model(lm, demo(), load_profile("exact").replace(exactness="approx", policy=policy))
     chat = Chat(model, "Answer in one word, always.")
     chat.send("What is deep? " * 20, max_new_tokens=3)
-    session = model.text.session
+    session = model.text_session.session
     assert session.kinds is not None
     (at,) = [span for span in session.kind_spans if span.kind == SYSTEM]
     assert decode(demo(), session.ids[at.start : at.end]) == "Answer in one word, always."
@@ -185,4 +185,4 @@ def test_without_a_policy_no_kinds_are_looked_up() -> None:
         def __getattr__(self, name: str) -> object:
             raise AssertionError(f"the tokenizer was asked for {name}")
 
-    assert Model(lm, Silent(), load_profile("exact")).text.session.kinds is None  # type: ignore[arg-type]
+    assert Model(lm, Silent(), load_profile("exact")).text_session.session.kinds is None  # type: ignore[arg-type]

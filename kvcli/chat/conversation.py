@@ -57,26 +57,25 @@ class Chat:
 
     def __init__(
         self,
-        model: TextSession,
+        text_session: TextSession,
         system: str | None = None,
         *,
         title: str | None = None,
-        sessions: SavedChats | None = None,
-        holds: bool = False,
+        saved_chats: SavedChats | None = None,
+        is_locked: bool = False,
         called: str = "",
     ) -> None:
-        """`model`: the text session. `sessions`: the saved chats that `save` adds to; None = saving is refused.
-
-        `holds`: lock the saved chat against other processes until `close`. `called`: the name of the model that is
+        """`saved_chats`: the saved chats that `save` adds to; None = saving is refused.
+        `is_locked`: lock the saved chat against other processes until `close`. `called`: the name of the model that is
         saved with the chat, if not its id.
         """
-        self.model = model
+        self.text_session = text_session
         self.system = system
         self.title = title
-        self._sessions = sessions
-        self.holds = holds
+        self._saved_chats = saved_chats
+        self.is_locked = is_locked
         self.called = called
-        self.kept: SavedChat | None = None  # the saved chat that it was saved as or loaded from
+        self.saved_chat: SavedChat | None = None  # the saved chat that it was saved as or loaded from
         self.messages: list[Message] = []
         self.pending: list[Document] = []  # attached to the next question
         self.visible_messages = VisibleMessages()  # the messages that the model is shown
@@ -85,11 +84,12 @@ class Chat:
         self.prompt_tokens = PromptTokens()
 
     @property
-    def sessions(self) -> SavedChats:
+    def saved_chats(self) -> SavedChats:
         """Saved chats of the user. Raises BadInput if the chat was made without them."""
-        if self._sessions is None:
-            raise BadInput("this chat has no folder for saved chats", code="no_place", try_=["Chat(..., sessions=...)"])
-        return self._sessions
+        if self._saved_chats is None:
+            ways = ["Chat(..., saved_chats=...)"]
+            raise BadInput("this chat has no folder for saved chats", code="no_place", try_=ways)
+        return self._saved_chats
 
     # --- asking
 
@@ -107,13 +107,13 @@ class Chat:
         if not text.strip():
             raise BadInput("the question is empty", code="empty_prompt")
         question = Message("user", text, tuple(self.pending))
-        if self.model.on_overflow != "compress":
-            refuse_longer(question.content, self.model.tokenizer, self.model.limit)
+        if self.text_session.on_overflow != "compress":
+            refuse_longer(question.content, self.text_session.tokenizer, self.text_session.limit)
         asked = self.rendered([*self.messages, question])
         said: list[str] = []
         has_begun = ended = False
         try:
-            events = self.model.stream(asked.ids, messages=asked.contents, **options)
+            events = self.text_session.stream(asked.ids, messages=asked.contents, **options)
             for event in events:
                 has_begun = True
                 if isinstance(event, Text):
@@ -122,7 +122,7 @@ class Chat:
                     ended = True
                     turn = event.turn
                     self._keep(question, turn.text, turn.finish, figures_of(turn.stats), turn.thinking)
-                    text_, ids = tokens_of_turn(self.model.tokenizer, asked.text, asked.ids, turn)
+                    text_, ids = tokens_of_turn(self.text_session.tokenizer, asked.text, asked.ids, turn)
                     now = PromptTokens(text_, ids) if text_ else PromptTokens(asked.text, asked.ids)
                     self.prompt_tokens = now.after(self.prompt_tokens, asked.text, len(asked.ids))
                 yield event
@@ -144,7 +144,8 @@ class Chat:
     def retry(self, **options: Any) -> Generator[Event]:
         """Replace the last answer by a new one. The seed changes, so that a sampled answer differs."""
         self._retries += 1
-        return self.edit(self.last_question, **{"seed": self.model.profile.sample.seed + self._retries, **options})
+        seed = self.text_session.profile.sample.seed + self._retries
+        return self.edit(self.last_question, **{"seed": seed, **options})
 
     def edit(self, text: str, **options: Any) -> Generator[Event]:
         """Ask `text` in place of the last question, with the same documents. A failure leaves the chat unchanged."""
@@ -222,7 +223,7 @@ class Chat:
 
     def tokens(self) -> list[tuple[str, int]]:
         """Return token counts by message and document, then of the chat template and of a condensed beginning."""
-        tokenizer = self.model.tokenizer
+        tokenizer = self.text_session.tokenizer
         rows: list[tuple[str, int]] = []
         if self.system:
             rows.append(("system", len(encode(tokenizer, self.system))))
@@ -245,47 +246,46 @@ class Chat:
     # --- saving
 
     @property
-    def is_kept(self) -> bool:
+    def is_saved(self) -> bool:
         """True if the chat is saved. A chat opened from a file is not, until it is saved."""
-        return self.kept is not None and self.kept.version > 0
+        return self.saved_chat is not None and self.saved_chat.version > 0
 
     @property
     def goes_on(self) -> str:
         """Return the option of `kvcli chat` that continues the chat once it is saved."""
-        name = self.kept.name if self.kept is not None else ""
-        return "-c" if self.sessions.find(None) == name else f"-r {name}"
+        name = self.saved_chat.name if self.saved_chat is not None else ""
+        return "-c" if self.saved_chats.find(None) == name else f"-r {name}"
 
     def save(self, title: str | None = None) -> str:
         """Save the chat, the first time as a new saved chat, and return its name."""
         return save_chat(self, title)
 
-    def load(self, session: str | Path) -> Chat:
+    def load(self, name: str | Path) -> Chat:
         """Become a saved chat, found by its name or words of its title, or the chat in a JSON file. The next question
-        prefills the tokens that are not in the prefix cache.
-        """
-        return self.take(self.sessions.open(str(session), holds=self.holds))
+        prefills the tokens that are not in the prefix cache."""
+        return self.take(self.saved_chats.open(str(name), is_locked=self.is_locked))
 
     def take(self, opened: OpenedChat) -> Chat:
         """Become the opened chat."""
         self.close()
-        self.kept, saved = opened.kept, opened.saved
+        self.saved_chat, saved = opened.saved_chat, opened.saved
         self.system, self.title = saved.system, saved.title
         self.messages, self.pending = messages_of(saved), list(documents_of(saved.pending))
         self.visible_messages = shown_of(self, saved.left_out)
         return self
 
-    def go_to(self, model: TextSession, called: str) -> None:
+    def go_to(self, text_session: TextSession, called: str) -> None:
         """Continue in another text session, perhaps of another model, and close the present one."""
-        before, self.model, self.called = self.model, model, called
+        before, self.text_session, self.called = self.text_session, text_session, called
         # the other model may have another tokenizer and another context window
         self.prompt_tokens, self.visible_messages = PromptTokens(), VisibleMessages()
         before.close()
 
     def close(self) -> None:
         """Release the saved chat for other processes. The next `save` makes a new saved chat."""
-        if self.kept is not None:
-            self.kept.close()
-        self.kept = None
+        if self.saved_chat is not None:
+            self.saved_chat.close()
+        self.saved_chat = None
 
     def export(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the chat to a .md, .json or .jsonl file."""
@@ -305,8 +305,9 @@ class Chat:
         """Render messages that end with a question. `shown`: the part to show, if not the present one."""
         contents: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
         contents += [{"role": m.role, "content": m.content} for m in (shown or self.visible_messages).of(messages)]
-        text, has_template = render_text(self.model.tokenizer, contents, note=self.note)
-        ids = resume_ids(self.model.tokenizer, text, self.prompt_tokens.of(text, self.model), special=not has_template)
+        tokenizer = self.text_session.tokenizer
+        text, has_template = render_text(tokenizer, contents, note=self.note)
+        ids = resume_ids(tokenizer, text, self.prompt_tokens.of(text, self.text_session), special=not has_template)
         return Rendered(contents, text, ids, has_template)
 
     def note(self, note: str) -> None:

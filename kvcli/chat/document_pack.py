@@ -80,13 +80,13 @@ class Pack:
             raise _bad(self.folder, f"{PAST} belongs to another text")
         session.resume(ids)  # as at the start of every question
 
-    def differs(self, text: TextSession) -> list[str]:
+    def differs(self, text_session: TextSession) -> list[str]:
         """Return the fields in which the model or its KV cache settings differ from those of the pack."""
-        return _unlike(fingerprint(text, cache_key(text.model.lm)), self.about.fingerprint)
+        return _unlike(fingerprint(text_session, cache_key(text_session.model.lm)), self.about.fingerprint)
 
-    def refuse_other(self, text: TextSession) -> None:
+    def refuse_other(self, text_session: TextSession) -> None:
         """Raise BadInput if this text session cannot use the pack."""
-        self._refuse(fingerprint(text, cache_key(text.model.lm)), self.about.fingerprint)
+        self._refuse(fingerprint(text_session, cache_key(text_session.model.lm)), self.about.fingerprint)
 
     def refuse_under(self, profile: Profile) -> None:
         """Raise BadInput if settings differ; needs no model. `OF_MODEL` is skipped: loading resolves its "auto"."""
@@ -146,7 +146,7 @@ def make(talk: Chat, folder: Path, on_read: Callable[[Read], None] = lambda _: N
     `on_read` receives the progress of the prefill. The folder gets its name once it is complete. Raises BadInput for
     documents so short that a pack saves no time.
     """
-    (ids, contents), made_by = talk.begins(), cache_key(talk.model.model.lm)
+    (ids, contents), made_by = talk.begins(), cache_key(talk.text_session.model.lm)
     if len(ids) < FEW:
         raise BadInput(
             "these documents are too short for a pack",
@@ -156,7 +156,7 @@ def make(talk: Chat, folder: Path, on_read: Callable[[Read], None] = lambda _: N
         )
     on_read(Read(0, len(ids), 0, 0.0))
     # one token is generated, because that pass commits the last prompt token
-    for event in talk.model.stream(ids, messages=contents, max_new_tokens=1, ignore_eos=True):
+    for event in talk.text_session.stream(ids, messages=contents, max_new_tokens=1, ignore_eos=True):
         if isinstance(event, Read):
             on_read(event)
     with writing(folder.name, try_=["-o NAME.kvs in another folder"]):
@@ -165,22 +165,22 @@ def make(talk: Chat, folder: Path, on_read: Callable[[Read], None] = lambda _: N
 
 def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, str]) -> PackDocument:
     """Write the pack. `made_by`: the cache key of the model from before the prefill."""
-    text = talk.model
-    assert text.session.ids[: text.session.committed] == list(ids), "something else was read"
-    shaping, values = assemble.cache_conditions(text.profile), text.profile.values
+    text_session = talk.text_session
+    assert text_session.session.ids[: text_session.session.committed] == list(ids), "something else was read"
+    shaping, values = assemble.cache_conditions(text_session.profile), text_session.profile.values
     with replacing_folder(folder) as made:
-        snapshot_file.write(made / PAST, coded_state(text.session.state(), shaping.codec))
+        snapshot_file.write(made / PAST, coded_state(text_session.session.state(), shaping.codec))
         write_private(made / CHAT, json.dumps(as_document(talk).document(), ensure_ascii=False))
         about = PackDocument(
             schema="kvcli.pack/1",
             made=datetime.now(UTC).isoformat(timespec="seconds"),
-            model=talk.called or text.info.id,
-            profile=text.profile.name,
-            promise=text.promise,
+            model=talk.called or text_session.info.id,
+            profile=text_session.profile.name,
+            promise=text_session.promise,
             documents=[document.name for document in talk.pending],
             tokens=len(ids),
             ids=snapshot_file.digest(ids),
-            fingerprint=fingerprint(text, made_by),
+            fingerprint=fingerprint(text_session, made_by),
             settings={key: set_value(values[key]) for key in (*OF_MODEL, *shaping.settings)},
             files={name: _packed(made / name) for name in (CHAT, PAST)},
         )
@@ -188,9 +188,9 @@ def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, s
     return about
 
 
-def fingerprint(text: TextSession, made_by: Mapping[str, str]) -> dict[str, str]:
+def fingerprint(text_session: TextSession, made_by: Mapping[str, str]) -> dict[str, str]:
     """Return everything that the KV cache of a text session depends on, by field."""
-    return fields_of(made_by, text.session, assemble.cache_conditions(text.profile))
+    return fields_of(made_by, text_session.session, assemble.cache_conditions(text_session.profile))
 
 
 def _unlike(mine: Mapping[str, str], its: Mapping[str, str]) -> list[str]:

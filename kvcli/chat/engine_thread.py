@@ -1,4 +1,4 @@
-"""Running of answers: an engine in a thread that a server's tasks share, and recovery when memory runs out."""
+"""Running of answers: an engine in a thread that the tasks of event loops share, and recovery when memory runs out."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ class EngineThread:
         self._is_turning = False
 
     async def events(self, work: Coroutine[E, T]) -> AsyncGenerator[E]:
-        """Yield the events of `work`; raises its error. Closing this, or cancelling its task, ends it between passes.
+        """Yield the events of `work`; raises the error of `work`.
 
-        A slow task delays no other sequence: its events are queued, a whole answer at most.
+        Closing the generator, or cancelling the task that reads it, ends `work` between two passes. A task that reads
+        slowly delays no other sequence: its events are queued, at most those of one answer.
         """
         loop, said, failed = asyncio.get_running_loop(), asyncio.Queue[E | None](), list[BaseException]()
 
@@ -117,22 +118,22 @@ def repair_session(session: GenerationSession) -> bool:
     return is_due
 
 
-def recover_memory(text: TextSession, phase: Phase) -> Passes[tuple[list[str], bool]]:
+def recover_memory(text_session: TextSession, phase: Phase) -> Passes[tuple[list[str], bool]]:
     """Repair the session, then apply steps of `memory.fallbacks` until it is ready for a forward pass.
 
     Returns the steps, and True if the last one succeeded. If the KV cache could not be saved, the session is empty, and
     the caller prefills its ids again.
     """
-    session, taken, is_due = text.session, list[str](), False
+    session, taken, is_due = text_session.session, list[str](), False
     free_caches()
     with catch_cache_full() as lacks:
         is_due = repair_session(session)
     if lacks:
-        _restart(session, text.profile)
-    while text.profile.memory.on_oom == "degrade" and text.profile.memory.fallbacks:
-        before = text.profile
-        text.switch_profile(text.model.under(next_fallback(before, text.limit)))
-        if _apply(session, before, text.profile):
+        _restart(session, text_session.profile)
+    while text_session.profile.memory.on_oom == "degrade" and text_session.profile.memory.fallbacks:
+        before = text_session.profile
+        text_session.switch_profile(text_session.model.under(next_fallback(before, text_session.limit)))
+        if _apply(session, before, text_session.profile):
             taken.append(before.memory.fallbacks[0])
             if (yield from _is_ready(session, is_due, phase)):
                 return taken, True
@@ -151,7 +152,7 @@ def next_fallback(profile: Profile, limit: int) -> Profile:
 
 
 def _apply(session: GenerationSession, old: Profile, new: Profile) -> bool:
-    """Apply profile `new` to the session; False if there is no memory for its KV cache, and nothing has changed."""
+    """Apply profile `new` to the session. False, with nothing changed, if there is no memory for its KV cache."""
     if _storage(old) != _storage(new):
         with catch_cache_full() as lacks:
             store = assemble.store(session.lm, new, nbytes(session.cache).get(session.lm.device.type, 0))
@@ -200,39 +201,37 @@ def _restart(session: GenerationSession, profile: Profile) -> None:
 # Prefill and generation that survive a lack of memory: fallback steps are applied in turn and reported.
 #
 # Tokens of a failed forward pass are lost and computed again. Tokens added before it are kept, with their KV.
-
-
 class ResilientGeneration:
     """The forward passes of one running answer. A pass that ran out of memory is repeated."""
 
-    def __init__(self, text: TextSession, prompt: int, new: int, stats: Stats) -> None:
+    def __init__(self, text_session: TextSession, prompt: int, new: int, stats: Stats) -> None:
         """`prompt`, `new`: tokens of the prompt and, at most, of the answer. Suggested settings leave room for both."""
         self.said: list[str] = []  # text of the answer so far, which an error returns
-        self._text, self._prompt, self._end, self._stats = text, prompt, prompt + new, stats
+        self._text_session, self._prompt, self._end, self._stats = text_session, prompt, prompt + new, stats
         self._lacks: list[CacheFull] = []  # the error that ended the last pass, raised after its new tokens
 
     def chunk(self, ids: Sequence[int]) -> Passes[bool]:
         """Prefill the next chunk of `ids`; False once all are prefilled."""
-        session = self._text.session
+        session = self._text_session.session
         while True:
             with catch_cache_full() as lacks:
                 is_more = yield from session.prefill_chunk(ids)
             if not lacks:
                 return is_more
             yield from self._relieve(lacks[0], "read" if session.committed == len(ids) - 1 else "reading")
-            if len(ids) >= self._text.limit:
+            if len(ids) >= self._text_session.limit:
                 raise self._explained(lacks[0])
 
     def step(self, ids: Sequence[int], stop: Collection[int]) -> Passes[Sequence[int]]:
         """Run one forward pass after `ids` and return its new tokens; none if memory has no room for more."""
-        session = self._text.session
+        session = self._text_session.session
         while len(ids) < self._end:
             if not self._lacks:
                 with catch_cache_full() as self._lacks:
                     if len(session.ids) < len(ids):  # the KV cache was lost; afterwards the last token is pending again
                         while (yield from session.prefill_chunk(ids)):
                             pass
-                    most, writer = self._end - len(ids), self._text.writer
+                    most, writer = self._end - len(ids), self._text_session.writer
                     step = yield from session.step(stop, most) if writer is None else writer.step(session, stop, most)
                     self._stats.add_step(step)
                     return step.new
@@ -241,15 +240,15 @@ class ResilientGeneration:
                 self._stats.new += len(rest)
                 return rest
             yield from self._relieve(self._lacks.pop(), "answering")
-            self._end = min(self._end, self._text.limit)
+            self._end = min(self._end, self._text_session.limit)
         return ()
 
     def _relieve(self, lack: CacheFull, phase: Phase) -> Passes[None]:
         """Apply the next fallback steps and report them; raises the error, explained, if there are none."""
-        session, stats = self._text.session, self._stats
+        session, stats = self._text_session.session, self._stats
         at = session.committed if phase == "reading" else len(session.ids)
-        steps, is_over = yield from recover_memory(self._text, phase)
-        stats.limit = self._text.limit
+        steps, is_over = yield from recover_memory(self._text_session, phase)
+        stats.limit = self._text_session.limit
         if steps:
             stats.shortages.append(f"out of memory at {at:,} tokens; continuing with {', '.join(steps)}")
         if not is_over:
@@ -257,7 +256,7 @@ class ResilientGeneration:
 
     def _explained(self, lack: CacheFull) -> CacheFull:
         """Return the error with the memory that the KV takes, and settings with room for the whole answer."""
-        session, profile = self._text.session, self._text.profile
+        session, profile = self._text_session.session, self._text_session.profile
         held = sum(nbytes(session.cache, session.view).values())
         lines = list(lack.lines)
         if session.committed:

@@ -197,11 +197,11 @@ class Model:
 
     def close(self) -> None:
         """Free the KV cache of the model's own text session. Callers of `open` close their sessions themselves."""
-        if "text" in vars(self):
-            self.text.close()
+        if "text_session" in vars(self):
+            self.text_session.close()
 
     @cached_property
-    def text(self) -> TextSession:
+    def text_session(self) -> TextSession:
         """The model's own text session, used by `generate`, `stream` and `chat`."""
         return TextSession(self)
 
@@ -249,7 +249,7 @@ class Model:
 
     def new_writer(self) -> Writer | None:
         """Return the writer that generates by reasoning steps, if the profile asks for it."""
-        return assemble.steps(self.lm, self.profile, self._draft(), self.tokenizer)
+        return assemble.step_writer(self.lm, self.profile, self._draft(), self.tokenizer)
 
     def _draft(self) -> ModelPair | None:
         """Return this model paired with the draft model of its profile, loaded at the first call.
@@ -309,7 +309,7 @@ class Model:
     @property
     def exactness_label(self) -> str:
         """Exactness of the text: "bit-exact", "exact", "exact up to 16-bit rounding", "certified", "approx"."""
-        return assemble.promise(self.lm, self.profile)
+        return assemble.exactness_label(self.lm, self.profile)
 
     def with_profile(self, profile: Profile) -> Model:
         """Return this model under another profile. Refuses a change of `load`."""
@@ -329,12 +329,12 @@ class Model:
         """Return this model under another profile without refusals or measurements, for answers that must continue."""
         changed = copy(self)
         changed.profile, changed._unkept = assemble.adapted_profile(self.lm, profile)
-        vars(changed).pop("text", None)
+        vars(changed).pop("text_session", None)
         return changed
 
     def chat(self, system: str | None = None) -> Chat:
         """Start a chat in the model's own text session."""
-        return self.text.chat(system)
+        return self.text_session.chat(system)
 
     def constraint(self, grammar: Grammar) -> Constraint:
         """Return a constraint of answers to a grammar. The first call is slower, because it prepares the vocabulary."""
@@ -351,11 +351,11 @@ class Model:
 
     def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:
         """Return one answer of the model's own text session. Options are those of `TextSession.answer`."""
-        return self.text.generate(prompt, max_new_tokens, **options)
+        return self.text_session.generate(prompt, max_new_tokens, **options)
 
     def stream(self, prompt: Prompt, **options: Any) -> Events:
         """Yield one answer as events: Live and Read first, then Text pieces, End last."""
-        return self.text.stream(prompt, **options)
+        return self.text_session.stream(prompt, **options)
 
 
 def _elsewhere(pair: ModelPair) -> list[str]:

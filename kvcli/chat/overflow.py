@@ -112,7 +112,7 @@ def shown_of(chat: Chat, saved: LeftOut | None) -> VisibleMessages:
     """Return the part of a saved chat that the model was shown; the whole chat if it now fits the context window."""
     if saved is None:
         return VisibleMessages()
-    if chat.messages and len(chat.rendered(chat.messages, VisibleMessages()).ids) <= KEPT * chat.model.limit:
+    if chat.messages and len(chat.rendered(chat.messages, VisibleMessages()).ids) <= KEPT * chat.text_session.limit:
         return VisibleMessages()
     kept = "it has its notes on them" if saved.notes else "it does not know them"
     chat.note(f"the chat exceeds the context window; questions 1–{saved.messages // 2} are not sent; {kept}")
@@ -135,15 +135,16 @@ def shorter(
 
 def fitting(chat: Chat, question: Message, detail: dict[str, Any]) -> list[str]:
     """Return commands to type if the question's documents are too long: pages that fit, or `kvcli summarize`."""
-    tokens = {d.name: d.tokens(chat.model.tokenizer) for d in question.documents}
+    tokens = {d.name: d.tokens(chat.text_session.tokenizer) for d in question.documents}
     if not tokens or (over := detail["prompt"] + detail["reserve"] - detail["limit"]) <= 0:
         return []
     longest = max(question.documents, key=lambda d: tokens[d.name])
     name, room, pages = quote(split_pages(longest.name)[0]), tokens[longest.name] - over, longest.sections
-    sizes = accumulate(len(encode(chat.model.tokenizer, section.text)) + PAGE_MARK for section in pages)
+    sizes = accumulate(len(encode(chat.text_session.tokenizer, section.text)) + PAGE_MARK for section in pages)
     n = bisect_right([*sizes], room) if longest.unit == "page" else 0
     ways = [f"-f {name}:{pages[0].number}-{pages[n - 1].number}, pages that fit"] if n else []
-    return [*ways, f"kvcli summarize {name} -m {quote(chat.called or chat.model.info.id)}, which reads it in parts"]
+    model = quote(chat.called or chat.text_session.info.id)
+    return [*ways, f"kvcli summarize {name} -m {model}, which reads it in parts"]
 
 
 def leave_out(
@@ -153,12 +154,12 @@ def leave_out(
 
     `detail`: of the ContextOverflow error, with the lengths. `options`: the options of the question.
     """
-    if (how := chat.model.on_overflow) == "error":
+    if (how := chat.text_session.on_overflow) == "error":
         return False
     asked = [*chat.messages, question]
     cancel: Cancel = options.get("cancel") or (lambda: False)
     if how == "compress":
-        fewer_tokens = chat.prompt_tokens.condensed(chat.model, chat.rendered(asked).text, detail, cancel)
+        fewer_tokens = chat.prompt_tokens.condensed(chat.text_session, chat.rendered(asked).text, detail, cancel)
         if fewer_tokens is not None:
             n, fewer = fewer_tokens.begins.ids, len(chat.prompt_tokens.ids) - len(fewer_tokens.ids)
             chat.prompt_tokens = fewer_tokens
@@ -184,7 +185,7 @@ def _notes(chat: Chat, left: int, n: int, options: dict[str, Any]) -> Generator[
     asked = chat.rendered([*chat.messages[:left], Message("user", ASKED)])
     own = {"max_new_tokens": n, "cancel": options.get("cancel")}
     with suppress(ContextOverflow):  # the messages left out fill the window alone
-        for event in chat.model.stream(asked.ids, messages=asked.contents, **own):
+        for event in chat.text_session.stream(asked.ids, messages=asked.contents, **own):
             if isinstance(event, End):
                 return "" if event.turn.finish == "interrupted" else event.turn.text.strip()
             if not isinstance(event, Text | Thought):

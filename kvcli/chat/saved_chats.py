@@ -84,13 +84,13 @@ class SavedChat:
     name: str
     version: int = 0
     made: Mapping[str, Any] = field(default_factory=dict)
-    hold: ChatLock | None = None
+    lock: ChatLock | None = None
     origin: str = ""  # digest of the JSON file that it was read from
 
     def close(self) -> None:
         """Release the lock."""
-        if self.hold is not None:
-            self.hold.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class OpenedChat:
     """A chat that was read, and its database entry."""
 
     saved: ChatDocument
-    kept: SavedChat
+    saved_chat: SavedChat
 
 
 class SavedChats:
@@ -111,20 +111,20 @@ class SavedChats:
 
     # --- one chat
 
-    def open(self, wanted: str | None = None, *, holds: bool = False, cwd: Path = Path()) -> OpenedChat:
-        """Open a chat, named as for `find` or by the path of a JSON file. `holds`: lock it against other processes."""
+    def open(self, wanted: str | None = None, *, is_locked: bool = False, cwd: Path = Path()) -> OpenedChat:
+        """Open a chat, named as for `find` or by the path of a JSON file. `is_locked`: lock it for this process."""
         name = self.name_of(wanted, cwd)
-        kept = self.begin(name, holds=holds)
+        saved_chat = self.begin(name, is_locked=is_locked)
         try:
             if name is None:
-                saved, kept.origin = read_chat(cwd / expanduser(wanted or ""))
-                return OpenedChat(saved, kept)
-            saved, kept.version = self.read(name)
+                saved, saved_chat.origin = read_chat(cwd / expanduser(wanted or ""))
+                return OpenedChat(saved, saved_chat)
+            saved, saved_chat.version = self.read(name)
         except BaseException:
-            kept.close()
+            saved_chat.close()
             raise
-        kept.made = saved.document()
-        return OpenedChat(saved, kept)
+        saved_chat.made = saved.document()
+        return OpenedChat(saved, saved_chat)
 
     def name_of(self, wanted: str | None, cwd: Path = Path()) -> str | None:
         """Return the name of the chat that `open` would open; None for a file that was not imported before."""
@@ -133,10 +133,10 @@ class SavedChats:
         _, digest = read_chat(cwd / expanduser(wanted))
         return self._run(lambda db: database.of_file(db, digest), None)
 
-    def begin(self, name: str | None = None, *, holds: bool) -> SavedChat:
+    def begin(self, name: str | None = None, *, is_locked: bool) -> SavedChat:
         """Return the entry of this name, or one for a new chat. Nothing is read from or written to the database."""
         name = name or _new_name()
-        return SavedChat(name, hold=ChatLock(self.folder, name) if holds else None)
+        return SavedChat(name, lock=ChatLock(self.folder, name) if is_locked else None)
 
     def read(self, name: str) -> tuple[ChatDocument, int]:
         """Return a chat and its version."""
@@ -145,23 +145,23 @@ class SavedChats:
             raise BadInput(f"there is no saved chat {name}", code="no_chat", try_=["kvcli chats list"])
         return found
 
-    def write(self, kept: SavedChat, made: Mapping[str, Any]) -> None:
+    def write(self, saved_chat: SavedChat, made: Mapping[str, Any]) -> None:
         """Store `made`, a `ChatDocument` as a dict, in place of the stored chat. Only turns that differ are written.
 
         Raises BadInput if another process has written meanwhile. A chat that was removed meanwhile is stored again.
         """
 
         def work(db: sqlite3.Connection) -> int:
-            version = database.version(db, kept.name)
-            if version not in (None, kept.version):
-                raise BadInput(f"another kvcli process changed {kept.name}; not saved", code="chat_changed")
-            latest = database.write(db, kept.name, made, kept.made if version is not None else {})
-            if kept.origin:
-                database.note_file(db, "", kept.origin, kept.name)
+            version = database.version(db, saved_chat.name)
+            if version not in (None, saved_chat.version):
+                raise BadInput(f"another kvcli process changed {saved_chat.name}; not saved", code="chat_changed")
+            latest = database.write(db, saved_chat.name, made, saved_chat.made if version is not None else {})
+            if saved_chat.origin:
+                database.note_file(db, "", saved_chat.origin, saved_chat.name)
             return latest
 
         self._take_in()
-        kept.version, kept.made, kept.origin = self._db.run(work), made, ""
+        saved_chat.version, saved_chat.made, saved_chat.origin = self._db.run(work), made, ""
 
     def save(self, name: str) -> Path:
         """Write the chat to a file in `chats`, which is not imported again."""
@@ -173,9 +173,9 @@ class SavedChats:
     def remove(self, names: Sequence[str]) -> None:
         """Delete chats and their files in `chats`. If a chat is open, raise BadInput and delete none of its batch."""
         for some in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
-            with ExitStack() as holds, writing(self.files):
+            with ExitStack() as locks, writing(self.files):
                 for name in some:
-                    holds.callback(ChatLock(self.folder, name).close)
+                    locks.callback(ChatLock(self.folder, name).close)
                 gone: list[str] = self._run(partial(database.remove, names=some), [])
                 for file in gone:
                     (self.files / file).unlink(missing_ok=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TextSession:
-    """A sequence with its own KV cache. A context manager, for `with` and `async with`; closing frees the cache.
+    """A generation session with tokenizer, profile and KV cache. A context manager, also `async`; closing frees it.
 
     Prompt tokens in the cache are not prefilled again. One answer runs at a time: a new answer ends the one before it.
     """
@@ -85,7 +85,7 @@ class TextSession:
             with catch_cache_full():  # without room, the prompt is prefilled
                 for shaping in (ways := assemble.shapings(self.profile)):
                     prefixes.load_prefix(self.session, ids, shaping)
-                if self.session.reusable_spans is not None and ways[-1].is_whole:
+                if self.session.reusable_spans is not None and ways[-1].is_intact:
                     self.session.reusable_spans.add(prefixes.find_spans(self.session, ids, ways[-1]))
         return self.session.committed
 
@@ -120,9 +120,9 @@ class TextSession:
             return SaveResult()
         ways = assemble.shapings(self.profile)
         shaping = ways[0 if "reused" in self.session.approximations else -1]
-        kept = self.model.prefix_cache.save(self.session, cancel, shaping)
-        was, self._is_unkept = self._is_unkept, bool(kept.why_not)
-        return replace(kept, why_not="") if was else kept
+        result = self.model.prefix_cache.save(self.session, cancel, shaping)
+        was, self._is_unkept = self._is_unkept, bool(result.why_not)
+        return replace(result, why_not="") if was else result
 
     def idle(self, cancel: Cancel) -> None:
         """Revive deferred tokens between answers, if the profile asks for it, until `cancel()` returns True."""
@@ -131,7 +131,7 @@ class TextSession:
             run_to_end(run_until_cancelled(session.aux_cache.before_prompt(session.cache, session.ids), cancel))
 
     def why_again(self) -> list[str]:
-        """Explain why the prefix cache of this model is unusable, if the model was loaded differently then."""
+        """Explain why saved KV of this model cannot be used, if it was computed under other settings; [] otherwise."""
         if (prefixes := self.model.prefix_cache) is None:
             return []
         fields = prefixes.mismatch(self.session, assemble.cache_conditions(self.profile))
@@ -144,9 +144,9 @@ class TextSession:
     def take_cache(self, other: TextSession) -> bool:
         """Take over the KV cache of `other`, if both profiles fill and store it alike; `other` is then empty."""
         leaves = ("spec", "reasoning_steps", "sample", "context")  # tables that do not change the KV cache
-        kept = [table for table in ORDER if table not in leaves]
+        tables = [table for table in ORDER if table not in leaves]
         mine, its = self.profile, other.profile
-        if other.model.lm is not self.model.lm or any(getattr(mine, table) != getattr(its, table) for table in kept):
+        if other.model.lm is not self.model.lm or any(getattr(mine, table) != getattr(its, table) for table in tables):
             return False
         if other.session.condensed and (mine.exactness != "approx" or mine.context.on_overflow != "compress"):
             return False
@@ -161,7 +161,7 @@ class TextSession:
         from kvcli.chat.conversation import Chat
         from kvcli.chat.saved_chats import SavedChats
 
-        return Chat(self, system, sessions=SavedChats(self.model.data) if self.model.data else None)
+        return Chat(self, system, saved_chats=SavedChats(self.model.data) if self.model.data else None)
 
     def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:
         """Return one answer. Options are those of `answer`."""
@@ -216,13 +216,13 @@ class TextSession:
             profile = profile.changed({"sample": changes}, "options of the answer")
         fits = partial(model.fits, self.profile) if model.fits is not None else None
         window = ContextWindow(self.limit, model.lm.limit, profile.context.reserve, fits)
-        asks, spans = self.session.pruning is not None or bool(model.lm.recurrent_layers), list[KindSpan]()
+        asks, kind_spans = self.session.pruning is not None or bool(model.lm.recurrent_layers), list[KindSpan]()
         marks = self.session.marks | ({QUESTION} if asks else set())
         if messages and (asks or self.session.policy is not None or self.on_overflow == "compress"):
-            spans = chat_spans(model.tokenizer, messages, ids, marks)
+            kind_spans = chat_spans(model.tokenizer, messages, ids, marks)
         asked = TurnRequest(
             ids,
-            spans,
+            kind_spans,
             window.room(len(ids), profile.sample.max_new_tokens),
             () if ignore_eos else model.lm.stop_ids,
             StopStrings([*([stop] if isinstance(stop, str) else stop), *(() if ignore_eos else model.lm.stop_strings)]),

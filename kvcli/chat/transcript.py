@@ -285,16 +285,16 @@ def save_chat(chat: Chat, title: str | None = None) -> str:
     """Save `chat`, the first time as a new saved chat, and return its name. An unchanged chat is not written."""
     chat.title = title or chat.title or first_words(chat.messages)
     made = as_document(chat).document()
-    if chat.kept is not None and made | {"saved": ""} == {**chat.kept.made, "saved": ""}:
-        return chat.kept.name
-    kept = chat.kept or chat.sessions.begin(holds=chat.holds)
+    if chat.saved_chat is not None and made | {"saved": ""} == {**chat.saved_chat.made, "saved": ""}:
+        return chat.saved_chat.name
+    saved_chat = chat.saved_chat or chat.saved_chats.begin(is_locked=chat.is_locked)
     try:
-        chat.sessions.write(kept, made)
-        chat.kept = kept
+        chat.saved_chats.write(saved_chat, made)
+        chat.saved_chat = saved_chat
     finally:
-        if chat.kept is None:
-            kept.close()
-    return kept.name
+        if chat.saved_chat is None:
+            saved_chat.close()
+    return saved_chat.name
 
 
 def export_chat(saved: ChatDocument, path: Path, *, overwrite: bool = False) -> Path:
@@ -321,7 +321,7 @@ def as_document(chat: Chat) -> ChatDocument:
     return ChatDocument(
         schema=SCHEMA,
         title=chat.title,
-        model=chat.called or chat.model.info.id,
+        model=chat.called or chat.text_session.info.id,
         saved=datetime.now().astimezone().isoformat(timespec="seconds"),
         system=chat.system,
         messages=[

@@ -90,7 +90,7 @@ class TurnRequest:
     """A prompt, and the conditions that end its answer."""
 
     ids: list[int]
-    spans: list[KindSpan]  # kinds of the tokens
+    kind_spans: list[KindSpan]  # spans of prompt tokens of one kind each
     new: int  # tokens of the answer, at most
     stops: Collection[int]
     strings: StopStrings
@@ -103,24 +103,24 @@ class TurnRequest:
 class TurnRun:
     """A running answer."""
 
-    def __init__(self, text: TextSession, asked: TurnRequest) -> None:
-        self._text, self._asked = text, asked
-        self._stats = Stats(prompt=len(asked.ids), limit=text.limit, load=text.info.load_seconds)
+    def __init__(self, text_session: TextSession, asked: TurnRequest) -> None:
+        self._text_session, self._asked = text_session, asked
+        self._stats = Stats(prompt=len(asked.ids), limit=text_session.limit, load=text_session.info.load_seconds)
         self._stats.sampling = asdict(asked.sampler)
-        self._steady = ResilientGeneration(text, len(asked.ids), asked.new, self._stats)
+        self._steady = ResilientGeneration(text_session, len(asked.ids), asked.new, self._stats)
         self._cancel = _latched(asked.cancel)
         self._measured = 0.0  # time of the last memory measurement
         self._fetched = 0.0  # seconds to load KV from the pack and the prefix cache
 
     def events(self) -> Coroutine[Event, Turn]:
         """Yield Live and Read first, then Text pieces. The session stays usable however the answer ends."""
-        session, asked = self._text.session, self._asked
+        session, asked = self._text_session.session, self._asked
         try:
             with catch_cache_full():  # without room, matching spans are prefilled
                 session.copy_reusable_spans(asked.ids)
-            session.start_answer(asked.ids, asked.sampler, asked.constraint, asked.spans)
+            session.start_answer(asked.ids, asked.sampler, asked.constraint, asked.kind_spans)
             began = time.perf_counter()
-            self._stats.cached = self._text.fetch(asked.ids)
+            self._stats.cached = self._text_session.fetch(asked.ids)
             self._fetched = time.perf_counter() - began
             self._stats.order = session.order
             yield Live(self._stats)
@@ -136,9 +136,9 @@ class TurnRun:
     def _read(self) -> Coroutine[Event, None]:
         stats, began = self._stats, time.perf_counter()
         while (yield from self._steady.chunk(self._asked.ids)):
-            stats.read, stats.reused = time.perf_counter() - began, self._text.session.reused
+            stats.read, stats.reused = time.perf_counter() - began, self._text_session.session.reused
             self._measure()
-            yield Read(self._text.session.progress, stats.prompt, stats.cached, stats.read)
+            yield Read(self._text_session.session.progress, stats.prompt, stats.cached, stats.read)
             if self._cancel():
                 return
         stats.read = time.perf_counter() - began
@@ -147,17 +147,17 @@ class TurnRun:
 
     def _write(self) -> Coroutine[Event, Turn]:
         stats, asked = self._stats, self._asked
-        words = Channels(self._text.tokenizer, asked.ids, asked.strings, is_split=asked.constraint is None)
-        text, answer = list(asked.ids), list[int]()
-        before = self._text.session.drafter.report()
+        words = Channels(self._text_session.tokenizer, asked.ids, asked.strings, is_split=asked.constraint is None)
+        ids, answer = list(asked.ids), list[int]()
+        before = self._text_session.session.drafter.report()
         loops, loop = RepetitionDetector(asked.stop_loops, asked.ids), None
         finish: Finish = "length"
         shown = 0  # tokens of the answer that were already sent with a piece
         while len(answer) < asked.new and not self._cancel():
-            added = yield from self._steady.step(text, asked.stops)
+            added = yield from self._steady.step(ids, asked.stops)
             if not added:
                 break
-            text += added
+            ids += added
             stats.first_token = stats.first_token or self._fetched + stats.read + stats.decode
             self._measure()
             pieces = list[Piece]()
@@ -173,13 +173,13 @@ class TurnRun:
             if asked.strings.is_hit or loop or answer[-1] in asked.stops:
                 finish = "loop" if loop else "stop"
                 break
-        if finish == "length" and len(answer) < min(asked.new, self._text.limit - stats.prompt):
+        if finish == "length" and len(answer) < min(asked.new, self._text_session.limit - stats.prompt):
             finish = "interrupted"
         yield from self._tell(words.finish(), answer[shown:])
         self._measure(at_once=True)
-        if (foretell := self._text.foretell) is not None:
-            stats.estimate, stats.available = foretell(self._text.profile, stats.context)
-        if (report := self._text.session.drafter.report()) is not None and before is not None:
+        if (foretell := self._text_session.foretell) is not None:
+            stats.estimate, stats.available = foretell(self._text_session.profile, stats.context)
+        if (report := self._text_session.session.drafter.report()) is not None and before is not None:
             stats.add_draft_report(before, report)
         return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip())
 
@@ -193,16 +193,16 @@ class TurnRun:
 
     def _measure(self, at_once: bool = False) -> None:
         """Measure memory, at most each `MEASURE_EVERY` seconds: it takes a tenth of a small model's pass time."""
-        stats, session = self._stats, self._text.session
-        lm = session.lm
+        stats, session = self._stats, self._text_session.session
+        lm, writer = session.lm, self._text_session.writer
         stats.context = len(session.ids)
         if not at_once and time.perf_counter() - self._measured < MEASURE_EVERY:
             return
         self._measured = time.perf_counter()
         if at_once:
             found = session.policy.describe_result(session.memory) if session.policy is not None else ""
-            stats.approx = approximation_note(self._text.profile, session.approximations, found)
-        held = (session.cache, session.states, session.view, session.aux_cache, session.drafter, self._text.writer)
+            stats.approx = approximation_note(self._text_session.profile, session.approximations, found)
+        held = (session.cache, session.states, session.view, session.aux_cache, session.drafter, writer)
         stats.kv, stats.page_hit_rate = nbytes(*held), hit_rate(held)
         stats.host_access = next((use.how for use in session.cache.usage() if use.how), "")
         stats.kv_fp16 = 2 * sum(of.numbers for of in lm.shapes) * session.committed

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.chat.saved_chats import SavedChats
-from kvcli.commands.chat.save_chat import facts, sessions_of
+from kvcli.commands.chat.save_chat import facts, saved_chats_of
 from kvcli.commands.common.flags import option
 from kvcli.commands.common.inputs import agrees, tell
 from kvcli.commands.common.output import print_json, print_table
@@ -46,14 +46,14 @@ Yes = Annotated[bool, option("--yes", "-y", help="Do not ask for confirmation.")
 def list_sessions(context: typer.Context, number: Most = 20) -> None:
     """List saved chats, the latest first."""
     world: Environment = context.obj
-    _print(world, sessions_of(world).entries(), number, numbered=True)
+    _print(world, saved_chats_of(world).entries(), number, numbered=True)
 
 
 @app.command()
 def search(context: typer.Context, words: Words, number: Most = 20) -> None:
     """List saved chats that contain these words, the best match first."""
     world: Environment = context.obj
-    found = sessions_of(world).search(" ".join(words))
+    found = saved_chats_of(world).search(" ".join(words))
     if not found and not world.options.json:
         tell(world, f"no saved chat contains {' '.join(words)}")
     else:
@@ -66,8 +66,8 @@ def show(context: typer.Context, chat: Chat = None) -> None:
     from kvcli.chat.transcript import markdown
 
     world: Environment = context.obj
-    kept = sessions_of(world)
-    saved, _ = kept.read(kept.find(chat))
+    saved_chats = saved_chats_of(world)
+    saved, _ = saved_chats.read(saved_chats.find(chat))
     if world.options.json:
         print_json(world, saved)
     else:
@@ -82,18 +82,19 @@ def export(context: typer.Context, output: Out, chat: Chat = None) -> None:
     from kvcli.chat.transcript import export_chat
 
     world: Environment = context.obj
-    kept = sessions_of(world)
-    name = kept.find(chat)
-    world.stdout.write(f"{export_chat(kept.read(name)[0], world.cwd / expanduser(output))}\n")
+    saved_chats = saved_chats_of(world)
+    name = saved_chats.find(chat)
+    world.stdout.write(f"{export_chat(saved_chats.read(name)[0], world.cwd / expanduser(output))}\n")
 
 
 @app.command()
 def rm(context: typer.Context, chats: Chats, yes: Yes = False) -> None:
     """Delete saved chats, and the files that /save and earlier versions wrote of them."""
     world: Environment = context.obj
-    kept = sessions_of(world)
-    names = dict.fromkeys(kept.find(chat) for chat in chats)
-    _remove(world, kept, [entry for entry in kept.entries() if entry.id in names], yes, shlex.join(["rm", *chats]))
+    saved_chats = saved_chats_of(world)
+    names = dict.fromkeys(saved_chats.find(chat) for chat in chats)
+    entries = [entry for entry in saved_chats.entries() if entry.id in names]
+    _remove(world, saved_chats, entries, yes, shlex.join(["rm", *chats]))
 
 
 @app.command()
@@ -102,12 +103,12 @@ def prune(context: typer.Context, older_than: Days = 30, dry_run: Dry = False, y
     world: Environment = context.obj
     if not 0 <= older_than <= LONGEST:
         raise UsageError(f"--older-than {older_than}: days, from 0 to {LONGEST:,}")
-    kept, before = sessions_of(world), datetime.now(UTC) - timedelta(days=older_than)
-    old = [entry for entry in kept.entries() if _is_before(entry, before)]
+    saved_chats, before = saved_chats_of(world), datetime.now(UTC) - timedelta(days=older_than)
+    old = [entry for entry in saved_chats.entries() if _is_before(entry, before)]
     if dry_run:
         _print(world, old, len(old))
     else:
-        _remove(world, kept, old, yes, f"prune --older-than {older_than}")
+        _remove(world, saved_chats, old, yes, f"prune --older-than {older_than}")
 
 
 def _is_before(entry: ChatEntry, when: datetime) -> bool:
@@ -118,13 +119,13 @@ def _is_before(entry: ChatEntry, when: datetime) -> bool:
         return False
 
 
-def _remove(world: Environment, kept: SavedChats, entries: Sequence[ChatEntry], yes: bool, typed: str) -> None:
+def _remove(world: Environment, saved_chats: SavedChats, entries: Sequence[ChatEntry], yes: bool, typed: str) -> None:
     what = plural(len(entries), "saved chat")
     if len(entries) == 1:
         what = f"{entries[0].id}, {facts(entries[0].title, entries[0].questions, entries[0].documents)}"
     if entries and not yes and not agrees(world, f"delete {what}?"):
         raise UsageError(f"{what}: not deleted", try_=[f"kvcli chats {typed} --yes"])
-    kept.remove([entry.id for entry in entries])
+    saved_chats.remove([entry.id for entry in entries])
     if world.options.json:
         _print(world, entries, len(entries), removed=True)
     else:

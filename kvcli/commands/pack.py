@@ -66,12 +66,13 @@ def pack(
     for document in documents:
         tell_notes(world, document)
     screen = Screen.of(world, "live" if world.is_tty("stderr") else "turn")
-    run, text = load_model(setup, profile, MemoryWishes(force, ctx == "max"), screen)
+    run, text_session = load_model(setup, profile, MemoryWishes(force, ctx == "max"), screen)
     from kvcli.chat.conversation import Chat
 
-    with text, closing(Chat(text, read_system(world, system, system_file), called=setup.lasting_name)) as talk:
+    called = setup.lasting_name
+    with text_session, closing(Chat(text_session, read_system(world, system, system_file), called=called)) as talk:
         talk.pending = documents
-        for note in (*run.notes, *text.cautions, *text.info.notes):
+        for note in (*run.notes, *text_session.cautions, *text_session.info.notes):
             screen.note(note)
         about = packed(talk, folder, screen)
     show(world, folder, about)

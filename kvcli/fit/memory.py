@@ -231,7 +231,7 @@ class RunShape:
     chunk: int  # tokens per prefill chunk
     rows: int  # rows of a decoding pass, at most
     slots: Callable[[int], int]  # of n tokens, the slots per head that the policy keeps
-    reading: Callable[[int], int]  # of n tokens, the slots per head during prefill, without the last chunk
+    reading: Callable[[int], int]  # of n tokens, the slots per head during prefill, not counting the running chunk
     again: Callable[[int], int]  # of n tokens, the extra rows that run after prefill
     judging: Callable[[int], int]  # of n tokens, the bytes for scoring them, beside a pass
     between: int | None  # compression interval while answering, in tokens; None: the policy never evicts

@@ -150,7 +150,7 @@ def plan(
     subject: PlannedModel, profile: Profile, room: AvailableMemory, context: int | None, facts: MeasuredFacts
 ) -> Plan:
     """Plan a model. `context` None: the profile's context window; if auto, the model's limit or the most that fits."""
-    load, whole = profile.load, profile.whole
+    load, whole = profile.load, profile.verifying_profile
     form = whole.kv_format.settings
     number = subject.number if load.dtype == "auto" else weights.BYTES[load.dtype]
     kv_number = number if profile.kv.dtype == "auto" else weights.BYTES[profile.kv.dtype]

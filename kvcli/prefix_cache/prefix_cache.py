@@ -1,9 +1,9 @@
 """On-disk prefix cache. A session saves its KV cache here and, before prefill, loads the longest saved prefix.
 
-It has one folder per way of loading a model (`CacheKey`) and of making a KV cache. Caches that hold all KV unchanged
-are saved as a tree of blocks (block_tree.py), so sequences share the blocks of a common prefix. A cache that settings
-changed can only continue the exact sequence it was made from, so it is saved as one snapshot (snapshot_file.py). All
-files can be recomputed: a file that is corrupt, foreign or cannot be written costs time only.
+It has one folder for each pair of cache key (`cache_key`: the loaded model) and cache conditions (`CacheConditions`:
+the settings that made the KV cache). Caches that hold all KV unchanged are saved as a tree of blocks (block_tree.py),
+so sequences share the blocks of a common prefix. A cache that settings changed can only continue the exact sequence it
+was made from, so it is saved as one snapshot (snapshot_file.py). Corrupt, foreign or unwritable files cost only time.
 """
 
 from __future__ import annotations
@@ -40,14 +40,12 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.session import GenerationSession
 
 # Cache key: the fields besides the token ids on which KV depends. All fields must match to use saved KV.
-
-
 FORMAT = "kvcli.block/3"
 NAMES = ("transformers_version", "_name_or_path", "_attn_implementation")  # in a config, without effect on the numbers
 
 
 def cache_key(lm: LM) -> dict[str, str]:
-    """Return the fields; {} for weights that are in no files.
+    """Return the cache key; {} for weights that are in no files.
 
     Bits of a model differ between kinds of processors and between library releases, so all of these are fields. Files
     count as they were when the model was loaded. Raises BadModel if they were replaced since and never hashed.
@@ -76,7 +74,7 @@ def _device(device: torch.device) -> str:
 
 
 FEW = 32  # tokens: a prefill of so few is as fast as loading them
-WORTH = 1 << 35  # model parameters times tokens: a shorter prefill takes a moment, and saving it is not worthwhile
+MIN_WORK = 1 << 35  # model parameters times tokens: a shorter prefill takes a moment, and saving it is not worthwhile
 HEAD = 1 << 14  # approximate bytes of a block besides its KV
 FIELDS, MODEL = "identity.json", "model"  # the file, and its key for the model name
 UNKEPT = "the KV cache of the prompt is not saved"
@@ -96,13 +94,13 @@ class SaveResult:
 class CacheConditions:
     """Cache conditions: the settings that made a KV cache, besides the model."""
 
-    is_whole: bool = True  # True if the cache holds all KV unchanged
-    # settings by key; for an unchanged cache only those that show that it is unchanged
+    is_intact: bool = True  # True if the cache holds all KV as computed
+    # settings by key; for an intact cache only those that show that it is intact
     settings: Mapping[str, str] = field(default_factory=dict)
     codec: Codec = field(default_factory=Uncompressed)  # encoding of tensors in files
 
 
-WHOLE = CacheConditions()
+INTACT = CacheConditions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +116,13 @@ class PendingWrite:
 class PrefixCache:
     """Prefix cache of one model: a folder of at most `most` bytes."""
 
-    def __init__(self, folder: Path, most: int, lm: LM, *, worth: int = WORTH) -> None:
-        """`worth`: model parameters times tokens from which a sequence is saved."""
-        self.folder, self.most, self._lm, self._worth = folder, most, lm, worth
+    def __init__(self, folder: Path, most: int, lm: LM, *, min_work: int = MIN_WORK) -> None:
+        """`min_work`: model parameters times tokens from which a sequence is saved."""
+        self.folder, self.most, self._lm, self._min_work = folder, most, lm, min_work
         self._fields = cache_key(lm)
         self._seen: dict[str, BlockIndexEntry] = {}  # by block name
 
-    def load_prefix(self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions = WHOLE) -> int:
+    def load_prefix(self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions = INTACT) -> int:
         """Load the saved KV of the longest prefix of `ids` into a session; return the tokens that need no prefill."""
         if not self._is_in_blocks(shaping):
             self._go_on(session, ids, shaping)
@@ -158,20 +156,20 @@ class PrefixCache:
             yield from find_spans(here, self._lm, dtype, ids[:-1], start, session.reusing.min_span, self._seen)
 
     def save(
-        self, session: GenerationSession, cancel: Callable[[], bool] = lambda: False, shaping: CacheConditions = WHOLE
+        self, session: GenerationSession, cancel: Callable[[], bool] = lambda: False, shaping: CacheConditions = INTACT
     ) -> SaveResult:
         """Save the part of a session's cache that is not saved yet, until `cancel()` is True between two files."""
         session.rewind(session.committed + 1)  # a running prefill does not count
         n = session.committed
-        if not self._fields or n < FEW or n * self._lm.info.parameters < self._worth:
+        if not self._fields or n < FEW or n * self._lm.info.parameters < self._min_work:
             return SaveResult()
         kept = SaveResult()
         with catch_cache_full() as lacks:
             kept = self._keep(session, cancel, shaping)
         return SaveResult(why_not=f"{UNKEPT}: {lacks[0].message}") if lacks else kept
 
-    def mismatch(self, session: GenerationSession, shaping: CacheConditions = WHOLE) -> list[str]:
-        """Return why saved files of this model cannot be used: the fields in which the nearest folder differs."""
+    def mismatch(self, session: GenerationSession, shaping: CacheConditions = INTACT) -> list[str]:
+        """Return why saved files of this model cannot be used: the fields in which the most similar folder differs."""
         mine, found = self._of(session, shaping), list[list[str]]()
         for other in self.folder.glob(f"*/{FIELDS}") if self._fields else ():
             with suppress(Unfit):
@@ -210,7 +208,7 @@ class PrefixCache:
 
     def _is_in_blocks(self, shaping: CacheConditions) -> bool:
         """True if only KV is saved. A recurrent state belongs to a whole sequence and is saved in a snapshot."""
-        return shaping.is_whole and not self._lm.recurrent_layers
+        return shaping.is_intact and not self._lm.recurrent_layers
 
     def _blocks(
         self, session: GenerationSession, tree: BlockTree, codec: Codec
@@ -236,7 +234,7 @@ class PrefixCache:
     def _past_of(
         self, session: GenerationSession, folder: Path, codec: Codec
     ) -> tuple[int, list[Path], list[PendingWrite]]:
-        """Return the same for a cache saved as one snapshot."""
+        """Return the bytes, the paths and the missing writes of a cache that is saved as one snapshot."""
         ids = session.ids[: session.committed]
         if (path := snapshot_file.path_of(folder, ids)).exists():
             return 0, [path], []
@@ -278,11 +276,10 @@ class PrefixCache:
         return self.folder / name
 
     def _begins(self, found: Sequence[BlockMatch], have: int, n: int) -> dict[int, int]:
-        """Return by layer the position from which saved KV is loaded for rows after n tokens, as far back as sliding
-        windows keep it; {} if a window lacks slots that rows attend to.
+        """Return, by layer, the first position to load so that rows from n on can run; {} if a window has a gap.
 
         From `have` tokens on there must be no gap, even outside of windows, because a sum over slots in another layout
-        has other bits.
+        is rounded to other bits.
         """
         windows, begins = windows_of(self._lm.shapes, self._lm.attention_params), dict[int, int]()
         for layer, shape in enumerate(self._lm.shapes):
@@ -347,7 +344,7 @@ def _held(session: GenerationSession) -> Held:
 
 
 def _cut(held: Held, mine: slice) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """Yield the KV of these tokens that layers still hold: the last ones."""
+    """Yield, by layer, the KV of the tokens `mine` that the layer still holds: the last of them."""
     for layer, (first, k, v) in held.items():
         if (start := _first(first, mine)) < mine.stop:
             at = slice(start - first, mine.stop - first)
@@ -356,12 +353,12 @@ def _cut(held: Held, mine: slice) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]
 
 
 def _first(first: int, mine: slice) -> int:
-    """Return the first of these tokens to write, if a layer begins at `first`: slots are saved in whole blocks."""
+    """Return the first of the tokens `mine` to write, if a layer begins at `first`: a whole block begins there."""
     return int(max(mine.start, -(-first // BLOCK) * BLOCK))
 
 
 def _has_less(path: Path, held: Held, mine: slice) -> bool:
-    """True if the file at `path` has fewer of these tokens than `held` in some layer, and more in none."""
+    """True if the file at `path` has fewer of the tokens `mine` than `held` in some layer, and more in none."""
     try:
         its = read_tokens(path)[1]
     except (CorruptFile, OSError):

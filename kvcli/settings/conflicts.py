@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvcli.settings.profile import EFFECTS, KV_OF_ALL, LOSSY, SMALLER, WHOLE, WORDS, Conflict, Needs
+from kvcli.settings.profile import EFFECTS, KV_OF_ALL, LOSSY, NOT_WHOLE, SMALLER, WORDS, Conflict, Needs
 from kvcli.settings.schema import METHOD_TABLES
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _needs(profile: Profile) -> list[tuple[str, Needs]]:
         if (needs := getattr(method, "needs", None)) is not None
     ]
     if "condenses" in profile.effects:
-        found.append(("context.on_overflow", Needs(WHOLE | {"degrades", "prunes", "reuses"}, KV_OF_ALL)))
+        found.append(("context.on_overflow", Needs(NOT_WHOLE | {"degrades", "prunes", "reuses"}, KV_OF_ALL)))
     if profile.is_checked:  # the compressed cache and the full one have separate budgets; neither may change
         found.append(("exactness", Needs(frozenset({"demotes", "degrades"}), "a full KV cache that verifies drafts")))
     return found

@@ -73,8 +73,9 @@ WORDS: Mapping[Effect, str] = {  # of the setting that has the effect
     "views": "drafts with a part of the KV cache",
 }
 TIERS: frozenset[Effect] = frozenset({"quantizes", "offloads", "caps", "demotes", "spends"})  # more than one dense tier
-WHOLE: frozenset[Effect] = TIERS | {"evicts", "selects"}  # without them: KV of all tokens as computed, in one tier
-SMALLER: frozenset[Effect] = frozenset({"quantizes", "evicts", "selects"})  # of a cache that a full one may verify
+# with any of these, rows do not read the KV of all tokens, as computed, in one tier
+NOT_WHOLE: frozenset[Effect] = TIERS | {"evicts", "selects"}
+SMALLER: frozenset[Effect] = frozenset({"quantizes", "evicts", "selects"})  # drafts from such a cache may be verified
 
 KV_OF_ALL = "the KV of all tokens as computed, in one place"
 
@@ -190,7 +191,7 @@ class Profile:
     name: str
     description: str
     purpose: str
-    exactness: Exactness  # how far cache, policy and prefill may change the text; drafting never changes it
+    exactness: Exactness  # how far cache, policy and prefill may change the text; drafting does not count
     chain: tuple[str, ...]  # the profile and all it extends, nearest first
     load_table: Load  # `profile.load`; `Profile.load` is the function that reads a profile
     prefill: Prefill
@@ -236,7 +237,7 @@ class Profile:
         return bool(self.exactness == "exact" and self.spec.checks and SMALLER & self.effects.keys())
 
     @cached_property
-    def whole(self) -> Profile:
+    def verifying_profile(self) -> Profile:
         """Profile of the cache that verifies: this profile, or a full cache if drafts are made on a compressed one."""
         if not self.is_checked:
             return self

@@ -266,7 +266,7 @@ def drafters(
             write(Path(folder, "demo-wide"))
         for of in models:
             model = looked_at(kvcli.load(of if of == "demo" else str(Path(folder, of)), profile="exact"))
-            shelf = PrefixCache(Path(folder, f"kept-{of}"), 1 << 33, model.lm, worth=0)
+            shelf = PrefixCache(Path(folder, f"kept-{of}"), 1 << 33, model.lm, min_work=0)
             for task in tasks_of(model, of, tasks):
                 task.new = lengths(model, of, task, shelf)
                 for temperature in temperatures:

@@ -68,7 +68,7 @@ def measure(
     model: Model, prompts: list[list[int]], profile: str, sets: list[str], new: int, reps: int
 ) -> dict[str, Any]:
     drafting = load_profile(profile, sets=sets)
-    bare = drafting.whole if drafting.is_checked else drafting
+    bare = drafting.verifying_profile if drafting.is_checked else drafting
     whole = load_profile("exact")
     made = {
         "whole": under(model, whole),

@@ -45,7 +45,7 @@ def written(name: str, temperature: float, ctx: int, new: int) -> list[tuple[lis
         for workload in REAL:
             ids = prompt_of(workload, {}, model.tokenizer, model.lm.vocab, ctx, new)
             model.generate(ids, max_new_tokens=new)
-            found.append((list(model.text.session.ids), len(ids)))
+            found.append((list(model.text_session.session.ids), len(ids)))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What recall over the rungs of a ladder takes in memory, and what it costs in right answers, on the demo model.
+"""Memory of sparse attention over the levels of a tiered cache, and the right answers that it costs, on the demo model.
 
     python tests/bench/recall_tiers.py [--facts 24] [--floor 256] [--only dense,k4v4,...] [--out FILE]
 
@@ -70,7 +70,11 @@ def recall_tiers(
             for fact in asked
         ]
         first = first or said
-        held = {tier: n / under.text.session.committed for tier, n in nbytes(under.text.session.cache).items() if n}
+        held = {
+            tier: n / under.text_session.session.committed
+            for tier, n in nbytes(under.text_session.session.cache).items()
+            if n
+        }
         yield {
             "store": store,
             "recall": method,

@@ -32,7 +32,7 @@ from kvcli.api import Turn
 from kvcli.chat.conversation import Chat
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.cli import run
-from kvcli.commands.chat.save_chat import keep
+from kvcli.commands.chat.save_chat import try_save
 from kvcli.commands.profiles import write_new
 from kvcli.documents import Document
 from kvcli.engine.stats import Stats
@@ -56,7 +56,7 @@ def storm(kills: int, pairs: int, turns: int, seed: int = 0) -> dict[str, int]:
             found.update(_killed(_world(Path(home)), rng))
     for i in range(pairs):
         with tempfile.TemporaryDirectory() as home:
-            found.update(_paired(Path(home), turns, holds=i % 2 == 1))
+            found.update(_paired(Path(home), turns, is_locked=i % 2 == 1))
     bad = sum(n for what, n in found.items() if what.startswith("bad "))
     return {"tried": kills + pairs, "bad": bad, **dict(sorted(found.items()))}
 
@@ -86,7 +86,7 @@ def _killed(world: Environment, rng: random.Random) -> Iterator[str]:
 
 def _write(world: Environment, say: Say) -> None:
     """Writes without end, and says what it has written."""
-    chat = Chat(_model(), sessions=SavedChats(world.paths.data), holds=True)
+    chat = Chat(_model(), saved_chats=SavedChats(world.paths.data), is_locked=True)
     cache = Cache(world.paths.cache / "summaries", "model", "profile")
     for i in range(10_000):
         chat.pending = []  # as if it had been dropped: what is read would take longer than what is written
@@ -108,8 +108,8 @@ def _damage(world: Environment, last: dict[str, int]) -> Iterator[str]:
     sessions = SavedChats(world.paths.data, said.append)
     try:
         for entry in sessions.entries():
-            opened = sessions.open(entry.id, holds=True)
-            opened.kept.close()
+            opened = sessions.open(entry.id, is_locked=True)
+            opened.saved_chat.close()
             if len(opened.saved.messages) // 2 not in (last.get("chat", -1) + 1, last.get("chat", -1) + 2):
                 yield "chat: lost a turn"
             if [d.text for d in opened.saved.pending] != [TEXT]:
@@ -137,13 +137,13 @@ def _damage(world: Environment, last: dict[str, int]) -> Iterator[str]:
 # --- pairs
 
 
-def _paired(home: Path, turns: int, *, holds: bool) -> Iterator[str]:
+def _paired(home: Path, turns: int, *, is_locked: bool) -> Iterator[str]:
     """What two processes make of one chat."""
     sessions = SavedChats(home)
-    chat = Chat(_model(), sessions=sessions)
+    chat = Chat(_model(), saved_chats=sessions)
     chat.send("first")
     chat.save()
-    both = [_start(lambda say, name=name: _go_on(home, name, turns, holds, say)) for name in "ab"]
+    both = [_start(lambda say, name=name: _go_on(home, name, turns, is_locked, say)) for name in "ab"]
     said = [list(iter(lambda heard=heard: _line(heard), "")) for _, heard in both]
     for child, heard in both:
         if os.waitpid(child, 0)[1]:
@@ -155,14 +155,14 @@ def _paired(home: Path, turns: int, *, holds: bool) -> Iterator[str]:
             yield "refused"
             continue
         yield from ["bad turns lost"] * sum(f"{name} {i}" not in kept for i in range(turns))
-    if holds and ["chat_in_use"] not in said:
+    if is_locked and ["chat_in_use"] not in said:
         yield "bad both had it"
     if any(p.name.startswith(BEGINS) for p in home.iterdir()):
         yield "bad leftovers"
 
 
-def _go_on(home: Path, name: str, turns: int, holds: bool, say: Say) -> None:
-    chat = Chat(_model(), sessions=SavedChats(home), holds=holds)
+def _go_on(home: Path, name: str, turns: int, is_locked: bool, say: Say) -> None:
+    chat = Chat(_model(), saved_chats=SavedChats(home), is_locked=is_locked)
     try:
         chat.load("1")
     except BadInput as error:
@@ -170,8 +170,8 @@ def _go_on(home: Path, name: str, turns: int, holds: bool, say: Say) -> None:
         return
     for i in range(turns):
         chat.send(f"{name} {i}")
-        keep(chat)
-    if holds:  # until the other has tried
+        try_save(chat)
+    if is_locked:  # until the other has tried
         time.sleep(0.3)
     chat.close()
     say("done")

@@ -234,7 +234,7 @@ def test_over_what_a_profile_keeps_the_text_is_the_same(kept: list[str]) -> None
 
     want = [run_to_end(text(plain, n)) for n in (90, 131)]
     assert [run_to_end(text(drafting, n)) for n in (90, 131)] == want
-    assert [ticket.result() for ticket in generate_together(text(drafting, 90), text(drafting, 131))] == want
+    assert [task.result() for task in generate_together(text(drafting, 90), text(drafting, 131))] == want
 
 
 @pytest.fixture

@@ -390,7 +390,7 @@ def test_passes_of_texts_side_by_side_are_shared(monkeypatch: pytest.MonkeyPatch
     alone = run_to_end(written())
     before = dict(n)
     both = generate_together(written(), written())
-    assert [ticket.result() for ticket in both] == [alone, alone]
+    assert [task.result() for task in both] == [alone, alone]
     assert n == {name: 2 * count for name, count in before.items()}
     assert before["draft"] > 2 * before["target"]
 

@@ -272,7 +272,7 @@ def put_by(place: str, dtype: str, device: str) -> None:
 
 
 def shelf(place: Path, model: LM) -> PrefixCache:
-    return PrefixCache(place / "kv", 1 << 30, model, worth=0)
+    return PrefixCache(place / "kv", 1 << 30, model, min_work=0)
 
 
 def serves(storage: str, policy: str, drafter: str = CHAINS[0]) -> bool:

@@ -1,9 +1,8 @@
-"""The heart: whatever drafts, the text is that of plain decoding with the same storage, policy and sampler (I2).
+"""The table of exactness: any drafter gives the text of plain decoding with the same storage, policy and sampler.
 
-Rows of the table: storage x policy x drafter x sampler x precision. A new storage, policy or drafter adds its row here
-before anybody speaks of its speed. The short form runs rows in which any three of the columns meet, of which precision
-is one; of storages whose rows are multiplied, kept, found or read in as another's, or that round old slots, any two.
-The slow one runs all of them.
+Columns of the table: storage, policy, drafter, sampler and precision. A new storage, policy or drafter is added to
+tests/exact/table.py before its speed is published. The short form runs rows in which any three columns meet, or any two
+for the storages in `ALIKE`. The slow form runs all rows. The core (tests/core.py) runs `CORE`, a part of it.
 """
 
 from __future__ import annotations
@@ -59,8 +58,9 @@ from tests.small_tokenizers import letters
 
 
 def is_slow(storage: str, policy: str, sampler: str, drafter: str = CHAINS[1]) -> bool:
-    """What an answer is held to has nothing to do with what is kept, nor most policies with where the rest goes. Forms
-    differ in what they write; how it is read is the same in all, of which two meet every drafter."""
+    """True if a row is in the slow form alone, because its columns do not act on each other: a constraint ("held") and
+    most policies; a tier and most policies and samplers; a KV format and most drafters, as all formats are read alike.
+    """
     if storage in make.FORMS and storage not in ("gear", "mustafar") and drafter not in CHAINS:
         return True
     if storage in (*PARTS, *READ, *EXPERTS):
@@ -74,7 +74,8 @@ COLUMNS = product(STORAGES, POLICIES, DRAFTERS, SAMPLERS)
 ROWS = [(*stored, policy, *rest) for stored, policy, *rest in COLUMNS if serves(stored[0], policy, rest[0])]
 QUICK = [row for row in ROWS if not is_slow(row[0], row[2], row[4], row[3])]
 OWN = ("minmax", "certified", *RUNGS)  # rows that choose what they read, and slots that a policy places
-# but for a tier, how the prompt came in, who multiplies, how pages are found, or what type or block of the prompt it is
+# storages that differ from others only in a tier, in the prefill order, in the kernel that multiplies, in the index of
+# pages, or in the type or the block of the prompt
 ALIKE = ({*PARTS, *READ, *EXPERTS, *LOWER, *make.INDEXES} | {"given", "rounded", "blocks"}) - {*OWN}
 SHORT = covering([row for row in QUICK if row[0] not in ALIKE]) | covering([row for row in QUICK if row[0] in ALIKE], 2)
 STORED = [[row for row in SHORT if row[0] == storage] for storage in {row[0] for row in SHORT}]
@@ -100,12 +101,12 @@ def test_texts_side_by_side_are_those_of_plain_decoding_alone(
 ) -> None:
     """All that the host learns of a pass is read back at once, as from a GPU."""
     monkeypatch.setattr(lm(storage, dtype), "is_apart", True)
-    for at, (ticket, want) in enumerate(side_by_side(storage, policy, dtype)):
-        assert ticket.is_over
+    for at, (task, want) in enumerate(side_by_side(storage, policy, dtype)):
+        assert task.is_over
         if at == BROKEN:
-            assert isinstance(ticket.error, MemoryError)
+            assert isinstance(task.error, MemoryError)
         elif at != CANCELLED:
-            assert ticket.result() == want
+            assert task.result() == want
 
 
 @pytest.mark.parametrize(("drafter", "sampler", "is_apart"), pairs(product(DRAFTERS, SAMPLERS, (False, True))))

@@ -58,8 +58,8 @@ def test_keys_and_values_are_what_the_kv_cache_allocates(demo, profile):
     with load("demo", profile, set={"load.device": "cpu", "load.verify": False, "prefill.chunk": 256}) as model:
         ids = torch.arange(700).remainder(model.lm.vocab).tolist()
         most = 0
-        for _ in iterate_events(model.text.session.read(ids)):
-            most = max(most, nbytes(model.text.session.cache)["cpu"])
+        for _ in iterate_events(model.text_session.session.read(ids)):
+            most = max(most, nbytes(model.text_session.session.cache)["cpu"])
         found = planned(demo, model.profile, 700)
         if profile != "streaming":  # which settles before anybody can look
             assert found.need.kv == most
@@ -100,7 +100,10 @@ def test_quantized_keys_and_values_are_planned_as_they_lie(demo, packs):
     kv = packs | {"exactness": "approx"}
     with load("demo", "exact", set={"load.device": "cpu", "load.verify": False, "prefill.chunk": 16, **kv}) as model:
         ids = torch.arange(1400).remainder(model.lm.vocab).tolist()
-        most = max(sum(nbytes(model.text.session.cache).values()) for _ in iterate_events(model.text.session.read(ids)))
+        most = max(
+            sum(nbytes(model.text_session.session.cache).values())
+            for _ in iterate_events(model.text_session.session.read(ids))
+        )
         found = planned(demo, model.profile, 1400).need.kv
         number = model.lm.dtype.itemsize
         unpacked = sum(full_bytes(shape, number) for shape in model.lm.shapes)
@@ -118,8 +121,8 @@ def test_a_budget_is_planned_with_what_a_pass_adds(demo, budget, chunk, monkeypa
     asked = {"memory.budget": budget, "policy.score": "keydiff", "prefill.chunk": chunk}
     with load("demo", "budget", set={"load.device": "cpu", "load.verify": False, **asked}) as model:
         ids = torch.randint(model.lm.vocab, (1400,), generator=torch.Generator().manual_seed(0))
-        run_to_end(model.text.session.read(ids.tolist()))
-        remembered = sum(of.numel() for of in model.text.session.memory.worth.total.values()) * 8
+        run_to_end(model.text_session.session.read(ids.tolist()))
+        remembered = sum(of.numel() for of in model.text_session.session.memory.worth.total.values()) * 8
     found = planned(demo, model.profile, 1400).need.kv
     assert max(held) + remembered <= found <= 1.1 * (max(held) + 8 * 12 * 1400) + STEP * planned(demo).per_token
 
@@ -156,8 +159,8 @@ def test_what_is_free_is_divided_before_what_each_text_takes_of_it(demo):
 def test_a_kv_cache_that_drafts_is_planned_beside_the_full_one(demo, profile):
     checked = {"exactness": "exact", "spec.method": "self", "spec.copies": False, "prefill.chunk": 64}
     with load("demo", profile, set={"load.device": "cpu", "load.verify": False, **checked}) as model:
-        run_to_end(model.text.session.read(torch.arange(1400).remainder(model.lm.vocab).tolist()))
-        held = nbytes(model.text.session.cache)
+        run_to_end(model.text_session.session.read(torch.arange(1400).remainder(model.lm.vocab).tolist()))
+        held = nbytes(model.text_session.session.cache)
         found = planned(demo, model.profile, 1400).need
     assert held["cpu"] <= found.kv <= 1.2 * held["cpu"]
     assert held["draft"] <= found.draft <= 1.5 * held["draft"] + (1 << 20)
@@ -254,7 +257,7 @@ def test_what_may_come_back_is_planned_as_a_vector_a_token(demo):
     for scope in ("prefill+decode", "prefill"):
         profile = profile.replace(prune=back | {"scope": scope})
         with load("demo", profile, set={"load.device": "cpu", "load.verify": False}) as model:
-            session = model.text.session
+            session = model.text_session.session
             run_to_end(session.read(torch.arange(n).remainder(model.lm.vocab).tolist()))
             held = nbytes(session.aux_cache).get("behind", 0)
         more = planned(demo, profile, n).need.kv - planned(demo, "exact", n).need.kv
@@ -282,8 +285,8 @@ def test_the_index_of_sparse_attention_is_in_memory_too(demo):
     assert planned(demo, reads).need.kv == planned(demo, plain).need.kv + index
     kept = {"load.device": "cpu", "load.verify": False, "exactness": "approx", "sparse.method": "sketch"}
     with load("demo", "exact", set=kept) as model:
-        run_to_end(model.text.session.read(torch.arange(4096).remainder(model.lm.vocab).tolist()))
-        found = nbytes(model.text.session.cache)
+        run_to_end(model.text_session.session.read(torch.arange(4096).remainder(model.lm.vocab).tolist()))
+        found = nbytes(model.text_session.session.cache)
     assert index == pytest.approx(found["index"], rel=0.05)
 
 
@@ -341,8 +344,8 @@ def test_a_kv_cache_holds_the_longest_text_that_is_planned_and_no_longer_one(dem
     def read(n):
         kept = {"load.device": "cpu", "load.verify": False, "context.limit": n + 1, **sets}
         with load("demo", profile, set=kept) as model:
-            run_to_end(model.text.session.read(torch.arange(n).remainder(model.lm.vocab).tolist()))
-            assert model.text.session.committed == n - 1
+            run_to_end(model.text_session.session.read(torch.arange(n).remainder(model.lm.vocab).tolist()))
+            assert model.text_session.session.committed == n - 1
 
     read(most - 1)
     with pytest.raises(CacheFull):
@@ -589,7 +592,10 @@ def test_what_a_policy_moves_down_is_planned_where_it_lies(demo, name, policy):
     own = PROFILES["exact"].replace(exactness="approx", policy={"name": policy} | keep, prefill={"chunk": 256})
     own = own.replace(**changes).replace(memory={"evicted": "demote"})
     with load("demo", own, set={"load.device": "cpu", "load.verify": False}) as model:
-        found = [nbytes(model.text.session.cache) for _ in iterate_events(model.text.session.read([7] * 1400))]
+        found = [
+            nbytes(model.text_session.session.cache)
+            for _ in iterate_events(model.text_session.session.read([7] * 1400))
+        ]
         number = model.lm.dtype.itemsize
         whole = 1400 * sum(full_bytes(shape, number) for shape in model.lm.shapes)
     assert set(found[-1]) == tiers

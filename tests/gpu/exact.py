@@ -72,14 +72,14 @@ def _together(storage: str, dtype: str, on: On, seconds: float) -> Row:
             found["n_faults"] += 1
             found["faults"][policy] = why(error)
             continue
-        for at, (ticket, want) in enumerate(texts):
+        for at, (task, want) in enumerate(texts):
             if at in (BROKEN, CANCELLED):
                 continue
             found["tried"] += 1
-            if ticket.error is not None:
+            if task.error is not None:
                 found["n_faults"] += 1
-                found["faults"][f"{policy}, text {at}"] = why(ticket.error)
-            elif ticket.result() == want:
+                found["faults"][f"{policy}, text {at}"] = why(task.error)
+            elif task.result() == want:
                 found["equal"] += 1
             else:
                 found["parted"].append([policy, at])

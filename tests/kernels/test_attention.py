@@ -1,4 +1,4 @@
-"""attend, attend_new_tokens and merge: each implementation is softmax attention, however slots are cut (I6)."""
+"""attend, attend_new_tokens and merge: each implementation is softmax attention, however slots are cut."""
 
 from __future__ import annotations
 

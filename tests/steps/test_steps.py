@@ -199,7 +199,7 @@ def test_it_is_never_exact_and_refuses_what_it_cannot_keep() -> None:
     by_steps = Profile.load("exact").replace(exactness="approx", reasoning_steps=STEPS)
     words, its = small_tokenizers.demo(), small_tokenizers.metaspace()
     with pytest.raises(BadConfig) as caught:
-        assemble.steps(lm(), by_steps, ModelPair(lm(), lm(), TokenMapping(words, its)), words)
+        assemble.step_writer(lm(), by_steps, ModelPair(lm(), lm(), TokenMapping(words, its)), words)
     assert caught.value.code == "other_tokenizer"
     with pytest.raises(BadConfig) as caught:
         load("demo").under(by_steps).new_session()

@@ -63,12 +63,12 @@ def on(prefix_cache: PrefixCache | None, model: Model) -> TextSession:
 
 
 def test_after_a_chat_about_the_document_and_the_second_time(model: Model, report: Document, tmp_path: Path) -> None:
-    shelf = PrefixCache(tmp_path / "kv", 1 << 30, model.lm, worth=0)
+    shelf = PrefixCache(tmp_path / "kv", 1 << 30, model.lm, min_work=0)
     plain, read = summed(on(None, model), report), report.tokens(model.tokenizer)
     chat = on(shelf, model).chat()
     chat.attach(report)
     chat.send("What is the depth of well Bethden?", max_new_tokens=4)
-    chat.model.keep()
+    chat.text_session.keep()
     for _ in range(2):
         text = on(shelf, model)
         again = summed(text, report)

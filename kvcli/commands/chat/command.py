@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from kvcli.settings.profile import Profile
 
 # Structured output: the grammar of --schema, --grammar or --json-object, read before a model loads.
-
-
 LARGEST = 1 << 20  # bytes of a schema or a grammar, at most
 
 
@@ -187,7 +185,7 @@ def chat(
     others = [file, system, system_file, continue_, resume, dry_run]
     packed = pack_of(world, pack, others, ALONE) if pack is not None else None
     file = files_of(world, file or [])
-    with kept(world, continue_, resume, no_save) as opened:
+    with open_saved_chat(world, continue_, resume, no_save) as opened:
         named = model
         if named is None and packed is not None:
             named = packed_model(world, packed)
@@ -196,7 +194,7 @@ def chat(
 
             named = model_of(world, opened)
         setup = Setup(world, named, o.profile_flags(context.params), exact, is_typed=model is not None)
-        keeps = not no_save and setup.keeps_chats
+        saves = not no_save and setup.keeps_chats
         find_model(setup, file)
         rules = read_grammar(world, schema, grammar, json_object)
         profile = profile_of(setup, packed)
@@ -212,7 +210,7 @@ def chat(
         if question.text is not None and not question.documents:
             tell_toy(setup)
         wanted = MemoryWishes(force, ctx == "max")
-        return answer(setup, profile, question, stats, stream, wanted, opened, keeps, rules, packed)
+        return answer(setup, profile, question, stats, stream, wanted, opened, saves, rules, packed)
 
 
 def about_pack(question: Question, packed: Pack) -> Question:
@@ -223,17 +221,17 @@ def about_pack(question: Question, packed: Pack) -> Question:
 
 
 @contextmanager
-def kept(world: Environment, latest: bool, name: str | None, no_save: bool) -> Iterator[OpenedChat | None]:
+def open_saved_chat(world: Environment, latest: bool, name: str | None, no_save: bool) -> Iterator[OpenedChat | None]:
     """Yield the saved chat to continue, if there is one. It is locked until the end, except with --no-save."""
     if latest and name is not None:
         raise UsageError("--continue and --resume exclude each other", try_=["only one of them"])
     if not latest and name is None:
         yield None
         return
-    from kvcli.commands.chat.save_chat import reopen, sessions_of
+    from kvcli.commands.chat.save_chat import reopen, saved_chats_of
 
-    opened = reopen(sessions_of(world), world, name, holds=not no_save)
-    with closing(opened.kept):
+    opened = reopen(saved_chats_of(world), world, name, is_locked=not no_save)
+    with closing(opened.saved_chat):
         yield opened
 
 
@@ -245,53 +243,54 @@ def answer(
     stream: bool,
     wanted: MemoryWishes,
     opened: OpenedChat | None = None,
-    keeps: bool = False,
+    saves: bool = False,
     rules: Grammar | None = None,
     packed: Pack | None = None,
 ) -> int:
     """Load the model and answer one question, or start the interactive chat."""
-    from kvcli.commands.chat.save_chat import about, keep, keep_read, sessions_of
+    from kvcli.commands.chat.save_chat import about, save_kv_cache, saved_chats_of, try_save
     from kvcli.commands.common.load_model import load_model
     from kvcli.render.terminal.screen import Screen
 
     world = setup.world
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
     setup.reuses = setup.keeps_chats  # --no-save saves nothing, but uses the prefix cache
-    run, text = load_model(setup, profile, wanted, screen)
+    run, text_session = load_model(setup, profile, wanted, screen)
     from kvcli.chat.conversation import Chat
 
-    talk = Chat(text, sessions=sessions_of(world), holds=True, called=setup.lasting_name)
+    talk = Chat(text_session, saved_chats=saved_chats_of(world), is_locked=True, called=setup.lasting_name)
     with ExitStack() as ends:
-        ends.callback(lambda: talk.model.close())  # /model may have changed the session
+        ends.callback(lambda: talk.text_session.close())  # /model may have changed the session
         ends.callback(talk.close)
         if packed is not None:
-            packed.refuse_other(text)
-            text.pack = packed
-        begin(world, talk, question, opened, keeps)
-        for note in (*run.notes, *text.cautions, *text.info.notes, *(text.why_again() if opened else ())):
+            packed.refuse_other(text_session)
+            text_session.pack = packed
+        begin(world, talk, question, opened, saves)
+        again = text_session.why_again() if opened else ()
+        for note in (*run.notes, *text_session.cautions, *text_session.info.notes, *again):
             tell(world, note)
-        held = constrain(text.model, rules, screen) if rules is not None else None
+        answer_constraint = constrain(text_session.model, rules, screen) if rules is not None else None
         if question.text is None:
-            del text  # so that only the chat refers to the weights
-            return converse(setup, run, talk, screen, keeps, held, rules)
+            del text_session  # so that only the chat refers to the weights
+            return converse(setup, run, talk, screen, saves, answer_constraint, rules)
         if opened is not None:
             tell(world, f"continues {about(talk)}")
         try:
-            return ask_once(world, run, talk, question.text, screen, stream, held)
+            return ask_once(world, run, talk, question.text, screen, stream, answer_constraint)
         finally:
-            note = keep(talk) if keeps else ""
-            if not note and talk.kept is not None and world.options.verbose:
-                note = f"saved as {talk.kept.name}"
+            note = try_save(talk) if saves else ""
+            if not note and talk.saved_chat is not None and world.options.verbose:
+                note = f"saved as {talk.saved_chat.name}"
             screen.note(note)
-            screen.note(keep_read(talk.model) if keeps else "")
+            screen.note(save_kv_cache(talk.text_session) if saves else "")
 
 
-def begin(world: Environment, talk: Chat, question: Question, opened: OpenedChat | None, keeps: bool) -> None:
+def begin(world: Environment, talk: Chat, question: Question, opened: OpenedChat | None, saves: bool) -> None:
     """Prepare the chat: a saved chat, options that override its settings, and documents that are new to it."""
 
     if opened is not None:
         talk.take(opened)
-        if not keeps:
+        if not saves:
             talk.close()
     if question.system is not None:
         talk.system = question.system
@@ -310,12 +309,12 @@ def ask_once(
     text: str,
     screen: Screen,
     stream: bool,
-    held: AnswerConstraint | None = None,
+    answer_constraint: AnswerConstraint | None = None,
 ) -> int:
     """Answer one question. Ctrl-C ends the answer after the current pass; the text so far is kept."""
     from kvcli.commands.common.exits import Interrupt
 
-    profile, constraint = run.profile, held.constraint if held is not None else None
+    profile, constraint = run.profile, answer_constraint.constraint if answer_constraint is not None else None
     with Interrupt(world.clock) as cancel, closing(talk.stream(text, cancel=cancel, constraint=constraint)) as events:
         if world.options.json:
             from kvcli.commands.common.turn_json import Run, print_events, print_turn
@@ -324,17 +323,17 @@ def ask_once(
                 profile.name,
                 profile.spec.method,
                 profile.hash,
-                talk.model.promise,
-                cautions=talk.model.cautions,
+                talk.text_session.promise,
+                cautions=talk.text_session.cautions,
                 notes=talk.notes,
             )
-            turn = (print_events if stream else print_turn)(world, events, talk.model.info, under)
+            turn = (print_events if stream else print_turn)(world, events, talk.text_session.info, under)
         else:
             from kvcli.render.turn.status_row import RowOptions
             from kvcli.render.turn.turn_view import show_turn
 
             turn = show_turn(with_notes(events, talk, screen), screen, RowOptions(profile.name, stopping=cancel))
-    missed = held.missed(turn) if held is not None else ""
+    missed = answer_constraint.missed(turn) if answer_constraint is not None else ""
     for note in filter(None, (turn.stats.approx, missed, run.record(profile, turn))):
         tell(world, note)
     usual = ExitStatus.BAD_OUTPUT if missed else ExitStatus.OK
@@ -356,8 +355,8 @@ def converse(
     run: CheckedRun,
     talk: Chat,
     screen: Screen,
-    keeps: bool,
-    held: AnswerConstraint | None = None,
+    saves: bool,
+    answer_constraint: AnswerConstraint | None = None,
     rules: Grammar | None = None,
 ) -> int:
     """Run the interactive chat."""
@@ -375,56 +374,56 @@ def converse(
 
     def after_turn(turn: Turn | None) -> None:
         if turn is not None:
-            screen.note(held.missed(turn) if held is not None else "")
-            screen.note(run.record(talk.model.profile, turn))
+            screen.note(answer_constraint.missed(turn) if answer_constraint is not None else "")
+            screen.note(run.record(talk.text_session.profile, turn))
 
     def change(repl: Repl, name: str) -> None:
-        nonlocal setup, run, held
+        nonlocal setup, run, answer_constraint
         wanted = replace(setup, model=name, is_typed=True, found=None, most=0, settled={})
         find_model(wanted, [document.name for document in talk.documents], may_ask=False)
         under = wanted.resolve(repl.profile_name, [*repl.given, *repl.said])
         try:
-            run, text = load_model(wanted, under, MemoryWishes(), screen)
+            run, text_session = load_model(wanted, under, MemoryWishes(), screen)
         except DoesNotFit as error:
-            error.try_ = (f"/exit, then kvcli chat {talk.goes_on if talk.is_kept else ''} -m {name}", *error.try_)
+            error.try_ = (f"/exit, then kvcli chat {talk.goes_on if talk.is_saved else ''} -m {name}", *error.try_)
             raise
-        held = constrain(text.model, rules, screen) if rules is not None else None
+        answer_constraint = constrain(text_session.model, rules, screen) if rules is not None else None
         repl.profiles = setup = wanted
-        repl.constraint = held.constraint if held is not None else None
-        talk.go_to(text, setup.lasting_name)
-        for note in (*run.notes, *text.cautions, *text.info.notes):
+        repl.constraint = answer_constraint.constraint if answer_constraint is not None else None
+        talk.go_to(text_session, setup.lasting_name)
+        for note in (*run.notes, *text_session.cautions, *text_session.info.notes):
             screen.note(note)
 
-    text = talk.model
+    text_session = talk.text_session
     if not screen.quiet:
         opening = HeaderFacts(
             __version__,
             profile.name,
-            text.promise,
-            context=text.limit,
+            text_session.promise,
+            context=text_session.limit,
             estimate=run.estimate,
             threads=threads(),
-            draft=text.drafts_by,
+            draft=text_session.drafts_by,
         )
-        lines = header(text.info, opening, screen.err.width)
-        lines += [f"answers are constrained to {held.name}"] if held is not None else []
+        lines = header(text_session.info, opening, screen.err.width)
+        lines += [f"answers are constrained to {answer_constraint.name}"] if answer_constraint is not None else []
         lines += [f"continues {about(talk)}"] if talk.messages else []
         lines += [f"attached {d.name} · {size(d)}" for d in talk.documents]
         for line in lines:
             screen.err.line((line, ""))
-    del text
+    del text_session
     return run_repl(
         talk,
         screen,
         world,
         SLASH,
-        keeps=keeps,
+        saves=saves,
         profiles=setup,
         profile=profile.name,
         sets=world.options.set,
-        history=world.paths.state / "history" if keeps else None,
+        history=world.paths.state / "history" if saves else None,
         after_turn=after_turn,
-        constraint=held.constraint if held is not None else None,
+        constraint=answer_constraint.constraint if answer_constraint is not None else None,
         change_model=change,
         before_file=lambda name: find_model(setup, [name], may_ask=False),
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvcli.api import Event, Turn
 from kvcli.chat.conversation import Chat
 from kvcli.commands.chat import line_editor
-from kvcli.commands.chat.save_chat import keep, keep_read
+from kvcli.commands.chat.save_chat import save_kv_cache, try_save
 from kvcli.commands.chat.slash_table import SlashTable
 from kvcli.commands.common.background import in_background
 from kvcli.commands.common.exits import Interrupt, machine_gave_out
@@ -66,14 +66,14 @@ class Repl:
         before_file: Callable[[str], None] | None = None,
         change_model: Callable[[Repl, str], None] | None = None,
         history: Path | None = None,
-        keeps: bool = False,
+        saves: bool = False,
         constraint: Constraint | None = None,
     ) -> None:
         """`before_file` may refuse a document; `change_model` changes the model of the chat; `after_turn` receives the
-        last turn. `keeps`: save the chat before each prompt. `memory` is shown in the live row (default: the process's
+        last turn. `saves`: save the chat before each prompt. `memory` is shown in the live row (default: the process's
         RSS). `constraint` restricts every answer.
         """
-        self.keeps, self.constraint = keeps, constraint
+        self.saves, self.constraint = saves, constraint
         self.chat, self.screen, self.world, self.commands = chat, screen, world, commands
         self.profiles, self.profile_name = profiles, profile
         self.given, self.said = list(sets), list[str]()  # KEY=VALUE of the command line, and of /set
@@ -96,15 +96,15 @@ class Repl:
             if line.strip():
                 with echo(self.screen.stdin, on=False):
                     self.handle(line)
-                    self.keep()
-        if self.keeps and self.chat.is_kept and not self.screen.quiet:
+                    self.save()
+        if self.saves and self.chat.is_saved and not self.screen.quiet:
             self.screen.err.line((f"saved; to continue: kvcli chat {self.chat.goes_on}", "dim"))
         return ExitStatus.OK
 
     def _read(self) -> str:
         default, self.draft = self.draft, ""
         try:
-            with in_background(self.chat.model.idle, self._report):
+            with in_background(self.chat.text_session.idle, self._report):
                 line = self.reader.read(default)
         except EOFError:
             self.is_over = True
@@ -120,9 +120,9 @@ class Repl:
         self._left_at = None
         return line
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Save changes since the last save, if this chat is to be saved."""
-        for note in (keep(self.chat), keep_read(self.chat.model)) if self.keeps else ():
+        for note in (try_save(self.chat), save_kv_cache(self.chat.text_session)) if self.saves else ():
             if note:
                 self.warn(note)
 
@@ -189,7 +189,7 @@ class Repl:
     @property
     def limit(self) -> int:
         """Tokens of the context window in use."""
-        return self.chat.model.limit
+        return self.chat.text_session.limit
 
     @property
     def settings(self) -> str:
@@ -201,12 +201,12 @@ class Repl:
         """Continue under another profile with the same weights. If it is refused, nothing has changed."""
         if self.profiles is None:
             raise BadInput("the profile cannot be changed in this chat", code="no_profiles")
-        before = self.chat.model
+        before = self.chat.text_session
         changed = before.with_profile(self.profiles.resolve(name, [*self.given, *said]))
         is_kept = changed.take_cache(before)
         if before.pack is not None and not before.pack.differs(changed):
             changed.pack = before.pack
-        self.chat.model = changed
+        self.chat.text_session = changed
         before.close()  # its remaining KV cannot be used under the other profile
         self.profile_name, self.said = name, list(said)
         again = "; the chat is read again with it" if self.chat.messages and not is_kept else ""
@@ -272,7 +272,7 @@ class Repl:
             "model": lambda: self.profiles.models() if self.profiles else (),
             "key": lambda: self.profiles.keys() if self.profiles else (),
             "stats": lambda: ("live", "turn", "off", "last"),
-            "chat": lambda: [entry.id for entry in self.chat.sessions.entries()],
+            "chat": lambda: [entry.id for entry in self.chat.saved_chats.entries()],
             "command": lambda: tuple(self.commands),
             "document": lambda: [str(i + 1) for i in range(len(self.chat.documents))],
         }

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FEW = 10  # entries of a list to choose from
 
 
-def sessions_of(world: Environment) -> SavedChats:
+def saved_chats_of(world: Environment) -> SavedChats:
     """Return the user's saved chats."""
 
     def warn(text: str) -> None:
@@ -35,10 +35,10 @@ def sessions_of(world: Environment) -> SavedChats:
     return SavedChats(world.paths.data, warn)
 
 
-def reopen(sessions: SavedChats, world: Environment, wanted: str | None, *, holds: bool) -> OpenedChat:
-    """Open the saved chat of this name. `holds`: lock it against other kvcli processes."""
+def reopen(saved_chats: SavedChats, world: Environment, wanted: str | None, *, is_locked: bool) -> OpenedChat:
+    """Open the saved chat of this name. `is_locked`: lock it against other kvcli processes."""
     try:
-        return sessions.open(wanted, holds=holds, cwd=world.cwd)
+        return saved_chats.open(wanted, is_locked=is_locked, cwd=world.cwd)
     except BadInput as error:
         if error.code == "chat_in_use":
             error.try_ = ("close it there", "--no-save, for a copy that is not saved", "kvcli chat, for a new chat")
@@ -47,7 +47,7 @@ def reopen(sessions: SavedChats, world: Environment, wanted: str | None, *, hold
 
 def model_of(world: Environment, opened: OpenedChat) -> str | None:
     """Return the model of a saved chat. A file from elsewhere may name only models known and complete here."""
-    if not opened.kept.origin:
+    if not opened.saved_chat.origin:
         return opened.saved.model or None
     return known_here(world, opened.saved.model, "this file", "chats")
 
@@ -73,12 +73,12 @@ def known_here(world: Environment, name: str, file: str, own: str) -> str:
     )
 
 
-def keep(chat: Chat) -> str:
+def try_save(chat: Chat) -> str:
     """Save the chat; returns the reason if that failed. A failure does not end the chat.
 
     The first Ctrl-C is ignored. One a second later, as on a disk that hangs, stops saving.
     """
-    if not chat.messages and not chat.is_kept:
+    if not chat.messages and not chat.is_saved:
         return ""
     try:
         with Interrupt():
@@ -89,17 +89,17 @@ def keep(chat: Chat) -> str:
         if error.code != "chat_changed":
             return f"this chat is not saved: {error.message}"
         chat.close()
-        return keep(chat) or f"{error.message}; this chat is saved as {chat.save()}"
+        return try_save(chat) or f"{error.message}; this chat is saved as {chat.save()}"
     return ""
 
 
-def keep_read(text: TextSession) -> str:
+def save_kv_cache(text_session: TextSession) -> str:
     """Save the KV cache to the prefix cache for later runs; returns a note for the user, or ""."""
     from kvcli.prefix_cache.prefix_cache import STOPPED
 
     try:
         with Interrupt() as cancel:
-            return said_of(text.keep(cancel))
+            return said_of(text_session.keep(cancel))
     except KeyboardInterrupt:
         return STOPPED
 

@@ -26,20 +26,20 @@ RESUME = "continue a saved chat: its number, name, title or file; or list them"
 
 def save(repl: Repl, argument: str) -> None:
     name = repl.chat.save(argument or None)
-    repl.say(f"saved as {name}" + ("" if repl.keeps else "; from now on after each answer"))
-    repl.keeps = True
-    repl.say(f"wrote {repl.chat.sessions.save(name)}")
+    repl.say(f"saved as {name}" + ("" if repl.saves else "; from now on after each answer"))
+    repl.saves = True
+    repl.say(f"wrote {repl.chat.saved_chats.save(name)}")
 
 
 def resume(repl: Repl, argument: str) -> None:
-    kept, wanted = repl.chat.sessions, argument.strip("\"'")
+    saved_chats, wanted = repl.chat.saved_chats, argument.strip("\"'")
     if not wanted:
-        _list(repl, kept.entries())
+        _list(repl, saved_chats.entries())
         return
-    if repl.chat.kept is not None and kept.name_of(wanted, repl.world.cwd) == repl.chat.kept.name:
+    if repl.chat.saved_chat is not None and saved_chats.name_of(wanted, repl.world.cwd) == repl.chat.saved_chat.name:
         repl.say("this chat is open already")
         return
-    opened = reopen(kept, repl.world, wanted, holds=repl.keeps)
+    opened = reopen(saved_chats, repl.world, wanted, is_locked=repl.saves)
     repl.chat.take(opened)
     repl.last = None
     was = opened.saved.model
@@ -48,17 +48,17 @@ def resume(repl: Repl, argument: str) -> None:
 
 
 def chats(repl: Repl, argument: str) -> None:
-    kept = repl.chat.sessions
+    saved_chats = repl.chat.saved_chats
     if not argument:
-        _list(repl, kept.entries())
-    elif found := kept.search(argument)[:FEW]:
+        _list(repl, saved_chats.entries())
+    elif found := saved_chats.search(argument)[:FEW]:
         repl.listing([(entry.id, " ".join((entry.found or entry.title or "").split())) for entry in found])
     else:
         repl.say(f"no saved chat contains {argument}")
 
 
 def fork(repl: Repl, argument: str) -> None:
-    before = repl.chat.kept
+    before = repl.chat.saved_chat
     if before is None or not repl.chat.messages:
         repl.say("this chat is not saved yet, so it cannot be copied")
         return
@@ -102,7 +102,7 @@ def _exit(repl: Repl, _: str) -> None:
 @SLASH.add("clear", "", "start a new chat with the same system text")
 def _clear(repl: Repl, _: str) -> None:
     n = len(repl.chat.messages) // 2
-    again = "; the chat is saved, and /resume opens it again" if repl.chat.is_kept else ""
+    again = "; the chat is saved, and /resume opens it again" if repl.chat.is_saved else ""
     repl.chat.clear()
     repl.last = None
     repl.say(f"removed {f.plural(n, 'question')}{again}")
@@ -162,7 +162,7 @@ def _attach(repl: Repl, path: str) -> None:
     repl.chat.attach(document)
     for note in notes_of(document):
         repl.warn(note)
-    tokens = document.tokens(repl.chat.model.tokenizer)
+    tokens = document.tokens(repl.chat.text_session.tokenizer)
     repl.say(f"attached {name} · {size(document)} · {f.plural(tokens, 'token')}")
     if repl.limit and tokens > repl.limit:
         repl.warn(f"{name} alone is longer than the context window of {f.count(repl.limit)} tokens")
@@ -176,7 +176,7 @@ def _files(repl: Repl, _: str) -> None:
         return
     rows = []
     for i, document in enumerate(documents, 1):
-        tokens = f.plural(document.tokens(repl.chat.model.tokenizer), "token")
+        tokens = f.plural(document.tokens(repl.chat.text_session.tokenizer), "token")
         when = "with the next question" if i > len(documents) - pending else ""
         rows.append([f"{i}  {document.name}", size(document), tokens, when])
     repl.lines(tables.columns(rows))
@@ -235,11 +235,11 @@ def _profile(repl: Repl, argument: str) -> None:
 @SLASH.add("model", "[NAME]", "use another model from the next question on, or show this one", completes="model")
 def _model(repl: Repl, name: str) -> None:
     if not name or repl.change_model is None:
-        repl.say(f"{repl.chat.model.info.id}; to change it: /model NAME, one of kvcli models list")
+        repl.say(f"{repl.chat.text_session.info.id}; to change it: /model NAME, one of kvcli models list")
         return
     repl.change_model(repl, name)
     again = "; it reads the chat again" if repl.chat.messages else ""
-    repl.say(f"{repl.chat.model.info.id} answers from the next question on{again}")
+    repl.say(f"{repl.chat.text_session.info.id} answers from the next question on{again}")
 
 
 # --- figures
@@ -268,7 +268,7 @@ def _spec(repl: Repl, _: str) -> None:
 
 @SLASH.add("kv", "", "contents of the KV cache, by layer and tier")
 def _kv(repl: Repl, _: str) -> None:
-    rows = repl.chat.model.kv_table()
+    rows = repl.chat.text_session.kv_table()
     repl.lines(tables.columns(tables.kv_table(rows)) if rows else ["the KV cache is empty"])
 
 

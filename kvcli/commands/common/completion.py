@@ -66,9 +66,9 @@ def _profiles(world: Environment) -> Found:
 
 
 def _chats(world: Environment) -> Found:
-    from kvcli.commands.chat.save_chat import sessions_of
+    from kvcli.commands.chat.save_chat import saved_chats_of
 
-    return {entry.id: entry.title or "" for entry in sessions_of(world).entries()}
+    return {entry.id: entry.title or "" for entry in saved_chats_of(world).entries()}
 
 
 def _models(world: Environment) -> Found:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Flags = Mapping[str, tuple[object, str]]  # dotted key -> value and its flag
 SYSTEM_CONFIG = Path("/etc/xdg/kvcli/config.toml")
 
-WHOLE = ("kv.k_bits=16", "kv.v_bits=16")  # needed with --budget by a profile that quantizes by age
+SIXTEEN_BITS = ("kv.k_bits=16", "kv.v_bits=16")  # settings that --budget needs in a profile that quantizes by age
 
 log = logging.getLogger("kvcli.setup")
 
@@ -127,12 +127,12 @@ class Setup:
     exact: bool = False
     revision: str | None = None  # of a hub id, in place of the config's
     is_typed: bool = True  # False if `model` comes from a saved chat
-    most: int = 0  # limit of the loaded model, tokens; 0 before it is loaded
+    most: int = 0  # context limit of the loaded model in tokens; 0 before it is loaded
     found: source.Source | None = None  # the model's files, once they were found
-    reuses: bool = False  # True if sessions use the prefix cache; measurements prefill
-    usual: str | None = None  # the profile if none is typed: that of a pack
+    reuses: bool = False  # True if sessions use the prefix cache; False for measurements, which must prefill
+    usual: str | None = None  # profile name of a pack, used if none is typed
     packed: Mapping[str, str] = field(default_factory=dict)  # the pack's settings, as values of `--set`
-    taken: Mapping[str, str] = field(default_factory=dict)  # those of them that the profile does not have itself
+    taken: Mapping[str, str] = field(default_factory=dict)  # settings of the pack that differ from the profile's
     _named: str | None = None  # the profile that was chosen first
     settled: Mapping[str, object] = field(default_factory=dict)  # dotted key -> value that fits, if not set by the user
     _config: Config | None = None
@@ -190,8 +190,8 @@ class Setup:
         except BadConfig as error:
             if "memory.budget" in flags:
                 with suppress(BadConfig):  # another error remains with 16 bits
-                    read(sets=[*sets, *WHOLE])
-                    error.try_ = (" ".join(f"--set {one}" for one in WHOLE), "leave --budget out", *error.try_)
+                    read(sets=[*sets, *SIXTEEN_BITS])
+                    error.try_ = (" ".join(f"--set {one}" for one in SIXTEEN_BITS), "leave --budget out", *error.try_)
             raise
         self._refuse_other_policy(profile)
         if self.exact:
@@ -377,9 +377,9 @@ class Setup:
 
 def refuse_inexact(profile: Profile) -> None:
     """Raise BadConfig if a key can change the text (--exact)."""
-    values = profile.whole.values
+    values, effects = profile.verifying_profile.values, profile.verifying_profile.effects
     keys = ["exactness", *(f"load.{key}" for key in Load.lossy), *(f"kv.{key}" for key in Kv.lossy)]
-    of_cache = {key: effect for effect, causes in profile.whole.effects.items() if effect in LOSSY for key in causes}
+    of_cache = {key: effect for effect, causes in effects.items() if effect in LOSSY for key in causes}
     wants = {key: plain_value(key) for key in (*keys, *of_cache)}
     if profile.spec.method != "off" and profile.origins["spec.require_batch_invariance"] != "default":
         wants["spec.require_batch_invariance"] = True  # drafts that round differently contradict --exact

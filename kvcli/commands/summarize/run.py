@@ -89,22 +89,22 @@ def _summarize(job: SummaryJob) -> int:
     from kvcli.summarize.wording import wording_of
 
     job.setup.reuses = job.setup.keeps_chats
-    prepared, text = load_model(job.setup, job.profile, job.wanted, job.screen)
+    prepared, text_session = load_model(job.setup, job.profile, job.wanted, job.screen)
     cancel = Interrupt(job.setup.world.clock)  # active while the model works; before that Ctrl-C ends the command
-    with text:
+    with text_session:
         if job.packed is not None:
-            job.packed.refuse_other(text)
-            text.pack = job.packed
-        for note in (*prepared.notes, *text.cautions, *text.info.notes):
+            job.packed.refuse_other(text_session)
+            text_session.pack = job.packed
+        for note in (*prepared.notes, *text_session.cautions, *text_session.info.notes):
             job.tell(note)
-        wording = wording_of(text.info)
-        wording.refuse(job.request, text.info.id)
-        window = PlanWindow.of(text, job.setup.pass_times(text.model))
+        wording = wording_of(text_session.info)
+        wording.refuse(job.request, text_session.info.id)
+        window = PlanWindow.of(text_session, job.setup.pass_times(text_session.model))
         for given in job.groups:
             if job.each and len(job.groups) > 1:
                 job.out.begin(given[0].heading)
             with job.attempt(given):
-                _one(job, prepared, text, given, window, wording, cancel)
+                _one(job, prepared, text_session, given, window, wording, cancel)
             if cancel():
                 return ExitStatus.INTERRUPTED
     return job.status
@@ -113,7 +113,7 @@ def _summarize(job: SummaryJob) -> int:
 def _one(
     job: SummaryJob,
     prepared: CheckedRun,
-    text: TextSession,
+    text_session: TextSession,
     given: Sequence[InputDocument],
     window: PlanWindow,
     wording: Wording,
@@ -134,35 +134,35 @@ def _one(
         said = _plan(job, given, plan, window)
     for line in said:
         job.screen.err.line((line, ""))
-    cache = Cache.of(job.setup.world.paths.cache, text.info, prepared.profile, is_fresh=job.no_cache)
+    cache = Cache.of(job.setup.world.paths.cache, text_session.info, prepared.profile, is_fresh=job.no_cache)
     look = RowOptions(prepared.profile.name, stopping=cancel)
     view = SummaryView(job.screen, look, plan, job.out.live(), tells=job.tells)
-    events = summarize(text, documents, cache=cache, cancel=cancel, plan=plan)
+    events = summarize(text_session, documents, cache=cache, cancel=cancel, plan=plan)
     with cancel, view.running(), closing(cast("Generator[Event]", events)):
         for event in events:
             view.on(event)
             if isinstance(event, PartEnded) and not event.answered.is_cached:
-                _keep(job, text, event.answered.turn, cancel)
+                _keep(job, text_session, event.answered.turn, cancel)
     if view.summary is None:
         _tell_stopped(job, view)
         return
     if not view.summary.points:
         is_loop = any(answered.turn.finish == "loop" for answered in view.summary.turns)
         raise EmptySummary(
-            f"{text.info.id} wrote no summary",
+            f"{text_session.info.id} wrote no summary",
             lines=["its answer repeated itself" if is_loop else "its answer is empty"],
             try_=["-m with another model", "--no-cache"],
         )
-    _finish(job, prepared, text, given, view)
+    _finish(job, prepared, text_session, given, view)
 
 
-def _keep(job: SummaryJob, text: TextSession, turn: Turn, cancel: Interrupt) -> None:
+def _keep(job: SummaryJob, text_session: TextSession, turn: Turn, cancel: Interrupt) -> None:
     """Save the KV cache of a part for later runs, before the next part replaces it."""
     from kvcli.commands.chat.save_chat import said_of
 
     if job.packed is not None and turn.stats.cached < job.packed.about.tokens:
         job.tell(f"{job.packed.folder.name} was read again: the question merges with the last token of its text")
-    job.tell(said_of(text.keep(cancel)))
+    job.tell(said_of(text_session.keep(cancel)))
 
 
 def _plan(job: SummaryJob, given: Sequence[InputDocument], plan: Plan, window: PlanWindow) -> list[str]:
@@ -181,7 +181,7 @@ def _tell_stopped(job: SummaryJob, view: SummaryView) -> None:
 
 
 def _finish(
-    job: SummaryJob, prepared: CheckedRun, text: TextSession, given: Sequence[InputDocument], view: SummaryView
+    job: SummaryJob, prepared: CheckedRun, text_session: TextSession, given: Sequence[InputDocument], view: SummaryView
 ) -> None:
     """Output the document, the notes and the figures, and log the memory."""
     from kvcli.commands.common.turn_json import Run, turn_document
@@ -193,9 +193,9 @@ def _finish(
 
     summary, profile = view.summary, prepared.profile
     assert summary is not None
-    under = Run(profile.name, profile.spec.method, profile.hash, text.promise, cautions=text.cautions)
-    sources = facts(given, text.tokenizer)
-    made = summary_document(summary, sources, [turn_document(a.turn, text.info, under) for a in summary.turns])
+    under = Run(profile.name, profile.spec.method, profile.hash, text_session.promise, cautions=text_session.cautions)
+    sources = facts(given, text_session.tokenizer)
+    made = summary_document(summary, sources, [turn_document(a.turn, text_session.info, under) for a in summary.turns])
     if not job.each:
         made.notes += [f"{name} is not in the summary: {error.message}" for name, error in job.documents.failed]
     job.out.end(made, summary.points)

@@ -28,7 +28,7 @@ class Mix(LookaheadSettings):
     The widened demo answers lookups 2.32 times as fast; 0.947 of draft tokens are accepted (measurements/drafters.md).
     """
 
-    # lookahead last: only tokens that no other source proposed count as its gain
+    # lookahead last, because only tokens that no earlier source proposed count as its gain
     sources: Sources = ("prompt-lookup", "stand", "token-recycling", "lookahead")  # sources of draft tokens, in order
     min_match: Annotated[int, Range(1, 64)] = 1  # of "prompt-lookup": tokens that must match before a copy
     max_match: Annotated[int, Range(1, 256)] = 32  # of "prompt-lookup": longer matches count as this long

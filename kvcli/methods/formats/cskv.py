@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Cskv(BlockFormat):
     """CSKV (2024, arXiv 2409.10593): low-rank factors of each block of keys and of values, over several heads.
 
-    At rank 32, the KV takes 2.62 MiB and the demo's accuracy is 0.833 (measurements/kv-cache.md).
+    At rank 32, the KV takes 2.62 MiB and the demo model's accuracy is 0.833 (measurements/kv-cache.md).
     """
 
     rope: Literal["after", "before"] = "before"  # store keys before RoPE, where their rank is lower, or after

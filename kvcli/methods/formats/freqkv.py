@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class FreqKV(BlockFormat):
     """FreqKV (2025, arXiv 2505.00570): the low frequencies of each channel of a block, by cosine transform.
 
-    At 75% of the frequencies, the KV takes 4.54 MiB and the demo's accuracy is 0.688 (measurements/kv-cache.md).
+    At 75% of the frequencies, the KV takes 4.54 MiB and the demo model's accuracy is 0.688 (measurements/kv-cache.md).
     """
 
     rope: Literal["after", "before"] = "before"  # store keys before RoPE, which adds its own frequencies, or after

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Gear(BlockFormat):
     """GEAR (2024, arXiv 2403.05527): keys per channel, values per token, outliers and a low-rank part of the error.
 
-    In 2 + 2 bits, the KV takes 1.9 MiB and the demo's accuracy is 0.969 (measurements/kv-cache.md).
+    In 2 + 2 bits, the KV takes 1.9 MiB and the demo model's accuracy is 0.969 (measurements/kv-cache.md).
     """
 
     outliers: Annotated[float, Range(0, 0.5)] = 0.02  # share of elements kept in 16 bits, per key channel and per value

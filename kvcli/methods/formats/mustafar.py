@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Mustafar(BlockFormat):
     """Mustafar (2025, arXiv 2505.22913): the largest elements of each key and value, with a bitmap of their channels.
 
-    With 50% of the elements, the KV takes 3.52 MiB and the demo's accuracy falls by 0 (measurements/kv-cache.md).
+    With 50% of the elements, the KV takes 3.52 MiB and the demo model's accuracy falls by 0 (measurements/kv-cache.md).
     """
 
     k_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # share of key elements dropped, the smallest

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Qaq(BlockFormat):
     """QAQ (2024, arXiv 2403.04643): the largest and smallest elements of a block in 16 bits, the rest in fewer.
 
-    In 2 + 2 bits, the KV takes 1.41 MiB and the demo's accuracy is 0.969 (measurements/kv-cache.md).
+    In 2 + 2 bits, the KV takes 1.41 MiB and the demo model's accuracy is 0.969 (measurements/kv-cache.md).
     """
 
     outliers: Annotated[float, Range(0, 0.5)] = 0.01  # share of elements per block kept in 16 bits: largest, smallest

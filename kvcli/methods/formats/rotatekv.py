@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class RotateKV(BlockFormat):
     """RotateKV (2025, arXiv 2501.16383): one Hadamard rotation for keys of several heads, channels ordered by mean.
 
-    In 2 + 2 bits, the KV takes 1.41 MiB and the demo's accuracy is 0.99 (measurements/kv-cache.md).
+    In 2 + 2 bits, the KV takes 1.41 MiB and the demo model's accuracy is 0.99 (measurements/kv-cache.md).
     """
 
     rope: Literal["after", "before"] = "before"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Squat(BlockFormat):
     """SQuat (2025, arXiv 2503.24358): keys by channel, each correcting the error along the keys' main directions.
 
-    In 2 + 2 bits, the KV takes 1.31 MiB and the demo's accuracy is 0.917 (measurements/kv-cache.md).
+    In 2 + 2 bits, the KV takes 1.31 MiB and the demo model's accuracy is 0.917 (measurements/kv-cache.md).
     """
 
     rank: Annotated[int, Range(1)] = 4  # key directions to protect, by singular value

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class SubGen(BlockFormat):
     """SubGen (2024, arXiv 2402.06082): a few keys of a block as cluster centers, and a few values as weighted samples.
 
-    With 32 centers, the KV takes 3.21 MiB and the demo's accuracy is 0.0938 (measurements/kv-cache.md).
+    With 32 centers, the KV takes 3.21 MiB and the demo model's accuracy is 0.0938 (measurements/kv-cache.md).
     """
 
     centers: Annotated[int, Range(1)] = 16  # keys kept per block, as cluster centers

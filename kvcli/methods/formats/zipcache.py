@@ -25,7 +25,7 @@ LEAST = 2.0**-14  # smallest channel scale: the smallest normal float16 number
 class ZipCache(BlockFormat):
     """ZipCache (2024, arXiv 2405.14256): channels scaled by their largest element, then one range per token.
 
-    In 2 + 2 bits, the KV takes 1.35 MiB and the demo's accuracy is 0.948 (measurements/kv-cache.md).
+    In 2 + 2 bits, the KV takes 1.35 MiB and the demo model's accuracy is 0.948 (measurements/kv-cache.md).
     """
 
     keys: Literal["channel", "separable"] = "channel"  # quantize keys per channel (paper), or per token as values

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class KVzip(TopK):
     """KVzip (Kim et al., 2025, arXiv 2505.23416): keeps tokens that repeating the text needs; prefill twice as long.
 
-    With 50% of the tokens, the demo's accuracy is 0.955; choosing them takes 798 ms (measurements/policies.md).
+    With 50% of the tokens, the demo model's accuracy is 0.955; choosing them takes 798 ms (measurements/policies.md).
     """
 
     alloc: Alloc = "global"  # budget per head: equal, AdaKV, PyramidKV, from a file, over all heads, PrefixKV

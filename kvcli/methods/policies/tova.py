@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Tova(QueryScored):
     """TOVA (Oren et al., 2024, arXiv 2401.06104): keeps the tokens that the newest query attends to, in all heads.
 
-    With 50% of the tokens, the demo's accuracy is 0.368, a loss of 0.587 (measurements/policies.md).
+    With 50% of the tokens, the demo model's accuracy is 0.368, or 0.587 less than with all (measurements/policies.md).
     """
 
     alloc: Alloc = "uniform"

@@ -1,7 +1,7 @@
 """VATP: score slots by attention of the newest queries times the values' L1 norm.
 
-The defaults of `queries` and `sinks` are those of the authors' code for its variant on top of Scissorhands, which is
-the one implemented here. The authors' other variant, on top of H2O, is not: it sums the attention of all queries.
+The authors published two variants. This is the one on top of Scissorhands, with the defaults of `queries` and `sinks`
+in the authors' code. The other one, on top of H2O, sums the attention of all queries and is not implemented.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Vatp(QueryScored):
     """VATP (Guo et al., 2024, arXiv 2406.12335): keeps tokens by attention times the L1 norm of their values.
 
-    With 50% of the tokens, the demo's accuracy is 0.448, a loss of 0.507 (measurements/policies.md).
+    With 50% of the tokens, the demo model's accuracy is 0.448, or 0.507 less than with all (measurements/policies.md).
     """
 
     alloc: Alloc = "uniform"
@@ -32,7 +32,7 @@ class Vatp(QueryScored):
     queries: Annotated[int, Range(1)] = 400  # newest tokens whose queries score the others
 
     name: ClassVar[str] = "vatp"
-    by: ClassVar[str] = "attention from its end times the size of its values"
+    by: ClassVar[str] = "attention from the end of the prompt, times the size of the values"
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Return the mean attention times the L1 norm of the value."""

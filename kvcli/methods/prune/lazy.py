@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvcli.methods.prune.layer_pruner import LayerPruner, attention_mass, pooled
 from kvcli.methods.prune.schedule import Schedule
-from kvcli.settings.profile import KV_OF_ALL, WHOLE, Needs
+from kvcli.settings.profile import KV_OF_ALL, NOT_WHOLE, Needs
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class LazyLLM(Schedule):
     def needs(self) -> Needs | None:
         """Revived tokens attend to all older ones."""
         revives = self.compression_interval is not None
-        return Needs(WHOLE | {"degrades"}, KV_OF_ALL, "scope") if revives else None
+        return Needs(NOT_WHOLE | {"degrades"}, KV_OF_ALL, "scope") if revives else None
 
     @property
     def compression_interval(self) -> int | None:

@@ -58,7 +58,7 @@ def ahead(at: CompressionPoint, most: int) -> Passes[CompressionPoint]:
     from kvcli.engine.forward_request import ForwardRequest, Rows
     from kvcli.engine.policy.compression_point import QueryRecorder
     from kvcli.engine.prefill.span_reuse import KVOverlay
-    from kvcli.policies.scoring.replay import PrefixCacheView
+    from kvcli.policies.scoring.replay import SlotsBeforeView
 
     lm, n = at.lm, len(at.ids)
     recorder, token = QueryRecorder(most, lambda n: ()), at.ids[-1]
@@ -66,7 +66,7 @@ def ahead(at: CompressionPoint, most: int) -> Passes[CompressionPoint]:
     pos: Sequence[int] = ()
     for where in range(n - 1, min(n - 1 + most, lm.limit)):
         rows = Rows.chain([token], where)
-        past = KVOverlay(at.kv, lm.shapes, held, pos) if held else at.kv if where >= n else PrefixCacheView(at, n - 1)
+        past = KVOverlay(at.kv, lm.shapes, held, pos) if held else at.kv if where >= n else SlotsBeforeView(at, n - 1)
         made = yield ForwardRequest(lm, rows, past, want=[0], record_queries=[0])
         recorder.take(rows, [0], made.queries, [0])
         if (token := int(made.logits[0].argmax())) in lm.stop_ids:

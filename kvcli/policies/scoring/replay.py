@@ -45,12 +45,12 @@ class Replay:
 
     def _predict(self, pick: Pick) -> Passes[Tensor]:
         """Return log-probabilities [N, V]."""
-        past = PrefixCacheView(self._at, self._start, pick)
+        past = SlotsBeforeView(self._at, self._start, pick)
         made = yield ForwardRequest(self._at.lm, self._rows, past, want=range(self._rows.n_rows))
         return made.logits.to(torch.promote_types(made.logits.dtype, torch.float32)).log_softmax(-1)
 
 
-class PrefixCacheView:
+class SlotsBeforeView:
     """Cache view of the slots before position `end` that `pick` selects (default: all). Such passes never commit."""
 
     def __init__(self, at: CompressionPoint, end: int, pick: Pick = lambda s, at: s.pos >= 0) -> None:

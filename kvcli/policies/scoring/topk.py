@@ -106,7 +106,7 @@ class TopK(PolicyDefaults):
     compression_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
 
     name: ClassVar[str]  # `policy.name` in a profile
-    by: ClassVar[str]  # basis of the score, in words
+    by: ClassVar[str]  # basis of the score: ends "keeps 50% of a prompt, by ...", where "its" is the prompt's
     is_share: ClassVar[bool] = True  # True if scores are shares of a total, which can be multiplied and added
 
     def __post_init__(self) -> None:

@@ -34,8 +34,8 @@ FAULTS = [
     Fault(
         "C6",
         "kvcli/chat/saved_chats.py",
-        "kept.made if version is not None else {}",
-        "kept.made",
+        "saved_chat.made if version is not None else {}",
+        "saved_chat.made",
         "tests/test_chats.py::test_a_chat_that_somebody_removed_is_written_again",
     ),
     Fault(
@@ -413,7 +413,7 @@ FAULTS = [
     Fault(
         "A11",
         "kvcli/chat/saved_chats.py",
-        "if version not in (None, kept.version):",
+        "if version not in (None, saved_chat.version):",
         "if version is False:",
         "tests/test_chats.py::test_a_chat_that_somebody_else_changed_goes_on_in_a_session_of_its_own",
     ),

@@ -160,7 +160,7 @@ def ways_of(number: int, spending: PrecisionBudget) -> list[LevelPath]:
 
 
 def quality(spending: PrecisionBudget, level: int = 0) -> list[float]:
-    """Return by level the share left of the score of a slot now at level `level`; offloading keeps its precision."""
+    """Return, by level, the share of its score that a slot of level `level` keeps there; offloading keeps precision."""
     left = [QUALITY[bits] for bits in (16, *spending.bits)]
     came = left[level] if level < len(left) else 1.0
     there = came if spending.is_read else FOUND * came

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class PrecisionBudgetSettings(PolicyDefaults):
     """Precision budget (after More Tokens, 2024, arXiv 2412.12706): keeps more tokens in fewer bits, by importance.
 
-    With 50% of the bytes, the demo's accuracy is 0.955; dividing them takes 845 ms (measurements/policies.md).
+    With 50% of the bytes, the demo model's accuracy is 0.955; dividing them takes 845 ms (measurements/policies.md).
     """
 
     score: Literal["kvzip", "expected", "snap", "keydiff"] = "kvzip"  # policy that scores tokens
