@@ -295,7 +295,7 @@ class SequenceState:
         self.cache.restore(given.part("kv"))
         self.states.restore(given.part("states"))
         self.query_recorder.restore(given.part("query_recorder"), self.lm, self.cache.dtype)
-        self.aux_cache.restore(given.part("behind"))
+        self.aux_cache.restore(given.part("aux_cache"))
         if self.memory is not None:
             self.memory.restore(given.part("memory"))
         self.ids, self.committed, self._n_prompt = [*ids, pending], len(ids), given.number("n_prompt", len(ids))
