@@ -152,7 +152,7 @@ class NotedKept(Noted):
         ("newest", (1, 9), "kept"),
         ("slots", (1,), "kept"),
         ("n_slots", (1,), "kept"),
-        ("keep", (1, "mask"), "kept"),
+        ("evict_except", (1, "mask"), "kept"),
         ("append", (1, "k", "v", 7), "both"),
         ("take", (1, "slots"), "both"),
         ("crop", (5,), "both"),

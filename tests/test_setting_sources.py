@@ -423,21 +423,10 @@ def test_a_profile_can_be_changed_copied_and_pickled() -> None:
     assert copy.deepcopy(changed) == changed == pickle.loads(pickle.dumps(changed))
 
 
-def test_reading_a_profile_is_quick_and_imports_no_tensors() -> None:
+def test_reading_a_profile_imports_no_tensors() -> None:
     program = (
-        "import time; began = time.process_time()\n"
         "import sys, kvcli; kvcli.Profile.load('exact')\n"
-        "heavy = {'torch', 'transformers', 'typer', 'rich'} & set(sys.modules)\n"
-        "print(time.process_time() - began, *heavy)\n"
+        "print(*{'torch', 'transformers', 'typer', 'rich'} & set(sys.modules))\n"
     )
-
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.split()
-        for _ in range(3)
-    ]
-
-    assert [run[1:] for run in runs] == [[], [], []]
-    # compiling our own source counts too where bytecode is not kept, so the limit leaves room for it
-    assert min(float(run[0]) for run in runs) < (0.15 if not sys.flags.dont_write_bytecode else 0.3)
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
