@@ -23,7 +23,7 @@ from tests.covering import spread
 SECONDS = Path(__file__).with_name("seconds.json")
 ALLOWANCE = 1.0  # CPU seconds of one function
 DEAREST = 2.0  # CPU seconds of a case; a function whose cases take more has none in the core
-DEAR = 0.05  # CPU seconds of a case; a function whose cases take at most this has all of them in the core
+DEAR = 0.03  # CPU seconds of a case; a function whose cases take at most this has all of them in the core
 
 
 def cpu_seconds() -> float:

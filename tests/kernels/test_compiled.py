@@ -32,14 +32,13 @@ def _made(request: pytest.FixtureRequest, jobs: list[tuple[Variant, int | str]])
 
 
 def _often(of: list[Variant]) -> list[tuple[Variant, int | str]]:
-    """What each run compiles, as far as a minute or two go: on 86, for which budgets are, and the first two forms that
-    have products, for 16 and 32 rows, on 90 and 120. Of forms that are held to neither budget, layout nor width, one of
-    each code: the sizes of others, and what 80 and 89 have more or less of, are for `slow`."""
-    codes = {_code(one): one for one in reversed(of)}.values()  # the first of each
-    jobs: list[tuple[Variant, int | str]] = [
-        (one, 86) for one in of if one.budget or one.products or one.streams or one in codes
-    ]
-    jobs += [(one, arch) for one in [one for one in of if one.products][:2] for arch in (90, 120)]
+    """What each run compiles, as far as a minute goes: on 86, for which budgets are, one form of each code and the first
+    two that have products, for 16 and 32 rows; the first of these on 90 and 120. Other sizes, and what 80 and 89 have
+    more or less of, are for `slow`."""
+    codes = list({_code(one): one for one in reversed(of)}.values())  # the first of each
+    products = [one for one in of if one.products]
+    jobs: list[tuple[Variant, int | str]] = [(one, 86) for one in of if one in codes or one in products[:2]]
+    jobs += [(one, arch) for one in products[:1] for arch in (90, 120)]
     return [(one, arch) for one, arch in jobs if arch in one.archs]
 
 
