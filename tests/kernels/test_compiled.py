@@ -32,9 +32,9 @@ def _made(request: pytest.FixtureRequest, jobs: list[tuple[Variant, int | str]])
 
 
 def _often(of: list[Variant]) -> list[tuple[Variant, int | str]]:
-    """What each run compiles, as far as a minute goes: on 86, for which budgets are, one form of each code and the first
-    two that have products, for 16 and 32 rows; the first of these on 90 and 120. Other sizes, and what 80 and 89 have
-    more or less of, are for `slow`."""
+    """What each run compiles, as far as a minute goes. On 86, for which budgets are: one form of each code, and the
+    first two that have products, for 16 and 32 rows. On 90 and 120: the first that has products. `slow` compiles the
+    other sizes, and what 80 and 89 have more or less of."""
     codes = list({_code(one): one for one in reversed(of)}.values())  # the first of each
     products = [one for one in of if one.products]
     jobs: list[tuple[Variant, int | str]] = [(one, 86) for one in of if one in codes or one in products[:2]]
