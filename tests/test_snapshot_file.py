@@ -17,7 +17,6 @@ from kvcli.engine.engine import iterate_events, run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
-from kvcli.engine.prefill.aux_cache import PromptPruning
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import KvcliError
@@ -36,6 +35,7 @@ from kvcli.methods.prune.lazy import LazyLLM
 from kvcli.prefix_cache import snapshot_file
 from kvcli.prefix_cache.block_tree import CorruptFile
 from tests import families, make
+from tests.covering import pinned
 from tests.exact import table
 
 torch.set_num_threads(1)
@@ -81,6 +81,10 @@ POLICIES: Mapping[str, tuple[Policy | None, int | None]] = {
         16,
     ),
 }
+PRUNED = {
+    "lazy": LazyLLM(min_prompt=64, sinks=2, recent=8),
+    "lazy revived": LazyLLM(min_prompt=64, sinks=2, recent=8, scope="prefill+decode", revive_interval=4),
+}
 ROWS = [("llama", store, "none") for store in STORES]
 ROWS += [("llama", "dense", policy) for policy in POLICIES if policy != "none"]
 ROWS += [("gemma3", "dense", policy) for policy in ("none", "snap", "fastgen")]
@@ -90,7 +94,7 @@ ROWS += [
     ("llama", "sketch", "h2o"),
     ("llama", "lowered", "snap"),
 ]
-ROWS += [("llama", "recalled", "snap"), ("llama", "demoted", "fastgen"), ("llama", "dense", "lazy")]
+ROWS += [("llama", "recalled", "snap"), ("llama", "demoted", "fastgen"), *(("deep", "dense", of) for of in PRUNED)]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +103,7 @@ def models() -> Callable[[str], LM]:
 
     def model(name: str) -> LM:
         if name not in found:
-            found[name] = make.model(name)
+            found[name] = make.model("llama", num_hidden_layers=8) if name == "deep" else make.model(name)
             found[name].install_kernels()
         return found[name]
 
@@ -108,7 +112,7 @@ def models() -> Callable[[str], LM]:
 
 def session(lm: LM, store: str, policy: str) -> GenerationSession:
     keep, every = POLICIES.get(policy, (None, 16))
-    pruning: PromptPruning | None = LazyLLM(min_prompt=64, sinks=2, recent=8) if policy == "lazy" else None
+    pruning = PRUNED.get(policy)
     return make.session(lm, STORES[store](lm), sampler=DRAWS, policy=keep, every=every, chunk=50, pruning=pruning)
 
 
@@ -137,7 +141,9 @@ def test_a_tree_deeper_than_any_is_refused() -> None:
         tree_of({"a/" * 3000 + "x": 1})
 
 
-@pytest.mark.parametrize(("model", "store", "policy"), ROWS, ids=[" ".join(row) for row in ROWS])
+@pytest.mark.parametrize(
+    ("model", "store", "policy"), pinned(ROWS, ("deep", "dense", "lazy revived")), ids=[" ".join(row) for row in ROWS]
+)
 def test_a_text_goes_on_from_a_file_as_if_it_had_never_been_saved(
     models: Callable[[str], LM], tmp_path: Path, model: str, store: str, policy: str
 ) -> None:
@@ -148,6 +154,7 @@ def test_a_text_goes_on_from_a_file_as_if_it_had_never_been_saved(
     again.restore(snapshot_file.read(tmp_path / "one"), s.ids[-1])
     assert (again.ids, again.committed, again.approximations) == (s.ids, s.committed, s.approximations)
     snapshot_file.write(tmp_path / "two", again.state())
+    assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
     more = [] if policy.endswith("on") else MORE  # on: the same answer is written on
     logits, said = goes_on(s, more)
     same, heard = goes_on(again, more)

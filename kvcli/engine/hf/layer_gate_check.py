@@ -79,13 +79,13 @@ class _Hiding(ForwardPass):
 
 def _stopping(lm: LM, rows: Rows, want: range, stop: int, on: Sequence[int]) -> Passes[Tensor]:
     """Return the logits of the wanted rows after layer-wise prefill of the other rows."""
-    kv, behind = Dense(lm.shapes, lm.dtype, lm.device), AuxCache(lm, None)
+    kv, aux_cache = Dense(lm.shapes, lm.dtype, lm.device), AuxCache(lm, None)
     read = rows.only(range(want.start))
     prompt = LayerwisePrefill(lm, kv, read, read.n_rows, (), lambda at, _: on if at == stop else None, may_revive=True)
     while not prompt.is_over:
         yield from prompt.step()
-    behind.add(prompt.stopped)
-    yield from behind.revive_all(kv, rows.ids)
+    aux_cache.add(prompt.stopped)
+    yield from aux_cache.revive_all(kv, rows.ids)
     result = yield ForwardRequest(lm, rows.only(want), kv, want=range(len(want)))
     return result.logits
 

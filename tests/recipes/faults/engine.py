@@ -157,6 +157,13 @@ FAULTS = [
         "tests/test_captured_pass.py::test_a_pass_with_recorded_queries_has_a_capture_of_its_own",
     ),
     Fault(
+        "E13",
+        "kvcli/engine/sequence/state.py",
+        'given.part("aux_cache")',
+        'given.part("aux")',
+        "tests/test_snapshot_file.py::test_a_text_goes_on_from_a_file_as_if_it_had_never_been_saved",
+    ),
+    Fault(
         "E4",
         "kvcli/engine/cuda_graphs/captured_pass.py",
         "except torch.OutOfMemoryError:\n        raise\n    except",
