@@ -43,18 +43,19 @@ class Readback:
         Raises BadModel if its logits are NaN or infinite, BadInput if a constraint allows no token.
         """
         token = self.ids[row] if self.ids else int(self._draw(range(row, row + 1))[0])
+        pos = self._request.rows.pos
         if token == STUCK:
             raise BadInput(
                 "the answer cannot continue: its schema or grammar allows no token here",
                 code="nothing_allowed",
-                lines=[f"after position {self._request.rows.pos[row]:,}: no token fits, or the grammar is ambiguous"],
+                lines=[f"after position {pos[row]:,}: no token fits, or the grammar is too ambiguous"],
                 try_=["a simpler schema or grammar"],
             )
         if token < 0:
             raise BadModel(
                 "the model's output is not a number",
                 code="bad_logits",
-                lines=[f"logits after position {self._request.rows.pos[row]:,} hold NaN or infinity"],
+                lines=[f"logits after position {pos[row]:,} hold NaN or infinity"],
                 try_=["--set load.dtype=fp32", "download the model again: its weights may be damaged"],
             )
         return token
