@@ -74,7 +74,7 @@ class HfSide:
         # the model's own generation settings hold stop tokens and penalties, and generate merges them in
         self.model.generation_config = GenerationConfig(pad_token_id=0)
         cache = DynamicCache(config=self.model.config.get_text_config())
-        guesses = Guesses(self.model) if self.lookup else None
+        lookup = LookupDrafts(self.model) if self.lookup else None
         ids = torch.tensor([list(prompt)], device=self.model.device)
         watch = Watch(self.clock)
         with warnings.catch_warnings():
@@ -88,7 +88,7 @@ class HfSide:
                 **({"do_sample": False} | more),
             )
         written = tuple(out[0, len(prompt) :].tolist())
-        stats = guesses.stats(watch.groups, len(prompt)) if guesses is not None else None
+        stats = lookup.stats(watch.groups, len(prompt)) if lookup is not None else None
         return TimedSample(written, tuple(watch.at), len(prompt), _nbytes(cache), stats)
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class Watch:
         return
 
 
-class Guesses:
+class LookupDrafts:
     """Counter of prompt lookup's draft tokens, which wraps its candidate generator."""
 
     def __init__(self, model: Any) -> None:

@@ -63,8 +63,8 @@ def rows_against_row(session: Any, rows: int, reps: int) -> tuple[list[float], l
     from kvcli.engine.engine import run
     from kvcli.engine.forward_request import Draft, ForwardRequest, Rows
 
-    def seconds(guesses: int) -> float:
-        built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain(list(range(9, 9 + guesses))))
+    def seconds(drafted: int) -> float:
+        built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain(list(range(9, 9 + drafted))))
         began = time.perf_counter()
         run([ForwardRequest(session.lm, built, session.cache, want=range(built.n_rows))])
         return time.perf_counter() - began

@@ -60,7 +60,7 @@ SIDES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "mix+small": ("draft", {"spec": {"model": SMALL, "sources": ["stand", "token-recycling"]}}),
     "specextend": ("specextend", {"spec": {"model": SMALL, "copies": False}}),
     "specextend-every": ("specextend", {"spec": {"model": SMALL, "copies": False, "retrieval": "every:8"}}),
-    # what guesses are worth where the clock would have none made
+    # what drafts are worth where the clock would allow none
     "small-always": ("draft", {"spec": {"model": SMALL, "copies": False, **ALWAYS}}),
     "specextend-always": ("specextend", {"spec": {"model": SMALL, "copies": False, **ALWAYS}}),
     "small-full-always": ("draft", {"spec": {"model": SMALL, "copies": False, **ALWAYS, **ALL}}),
@@ -73,7 +73,7 @@ SIDES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     },
     EIGHT: ("balanced", {"spec": {"method": "off"}, "kv": {"split_codes": True}}),
     "self-halves-always": ("balanced", {"spec": {**ITSELF, **ALWAYS}, "kv": {"split_codes": True}}),
-    # what a lossy profile keeps guesses, a whole past checks it
+    # drafts over what a lossy profile keeps, verified over the full KV cache
     "snap-checked": ("snap", {"exactness": "exact", "spec": ITSELF}),
     **{
         f"{name}-checked-always": (name, {"exactness": "exact", "spec": {**ITSELF, **ALWAYS}})
@@ -248,7 +248,7 @@ def lengths(model: kvcli.Model, of: str, task: Task, prefix_cache: PrefixCache) 
 
 
 @measurement(
-    "Each drafter at each task; tokens/s and times are medians, accepted shares are of guessed tokens",
+    "Each drafter at each task; tokens/s and times are medians, accepted shares are of draft tokens",
     schema="kvcli.bench.drafters/1",
     is_right=lambda rows: all(row["same"] for row in rows),
 )
@@ -266,11 +266,11 @@ def drafters(
             write(Path(folder, "demo-wide"))
         for of in models:
             model = looked_at(kvcli.load(of if of == "demo" else str(Path(folder, of)), profile="exact"))
-            shelf = PrefixCache(Path(folder, f"kept-{of}"), 1 << 33, model.lm, min_work=0)
+            prefix_cache = PrefixCache(Path(folder, f"kept-{of}"), 1 << 33, model.lm, min_work=0)
             for task in tasks_of(model, of, tasks):
-                task.new = lengths(model, of, task, shelf)
+                task.new = lengths(model, of, task, prefix_cache)
                 for temperature in temperatures:
-                    yield from measure(model, of, task, temperature, chosen, reps, shelf)
+                    yield from measure(model, of, task, temperature, chosen, reps, prefix_cache)
 
 
 if __name__ == "__main__":

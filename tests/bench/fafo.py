@@ -49,7 +49,7 @@ SIDES: dict[str, dict[str, Any]] = {  # [spec] tables; the profiles of these nam
     "fafo": {"method": "mix", "view": "stream"},
     "fafo-paper": {"method": "lookahead", **asdict(kvcli.Profile.load("fafo-paper").spec.settings)},
 }
-THEIRS = {"hf": 0, "hf-lookup": 10}  # guesses of prompt lookup
+THEIRS = {"hf": 0, "hf-lookup": 10}  # draft tokens of prompt lookup
 
 
 @dataclass
@@ -123,7 +123,7 @@ def measure(task: Task, temperature: float, reps: int, names: Sequence[str]) -> 
         for name in SIDES
         if name == PLAIN or name in names
     }
-    theirs = {name: guesses for name, guesses in THEIRS.items() if name in names}
+    theirs = {name: n for name, n in THEIRS.items() if name in names}
     sides |= {n: HfSide(n, task.theirs, threads, lookup=k, temperature=temperature) for n, k in theirs.items()}
     new = lengths(task)
 

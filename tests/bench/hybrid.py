@@ -1,4 +1,4 @@
-"""Guesses on a model whose layers keep a state: passes accepted in part, and drafting beside plain decoding.
+"""Drafts on a model whose layers keep a state: passes accepted in part, and drafting beside plain decoding.
 
     python tests/bench/hybrid.py [--reps 9] [--new 48] [--out FILE]
 
@@ -105,7 +105,7 @@ def writing(lm: LM, name: str, prompt: list[int], new: int, reps: int) -> dict[s
     truth = opened(lm, prompt)
     run_to_end(truth.stream(new))
     seconds: dict[str, list[float]] = {"plain": [], name: []}
-    guesses = taken = 0
+    n_drafted = taken = 0
     for rep in range(reps + 1):
         for side in seconds:
             drafted = Copy(truth.ids, VOCAB, 0) if name == "copy" else Ngram(branches=1).drafter()
@@ -114,24 +114,24 @@ def writing(lm: LM, name: str, prompt: list[int], new: int, reps: int) -> dict[s
             steps = [said for said in iterate_events(text.stream(new)) if isinstance(said, Step)]
             if rep:
                 seconds[side].append(time.perf_counter() - began)
-            assert text.ids == truth.ids, "guesses changed the text"
+            assert text.ids == truth.ids, "drafts changed the text"
             if side == name:
-                guesses, taken = sum(s.rows.n_rows - 1 for s in steps), sum(len(s.path) - 1 for s in steps)
+                n_drafted, taken = sum(s.rows.n_rows - 1 for s in steps), sum(len(s.path) - 1 for s in steps)
     plain, its = seconds["plain"], seconds[name]
     return {
         "what": f"{name} beside plain",
         "ms": round(1000 * statistics.median(its) / new, 2),
         "plain ms": round(1000 * statistics.median(plain) / new, 2),
         "times": quotients(plain, its, 3),
-        "guesses": guesses,
+        "draft tokens": n_drafted,
         "accepted": taken,
         "different tokens": len({*truth.ids[len(prompt) :]}),
     }
 
 
 @measurement(
-    "Guesses on a random hybrid of some 150M parameters, bf16",
-    columns=["what", "ms", "times", "guesses", "accepted"],
+    "Drafts on a random hybrid of some 150M parameters, bf16",
+    columns=["what", "ms", "times", "draft tokens", "accepted"],
     note="times: of a pass accepted whole, or tokens a second in those of plain decoding. ms: a pass or token",
 )
 def hybrid(reps: int = 9, new: int = 48) -> Rows:

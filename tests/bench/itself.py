@@ -1,4 +1,4 @@
-"""The model drafting for itself: how often its guesses come true, the memory they take, and what they are worth.
+"""The model drafting for itself: how often its draft tokens are accepted, their memory and their speed.
 
     python tests/bench/itself.py [--tasks demo,random] [--tokens 16384] [--new 64] [--reps 3] [--out FILE]
 
@@ -6,9 +6,9 @@
   random   a random Llama of 152M parameters continues random tokens, `--tokens` of them
 
 Each side is held to its own plain decoding: that of the whole past in bf16, or of codes of 8 bits in halves.
-"accepted" is of guesses made in every pass, four in a row (adaptive off, no copies); "speed" with them, "paced" where
-the clock decides, both as a multiple of plain decoding, repetition by repetition. "bytes" are of keys and values with
-all that drafts take, over those of the whole past.
+"accepted" is of draft tokens made in every pass, four a pass (adaptive off, no copies); "speed" with them, "paced"
+where the clock decides, both as a multiple of plain decoding, repetition by repetition. "bytes" are of keys and values
+with all that drafts take, over those of the whole past.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure(
         "paced": under(model, drafting.replace(spec=PACED)),
     }
     ratios: dict[str, list[float]] = {"every": [], "paced": []}
-    same, guessed, accepted, size = True, 0, 0, []
+    same, drafted, accepted, size = True, 0, 0, []
     for prompt in prompts:
         stands = made["whole"].run(prompt, 1).kv_bytes or 1
         for _ in range(reps):
@@ -87,10 +87,10 @@ def measure(
                 ratios[name].append(got.tok_s / plain.tok_s)
                 same &= got.ids == plain.ids
                 if name == "every" and got.stats is not None:
-                    guessed, accepted = guessed + got.stats.draft_tokens, accepted + got.stats.accepted_tokens
+                    drafted, accepted = drafted + got.stats.draft_tokens, accepted + got.stats.accepted_tokens
                     size.append((got.kv_bytes or 0) / stands)
     speeds = {"speed": median(ratios["every"]), "paced": median(ratios["paced"])}
-    return {"accepted": accepted / max(1, guessed), "bytes": median(size), **speeds, "same": "yes" if same else "NO"}
+    return {"accepted": accepted / max(1, drafted), "bytes": median(size), **speeds, "same": "yes" if same else "NO"}
 
 
 def under(model: Model, profile: Profile) -> ProfileSide:
@@ -98,7 +98,7 @@ def under(model: Model, profile: Profile) -> ProfileSide:
 
 
 @measurement(
-    "Guesses of the model itself: how many came true, bytes over those of the whole past, times plain decoding",
+    "Drafts of the model itself: share accepted, bytes over those of the whole past, times plain decoding",
     schema="kvcli.bench.itself/1",
 )
 def itself(
@@ -112,7 +112,7 @@ def itself(
     for task in tasks:
         model, prompts = demo() if task == "demo" else random(tokens)
         for name in wanted:
-            yield {"task": task, "guesses_over": name, **measure(model, prompts, *SIDES[name], new, reps)}
+            yield {"task": task, "drafts_over": name, **measure(model, prompts, *SIDES[name], new, reps)}
 
 
 if __name__ == "__main__":

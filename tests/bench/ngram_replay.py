@@ -59,7 +59,7 @@ def replayed(answers: list[tuple[list[int], int]], config: Ngram, cost: Callable
         "most": max(run.gain for run in runs),
         "tokens_per_pass": new / len(steps),
         "drafted_share": sum(s.n_drafted > 0 for s in steps) / len(steps),
-        "guesses_per_pass": sum(s.n_drafted for s in steps) / len(steps),
+        "draft_tokens_per_pass": sum(s.n_drafted for s in steps) / len(steps),
     }
 
 

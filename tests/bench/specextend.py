@@ -5,12 +5,12 @@
 
   lookup   questions about facts of a report that fills the context, answered in a sentence
   summary  that report's findings are listed
-  needle   as lookup, one guess a pass and no clock: how many tokens of the fact were guessed, and how many others
+  needle   as lookup, one draft token a pass and no clock: how many tokens of the fact were drafted, and how many others
 
 Its sibling costs the demo model too much to gain speed; this shows what a small cache loses and retrieval brings back.
 `--model demo-wide` is the same function at the cost of 150M parameters (tests/bench/widened.py). Nobody copies. All
 sides of a repetition run one after the other, each prompt knowing nothing; times are from the first token to the last,
-ratios of plain decoding. `--fixed`: four guesses in a row in each pass, whatever the clock says, so that caches are
+ratios of plain decoding. `--fixed`: four draft tokens in each pass, whatever the clock says, so that caches are
 compared and not what the clock makes of answers of a dozen tokens. `--cost`: time of a drafted token of a random 152M
 Llama behind so many tokens, its looks at the text included.
 """
@@ -48,8 +48,8 @@ from tests.bench.random_model import build, ours_of
 from tests.bench.widened import write
 
 SIDES = {"plain": None, "window": "off", "every:8": "every:8", "adaptive": "adaptive"}
-FOUR = {"adaptive": False, "depth": 4, "max": 4, "branches": 1}  # guesses in a row
-ONE = {"adaptive": False, "depth": 1, "max": 1, "branches": 1}  # guess a pass
+FOUR = {"adaptive": False, "depth": 4, "max": 4, "branches": 1}  # draft tokens in a row
+ONE = {"adaptive": False, "depth": 1, "max": 1, "branches": 1}  # draft token a pass
 ASKED = 6  # facts of a report
 MOST = 200  # tokens of an answer
 
@@ -141,7 +141,7 @@ def speed(args: SimpleNamespace, model: Any, task: str, ctx: int) -> dict[str, A
 
 
 def needle(args: SimpleNamespace, model: Any, ctx: int) -> dict[str, Any]:
-    """Share of tokens that were guessed: of values that stand in the text, and of the others."""
+    """Share of tokens that were drafted: of values that stand in the text, and of the others."""
     rows = {}
     for name, side in sides(args, model, **ONE).items():
         if name == "plain":
@@ -230,7 +230,7 @@ def cost_of_drafting(
 
 
 @measurement(
-    "A window, and what the model that writes looks at: speed, and guesses that came true of facts and of the rest",
+    "A window, and what the model that writes looks at: speed, and accepted draft tokens of facts and of the rest",
     schema="kvcli.bench.specextend/1",
 )
 def specextend(

@@ -6,7 +6,7 @@ The bundled demo model is so small that a pass of it is all overhead, and a seco
 Here it stands in the corner of a larger one. Its stream is four times as wide, with zeros; a norm over it takes four
 times as small a mean, which weights of half the size make up for to the bit. Further heads, feed-forward numbers and
 layers are random, computed like any others, and leave by weights of zero. So its texts are the demo's, what the small
-sibling of the demo guesses is as often right, and times are those of a model of this size. Further layers come first:
+sibling of the demo drafts is as often right, and times are those of a model of this size. Further layers come first:
 the last ones look at the text, as those of a model do that was trained.
 """
 

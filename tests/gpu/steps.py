@@ -33,7 +33,7 @@ NEW = 64
 LEFT = 4 << 30  # bytes of the device that keys and values leave
 
 
-class Guesses(Scripted):
+class Drafts(Scripted):
     """So many tokens, whatever they are: a step of one row more."""
 
     def __init__(self, n: int) -> None:
@@ -58,7 +58,7 @@ def _filled(lm: LM, n: int) -> Dense:
 
 def _steps(lm: LM, kv: Dense, n: int, n_rows: int, reps: int) -> Row:
     """Milliseconds of steps behind n tokens, and of the host's part of them."""
-    session = make.session(lm, kv, Off() if n_rows == 1 else Guesses(n_rows - 1))
+    session = make.session(lm, kv, Off() if n_rows == 1 else Drafts(n_rows - 1))
     session.ids, session.committed = families.prompt(n + 1, vocab=lm.vocab), n
     row: Row = {"ms": spread(times(lambda: run_to_end(session.step()), str(lm.device), reps))}
     if lm.frames is not None:

@@ -73,16 +73,16 @@ class Writer:
         began, lm = time.perf_counter(), session.lm
         # one token before the compression point, which only the session crosses
         room = int(min(session.next_compression_at - session.committed - 1, most, lm.limit - session.committed - 1))
-        guessed = yield from self._ahead(session.ids, session, stop, room)
-        if not guessed:
+        drafted = yield from self._ahead(session.ids, session, stop, room)
+        if not drafted:
             return (yield from session.step(stop, most))
-        ids = [i for step in guessed for i in step]
+        ids = [i for step in drafted for i in step]
         how = SamplingContext(session.sampler, session.seen, None, session.ids, session.answer_at)
         at = len(session.ids) - 1
         rows, tree = Rows.chain([session.ids[-1], *ids], at), DraftTreeKV(lm, session.cache, at)
         made = yield from tree.add(rows.ids, rows.parent, draw=how)
         lanes, n, same = list[StepBranch](), 0, 0
-        for step in guessed:
+        for step in drafted:
             drawn = (made.drawn(n + i) for i in range(len(step)))
             other = next(((i, own) for i, (own, id) in enumerate(zip(drawn, step, strict=False)) if own != id), None)
             if other is None:
@@ -106,7 +106,7 @@ class Writer:
             new, path = ids, tree.above(len(ids) - 1)
         else:  # the target model's token after the last row
             new, path = [*ids, made.drawn(len(ids))], tree.above(len(ids))
-        self._count(guessed, refused, same)
+        self._count(drafted, refused, same)
         session.adopt([*session.ids, *new], session.committed + len(path), tree.held(path))
         right = refused.n if refused is not None else len(ids)
         return Step(rows, made.logits, list(range(right + 1)), new, time.perf_counter() - began)
@@ -158,13 +158,13 @@ class Writer:
         if lane.is_over and not lane.is_refused:
             lane.is_refused = not self.judge.compares(lane.step, lane.own)
 
-    def _count(self, guessed: Sequence[Sequence[int]], refused: StepBranch | None, same: int) -> None:
+    def _count(self, drafted: Sequence[Sequence[int]], refused: StepBranch | None, same: int) -> None:
         n, taken = 0, 0
-        for step in guessed:
+        for step in drafted:
             if refused is not None and n >= refused.n:
                 break
             n, taken = n + len(step), taken + 1
-        self.drafted += len(guessed)
+        self.drafted += len(drafted)
         self.accepted += taken
         self.same += min(same, taken)
 
