@@ -68,9 +68,8 @@ def may_split(profile: Profile) -> bool:
 def adapted_profile(lm: LM, profile: Profile) -> tuple[Profile, str]:
     """Return the profile as this model supports it, and what was changed for that, in words.
 
-    A strict profile drafts only if the model is batch invariant. Otherwise a row rounds differently next to other rows,
-    and so does the KV of accepted draft tokens.
-    """
+    With `spec.require_batch_invariance`, a profile drafts only if the model is batch invariant. Otherwise a row rounds
+    differently next to other rows, and so does the KV of accepted draft tokens."""
     profile, chained = _chained(profile) if lm.recurrent_layers else (profile, "")
     if not profile.spec.require_batch_invariance or not (by := _batch_variant_reason(lm, profile)):
         return profile, chained
@@ -94,7 +93,7 @@ def _chained(profile: Profile) -> tuple[Profile, str]:
 
 def _batch_variant_reason(lm: LM, profile: Profile) -> str:
     """Return what makes a row depend on the number of rows in its pass, by more than float32 rounding; "" = nothing."""
-    if lm.batch_variant_reason:
+    if lm.is_batch_variant:
         return f"in {lm.info.dtype}"
     if lm.max_invariant_rows is not None and profile.spec.rows > lm.max_invariant_rows:
         return f"in passes of more than {lm.max_invariant_rows} tokens ({profile.spec.method} has {profile.spec.rows})"
@@ -108,12 +107,12 @@ def exactness_label(lm: LM, profile: Profile) -> str:
     to 16-bit rounding" where drafted rows round differently."""
     if profile.exactness != "exact":
         return profile.exactness
-    is_apart = lm.max_invariant_rows is not None and profile.spec.rows > lm.max_invariant_rows
-    if lm.is_row_invariant and not is_apart:
+    exceeds_invariant_rows = lm.max_invariant_rows is not None and profile.spec.rows > lm.max_invariant_rows
+    if lm.is_row_invariant and not exceeds_invariant_rows:
         return "bit-exact"
     return (
         "exact up to 16-bit rounding"
-        if profile.spec.method != "off" and (lm.batch_variant_reason or is_apart)
+        if profile.spec.method != "off" and (lm.is_batch_variant or exceeds_invariant_rows)
         else "exact"
     )
 
@@ -139,9 +138,9 @@ def cache_conditions(profile: Profile) -> CacheConditions:
     return CacheConditions(is_intact, settings, profile.prefix_cache.settings)
 
 
-def shapings(profile: Profile) -> list[CacheConditions]:
-    """Return the cache conditions; and if only span reuse changes the KV, also those of the lossless caches that spans
-    may come from."""
+def loadable_conditions(profile: Profile) -> list[CacheConditions]:
+    """Return the conditions of caches to load from: the profile's own and, if nothing but span reuse changes its KV,
+    those without reuse."""
     alone = profile.replace(reuse={"method": "none"}) if profile.reuse.describe_reused else profile
     return [
         cache_conditions(profile),
@@ -164,7 +163,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> CachePlan:
 
     most, rows = chunk(lm, profile), max(profile.spec.rows, profile.reasoning_steps.rows)
     is_fit = profile.memory.budget == "fit"  # it reserves memory for passes, on a CPU too
-    kind = "cuda" if lm.is_apart else "cpu"
+    kind = "cuda" if lm.is_on_accelerator else "cpu"
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, NUMBERS[profile.kv.dtype])
     return tiers.CachePlan(
         lm.shapes,
@@ -176,7 +175,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> CachePlan:
         lm.attention_params,
         most,
         held,
-        pass_bytes(lm, most, rows, dtype, kind) if lm.is_apart or is_fit else 0,
+        pass_bytes(lm, most, rows, dtype, kind) if lm.is_on_accelerator or is_fit else 0,
         profile.kv_format.settings,
         partial(rotaries, lm),
         lm.free_device_bytes if is_fit else 0,

@@ -76,7 +76,7 @@ class OneLayer:
     layers = range(1)
 
     @property
-    def open(self) -> list[int]:
+    def full_layers(self) -> list[int]:
         return [] if self.at.window is not None else [0]
 
     @property
@@ -92,8 +92,8 @@ class OneLayer:
         return self.at.n_prompt
 
     @property
-    def memory(self) -> Any:
-        return self.at.memory
+    def policy_state(self) -> Any:
+        return self.at.policy_state
 
     def layer(self, i: int) -> tuple[Slots, LayerContext]:
         return self.s, self.at

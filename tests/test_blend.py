@@ -84,7 +84,7 @@ def test_all_of_it_read_again_is_plain_reading(name: str, select: str) -> None:
     lm = lm_of(name)
     again = read(lm, CacheBlend(LEAST, 1.0, select))  # type: ignore[arg-type]
     assert "reused" in again.approximations
-    near = {} if lm.is_row_invariant and lm.straight is not None else {"rtol": 1e-4, "atol": 1e-4}
+    near = {} if lm.is_row_invariant and lm.direct_forward is not None else {"rtol": 1e-4, "atol": 1e-4}
     assert same(again, read(lm, None), **near)
 
 

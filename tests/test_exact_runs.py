@@ -75,7 +75,7 @@ def test_passes_of_more_rows_than_a_gpu_serves_alike_are_not_called_exact(monkey
     few, many = Profile.load("ngram"), Profile.load("fafo-paper").replace(exactness="exact")
     assert few.spec.rows <= MOST < many.spec.rows
     for is_apart, said in ((False, "bit-exact"), (True, "exact up to 16-bit rounding")):
-        monkeypatch.setattr(of, "is_apart", is_apart)
+        monkeypatch.setattr(of, "is_on_accelerator", is_apart)
         assert (assemble.exactness_label(of, few), assemble.exactness_label(of, many)) == ("bit-exact", said)
         profile, why = assemble.adapted_profile(of, many.replace(spec={"require_batch_invariance": True}))
         assert (profile.spec.method == "off", f"more than {MOST} tokens" in why) == (is_apart, is_apart)

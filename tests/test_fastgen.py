@@ -126,7 +126,7 @@ def test_the_table_above_does_evict_and_heads_do_differ(name: str) -> None:
     s = session(SETTINGS[name], lm())
     run_to_end(s.read(prompt()))
     assert sum(count(s)) < 0.9 * s.committed * 2 * 3
-    policy = s.memory
+    policy = s.policy_state
     assert len({choice for layer in policy.chosen().values() for choice in layer}) > 1
 
 
@@ -265,7 +265,7 @@ def test_special_tokens_system_text_and_the_newest_stay_in_every_head() -> None:
     s.kind_spans = [KindSpan(30, 40, SYSTEM)]
     run_to_end(s.read([*ids[:50], 2, *ids[50:]]))
     list(iterate_events(s.stream(12)))
-    policy = s.memory
+    policy = s.policy_state
     assert policy.chosen() == {i: ["special"] * 2 for i in range(3)}
     for i in range(3):
         for pos in s.cache.slots(i).pos:
@@ -293,7 +293,7 @@ def test_punctuation_of_the_answer_stays_where_heads_keep_punctuation() -> None:
 def test_a_long_later_prompt_is_measured_and_a_short_one_is_not() -> None:
     s = session(SMALL, lm())
     run_to_end(s.read(prompt()))
-    policy = s.memory
+    policy = s.policy_state
     first = policy.chosen()
     list(iterate_events(s.stream(6)))
     run_to_end(s.read(families.prompt(5, seed=8)))
@@ -372,7 +372,7 @@ def test_frequent_tokens_grow_with_the_text_and_what_is_no_longer_looked_at_goes
         frequent_ratio=0.1,
         local_ratio=0.0,
     )
-    memory = own.requirements(lm()).memory()
+    memory = own.requirements(lm()).policy_state()
     before, after = [3, 17, 40, 41], [5, 60, 61, 70, 90, 91, 92, 93, 94, 95]
 
     def rows(targets: list[int], n: int, at: range) -> tuple[Tensor, Slots]:
@@ -385,14 +385,14 @@ def test_frequent_tokens_grow_with_the_text_and_what_is_no_longer_looked_at_goes
 
     probes = own.probes(100)
     q, s = rows(before, 100, range(100))
-    at = moment(s, q[:, probes], q_pos=torch.tensor(probes), scale=1.0, phase="read", memory=memory)
+    at = moment(s, q[:, probes], q_pos=torch.tensor(probes), scale=1.0, phase="read", policy_state=memory)
     first = kept(own, s, at)[0]
     assert int(first.sum()) == 10
     assert bool(first[before].all())
     for n in range(110, 1200, 10):
         q, s = rows(after, n, range(n - 10, n))
         held = Slots(s.k, s.v, s.pos)
-        at = moment(held, q, q_pos=torch.arange(n - 10, n), scale=1.0, n_prompt=100, memory=memory)
+        at = moment(held, q, q_pos=torch.arange(n - 10, n), scale=1.0, n_prompt=100, policy_state=memory)
         mask = kept(own, held, at)[0]
         assert int(mask.sum()) == round(0.1 * n) + 10, "a batch of the newest is not judged yet"
     assert bool(mask[after].all())
@@ -407,14 +407,14 @@ def test_heads_choose_again_when_they_look_elsewhere() -> None:
     for every, want in ((50, "full"), (0, "special")):
         own = FastGen(recovery=0.9, recent=16, reprofile_interval=every, probe_rows=40)
         wants = own.requirements(lm())
-        memory = wants.memory()
+        memory = wants.policy_state()
         probes = [p for p in own.probes(n - 60) if p < n - 60]
         short = Slots(s.k[:, : n - 60], s.v[:, : n - 60], s.pos[:, : n - 60])
-        at = moment(short, q[:, probes], q_pos=torch.tensor(probes), scale=1.0, phase="read", memory=memory)
+        at = moment(short, q[:, probes], q_pos=torch.tensor(probes), scale=1.0, phase="read", policy_state=memory)
         kept(own, short, at)
         assert memory.chosen() == {0: ["special"]}
-        rows = range(n - wants.recent, n)
-        at = moment(s, later[:, list(rows)], q_pos=torch.tensor(rows), scale=1.0, n_prompt=n - 60, memory=memory)
+        rows = range(n - wants.recent_queries, n)
+        at = moment(s, later[:, list(rows)], q_pos=torch.tensor(rows), scale=1.0, n_prompt=n - 60, policy_state=memory)
         kept(own, s, at)
         assert memory.chosen() == {0: [want]}
 
@@ -435,7 +435,7 @@ def test_heads_of_a_head_map_keep_everything(tmp_path: Path, name: str, keep: fl
     own = dataclasses.replace(SMALL, headmap=heads_file(tmp_path, rows, name), recovery=0.0, keep=keep)
     s = session(own, lm())
     run_to_end(s.read(prompt()))
-    policy = s.memory
+    policy = s.policy_state
     full = {(i, j) for i, layer in policy.chosen().items() for j, choice in enumerate(layer) if choice == "full"}
     assert full >= {(0, 1), (1, 1)}
     assert keep > 0 or full == {(0, 1), (1, 1)}
@@ -470,7 +470,7 @@ def test_a_prompt_inside_the_guard_is_no_evidence_and_its_answer_stays_whole(rec
     own = dataclasses.replace(SMALL, recent=24, recovery=recovery, kl_max=1e9, replay=8)
     s = session(own, lm())
     run_to_end(s.read(prompt(20)))
-    policy = s.memory
+    policy = s.policy_state
     list(iterate_events(s.stream(60)))
     assert policy.chosen() == {}
     assert count(s) == [2 * s.committed] * 3, "nobody was judged, so nobody forgets"
@@ -485,5 +485,5 @@ def test_what_no_head_may_forget_is_no_evidence() -> None:
         s = session(dataclasses.replace(SMALL, recent=24), lm())
         s.kind_spans = [KindSpan(0, end, SYSTEM)]
         run_to_end(s.read([*families.prompt(60), 5]))
-        measured.append(set(s.memory.chosen()))
+        measured.append(set(s.policy_state.chosen()))
     assert measured == [{0, 1, 2}, set()]

@@ -112,10 +112,10 @@ def test_modules_that_compute_something_else_stay(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", FOUND)
 def test_models_without_anything_between_their_layers_are_gone_straight_through(name: str, dtype: torch.dtype):
     found = loaded(name, dtype)
-    assert (found.straight is not None) == (name in STRAIGHT)
-    if found.straight is not None:
+    assert (found.direct_forward is not None) == (name in STRAIGHT)
+    if found.direct_forward is not None:
         ours = logits(found)
-        found.straight = None
+        found.direct_forward = None
         assert torch.equal(ours, logits(found))
 
 
@@ -149,7 +149,7 @@ def test_a_model_that_does_more_around_its_layers_is_gone_through_as_it_is(monke
 
     with monkeypatch.context() as patched:
         _change(patched, llama.LlamaForCausalLM, louder)
-        assert loaded("llama").straight is None
+        assert loaded("llama").direct_forward is None
 
 
 def test_modules_that_want_something_else_stay():
@@ -215,7 +215,7 @@ def test_a_device_is_tried_where_fused_kernels_serve_it(monkeypatch: pytest.Monk
     found = make.model("llama", torch.bfloat16)
     found.install_kernels()
     assert (found.is_row_invariant, found.max_invariant_rows) == (True, None)
-    monkeypatch.setattr(found, "is_apart", True)
+    monkeypatch.setattr(found, "is_on_accelerator", True)
     assert found.max_invariant_rows == MOST
     assert is_batch_variant(found)  # of this one nobody says that its kernels do not look at the shape
     monkeypatch.setattr(triton_support, "why_not", lambda device, dtype: "")

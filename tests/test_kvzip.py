@@ -28,7 +28,7 @@ def session(lm: LM = TINY, **more: object) -> GenerationSession:
 
 
 def scored(s: GenerationSession) -> dict[int, Tensor]:
-    found: dict[int, Tensor] = s.memory.own.total
+    found: dict[int, Tensor] = s.policy_state.own.total
     return found
 
 

@@ -71,7 +71,7 @@ class Hiding(ForwardPass):
         n, live = self.rows.n_rows, self._plan.live(self.rows.n_rows, layer)
         sees = torch.ones(n, n, dtype=torch.bool).tril()
         sees[live] &= torch.isin(torch.arange(n), torch.tensor(live))
-        self.rows, self._masks = replace(self.rows, sees=sees), {}
+        self.rows, self._masks = replace(self.rows, tree_mask=sees), {}
         return super().attend(layer, *args)
 
 
@@ -415,7 +415,7 @@ def test_a_policy_judges_layers_of_any_shape_that_store_something(policy: Policy
     )
     wants, nothing = policy.requirements(lm), kinds_of([], None, [])
     past = lm, kv, QueryRecorder(0, lambda n: ()), wants.guard, range(n), nothing
-    masks = run_to_end(CompressionPoint(*past, "read", n, True, wants.memory()).ask(policy))
+    masks = run_to_end(CompressionPoint(*past, "read", n, True, wants.policy_state()).ask(policy))
     assert [layer for layer, mask in enumerate(masks) if mask is None] == [2]
     assert kv.compress(masks)
     assert kv.n_slots(0) == kv.n_slots(2) < n

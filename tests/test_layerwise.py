@@ -120,8 +120,8 @@ def test_a_way_straight_through_the_layers_goes_from_one_to_the_next(name: str) 
     whole, parts, rows = store(model, 0), store(model, 0), Rows.chain(families.prompt(N), 0)
     commit(whole, rows, *run([ForwardRequest(model, rows, whole)]), range(N))
     by_layers(model, rows, parts, 16)
-    assert (model.straight is not None) == (name != "gemma3")  # which scales its embeddings
-    assert any(isinstance(part.forward, Gate) for part in model.model.modules()) == (model.straight is None)
+    assert (model.direct_forward is not None) == (name != "gemma3")  # which scales its embeddings
+    assert any(isinstance(part.forward, Gate) for part in model.model.modules()) == (model.direct_forward is None)
     for layer in range(model.n_layers):
         assert torch.equal(whole.slots(layer).k, parts.slots(layer).k)
         assert torch.equal(whole.slots(layer).v, parts.slots(layer).v)

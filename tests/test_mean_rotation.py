@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize("name", [f.name for f in families.FAMILIES.values() if f.has_tables])
 def test_every_family_can_be_judged_by_queries_to_come(name: str) -> None:
     model = make.model(name)
-    assert len(Expected().requirements(model).memory().known) == model.n_layers
+    assert len(Expected().requirements(model).policy_state().known) == model.n_layers
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -47,7 +47,7 @@ def test_expected_attention_is_the_papers_formula(covariance: bool) -> None:
     scorer, memory = Expected(samples=12, horizon=13, covariance=covariance, sinks=2), ScoreState(known=[rotary])
     pos = torch.tensor(scorer.probes(30))
     q = torch.randn(4, len(pos), 8, generator=r, dtype=torch.float64)
-    at = moment(s, q, q_pos=pos, n=30, n_prompt=30, memory=memory)
+    at = moment(s, q, q_pos=pos, n=30, n_prompt=30, policy_state=memory)
 
     raw = torch.stack([unrotate(q[:, i : i + 1], pos[i : i + 1], rotary)[:, 0] for i in range(len(pos))], 1)
     eye = torch.eye(8, dtype=torch.float64)
@@ -66,13 +66,13 @@ def test_a_short_question_is_recorded_whole() -> None:
     scorer, n = Expected(samples=256, covariance=False), 2 * RECENT
     s = Slots(torch.randn(1, n, 4), torch.ones(1, n, 4), torch.arange(n).expand(1, -1))
     q = torch.randn(1, 5, 4)
-    at = moment(s, q, q_pos=torch.arange(n - 5, n), n_prompt=n, memory=ScoreState(known=[None]))
+    at = moment(s, q, q_pos=torch.arange(n - 5, n), n_prompt=n, policy_state=ScoreState(known=[None]))
     torch.testing.assert_close(scorer.score(s, at), expected(s, q.mean(1), None, at.scale, 0.0, 0.0))
 
 
 def test_without_recorded_queries_only_values_count() -> None:
     scorer = Expected()
     s = Slots(torch.randn(1, 9, 4), torch.randn(1, 9, 4), torch.arange(9).expand(1, -1))
-    score = scorer.score(s, moment(s, memory=ScoreState(known=[None])))
+    score = scorer.score(s, moment(s, policy_state=ScoreState(known=[None])))
     assert torch.equal(score.argsort(dim=1), s.v.norm(dim=2).argsort(dim=1))
     assert math.isclose(float(score.sum()), float(s.v.norm(dim=2).sum()) / 9, rel_tol=1e-5)

@@ -182,8 +182,8 @@ def test_the_walk_takes_the_path_that_the_sampler_draws(
 def test_rows_of_a_tree_see_their_ancestors_and_nothing_else() -> None:
     rows = Rows.build(9, 100, Draft([1, 2, 3, 4, 5], [-1, 0, 0, -1, 3]))
     assert list(rows.pos) == [100, 101, 102, 102, 101, 102]
-    assert rows.sees is not None
-    seen = [[j for j in range(6) if rows.sees[i, j]] for i in range(6)]
+    assert rows.tree_mask is not None
+    seen = [[j for j in range(6) if rows.tree_mask[i, j]] for i in range(6)]
     assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 4], [0, 4, 5]]
     assert Rows.build(9, 100, Draft.chain([1, 2])).sees is None
 

@@ -91,7 +91,7 @@ def test_half_goes_by_attention_and_half_by_attention_times_what_values_add() ->
     norm = torch.tensor([[[0.1, 0.1, 1, 1, 1, 5, 1, 9], [0.1, 0.1, 1, 1, 1, 5, 3, 9]]], dtype=torch.float64)
     s = slots(torch.zeros(1, 8, 3))
     memory = SimpleNamespace(outward=lambda layer, v, order: norm if order == 1 else None)
-    found = score_stages.critical(score, s, moment(s, memory=memory), torch.tensor([4]))
+    found = score_stages.critical(score, s, moment(s, policy_state=memory), torch.tensor([4]))
     assert selection.uniform(found, s.pos, 4)[0].nonzero().flatten().tolist() == [0, 1, 5, 7]
     torch.testing.assert_close(found[0, 2:], (score[0, 2:] + 1e-4) * torch.tensor([1.0, 1, 1, 5, 2, 9]).double())
 
@@ -253,7 +253,7 @@ def test_of_a_text_that_is_one_unit_as_much_stays_as_of_any(unit: str) -> None:
 
 def test_a_text_that_is_forked_weighs_values_by_the_same_weights() -> None:
     s = session(post="critical")
-    assert s.fork().memory.outward is s.memory.outward  # type: ignore[union-attr]
+    assert s.fork().policy_state.outward is s.policy_state.outward  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("unit", ["shot", "sentence"])

@@ -182,9 +182,9 @@ def test_expected_takes_recorded_queries_if_there_are_some(heard: int, counts: b
     q_pos, order = torch.cat([probes, others]).sort()
     q = queries(len(q_pos))
     is_probe = order < heard
-    got = how.score(s, moment(s, q, q_pos=q_pos, n=n, n_prompt=n, memory=memory))
-    alone = how.score(s, moment(s, q[:, is_probe], q_pos=q_pos[is_probe], n=n, n_prompt=0, memory=memory))
-    every = how.score(s, moment(s, q, q_pos=q_pos, n=n, n_prompt=0, memory=memory))
+    got = how.score(s, moment(s, q, q_pos=q_pos, n=n, n_prompt=n, policy_state=memory))
+    alone = how.score(s, moment(s, q[:, is_probe], q_pos=q_pos[is_probe], n=n, n_prompt=0, policy_state=memory))
+    every = how.score(s, moment(s, q, q_pos=q_pos, n=n, n_prompt=0, policy_state=memory))
     assert not torch.allclose(alone, every)
     torch.testing.assert_close(got, alone if counts else every)
 
@@ -193,9 +193,9 @@ def test_heavy_hitters_add_up_over_compression_points_and_count_each_query_once(
     s, q = ragged(), queries(9)
     sums = RunningScores(NO_MODEL)
     memory = ScoreState(own=sums)
-    at = moment(s, q, memory=memory)
-    early = moment(s, q[:, :5], q_pos=at.q_pos[:5], memory=memory)
-    late = moment(s, q[:, 3:], q_pos=at.q_pos[3:], memory=memory)
+    at = moment(s, q, policy_state=memory)
+    early = moment(s, q[:, :5], q_pos=at.q_pos[:5], policy_state=memory)
+    late = moment(s, q[:, 3:], q_pos=at.q_pos[3:], policy_state=memory)
     for one in (early, early, late, late):
         add_recorded(sums, s, one)
 
@@ -203,7 +203,7 @@ def test_heavy_hitters_add_up_over_compression_points_and_count_each_query_once(
     order = torch.randperm(N, generator=torch.Generator().manual_seed(3))
     moved = Slots(s.k[:, order], s.v[:, order], s.pos[:, order])
     torch.testing.assert_close(H2O().score(moved, late), H2O().score(s, late)[:, order])
-    assert not H2O().score(s, moment(s, memory=ScoreState(own=RunningScores(NO_MODEL)))).any()
+    assert not H2O().score(s, moment(s, policy_state=ScoreState(own=RunningScores(NO_MODEL)))).any()
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])

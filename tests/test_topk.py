@@ -235,7 +235,7 @@ def test_the_order_of_slots_decides_nothing(name: str) -> None:
         policy = _settings(name, keep=0.4)
         wants = policy.requirements(TINY)
         guarded = wants.guard.covers(s.pos, torch.zeros(0, dtype=torch.int8))
-        at = moment(s, q, phase="read", n_prompt=60, protected=guarded, memory=wants.memory())
+        at = moment(s, q, phase="read", n_prompt=60, protected=guarded, policy_state=wants.policy_state())
         mask = kept(policy, s, at)
         assert bool((mask | ~guarded).all())
         assert not bool((mask & (s.pos < 0)).any())
@@ -365,7 +365,7 @@ def test_expected_attention_refuses_a_model_whose_rotary_embedding_it_does_not_f
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvcli.engine.hf.rope._WITHIN", {torch.float32: -1.0})  # nothing is near enough
-    monkeypatch.setattr(TINY, "turns", None)  # as if nobody had asked
+    monkeypatch.setattr(TINY, "rotaries", None)  # as if nobody had asked
     with pytest.raises(KvcliError, match="does not find them") as refused:
         session("expected")
     assert refused.value.try_
@@ -430,5 +430,5 @@ def test_a_file_that_is_no_head_map_is_refused(what: str, tmp_path: Path) -> Non
 def test_moments_of_sliding_layers_are_judged_by_nobody() -> None:
     s = Slots(torch.randn(K, 9, 4), torch.randn(K, 9, 4), torch.arange(9).expand(K, -1))
     policy = Snap(**SMALL, keep=0.1)
-    at = moment(s, phase="read", window=3, memory=policy.requirements(TINY).memory())
+    at = moment(s, phase="read", window=3, policy_state=policy.requirements(TINY).policy_state())
     assert kept(policy, s, at).all()

@@ -104,8 +104,8 @@ class NewRows:
     k: Tensor  # [K, N, D]; the query rows are the last n of the N
     v: Tensor  # [K, N, E]
     pos: Sequence[int]  # N
-    line: Tensor | None  # [n, N] bool on the CPU: a row's ancestors and itself; None = all rows up to itself, and n = N
-    sees: Tensor | None  # the same on the device, without rows outside a window
+    tree_mask: Tensor | None  # [n, N] bool on the CPU: a row's ancestors and itself; None = all up to itself (n = N)
+    mask: Tensor | None  # the same on the device, without rows outside a window
     sink: Tensor | None = None  # [H] learned attention sink logits, which add mass and no value (gpt-oss)
     before: Sequence[PartialAttention] = ()  # partial attention over older slots
     # tables of the pass on the device, shared by its layers (passes.py)
@@ -113,7 +113,7 @@ class NewRows:
 
     def parts(self, q: Tensor, scale: float, softcap: float) -> list[PartialAttention]:
         """Compute attention of q [H, n, D] over the new KV alone, if stored slots cannot be in one sequence with it."""
-        fresh = attend_new_tokens(q, self.k, self.v, scale, self.sees, softcap=softcap)
+        fresh = attend_new_tokens(q, self.k, self.v, scale, self.mask, softcap=softcap)
         if self.sink is None:
             return [*self.before, fresh]
         lse = self.sink.to(fresh.lse.dtype).unsqueeze(-1).expand_as(fresh.lse)
@@ -155,7 +155,7 @@ def attend_stored_and_new(
         assert run is not None, "nothing to read"
         return attend_part(q, run, pos, scale, window=window, softcap=softcap)
     fresh, lse, pos = (own.k, own.v), torch.empty(q.shape[1], q.shape[0]), own.pos
-    sees, before, sink = own.line, own.before, own.sink
+    sees, before, sink = own.tree_mask, own.before, own.sink
     out = attend_invariant(
         q, run, fresh, pos, scale, sees=sees, window=window, softcap=softcap, before=before, sink=sink, lse=lse
     )

@@ -83,6 +83,6 @@ def read(
 
 
 def _tree(own: NewRows, device: torch.device) -> Tree:
-    if own.line is None:
+    if own.tree_mask is None:
         return Tree.chain(own.pos, device)
-    return Tree.of_seen([np.flatnonzero(row).tolist() for row in own.line.numpy()], own.pos, device)
+    return Tree.of_seen([np.flatnonzero(row).tolist() for row in own.tree_mask.numpy()], own.pos, device)

@@ -163,7 +163,7 @@ class Model:
     ) -> None:
         """`second`: loads a draft model for this one; None = draft models are not available."""
         self.lm, self.tokenizer = lm, tokenizer
-        self.profile, self._unkept = assemble.adapted_profile(lm, profile)
+        self.profile, self._profile_change = assemble.adapted_profile(lm, profile)  # what was changed for it, in words
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
         self.engine = EngineThread()  # for text sessions used by event loops
         self.data: Path | None = None  # the user's folder of saved chats; None = not set
@@ -271,7 +271,7 @@ class Model:
             log.warning("%s cannot be loaded", wanted.model, exc_info=error)
         free_caches()
         self.profile = self.profile.replace(spec={"method": "off"}, reasoning_steps={"method": "none"})
-        self._unkept = f"no drafting: draft model {wanted.model} cannot be loaded: {said}"
+        self._profile_change = f"no drafting: draft model {wanted.model} cannot be loaded: {said}"
         return None
 
     @property
@@ -303,7 +303,7 @@ class Model:
     def cautions(self) -> list[str]:
         """Warnings for the user about the profile on this device, one line each."""
         spends = assemble.plan(self.lm, self.profile).spending.describe if self.profile.memory.spends else ""
-        said = self._unkept, self.profile.prune.describe(self.lm), spends
+        said = self._profile_change, self.profile.prune.describe(self.lm), spends
         return [*filter(None, said), *cautions(self.profile, self.lm.device.type)]
 
     @property
@@ -328,7 +328,7 @@ class Model:
     def under(self, profile: Profile) -> Model:
         """Return this model under another profile without refusals or measurements, for answers that must continue."""
         changed = copy(self)
-        changed.profile, changed._unkept = assemble.adapted_profile(self.lm, profile)
+        changed.profile, changed._profile_change = assemble.adapted_profile(self.lm, profile)
         vars(changed).pop("text_session", None)
         return changed
 

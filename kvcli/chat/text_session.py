@@ -41,7 +41,7 @@ class TextSession:
         self.session = model.new_session(by_steps=True)
         self._answer: Coroutine[Event, Turn | None] | None = None  # the answer that began last
         self.pack: Pack | None = None  # the pack of the documents that questions are about
-        self._is_unkept = False  # the last save to the prefix cache failed
+        self._has_save_failed = False  # the last save to the prefix cache failed
         self.has_begun = False  # with an answer: it then owns a share of memory.budget = "fit"
         model.texts.add(self)
 
@@ -69,7 +69,7 @@ class TextSession:
         self.session.lm.release()
 
     def switch_profile(self, model: Model) -> None:
-        """Continue over the same weights under another profile, for which the generation session is prepared."""
+        """Take another profile over the same weights. The caller changes the generation session to match."""
         self.model, self.profile, self.limit = model, model.profile, model.limit
         self.info, self.tokenizer = model.info, model.tokenizer
         self.cautions, self.promise, self.foretell = model.cautions, model.exactness_label, model.foretell
@@ -83,8 +83,8 @@ class TextSession:
             self.pack.fetch(self.session, ids)
         if (prefixes := self.model.prefix_cache) is not None and not self.session.condensed:
             with catch_cache_full():  # without room, the prompt is prefilled
-                for shaping in (ways := assemble.shapings(self.profile)):
-                    prefixes.load_prefix(self.session, ids, shaping)
+                for conditions in (ways := assemble.loadable_conditions(self.profile)):
+                    prefixes.load_prefix(self.session, ids, conditions)
                 if self.session.reusable_spans is not None and ways[-1].is_intact:
                     self.session.reusable_spans.add(prefixes.find_spans(self.session, ids, ways[-1]))
         return self.session.committed
@@ -118,10 +118,10 @@ class TextSession:
         """
         if self.model.prefix_cache is None or self.session.condensed:  # condensed ids are the prefix of no prompt
             return SaveResult()
-        ways = assemble.shapings(self.profile)
-        shaping = ways[0 if "reused" in self.session.approximations else -1]
-        result = self.model.prefix_cache.save(self.session, cancel, shaping)
-        was, self._is_unkept = self._is_unkept, bool(result.why_not)
+        ways = assemble.loadable_conditions(self.profile)
+        conditions = ways[0 if "reused" in self.session.approximations else -1]
+        result = self.model.prefix_cache.save(self.session, cancel, conditions)
+        was, self._has_save_failed = self._has_save_failed, bool(result.why_not)
         return replace(result, why_not="") if was else result
 
     def idle(self, cancel: Cancel) -> None:

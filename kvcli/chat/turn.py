@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvcli import environment
 from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, Turn
-from kvcli.chat.engine_thread import ResilientGeneration
+from kvcli.chat.resilient_generation import ResilientGeneration
 from kvcli.engine.forward_request import Coroutine
 from kvcli.engine.resources import peak_bytes, used_bytes
 from kvcli.engine.sequence.state import RepetitionDetector
@@ -200,7 +200,7 @@ class TurnRun:
             return
         self._measured = time.perf_counter()
         if at_once:
-            found = session.policy.describe_result(session.memory) if session.policy is not None else ""
+            found = session.policy.describe_result(session.policy_state) if session.policy is not None else ""
             stats.approx = approximation_note(self._text_session.profile, session.approximations, found)
         held = (session.cache, session.states, session.view, session.aux_cache, session.drafter, writer)
         stats.kv, stats.page_hit_rate = nbytes(*held), hit_rate(held)

@@ -139,15 +139,15 @@ def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     use_device(lm.device)
     if any(request.record_hidden_states for request in requests):
         lm.enable_hidden_states()
-    if lm.frames is not None and (replayed := lm.frames.run(requests)) is not None:
+    if lm.captured_passes is not None and (replayed := lm.captured_passes.run(requests)) is not None:
         yield from replayed
         return
     passes = [ForwardPass(request) for request in requests]
-    if requests[0].layers is not None and lm.straight is None:
+    if requests[0].layers is not None and lm.direct_forward is None:
         lm.check_layer_gates()
     way = BatchedPass(passes) if len(passes) > 1 else passes[0]
     if lm.recurrent_layers:
-        way.trial = lm.recurrent_layers.trial(requests, way.trial)
+        way.cache_shim = lm.recurrent_layers.cache_shim(requests, way.cache_shim)
     logits, hidden = _forward(lm, requests, way)
     wanted = [len(request.want) for request in requests]
     each = torch.split(logits, wanted) if len(requests) > 1 else [logits]
@@ -156,11 +156,11 @@ def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     if way.hidden_states is not None:
         gave = torch.split(way.hidden_states, wanted)
     backs = [Readback(request, rows, lm.has_pool) for request, rows in zip(requests, each, strict=True)]
-    if lm.is_apart:
+    if lm.is_on_accelerator:
         fetch(backs)
     for i, (p, rows, back, left) in enumerate(zip(passes, each, backs, gave, strict=True)):
         yield ForwardResult(
-            rows, back.drawn, back.hook_output, p.fresh, p.queries, left, fold=way.trial.advance_state(i)
+            rows, back.drawn, back.hook_output, p.fresh, p.queries, left, fold=way.cache_shim.advance_state(i)
         )
 
 
@@ -186,10 +186,10 @@ def _forward(
         ids = [i for request in requests for i in request.rows.ids]
         pos = [i for request in requests for i in request.rows.pos]
     try:
-        if lm.straight is not None:
-            gave = lm.straight(ids, pos, want, attends, attends.layers, attends.hidden)
+        if lm.direct_forward is not None:
+            gave = lm.direct_forward(ids, pos, want, attends, attends.layers, attends.hidden)
             return (_no_logits(lm), gave) if is_below else (gave, None)
-        return call(lm.model, ids, pos, want, device=lm.entry, its_pass=attends, trial=attends.trial), None
+        return call(lm.model, ids, pos, want, device=lm.entry, its_pass=attends, cache_shim=attends.cache_shim), None
     except StopForward:
         return _no_logits(lm), attends.hidden if is_below else None
 
@@ -212,14 +212,14 @@ def call(
     *,
     device: torch.device | None = None,
     its_pass: object = None,
-    trial: CacheShim | None = None,
+    cache_shim: CacheShim | None = None,
 ) -> Tensor:
     """Return the logits [len(want), V] of one forward pass of a transformers model. Without `pos`, positions count from
     0; without `want`, all rows are wanted. Tensors are int64 on the model's device.
 
     `device`: the device of the model; None = found by a search through its modules. `its_pass`: the object to which
     `forward.attention` hands the rows; None if the model has another attention function. If it is given, layers get
-    `trial` as their cache; the default is an empty `CacheShim`.
+    `cache_shim` as their cache; the default is an empty `CacheShim`.
     """
     where = device or model.device
 
@@ -227,14 +227,14 @@ def call(
         return numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64, device=where)
 
     more: dict[str, object] = {}
-    trial = trial or CacheShim()
+    cache_shim = cache_shim or CacheShim()
     if its_pass is not None and (name := cache_name(model.__class__)) is not None:
-        more[name] = trial
+        more[name] = cache_shim
     if pos is not None:
         more["position_ids"] = tensor(pos).unsqueeze(0)
     if want is not None:
         more["logits_to_keep"] = tensor(want)
-    with torch.inference_mode(), active_pass(its_pass, trial):
+    with torch.inference_mode(), active_pass(its_pass, cache_shim):
         logits: Tensor = model(input_ids=tensor(ids).unsqueeze(0), use_cache=False, **more).logits[0]
     return logits
 
@@ -337,7 +337,7 @@ class Engine:
     def __init__(self, rows: int = 2048) -> None:
         """`rows`: most prompt rows in an engine step. A chunk of more rows runs as the only chunk of its step."""
         self._rows = rows
-        self._n_waiting = 0  # number of first tasks in the list that were not in the last step
+        self._n_waiting = 0  # tasks at the front of the list that were not in the last step
         self._has_read = False  # did the last step have prompt chunks?
         self._tasks: list[EngineTask[Any, Any]] = []
 

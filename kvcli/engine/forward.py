@@ -49,8 +49,8 @@ class ForwardPass:
         self._masks: dict[tuple[int | None, torch.device], Tensor | None] = {}  # by window and device of the layer
         self._sent: dict[Any, Any] = {}  # tensors that kernels put on the device once for all layers
         # the layers' cache; batch invariant rows never expand latents, even where that is faster
-        may_expand = request.is_prompt and request.rows.sees is None and not request.lm.is_row_invariant
-        self.trial = CacheShim(request.lm.latents, may_expand=may_expand and self._dtype is request.lm.dtype)
+        may_expand = request.is_prompt and request.rows.tree_mask is None and not request.lm.is_row_invariant
+        self.cache_shim = CacheShim(request.lm.latents, may_expand=may_expand and self._dtype is request.lm.dtype)
         self.layers = range(request.lm.n_layers) if request.layers is None else request.layers
         self.shows = request.record_hidden_states
         self.hidden = request.hidden  # [N, E] input of the first of these layers; after the last one, its output
@@ -62,7 +62,7 @@ class ForwardPass:
 
         The KV cache needs no causal mask, because every stored slot is older than every row (`PositionMaskedCache` has
         one for revived tokens): only windows and empty slots are masked. All tensors are read in the cache's dtype,
-        because a draft token must see its ancestors as it will once they are committed. With multi-head latent
+        because a draft token must read its ancestors in the form in which they will be stored. With multi-head latent
         attention, rows may read each other's KV expanded from latents; the output then is a value per query head.
         """
         request, rows = self._request, self.rows
@@ -83,8 +83,8 @@ class ForwardPass:
             raise StopForward
         if request.is_prompt:
             params = replace(params, is_prompt=True)
-        tree_mask, mask = rows.sees, self._mask_on_device(params.window, q)
-        if (expanded := self.trial.expanded.get(layer)) is not None:
+        tree_mask, mask = rows.tree_mask, self._mask_on_device(params.window, q)
+        if (expanded := self.cache_shim.expanded.get(layer)) is not None:
             latent, expanded_q, expanded_k, expanded_v = expanded
             stored = [
                 PartialAttention(latent.values(p.out), p.lse) for p in request.cache.attend(layer, q, params, rows.pos)
@@ -115,7 +115,7 @@ class ForwardPass:
         """Return which rows of the pass each row attends to in a layer with this window; None = plain causal."""
         key = window, like.device
         if key not in self._masks:
-            mask = self.rows.sees if window is None else _band(self.rows, window)
+            mask = self.rows.tree_mask if window is None else _band(self.rows, window)
             self._masks[key] = None if mask is None else mask.to(like.device)
         return self._masks[key]
 
@@ -128,7 +128,7 @@ class BatchedPass:
     hidden_states: Tensor | None = None
 
     def __init__(self, passes: Sequence[ForwardPass | CapturedForward]) -> None:
-        self._passes, self.trial = passes, CacheShim(passes[0].trial.latents)
+        self._passes, self.cache_shim = passes, CacheShim(passes[0].cache_shim.latents)
         self.shows = any(p.shows for p in passes)
         self.layers = passes[0].layers
         each = [p.hidden for p in passes if p.hidden is not None]
@@ -162,7 +162,7 @@ def attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers: [1, H, N, D], [1, K, N, D] -> [1, N, H, D]."""
-    params, layer = attention_params_of(query, scaling, softcap, sliding_window), layer_index_of(module)
+    params, layer = attention_params_of(query, scaling, softcap, sliding_window), attention_layer_of(module)
     running_pass: Any = current()  # a ForwardPass or BatchedPass
     if (latent_and_keys := latent_notes(layer_idx_of(module))) is None:
         out = running_pass.attend(layer, query[0], key[0], value[0], params, s_aux)
@@ -171,7 +171,7 @@ def attention(
         q = latent.queries(query[0])
         is_expanded = key.shape[2] == k.shape[1] >= latent.expand_threshold
         if is_expanded:
-            running_pass.trial.expanded[layer] = latent, query[0], key[0], value[0]
+            running_pass.cache_shim.expanded[layer] = latent, query[0], key[0], value[0]
         out = running_pass.attend(layer, q, k, k, params, s_aux)
         out = out if is_expanded else latent.values(out)
     out = out.unsqueeze(0).transpose(1, 2)
@@ -184,7 +184,7 @@ def layer_idx_of(module: torch.nn.Module) -> int:
     return layer_idx
 
 
-def layer_index_of(module: torch.nn.Module) -> int:
+def attention_layer_of(module: torch.nn.Module) -> int:
     """Return the index of this layer among those with attention. It differs from `layer_idx` if other layers have none
     (model_probe.py)."""
     index: int = vars(module).get(PLACE, layer_idx_of(module))
@@ -204,7 +204,7 @@ _params = lru_cache(64)(AttentionParams)  # layers pass the same few values in e
 def _band(rows: Rows, window: int) -> Tensor | None:
     """Return the mask [N, N]: `sees` restricted to the window; `sees` itself if the window hides no row."""
     if max(rows.pos) - min(rows.pos) < window:
-        return rows.sees
+        return rows.tree_mask
     pos, n = torch.tensor(rows.pos), rows.n_rows
-    mask = torch.ones(n, n, dtype=torch.bool).tril() if rows.sees is None else rows.sees
+    mask = torch.ones(n, n, dtype=torch.bool).tril() if rows.tree_mask is None else rows.tree_mask
     return mask & (pos.view(1, -1) > (pos - window).view(-1, 1))

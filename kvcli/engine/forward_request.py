@@ -51,7 +51,7 @@ class Draft:
     parent: list[int]
     lookahead: LookaheadRows | None = None
     needs: NeededTensors = ""  # tensors of the tree rows to return, in `Step.queries` or `Step.hidden`
-    ahead: int = 0  # without draft tokens: one-row passes that a captured pass may start before they are requested
+    ahead: int = 0  # without draft tokens: one-row passes to come, which a captured pass may start early
 
     @staticmethod
     def none(ahead: int = 0) -> Draft:
@@ -76,7 +76,7 @@ class Rows:
 
     ids: Sequence[int]  # N
     pos: Sequence[int]  # N, absolute; a range for a chain
-    sees: Tensor | None  # [N, N] bool on the CPU, row i attends to row j of the pass; None = causal chain
+    tree_mask: Tensor | None  # [N, N] bool on the CPU: row i attends to row j of the pass; None = causal chain
     tree: int  # rows [0:tree] are the draft tree, row 0 the pending token; the rest are lookahead rows
     parent: tuple[int, ...]  # [tree], -1 for row 0
     wanted: tuple[int, ...] = ()  # lookahead rows whose logits are wanted, after the tree's
@@ -95,7 +95,7 @@ class Rows:
     def chain(ids: Sequence[int], start: int, ahead: int = 0) -> Rows:
         """Return rows for consecutive tokens at positions start, start + 1, ...: prefill, or one plain decoding row."""
         n = len(ids)
-        return Rows(ids, range(start, start + n), sees=None, tree=n, parent=tuple(range(-1, n - 1)), ahead=ahead)
+        return Rows(ids, range(start, start + n), tree_mask=None, tree=n, parent=tuple(range(-1, n - 1)), ahead=ahead)
 
     @staticmethod
     def build(pending: int, at: int, draft: Draft) -> Rows:
@@ -121,7 +121,7 @@ class Rows:
         return Rows(
             ids=ids,
             pos=[at + i for i in offset],
-            sees=torch.from_numpy(sees),
+            tree_mask=torch.from_numpy(sees),
             tree=tree,
             parent=tuple(parent),
             wanted=tuple(tree + i for i in draft.lookahead.wanted) if draft.lookahead else (),
@@ -129,8 +129,8 @@ class Rows:
 
     def only(self, rows: Sequence[int]) -> Rows:
         """Return only these rows of a chain, in rising order. Prefill uses the result, so it has no parents."""
-        assert self.sees is None, "rows of a draft tree cannot be separated"
-        return Rows(_picked(self.ids, rows), _picked(self.pos, rows), sees=None, tree=len(rows), parent=())
+        assert self.tree_mask is None, "rows of a draft tree cannot be separated"
+        return Rows(_picked(self.ids, rows), _picked(self.pos, rows), tree_mask=None, tree=len(rows), parent=())
 
     def children(self) -> list[list[int]]:
         """Return the child rows of each tree row: children()[i] lists those whose parent is row i."""
@@ -169,7 +169,7 @@ class ForwardRequest:
     rows: Rows
     cache: CacheReader  # KV that the rows of the draft tree attend to
     view: Attendable | None = None  # KV that lookahead rows attend to; None = `cache`
-    want: Sequence[int] = ()  # rows whose logits are computed; the tree's first if tokens are sampled
+    want: Sequence[int] = ()  # rows whose logits are computed; if tokens are sampled, all tree rows come first
     draw: SamplingContext | None = None  # how the token after each tree row is sampled; None = no sampling
     logits_hook: LogitsHook | None = None  # computes further numbers from the logits of each wanted row, for the host
     record_queries: Sequence[int] = ()  # rows whose queries are returned
@@ -177,7 +177,7 @@ class ForwardRequest:
     # recurrent states of the sequence (recurrent_layers.py); None = not used in this pass
     states: RecurrentStates | None = None
     is_prompt: bool = False  # rows of a prompt: they attend to all slots of every tier, without sparse selection
-    # layers to run; None = all, an empty range past the last = norm and output layer, range(0) = embedding
+    # layers to run; None = all, range(n, n) of n layers = only norm and output layer, range(0) = only the embedding
     layers: range | None = None
     # [N, E]: input of the first of these layers, or what an MTP layer or assistant combines with its embedded tokens;
     # None = the embedded tokens are the input
@@ -198,7 +198,7 @@ class NewKV:
 class ForwardResult:
     """The result of one forward request. The next pass may overwrite its tensors."""
 
-    logits: Tensor  # [len(want), V]; empty if the next pass has been launched already
+    logits: Tensor  # [len(want), V]; empty if the next captured pass was launched, which overwrites them
     # tree row -> the token sampled after it; raises BadModel for NaN logits, BadInput if a constraint allows no token
     drawn: Callable[[int], int]
     hook_output: Callable[[int], list[float]]  # index into `want` -> output of the logits hook

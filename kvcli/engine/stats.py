@@ -1,4 +1,4 @@
-"""Statistics of one answer: speed, acceptance in both definitions, and bytes per tier."""
+"""Statistics of one answer: speed, acceptance rate and tokens per pass, and bytes per tier."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Step:
     logits: Tensor  # [len(rows.want), V]: tree rows first, then the wanted lookahead rows
     path: list[int]  # accepted rows, row 0 first
     new: list[int]  # tokens added to the sequence
-    seconds: float  # wall time from proposal to commit; for a finished step, to its end
+    seconds: float  # wall time from proposal to commit; in the step that `step` returns, to its end
     hook_output: Callable[[int], list[float]] = _nothing  # output of the drafter's logits hook, by row of `logits`
     queries: Sequence[Tensor] = ()  # per layer [H, tree, D], if the draft needs them
     hidden: Tensor | None = None  # [len(rows.want), E] by row of `logits`, after the last norm, if the draft needs them

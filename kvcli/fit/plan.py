@@ -26,7 +26,7 @@ from kvcli.kv.footprint import (
     quantized_bytes,
 )
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.slots import AttentionParams, storing
+from kvcli.kv.slots import AttentionParams, params_of_storing_layers
 from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
@@ -384,7 +384,7 @@ def _attention_params(shape: Shape) -> list[AttentionParams]:
 def _index(profile: Profile, shape: Shape, number: int) -> Callable[[int, int], int]:
     """Return a function: slots per head, and of these the newly stored ones -> bytes of the sparse attention index."""
     layers = [of for of, _ in memory.stored(shape)]
-    read = [layers[i] for i in profile.sparse.layers(storing(_attention_params(shape), layers))]
+    read = [layers[i] for i in profile.sparse.layers(params_of_storing_layers(_attention_params(shape), layers))]
     per_slot = sum(of.n_kv_heads * profile.sparse.per_slot(of.k_dim, number) for of in read)
     return lambda slots, fresh: index_bytes(
         profile.kv, profile.kv_format.settings, profile.memory, per_slot, slots, fresh

@@ -58,7 +58,7 @@ def _weights(request: ForwardRequest, kv: KVCache, made: ForwardResult, layer: i
     params, s = request.lm.attention_params[layer], kv.slots(layer)
     rows, recorded = request.rows, list(request.record_queries)
     q, pos = made.queries[layer].float(), [rows.pos[row] for row in recorded]
-    among = torch.ones(rows.n_rows, rows.n_rows, dtype=torch.bool).tril() if rows.sees is None else rows.sees
+    among = torch.ones(rows.n_rows, rows.n_rows, dtype=torch.bool).tril() if rows.tree_mask is None else rows.tree_mask
     n_kv = s.k.shape[0]
     for head in range(n_kv):
         group = q[head * (q.shape[0] // n_kv) : (head + 1) * (q.shape[0] // n_kv)]  # [G, w, D]

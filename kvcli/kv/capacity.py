@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvcli.kv.cache.level import SLACK
 from kvcli.kv.footprint import STEP, full_bytes, packs_by_age, quantized_bytes
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.slots import storing
+from kvcli.kv.slots import params_of_storing_layers
 from kvcli.kv.tiers.disk import parts_of
 from kvcli.settings.schema import size_of
 
@@ -157,7 +157,7 @@ def room(
     `number`: bytes of an element in full precision. `chunk`: most tokens of a prefill pass. `free`, `host`: bytes if no
     size is set; on a CPU there is no separate host memory.
     """
-    read = [shapes[layer] for layer in recall.layers(storing(attention_params, shapes))]
+    read = [shapes[layer] for layer in recall.layers(params_of_storing_layers(attention_params, shapes))]
     each = [full_bytes(shape, number) for shape in shapes]
     index = sum(shape.n_kv_heads * recall.per_slot(shape.k_dim, number) for shape in read)
     near = sum(recall.page_cache_bytes(shape.numbers // 2, number) for shape in read)

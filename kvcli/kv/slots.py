@@ -33,7 +33,7 @@ class LayerShape:
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Elements quantized as a key and as a value. For a latent: its rotary part, and the other elements."""
+        """Count of elements quantized as a key and as a value; of a latent, its rotary part and the rest."""
         return (self.k_dim - self.rank, self.rank) if self.rank else (self.k_dim, self.v_dim)
 
 
@@ -56,7 +56,9 @@ def storing_layer_of(shapes: Sequence[LayerShape]) -> list[int]:
     return [layer if of.shared_from is None else of.shared_from for layer, of in enumerate(shapes)]
 
 
-def storing(attention_params: Sequence[AttentionParams], shapes: Sequence[LayerShape]) -> list[AttentionParams | None]:
+def params_of_storing_layers(
+    attention_params: Sequence[AttentionParams], shapes: Sequence[LayerShape]
+) -> list[AttentionParams | None]:
     """Return the attention parameters of each layer; None for a layer that reads another layer's slots."""
     return [params if of.shared_from is None else None for params, of in zip(attention_params, shapes, strict=True)]
 
@@ -67,7 +69,7 @@ class LevelSpan:
 
     level: int  # 0 = the top
     n: int  # columns
-    group: int  # consecutive slots of a head that a policy demotes together; those after the last full group singly
+    group: int  # slots of a head that a precision budget demotes together; those after the last full group singly
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Slots:
     k: Tensor  # [K, S, D]
     v: Tensor  # [K, S, D]; D may differ from that of the keys. If values equal keys (MLA), `k` itself
     pos: Tensor  # [K, S] int, -1 = empty (heads may have different numbers of slots)
-    levels: Sequence[LevelSpan] = field(default=(), kw_only=True)  # columns by level of a tiered cache, lowest first
+    levels: Sequence[LevelSpan] = field(default=(), kw_only=True)  # columns by level of a tiered cache, bottom first
 
     @property
     def n_slots(self) -> int:
@@ -110,11 +112,11 @@ class Usage:
     """Memory use of one layer in one tier."""
 
     layer: int
-    tier: str  # cpu, cuda, ...
+    tier: str  # a device, kind of tier, or "view", "draft", "state" (recurrent), "deferred" (tokens)
     slots: int  # number of slots of the longest head
     nbytes: int  # allocated, spare capacity included
     lost: Loss | None = None  # approximation of these slots
-    how: str = ""  # access path of rows to these slots, in words, if there are several
+    how: str = ""  # how rows reach these slots, in words; "" = the tier has only one way
     asked: int = 0  # offloaded slots of all heads that sparse attention selected since the sequence began
     found: int = 0  # of those, the ones already in its page cache on the device (kvcli/kv/sparse/pages.py)
 
@@ -122,7 +124,7 @@ class Usage:
 # What to do with the slots of each layer:
 # - None: keep all.
 # - bool [K, S]: True = keep, False = evict (a tiered cache that `demotes` moves the slot one level down).
-# - int8 [K, S]: the level of a tiered cache to move to; 0 = top, one more than the lowest level = evict.
+# - int8 [K, S]: the level of a tiered cache to move to; 0 = top, the number of levels = evict.
 Masks = Sequence[Tensor | None]
 
 
@@ -140,7 +142,7 @@ class Attendable(HasUsage, Protocol):
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N]: one or more results per tier, the tier of the
-        oldest slots first; [] if empty. With `own`, the new KV of the pass is in the last ones, merged if possible.
+        oldest slots first; [] if empty. The last ones include the new KV `own`, read together with slots if possible.
 
         Positions of rows are on the host, so that no pass synchronizes with the device.
         """
@@ -157,8 +159,8 @@ class CacheReader(Attendable, Protocol):
         """Return device tables by which a captured pass reads all slots, with capacity for `rows` more per head.
 
         If none are possible, the result has only `why_not`. It is called before a captured pass
-        (engine/cuda_graphs/captured_pass.py); slots stored or evicted since are included. `more`: slots that may be
-        added before slots move or the sequence ends; capacity for them grows in large steps.
+        (engine/cuda_graphs/captured_pass.py); slots stored or evicted since the previous call are included.
+        `more`: slots that may be added before slots move or the sequence ends; capacity for them grows in large steps.
         """
 
 
@@ -193,7 +195,7 @@ class Tier(Attendable, Snapshottable, Protocol):
 
 
 class KVCache(Tier, CacheReader, Protocol):
-    """The KV cache of a sequence: a tiered cache or a single tier."""
+    """The KV cache of a sequence: one tier, a tiered cache, or a full and a compressed cache side by side."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -377,7 +379,7 @@ class Windows:
 
     def __init__(self, of: Mapping[int, Window]) -> None:
         self._of = dict(of)  # by layer; other layers keep all slots
-        self._opened: dict[int, int] = {}  # by layer: position
+        self._evicted_below: dict[int, int] = {}  # by layer: position below which its slots were evicted
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._of
@@ -385,15 +387,15 @@ class Windows:
     def eviction_bound(self, layer: int, end: int) -> int:
         """Return the position below which the caller must now evict slots, if later rows start at `end`; 0 = none."""
         low = self._of[layer].window_start(end) if layer in self._of else 0
-        if low <= self._opened.get(layer, 0):
+        if low <= self._evicted_below.get(layer, 0):
             return 0
-        self._opened[layer] = low  # counts as done: a bound is returned only once
+        self._evicted_below[layer] = low  # counts as done: a bound is returned only once
         return low
 
     def came(self, layer: int, start: int) -> None:
         """Note that slots from `start` on were stored. The first slots of a long chunk may already be hidden."""
-        if start < self._opened.get(layer, 0):
-            del self._opened[layer]
+        if start < self._evicted_below.get(layer, 0):
+            del self._evicted_below[layer]
 
     def reaches(self, n: int, stored: Callable[[int], Iterable[Tensor]]) -> bool:
         """True if all slots in the windows of a row at n exist; `stored`: positions [K, S] of a layer, by tier."""
@@ -406,7 +408,7 @@ class Windows:
 
     def clear(self) -> None:
         """Reset after `crop`, because slots stored again must be evicted again."""
-        self._opened.clear()
+        self._evicted_below.clear()
 
 
 def windows_of(shapes: Sequence[LayerShape], attention_params: Sequence[AttentionParams]) -> dict[int, Window]:

@@ -201,7 +201,7 @@ def clock(parts: Parts, lm: Any, *, hollow: bool) -> None:
         lm.model = Hollow(parts, lm.model, answer)
     else:
         put(lm.model, "forward", "model")
-    lm.straight = parts.timed("model", lm.model.straight if hollow else lm.straight)
+    lm.direct_forward = parts.timed("model", lm.model.straight if hollow else lm.direct_forward)
     put(session, "accepted_path", "drawing")
     put(session, "commit", "store")
     put(engine, "run", "engine")

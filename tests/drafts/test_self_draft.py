@@ -153,7 +153,7 @@ def test_an_early_exit_is_norm_and_head_behind_the_first_layers(family: str, dty
     changes = {"num_hidden_layers": 3} if family == "gemma3" else {}
     layers = changes.get("num_hidden_layers", 8)
     model = idle(dtype, family, range(2, layers), **changes)
-    assert (model.straight is not None) == (family == "llama" and native() is not None)
+    assert (model.direct_forward is not None) == (family == "llama" and native() is not None)
     chosen = Early(model, 1.0)
     assert chosen.runs == [range(2), range(layers, layers)]
     assert chosen.about == f"without {layers - 2} of {layers} layers"

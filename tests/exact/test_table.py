@@ -100,7 +100,7 @@ def test_texts_side_by_side_are_those_of_plain_decoding_alone(
     storage: str, policy: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that the host learns of a pass is read back at once, as from a GPU."""
-    monkeypatch.setattr(lm(storage, dtype), "is_apart", True)
+    monkeypatch.setattr(lm(storage, dtype), "is_on_accelerator", True)
     for at, (task, want) in enumerate(side_by_side(storage, policy, dtype)):
         assert task.is_over
         if at == BROKEN:
@@ -113,7 +113,7 @@ def test_texts_side_by_side_are_those_of_plain_decoding_alone(
 def test_a_constraint_is_kept_under_any_sampler(
     drafter: str, sampler: str, is_apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lm("dense", "fp32"), "is_apart", is_apart)
+    monkeypatch.setattr(lm("dense", "fp32"), "is_on_accelerator", is_apart)
 
     def held(drafter: Drafter) -> list[int]:
         session = opened("dense", "ragged", sampler, "fp32", drafter)

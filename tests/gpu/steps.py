@@ -61,8 +61,8 @@ def _steps(lm: LM, kv: Dense, n: int, n_rows: int, reps: int) -> Row:
     session = make.session(lm, kv, Off() if n_rows == 1 else Drafts(n_rows - 1))
     session.ids, session.committed = families.prompt(n + 1, vocab=lm.vocab), n
     row: Row = {"ms": spread(times(lambda: run_to_end(session.step()), str(lm.device), reps))}
-    if lm.frames is not None:
-        waited = cast(Watched, lm.frames.graphs).waited
+    if lm.captured_passes is not None:
+        waited = cast(Watched, lm.captured_passes.graphs).waited
         row["host_ms"] = spread(host_seconds(lambda: run_to_end(session.step()), waited, reps))
     kv.crop(n)
     return row
@@ -90,19 +90,19 @@ def _of_model(name: str, lm: LM, rate: float, on: On) -> Iterator[Row]:
         nbytes = lm.info.weight_bytes + sum(use.nbytes for use in kv.usage())
         floor = 1e3 * nbytes / rate
         for graphs in ("auto", "off"):
-            lm.frames = None
+            lm.captured_passes = None
             lm.enable_graph_capture(graphs)
-            if lm.frames is not None:
-                lm.frames.graphs = Watched(lm.frames.graphs)
+            if lm.captured_passes is not None:
+                lm.captured_passes.graphs = Watched(lm.captured_passes.graphs)
             for n_rows in ROWS[:2] if on.is_tiny else ROWS:
                 if on.left < 0:
                     return
                 row: Row = {"what": "step", "model": name, "context": n, "rows": n_rows, "graphs": graphs}
-                row["records"] = lm.frames is not None
+                row["records"] = lm.captured_passes is not None
                 try:
                     row |= _steps(lm, kv, n, n_rows, 2 if on.is_tiny else 12)
                     row |= {"floor_ms": floor, "over": row["ms"][1] / floor}
-                    row["eager"] = dict(lm.frames.eager) if lm.frames is not None else {}
+                    row["eager"] = dict(lm.captured_passes.eager) if lm.captured_passes is not None else {}
                 except Exception as error:
                     row["fault"] = why(error)
                 yield row

@@ -99,7 +99,7 @@ def run(on: On) -> Iterator[Row]:
             except Exception as error:
                 yield {**side, "fault": why(error)}
                 continue
-            side |= {"is_row_invariant": lm.is_row_invariant, "records": lm.frames is not None}
+            side |= {"is_row_invariant": lm.is_row_invariant, "records": lm.captured_passes is not None}
             side["notes"] = lm.info.notes
             for row in _texts(lm, plain, new):
                 yield {**side, **row}

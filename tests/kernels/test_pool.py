@@ -160,7 +160,7 @@ def test_torch_computes_alone_beside_the_pool_but_for_prompts(is_prompt: bool, m
     lm = LM.of(family("llama", torch.bfloat16))
     lm.install_kernels()
     seen: list[int] = []
-    draw, straight = Sampler.__call__, lm.straight
+    draw, straight = Sampler.__call__, lm.direct_forward
     assert straight is not None
 
     def passed(*args: Any) -> Tensor:
@@ -171,7 +171,7 @@ def test_torch_computes_alone_beside_the_pool_but_for_prompts(is_prompt: bool, m
         seen.append(torch.get_num_threads())
         return draw(self, *args)
 
-    monkeypatch.setattr(lm, "straight", passed)
+    monkeypatch.setattr(lm, "direct_forward", passed)
     monkeypatch.setattr(Sampler, "__call__", drawn)
     torch.set_num_threads(3)
     try:

@@ -120,7 +120,7 @@ class AssistantHead(HiddenStateHead):
         """Return the hook output of tokens with the hidden states [N, E] before them, and the new hidden states."""
         assert self._context is not None, "no KV cache is bound"
         n = len(ids)
-        rows = Rows(ids, [self.length - 1] * n, sees=None, tree=n, parent=())
+        rows = Rows(ids, [self.length - 1] * n, tree_mask=None, tree=n, parent=())
         of = self._head, rows, BorrowedCache(self._context.cache, self._layers)
         result = yield ForwardRequest(*of, want=range(n), logits_hook=top, hidden=states, record_hidden_states=True)
         assert result.hidden is not None

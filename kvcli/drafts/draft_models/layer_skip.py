@@ -71,7 +71,7 @@ class _Chosen:
 
     def __init__(self, lm: LM, share: float) -> None:
         """`share`: of those units, the share that is skipped."""
-        if lm.straight is None:
+        if lm.direct_forward is None:
             lm.check_layer_gates()  # raises BadModel if rows cannot be stopped between layers
         self._lm, self._units = lm, layer_groups(lm.shapes)
         self._n = min(len(self._units) - 2, round(share * (len(self._units) - 2)))

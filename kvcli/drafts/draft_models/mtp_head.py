@@ -110,7 +110,7 @@ class MtpHead(HiddenStateHead):
                 return []
             yield from self._hear_again()
         at, states = self._at, self._states
-        rows = Rows([self._text[p] for p in at], at, sees=None, tree=len(at), parent=())
+        rows = Rows([self._text[p] for p in at], at, tree_mask=None, tree=len(at), parent=())
         result = yield ForwardRequest(
             self._head, rows, self._kv, want=[len(at) - 1], logits_hook=top, hidden=states, record_hidden_states=True
         )

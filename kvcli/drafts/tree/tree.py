@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Protocol
 from kvcli.engine.stats import AcceptanceByMatch
 
 FAINT = 0.02  # chance of acceptance below which a token is not added to the tree (with `spec.adaptive`)
-_LIKELY = 0.2  # chance of acceptance above which sources in `beyond` may continue after a draft token
+_LIKELY = 0.2  # chance of acceptance above which a source of `grow(beyond=)` may be started after a draft token
 SURE = 0.8  # if the best candidate of a source has this chance, dearer sources are not asked at that place
 
 
-# starts a source behind a path of draft tokens, with the maximum depth: its state, or None if it has no candidates
+# starts a source after a path of draft tokens, with the maximum depth: its state, or None if it has no candidates
 Beyond = Callable[[Sequence[int], int], Any]
 
 
@@ -37,8 +37,8 @@ class DraftSource(Protocol):
     """Draft source: proposes draft tokens, and learns how often they are accepted.
 
     Call order: `start`, then in each pass `root`, `offers` at each node that the tree expands, `learn` for each
-    candidate whose parent was accepted, verified or not, and `extend`. Only its source reads a state.
-    """
+    candidate, verified or not, whose parent was accepted, and `extend`. A state is read only by the source that made
+    it."""
 
     name: str
 
@@ -84,7 +84,7 @@ def grow(
     """Return up to `most` draft tokens, the likeliest first, none deeper than `room`; a parent comes before its
     children.
 
-    `beyond`: where every source of a path has ended, these functions start the given sources again behind the path.
+    `beyond`: (index of a source, function); where no source has a token after a path, it starts this source there.
     """
     if most < 1 or room < 1:
         return []
@@ -188,7 +188,7 @@ class AcceptanceRates:
         return min(self._MOST, self._true[line][column] / self._seen[line][column])
 
     def learn(self, line: int, column: int, was_right: bool, share: float = 1.0, *, is_first: bool = True) -> None:
-        """Record one draft token. `share`: its share among the tokens proposed at its place; it counts for so much."""
+        """Record one draft token. `share`: its share among those at its place; the rate is accepted tokens / shares."""
         self._true[line][column] = self._DECAY * self._true[line][column] + was_right
         self._seen[line][column] = self._DECAY * self._seen[line][column] + share
         if is_first:

@@ -311,7 +311,7 @@ class CapturedPasses:
     def _size(self, request: ForwardRequest) -> tuple[int, int]:
         """Return the numbers of rows and paths."""
         rows = next(size for size in self._sizes if size >= request.rows.n_rows)
-        return rows, 1 if request.rows.sees is None else rows
+        return rows, 1 if request.rows.tree_mask is None else rows
 
     def _frame(
         self, requests: Sequence[ForwardRequest], sizes: Sequence[tuple[int, int]], caches: Sequence[DeviceCache]
@@ -384,7 +384,7 @@ class CapturedForward:
 
     def __init__(self, request: ForwardRequest, rows: PassInputs, cache: DeviceCache) -> None:
         self.layers, self.n_rows = range(request.lm.n_layers), len(rows.ids)
-        self.trial = CacheShim(request.lm.latents)
+        self.cache_shim = CacheShim(request.lm.latents)
         self._shapes, self._dtype, self._needs = request.lm.shapes, request.cache.dtype, bool(request.record_queries)
         self.shows = request.record_hidden_states
         self._tree, self._cache = rows.tree, cache
@@ -536,7 +536,7 @@ class CapturedBatch:
         """Return the logits [N, V] of all rows, and the input of the output layer if requested."""
         ids, pos = (torch.cat(of).long() for of in zip(*((rows.ids, rows.pos) for rows in self._rows), strict=True))
         way = passes[0] if len(passes) == 1 else BatchedPass(passes)
-        return call(lm.model, ids, pos, device=lm.device, its_pass=way, trial=way.trial), way.hidden_states
+        return call(lm.model, ids, pos, device=lm.device, its_pass=way, cache_shim=way.cache_shim), way.hidden_states
 
 
 def _in_rows(t: Tensor) -> list[float]:

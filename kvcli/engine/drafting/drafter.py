@@ -39,7 +39,7 @@ class ModelPair:
 
 
 class DraftContext(Protocol):
-    """The KV of a sequence that passes of a drafter read. KV of draft tokens is never stored there."""
+    """KV of a sequence, as read by passes of a drafter. KV of draft tokens is never stored there."""
 
     @property
     def cache(self) -> KVCache:

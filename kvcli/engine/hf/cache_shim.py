@@ -1,5 +1,5 @@
-"""The cache object that layers get in a model call, and the stack of running passes. Both also reach layers that drop
-unknown keyword arguments."""
+"""The cache object that layers get in a model call, and the stack of running passes. Neither is passed by a
+keyword of its own, which some layers would drop."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ _stack = _Stack()
 
 
 @contextmanager
-def active_pass(its_pass: object, trial: CacheShim | None = None) -> Iterator[None]:
-    """Make this the running pass for the length of a model call; None = no pass. `trial`: the layers' cache."""
-    _stack.passes.append((its_pass, trial or CacheShim()))
+def active_pass(its_pass: object, cache_shim: CacheShim | None = None) -> Iterator[None]:
+    """Make this the running pass for the length of a model call; None = no pass. `cache_shim`: the layers' cache."""
+    _stack.passes.append((its_pass, cache_shim or CacheShim()))
     try:
         yield
     finally:
@@ -117,5 +117,5 @@ def target_hidden_states(like: Tensor) -> Tensor:
 def latent_notes(layer: int) -> tuple[LatentProjection, Tensor] | None:
     """Return the latent projection of a layer and the keys of its rows [1, N, R + T], noted in the innermost call of
     this thread; None = the layer stores what it passes to attention."""
-    trial = _stack.passes[-1][1]
-    return (trial.latents[layer], trial.noted[layer]) if layer in trial.noted else None
+    cache_shim = _stack.passes[-1][1]
+    return (cache_shim.latents[layer], cache_shim.noted[layer]) if layer in cache_shim.noted else None

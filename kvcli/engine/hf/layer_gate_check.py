@@ -67,7 +67,7 @@ class _Hiding(ForwardPass):
         shown = torch.zeros(n, dtype=torch.bool).index_fill_(0, torch.tensor(on), True)
         sees = torch.ones(n, n, dtype=torch.bool).tril()
         sees[on] &= shown
-        self._stop, self._above = stop, replace(self.rows, sees=sees)
+        self._stop, self._above = stop, replace(self.rows, tree_mask=sees)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sink: Tensor | None

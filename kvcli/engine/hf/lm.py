@@ -64,9 +64,9 @@ class LM:
         self.entry: torch.device = model.device  # device of the token ids
         self.device = places[-1] if places is not None else self.entry  # device of the logits
         self.is_split = places is not None
-        self.is_apart = self.device.type != "cpu"  # on a GPU each result that the host reads empties a queue
+        self.is_on_accelerator = self.device.type != "cpu"  # reading a result there waits for the device
         self.shapes = with_devices(shape.stored, places, self.device)  # per layer
-        # other layers read their slots
+        # layers that store slots; each other layer reads the slots of one of these
         self.storing = [layer for layer, of in enumerate(self.shapes) if of.shared_from is None]
         self.attentions = shape.attentions  # per layer
         self.latents = shape.latents  # by layer, for layers that store latents
@@ -86,10 +86,10 @@ class LM:
         # batch invariant, as tested: a row has the same bits whatever else is in the pass
         self.is_row_invariant = False
         self.has_pool = False  # native kernels run on threads of their own, once installed (resources.py)
-        self.straight: DirectForward | None = None  # forward pass without transformers' loop, once installed
-        self.frames: CapturedPasses | None = None  # captured passes, if the device supports them
+        self.direct_forward: DirectForward | None = None  # forward pass without transformers' loop, once installed
+        self.captured_passes: CapturedPasses | None = None  # captured passes, if the device supports them
         # rotary embedding of keys by layer, once requested (rope.py)
-        self.turns: tuple[Rotary | None, ...] | None = None
+        self.rotaries: tuple[Rotary | None, ...] | None = None
         self.remembers: dict[object, Any] = {}  # data kept between sequences, by kind: findings of drafters, MTP layers
         self._layers = model_probe.decoder_layers(model, shape)
         self._has_gates = False  # layer gates are installed and work
@@ -206,7 +206,7 @@ class LM:
             file.check()
         lm.files = files
         lm.install_kernels()
-        if lm.is_apart:
+        if lm.is_on_accelerator:
             lm.enable_graph_capture(graphs)
         lm.info = replace(lm.info, load_seconds=time.perf_counter() - began)
         return lm
@@ -216,14 +216,14 @@ class LM:
         return self
 
     @property
-    def batch_variant_reason(self) -> bool:
+    def is_batch_variant(self) -> bool:
         """True if a row's numbers may depend on how many rows share its pass, by more than float32 rounding."""
         return self.dtype.itemsize < 4 and not self.is_row_invariant
 
     @property
     def max_invariant_rows(self) -> int | None:
         """Most decoding rows of a pass without prompt rows that is still batch invariant; None = any number."""
-        return MOST if self.is_apart and self.is_row_invariant else None
+        return MOST if self.is_on_accelerator and self.is_row_invariant else None
 
     def check_layer_gates(self) -> None:
         """Raise BadModel if rows cannot be stopped between layers; called by the first request that needs it.
@@ -260,7 +260,7 @@ class LM:
             if done := swap(self.model, drop_pages):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
         serves = (not attend_invariant.why_not(self.dtype, self.device, of.k_dim, of.v_dim) for of in self.shapes)
-        self.has_pool = not self.is_apart and any(serves)
+        self.has_pool = not self.is_on_accelerator and any(serves)
         for latent in self.latents.values():
             latent.install_kernels()
         self.recurrent_layers.settle()
@@ -274,7 +274,7 @@ class LM:
         if fused := fuse_(self, layers):
             self.info = replace(self.info, backend=f"{self.info.backend}, {fused} fused")
         with reduced_model(self, layers):
-            self.straight = direct_forward_of(self, layers)
+            self.direct_forward = direct_forward_of(self, layers)
             self.is_row_invariant = not is_batch_variant(self)
 
     def enable_graph_capture(self, graphs: str) -> None:
@@ -287,7 +287,7 @@ class LM:
             self.recurrent_layers.why_not_recorded,
         )
         if not (why := next(filter(None, whys), "")):
-            self.frames = CapturedPasses(CudaGraphs(self.device))
+            self.captured_passes = CapturedPasses(CudaGraphs(self.device))
         how = f"no CUDA graphs: {why}" if why else "CUDA graphs"
         self.info = replace(self.info, backend=f"{self.info.backend}, {how}")
 
@@ -298,8 +298,8 @@ class LM:
 
     def release(self) -> None:
         """Free the device memory of an ended sequence: captured passes over its KV cache and pinned memory."""
-        if self.frames is not None:
-            self.frames.release()
+        if self.captured_passes is not None:
+            self.captured_passes.release()
         bus_of(self.device).release()
 
 

@@ -173,7 +173,7 @@ def probe_layers(model: Any, probe: Probe, n_layers: int, limit: int, name: str)
     kind = f"{name} ({model.config.model_type})"
     finder = RecurrentLayerFinder()
     with blame_files(lambda said: refusal(kind, "a forward pass of one token fails", [said])), finder.watching(model):
-        call(model, [0], [0], [0], its_pass=probe, trial=finder)
+        call(model, [0], [0], [0], its_pass=probe, cache_shim=finder)
     layers, recurrent_layers = probe.layers, finder.recurrent_layers()
     if not layers and recurrent_layers:
         _refuse(kind, "none of its layers has attention", ["kvcli needs an attention layer beside recurrent ones"])
@@ -368,24 +368,24 @@ WIDE = 11  # width of a tree that fills a tile of 32 rows and begins another
 def is_batch_variant(lm: LM) -> bool:
     """True if logits differ when rows run in a draft tree or in other chunks. Uses fixed random tokens."""
     n = min(STORED, lm.limit - DEPTH)
-    if n < 1 or (lm.is_apart and triton_support.why_not(lm.device, lm.dtype)):
+    if n < 1 or (lm.is_on_accelerator and triton_support.why_not(lm.device, lm.dtype)):
         return True
     # a recurrence sums a chunk in another order than single rows, which 16 bits hide from a short test
     if lm.recurrent_layers.like.rec and not lm.recurrent_layers.are_by_row:
         return True
     ids = torch.randint(0, lm.vocab, (n + DEPTH,), generator=torch.Generator().manual_seed(0)).tolist()
     widths = (
-        (1,) if lm.recurrent_layers else (WIDTH, WIDE) if lm.is_apart else (WIDTH,)
+        (1,) if lm.recurrent_layers else (WIDTH, WIDE) if lm.is_on_accelerator else (WIDTH,)
     )  # rows of recurrent layers are a chain
     return any(_differ(lm, ids, n, width) for width in widths)
 
 
 def _differ(lm: LM, ids: list[int], n: int, width: int) -> bool:
     """True if rows after the first n tokens differ between plain decoding and a tree of this width."""
-    (alone, of_alone), (cut, of_cut) = _past(lm, ids[:n], n), _past(lm, ids[:n], n if lm.is_apart else CHUNK)
+    (alone, of_alone), (cut, of_cut) = _past(lm, ids[:n], n), _past(lm, ids[:n], n if lm.is_on_accelerator else CHUNK)
     # compare all rows of a chunk: torch's sigmoid of one number per row, as in gates of experts, rounds by the row's
     # index
-    for layer in () if lm.is_apart else lm.storing:
+    for layer in () if lm.is_on_accelerator else lm.storing:
         its, other = alone.slots(layer), cut.slots(layer)
         if not (torch.equal(its.k, other.k) and torch.equal(its.v, other.v)):
             return True

@@ -101,7 +101,7 @@ class StateCacheShim(CacheShim):
         return True
 
     @property
-    def trial(self) -> StateCacheShim:
+    def cache_shim(self) -> StateCacheShim:
         """Return itself, because this object replaces the pass during a replay."""
         return self
 
@@ -145,14 +145,14 @@ class RecurrentLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with the module's signature: [1, N, E] -> [1, N, E]."""
-        trial = _trial()
-        if trial is None:
+        cache_shim = _state_shim()
+        if cache_shim is None:
             return self._forward()(*args, **kwargs)
-        if len(trial.parts) == 1:
-            return self.run(trial.parts[0], (args, kwargs))
-        n, outputs = trial.parts[-1].rows.stop, list[Any]()
-        for part in trial.parts:
-            trial.now = part
+        if len(cache_shim.parts) == 1:
+            return self.run(cache_shim.parts[0], (args, kwargs))
+        n, outputs = cache_shim.parts[-1].rows.stop, list[Any]()
+        for part in cache_shim.parts:
+            cache_shim.now = part
             outputs.append(self.run(part, _picked((args, kwargs), n, part.rows)))
         return tree_map(lambda *each: torch.cat(each, dim=1) if isinstance(each[0], Tensor) else each[0], *outputs)
 
@@ -189,12 +189,12 @@ class RecordedLinear:
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute x [.., N, E] -> [.., N, F], or replay it from the recording."""
-        trial = _trial()
-        if trial is not None and trial.answers is not None:
-            return next(trial.answers[self])
+        cache_shim = _state_shim()
+        if cache_shim is not None and cache_shim.answers is not None:
+            return next(cache_shim.answers[self])
         outputs: Tensor = self._forward()(x, *args, **kwargs)
-        if trial is not None and trial.now.tape is not None:
-            trial.now.tape.setdefault(self, []).append(outputs)
+        if cache_shim is not None and cache_shim.now.tape is not None:
+            cache_shim.now.tape.setdefault(self, []).append(outputs)
         return outputs
 
 
@@ -229,7 +229,7 @@ class RecurrentLayers:
         """Reason why passes are not captured; "" without recurrent layers."""
         return "it has recurrent layers" if self._found else ""
 
-    def trial(self, requests: Sequence[ForwardRequest], plain: CacheShim) -> StateCacheShim:
+    def cache_shim(self, requests: Sequence[ForwardRequest], plain: CacheShim) -> StateCacheShim:
         """Return the layers' cache for a pass over these sequences, in place of `plain`. Raises BadModel if rows are no
         chain, or have no states."""
         ends = [0]
@@ -244,7 +244,7 @@ def _part(request: ForwardRequest, rows: slice) -> SequenceSlice:
     if request.states is None:
         why = "this method reads the KV cache directly, without recurrent states"
         raise refused(name, why, ["--set policy.name=window", "--set spec.method=ngram"])
-    if request.rows.sees is not None:
+    if request.rows.tree_mask is not None:
         raise refused(
             name, "it drafts one chain only, without lookahead", ["--set spec.method=ngram --set spec.branches=1"]
         )
@@ -324,17 +324,17 @@ def _mixer(module: nn.Module) -> RecurrentLayer:
     return module.forward
 
 
-def _trial() -> StateCacheShim | None:
+def _state_shim() -> StateCacheShim | None:
     """Return the layers' cache of the running pass, if its model has recurrent layers."""
-    found = getattr(current(), "trial", None)
+    found = getattr(current(), "cache_shim", None)
     return found if found is not None and found.parts else None
 
 
 def _now() -> SequenceSlice:
     """Return the sequence slice that a recurrent layer currently computes."""
-    trial = _trial()
-    assert trial is not None, "no pass is running"
-    return trial.now
+    cache_shim = _state_shim()
+    assert cache_shim is not None, "no pass is running"
+    return cache_shim.now
 
 
 def _picked(call: Call, n: int, rows: slice) -> Call:

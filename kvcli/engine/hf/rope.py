@@ -48,9 +48,9 @@ def rotaries(lm: LM) -> tuple[Rotary | None, ...]:
     Raises BadModel if no fixed table describes it: dynamic NTK, longrope that changes tables on the way, and models
     without rotary embedding.
     """
-    if lm.turns is None:
-        lm.turns = _found(lm)
-    return lm.turns
+    if lm.rotaries is None:
+        lm.rotaries = _found(lm)
+    return lm.rotaries
 
 
 def _found(lm: LM) -> tuple[Rotary | None, ...]:

@@ -1,4 +1,4 @@
-"""A compression point: the state of a sequence from which an eviction policy selects the slots to keep."""
+"""The input of an eviction policy at a compression point, and the recorder of the queries that it asked for."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class QueryRecorder:
-    """Queries of the newest `recent` accepted rows, and of rows at probed positions of the last prompt, per layer."""
+    """Queries by layer, of the newest `recent_queries` accepted rows and of probed positions of the last prompt."""
 
-    def __init__(self, recent: int, probes: Callable[[int], Iterable[int]]) -> None:
-        self.recent, self.probes = recent, probes
+    def __init__(self, recent_queries: int, probes: Callable[[int], Iterable[int]]) -> None:
+        self.recent_queries, self.probes = recent_queries, probes
         self.pos: list[int] = []  # positions of the recorded queries, rising
         self._q: list[Tensor] = []  # per layer [H, len(pos), D]
         self._probed: set[int] = set()
@@ -41,8 +41,8 @@ class QueryRecorder:
         self.pos, self._q, self._any = [], [], False
 
     def forget(self) -> None:
-        """Drop the probed queries, except those of the newest `recent` rows."""
-        first = max(0, len(self.pos) - self.recent)
+        """Drop the probed queries, except those of the newest `recent_queries` rows."""
+        first = max(0, len(self.pos) - self.recent_queries)
         self._q = [q[:, first:].clone() for q in self._q] if first < len(self.pos) else []
         self.pos, self._probed = self.pos[first:], set()
 
@@ -52,21 +52,21 @@ class QueryRecorder:
 
     def rows_to_record_in_chunk(self, start: int, n: int) -> list[int]:
         """Return which of n rows from position `start` on to record."""
-        first = max(0, n - self.recent)
+        first = max(0, n - self.recent_queries)
         return sorted({p - start for p in self._probed if start <= p < start + first} | set(range(first, n)))
 
     def rows_to_record_in_tree(self, tree: int) -> range:
         """Return which rows of a draft tree to record: all of them, because any may be accepted."""
-        return range(tree if self.recent else 0)
+        return range(tree if self.recent_queries else 0)
 
     def take(self, rows: Rows, recorded_rows: Sequence[int], queries: Sequence[Tensor], path: Sequence[int]) -> None:
         """Store the queries of accepted rows among `recorded_rows`; `queries`: per layer [H, len(recorded_rows), D]."""
-        if not recorded_rows or not (self.recent or self._probed):
+        if not recorded_rows or not (self.recent_queries or self._probed):
             return
         at = {row: i for i, row in enumerate(recorded_rows)}
         accepted = [row for row in path if row in at]
         pos = self.pos + [rows.pos[row] for row in accepted]
-        late = len(pos) - self.recent
+        late = len(pos) - self.recent_queries
         stay = [i for i, at_pos in enumerate(pos) if i >= late or at_pos in self._probed]
         rows_accepted, rows_stay = _run([at[row] for row in accepted]), _run(stay)
         new = [q[:, rows_accepted] for q in queries]
@@ -165,7 +165,7 @@ def _weight(module: Any, width: int, dtype: torch.dtype, device: torch.device) -
 
 @dataclass(frozen=True, slots=True)
 class CompressionPoint:
-    """A sequence between two passes, at a token count at which its stored slots may be evicted or demoted."""
+    """The input of a policy at a compression point: a sequence between two passes, with the slots to choose from."""
 
     lm: LM
     kv: KVCache
@@ -176,7 +176,7 @@ class CompressionPoint:
     phase: Phase
     n_prompt: int  # as in LayerContext
     is_whole: bool  # no policy has evicted or moved a slot so far, and no pruner has deferred a token
-    memory: Any  # the policy's state for this sequence
+    policy_state: Any  # the policy's state for this sequence
     _protected: dict[int, Tensor] = field(default_factory=dict)  # by layer, of those requested so far
 
     @property
@@ -184,8 +184,8 @@ class CompressionPoint:
         return range(self.lm.n_layers)
 
     @property
-    def open(self) -> list[int]:
-        """Layers that store slots and have no sliding window, which evicts old slots by itself."""
+    def full_layers(self) -> list[int]:
+        """Layers that a policy compresses: they store slots, and no sliding window evicts them."""
         layers = zip(self.lm.attention_params, self.lm.shapes, strict=True)
         return [i for i, (params, shape) in enumerate(layers) if params.window is None and shape.shared_from is None]
 
@@ -196,7 +196,7 @@ class CompressionPoint:
             slots = replace(slots, v=slots.k[..., :rank])
         self._protected[i] = protected = self.guard.covers(slots.pos, self.kinds)
         recorded = self.query_recorder.of(i, slots.k)
-        of_text = self.phase, len(self.ids), self.n_prompt, recorded, self.kinds, protected, self.memory
+        of_text = self.phase, len(self.ids), self.n_prompt, recorded, self.kinds, protected, self.policy_state
         return slots, LayerContext.of(self.lm, i, *of_text)
 
     def ask(self, policy: Policy) -> Passes[Masks]:

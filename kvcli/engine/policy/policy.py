@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvcli.kv.slots import Masks, Slots
     from kvcli.kv.snapshot import Snapshottable
 
-# prefill in chunks is running; prefill is done; the answer is being decoded
+# "reading": a chunk of the prompt was prefilled; "read": all of it; "answering": the answer is being decoded
 Phase = Literal["reading", "read", "answering"]
 
 
@@ -58,7 +58,7 @@ class LayerContext:
     softcap: float = 0.0  # > 0: attention scores become softcap * tanh(score / softcap)
     window: int | None = None  # sliding window of this layer in tokens; None = all
     sink: Tensor | None = None  # [H] learned sink logits, which take attention but have no value (gpt-oss)
-    memory: Any = None  # the policy's state for the sequence
+    policy_state: Any = None  # the policy's state for the sequence
 
     @classmethod
     def of(
@@ -71,12 +71,12 @@ class LayerContext:
         recorded: tuple[Tensor, Tensor],
         kinds: Tensor,
         protected: Tensor,
-        memory: Any = None,
+        policy_state: Any = None,
     ) -> LayerContext:
         """Return the context of a layer of this model. `recorded`: recorded queries and their positions."""
         s, sink, (q, pos) = lm.attention_params[layer], lm.sinks[layer], recorded
         of_text = phase, n, n_prompt, q, pos, kinds, protected
-        return cls(layer, lm.n_layers, *of_text, s.scale, s.softcap, s.window, sink, memory)
+        return cls(layer, lm.n_layers, *of_text, s.scale, s.softcap, s.window, sink, policy_state)
 
     def mass(self, s: Slots, first: int = 0, over: Over = "mean") -> Tensor:
         """Return the attention mass of each slot, [K, S] in float32 or wider, recomputed for the queries from row
@@ -94,13 +94,13 @@ class LayerContext:
 class PolicyRequirements:
     """Requirements of a policy for the sequences of one model: recorded queries, kinds of tokens, and a state."""
 
-    recent: int = 0  # number of newest accepted rows whose queries are recorded
+    recent_queries: int = 0  # number of newest accepted rows whose queries are recorded
     probes: Callable[[int], Sequence[int]] = lambda n: ()  # prompt tokens -> positions whose queries are recorded
-    lasting: bool = False  # keep the recorded queries while decoding too
+    lasting: bool = False  # keep the queries of `probes` while decoding too, as those of the newest rows always are
     kinds: bool = False  # the policy needs kinds of tokens, besides its protected tokens
     marks: frozenset[int] = frozenset()  # kinds that the chat has to mark in prompts (`chat_spans`)
     guard: ProtectedTokens = ProtectedTokens()  # protected tokens
-    memory: Callable[[], Snapshottable | None] = lambda: None  # makes the policy's state for a new sequence
+    policy_state: Callable[[], Snapshottable | None] = lambda: None  # makes the policy's state for a new sequence
 
 
 class Policy(Protocol):
@@ -108,13 +108,13 @@ class Policy(Protocol):
     evicts, demotes or hides the others.
 
     A policy is the `[policy]` table of a profile: a frozen dataclass per method, shared by all sequences. What it knows
-    of one sequence is in `LayerContext.memory`, which belongs to that sequence.
+    of one sequence is in `LayerContext.policy_state`, which belongs to that sequence.
     """
 
     @property
     def compression_interval(self) -> int | None:
-        """Compression interval: tokens between two compression points while decoding; None = the policy needs none
-        then."""
+        """Compression interval: tokens between two compression points while decoding; None = there are none
+        then. `assemble.session` installs no policy without an interval."""
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Return the requirements for this model. Raises BadModel if the policy does not support the model, BadInput
@@ -155,7 +155,7 @@ class Policy(Protocol):
     def describe_kept(self) -> str:
         """Describe which tokens are kept of a sequence that is too long, in words; "" = all."""
 
-    def describe_result(self, memory: Any) -> str:
+    def describe_result(self, policy_state: Any) -> str:
         """Describe the result for one sequence, from the policy's state for it, in words; "" = nothing to report."""
 
 
@@ -182,7 +182,7 @@ class PolicyDefaults:
         """Zero bytes."""
         return 0
 
-    def describe_result(self, memory: Any) -> str:
+    def describe_result(self, policy_state: Any) -> str:
         """Nothing to report."""
         return ""
 

@@ -73,7 +73,7 @@ class PromptPruning(Protocol):
         """True if all deferred tokens are revived before the next prefill."""
 
     def n_deferred(self, n: int) -> int:
-        """Return how many of n tokens are stored as one hidden state at most. Memory is planned with it."""
+        """Return the most tokens, of n, that are deferred, each as one hidden state. Memory is planned with it."""
 
     @property
     def guard(self) -> ProtectedTokens:
@@ -216,7 +216,7 @@ class AuxCache:
 
     def usage(self) -> list[Usage]:
         """Return the bytes, by the layer before which the tokens stopped."""
-        return [Usage(layer, "behind", len(pos), x.nbytes) for layer, (pos, x) in self._at.items()]
+        return [Usage(layer, "deferred", len(pos), x.nbytes) for layer, (pos, x) in self._at.items()]
 
 
 # Run tokens through the model one layer per pass, so that deferred tokens (LazyLLM) can join at the layer where they

@@ -29,7 +29,7 @@ def check_model(lm: LM, pruning: PromptPruning | None) -> None:
     """Raise BadModel if rows cannot be stopped between layers, or if pruning does not support the model."""
     if pruning is not None:
         pruning.describe(lm)
-    if lm.straight is None:
+    if lm.direct_forward is None:
         lm.check_layer_gates()
 
 

@@ -62,7 +62,7 @@ class KVOverlay:
         tree_mask = at <= rows  # [N, M + N]
         mask = tree_mask if params.window is None else tree_mask & (at > rows - params.window)
         k, v = torch.cat([k, own.k], 1), torch.cat([v, own.v], 1)
-        both = replace(own, k=k, v=v, pos=every, line=tree_mask, sees=mask.to(q.device))
+        both = replace(own, k=k, v=v, pos=every, tree_mask=tree_mask, mask=mask.to(q.device))
         # separate: combined with the cache, rows with gaps between them would each be computed alone, which is slow
         return [*self._store.attend(layer, q, params, pos), *attend_new_only(q, params, both)]
 

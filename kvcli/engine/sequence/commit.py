@@ -50,7 +50,7 @@ def commit(kv: KVCache, rows: Rows, result: ForwardResult, path: Sequence[int]) 
     is_all = is_run and len(path) == rows.n_rows
     accepted = slice(path[0], path[-1] + 1) if is_run else {d: torch.tensor(path, device=d) for d in devices}
     pos = rows.pos if is_all else [rows.pos[row] for row in path]
-    has_gaps = pos[-1] - pos[0] != len(pos) - 1  # of pruned rows
+    has_gaps = pos[-1] - pos[0] != len(pos) - 1  # rows in between were pruned
     at = {d: torch.tensor(pos, dtype=torch.int32, device=d) for d in devices} if has_gaps else None
     for layer, fresh in result.fresh.items():
         k = fresh.k if is_all else _picked(fresh.k, accepted)

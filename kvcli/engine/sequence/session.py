@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class GenerationSession(SequenceState):
-    """A generation session of one sequence: ids in, ids out. Its methods are generators that yield forward requests for
-    the engine (engine.py).
+    """A generation session of one sequence: ids in, ids out. Methods that need a model are generators that yield
+    forward requests for the engine (engine.py).
 
-    `ids` is the sequence so far. The last token is pending; after prefill the KV of all others is in `cache`
-    (`committed` of them). This holds between any two steps, so a session can stop, rewind or be saved there.
+    `ids` is the sequence so far. The last token is pending; `committed` tokens have their KV in `cache`: after
+    prefill, all but the pending one. This holds between any two steps, so a session can stop, rewind or be saved there.
     """
 
     def start_answer(
@@ -89,11 +89,11 @@ class GenerationSession(SequenceState):
         return int(end if self.policy is None else min(end, self.next_compression_at)) - self.committed
 
     def prefill_chunk(self, ids: Sequence[int]) -> Passes[bool]:
-        """Prefill the next chunk of `ids`, the whole prompt, which starts with the ids of the sequence. False = done.
+        """Prefill the next chunk of `ids`, the whole prompt, which begins with the sequence's ids. False = none left.
 
         A chunk is a pass over a causal chain in which every row is accepted. In layer-wise prefill it is the next chunk
-        of one layer, and tokens are committed when all layers are done. If a pass fails, its tokens
-        are not committed. Their ids stay until `rewind`; layer-wise prefill rewinds by itself.
+        of one layer, and tokens are committed when all layers are done. If a pass fails, its tokens are not committed;
+        their ids stay until `rewind`. Layer-wise prefill rewinds by itself.
         """
         if new := ids[len(self.ids) :]:
             self.ids += new
@@ -116,7 +116,7 @@ class GenerationSession(SequenceState):
         else:
             yield from self._read_chunk(self._end(whole if ahead is None else ahead))
         if self.committed > at:
-            self.next_compression_at = self.committed  # a compression that fails is repeated
+            self.next_compression_at = self.committed  # if it fails, the compression is still due
             yield from self.compress_cache("read" if self.committed == whole else "reading")
         return True
 
@@ -141,7 +141,7 @@ class GenerationSession(SequenceState):
         result = yield ForwardRequest(
             self.lm, rows, self.cache, self.view, record_queries=recorded, is_prompt=True, states=self.states
         )
-        # the end of a chunk is a compression point: slots that windows hide are evicted first, to make room for it
+        # slots that windows hide are evicted before the chunk is stored, to make room; the policy comes later
         self.next_compression_at = end
         try:
             self.cache.compress((), self._first_later_position(end), self.lm.sliding)
@@ -181,7 +181,7 @@ class GenerationSession(SequenceState):
         if self.query_recorder.rows_to_record_in_chunk(self.committed, n):
             self.query_recorder.take(prompt.rows, prompt.recorded_rows, prompt.queries, range(n))
         if prompt.pruner is not None:
-            self._is_whole, self._has_left = False, True
+            self._is_whole, self._has_deferred = False, True
         self.aux_cache.add(prompt.stopped)
         self.committed += n
         self._under_way = None  # last: on an earlier failure the prompt is abandoned
@@ -237,11 +237,11 @@ class GenerationSession(SequenceState):
         needs_kinds = wants.kinds or bool(wants.guard.kinds)
         kinds = kinds_of(stored, self.kinds, self.kind_spans) if needs_kinds else kinds_of([], None, [])
         past = self.lm, self.cache, self.query_recorder, wants.guard
-        return CompressionPoint(*past, stored, kinds, phase, self._n_prompt, self._is_whole, self.memory)
+        return CompressionPoint(*past, stored, kinds, phase, self._n_prompt, self._is_whole, self.policy_state)
 
     def _commit(self, rows: Rows, recorded_rows: Sequence[int], result: ForwardResult, path: Sequence[int]) -> None:
         """Commit the KV of the accepted rows. The KV of other rows is discarded with the pass."""
         assert len(path) <= self.next_compression_at - self.committed, "a draft crossed a compression point"
         commit(self.cache, rows, result, path)
         self.query_recorder.take(rows, recorded_rows, result.queries, path)
-        self.committed += len(path)  # last: an earlier failure commits nothing
+        self.committed += len(path)  # last: after an earlier failure a rewind removes what was stored

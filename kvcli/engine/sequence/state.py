@@ -112,16 +112,11 @@ class RepetitionDetector:
         return None
 
     def _is_copy(self, n: int) -> bool:
-        return _text(self._ids[-n:]) in self._prompt_text
+        return "".join(map(chr, self._ids[-n:])) in self._prompt_text
 
     @cached_property
     def _prompt_text(self) -> str:
-        return _text(self._prompt)
-
-
-def _text(ids: Sequence[int]) -> str:
-    """Return one character per token, because string search is fast."""
-    return "".join(map(chr, ids))
+        return "".join(map(chr, self._prompt))  # one character per token, because string search is fast
 
 
 class SequenceState:
@@ -169,10 +164,10 @@ class SequenceState:
         self.kind_spans: Sequence[KindSpan] = ()  # token kinds by position
         self._wants = policy.requirements(lm) if policy is not None else PolicyRequirements()
         self.marks = self._wants.marks  # kinds that the policy needs to be marked in prompts
-        self.query_recorder = QueryRecorder(self._wants.recent, self._wants.probes)
-        self.memory: Snapshottable | None = self._wants.memory()  # the policy's state for this sequence
+        self.query_recorder = QueryRecorder(self._wants.recent_queries, self._wants.probes)
+        self.policy_state: Snapshottable | None = self._wants.policy_state()  # the policy's state for this sequence
         self._is_whole = True  # no policy has evicted or moved a slot, and no pruner has deferred a token
-        self._has_left = False  # tokens of a prompt were deferred
+        self._has_deferred = False  # tokens of a prompt were deferred
         self.order: Order = "layers" if by_layers or pruning is not None else "chunks"  # layer-wise or chunked prefill
         self._under_way: LayerwisePrefill | None = None  # running layer-wise prefill
         if self.order == "layers":
@@ -201,18 +196,18 @@ class SequenceState:
         if must_restart or ((is_back or is_cut) and not self.cache.reaches(keep)):
             keep = 0
         elif is_back and not self._is_whole:  # no slot is missing, but the policy chose levels by later tokens
-            self.memory = self._wants.memory()
+            self.policy_state = self._wants.policy_state()
         self.cache.crop(keep)
         self.states.crop(keep)
         self._under_way, self._n_prompt = None, min(self._n_prompt, keep)
         self._foreign_from = self._foreign_from if keep > self._foreign_from else math.inf
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
         if not keep:
-            self._is_whole, self._has_left, self._n_prompt = True, False, 0
+            self._is_whole, self._has_deferred, self._n_prompt = True, False, 0
             self.condensed, self.condensed_scores = 0, {}
             self.query_recorder.clear()
             self.aux_cache.clear()
-            self.memory = self._wants.memory()
+            self.policy_state = self._wants.policy_state()
         self.seen.clear()
         self.seen.add(self.ids)
         self.next_compression_at = self._next_compression()
@@ -231,10 +226,10 @@ class SequenceState:
         other.replace_cache(own_cache)
         self.states, other.states = other.states, self.states
         self.query_recorder, other.query_recorder = other.query_recorder, self.query_recorder
-        self.memory, other.memory = other.memory, self.memory
-        self._is_whole, self._has_left, self._foreign_from = other._is_whole, other._has_left, other._foreign_from
+        self.policy_state, other.policy_state = other.policy_state, self.policy_state
+        self._is_whole, self._has_deferred = other._is_whole, other._has_deferred
         self.aux_cache, other.aux_cache = other.aux_cache, self.aux_cache
-        self._n_prompt = other._n_prompt
+        self._n_prompt, self._foreign_from = other._n_prompt, other._foreign_from
         self.condensed, self.condensed_scores = other.condensed, other.condensed_scores
         self.ids, self.committed = other.ids, other.committed
         self.rewind(len(self.ids))
@@ -266,13 +261,13 @@ class SequenceState:
     def state(self) -> State:
         """Return a snapshot of everything that later tokens depend on, without settings and sampling; between passes
         only."""
-        fields = {"n_prompt": self._n_prompt, "is_whole": self._is_whole, "has_left": self._has_left}
+        fields = {"n_prompt": self._n_prompt, "is_whole": self._is_whole, "has_deferred": self._has_deferred}
         fields |= {"own": int(min(self._foreign_from, self.committed))}
         parts = {"query_recorder": self.query_recorder.state(), "aux_cache": self.aux_cache.state()}
         parts |= {"kv": self.cache.snapshot(), "states": self.states.state()}
         ids = torch.tensor(self.ids[: self.committed], dtype=torch.int32)
-        memory: State = self.memory.snapshot() if self.memory is not None else {}
-        return {**fields, **parts, "ids": ids, "memory": memory}
+        policy_state: State = self.policy_state.snapshot() if self.policy_state is not None else {}
+        return {**fields, **parts, "ids": ids, "policy_state": policy_state}
 
     def restore(self, state: State, pending: int) -> None:
         """Restore a snapshot, with another pending token. The sampler is kept.
@@ -296,10 +291,10 @@ class SequenceState:
         self.states.restore(given.part("states"))
         self.query_recorder.restore(given.part("query_recorder"), self.lm, self.cache.dtype)
         self.aux_cache.restore(given.part("aux_cache"))
-        if self.memory is not None:
-            self.memory.restore(given.part("memory"))
+        if self.policy_state is not None:
+            self.policy_state.restore(given.part("policy_state"))
         self.ids, self.committed, self._n_prompt = [*ids, pending], len(ids), given.number("n_prompt", len(ids))
-        self._is_whole, self._has_left = (bool(given.number(name, 1)) for name in ("is_whole", "has_left"))
+        self._is_whole, self._has_deferred = (bool(given.number(name, 1)) for name in ("is_whole", "has_deferred"))
         own = given.number("own", len(ids))
         self._foreign_from = own if own < len(ids) else math.inf
         self.seen.clear()
@@ -343,8 +338,8 @@ class SequenceState:
 
     @property
     def _forgot(self) -> bool:
-        """True if the KV of a token is stored nowhere."""
-        return self._has_left or (not self._is_whole and self.cache.forgets)
+        """True if a policy evicted KV for good, or a pruner ever deferred a token, even one that was revived later."""
+        return self._has_deferred or (not self._is_whole and self.cache.forgets)
 
     def _next_compression(self) -> float:
         """Return the token count of the next compression point: a multiple of the compression interval, or of that for

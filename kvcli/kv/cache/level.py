@@ -13,7 +13,7 @@ from kvcli.kv.offload.host_access import Answer
 from kvcli.kv.slots import AttentionParams, Slots, Tier, Windows, last
 from kvcli.kv.tiers.device_tables import DeviceCache
 
-SLACK = 16  # a level with others below may exceed its limit by 1/SLACK
+SLACK = 16  # a level with others below is cut once it exceeds its limit by 1/SLACK, or by `group` if that is more
 Ask = Callable[[int, Tensor, AttentionParams, Sequence[int]], Answer]
 
 
@@ -34,7 +34,7 @@ class TopTier(CroppableTier, Protocol):
     def windows(self) -> Windows: ...
 
     def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
-        """Return device tables, as `CacheReader.fixed` does."""
+        """Return device tables, as `CacheReader.device_tables` does."""
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Allocate capacity for n slots per head in these layers, None = all."""
@@ -51,7 +51,7 @@ class TierLevel:
     """A level of a tiered cache: one tier, with the number of slots per head that it may hold."""
 
     tier: CroppableTier
-    # limit in slots without sinks, None = no limit; levels but the last may exceed it by 1/SLACK
+    # limit in slots without sinks, None = no limit; `is_full` says by how much it may be exceeded
     holds: int | None = None
     group: int = 1  # slots beyond the limit are demoted by age in whole groups; masks need not keep to groups
     name: str = ""  # tier name in reports, if the tier of the top has the same name

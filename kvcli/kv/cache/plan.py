@@ -23,7 +23,7 @@ from kvcli.kv.capacity import CacheCapacity, room
 from kvcli.kv.footprint import STEP, full_bytes, packs_by_age
 from kvcli.kv.formats.format import FormatContext
 from kvcli.kv.formats.kivi import Kivi
-from kvcli.kv.slots import storing, windows_of
+from kvcli.kv.slots import params_of_storing_layers, windows_of
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.host import PIECE
 from kvcli.models.machine import kept_free
@@ -167,7 +167,7 @@ class CachePlan:
     @property
     def _attention_params(self) -> list[AttentionParams | None]:
         """Attention parameters of storing layers, None for other layers."""
-        return storing(self.attention_params, self.shapes)
+        return params_of_storing_layers(self.attention_params, self.shapes)
 
     @property
     def is_packed(self) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.kernels.quantize_kv import LANES, width_of
 from kvcli.kv.footprint import POSITION, STEP, far_slot_bytes
-from kvcli.kv.slots import storing
+from kvcli.kv.slots import params_of_storing_layers
 from kvcli.kv.tiers.dense_ragged import room_of
 from kvcli.settings.schema import size_of
 
@@ -174,7 +174,7 @@ def spending(
 ) -> PrecisionBudget:
     """Return the precision budget of `memory.budget` on a device of type `kind`. `has_more`: slots can be offloaded,
     up to `holds` slots per head."""
-    read = recall.layers(storing(attention_params, shapes)) if has_more else ()
+    read = recall.layers(params_of_storing_layers(attention_params, shapes)) if has_more else ()
     index, apart = far_slot_bytes(recall, has_more, shapes, read, number, kind)
     of_kv = shapes, number, memory.bits, kv.group, index, apart, not recall.describe_read
     return PrecisionBudget(memory.budget.replace(" %", "%"), free, *of_kv, holds, memory.max_loss)

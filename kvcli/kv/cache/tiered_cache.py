@@ -42,10 +42,9 @@ class TieredCache:
         demotes: bool = False,
         evicts_oldest: bool = False,
     ):
-        """`holds`: slots per head, besides the first `sinks` tokens, to which `top` is cut at a compression point once
-        it exceeds them by its slack (`TierLevel`). `demotes`: slots that masks do not keep are demoted, not evicted.
-        `evicts_oldest`: if the last level is full, its oldest slots are evicted; otherwise CacheFull is raised.
-        """
+        """`holds`: limit of `top` in slots per head, without the first `sinks` tokens. A compression point cuts it to
+        the limit once `TierLevel.is_full`. `demotes`: slots that masks do not keep are demoted, not evicted.
+        `evicts_oldest`: if the last level is full, its oldest slots are evicted; otherwise CacheFull is raised."""
         assert below or not demotes, "there is no lower level to demote slots to"
         self._top, self._sinks = top, sinks
         self._levels = [TierLevel(top, holds, group), *below]
@@ -152,17 +151,17 @@ class TieredCache:
     def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
         """In each layer, evict or demote the slots that masks do not keep, demote old slots, and evict slots that
         windows hide from rows at `end` and later. Returns True if masks evicted or demoted a slot."""
-        was_dropped = False
+        has_moved = False
         for layer in self._layers if layers is None else filter(self._layers.__contains__, layers):
             mask = masks[layer] if masks else None
             is_mask = mask is not None and mask.dtype is torch.bool
             if mask is not None and not is_mask:
-                was_dropped |= self._move(layer, mask)
+                has_moved |= self._move(layer, mask)
             elif mask is not None and not self._demotes:
-                was_dropped |= self.evict_except(layer, mask).n_slots > 0
-            was_dropped |= self._demote(layer, mask if is_mask and self._demotes else None)
+                has_moved |= self.evict_except(layer, mask).n_slots > 0
+            has_moved |= self._demote(layer, mask if is_mask and self._demotes else None)
             self._evict_hidden(layer, end)
-        return was_dropped
+        return has_moved
 
     def snapshot(self) -> State:
         """Return the snapshots of all levels."""
@@ -213,7 +212,7 @@ class TieredCache:
 
         Returns True if there were slots that the policy does not keep.
         """
-        was_dropped = False
+        has_moved = False
         for at, level in enumerate(self._levels):
             mask = kept if at == 0 else None
             is_full = level.is_full(layer, is_last=at + 1 == len(self._levels))
@@ -221,7 +220,7 @@ class TieredCache:
                 continue
             slots = level.tier.slots(layer)
             leaves = torch.zeros_like(slots.pos, dtype=torch.bool) if mask is None else (slots.pos >= 0) & ~mask
-            was_dropped |= mask is not None and bool(leaves.any())
+            has_moved |= mask is not None and bool(leaves.any())
             if is_full:
                 left = slots.pos.masked_fill(leaves, -1)
                 leaves |= slots_to_demote(left, 0 if at else self._sinks, level.holds or 0, level.group)
@@ -229,7 +228,7 @@ class TieredCache:
                 if at + 1 == len(self._levels):
                     raise self._outgrown()
                 self._demote_slots(at, layer, slots, torch.where(leaves, at + 1, at))
-        return was_dropped
+        return has_moved
 
     def _move(self, layer: int, levels: Tensor) -> bool:
         """Demote slots to the levels in levels [K, S], in the order of `slots`; slots of the lowest level move first.

@@ -54,7 +54,7 @@ class Expected(TopK):
                 lines=[none.message, *none.lines],
                 try_=["--set policy.name=keydiff", "--set policy.name=snap"],
             ) from None
-        return self.want(lm, known=found, recent=RECENT, probes=self.probes, lasting=self.keep_new > 0)
+        return self.want(lm, known=found, recent_queries=RECENT, probes=self.probes, lasting=self.keep_new > 0)
 
     def probes(self, n: int) -> Sequence[int]:
         """Return the positions of the sampled queries of a prompt of n tokens."""
@@ -69,7 +69,7 @@ class Expected(TopK):
         from kvcli.kernels.rope import unrotate
         from kvcli.policies.scoring.mean_rotation import mean_turn
 
-        rotary, width = at.memory.known[at.layer], torch.promote_types(at.q.dtype, torch.float32)
+        rotary, width = at.policy_state.known[at.layer], torch.promote_types(at.q.dtype, torch.float32)
         q, q_pos = self._sample(at)
         if not q.shape[1]:  # without queries all keys are equally likely
             return expected(s, q.new_zeros(s.k.shape[0], s.k.shape[2], dtype=width), None, 0.0, 0.0, 0.0)

@@ -63,15 +63,15 @@ class H2O(TopK):
 
     def select(self, at: CompressionPoint) -> Passes[Masks] | Masks:
         """Add the recorded queries, even if no slot competes now, then select as all score policies do."""
-        for i in at.open:
-            add_recorded(at.memory.own, *at.layer(i))
+        for i in at.full_layers:
+            add_recorded(at.policy_state.own, *at.layer(i))
         return super().select(at)
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Return the accumulated attention."""
         import torch
 
-        if (total := at.memory.own.total.get(at.layer)) is None:  # no query counted yet: equal scores, newest win
+        if (total := at.policy_state.own.total.get(at.layer)) is None:  # no query counted yet: equal scores, newest win
             return torch.zeros_like(s.pos, dtype=torch.float32)
         found: Tensor = total.gather(1, s.pos.clamp(min=0).long())
         return found

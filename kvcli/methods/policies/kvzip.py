@@ -74,21 +74,21 @@ class KVzip(TopK):
     def select(self, at: CompressionPoint) -> Passes[Masks]:
         """Repeat the prompt after prefill, then select as all score policies do. Raises ContextOverflow if no piece
         fits into the context window after the text."""
-        done = at.memory.compressed(at)
+        done = at.policy_state.compressed(at)
         if at.phase == "read":
             yield from self.score_by_repetition(at, done)
         return self.best(at, done)
 
     def score_by_repetition(self, at: CompressionPoint, first: int) -> Passes[None]:
         """Repeat the tokens from `first` on and replace their scores."""
-        for layer, score in at.memory.own.total.items():
-            at.memory.own.total[layer] = score[:, :first]
+        for layer, score in at.policy_state.own.total.items():
+            at.policy_state.own.total[layer] = score[:, :first]
         for start, end in self.pieces(first, len(at.ids), at.lm.limit):
             yield from self._repeat(at, start, end)
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Return the highest attention in the repetition."""
-        found: Tensor = at.memory.own.total[at.layer].gather(1, s.pos.clamp(min=0).long())
+        found: Tensor = at.policy_state.own.total[at.layer].gather(1, s.pos.clamp(min=0).long())
         return found
 
     def pieces(self, first: int, n: int, limit: int) -> Sequence[tuple[int, int]]:
@@ -139,9 +139,9 @@ class KVzip(TopK):
         from kvcli.kv.slots import compact
 
         rows = Rows.chain(at.ids[max(0, start - self.lead) : end], len(at.ids))
-        q_pos, scores = torch.tensor(rows.pos, device=at.lm.device), at.memory.own.total
+        q_pos, scores = torch.tensor(rows.pos, device=at.lm.device), at.policy_state.own.total
         recorded = yield from (self._by_layer(at, rows) if self.plus else _at_once(at, rows))
-        for i in at.open:
+        for i in at.full_layers:
             (s, moment), (q, fresh, stream) = at.layer(i), recorded[i]
             near = compact(s, (s.pos < self.sinks) | ((s.pos >= start) & (s.pos < end)))
             k = torch.cat((near.k, fresh.to(near.k.dtype)), 1)
@@ -151,7 +151,7 @@ class KVzip(TopK):
                 ..., : near.n_slots
             ]
             if stream is not None:  # [K, G, w, S]
-                adds = at.memory.outward(i, near.v, 2).unsqueeze(2)
+                adds = at.policy_state.outward(i, near.v, 2).unsqueeze(2)
                 mass = (mass * adds / stream.to(mass.dtype).norm(dim=1).view(-1, 1)).amax((1, 2))
             score = mass.new_zeros(mass.shape[0], end)
             if (before := scores.get(i)) is not None:

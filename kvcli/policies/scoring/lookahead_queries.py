@@ -45,7 +45,7 @@ class QueryScored(TopK):
         """Select as all score policies do; after prefill, first record the queries of a provisional answer."""
         if self.lookahead and at.phase == "read":
             at = yield from ahead(at, self.lookahead)
-        return self.best(at, at.memory.compressed(at))
+        return self.best(at, at.policy_state.compressed(at))
 
 
 def ahead(at: CompressionPoint, most: int) -> Passes[CompressionPoint]:

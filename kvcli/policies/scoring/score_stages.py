@@ -34,7 +34,7 @@ def critical(score: Tensor, s: Slots, at: LayerContext, counts: Tensor) -> Tenso
 
     CriticalKV (Feng et al., arXiv 2502.03805). As in kvpress, the norm is the mean over the query heads of a KV head.
     """
-    weighed = (score + EPSILON) * at.memory.outward(at.layer, s.v, 1).mean(1).to(score.dtype)
+    weighed = (score + EPSILON) * at.policy_state.outward(at.layer, s.v, 1).mean(1).to(score.dtype)
     first = selection.top(score, s.pos, (FIRST * counts).long())
     found: Tensor = weighed.where(score.isfinite(), score).masked_fill(first, torch.inf)
     return found

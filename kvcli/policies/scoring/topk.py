@@ -159,8 +159,9 @@ class TopK(PolicyDefaults):
                 try_=["--set policy.reuse_layers=1"],
             )
         kinds = spans or self.unit == "sentence"
-        given = {"recent": self.queries, "kinds": kinds, "marks": marks, "guard": guard, **more}
-        return PolicyRequirements(memory=lambda: ScoreState(heads, own=own(), known=known, outward=outward), **given)
+        given = {"recent_queries": self.queries, "kinds": kinds, "marks": marks, "guard": guard, **more}
+        given["policy_state"] = lambda: ScoreState(heads, own=own(), known=known, outward=outward)
+        return PolicyRequirements(**given)
 
     @property
     def queries(self) -> int:
@@ -177,7 +178,7 @@ class TopK(PolicyDefaults):
 
     def select(self, at: CompressionPoint) -> Passes[Masks] | Masks:
         """Keep the best of the competing slots, and all slots that do not compete."""
-        return self.best(at, at.memory.compressed(at))
+        return self.best(at, at.policy_state.compressed(at))
 
     def best(self, at: CompressionPoint, done: int) -> Masks:
         """Select slots, where the first `done` tokens no longer compete. Sliding-window layers are not selected."""
@@ -187,18 +188,18 @@ class TopK(PolicyDefaults):
         from kvcli.policies.scoring.score_stages import POSTS
 
         masks: list[Tensor | None] = [None] * len(at.layers)
-        if (now := self._round(at, done)) is None or not at.open:
+        if (now := self._round(at, done)) is None or not at.full_layers:
             return masks
         judged: deque[tuple[Tensor, Tensor, Tensor]] = deque()
 
         def scored() -> Iterator[tuple[Tensor, Tensor]]:
-            for i in at.open[:: self.reuse_layers]:
+            for i in at.full_layers[:: self.reuse_layers]:
                 s, moment = at.layer(i)
                 score, unit = self._score(s, moment, now)
                 judged.append((s.pos, unit, score))
                 yield score, s.pos
 
-        firsts = at.open[:: self.reuse_layers]
+        firsts = at.full_layers[:: self.reuse_layers]
         chosen = self._share(at, now)(scored(), now.each, now.most)
         for i, mask in zip(firsts, chosen, strict=True):
             pos, unit, score = judged.popleft()
@@ -217,8 +218,8 @@ class TopK(PolicyDefaults):
             mask, n = masks[first], len(at.ids)
             assert mask is not None
             kept = by_position(mask.byte(), at.layer(first)[0].pos, n, 0)  # [K, n]
-            at_ = at.open.index(first)
-            for i in at.open[at_ + 1 : at_ + self.reuse_layers]:
+            at_ = at.full_layers.index(first)
+            for i in at.full_layers[at_ + 1 : at_ + self.reuse_layers]:
                 pos = at.layer(i)[0].pos
                 masks[i] = (kept.gather(1, pos.clamp(min=0).long()) > 0) & (pos >= 0)
         return masks
@@ -296,9 +297,10 @@ class TopK(PolicyDefaults):
             case "ada":
                 return partial(budget_split.ada, floor=self.floor)
             case "pyramid":
-                return partial(budget_split.pyramid, beta=self.beta, n_layers=len(at.open[:: self.reuse_layers]))
+                return partial(budget_split.pyramid, beta=self.beta, n_layers=len(at.full_layers[:: self.reuse_layers]))
             case "headmap":
-                return partial(budget_split.headmap, heads=[at.memory.heads[i] for i in at.open], floor=self.floor)
+                heads = [at.policy_state.heads[i] for i in at.full_layers]
+                return partial(budget_split.headmap, heads=heads, floor=self.floor)
             case "global":
                 return partial(budget_split.all_layers, floor=self.floor)
             case "prefix":

@@ -157,16 +157,16 @@ class FastGen(PolicyDefaults):
         again = own.rows if own.reprofile_interval else 0  # rows recorded for a new measurement
         kinds = frozenset({SYSTEM, TOOLS}) if self.protect and not self.paper else frozenset()
         return PolicyRequirements(
-            recent=max(since, again),
+            recent_queries=max(since, again),
             probes=own.probes,
             kinds=True,
             guard=ProtectedTokens(self.sinks, self.guarded, kinds),
-            memory=lambda: FastGenState(own, lm, full),
+            policy_state=lambda: FastGenState(own, lm, full),
         )
 
     def select(self, at: CompressionPoint) -> Passes[Masks]:
         """Select the slots of each head by its choice, which is made after prefill."""
-        found: Masks = yield from at.memory.choose(at)
+        found: Masks = yield from at.policy_state.choose(at)
         return found
 
     def slots(self, n: int) -> int:
@@ -182,9 +182,9 @@ class FastGen(PolicyDefaults):
         seen = sum(row + 1 for row in self.on(device_type).probes(n))
         return min(int(self.max_profile_mb * 2**20), number * heads * seen)
 
-    def describe_result(self, memory: FastGenState) -> str:
+    def describe_result(self, policy_state: FastGenState) -> str:
         """Return the T that was found, in words."""
-        return f"by T = {memory.recovery:.2f}" if self.recovery == "auto" else ""
+        return f"by T = {policy_state.recovery:.2f}" if self.recovery == "auto" else ""
 
     is_uneven = True
 

@@ -43,7 +43,7 @@ class FastGenState:
         masks: list[Tensor | None] = [None] * len(at.layers)
         if at.phase == "reading":
             return masks
-        measured = [self.measure(*at.layer(i)) for i in at.open]  # all layers, before any choice
+        measured = [self.measure(*at.layer(i)) for i in at.full_layers]  # all layers, before any choice
         if any(measured):
             self._choose()
             n = min(self.settings.replay, len(at.ids) // 2)

@@ -75,33 +75,33 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
             mean = sum(map(sum, table)) / sum(map(len, table)) or 1.0
             rows = [[FLOOR + (1 - FLOOR) * value / mean for value in row] for row in table]
 
-        def memory() -> PrecisionState:
-            of_score: ScoreState = wants.memory()  # type: ignore[assignment]
+        def policy_state() -> PrecisionState:
+            of_score: ScoreState = wants.policy_state()  # type: ignore[assignment]
             return PrecisionState(of_score, RunningScores(lm), RunningScores(lm), rows)
 
-        return replace(wants, lasting=True, memory=memory)
+        return replace(wants, lasting=True, policy_state=policy_state)
 
-    def describe_result(self, memory: PrecisionState) -> str:
+    def describe_result(self, policy_state: PrecisionState) -> str:
         """Return the result of the budget after the last prefill, in words."""
-        return memory.said
+        return policy_state.said
 
     def select(self, at: CompressionPoint) -> Passes[Masks]:
         """Return by layer the level of each slot. Raises CacheFull if the protected tokens exceed the budget."""
         masks: list[Tensor | None] = [None] * len(at.layers)
         most, loses = self.spending.most(len(at.ids)), bool(self.spending.lose) and at.phase != "reading"
         is_early = at.phase == "reading" and self.spending.is_late  # a budget known only after prefill
-        if is_early or not at.open or (at.is_whole and not loses and self._full(at, at.layers) <= most):
+        if is_early or not at.full_layers or (at.is_whole and not loses and self._full(at, at.layers) <= most):
             return masks
         yield from self._score(at)
-        layers = [self._layer(at, i) for i in at.open]
-        left = most - self._full(at, [i for i in at.layers if i not in at.open])
+        layers = [self._layer(at, i) for i in at.full_layers]
+        left = most - self._full(at, [i for i in at.layers if i not in at.full_layers])
         found = self._price(layers, self.spending, left)
         if found == float("inf") and not self.spending.is_share:
             raise self._shortage(layers, left, most - left)
         for layer, level in zip(layers, self._levels(layers, found, left, loses), strict=True):
             masks[layer.number] = level
         if at.phase == "read":
-            at.memory.said = self._told(at, layers, masks, most)
+            at.policy_state.said = self._told(at, layers, masks, most)
         self._fade(at, layers, masks)
         return masks
 
@@ -132,21 +132,21 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
             goes = (level == there) & (layer.level > 0) & (layer.level < there)
             if not bool(goes.any()):
                 continue
-            worth, pos = at.memory.worth.total[layer.number], at.layer(layer.number)[0].pos
+            worth, pos = at.policy_state.worth.total[layer.number], at.layer(layer.number)[0].pos
             left = worth.new_tensor(quality(self.spending)[:there])[layer.level.clamp(0, there - 1).long()]
             less = torch.zeros_like(worth)
             for head, of in enumerate(goes):
                 where = pos[head, of].long()
                 less[head, where] = worth[head, where] * (1 - left[head, of])
             worth -= less
-            before = at.memory.faded.total.get(layer.number, 0.0)
-            at.memory.faded.total[layer.number] = before + less.sum(1, keepdim=True)
+            before = at.policy_state.faded.total.get(layer.number, 0.0)
+            at.policy_state.faded.total[layer.number] = before + less.sum(1, keepdim=True)
 
     def _told(self, at: CompressionPoint, layers: Sequence[Layer], masks: Masks, most: int) -> str:
         """Describe the result of the budget in words."""
         chosen_levels = [chosen for layer in layers if (chosen := masks[layer.number]) is not None]
         whole = len(at.ids) * self.spending.of_token
-        held = self._full(at, [i for i in at.layers if i not in at.open]) + sum(
+        held = self._full(at, [i for i in at.layers if i not in at.full_layers]) + sum(
             self.spending.nbytes(layer.number, counted(layer, level, self.spending.last))
             for layer, level in zip(layers, chosen_levels, strict=True)
         )
@@ -165,15 +165,15 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
 
     def _score(self, at: CompressionPoint) -> Passes[None]:
         """Score the tokens that have no score yet, or all tokens while the cache could still be cropped."""
-        known, n, scorer = at.memory, len(at.ids), self.scorer
-        first, own, is_seen = 0 if at.is_whole else known.n, replace(at, memory=known.scorer), True
+        known, n, scorer = at.policy_state, len(at.ids), self.scorer
+        first, own, is_seen = 0 if at.is_whole else known.n, replace(at, policy_state=known.scorer), True
         try:
             yield from await_passes(scorer.score_by_repetition(own, first))
         except ContextOverflow as error:
             if at.phase != "answering":
                 raise self._no_room(error) from None
             is_seen = False  # the end of the context window cannot be repeated: its few tokens get the highest score
-        for i in at.open:
+        for i in at.full_layers:
             s, moment = own.layer(i)
             worth = torch.zeros(s.pos.shape[0], n, device=s.pos.device)  # 0 for tokens never stored here
             if first:
@@ -218,16 +218,18 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         s, moment = at.layer(i)
         level = torch.cat([torch.full((span.n,), span.level) for span in s.levels]).to(s.pos.device)
         level = level.expand_as(s.pos).masked_fill(s.pos < 0, -1).to(torch.int8)
-        worth = at.memory.worth.total[i].gather(1, s.pos.clamp(min=0).long())
-        if at.memory.heads:
-            worth = worth * worth.new_tensor(at.memory.heads[i]).unsqueeze(1)
+        worth = at.policy_state.worth.total[i].gather(1, s.pos.clamp(min=0).long())
+        if at.policy_state.heads:
+            worth = worth * worth.new_tensor(at.policy_state.heads[i]).unsqueeze(1)
         whole = self._whole(at, i) - float(worth.double()[moment.protected].sum())
         worth = worth.masked_fill(moment.protected, float("inf"))
         return Layer(i, together(worth, level, s.levels), level, [span.n for span in reversed(s.levels)], whole)
 
     def _whole(self, at: CompressionPoint, i: int) -> float:
         """Return the score sum of all tokens of a layer, in any tier or dropped."""
-        of_heads = at.memory.worth.total[i].double().sum(1)
-        if i in at.memory.faded.total:
-            of_heads = of_heads + at.memory.faded.total[i].double().sum(1)
-        return float((of_heads * of_heads.new_tensor(at.memory.heads[i])).sum() if at.memory.heads else of_heads.sum())
+        of_heads = at.policy_state.worth.total[i].double().sum(1)
+        if i in at.policy_state.faded.total:
+            of_heads = of_heads + at.policy_state.faded.total[i].double().sum(1)
+        if heads := at.policy_state.heads:
+            of_heads = of_heads * of_heads.new_tensor(heads[i])
+        return float(of_heads.sum())
