@@ -298,7 +298,7 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         ["store", "recall", "right", "same", "bytes", "cpu", "packed", "disk", "index"],
     ),
     "kvcli.bench.wordings/1": (
-        "SmolLM2-135M over 20 real documents, with the prompt of larger models, and with its own",
+        "SmolLM2-135M over eight real documents, with the prompt of larger models, and with its own",
         ["wording", "points", "words", "confirmed", "doubtful", "uncited", "silent", "told", "copied", "loops"],
     ),
     "kvcli.bench.reliability/1": ("Stress tests", ["what", "tried", "bad", "command", "commit", "date"]),

@@ -63,7 +63,8 @@ RESULTS = {
     "retrieval-heads": "python tests/bench/retrieval_heads.py",
     "citations": "python tests/bench/citations.py --grid",
     "summarize": "python tests/bench/summarize.py --chunk 0,2500",
-    "wordings": f"python tests/bench/wordings.py --model {LISTED}",  # of the packages it names, installed
+    "wordings": f"python tests/bench/wordings.py --model {LISTED}"  # of Debian packages that it names, in /usr/share
+    " --names bashref,libtasn1,debian-faq,crc-doc,users-and-groups,python-policy,GPL-3,RelNotes",
     "gpu-model": "python tests/bench/gpu_model.py",  # a model of compiled kernels: nothing is measured
     **{
         f"gpu-{one}": f"python -m tests.gpu && python -m tests.gpu.tables {one.rpartition('-')[2]}"  # writes all tables

@@ -42,7 +42,7 @@ class TextSession:
         self._answer: Coroutine[Event, Turn | None] | None = None  # the answer that began last
         self.pack: Pack | None = None  # the pack of the documents that questions are about
         self._has_save_failed = False  # the last save to the prefix cache failed
-        self.has_begun = False  # with an answer: it then owns a share of memory.budget = "fit"
+        self.has_begun = False  # an answer has begun: the session owns a share of memory.budget = "fit"
         model.texts.add(self)
 
     def __enter__(self) -> TextSession:

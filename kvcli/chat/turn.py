@@ -113,7 +113,7 @@ class TurnRun:
         self._fetched = 0.0  # seconds to load KV from the pack and the prefix cache
 
     def events(self) -> Coroutine[Event, Turn]:
-        """Yield Live and Read first, then Text pieces. The session stays usable however the answer ends."""
+        """Yield Live and Read first, then Thought and Text pieces. The session stays usable however the answer ends."""
         session, asked = self._text_session.session, self._asked
         try:
             with catch_cache_full():  # without room, matching spans are prefilled

@@ -25,7 +25,7 @@ STORMS = {
     "stress_faults": "",
     "stress_kills": "",
     "stress_chats": "",
-    "stress_models": "--count 50000",
+    "stress_models": "--count 10000",
     "stress_documents": "",
     "stress_exact": "--runs 530 --dtypes bf16",  # 100,000 tokens
     "stress_summaries": "",

@@ -113,7 +113,7 @@ def measure(model: Model, document: Document, wording: Wording, cache: Cache | N
 
 
 @measurement(
-    "{model} over 20 real documents, asked as larger models are, and in words of its own",
+    "{model} over real documents, asked as larger models are, and in words of its own",
     schema="kvcli.bench.wordings/1",
 )
 def wordings(
@@ -132,7 +132,9 @@ def wordings(
         for side, found in sides.items():
             print(f"{name} ({package}, {pages}), {side}:", *found["summary"], sep="\n- ", flush=True)
     for side in ways:
-        yield {"wording": side} | {key: sum(sides[side][key] for sides in summaries) for key in COUNTS}
+        yield {"wording": side, "n": len(summaries)} | {
+            key: sum(sides[side][key] for sides in summaries) for key in COUNTS
+        }
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 TEXT, SPECIAL, PUNCT, NEWLINE, SYSTEM, END, QUESTION, TOOLS, SHOT = range(9)
-# END: punctuation that ends a sentence; TOOLS: output of a tool; SHOT: the first token of a paragraph
+# END: punctuation that ends a sentence; TOOLS: output of a tool; SHOT: the first token of an example (a paragraph)
 
 
 class KindSpan(NamedTuple):
