@@ -22,13 +22,13 @@ from tests.bench.harness import ROOT, Row, Rows, Words, is_unbroken, measurement
 
 KEPT = ROOT / "docs" / "benchmarks" / "reliability.json"
 STORMS = {
-    "stress_faults": "",
+    "stress_faults": "--step 4",
     "stress_kills": "",
-    "stress_chats": "",
-    "stress_models": "--count 10000",
-    "stress_documents": "",
+    "stress_chats": "--kills 150 --pairs 10",
+    "stress_models": "--count 5000",
+    "stress_documents": "--count 1500",
     "stress_exact": "--runs 530 --dtypes bf16",  # 100,000 tokens
-    "stress_summaries": "",
+    "stress_summaries": "--runs 10",
 }
 
 
