@@ -1,9 +1,8 @@
 """Base of policies that score slots by queries: those of the newest prompt tokens, or of a short provisional answer.
 
 The answer (`lookahead`) is generated outside the KV cache (Lookahead-Q, arXiv 2505.20334). As in the paper, its queries
-replace those of the prompt. It is decoded greedily and without a drafter, whatever sampler the sequence uses: with
-queries of draft rows, the kept slots, and so the text, would depend on the drafter. Its first row recomputes the newest
-stored token, because no token follows it yet.
+replace those of the prompt. It is decoded greedily and without a drafter, whatever the sampler: with queries of draft
+rows, the kept slots would depend on the drafter. Its first row recomputes the newest token, as none follows it yet.
 """
 
 from __future__ import annotations
