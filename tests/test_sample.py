@@ -185,7 +185,7 @@ def test_rows_of_a_tree_see_their_ancestors_and_nothing_else() -> None:
     assert rows.tree_mask is not None
     seen = [[j for j in range(6) if rows.tree_mask[i, j]] for i in range(6)]
     assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 4], [0, 4, 5]]
-    assert Rows.build(9, 100, Draft.chain([1, 2])).sees is None
+    assert Rows.build(9, 100, Draft.chain([1, 2])).tree_mask is None
 
 
 @pytest.mark.parametrize("top_k", [0, 5])
