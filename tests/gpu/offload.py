@@ -181,7 +181,7 @@ def _timed(name: str, way: Way, rows: int, on: On) -> Row:
     row |= {"bytes_s": round(nbytes / least["host"]), "overlap": round(hidden, 3)}
     if not on.is_tiny:  # of the link, of the CPU, and of a query that goes down
         known = rates(device)
-        row |= {"link": round(known.link), "cpu": round(known.cpu), "trip": known.trip}
+        row |= {"link": round(known.link), "cpu": round(known.cpu), "round_trip": known.round_trip}
         row["of_the_link"] = round(row["bytes_s"] / known.link, 3)
     return row
 

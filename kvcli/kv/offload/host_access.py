@@ -273,10 +273,10 @@ class Rates:
 
     link: float  # bytes per second that the device reads
     cpu: float  # bytes per second that the CPU attends to
-    trip: float  # seconds to copy a query down and its result up
+    round_trip: float  # seconds to copy a query down and its result up
 
     def cpu_wins(self, nbytes: int) -> bool:
-        return self.trip + nbytes / self.cpu < nbytes / self.link
+        return self.round_trip + nbytes / self.cpu < nbytes / self.link
 
 
 @dataclass(slots=True)

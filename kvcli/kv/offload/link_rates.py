@@ -39,12 +39,12 @@ def rates(device: torch.device) -> Rates:
     q, params = torch.randn(HEADS * GROUP, 1, DIM, dtype=torch.bfloat16), AttentionParams(DIM**-0.5)
     query, far = CpuAttention(tier, bus), q.to(device)
 
-    def trip() -> None:
+    def round_trip() -> None:
         query.ask(1, far, params, [SLOTS])()
         bus.work.record().synchronize()
 
     attended = _seconds(lambda: tier.attend(0, q, params, [SLOTS]))
-    return Rates(COPIED / _seconds(copy), 2 * HEADS * SLOTS * DIM * 2 / attended, _seconds(trip))
+    return Rates(COPIED / _seconds(copy), 2 * HEADS * SLOTS * DIM * 2 / attended, _seconds(round_trip))
 
 
 def _seconds(do: Callable[[], object], times: int = 5) -> float:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
     from kvcli.kv.slots import Masks, Slots
 
-    Heard = tuple[Tensor, Tensor, Tensor | None]  # one layer's queries [H, N, D], keys [K, N, D], input [N, E]
+    LayerRows = tuple[Tensor, Tensor, Tensor | None]  # one layer's queries [H, N, D], keys [K, N, D], input [N, E]
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class KVzip(TopK):
     def weighs(self) -> str:
         return super().weighs or ("plus = true" if self.plus else "")
 
-    def _by_layer(self, at: CompressionPoint, rows: Rows) -> Passes[list[Heard]]:
+    def _by_layer(self, at: CompressionPoint, rows: Rows) -> Passes[list[LayerRows]]:
         """Run one pass per layer to get the hidden states between layers; a pass of no layer gives the embeddings."""
         from kvcli.engine.forward_request import ForwardRequest
 
-        found: list[Heard] = []
+        found: list[LayerRows] = []
         made = yield ForwardRequest(at.lm, rows, at.kv, is_prompt=True, layers=range(0))
         assert made.hidden is not None
         stream = made.hidden.clone()
@@ -160,7 +160,7 @@ class KVzip(TopK):
             scores[i] = score.scatter_reduce_(1, where, mass.masked_fill(near.pos < 0, 0.0), "amax")
 
 
-def _at_once(at: CompressionPoint, rows: Rows) -> Passes[list[Heard]]:
+def _at_once(at: CompressionPoint, rows: Rows) -> Passes[list[LayerRows]]:
     """Run one pass through all layers."""
     from kvcli.engine.forward_request import ForwardRequest
 
