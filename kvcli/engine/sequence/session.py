@@ -141,7 +141,7 @@ class GenerationSession(SequenceState):
         result = yield ForwardRequest(
             self.lm, rows, self.cache, self.view, record_queries=recorded, is_prompt=True, states=self.states
         )
-        # slots that windows hide are evicted before the chunk is stored, to make room; the policy comes later
+        # the end of a chunk is a compression point; slots that windows hide go first, to make room for the chunk
         self.next_compression_at = end
         try:
             self.cache.compress((), self._first_later_position(end), self.lm.sliding)
