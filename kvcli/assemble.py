@@ -158,7 +158,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> CachePlan:
     import torch
 
     from kvcli.engine.hf.rope import rotaries
-    from kvcli.engine.resources import pass_bytes
+    from kvcli.engine.resources import free_beside_weights, pass_bytes
     from kvcli.kv.cache import plan as tiers
 
     most, rows = chunk(lm, profile), max(profile.spec.rows, profile.reasoning_steps.rows)
@@ -178,7 +178,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> CachePlan:
         pass_bytes(lm, most, rows, dtype, kind) if lm.is_on_accelerator or is_fit else 0,
         profile.kv_format.settings,
         partial(rotaries, lm),
-        lm.free_device_bytes if is_fit else 0,
+        free_beside_weights(lm) if is_fit else 0,
     )
 
 

@@ -46,7 +46,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run_to_end
-from kvcli.engine.hf.lm import LM, quiet
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.hf.model_probe import quiet
+from kvcli.engine.loading.open_lm import install_kernels, open_lm, wrap_lm
 from kvcli.errors import KvcliError
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
@@ -305,7 +307,7 @@ def judge(kind: str, new: int) -> Verdict:
         return Verdict(kind, "refused", "; ".join([f"{error.code}: {error.message}", *error.lines]))
     if isinstance(want, Unbuilt):
         raise want
-    lm.install_kernels()
+    install_kernels(lm)
     texts, why = {name: ours(lm, drafter(lm), prompt(), new) for name, drafter in DRAFTERS.items()}, ""
     if any(text != want for text in texts.values()):
         why = "without its cache: with it, generate writes another text than its own forward"
@@ -322,12 +324,12 @@ def judge(kind: str, new: int) -> Verdict:
 def opened(model: PreTrainedModel, kind: str) -> LM:
     """Theirs as ours, laid out."""
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        lm = LM.of(model, id=kind, verify=model.dtype is torch.float32)
-        lm.install_kernels()
+        lm = wrap_lm(model, id=kind, verify=model.dtype is torch.float32)
+        install_kernels(lm)
         return lm
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return LM.load(replace(find(folder), id=kind), device="cpu", verify=model.dtype is torch.float32)
+        return open_lm(replace(find(folder), id=kind), device="cpu", verify=model.dtype is torch.float32)
 
 
 def _class_name(config: Any) -> str:

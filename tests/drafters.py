@@ -16,6 +16,7 @@ from kvcli.engine.drafting.gemma4_assistant import Assistant
 from kvcli.engine.drafting.mtp import Mtp, wrap_layers
 from kvcli.engine.forward_request import Draft, LogitsHook, Passes, await_passes
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.policy.policy import Policy
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
@@ -202,7 +203,7 @@ class Assisted(Itself):
         self._truth = truth
 
     def _prepare(self, lm: LM) -> LM:
-        found = LM.of(Assistant(assistant_of(lm).to(lm.device), lm.model.get_input_embeddings()), id="assistant")
+        found = wrap_lm(Assistant(assistant_of(lm).to(lm.device), lm.model.get_input_embeddings()), id="assistant")
         if self._truth:
             found.model.__class__ = Told
             found.model.__dict__["truth"] = dict(pairwise(self._truth))

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Thought, Turn
+from kvcli.engine.model_info import ModelInfo
 from kvcli.engine.sequence.state import Repetition
-from kvcli.engine.stats import ModelInfo, Stats
+from kvcli.engine.stats import Stats
 from kvcli.errors import ContextOverflow
 
 if TYPE_CHECKING:

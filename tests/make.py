@@ -13,6 +13,7 @@ from kvcli.assemble import view
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.rope import rotaries
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.cache.draft_and_full import DraftAndFullCache
@@ -52,7 +53,7 @@ from tests.fake_bus import FakeBus
 from tests.fake_device import Rounding
 
 Of = LM | tuple[int, int, int] | Sequence[LayerShape]  # a model; layers, KV heads and head size; or layer by layer
-LOADING = inspect.signature(LM.of).parameters.keys() - {"model"}
+LOADING = inspect.signature(wrap_lm).parameters.keys() - {"model"}
 
 # sparse attention over the whole KV cache; "chosen once" by the first row after a compression point
 INDEXES: dict[str, PageIndex] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
@@ -74,12 +75,12 @@ PACKED |= {"packed_16_4": (16, 4, "none")}
 
 
 def model(name: str = "llama", dtype: torch.dtype = torch.float32, *, kernels: bool = False, **changes: Any) -> LM:
-    """A tiny random model of a family; `changes` of its config, or what `LM.of` is told. `kernels`: with ours."""
+    """A tiny random model of a family; `changes` of its config, or what `wrap_lm` is told. `kernels`: with ours."""
     loading = {key: changes.pop(key) for key in LOADING & changes.keys()}
     build = hybrids.build if name in hybrids.HYBRIDS else families.build
-    found = LM.of(build(name, dtype, **changes), **loading)
+    found = wrap_lm(build(name, dtype, **changes), **loading)
     if kernels:
-        found.install_kernels()
+        install_kernels(found)
     return found
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvcli.engine.engine import iterate_events, run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.methods.policies.snapkv import Snap
@@ -34,8 +35,8 @@ def model(folder: Path) -> LM:
     """Its weights lie in a file, as only such a one is known again."""
     made = families.build("llama", max_position_embeddings=2048)
     save_file({n: p.detach().clone() for n, p in made.named_parameters()}, folder / "model.safetensors")
-    lm = LM.of(made, path=str(folder))
-    lm.install_kernels()
+    lm = wrap_lm(made, path=str(folder))
+    install_kernels(lm)
     return lm
 
 

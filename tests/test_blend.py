@@ -14,6 +14,7 @@ import kvcli
 from kvcli.engine.engine import run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.prefill.span_reuse import KVOverlay, ReuseMethod
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
@@ -241,7 +242,7 @@ def test_models_whose_keys_turn_by_no_table_are_refused_when_a_text_is_opened() 
 
 
 def test_models_whose_rows_cannot_be_stopped_are_refused_where_that_is_needed() -> None:
-    lm = LM.of(all_families.build(all_families.config_of("gemma3n_text")))
+    lm = wrap_lm(all_families.build(all_families.config_of("gemma3n_text")))
     with pytest.raises(BadModel, match="cannot stop tokens"):
         make.session(lm, reusing=CacheBlend())
     assert "reused" in read(lm, Pie(LEAST)).approximations

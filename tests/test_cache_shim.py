@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.engine.engine import call, run
+from kvcli.engine.engine import run
 from kvcli.engine.forward import ForwardPass
 from kvcli.engine.forward_request import ForwardRequest, Rows
-from kvcli.engine.hf.cache_shim import active_pass, cache_name, current
+from kvcli.engine.hf.cache_shim import RunningPass, active_pass, cache_name, call, current
 from kvcli.engine.hf.lm import LM
 from tests import families, make
 
@@ -42,16 +42,16 @@ def test_engines_in_two_threads_answer_their_own_texts(monkeypatch: pytest.Monke
 
 def test_a_call_that_breaks_leaves_no_pass_behind() -> None:
     lm = make.model()
-    with active_pass("outer"), pytest.raises(AttributeError):
-        call(lm.model, [1, 2], its_pass="not a pass")
+    with active_pass(RunningPass()), pytest.raises(NotImplementedError):
+        call(lm.model, [1, 2], its_pass=RunningPass())
     assert current() is None
 
 
 def test_a_call_of_no_pass_stands_above_one_that_is() -> None:
-    with active_pass("outer"):
+    with active_pass(outer := RunningPass()):
         with active_pass(None):
             assert current() is None
-        assert current() == "outer"
+        assert current() is outer
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)

@@ -78,13 +78,13 @@ def test_captured_passes_hold_what_fit_counts(rows: int, sampler: Sampler, monke
     monkeypatch.setattr(argmax, "why_not", lambda logits: "")  # as on a card, where it makes nothing else
     monkeypatch.setattr(argmax, "argmax", lambda logits: logits.argmax(-1))
     lm, graphs = make.model("llama", torch.bfloat16, **LARGE), Weighed()
-    lm.captured_passes = captured_pass.CapturedPasses(graphs, [rows])
+    lm.remembers[captured_pass.CapturedPasses] = captured_pass.CapturedPasses(graphs, [rows])
     truth = families.prompt(400, vocab=4000)
     drafter: Any = Off() if rows == 1 else Right(truth, 4000, 3999)
     session = make.session(lm, drafter=drafter, sampler=sampler)
     run_to_end(session.read(truth[:300]))
     run_to_end(session.step((), 64))
-    assert not lm.captured_passes.eager
+    assert not lm.remembers[captured_pass.CapturedPasses].eager
     (slab, *_) = session.cache._slabs.values()  # type: ignore[attr-defined]
     slots = slab.k.shape[1]
     assert slots == -(-(300 + 64 + MOST_ROWS) // 256) * 256

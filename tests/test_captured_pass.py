@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.engine.cuda_graphs import captured_pass
-from kvcli.engine.cuda_graphs.captured_pass import CapturedForward, CapturedPasses
+from kvcli.engine.cuda_graphs.captured_pass import CapturedForward, CapturedPasses, captured_passes
 from kvcli.engine.engine import generate_together, run_to_end
 from kvcli.engine.forward_request import Draft
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.policy.policy import Policy
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
@@ -63,12 +64,12 @@ def lm(family: str) -> LM:
         for layer in model.model.layers:
             layer.mlp = Plain(model.config.hidden_size).double()
         families.sharpen(model)
-    return LM.of(model)
+    return wrap_lm(model)
 
 
 def recorded(family: str) -> tuple[LM, FakeGraphs]:
     its, graphs = lm(family), FakeGraphs()
-    its.captured_passes = CapturedPasses(graphs)
+    its.remembers[CapturedPasses] = CapturedPasses(graphs)
     return its, graphs
 
 
@@ -89,7 +90,7 @@ def written(text: GenerationSession, new: int = NEW, stop: Sequence[int] = ()) -
 @cache
 def plain(family: str, sampler: Sampler, policy: Policy | None = None) -> list[int]:
     its = lm(family)
-    its.captured_passes = None
+    its.remembers.pop(CapturedPasses, None)
     text = session(its, None, sampler, policy)
     run_to_end(text.read(PROMPT))
     return written(text)
@@ -109,8 +110,8 @@ def test_a_captured_pass_gives_the_text_of_single_operations(family: str, drafts
     text = session(its, drafter, sampler)
     run_to_end(text.read(PROMPT))
     assert written(text) == want
-    assert its.captured_passes is not None
-    assert (dict(its.captured_passes.eager), its.captured_passes.why) == ({}, "")
+    assert captured_passes(its) is not None
+    assert (dict(captured_passes(its).eager), captured_passes(its).why) == ({}, "")
     assert graphs.waits <= NEW if drafts == "off" else graphs.waits < NEW
 
 
@@ -130,12 +131,12 @@ def test_a_captured_pass_shows_the_states_of_single_operations() -> None:
     truth, each = [*PROMPT, *plain("gemma2", SEEDED)], []
     for is_recorded in (False, True):
         its, _ = recorded("gemma2")
-        its.captured_passes = its.captured_passes if is_recorded else None
+        its.remembers = {CapturedPasses: captured_passes(its)} if is_recorded else {}
         drafter = Hearing(truth, 97, 96)
         text = session(its, drafter)
         run_to_end(text.read(PROMPT))
         assert written(text) == truth[len(PROMPT) :]
-        assert its.captured_passes is None or not its.captured_passes.eager
+        assert captured_passes(its) is None or not captured_passes(its).eager
         each.append([step.hidden for step in drafter.steps])
     for alone, framed in zip(*each, strict=True):
         torch.testing.assert_close(alone, framed)
@@ -161,12 +162,12 @@ def test_a_pass_with_recorded_queries_has_a_capture_of_its_own(hears: str) -> No
     truth, each = [*PROMPT, *plain("llama", SEEDED)], []
     for is_recorded in (False, True):
         its, graphs = recorded("llama")
-        its.captured_passes = its.captured_passes if is_recorded else None
+        its.remembers = {CapturedPasses: captured_passes(its)} if is_recorded else {}
         drafter = NowAndThen(truth, hears)
         text = session(its, drafter)
         run_to_end(text.read(PROMPT))
         assert written(text) == truth[len(PROMPT) :]
-        assert its.captured_passes is None or (graphs.replays and not its.captured_passes.eager)
+        assert captured_passes(its) is None or (graphs.replays and not captured_passes(its).eager)
         each.append(drafter.heard)
     assert [bool(given) for given in each[1]] == [bool(given) for given in each[0]]
     assert any(each[0])
@@ -191,8 +192,8 @@ def test_compression_points_change_a_kv_cache_under_a_captured_pass(policy: Poli
     text = session(its, Bush([*PROMPT, *want], 97, 96) if drafts == "tree" else Off(), SEEDED, policy)
     run_to_end(text.read(PROMPT))
     assert written(text) == want
-    assert its.captured_passes is not None
-    assert not its.captured_passes.eager
+    assert captured_passes(its) is not None
+    assert not captured_passes(its).eager
 
 
 def test_a_long_answer_is_recorded_a_few_times_and_a_short_one_takes_little() -> None:
@@ -229,11 +230,11 @@ def test_a_text_that_ends_takes_its_captured_passes_along() -> None:
     for text in texts:
         run_to_end(text.read(PROMPT))
         written(text, 3)
-    assert its.captured_passes is not None
-    frames = [ref(frame) for frame in its.captured_passes._frames.values()]
+    assert captured_passes(its) is not None
+    frames = [ref(frame) for frame in captured_passes(its)._frames.values()]
     assert [frame() is None for frame in frames] == [False, False]
     del text, texts[0]
-    its.captured_passes.release()
+    captured_passes(its).release()
     assert [frame() is None for frame in frames] == [True, False]
 
 
@@ -251,7 +252,7 @@ def test_plain_rows_run_before_they_are_asked_for_and_one_is_dropped_behind_a_st
     text = session(its)
     run_to_end(text.read(PROMPT))
     assert written(text, NEW, [stop]) == want[:end]
-    frame = next(iter(its.captured_passes._frames.values()))  # type: ignore[union-attr]
+    frame = next(iter(captured_passes(its)._frames.values()))  # type: ignore[union-attr]
     assert frame._under_way is not None, "the token behind the stop was on its way"
     assert graphs.waits == end
     assert written(text, NEW - end) == want[end:]
@@ -269,11 +270,11 @@ def test_a_rewound_text_forgets_what_ran_ahead() -> None:
         text.resume(begins)
         run_to_end(text.read(begins[len(text.ids) :]))
         mine = written(text, 6)
-        its.captured_passes, frames = None, its.captured_passes
+        frames = its.remembers.pop(CapturedPasses)
         other = session(its)
         run_to_end(other.read(begins))
         assert mine == written(other, 6)
-        its.captured_passes = frames
+        its.remembers[CapturedPasses] = frames
 
 
 def test_two_texts_side_by_side_and_in_turn() -> None:
@@ -291,8 +292,8 @@ def test_two_texts_side_by_side_and_in_turn() -> None:
         mine = text.ids[len(PROMPT) :][:NEW]
         assert mine == truth[: len(mine)]
         assert len(mine) >= 14
-    assert its.captured_passes is not None
-    assert not its.captured_passes.eager
+    assert captured_passes(its) is not None
+    assert not captured_passes(its).eager
 
 
 class Few(Right):
@@ -315,8 +316,8 @@ def test_captured_passes_that_are_too_wide_together_are_not_run(
     monkeypatch.setattr(LM, "max_invariant_rows", property(lambda _: most))
     tasks = generate_together(*(text.step((), NEW) for text in texts))
     assert all(task.error is None for task in tasks)
-    assert its.captured_passes is not None
-    assert [why.split(",")[0] for why in its.captured_passes.eager] == (
+    assert captured_passes(its) is not None
+    assert [why.split(",")[0] for why in captured_passes(its).eager] == (
         [] if fits else ["padding makes more than 15 rows"]
     )
     for text in texts:
@@ -335,15 +336,15 @@ def test_a_pass_that_there_was_no_memory_to_record_is_recorded_the_next_time(mon
     with monkeypatch.context() as m:
         m.setattr(graphs, "record", full)
         assert written(text, 3) == want[:3]
-    assert its.captured_passes is not None
-    assert (dict(its.captured_passes.eager), its.captured_passes.why, graphs.recorded) == (
+    assert captured_passes(its) is not None
+    assert (dict(captured_passes(its).eager), captured_passes(its).why, graphs.recorded) == (
         {"no memory to capture them": 3},
         "",
         0,
     )
     assert written(text, 5) == want[3:8]
     assert graphs.replays
-    assert sum(its.captured_passes.eager.values()) == 3
+    assert sum(captured_passes(its).eager.values()) == 3
 
 
 def test_two_texts_that_run_ahead_take_turns() -> None:
@@ -387,8 +388,8 @@ def test_a_model_that_asks_the_host_is_not_recorded_and_says_so(family: str) -> 
     text = session(its)
     run_to_end(text.read(PROMPT))
     assert written(text) == want
-    assert its.captured_passes is not None
-    assert set(its.captured_passes.eager) == {its.captured_passes.why}
+    assert captured_passes(its) is not None
+    assert set(captured_passes(its).eager) == {captured_passes(its).why}
     assert its.info.notes[-1].startswith("CUDA graphs are off: ")
 
 
@@ -405,13 +406,13 @@ def test_rope_tables_that_move_are_held_still() -> None:
 
     forward.__wrapped__ = own  # type: ignore[attr-defined]
     want = plain("llama", SEEDED)
-    its.captured_passes = CapturedPasses(FakeGraphs())
+    its.remembers[CapturedPasses] = CapturedPasses(FakeGraphs())
     try:
         type(rope).forward, rope.rope_type = forward, "longrope"
         text = session(its)
         run_to_end(text.read(PROMPT))
         assert written(text) == want
-        assert its.captured_passes.why == ""
+        assert captured_passes(its).why == ""
         assert "forward" not in vars(rope)
     finally:
         type(rope).forward, rope.rope_type = stock, kind
@@ -422,7 +423,7 @@ def test_logits_that_are_no_numbers_end_the_text() -> None:
     text = session(its)
     run_to_end(text.read(PROMPT))
     written(text, 4)
-    frame = next(iter(its.captured_passes._frames.values()))  # type: ignore[union-attr]
+    frame = next(iter(captured_passes(its)._frames.values()))  # type: ignore[union-attr]
     frame._under_way = None
     head = its.model.lm_head.weight
     kept = head.clone()
@@ -482,18 +483,18 @@ def test_a_kv_cache_that_moved_under_a_captured_pass_would_show(monkeypatch: pyt
     text = session(its)
     run_to_end(text.read(PROMPT))
     assert written(text, 5) == want
-    frames = its.captured_passes
-    (frame,) = its.captured_passes._frames.values()  # type: ignore[union-attr]
+    frames = captured_passes(its)
+    (frame,) = captured_passes(its)._frames.values()  # type: ignore[union-attr]
     monkeypatch.setattr(CapturedPasses, "_frame", lambda *_: frame)
     text.cache.reserve(400)
     begins = [*text.ids[:-3], 60, 7, 5]
     text.resume(begins)
     run_to_end(text.read(begins[len(text.ids) :]))
-    its.captured_passes = None
+    its.remembers.pop(CapturedPasses, None)
     other = session(its)
     run_to_end(other.read(begins))
     want = written(other, 6)
-    its.captured_passes = frames
+    its.remembers[CapturedPasses] = frames
     assert written(text, 6) != want
 
 

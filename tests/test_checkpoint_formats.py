@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.model_probe import _ours
 from kvcli.engine.loading import weights
+from kvcli.engine.loading.open_lm import open_lm
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.fit.plan import subject_of
 from kvcli.fit.weights import weigh
@@ -69,7 +70,7 @@ def test_the_text_of_a_model_that_sees(tmp_path: Path, kind: str):
     stored |= dict.fromkeys(sees, torch.zeros(1))
     save_file({n: t.clone() for n, t in stored.items()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
 
-    lm = LM.load(source.find(str(tmp_path)), device="cpu", dtype="fp32")
+    lm = open_lm(source.find(str(tmp_path)), device="cpu", dtype="fp32")
     assert ours(lm, Ngram(adaptive=False, max=7).drafter(), prompt(), NEW) == text
     assert lm.info.notes == (f"images and audio are not supported: {len(sees)} tensors for them were not loaded",)
     assert foretold(tmp_path, 4) == pytest.approx(held(lm), abs=512)  # buffers of gemma
@@ -92,8 +93,8 @@ def needs(name: str) -> None:
 @pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
 def test_a_quantized_file_gives_the_bits_of_what_it_dequantizes_to(tmp_path: Path, name: str):
     needs(name)
-    lm = LM.load(source.find(str(written(tmp_path, name))), device="cpu")
-    plain = LM.load(source.find(str(tmp_path / "plain")), device="cpu")
+    lm = open_lm(source.find(str(written(tmp_path, name))), device="cpu")
+    plain = open_lm(source.find(str(tmp_path / "plain")), device="cpu")
     assert torch.equal(_ours(lm, range(3, 40))[0], _ours(plain, range(3, 40))[0])
     assert held(lm) == held(plain)
     assert "weights were dequantized to bfloat16" in lm.info.notes[-1]
@@ -102,8 +103,8 @@ def test_a_quantized_file_gives_the_bits_of_what_it_dequantizes_to(tmp_path: Pat
 @pytest.mark.parametrize("name", ["fp8", "compressed-int4"])
 def test_what_is_dequantized_can_be_quantized_again(tmp_path: Path, name: str):
     needs(name)
-    lm = LM.load(source.find(str(written(tmp_path, name))), device="cpu", quant="int8")
-    plain = LM.load(source.find(str(tmp_path / "plain")), device="cpu", quant="int8")
+    lm = open_lm(source.find(str(written(tmp_path, name))), device="cpu", quant="int8")
+    plain = open_lm(source.find(str(tmp_path / "plain")), device="cpu", quant="int8")
     assert torch.equal(_ours(lm, range(3, 40))[0], _ours(plain, range(3, 40))[0])
 
 
@@ -157,7 +158,7 @@ def test_a_package_that_is_missing_is_named_before_a_weight_is_read(
     edit_config(folder, quantization_config=settings)
     monkeypatch.setattr(checkpoint, "find_spec", lambda name: None)
     monkeypatch.setattr(weights, "loader_of", lambda *_: None)  # which nothing can be loaded with
-    error = refused(lambda: LM.load(source.find(str(folder)), device="cpu"))
+    error = refused(lambda: open_lm(source.find(str(folder)), device="cpu"))
     assert (error.code, error.exit, error.detail["missing"]) == ("package_missing", ExitStatus.BAD_MODEL, missing)
     assert types in error.try_
     assert not any("download" in line for line in error.try_)
@@ -180,7 +181,7 @@ def test_what_extras_bring():
 def test_what_nothing_reads_is_no_plain_numbers(folder: Path, method: str):
     """transformers would take the numbers without their scales."""
     edit_config(folder, quantization_config={"quant_method": method} if method != "unnamed" else {})
-    error = refused(lambda: LM.load(source.find(str(folder)), device="cpu"))
+    error = refused(lambda: open_lm(source.find(str(folder)), device="cpu"))
     assert error.code == "model_unsupported"
     assert f"quantized as {method}" in error.message
 

@@ -30,7 +30,7 @@ CPU, CARD = torch.device("cpu"), torch.device("meta")
 
 
 def crossing(lm: LM) -> DeviceTransfer:
-    return vars(list(lm._layers)[-1])["forward"].crossing
+    return vars(list(lm.layers)[-1])["forward"].crossing
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
@@ -66,7 +66,7 @@ def test_every_tensor_of_a_pass_is_where_it_is_wanted(on_card):
     split_layers_(twin, twin.model.layers, on_card, CARD)
     moved = {name for name, t in (*twin.named_parameters(), *twin.named_buffers()) if t.is_meta}
     places = [CPU] * first + [CARD] * on_card
-    split_layers_(lm.model, list(lm._layers), on_card, CPU)
+    split_layers_(lm.model, list(lm.layers), on_card, CPU)
     crossing(lm).device = CARD
     with FakeTensorMode(allow_non_fake_inputs=True):
         for name, t in (*lm.model.named_parameters(), *lm.model.named_buffers()):
@@ -78,9 +78,12 @@ def test_every_tensor_of_a_pass_is_where_it_is_wanted(on_card):
             heads=lm.heads, attention_params=lm.attention_params, recurrent_layers=lm.recurrent_layers, latents={}
         )
         vars(shape).update(
-            stored=lm.shapes, attention_sink_logits=lm.sinks, attentions=[layer.self_attn for layer in lm._layers]
+            stored=lm.shapes,
+            attention_sink_logits=lm.sinks,
+            attentions=[layer.self_attn for layer in lm.layers],
+            layers=lm.layers,
         )
-        split = LM(lm.model, shape, lm.info, places)
+        split = LM(lm.model, shape, lm.info, lambda lm: None, places)
         kv = make.dense(split, torch.float64, windows=make.windows(split))
         assert (split.entry, split.device) == (CPU, CARD)
 

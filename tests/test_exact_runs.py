@@ -11,6 +11,7 @@ import torch
 
 from kvcli import assemble
 from kvcli.chat.model import Model
+from kvcli.engine.loading.open_lm import install_kernels
 from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.native import native
 from kvcli.settings.profile import Profile
@@ -60,7 +61,7 @@ def test_a_store_that_is_not_read_natively_is_not_drafted_over_by_a_strict_profi
     changes: dict[str, dict[str, object]], by: str
 ) -> None:
     of = make.model("llama", torch.bfloat16)
-    of.install_kernels()
+    install_kernels(of)
     assert of.is_row_invariant
     wanted = Profile.load("ngram").replace(exactness="approx", spec={"require_batch_invariance": True}, **changes)
     profile, why = assemble.adapted_profile(of, wanted)
@@ -71,7 +72,7 @@ def test_a_store_that_is_not_read_natively_is_not_drafted_over_by_a_strict_profi
 
 def test_passes_of_more_rows_than_a_gpu_serves_alike_are_not_called_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     of = make.model("llama", torch.bfloat16)
-    of.install_kernels()
+    install_kernels(of)
     few, many = Profile.load("ngram"), Profile.load("fafo-paper").replace(exactness="exact")
     assert few.spec.rows <= MOST < many.spec.rows
     for is_apart, said in ((False, "bit-exact"), (True, "exact up to 16-bit rounding")):

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcli.engine.engine import call, run
+from kvcli.engine.engine import run
 from kvcli.engine.forward_request import ForwardRequest, Rows
-from kvcli.engine.hf import lm
+from kvcli.engine.hf.cache_shim import call
 from kvcli.engine.hf.fused_layers import FusedLayer, RopeTable
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.model_probe import is_batch_variant, kinds, reduced_model
+from kvcli.engine.loading import open_lm
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.kernels import native, triton_support
 from kvcli.kernels.gated_mlp import NativeMlp
 from kvcli.kernels.linear_skinny import MOST
@@ -78,7 +80,7 @@ def test_logits_stay_as_they_were(name: str, quant: str, monkeypatch: pytest.Mon
     found = loaded(name, quant=quant)
     assert counts(found.model) == FOUND[name]
     ours = logits(found)
-    monkeypatch.setattr(lm, "fuse_", lambda *_: "")
+    monkeypatch.setattr(open_lm, "fuse_", lambda *_: "")
     plain = loaded(name, quant=quant)
     assert counts(plain.model) == (0, 0, 0)
     wanted = logits(plain)
@@ -198,7 +200,7 @@ def test_the_model_says_what_was_made_native():
 
 def test_layers_of_a_kind_are_tried_at_its_ends_and_restored(monkeypatch: pytest.MonkeyPatch):
     found = make.model("llama", num_hidden_layers=5)
-    layers = list(found._layers or ())
+    layers = list(found.layers or ())
     with reduced_model(found, layers) as tried:
         assert tried == [0, 4]
         assert [bool(vars(layer).get("forward")) for layer in layers] == [False, True, True, True, False]
@@ -206,14 +208,14 @@ def test_layers_of_a_kind_are_tried_at_its_ends_and_restored(monkeypatch: pytest
     layers[2].self_attn.scaling *= 2  # a setting of its own: a kind of its own
     assert kinds(found, layers) == [[0, 1, 3, 4], [2]]
     layers[3].mlp.act_fn = nn.ReLU()  # which is none of ours
-    found.install_kernels()
+    install_kernels(found)
     assert counts(found.model) == (11, 4, 4)
     assert found.is_row_invariant
 
 
 def test_a_device_is_tried_where_fused_kernels_serve_it(monkeypatch: pytest.MonkeyPatch):
     found = make.model("llama", torch.bfloat16)
-    found.install_kernels()
+    install_kernels(found)
     assert (found.is_row_invariant, found.max_invariant_rows) == (True, None)
     monkeypatch.setattr(found, "is_on_accelerator", True)
     assert found.max_invariant_rows == MOST
@@ -226,15 +228,15 @@ def test_weights_that_cannot_tell_gate_from_up_prove_nothing():
     model = build("llama", num_hidden_layers=4)
     for weight in model.model.layers[0].mlp.parameters():
         weight.data.zero_()
-    found = LM.of(model)
-    found.install_kernels()
+    found = wrap_lm(model)
+    install_kernels(found)
     assert counts(found.model) == (9, 0, 0)
 
 
 def test_a_model_that_is_laid_out_is_saved_as_it_came():
     wanted = build("llama", torch.bfloat16, tie_word_embeddings=False).state_dict()
     model = build("llama", torch.bfloat16, tie_word_embeddings=False)
-    LM.of(model).install_kernels()
+    install_kernels(wrap_lm(model))
     found = model.state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

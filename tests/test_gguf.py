@@ -18,6 +18,7 @@ from torch import Tensor
 
 import kvcli
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import open_lm
 from kvcli.errors import BadInput, BadModel, ExitStatus
 from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.plan import MeasuredFacts, plan_on, subject_of, told
@@ -44,7 +45,7 @@ gguf = pytest.importorskip("gguf")
 
 
 def loaded(path: Path, *, packs: bool = True, dtype: str = "fp32") -> LM:
-    return LM.load(
+    return open_lm(
         convert.convert_if_needed(source.find(str(path)), dtype, path.parent / "cache", packs=packs), device="cpu"
     )
 

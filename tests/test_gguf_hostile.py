@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import open_lm
 from kvcli.errors import BadModel
 from kvcli.models import source
 from kvcli.models.gguf import convert, header
@@ -74,7 +74,7 @@ def outcomes(whole: Path, folder: Path, seeds: Iterator[int], *, load: bool) -> 
 
 def loads(found: source.Source, folder: Path) -> str:
     try:
-        lm = LM.load(convert.convert_if_needed(found, "fp32", folder / "cache", packs=True), device="cpu")
+        lm = open_lm(convert.convert_if_needed(found, "fp32", folder / "cache", packs=True), device="cpu")
     except BadModel as error:
         return error.code
     our_logits(lm, [5, 6, 7], 2)

@@ -233,7 +233,7 @@ def test_what_the_host_does_is_told_from_what_it_waits_for(monkeypatch: pytest.M
 
     monkeypatch.setattr(FakeGraphs, "fetch", slow)
     session = opened("dense", 2)
-    session.lm.captured_passes = CapturedPasses(watched := clock.Watched(FakeGraphs()))
+    session.lm.remembers[CapturedPasses] = CapturedPasses(watched := clock.Watched(FakeGraphs()))
     monkeypatch.setattr(clock.time, "perf_counter", tick)
     took = clock.host_seconds(lambda: run_to_end(session.step()), watched.waited, 3)
     assert len(watched.waited) == 3

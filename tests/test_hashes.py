@@ -17,8 +17,8 @@ import kvcli
 from kvcli.calibrate.run import fingerprint_in, fingerprint_of
 from kvcli.chat.document_pack import make, open_pack
 from kvcli.chat.model import Model
-from kvcli.engine.hf.lm import LM
 from kvcli.engine.loading import weights as weights_of
+from kvcli.engine.loading.open_lm import open_lm
 from kvcli.errors import BadInput, BadModel
 from kvcli.fit.plan import subject_of
 from kvcli.heads.auto_headmap import place
@@ -344,7 +344,7 @@ def test_weights_that_change_while_they_are_loaded_are_refused(
 
     monkeypatch.setattr(weights_of, "load_weights", reading)
     with pytest.raises(BadModel) as caught:
-        LM.load(found, device="cpu")
+        open_lm(found, device="cpu")
     assert caught.value.code == "model_changed"
     assert caught.value.try_
 
@@ -352,7 +352,7 @@ def test_weights_that_change_while_they_are_loaded_are_refused(
 def test_a_model_keeps_its_identity_when_its_files_are_replaced(tmp_path: Path, settled: None) -> None:
     build("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    lms = [LM.load(source.find(str(tmp_path)), device="cpu") for _ in range(2)]
+    lms = [open_lm(source.find(str(tmp_path)), device="cpu") for _ in range(2)]
     mine = cache_key(lms[0])
     put(file, flipped(file.read_bytes(), -9), "rename")
     assert cache_key(lms[0]) == mine

@@ -20,8 +20,10 @@ from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import Engine, run, run_to_end
 from kvcli.engine.forward_request import Draft, ForwardRequest, Rows
 from kvcli.engine.hf import recurrent_layers
-from kvcli.engine.hf.lm import LM, quiet
+from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.mla import LatentProjection
+from kvcli.engine.hf.model_probe import quiet
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.sequence.commit import commit
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
@@ -408,7 +410,7 @@ def test_a_kv_cache_in_the_prefix_cache_is_continued(tmp_path: Path):
     made = build("qwen3_next")
     save_file({name: p.clone() for name, p in made.named_parameters()}, tmp_path / "model.safetensors")
     with quiet():
-        lm = LM.of(made, id="qwen3_next", path=str(tmp_path))
+        lm = wrap_lm(made, id="qwen3_next", path=str(tmp_path))
     shelf, ids = PrefixCache(tmp_path / "kept", 1 << 30, lm, min_work=0), prompt(400)
     first, other = (make.session(lm, chunk=64) for _ in range(2))
     run_to_end(first.read(ids))
@@ -455,7 +457,7 @@ def test_quantized_weights_and_16_bits_load(name: str):
     with quiet():
         make.model(name, torch.bfloat16, verify=True)
         lm = make.model(name, id=name, quant="int8")
-        lm.install_kernels()
+        install_kernels(lm)
     assert "packed int8" in lm.info.backend
     text = make.session(lm)
     run_to_end(text.read(prompt(PROMPT)))
@@ -534,7 +536,7 @@ def test_layers_that_a_config_lists_and_does_not_count_are_counted(tmp_path: Pat
 def test_what_is_called_bit_exact_has_the_same_bits_in_any_chunks(name: str, dtype: torch.dtype):
     """Of all rows, not of those alone that the trial at load writes."""
     lm, ids, found = make.model(name, dtype, id=name), prompt(150), []
-    lm.install_kernels()
+    install_kernels(lm)
     if not lm.is_row_invariant:
         pytest.skip("it is not called so")
     for chunk in (150, 7):

@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvcli.engine.engine import Engine, call, generate_together, run, run_to_end
+from kvcli.engine.engine import Engine, generate_together, run, run_to_end
 from kvcli.engine.forward import ForwardPass
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Passes, Rows
-from kvcli.engine.hf import layer_gate_check, layer_gates
+from kvcli.engine.hf import layer_gates
+from kvcli.engine.hf.cache_shim import call
 from kvcli.engine.hf.layer_gates import Gate
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.policy.compression_point import CompressionPoint, QueryRecorder
-from kvcli.engine.policy.policy import Policy
+from kvcli.engine.loading import open_lm
+from kvcli.engine.loading.open_lm import wrap_lm
+from kvcli.engine.policy.policy import CompressionPoint, Policy
+from kvcli.engine.policy.policy_inputs import QueryRecorder
 from kvcli.engine.prefill.aux_cache import ActiveRows, AuxCache
 from kvcli.engine.prefill.layerwise import LayerwisePrefill
 from kvcli.engine.sequence.session import commit
@@ -249,7 +252,7 @@ def test_with_every_ratio_one_logits_are_those_of_the_stock_model(name: str, wit
         AutoModelForCausalLM.from_config(families.config_of(name), attn_implementation="eager").eval() for _ in range(2)
     )
     mine.load_state_dict(stock.state_dict())
-    model, schedule = LM.of(mine), {"start_prune_layer": 0.4, "end_prune_layer": 0.7, "num_prune": 2}
+    model, schedule = wrap_lm(mine), {"start_prune_layer": 0.4, "end_prune_layer": 0.7, "num_prune": 2}
     every = {"recent": 1, "sinks": 0, "min_prompt": 1}
     idle, half = (
         LazyLLM(**schedule, start_keep_ratio=ratio, end_keep_ratio=ratio, **every)  # type: ignore[arg-type]
@@ -344,8 +347,8 @@ def whole(feed: ForwardRequest) -> Passes[Tensor]:
 
 
 def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, compare = [], layer_gate_check.verify_partial_passes
-    monkeypatch.setattr(layer_gate_check, "verify_partial_passes", lambda lm: (asked.append(lm.info.id), compare(lm)))
+    asked, compare = [], open_lm.verify_partial_passes
+    monkeypatch.setattr(open_lm, "verify_partial_passes", lambda lm: (asked.append(lm.info.id), compare(lm)))
     model = make.model("llama", id="mine", verify=True)
     feed = ForwardRequest(model, Rows.chain(families.prompt(N), 0), make.dense(model), want=[32])
     run([feed])

@@ -15,6 +15,7 @@ from kvcli.engine.forward import ForwardPass
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Rows
 from kvcli.engine.hf.layer_gates import Gate
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import install_kernels
 from kvcli.engine.prefill.aux_cache import ActiveRows
 from kvcli.engine.prefill.layerwise import LayerwisePrefill
 from kvcli.engine.sequence.sampler import Sampler
@@ -115,7 +116,7 @@ def test_layer_by_layer_is_chunk_by_chunk(name: str, part: int, past: int) -> No
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_a_way_straight_through_the_layers_goes_from_one_to_the_next(name: str) -> None:
     model = make.model(name, torch.bfloat16)
-    model.install_kernels()
+    install_kernels(model)
     assert model.is_row_invariant
     whole, parts, rows = store(model, 0), store(model, 0), Rows.chain(families.prompt(N), 0)
     commit(whole, rows, *run([ForwardRequest(model, rows, whole)]), range(N))

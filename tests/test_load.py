@@ -17,8 +17,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvcli.engine.hf.lm import LM
 from kvcli.engine.loading import weights
+from kvcli.engine.loading.open_lm import install_kernels, open_lm, wrap_lm
 from kvcli.engine.loading.weights import quantize_with_bitsandbytes
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.fit.weights import of_files, weigh
@@ -89,7 +89,7 @@ def test_a_folder_loads_with_what_the_model_says_of_itself(folder: Path):
     (folder / "generation_config.json").write_text(json.dumps(settings))
     edit_config(folder, eos_token_id=9)
     found = source.find(str(folder))
-    lm = LM.load(found, device="cpu")
+    lm = open_lm(found, device="cpu")
     assert (lm.n_layers, lm.n_heads, lm.n_kv_heads, lm.head_dim, lm.vocab) == (3, 4, 2, 12, 97)
     assert lm.stop_ids == {5, 7, 9}
     assert lm.generation == {"temperature": 0.6, "top_p": 0.9}
@@ -101,11 +101,11 @@ def test_a_folder_loads_with_what_the_model_says_of_itself(folder: Path):
 
 def test_sampling_settings_do_not_count_where_the_model_is_greedy(folder: Path):
     (folder / "generation_config.json").write_text('{"do_sample": false, "repetition_penalty": 1.1}')
-    assert LM.load(source.find(str(folder)), device="cpu").generation == {"temperature": 0.0, "repetition_penalty": 1.1}
+    assert open_lm(source.find(str(folder)), device="cpu").generation == {"temperature": 0.0, "repetition_penalty": 1.1}
 
 
 def test_the_demo_loads():
-    lm = LM.load(source.find("demo"), device="cpu")
+    lm = open_lm(source.find("demo"), device="cpu")
     assert lm.info.id == "demo"
     assert lm.dtype == torch.bfloat16
 
@@ -113,13 +113,13 @@ def test_the_demo_loads():
 @pytest.mark.parametrize("dtype", ["auto", "bf16", "fp16", "fp32"])
 def test_dtypes(folder: Path, dtype: str):
     wanted = {"auto": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    assert LM.load(source.find(str(folder)), device="cpu", dtype=dtype).dtype == wanted[dtype]
+    assert open_lm(source.find(str(folder)), device="cpu", dtype=dtype).dtype == wanted[dtype]
 
 
 def test_shards_load(sharded: Path):
     found = source.find(str(sharded))
     assert len(found.files) > 2
-    assert LM.load(found, device="cpu").info.parameters == found.parameters
+    assert open_lm(found, device="cpu").info.parameters == found.parameters
 
 
 def test_shards_may_lie_in_a_folder(sharded: Path):
@@ -151,7 +151,7 @@ def test_json_without_end_is_refused(folder: Path):
 
 
 def test_loading_prints_nothing(sharded: Path, capfd: pytest.CaptureFixture[str]):
-    LM.load(source.find(str(sharded)), device="cpu")
+    open_lm(source.find(str(sharded)), device="cpu")
     assert capfd.readouterr() == ("", "")
 
 
@@ -168,7 +168,7 @@ def test_pickles_load_when_allowed(folder: Path):
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
     found = source.find(str(folder), allow_pickle=True)
-    assert LM.load(found, device="cpu", allow_pickle=True).info.parameters > 0
+    assert open_lm(found, device="cpu", allow_pickle=True).info.parameters > 0
 
 
 def test_a_hub_id_is_found_in_the_cache(folder: Path, tmp_path: Path):
@@ -197,7 +197,7 @@ def test_a_vision_model_loads_its_text_decoder(tmp_path: Path):
     text = config_of("gemma3", vocab_size=300).to_dict()
     config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, image_token_index=299)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mine")
-    lm = LM.load(source.find(str(tmp_path / "mine")), device="cpu")
+    lm = open_lm(source.find(str(tmp_path / "mine")), device="cpu")
     assert lm.windows == (11, None, 11)
     assert (lm.n_layers, lm.vocab) == (3, 300)
 
@@ -215,7 +215,7 @@ def wide(tmp_path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(("quant", "least", "most"), [("int8", 3.3, 4.0), ("int4", 4.7, 8.0)])
 def test_quantized_weights_shrink_the_layers_and_nothing_else(tmp_path: Path, quant: str, least: float, most: float):
     found = source.find(str(wide(tmp_path)))
-    plain, packed = LM.load(found, device="cpu"), LM.load(found, device="cpu", quant=quant)
+    plain, packed = open_lm(found, device="cpu"), open_lm(found, device="cpu", quant=quant)
     assert packed.info.backend.split(",")[0] in (f"native packed {quant}", f"torch packed {quant}")
     assert packed.info.parameters == plain.info.parameters
     assert packed.info.notes == ()
@@ -228,7 +228,7 @@ def test_quantized_weights_shrink_the_layers_and_nothing_else(tmp_path: Path, qu
 
 def test_layers_that_cannot_be_quantized_are_counted(tmp_path: Path):
     found = source.find(str(wide(tmp_path, intermediate_size=40)))
-    notes = LM.load(found, device="cpu", quant="int4").info.notes
+    notes = open_lm(found, device="cpu", quant="int4").info.notes
     assert "3 linear layers were not quantized: 40 inputs are not a multiple of 32" in notes
     assert "6 linear layers were not quantized: 40 outputs are not a multiple of 16" in notes
 
@@ -247,8 +247,8 @@ def test_experts_are_quantized_on_their_way_into_memory(tmp_path: Path, name: st
     in_full = [p for m in read.modules() for _, p, _ in weights_of(m)]
     assert len(in_full) == (6 if quant == "none" else 0)
     assert not hasattr(read.config, "quantization_config")
-    lm, of = LM.load(found, device="cpu", quant=quant), LM.of(model, quant=quant)
-    of.install_kernels()
+    lm, of = open_lm(found, device="cpu", quant=quant), wrap_lm(model, quant=quant)
+    install_kernels(of)
     assert (lm.info.notes, lm.info.parameters) == ((), of.info.parameters)
     assert lm.is_row_invariant or not levels()
     assert torch.equal(*(some.model.model.layers[1].mlp.experts.down_proj.form.memory for some in (lm, of)))
@@ -278,7 +278,7 @@ def test_bitsandbytes_layers_take_the_place_of_linear_ones(quant: str, within: f
 
 
 def test_nf4_on_a_cpu_says_what_to_type(folder: Path):
-    error = refused(lambda: LM.load(source.find(str(folder)), device="cpu", quant="nf4"))
+    error = refused(lambda: open_lm(source.find(str(folder)), device="cpu", quant="nf4"))
     assert isinstance(error, UsageError)
     assert error.code == "bad_quant"
     assert error.try_ == ("--quant int4", "kvcli fit --vram 12GiB, to ask about a GPU")
@@ -286,14 +286,14 @@ def test_nf4_on_a_cpu_says_what_to_type(folder: Path):
 
 def test_a_checkpoint_quantized_already_is_not_quantized_again(folder: Path):
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    error = refused(lambda: LM.load(source.find(str(folder)), device="cpu", quant="int8"))
+    error = refused(lambda: open_lm(source.find(str(folder)), device="cpu", quant="int8"))
     assert error.code == "bad_quant"
     assert "--set load.quant=none" in error.try_
 
 
 @pytest.mark.parametrize("device", ["cuda:7", "sofa", "mps:3"])
 def test_a_device_that_is_not_there(folder: Path, device: str):
-    error = refused(lambda: LM.load(source.find(str(folder)), device=device))
+    error = refused(lambda: open_lm(source.find(str(folder)), device=device))
     assert error.exit == ExitStatus.USAGE
     assert f"load.device = {device}" in error.message
 
@@ -367,7 +367,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
 def test_a_broken_folder_is_refused_by_name(folder: Path, name: str):
     damage, says, code = BROKEN[name]
     damage(folder)
-    error = refused(lambda: LM.load(source.find(str(folder)), device="cpu"))
+    error = refused(lambda: open_lm(source.find(str(folder)), device="cpu"))
     assert isinstance(error, BadModel)
     assert error.exit == ExitStatus.BAD_MODEL
     assert says in error.message
@@ -382,7 +382,7 @@ def test_a_truncated_file_says_how_much_is_missing(folder: Path):
 
 def test_a_missing_tensor_is_named(folder: Path):
     _drop_tensor(folder)
-    assert refused(lambda: LM.load(source.find(str(folder)))).lines == ("model.layers.1.mlp.up_proj.weight",)
+    assert refused(lambda: open_lm(source.find(str(folder)))).lines == ("model.layers.1.mlp.up_proj.weight",)
 
 
 def test_a_missing_shard_is_named(sharded: Path):
@@ -553,7 +553,7 @@ def test_the_probe_refuses_what_config_did_not_tell(family: str):
     keys = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     config = AutoConfig.for_model(family, **{k: base[k] for k in keys} | {"num_hidden_layers": 2} | changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    error = refused(lambda: LM.of(model, id="mine"))
+    error = refused(lambda: wrap_lm(model, id="mine"))
     assert error.exit == ExitStatus.BAD_MODEL
     assert f"mine ({family}) is not supported" in error.message
     assert says in error.message

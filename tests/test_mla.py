@@ -17,6 +17,7 @@ from kvcli.engine.engine import generate_together, iterate_events, run_to_end
 from kvcli.engine.hf.cache_shim import CacheShim
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.mla import LatentProjection
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel
 from kvcli.kernels.native import native
@@ -137,7 +138,7 @@ def test_drafts_over_less_of_the_kv_cache_write_what_plain_decoding_does(name: s
 @pytest.mark.skipif(native() is None, reason="no native kernels")
 def test_a_row_has_the_same_bits_alone_in_a_draft_and_beside_others(name: str) -> None:
     model = make.model(name, torch.bfloat16)
-    model.install_kernels()
+    install_kernels(model)
     assert model.is_row_invariant
     assert all(latent.panels is not None for latent in model.latents.values())
     plain = answered(opened(model))
@@ -182,7 +183,7 @@ def test_what_is_not_made_of_latents_as_known_is_stored_as_it_is_and_said(
     monkeypatch.setattr(attention, "expand_kv", other)
     model.generation_config.eos_token_id = None
     want = model.generate(torch.tensor([text()]), max_new_tokens=NEW, do_sample=False)[0].tolist()
-    found = LM.of(model, verify=True)
+    found = wrap_lm(model, verify=True)
     assert {(of.n_kv_heads, of.k_dim, of.v_dim, of.rank) for of in found.shapes} == {(4, 24, 12, 0)}
     (note,) = found.info.notes
     assert note.startswith("3 layers store keys and values instead of latents: ")

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvcli.engine.engine import iterate_events, run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.sequence.session import commit
 from kvcli.errors import BadModel, ExitStatus
 from tests import make
@@ -82,7 +83,7 @@ def test_greedy_text_equals_generate(name: str):
     model, ids = build(name), prompt(PROMPT, seed=2)
     model.generation_config.eos_token_id = None  # some families bring stop tokens of their own
     theirs = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, PROMPT:].tolist()
-    lm = LM.of(model)
+    lm = wrap_lm(model)
     for chunk in (64, 7):
         session = make.session(lm, chunk=chunk)
         run_to_end(session.read(ids))
@@ -112,7 +113,7 @@ def test_longrope_uses_one_table_for_the_whole_text():
         stock = model(torch.tensor([prompt(PROMPT)])).logits[0]
         short = model(torch.tensor([prompt(20)])).logits[0]
     assert (stock[:20] - short).abs().max() > 0.1  # the tables differ
-    lm = LM.of(model)
+    lm = wrap_lm(model)
     for chunk in (PROMPT, 7):
         torch.testing.assert_close(our_logits(lm, prompt(PROMPT), chunk), stock, rtol=1e-4, atol=1e-4)
     assert lm.info.notes == ("rope: the table for texts beyond 20 tokens is used for shorter texts too",)

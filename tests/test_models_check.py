@@ -16,8 +16,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvcli.demo import weights_dir
-from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.meta_check import check_on_meta_device
+from kvcli.engine.loading.open_lm import open_lm
 from kvcli.errors import BadModel, ExitStatus
 from kvcli.models import checkpoint, source
 from tests.all_families import build as built
@@ -100,7 +100,7 @@ def test_a_refusal_is_that_of_loading(tmp_path: Path, kind: str) -> None:
         return "runs"
 
     by_outline = said(lambda found: check_on_meta_device(found, "cpu", trust_remote_code=False))
-    assert by_outline == said(lambda found: LM.load(found, device="cpu"))
+    assert by_outline == said(lambda found: open_lm(found, device="cpu"))
 
 
 def test_what_asks_for_numbers_on_its_way_is_left_to_the_load(tmp_path: Path) -> None:

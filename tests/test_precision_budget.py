@@ -16,6 +16,7 @@ from kvcli import assemble
 from kvcli.chat.turn import approximation_note
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import install_kernels
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadConfig
 from kvcli.kernels.quantize_kv import pack_values
@@ -563,7 +564,7 @@ def test_running_out_of_memory_names_a_budget_that_has_room() -> None:
 @pytest.mark.parametrize("head_dim", [16, 24])
 def test_rows_of_a_draft_round_alike_on_levels_of_few_bits_or_nothing_is_drafted(head_dim: int) -> None:
     lm = make.model("llama", torch.bfloat16, head_dim=head_dim)
-    lm.install_kernels()
+    install_kernels(lm)
     strict = profile(spec={"method": "ngram", "require_batch_invariance": True}, kv={"group": 8})
     settled, why = assemble.adapted_profile(lm, strict)
     assert settled.spec.method == ("ngram" if head_dim == 16 else "off"), why

@@ -23,6 +23,7 @@ from kvcli.assemble import cache_conditions
 from kvcli.engine.engine import iterate_events, run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.files import SPARE
 from kvcli.kv.slots import windows_of
@@ -48,8 +49,8 @@ def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     more = {"sliding_window": 200} if request.param == "gemma3" else {}
     model = families.build(request.param, max_position_embeddings=8192, **more)
     save_file({n: p.detach().clone() for n, p in model.named_parameters()}, folder / "model.safetensors")
-    lm = LM.of(model, path=str(folder))
-    lm.install_kernels()
+    lm = wrap_lm(model, path=str(folder))
+    install_kernels(lm)
     assert lm.is_row_invariant  # so that chunks may begin anywhere
     return lm
 

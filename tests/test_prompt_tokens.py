@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcli.engine.forward_request import Rows
-from kvcli.engine.policy.compression_point import QueryRecorder
+from kvcli.engine.policy.policy_inputs import QueryRecorder
 
 
 def hear(query_recorder: QueryRecorder, start: int, n: int) -> None:

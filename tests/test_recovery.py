@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvcli.engine.sequence.state import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TEXT
 from kvcli.kv.slots import Slots, compact
 from kvcli.methods.policies.fastgen.head_knapsack import solve
-from kvcli.methods.policies.fastgen.policy import PAPER, FastGen
+from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.methods.policies.fastgen.recovery import CandidateSets, Recovery, punctuation, recover
+from kvcli.methods.policies.fastgen.settings import PAPER
 from tests import head_zoo
 
 N = 1024

@@ -13,8 +13,14 @@ from torch import Tensor
 from kvcli.engine.engine import iterate_events, run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest, Passes, Rows
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.policy.compression_point import CompressionPoint
-from kvcli.engine.policy.policy import LayerContext, PerLayerPolicy, PolicyRequirements, ProtectedTokens
+from kvcli.engine.loading.open_lm import wrap_lm
+from kvcli.engine.policy.policy import (
+    CompressionPoint,
+    LayerContext,
+    PerLayerPolicy,
+    PolicyRequirements,
+    ProtectedTokens,
+)
 from kvcli.errors import BadConfig
 from kvcli.kv.slots import Masks, Slots, compact
 from kvcli.methods.policies.fastgen.policy import FastGen
@@ -223,7 +229,7 @@ def sinking() -> LM:
     model = families.build("gpt_oss", torch.float64)
     for layer in model.model.layers:
         layer.self_attn.sinks += 4.0
-    return LM.of(model)
+    return wrap_lm(model)
 
 
 def _deaf(model: LM) -> LM:

@@ -15,6 +15,7 @@ from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import generate_together, iterate_events, run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest, Rows, run_until_cancelled
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import install_kernels
 from kvcli.engine.prefill.aux_cache import PositionMaskedCache
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession, commit
@@ -38,7 +39,7 @@ def lm(name: str = "llama", dtype: torch.dtype = torch.float64) -> LM:
         more["layer_types"] = ["sliding_attention", "full_attention"] * (LAYERS // 2)
     model = make.model(name, dtype, **more)
     if dtype == torch.bfloat16:
-        model.install_kernels()
+        install_kernels(model)
     return model
 
 

@@ -18,10 +18,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from kvcli.engine.engine import Readback, fetch
-from kvcli.engine.forward_request import Draft, ForwardRequest, Rows
+from kvcli.engine.forward_request import Draft, ForwardRequest, Rows, SamplingContext, SeenTokens
+from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.sequence.commit import accepted_path
-from kvcli.engine.sequence.sampler import Sampler, SamplingContext, SeenTokens
+from kvcli.engine.sequence.sampler import Sampler
 from kvcli.errors import BadInput, BadModel
 from kvcli.kernels.gumbel_noise import gumbel
 from tests.exact.half import Half

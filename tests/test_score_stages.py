@@ -17,7 +17,7 @@ from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.policy.compression_point import ProjectedValueNorms
+from kvcli.engine.policy.policy_inputs import ProjectedValueNorms
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.sequence.state import END, QUESTION, SHOT, TOOLS, KindSpan

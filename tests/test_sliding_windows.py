@@ -10,6 +10,7 @@ import torch
 
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache
@@ -22,8 +23,8 @@ torch.set_num_threads(1)
 SIZE = families.WINDOW
 TEXT = families.prompt(200, seed=4)
 BACK = 20
-MODEL = LM.of(families.build("gemma3").double())  # layers 0 and 2 slide
-NARROW = LM.of(families.build("gemma3").bfloat16())
+MODEL = wrap_lm(families.build("gemma3").double())  # layers 0 and 2 slide
+NARROW = wrap_lm(families.build("gemma3").bfloat16())
 
 
 def windows(model: LM, back: int = BACK) -> dict[int, Window]:

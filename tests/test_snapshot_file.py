@@ -16,6 +16,7 @@ from torch import Tensor
 from kvcli.engine.engine import iterate_events, run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import install_kernels
 from kvcli.engine.policy.policy import Policy
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
@@ -104,7 +105,7 @@ def models() -> Callable[[str], LM]:
     def model(name: str) -> LM:
         if name not in found:
             found[name] = make.model("llama", num_hidden_layers=8) if name == "deep" else make.model(name)
-            found[name].install_kernels()
+            install_kernels(found[name])
         return found[name]
 
     return model
@@ -166,7 +167,7 @@ def test_a_text_goes_on_from_a_file_as_if_it_had_never_been_saved(
 def test_slots_behind_a_window_keep_their_places(tmp_path: Path) -> None:
     """Sums are made by spans of 4,096 places, of which those that were given back are some."""
     lm = make.model("gemma3", sliding_window=300, max_position_embeddings=8192)
-    lm.install_kernels()
+    install_kernels(lm)
     s, again = session(lm, "dense", "none"), session(lm, "dense", "none")
     list(iterate_events(s.read(families.prompt(4150))))
     snapshot_file.write(tmp_path / "one", s.state())

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import kvcli
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.prefill.span_reuse import ReuseMethod
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
@@ -36,8 +37,8 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> LM:
     folder = tmp_path_factory.mktemp("model")
     model = families.build("llama", max_position_embeddings=4096)
     save_file({n: p.detach().clone() for n, p in model.named_parameters()}, folder / "model.safetensors")
-    lm = LM.of(model, path=str(folder))
-    lm.install_kernels()
+    lm = wrap_lm(model, path=str(folder))
+    install_kernels(lm)
     return lm
 
 
@@ -211,7 +212,7 @@ def test_windows_that_lost_what_lies_far_back_leave_it_to_be_read(tmp_path: Path
     folder.mkdir()
     model = families.build("gemma3", max_position_embeddings=4096, sliding_window=100)
     save_file({n: p.detach().clone() for n, p in model.named_parameters()}, folder / "model.safetensors")
-    lm = LM.of(model, path=str(folder))
+    lm = wrap_lm(model, path=str(folder))
     shelf = shelf_of(tmp_path / "kv", lm, [9, *B, *C])
     one, took = read(lm, shelf, Pie(LEAST), [3, *B, *C, 5])
     begins = (len(B) + len(C) - 100 - 192) // 64 * 64

@@ -58,7 +58,7 @@ def test_an_answer_imports_what_it_needs(tmp_path):
     env = {"PATH": "", "KVCLI_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, env=env, stdin=subprocess.DEVNULL, check=True)
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert {"torch", "transformers", "kvcli.engine.hf.lm"} <= loaded
+    assert {"torch", "transformers", "kvcli.engine.loading.open_lm"} <= loaded
     ours = {"kvcli.schemas.bench", "kvcli.schemas.summary", "kvcli.schemas.heads", "kvcli.bench", "kvcli.heads"}
     theirs = {"bitsandbytes", "pypdfium2", "lxml", "bs4", "docx", "prompt_toolkit", "scipy", "pandas", "sklearn"}
     assert not loaded & (ours | theirs)

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import install_kernels
 from kvcli.kernels.merge_attention import merge_attention
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import slots_to_demote
@@ -284,7 +285,7 @@ def test_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def lm(model: str, dtype: str) -> LM:
     found = make.model(MODELS[model], DTYPES[dtype])
     if dtype != "fp64":  # a last digit may become another code
-        found.install_kernels()
+        install_kernels(found)
     return found
 
 

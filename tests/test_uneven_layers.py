@@ -14,6 +14,7 @@ from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf import model_probe
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.policy.policy import Policy
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel
@@ -176,7 +177,7 @@ def test_keys_of_a_wrong_owner_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         return families.build("gemma4_shared", num_hidden_layers=6, layer_types=families.PAIRS * 3)
 
     own = model_probe._owner
-    assert [of.shared_from for of in LM.of(build(), verify=True).shapes] == [None, None, None, None, 2, 3]
+    assert [of.shared_from for of in wrap_lm(build(), verify=True).shapes] == [None, None, None, None, 2, 3]
 
     def wrong(at: model_probe.ProbedLayer, layers: Sequence[model_probe.ProbedLayer]) -> int | None:
         found = own(at, layers)
@@ -184,7 +185,7 @@ def test_keys_of_a_wrong_owner_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(model_probe, "_owner", wrong)
     with pytest.raises(BadModel, match="gives other logits"):
-        LM.of(build(), verify=True)
+        wrap_lm(build(), verify=True)
 
 
 # ---- what it takes ----
@@ -219,7 +220,7 @@ WORDS = (
 @pytest.mark.parametrize("kind", WORDS)
 def test_a_config_says_what_a_loaded_model_does(kind: str) -> None:
     config = all_families.config_of(kind)
-    model = LM.of(all_families.build(config))
+    model = wrap_lm(all_families.build(config))
     shape = shape_of(config.get_text_config().to_dict(), kind)
     assert [of for of, _ in stored(shape)] == list(model.shapes)
     assert shape.windows == model.windows

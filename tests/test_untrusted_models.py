@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import kvcli
-from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import open_lm
 from kvcli.engine.loading.weights import limit_to_files
 from kvcli.errors import BadModel, ExitStatus, KvcliError
 from kvcli.fit.plan import subject_of
@@ -65,7 +65,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sharded(whole: Path, tmp_path: Path) -> Path:
-    LM.load(source.find(str(whole)), device="cpu").model.save_pretrained(tmp_path / "mine", max_shard_size="30KB")
+    open_lm(source.find(str(whole)), device="cpu").model.save_pretrained(tmp_path / "mine", max_shard_size="30KB")
     return tmp_path / "mine"
 
 
@@ -132,7 +132,7 @@ def test_a_config_is_refused_before_anything_is_made(folder: Path, trick: str, m
 
 def test_a_window_of_one_token_loads(folder: Path):
     edit(folder / "config.json", max_position_embeddings="1")
-    assert LM.load(source.find(str(folder)), device="cpu").limit == 1
+    assert open_lm(source.find(str(folder)), device="cpu").limit == 1
 
 
 LATER = {
@@ -327,7 +327,7 @@ def marker(folder: Path, tmp_path: Path) -> Path:
 def test_code_of_a_known_family_does_not_run_unasked(folder: Path, marker: Path):
     found = source.find(str(folder))
     subject_of(found)
-    LM.load(found, device="cpu")
+    open_lm(found, device="cpu")
     kvcli.load(str(folder), "exact")
     assert not marker.exists()
 
@@ -335,7 +335,7 @@ def test_code_of_a_known_family_does_not_run_unasked(folder: Path, marker: Path)
 def test_code_of_a_known_family_runs_when_it_is_trusted(folder: Path, marker: Path):
     """Else the test above could not fail."""
     with suppress(BadModel):
-        LM.load(source.find(str(folder)), device="cpu", trust_remote_code=True)
+        open_lm(source.find(str(folder)), device="cpu", trust_remote_code=True)
     assert marker.exists()
 
 
@@ -370,7 +370,7 @@ def test_a_fault_of_ours_is_not_said_to_be_the_models(folder: Path, monkeypatch:
         "kvcli.engine.hf.model_probe._SERVED", None
     )  # a line of ours fails, inside a call into transformers
     with pytest.raises(TypeError):
-        LM.load(source.find(str(folder)), device="cpu")
+        open_lm(source.find(str(folder)), device="cpu")
 
 
 def test_a_fault_of_a_library_is_the_models_and_names_its_class(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -469,7 +469,7 @@ def test_the_context_shown_is_the_one_a_chat_has(machine: Machine, tmp_path: Pat
     for path, context in ((other, 77), (silent, 131_072)):
         byte_fallback().save_pretrained(path)
         shown = json.loads(machine("models", "show", str(path), "--json").out)["models"][0]["context"]
-        assert shown == LM.load(source.find(str(path)), device="cpu").limit == context
+        assert shown == open_lm(source.find(str(path)), device="cpu").limit == context
 
 
 # ---- mutations ----

@@ -7,21 +7,11 @@ the noise of kernels/gumbel_noise, which samples from softmax(logits / heat).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvcli.kernels import triton_support
-
-
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """Sampling parameters by row, on the device of the logits, so that a captured pass serves any sampler."""
-
-    seed: Tensor  # [N] int64
-    pos: Tensor  # [N] int64
-    heat: Tensor  # [N] float32
+from kvcli.kernels.argmax.reference import Noise
 
 
 def why_not(logits: Tensor) -> str:

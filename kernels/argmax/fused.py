@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels.argmax.reference import Noise
 from kvcli.kernels.gumbel_noise.reference import GOLDEN, MIX1, MIX2
-
-if TYPE_CHECKING:
-    from kvcli.kernels.argmax import Noise
 
 PIECE = 1024  # tokens per program
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels.gumbel_noise.reference import gumbel
 
-if TYPE_CHECKING:
-    from kvcli.kernels.argmax import Noise
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Sampling parameters by row, on the device of the logits, so that a captured pass serves any sampler."""
+
+    seed: Tensor  # [N] int64
+    pos: Tensor  # [N] int64
+    heat: Tensor  # [N] float32
 
 
 def argmax(logits: Tensor, noise: Noise | None = None) -> Tensor:

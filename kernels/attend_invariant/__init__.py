@@ -20,65 +20,23 @@ batch invariant there.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels import native as built
 from kvcli.kernels import triton_support
-from kvcli.kernels.attend_invariant.native import call, table_of
+from kvcli.kernels.attend_invariant.inputs import NewRows, QuantizedKV, SelectedPages, StoredKV
+from kvcli.kernels.attend_invariant.native import call
 from kvcli.kernels.attend_invariant.tables import LARGEST as LARGEST_FUSED
 from kvcli.kernels.attend_invariant.tables import fits
-from kvcli.kernels.attend_new_tokens import attend_new_tokens
-from kvcli.kernels.attend_quantized import PackedHead
 from kvcli.kernels.merge_attention import PartialAttention
 
 BLOCK = 64  # slots
 LARGEST = 576  # most numbers of a key or value: those of an MLA latent, which is both (DeepSeek, GLM-4.7-Flash)
 WIDEST = 1 << 30  # a window that hides only holes (evicted slots)
-
-
-# not frozen, because one is created in each layer of a pass, and freezing takes four times as long
-@dataclass(slots=True)
-class StoredKV:
-    """Stored slots of one layer, in the order in which rows read them; heads may start anywhere, at any length."""
-
-    k: Tensor  # [T, D], contiguous: all heads' slots
-    v: Tensor  # [T, E]
-    pos: Tensor  # [T] or [P] int32 beside k: positions, read if there is a window
-    starts: Sequence[int]  # by KV head: index of its first slot in k and v
-    lengths: Sequence[int]  # by KV head: its number of slots
-    pos_starts: Sequence[int]  # by KV head: index of its first position
-    # evicted slots before the first: whole blocks hidden from all rows by the window, still counted in indices
-    gone: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedKV:
-    """Quantized slots of one layer; heads may differ in length. Keep the object until its slots change."""
-
-    heads: Sequence[PackedHead]
-    pos: Tensor  # as in StoredKV; a hole (evicted slot) has position -1 and is hidden if there is a window
-    pos_starts: Sequence[int]
-    at: array[int] = field(init=False, repr=False, compare=False)  # table of the addresses for the kernel
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "at", table_of(self.heads))
-
-
-@dataclass(frozen=True, slots=True)
-class SelectedPages:
-    """Stored slots that each row reads: pages selected by the row, in order, then all slots after the pages."""
-
-    pages: Tensor  # [K, N, P] bool on the CPU, contiguous; page p of a head begins at its slot p * page
-    page: int  # slots per page
-    behind: Sequence[int]  # by KV head: the first slot after its pages
-    left: Sequence[int]  # by KV head: number of slots from there on
 
 
 @cache  # called in each layer of a pass
@@ -95,29 +53,6 @@ def why_not(dtype: torch.dtype, device: torch.device, d: int, e: int) -> str:
     if d % 2 or max(d, e) > LARGEST:
         return f"keys of {d} numbers and values of {e}: an even number of at most {LARGEST} is served"
     return ""
-
-
-@dataclass(slots=True)  # not frozen, as StoredKV
-class NewRows:
-    """New KV of a pass in a layer: rows read it after the stored slots."""
-
-    k: Tensor  # [K, N, D]; the query rows are the last n of the N
-    v: Tensor  # [K, N, E]
-    pos: Sequence[int]  # N
-    tree_mask: Tensor | None  # [n, N] bool on the CPU: a row's ancestors and itself; None = all up to itself (n = N)
-    mask: Tensor | None  # the same on the device, without rows outside a window
-    sink: Tensor | None = None  # [H] learned attention sink logits, which add mass and no value (gpt-oss)
-    before: Sequence[PartialAttention] = ()  # partial attention over older slots
-    # tables of the pass on the device, shared by its layers (passes.py)
-    sent: dict[Any, Any] = field(default_factory=dict)
-
-    def parts(self, q: Tensor, scale: float, softcap: float) -> list[PartialAttention]:
-        """Compute attention of q [H, n, D] over the new KV alone, if stored slots cannot be in one sequence with it."""
-        fresh = attend_new_tokens(q, self.k, self.v, scale, self.mask, softcap=softcap)
-        if self.sink is None:
-            return [*self.before, fresh]
-        lse = self.sink.to(fresh.lse.dtype).unsqueeze(-1).expand_as(fresh.lse)
-        return [*self.before, fresh, PartialAttention(torch.zeros_like(fresh.out), lse)]
 
 
 def serves(q: Tensor, v: Tensor) -> bool:
@@ -225,3 +160,22 @@ def attend_quantized_part(
     lse = torch.empty(q.shape[1], q.shape[0])
     call(q, None, None, pos, scale, None, window, softcap, (), None, out, lse, level, run)
     return PartialAttention(out.transpose(0, 1), lse.T)
+
+
+__all__ = [
+    "BLOCK",
+    "LARGEST",
+    "WIDEST",
+    "NewRows",
+    "QuantizedKV",
+    "SelectedPages",
+    "StoredKV",
+    "attend_invariant",
+    "attend_part",
+    "attend_quantized_part",
+    "attend_stored_and_new",
+    "serves",
+    "serves_chosen",
+    "serves_packed",
+    "why_not",
+]

@@ -5,20 +5,16 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels import native as built
-
-if TYPE_CHECKING:
-    from kvcli.kernels.attend_invariant import QuantizedKV, SelectedPages, StoredKV
-    from kvcli.kernels.attend_quantized import PackedHead
-    from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kernels.attend_invariant.inputs import QuantizedKV, SelectedPages, StoredKV
+from kvcli.kernels.merge_attention import PartialAttention
 
 # The structures of native/c/attend.c. Python takes microseconds per call, so each structure is packed at once.
-ATTEND, PART, PACKED = struct.Struct("15P17q2f2i"), struct.Struct("2P5q"), struct.Struct("4P3q4P3qPq")
+ATTEND, PART = struct.Struct("15P17q2f2i"), struct.Struct("2P5q")
 CHOSEN = struct.Struct("2P2q")
 
 
@@ -124,19 +120,3 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int]:
 
 def _part(out: Tensor, h: int, n: int, lse: Tensor) -> bytes:
     return PART.pack(out.data_ptr(), lse.data_ptr(), h, n, *lse.stride(), out.dtype == torch.float32)
-
-
-def table_of(heads: Sequence[PackedHead]) -> array[int]:
-    """Return addresses and sizes of packed heads, which must outlive the table."""
-    return array("q", b"".join(map(_packed, heads)))
-
-
-def _packed(head: PackedHead) -> bytes:
-    k, v = head.keys, head.values
-    assert all(t.is_contiguous() for t in (*k.tensors, *v.tensors, head.rest)), "codes are contiguous"
-    k_group = 0 if k.zero is None else k.codes.shape[0] // max(1, k.zero.shape[0])
-    v_group = 0 if v.zero is None else head.v_dim // v.zero.shape[1]
-    k_at, v_at = ([0 if t is None else t.data_ptr() for t in (x.codes, x.scale, x.zero, x.fine)] for x in (k, v))
-    return PACKED.pack(
-        *(*k_at, k.bits, k_group, 0, *v_at, v.bits, v_group, v.codes.shape[1]), head.rest.data_ptr(), k.codes.shape[0]
-    )

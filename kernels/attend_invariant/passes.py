@@ -7,19 +7,17 @@ share them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvcli.kernels.attend_invariant.fused import attend_invariant
+from kvcli.kernels.attend_invariant.inputs import NewRows, StoredKV
 from kvcli.kernels.attend_invariant.tables import Table, Tree, uploaded
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.merge_attention.fused import merge_attention
-
-if TYPE_CHECKING:
-    from kvcli.kernels.attend_invariant import NewRows, StoredKV
 
 # rows of a prefill pass; beyond, there are enough programs without spans, and partial results would be gigabytes
 MANY = 64

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_invariant import SelectedPages, StoredKV
+from kvcli.kernels.attend_invariant.inputs import SelectedPages, StoredKV
 from kvcli.kernels.merge_attention import PartialAttention
 
 

@@ -13,7 +13,6 @@ that kernels/triton_support.py supports, for heads that `table.why_not` accepts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,25 +20,8 @@ from torch import Tensor
 
 from kvcli.kernels import dispatch, triton_support
 from kvcli.kernels.attend_quantized import reference
-from kvcli.kernels.attend_quantized.table import Table, table_of, why_not
+from kvcli.kernels.attend_quantized.table import PackedHead, Table, table_of, why_not
 from kvcli.kernels.merge_attention import PartialAttention
-from kvcli.kernels.quantize_kv import Rounded
-
-
-@dataclass(frozen=True, slots=True)
-class PackedHead:
-    """Slots of one KV head."""
-
-    keys: Rounded  # keys of the first slots
-    rest: Tensor  # [r, D] keys of the last slots, in full precision
-    values: Rounded  # values of all slots, and of spare capacity in some layouts
-    length: int  # slots
-
-    @property
-    def v_dim(self) -> int:
-        """Size of a value."""
-        codes, bits = self.values.codes, self.values.bits
-        return codes.shape[0] if bits == 8 else codes.shape[1] if bits == 16 else codes.shape[1] * 8 // bits
 
 
 def attend_quantized(

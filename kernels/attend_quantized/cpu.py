@@ -15,17 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels.attend.cpu import FEW, LOG2E, flash
 from kvcli.kernels.attend_quantized import reference
+from kvcli.kernels.attend_quantized.table import PackedHead
 from kvcli.kernels.quantize_kv import LANES, Rounded, unpack_keys, unpack_values
-
-if TYPE_CHECKING:
-    from kvcli.kernels.attend_quantized import PackedHead
 
 BYTES = 16  # rows times query heads per KV head; with more, codes are dequantized
 DIGIT = 128

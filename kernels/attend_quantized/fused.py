@@ -17,7 +17,6 @@ half the instructions of Triton's code for the plain form, which the interpreter
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -26,10 +25,7 @@ from torch import Tensor
 
 from kvcli.kernels import triton_support
 from kvcli.kernels.attend_invariant.passes import MANY
-from kvcli.kernels.attend_quantized.table import Table, table_of
-
-if TYPE_CHECKING:
-    from kvcli.kernels.attend_quantized import PackedHead
+from kvcli.kernels.attend_quantized.table import PackedHead, Table, table_of
 
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(1 / LOG2E)

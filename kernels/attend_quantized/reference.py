@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels.attend.reference import attend
+from kvcli.kernels.attend_quantized.table import PackedHead
 from kvcli.kernels.quantize_kv import unpack_keys, unpack_values
-
-if TYPE_CHECKING:
-    from kvcli.kernels.attend_quantized import PackedHead
 
 
 def attend_quantized(

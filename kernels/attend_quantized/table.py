@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kvcli.kernels.attend_quantized import PackedHead
-    from kvcli.kernels.quantize_kv import Rounded
+from kvcli.kernels.quantize_kv import Rounded
 
 SIZES = (64, 128, 256)  # head sizes; must be powers of two
 LEAST = 16  # fewest slots of a tile
@@ -20,6 +17,22 @@ NARROWEST = 256  # fewest slots per span
 SPANS = 64  # most spans of the longest head; `kvcli fit` plans with their partial results
 # most spans of all heads: with more than two per processor of a large GPU, spans would run one after another
 PROGRAMS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PackedHead:
+    """Slots of one KV head."""
+
+    keys: Rounded  # keys of the first slots
+    rest: Tensor  # [r, D] keys of the last slots, in full precision
+    values: Rounded  # values of all slots, and of spare capacity in some layouts
+    length: int  # slots
+
+    @property
+    def v_dim(self) -> int:
+        """Size of a value."""
+        codes, bits = self.values.codes, self.values.bits
+        return codes.shape[0] if bits == 8 else codes.shape[1] if bits == 16 else codes.shape[1] * 8 // bits
 
 
 @dataclass(frozen=True, slots=True)

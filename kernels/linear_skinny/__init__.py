@@ -11,9 +11,6 @@ rejects inputs that are no multiple of 16, because each weight row must begin at
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -21,30 +18,10 @@ from torch.nn import functional
 from kvcli.kernels import triton_support
 from kvcli.kernels.linear_quantized import QuantizedWeight
 from kvcli.kernels.linear_skinny import reference
+from kvcli.kernels.linear_skinny.reference import Kind, Weight
 
-Kind = Literal["plain", "int8", "int4", "nf4"]
 MOST = 64  # most rows of a batch-invariant pass; each 32 rows read the weight again
 STRETCH = 64 << 20  # bytes of a quantized weight that are dequantized at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """Weight of one layer."""
-
-    kind: Kind
-    shape: tuple[int, int]  # N, K
-    data: Tensor  # plain [N, K]; int8 [N, K]; 4 bits [N, ceil(K / step) * step // 2] uint8
-    scale: Tensor | None = None  # int8: [N]; int4: [K // g, N, 2], scale and zero; nf4: [ceil(K / step), N, 2] float16
-    group: int = 0  # inputs that share a scale
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.data,) if self.scale is None else (self.data, self.scale)
-
-    @property
-    def step(self) -> int:
-        """Inputs per step of the kernel: two halves, each with one scale."""
-        return 64 if self.group == 32 else 128
 
 
 def why_not(weight: Tensor) -> str:

@@ -8,7 +8,6 @@ are padded to a tile of 16 or 32, both of which use the same instructions. A til
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -16,9 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.linear_skinny import ptx
-
-if TYPE_CHECKING:
-    from kvcli.kernels.linear_skinny import Weight
+from kvcli.kernels.linear_skinny.reference import Weight
 
 BN = 64  # outputs per program of `linear_kernel`
 LEAST = 4  # fewest steps of a range, so that loads overlap

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,8 +12,27 @@ from torch.nn import functional
 from kvcli.kernels.linear_quantized import reference as packed
 from kvcli.kernels.linear_skinny.ptx import NF4
 
-if TYPE_CHECKING:
-    from kvcli.kernels.linear_skinny import Weight
+Kind = Literal["plain", "int8", "int4", "nf4"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Weight of one layer."""
+
+    kind: Kind
+    shape: tuple[int, int]  # N, K
+    data: Tensor  # plain [N, K]; int8 [N, K]; 4 bits [N, ceil(K / step) * step // 2] uint8
+    scale: Tensor | None = None  # int8: [N]; int4: [K // g, N, 2], scale and zero; nf4: [ceil(K / step), N, 2] float16
+    group: int = 0  # inputs that share a scale
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.data,) if self.scale is None else (self.data, self.scale)
+
+    @property
+    def step(self) -> int:
+        """Inputs per step of the kernel: two halves, each with one scale."""
+        return 64 if self.group == 32 else 128
 
 
 def arrange(q: Tensor, step: int) -> Tensor:

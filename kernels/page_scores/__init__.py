@@ -9,35 +9,16 @@ is batch invariant. `why_not` returns why other cases are not supported. Torch's
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels import native as built
 from kvcli.kernels.page_scores import reference
+from kvcli.kernels.page_scores.reference import Box, QuantizedPages
 
 SCORES, MASSES = struct.Struct("8P6q2f"), struct.Struct("3P5q")  # the structures of native/c/page_scores.c
 BITS = {torch.int8: 8, torch.uint8: 2, torch.bfloat16: 16, torch.float32: 32}
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedPages:
-    """Quantized keys of pages: a key is about mean + spread * scale * code, with an error of norm `error` at most."""
-
-    codes: Tensor  # [K, S, D] int8, or [K, S, D / 4] uint8 as `quantized_key_scores.pack2` packs -3, -1, 1, 3
-    scale: Tensor  # [K, S] bf16
-    error: Tensor | None = None  # [K, S] bf16: if given, scores are upper bounds
-    mean: Tensor | None = None  # [K, D] float32
-    spread: Tensor | None = None  # [K, D] float32
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """Minimum and maximum of each channel of a page's keys; the score of a box is that of its best corner."""
-
-    low: Tensor  # [K, P, D] bf16 or float32
-    high: Tensor
 
 
 def why_not(rows: Tensor) -> str:
@@ -82,3 +63,6 @@ def log_masses(x: Tensor, mask: Tensor, *, level: str | None = None) -> Tensor:
     out = torch.empty(x.shape[:3])
     functions.log_masses(MASSES.pack(x.data_ptr(), mask.data_ptr(), out.data_ptr(), *x.shape, mask.dim() == 2))
     return out
+
+
+__all__ = ["Box", "QuantizedPages", "log_masses", "page_scores", "why_not"]

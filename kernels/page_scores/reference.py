@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels.quantized_key_scores import unpack2
 
-if TYPE_CHECKING:
-    from kvcli.kernels.page_scores import Box, QuantizedPages
+
+@dataclass(frozen=True, slots=True)
+class QuantizedPages:
+    """Quantized keys of pages: a key is about mean + spread * scale * code, with an error of norm `error` at most."""
+
+    codes: Tensor  # [K, S, D] int8, or [K, S, D / 4] uint8 as `quantized_key_scores.pack2` packs -3, -1, 1, 3
+    scale: Tensor  # [K, S] bf16
+    error: Tensor | None = None  # [K, S] bf16: if given, scores are upper bounds
+    mean: Tensor | None = None  # [K, D] float32
+    spread: Tensor | None = None  # [K, D] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Minimum and maximum of each channel of a page's keys; the score of a box is that of its best corner."""
+
+    low: Tensor  # [K, P, D] bf16 or float32
+    high: Tensor
 
 
 def of_box(rows: Tensor, box: Box, scale: float, softcap: float) -> Tensor:

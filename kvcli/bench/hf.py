@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 from kvcli.bench.side import TimedSample
-from kvcli.engine.hf.lm import quiet
+from kvcli.engine.hf.model_probe import quiet
 from kvcli.engine.loading import weights
 from kvcli.engine.stats import Stats
 from kvcli.models.family import read_config

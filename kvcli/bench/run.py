@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvcli.bench.side import Side
     from kvcli.chat.model import Model
     from kvcli.documents import Document
-    from kvcli.engine.stats import ModelInfo
+    from kvcli.engine.model_info import ModelInfo
     from kvcli.schemas.bench import BenchArgs, BenchDocument, BenchRow
     from kvcli.schemas.quality import QualityDocument
     from kvcli.settings.profile import Profile

@@ -8,7 +8,9 @@ from statistics import median
 import torch
 
 from kvcli.calibrate.run import cache_of_length, once
-from kvcli.engine.hf.lm import LM, quiet
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.hf.model_probe import quiet
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.resources import use_threads
 
 CONTEXT = 512  # tokens
@@ -29,8 +31,8 @@ def random_model() -> LM:
         tie_word_embeddings=True,
     )
     with quiet():
-        lm = LM.of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
-    lm.install_kernels()
+        lm = wrap_lm(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    install_kernels(lm)
     return lm
 
 

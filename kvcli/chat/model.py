@@ -25,7 +25,7 @@ from kvcli.chat.overflow import refuse_longer
 from kvcli.chat.text_session import TextSession
 from kvcli.chat.transcript import kinds_by_id
 from kvcli.engine.drafting.drafter import ModelPair
-from kvcli.engine.stats import ModelInfo
+from kvcli.engine.model_info import ModelInfo
 from kvcli.errors import BadConfig, BadModel, KvcliError
 from kvcli.kv.out_of_memory import as_cache_full, free_caches
 from kvcli.models.refusals import is_assistant
@@ -71,7 +71,7 @@ def load_draft_model(
     are never trusted, even if those of the target are, because a profile may name the draft model.
     """
     from kvcli.engine.drafting.gemma4_assistant import load_assistant
-    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.loading.open_lm import open_lm
     from kvcli.engine.loading.weights import keeps_quantized
     from kvcli.models.gguf import convert
 
@@ -85,7 +85,7 @@ def load_draft_model(
     if wanted.is_assistant:
         return ModelPair(target, load_assistant(target, found, wants))
     respelled = spelling(words, load_tokenizer(found, wants.trust_remote_code))
-    return ModelPair(target, LM.load(found, **asdict(wants)), respelled)
+    return ModelPair(target, open_lm(found, **asdict(wants)), respelled)
 
 
 def _of_another_method(wanted: DraftModelRef) -> BadModel:
@@ -116,7 +116,7 @@ def load(
     `find`: finds the files of a draft model by name; default: as for `model`. Raises KvcliError subclasses.
     """
     from kvcli.engine.hf import model_settings
-    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.loading.open_lm import open_lm
     from kvcli.engine.loading.weights import keeps_quantized
     from kvcli.models import source
     from kvcli.models.catalog import Hashes, recommended
@@ -130,7 +130,7 @@ def load(
     given, found = found, convert.convert_if_needed(found, wants.dtype, cache, packs=packs, tell=tell)
     # first: its errors show at once, and its chat template is compiled while the weights are loaded
     tokenizer = load_tokenizer(found, wants.trust_remote_code)
-    lm = LM.load(found, **asdict(wants))  # the keys of [load] are the parameters
+    lm = open_lm(found, **asdict(wants))  # the keys of [load] are the parameters
     ids, strings = ends(tokenizer, lm.vocab)
     lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
     lm.hashes = Hashes(cache, tell)
@@ -262,7 +262,7 @@ class Model:
             return self._pair
         try:
             self._pair = self._pairs[wanted] = self._second(wanted)
-            self.lm.__dict__.pop("free_device_bytes", None)  # the draft model uses some of that memory
+            self.lm.free_bytes = None  # the draft model uses some of that memory
             return self._pair
         except Exception as error:
             if isinstance(error, KvcliError) and as_cache_full(error) is None:

@@ -13,7 +13,7 @@ from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
 from kvcli.chat.overflow import ContextWindow
 from kvcli.chat.transcript import chat_spans
 from kvcli.chat.turn import TurnRequest, TurnRun
-from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.engine import iterate_events, release, run_to_end
 from kvcli.engine.forward_request import Coroutine, run_until_cancelled
 from kvcli.engine.sequence.state import QUESTION, KindSpan
 from kvcli.errors import BadInput, BadModel
@@ -66,7 +66,7 @@ class TextSession:
         self._end()
         self.has_begun = False
         self.session = self.model.new_session(by_steps=True)
-        self.session.lm.release()
+        release(self.session.lm)
 
     def switch_profile(self, model: Model) -> None:
         """Take another profile over the same weights. The caller changes the generation session to match."""

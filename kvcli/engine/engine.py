@@ -1,4 +1,4 @@
-"""The engine, which runs the forward requests of all sequences. Checks of a model at load use its `call` as well."""
+"""The engine, which runs the forward requests of all sequences."""
 
 from __future__ import annotations
 
@@ -9,99 +9,17 @@ from typing import TYPE_CHECKING, Any, Generic
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward import BatchedPass, ForwardPass
+from kvcli.engine.cuda_graphs.captured_pass import captured_passes
+from kvcli.engine.forward import BatchedPass, ForwardPass, state_shim
 from kvcli.engine.forward_request import Coroutine, E, ForwardRequest, ForwardResult, Passes, T
-from kvcli.engine.hf.cache_shim import CacheShim, active_pass, cache_name
+from kvcli.engine.hf.cache_shim import call
 from kvcli.engine.hf.layer_gates import StopForward
+from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.resources import one_pool, use_device
-from kvcli.engine.sequence.sampler import STUCK
-from kvcli.errors import BadInput, BadModel
+from kvcli.kv.offload.transfer import bus_of
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-
-# Reading back results of a forward pass: sampled tokens, and numbers that a drafter requested.
-#
-# A GPU is read once, for all rows of all sequences, because each further read would empty its queue. On a CPU, sampling
-# a row takes as long in any batch, so a row is sampled when it is needed; most draft tokens are never reached.
-
-
-class Readback:
-    """The results of one sequence, from the logits [len(want), V] of its request."""
-
-    def __init__(self, request: ForwardRequest, logits: Tensor, has_pool: bool = False) -> None:
-        """`has_pool`: the native kernels of the model have a thread pool (resources.py)."""
-        # Apple's GPU has no float64, in which noise is made and probabilities are summed
-        self._request, self._logits = request, logits.cpu() if logits.device.type == "mps" else logits
-        self._has_pool = has_pool
-        self.ids: list[int] = []  # sampled ids of all tree rows, or empty
-        self._hook_output: dict[int, list[float]] = {}  # hook output of wanted rows, as far as computed
-
-    def drawn(self, row: int) -> int:
-        """Return the token sampled after a tree row.
-
-        Raises BadModel if its logits are NaN or infinite, BadInput if a constraint allows no token.
-        """
-        token = self.ids[row] if self.ids else int(self._draw(range(row, row + 1))[0])
-        pos = self._request.rows.pos
-        if token == STUCK:
-            raise BadInput(
-                "the answer cannot continue: its schema or grammar allows no token here",
-                code="nothing_allowed",
-                lines=[f"after position {pos[row]:,}: no token fits, or the grammar is too ambiguous"],
-                try_=["a simpler schema or grammar"],
-            )
-        if token < 0:
-            raise BadModel(
-                "the model's output is not a number",
-                code="bad_logits",
-                lines=[f"logits after position {pos[row]:,} hold NaN or infinity"],
-                try_=["--set load.dtype=fp32", "download the model again: its weights may be damaged"],
-            )
-        return token
-
-    def hook_output(self, index: int) -> list[float]:
-        """Return the hook output for the logits of want[index]."""
-        if index not in self._hook_output:
-            tree = self._request.rows.tree  # the drafter needs all lookahead rows or none: they are computed together
-            which = slice(index, index + 1) if index < tree else slice(tree, None)
-            self._hook_output.update(enumerate(self._run_hook(which).tolist(), start=which.start))
-        return self._hook_output[index]
-
-    def numbers(self) -> Tensor:
-        """Return all results as one row of float64, which represents ids exactly."""
-        parts = [torch.empty(0, dtype=torch.float64, device=self._logits.device)]
-        if self._request.draw is not None:
-            parts.append(self._draw(range(self._request.rows.tree)).double())
-        if self._request.logits_hook is not None:
-            parts.append(self._run_hook(slice(None)).double().flatten())
-        return torch.cat(parts)
-
-    def fill(self, numbers: list[float]) -> None:
-        """Set the results from that row, on the host."""
-        n = self._request.rows.tree if self._request.draw is not None else 0
-        self.ids, rest = [int(i) for i in numbers[:n]], numbers[n:]
-        wide = len(rest) // max(1, len(self._request.want))
-        self._hook_output = {i: rest[i * wide : (i + 1) * wide] for i in range(len(self._request.want) if wide else 0)}
-
-    def _draw(self, which: range) -> Tensor:
-        assert self._request.draw is not None, "tokens are sampled for a request without a sampler"
-        with one_pool(self._has_pool):  # the next step waits for this
-            return self._request.draw.behind(self._request.rows, which, self._logits)
-
-    def _run_hook(self, which: slice) -> Tensor:
-        assert self._request.logits_hook is not None, "hook output is read of a request without a logits hook"
-        with one_pool(self._has_pool):
-            return self._request.logits_hook(self._logits[which])
-
-
-def fetch(readbacks: Sequence[Readback]) -> None:
-    """Read the results of all sequences, with one wait for the device."""
-    numbers = [readback.numbers() for readback in readbacks]
-    rest: list[float] = torch.cat(numbers).tolist()
-    for readback, of in zip(readbacks, numbers, strict=True):
-        readback.fill(rest[: of.shape[0]])
-        rest = rest[of.shape[0] :]
 
 
 def run(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
@@ -139,7 +57,7 @@ def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     use_device(lm.device)
     if any(request.record_hidden_states for request in requests):
         lm.enable_hidden_states()
-    if lm.captured_passes is not None and (replayed := lm.captured_passes.run(requests)) is not None:
+    if (captured := captured_passes(lm)) is not None and (replayed := captured.run(requests)) is not None:
         yield from replayed
         return
     passes = [ForwardPass(request) for request in requests]
@@ -147,7 +65,7 @@ def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
         lm.check_layer_gates()
     way = BatchedPass(passes) if len(passes) > 1 else passes[0]
     if lm.recurrent_layers:
-        way.cache_shim = lm.recurrent_layers.cache_shim(requests, way.cache_shim)
+        way.cache_shim = state_shim(requests, way.cache_shim)
     logits, hidden = _forward(lm, requests, way)
     wanted = [len(request.want) for request in requests]
     each = torch.split(logits, wanted) if len(requests) > 1 else [logits]
@@ -189,7 +107,7 @@ def _forward(
         if lm.direct_forward is not None:
             gave = lm.direct_forward(ids, pos, want, attends, attends.layers, attends.hidden)
             return (_no_logits(lm), gave) if is_below else (gave, None)
-        return call(lm.model, ids, pos, want, device=lm.entry, its_pass=attends, cache_shim=attends.cache_shim), None
+        return call(lm.model, ids, pos, want, device=lm.entry, its_pass=attends), None
     except StopForward:
         return _no_logits(lm), attends.hidden if is_below else None
 
@@ -204,39 +122,11 @@ def _no_logits(lm: LM) -> Tensor:
     return torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)
 
 
-def call(
-    model: Any,
-    ids: Sequence[int] | Tensor,
-    pos: Sequence[int] | Tensor | None = None,
-    want: Sequence[int] | None = None,
-    *,
-    device: torch.device | None = None,
-    its_pass: object = None,
-    cache_shim: CacheShim | None = None,
-) -> Tensor:
-    """Return the logits [len(want), V] of one forward pass of a transformers model. Without `pos`, positions count from
-    0; without `want`, all rows are wanted. Tensors are int64 on the model's device.
-
-    `device`: the device of the model; None = found by a search through its modules. `its_pass`: the object to which
-    `forward.attention` hands the rows; None if the model has another attention function. If it is given, layers get
-    `cache_shim` as their cache; the default is an empty `CacheShim`.
-    """
-    where = device or model.device
-
-    def tensor(numbers: Sequence[int] | Tensor) -> Tensor:
-        return numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64, device=where)
-
-    more: dict[str, object] = {}
-    cache_shim = cache_shim or CacheShim()
-    if its_pass is not None and (name := cache_name(model.__class__)) is not None:
-        more[name] = cache_shim
-    if pos is not None:
-        more["position_ids"] = tensor(pos).unsqueeze(0)
-    if want is not None:
-        more["logits_to_keep"] = tensor(want)
-    with torch.inference_mode(), active_pass(its_pass, cache_shim):
-        logits: Tensor = model(input_ids=tensor(ids).unsqueeze(0), use_cache=False, **more).logits[0]
-    return logits
+def release(lm: LM) -> None:
+    """Free the device memory of an ended sequence: captured passes over its KV cache and pinned memory."""
+    if (captured := captured_passes(lm)) is not None:
+        captured.release()
+    bus_of(lm.device).release()
 
 
 def iterate_events(work: Coroutine[E, T]) -> Generator[E, None, T]:

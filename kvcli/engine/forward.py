@@ -10,38 +10,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvcli.engine.forward_request import NewKV, Rows
-from kvcli.engine.hf.cache_shim import CacheShim, current, latent_notes
+from kvcli.engine.hf.cache_shim import CacheShim, RunningPass, current, latent_notes
 from kvcli.engine.hf.layer_gates import StopForward
+from kvcli.engine.hf.recurrent_layers import SequenceSlice, StateCacheShim, refused
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention, merge_attention
+from kvcli.kv.recurrent_state import StateUpdate
 from kvcli.kv.slots import AttentionParams
 
 if TYPE_CHECKING:
-    from kvcli.engine.cuda_graphs.captured_pass import CapturedForward
     from kvcli.engine.forward_request import ForwardRequest
 
 PLACE = "kvcli_place"  # attribute set on an attention module: the index of its layer among those with attention
 
 
-class ForwardPass:
+class SequencePass(RunningPass):
+    """A forward pass of the rows of one sequence, alone or in a batch."""
+
+    cache_shim: CacheShim
+    layers: range
+    n_rows: int
+
+
+class ForwardPass(SequencePass):
     """A forward pass of one request's rows. It keeps the new KV until rows are accepted."""
-
-    last = -1  # last layer whose output is needed; -1 = run to the logits
-    hidden_states: Tensor | None = None  # [n, E]: input of the output layer, if the request records hidden states
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.rows.ids)
 
     def __init__(self, request: ForwardRequest) -> None:
         self._request = request
-        self.rows = request.rows
+        self.rows, self.n_rows = request.rows, request.rows.n_rows
         self.fresh: dict[int, NewKV] = {}  # by layer
         self.queries: list[Tensor] = []  # per layer q [H, len(record_queries), D]
         self._dtype = request.cache.dtype
@@ -120,14 +123,14 @@ class ForwardPass:
         return self._masks[key]
 
 
-class BatchedPass:
+class BatchedPass(RunningPass):
     """A forward pass that batches the passes of several sequences through the same layers. Each row attends to its own
     sequence; everything else is computed row by row."""
 
-    last = -1
-    hidden_states: Tensor | None = None
+    cache_shim: CacheShim
+    layers: range
 
-    def __init__(self, passes: Sequence[ForwardPass | CapturedForward]) -> None:
+    def __init__(self, passes: Sequence[SequencePass]) -> None:
         self._passes, self.cache_shim = passes, CacheShim(passes[0].cache_shim.latents)
         self.shows = any(p.shows for p in passes)
         self.layers = passes[0].layers
@@ -148,6 +151,28 @@ class BatchedPass:
         return torch.cat([out.to(q.dtype) for out in outs], dim=1)
 
 
+def state_shim(requests: Sequence[ForwardRequest], plain: CacheShim) -> StateCacheShim:
+    """Return the layers' cache for a pass over these sequences of a model with recurrent layers, in place of `plain`.
+    Raises BadModel if rows are no chain, or have no states."""
+    ends = [0, *accumulate(request.rows.n_rows for request in requests)]
+    parts = [_sequence_slice(request, slice(*of)) for request, of in zip(requests, pairwise(ends), strict=True)]
+    return requests[0].lm.recurrent_layers.cache_shim(parts, plain)
+
+
+def _sequence_slice(request: ForwardRequest, rows: slice) -> SequenceSlice:
+    name = request.lm.info.id
+    if request.states is None:
+        why = "this method reads the KV cache directly, without recurrent states"
+        raise refused(name, why, ["--set policy.name=window", "--set spec.method=ngram"])
+    if request.rows.tree_mask is not None:
+        why = "it drafts one chain only, without lookahead"
+        raise refused(name, why, ["--set spec.method=ngram --set spec.branches=1"])
+    assert request.states.now.at in (0, request.rows.pos[0]), "rows do not follow the recurrent state"
+    is_sure = request.is_prompt or request.rows.n_rows == 1
+    folding = StateUpdate(request.states.now, request.rows.n_rows, is_sure=is_sure)
+    return SequenceSlice(request.states, folding, rows, tape=None if is_sure else {})
+
+
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -163,7 +188,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers: [1, H, N, D], [1, K, N, D] -> [1, N, H, D]."""
     params, layer = attention_params_of(query, scaling, softcap, sliding_window), attention_layer_of(module)
-    running_pass: Any = current()  # a ForwardPass or BatchedPass
+    running_pass = current()
+    assert running_pass is not None, "attention runs outside of a pass"
     if (latent_and_keys := latent_notes(layer_idx_of(module))) is None:
         out = running_pass.attend(layer, query[0], key[0], value[0], params, s_aux)
     else:
@@ -171,6 +197,7 @@ def attention(
         q = latent.queries(query[0])
         is_expanded = key.shape[2] == k.shape[1] >= latent.expand_threshold
         if is_expanded:
+            assert running_pass.cache_shim is not None, "no latents were noted"
             running_pass.cache_shim.expanded[layer] = latent, query[0], key[0], value[0]
         out = running_pass.attend(layer, q, k, k, params, s_aux)
         out = out if is_expanded else latent.values(out)

@@ -101,6 +101,13 @@ def free_device_bytes(device: torch.device) -> int:
     return free - kept_free(free)
 
 
+def free_beside_weights(lm: LM) -> int:
+    """Return the bytes of the model's device that were free at the first call: one number for all sequences."""
+    if lm.free_bytes is None:
+        lm.free_bytes = free_device_bytes(lm.device)
+    return lm.free_bytes
+
+
 def drop_pages(t: Tensor) -> None:
     """Drop the pages of a tensor that is no longer needed, if they are mapped from a file. Only on Linux.
 

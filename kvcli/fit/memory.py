@@ -53,7 +53,7 @@ BASE = 463 << 20  # the whole program, if it was never measured: torch 2.13 for 
 def here() -> int:
     """Return the bytes of this process after all imports that an answer needs, with the documents loaded so far."""
     import kvcli.chat.model
-    import kvcli.engine.hf.lm  # noqa: F401
+    import kvcli.engine.loading.open_lm  # noqa: F401
 
     return int(psutil.Process().memory_info().rss) + AFTER
 

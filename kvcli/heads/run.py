@@ -173,7 +173,7 @@ def _settled(model: Model, ask: ProbeRequest) -> FastGen:
     """
     if ask.settings.headmap:
         head_rows(ask.settings.headmap, model.lm)
-    return ask.settings.of(model.lm)
+    return ask.settings.on(model.lm.device.type)
 
 
 def _repeat(model: Model, ask: ProbeRequest, found: Findings) -> None:

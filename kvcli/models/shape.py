@@ -170,7 +170,7 @@ def _owner(kinds: Sequence[str], layer: int, shared: int) -> int | None:
     return next((i for i in reversed(range(first)) if kinds[i] == kinds[layer]), None)
 
 
-_ENDLESS = 1 << 20  # tokens, if no limit is stated: the value that `lm.py` uses then
+_ENDLESS = 1 << 20  # tokens, if no limit is stated: the value that `model_settings.py` uses then
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +294,7 @@ def _is_multi_query(config: Mapping[str, Any]) -> bool:
 
 
 def _limit(config: Mapping[str, Any], stated: int, name: str) -> int:
-    """Context limit that the loaded model will report (`lm.py`). With dynamic RoPE, keys change beyond this length."""
+    """Context limit that the loaded model reports (`model_settings.py`). With dynamic RoPE, keys change beyond it."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
     for one in (r for r in ropes if isinstance(r, dict)):

@@ -21,7 +21,7 @@ from kvcli.models.catalog import Hashes, Stamped
 from kvcli.settings.schema import Order
 
 if TYPE_CHECKING:
-    from kvcli.engine.stats import ModelInfo
+    from kvcli.engine.model_info import ModelInfo
     from kvcli.settings.profile import Profile
 
 SCHEMA = "kvcli.part/2"

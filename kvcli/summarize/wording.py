@@ -22,7 +22,7 @@ from kvcli.summarize.claim_words import sentences, words
 
 if TYPE_CHECKING:
     from kvcli.documents import Unit
-    from kvcli.engine.stats import ModelInfo
+    from kvcli.engine.model_info import ModelInfo
     from kvcli.models.source import Source
     from kvcli.summarize.parts import Part
     from kvcli.summarize.request import Request, Style

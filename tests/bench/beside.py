@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kvcli.bench.llama_cpp import BATCH
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import open_lm
 from kvcli.engine.resources import use_threads
 from kvcli.models.source import find
 from tests.bench.decode import Clock
@@ -173,7 +174,7 @@ def beside(
         write(folder)
         whole = export(find(name), "bfloat16", folder)
         for kind in picked(kinds, KINDS):
-            sides[kind] = Ours(ran(LM.load(find(name), quant=kind, device="cpu", threads=threads)))
+            sides[kind] = Ours(ran(open_lm(find(name), quant=kind, device="cpu", threads=threads)))
             sides[KINDS[kind]] = Llama(quantized(whole, KINDS[kind]), threads, folder)
         if hf:
             sides["hf"] = Transformers(name)

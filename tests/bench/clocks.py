@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
 from kvcli.engine import engine, forward
 from kvcli.engine.hf.cache_shim import current
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.sequence import session
 from kvcli.kernels import dispatch
 from kvcli.kernels.merge_attention import PartialAttention
@@ -164,8 +165,8 @@ def small_model(layers: int) -> LM:
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    lm = LM.of(model.eval())
-    lm.install_kernels()
+    lm = wrap_lm(model.eval())
+    install_kernels(lm)
     return lm
 
 

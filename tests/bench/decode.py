@@ -79,10 +79,10 @@ def peak(side: str, folder: str, n: int, new: int) -> float:
 
     ids = noise(n)
     if side == "kvcli":
-        from kvcli.engine.hf.lm import LM
+        from kvcli.engine.loading.open_lm import open_lm
         from kvcli.models.source import find
 
-        ours(LM.load(find(folder), device="cpu"), ids, new)
+        ours(open_lm(find(folder), device="cpu"), ids, new)
     else:
         from transformers import AutoModelForCausalLM
 

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.kernels.linear_quantized import quantize_, quantize_experts_
 from tests.bench.decode import ours
 from tests.bench.harness import Rows, in_turns, measurement, quotients
@@ -60,8 +61,8 @@ def sharing(model: Any) -> Any:
 
 
 def packed(model: Any, kind: str) -> LM:
-    lm = LM.of(sharing(model), quant=kind)
-    lm.install_kernels()
+    lm = wrap_lm(sharing(model), quant=kind)
+    install_kernels(lm)
     return lm
 
 
@@ -70,7 +71,7 @@ def unpacked(model: Any, kind: str) -> LM:
     made, bits, plain = sharing(model), 8 if kind == "int8" else 4, torch.device("cpu")
     quantize_(made.model.layers, bits, device=plain)
     quantize_experts_(made.model.layers, bits, device=plain)
-    return LM.of(made)
+    return wrap_lm(made)
 
 
 def text(lm: LM, new: int) -> list[int]:

@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import kvcli
 from kvcli.engine.engine import run
 from kvcli.engine.forward_request import ForwardRequest, Rows
-from kvcli.engine.hf.lm import LM, quiet
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.hf.model_probe import quiet
 from kvcli.engine.sequence.session import commit
 from tests import make
 from tests.bench.harness import ROOT, Words, measurement, picked

@@ -98,7 +98,7 @@ def milliseconds(work: Callable[[], object], times: int) -> list[float]:
 
 def stages(model: Callable[[], Any]) -> dict[str, Any]:
     """The model with products and attention native alone, and with more and more of what lies between them."""
-    from kvcli.engine.hf import lm as loading
+    from kvcli.engine.loading import open_lm as loading
     from kvcli.kernels.gated_mlp import mlp_
     from kvcli.kernels.rms_norm import norm_
 

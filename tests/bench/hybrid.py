@@ -27,7 +27,9 @@ from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run, run_to_end
 from kvcli.engine.forward_request import Draft, ForwardRequest
 from kvcli.engine.forward_request import Rows as PassRows
-from kvcli.engine.hf.lm import LM, quiet
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.hf.model_probe import quiet
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Step
 from kvcli.methods.drafts.ngram import Ngram
@@ -66,8 +68,8 @@ def build() -> LM:
     )
     torch.manual_seed(0)
     with quiet():
-        lm = LM.of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), id="random hybrid")
-        lm.install_kernels()
+        lm = wrap_lm(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), id="random hybrid")
+        install_kernels(lm)
     return ran(lm)
 
 

@@ -42,10 +42,10 @@ def build() -> Any:
 
 def ours_of(model: Any) -> Any:
     """The same model as kvcli loads it."""
-    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 
-    lm = LM.of(model)
-    lm.install_kernels()
+    lm = wrap_lm(model)
+    install_kernels(lm)
     return ran(lm)
 
 

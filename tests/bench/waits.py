@@ -30,9 +30,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, CudaGraphs
+from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, CudaGraphs, captured_passes
 from kvcli.engine.engine import run_to_end
-from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.methods.drafts.lookahead import Lookahead
@@ -128,10 +128,10 @@ def _line() -> str:
 def opened(side: str, layers: int, device: str = "cpu", *, is_recorded: bool = False) -> GenerationSession:
     """A session that has read its prompt and written until boundaries evict."""
     family, drafts, is_evicting = SIDES[side]
-    lm = LM.of(families.build(family, torch.float32, **sized(family, layers)).to(device))
+    lm = wrap_lm(families.build(family, torch.float32, **sized(family, layers)).to(device))
     lm.is_on_accelerator = True  # as on a GPU
     if is_recorded:
-        lm.captured_passes = CapturedPasses(FakeGraphs() if device == "cpu" else CudaGraphs(lm.device))
+        lm.remembers[CapturedPasses] = CapturedPasses(FakeGraphs() if device == "cpu" else CudaGraphs(lm.device))
     kv, drafter = make.dense(lm), drafts.drafter()
     policy = Snap(sinks=2, recent=5, keep=0.5, keep_new=9, compression_interval=EVERY) if is_evicting else None
     sampler = Sampler(temperature=0.8, top_p=0.9, seed=3) if "sampled" in side else Sampler()
@@ -154,7 +154,7 @@ def steps_of(side: str, steps: int) -> int:
 
 def counted(side: str, layers: int, steps: int, device: str = "cpu", *, is_recorded: bool = False) -> dict[str, Any]:
     session, steps = opened(side, layers, device, is_recorded=is_recorded), steps_of(side, steps)
-    frames = session.lm.captured_passes
+    frames = captured_passes(session.lm)
     graphs = frames.graphs if frames is not None and isinstance(frames.graphs, FakeGraphs) else None
     before = graphs.waits if graphs is not None else 0
     with Count(graphs) as count, Asked(count):

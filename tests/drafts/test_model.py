@@ -18,6 +18,7 @@ from kvcli.engine import engine
 from kvcli.engine.drafting.drafter import Drafter, ModelPair
 from kvcli.engine.engine import generate_together, iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Stats
@@ -310,7 +311,7 @@ def test_whatever_a_model_says_the_text_stays(kind: str, sampler: str) -> None:
             bad.lm_head.weight[7] = 1.0
         elif kind != "fewer words":
             bad.model.norm.weight.fill_(math.nan)
-    got, stats = text(drafter(LM.of(bad), working=20, prefill="window:26"), SAMPLERS[sampler])
+    got, stats = text(drafter(wrap_lm(bad), working=20, prefill="window:26"), SAMPLERS[sampler])
     assert got == text(Off(), SAMPLERS[sampler])[0]
     assert stats.drafted_passes > 0 or kind == "numbers that are none"  # of what is no number a sampler chooses none
 

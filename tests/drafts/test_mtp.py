@@ -20,6 +20,7 @@ from kvcli.engine.drafting.mtp import Mtp, mtp_of
 from kvcli.engine.engine import iterate_events, run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
@@ -40,7 +41,7 @@ SAMPLERS = {"greedy": Sampler(), "drawn": Sampler(temperature=0.9, top_k=24, see
 def loaded(family: str = "llama", *, is_laid_out: bool = True) -> LM:
     found = make.model(family)
     if is_laid_out:
-        found.install_kernels()
+        install_kernels(found)
     return found
 
 
@@ -256,7 +257,7 @@ def test_layers_of_a_checkpoint_are_those_in_its_files(
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     if kind == "glm4_moe":  # transformers knows its layers by the numbers that the published sizes have
         monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\..*"])
-    head = mtp_of(LM.of(model))
+    head = mtp_of(wrap_lm(model))
     held = dict(head.model.mtp.named_parameters())
     for name, t in want.items():
         assert torch.equal(held[name], t), name
@@ -266,7 +267,7 @@ def test_layers_of_a_checkpoint_are_those_in_its_files(
 
 def test_layers_that_were_left_out_are_refused_by_name(tmp_path: Path) -> None:
     saved("mellum", tmp_path, has_head=False)
-    lm = LM.of(AutoModelForCausalLM.from_pretrained(tmp_path), id="tiny")
+    lm = wrap_lm(AutoModelForCausalLM.from_pretrained(tmp_path), id="tiny")
     with pytest.raises(BadModel, match="MTP layers of tiny cannot be used") as found:
         mtp_of(lm)
     assert any("may lack them" in line for line in found.value.lines)
@@ -275,8 +276,8 @@ def test_layers_that_were_left_out_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["mellum", "qwen3_5_text"])
 def test_a_checkpoint_with_layers_drafts_by_them(kind: str, tmp_path: Path) -> None:
     saved(kind, tmp_path)
-    lm = LM.of(AutoModelForCausalLM.from_pretrained(tmp_path))
-    lm.install_kernels()
+    lm = wrap_lm(AutoModelForCausalLM.from_pretrained(tmp_path))
+    install_kernels(lm)
     want, _ = written(lm, Off())
     drafter = MtpDraft(adaptive=False, copies=False, branches=1).drafter(pair=ModelPair(lm, lm))
     ids, steps = written(lm, drafter)

@@ -18,6 +18,7 @@ from kvcli.drafts.tree.tree_drafter import TreeDrafter
 from kvcli.engine.drafting.drafter import Drafter, ModelPair
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Stats
@@ -111,8 +112,8 @@ def idle(
     for layer in layers:
         for name in ("self_attn.o_proj", "mlp.down_proj"):  # of zeros no product is ours, and so little adds nothing
             model.model.layers[layer].get_submodule(name).weight.data.mul_(1e-20)
-    found = LM.of(model)
-    found.install_kernels()
+    found = wrap_lm(model)
+    install_kernels(found)
     return found
 
 

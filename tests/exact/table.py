@@ -23,6 +23,7 @@ from kvcli.engine.drafting.drafter import Drafter, ModelPair
 from kvcli.engine.engine import Engine, EngineTask, iterate_events, run_to_end
 from kvcli.engine.forward_request import Coroutine, ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kernels.native import native
@@ -207,8 +208,8 @@ def sibling(is_constant: bool = False) -> LM:
     model = families.build("qwen2", vocab_size=131)
     if is_constant:
         model.get_output_embeddings().weight.data.zero_()
-    found = LM.of(model)
-    found.install_kernels()
+    found = wrap_lm(model)
+    install_kernels(found)
     return found
 
 
@@ -232,9 +233,9 @@ def lm(storage: str, dtype: str, device: str = "cpu") -> LM:
         model = hybrids.build(MODELS[storage], NUMBERS[dtype], vocab_size=97).to(device)
     else:
         model = families.build(MODELS[storage], NUMBERS[dtype], **sizes).to(device)
-    found = LM.of(model, quant=quant, device=torch.device(device))
+    found = wrap_lm(model, quant=quant, device=torch.device(device))
     if dtype != "fp64":
-        found.install_kernels()
+        install_kernels(found)
         assert found.is_row_invariant or device != "cpu"
     return found
 
@@ -257,8 +258,8 @@ def kept_in(dtype: str, device: str) -> Path:
 
 
 def of_files(place: Path, dtype: str, device: str) -> LM:
-    found = LM.of(families.build(MODELS["kept"], NUMBERS[dtype]).to(device), path=str(place))
-    found.install_kernels()
+    found = wrap_lm(families.build(MODELS["kept"], NUMBERS[dtype]).to(device), path=str(place))
+    install_kernels(found)
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 from kvcli import load
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.mla import LatentProjection
+from kvcli.engine.loading.open_lm import install_kernels
 from kvcli.engine.resources import DRAWN, working_bytes
 from kvcli.errors import BadInput, DoesNotFit, UsageError
 from kvcli.fit.advice import binding, changes
@@ -625,7 +626,7 @@ def of_latents(tmp_path, **packed):
 
 def test_what_expands_latents_is_counted_twice_where_kernels_multiply_it_by_head():
     lm = make.model("deepseek_v3")
-    lm.install_kernels()
+    install_kernels(lm)
     held = [m.panels for m in lm.model.modules() if isinstance(m, LatentProjection)]
     shape = shape_of(families.config_of("deepseek_v3").to_dict())
     found = panels(shape, lm.dtype.itemsize)

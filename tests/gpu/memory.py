@@ -17,7 +17,7 @@ import torch
 
 from kvcli import assemble
 from kvcli.engine.engine import iterate_events, run_to_end
-from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import open_lm
 from kvcli.engine.resources import peak_bytes
 from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.plan import MeasuredFacts, plan, subject_of
@@ -40,7 +40,7 @@ def _peak(found: source.Source, profile: Profile, n: int, on: On) -> Row:
         torch.cuda.reset_peak_memory_stats(device)
         gone = torch.cuda.mem_get_info(device)[0]
     began = time.monotonic()
-    lm = LM.load(found, device=on.device)
+    lm = open_lm(found, device=on.device)
     session = assemble.session(lm, profile)
     run_to_end(session.read(families.prompt(n, vocab=lm.vocab)))
     read = time.monotonic() - began

@@ -16,6 +16,7 @@ import torch
 
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache
@@ -189,7 +190,7 @@ def _timed(name: str, way: Way, rows: int, on: On) -> Row:
 def run(on: On) -> Iterator[Row]:
     new, tried, good, faults = 8 if on.is_tiny else 40, 0, 0, 0
     for family in ("llama",) if on.is_tiny else ("llama", "gemma3", "gpt_oss"):
-        lm = LM.of(families.build(family).to(on.device))
+        lm = wrap_lm(families.build(family).to(on.device))
         texts: dict[str, list[int]] = {}
         for name, (new_cache, like) in _stores(lm).items():
             try:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kvcli.engine.engine import run as run_feeds
 from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.kernels.linear_quantized import PackedLinear, pack, why_not
 from tests import families, make
 from tests.bench.decode import build
@@ -35,7 +36,7 @@ def _ours(on: On, bits: Any) -> LM:
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear and not why_not((layer.out_features, layer.in_features), bits):
                 setattr(parent, name, PackedLinear(pack(layer.weight.detach(), bits, native=False), layer.bias))
-    return LM.of(model.to(on.device))
+    return wrap_lm(model.to(on.device))
 
 
 def _logits(lm: LM, n: int) -> Tensor:
@@ -47,9 +48,9 @@ def _logits(lm: LM, n: int) -> Tensor:
 
 
 def run(on: On) -> Iterator[Row]:
-    kinds: dict[str, Any] = {"bf16": lambda: LM.of(_model(on).to(on.device))}
+    kinds: dict[str, Any] = {"bf16": lambda: wrap_lm(_model(on).to(on.device))}
     for quant in ("int8", "int4") if on.is_tiny else ("int8", "int4", "nf4"):  # nf4 is for CUDA
-        kinds[f"load.quant = {quant}"] = lambda quant=quant: LM.of(
+        kinds[f"load.quant = {quant}"] = lambda quant=quant: wrap_lm(
             _model(on), quant=quant, device=torch.device(on.device)
         )
     kinds |= {f"kvcli's {bits} bits": lambda bits=bits: _ours(on, bits) for bits in (8, 4)}

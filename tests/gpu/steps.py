@@ -15,9 +15,11 @@ from typing import Any, cast
 
 import torch
 
+from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, captured_passes
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.forward_request import Draft
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import enable_graph_capture, install_kernels, wrap_lm
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from tests import families, make
@@ -61,8 +63,8 @@ def _steps(lm: LM, kv: Dense, n: int, n_rows: int, reps: int) -> Row:
     session = make.session(lm, kv, Off() if n_rows == 1 else Drafts(n_rows - 1))
     session.ids, session.committed = families.prompt(n + 1, vocab=lm.vocab), n
     row: Row = {"ms": spread(times(lambda: run_to_end(session.step()), str(lm.device), reps))}
-    if lm.captured_passes is not None:
-        waited = cast(Watched, lm.captured_passes.graphs).waited
+    if captured_passes(lm) is not None:
+        waited = cast(Watched, captured_passes(lm).graphs).waited
         row["host_ms"] = spread(host_seconds(lambda: run_to_end(session.step()), waited, reps))
     kv.crop(n)
     return row
@@ -90,19 +92,19 @@ def _of_model(name: str, lm: LM, rate: float, on: On) -> Iterator[Row]:
         nbytes = lm.info.weight_bytes + sum(use.nbytes for use in kv.usage())
         floor = 1e3 * nbytes / rate
         for graphs in ("auto", "off"):
-            lm.captured_passes = None
-            lm.enable_graph_capture(graphs)
-            if lm.captured_passes is not None:
-                lm.captured_passes.graphs = Watched(lm.captured_passes.graphs)
+            lm.remembers.pop(CapturedPasses, None)
+            enable_graph_capture(lm, graphs)
+            if captured_passes(lm) is not None:
+                captured_passes(lm).graphs = Watched(captured_passes(lm).graphs)
             for n_rows in ROWS[:2] if on.is_tiny else ROWS:
                 if on.left < 0:
                     return
                 row: Row = {"what": "step", "model": name, "context": n, "rows": n_rows, "graphs": graphs}
-                row["records"] = lm.captured_passes is not None
+                row["records"] = captured_passes(lm) is not None
                 try:
                     row |= _steps(lm, kv, n, n_rows, 2 if on.is_tiny else 12)
                     row |= {"floor_ms": floor, "over": row["ms"][1] / floor}
-                    row["eager"] = dict(lm.captured_passes.eager) if lm.captured_passes is not None else {}
+                    row["eager"] = dict(captured_passes(lm).eager) if captured_passes(lm) is not None else {}
                 except Exception as error:
                     row["fault"] = why(error)
                 yield row
@@ -125,13 +127,13 @@ def _beside(lm: LM, model: Any, n: int, new: int, on: On) -> Row:
 def run(on: On) -> Iterator[Row]:
     rate = copy_rate(on.device, 1 << 20 if on.is_tiny else 4 << 30)
     model = llama(on.device, on.is_tiny)
-    lm = LM.of(model)
-    lm.install_kernels()
+    lm = wrap_lm(model)
+    install_kernels(lm)
     yield {"what": "model", "parameters": lm.info.parameters, "weight_bytes": lm.info.weight_bytes, "rate": rate}
     yield from _of_model("1.2B bf16", lm, rate, on)
     said = "out of time"
     try:
-        lm.enable_graph_capture("auto")
+        enable_graph_capture(lm, "auto")
         yield (row := _beside(lm, model, 64 if on.is_tiny else 4096, 4 if on.is_tiny else NEW, on))
         mine, other = (row[side]["tokens_s"] for side in ("kvcli", "transformers"))
         said = f"{row['context']:,} tokens: {mine:.0f} tokens/s, transformers {other:.0f}"
@@ -141,8 +143,8 @@ def run(on: On) -> Iterator[Row]:
     gc.collect()
     if not on.is_tiny:  # there `whole` has it, and a tiny model cannot be packed
         try:
-            large = LM.of(eight(on.device, False), quant="int4", device=torch.device(on.device))
-            large.install_kernels()
+            large = wrap_lm(eight(on.device, False), quant="int4", device=torch.device(on.device))
+            install_kernels(large)
             yield from _of_model("8B int4", large, rate, on)
         except Exception as error:
             yield {"what": "model", "model": "8B int4", "fault": why(error)}

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from kvcli.engine.cuda_graphs.captured_pass import captured_passes
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.engine import run as run_feeds
 from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import enable_graph_capture, install_kernels, wrap_lm
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.methods.drafts.off import Off
 from tests import drafters, families, make
@@ -32,9 +34,9 @@ READ, STOP = 300, -1
 def opened(weights: str, layers: int, graphs: str, on: On) -> LM:
     """`graphs`: as `load.graphs` has it."""
     quant: dict[str, Any] = {} if weights == "bf16" else {"quant": weights}
-    lm = LM.of(eight(on.device, on.is_tiny, layers), device=torch.device(on.device), **quant)
-    lm.install_kernels()
-    lm.enable_graph_capture(graphs)
+    lm = wrap_lm(eight(on.device, on.is_tiny, layers), device=torch.device(on.device), **quant)
+    install_kernels(lm)
+    enable_graph_capture(lm, graphs)
     return lm
 
 
@@ -75,7 +77,7 @@ def _logits(on: On) -> Row:
     found = []
     model = eight(on.device, on.is_tiny, 2)
     for device, dtype in ((on.device, torch.bfloat16), ("cpu", torch.float32)):
-        lm = LM.of(model.to(device, dtype))
+        lm = wrap_lm(model.to(device, dtype))
         kv = make.dense(lm)
         rows = Rows.chain(families.prompt(READ, vocab=lm.vocab), 0)
         (made,) = run_feeds([ForwardRequest(lm, rows, kv, want=range(READ), is_prompt=True)])
@@ -99,7 +101,7 @@ def run(on: On) -> Iterator[Row]:
             except Exception as error:
                 yield {**side, "fault": why(error)}
                 continue
-            side |= {"is_row_invariant": lm.is_row_invariant, "records": lm.captured_passes is not None}
+            side |= {"is_row_invariant": lm.is_row_invariant, "records": captured_passes(lm) is not None}
             side["notes"] = lm.info.notes
             for row in _texts(lm, plain, new):
                 yield {**side, **row}

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kvcli.engine.cuda_graphs import captured_pass
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses
+from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, captured_passes
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.kernels import triton_support
@@ -44,13 +44,13 @@ def test_fused_kernels_drop_in(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     windowed = {"layer_types": ["sliding_attention"]} if family == "gemma2" else {}
     lm, graphs = make.model(family, torch.float16, **SINGLE, **windowed), FakeGraphs()
     want = written(lm, Off(), 6)
-    lm.captured_passes = CapturedPasses(graphs)
+    lm.remembers[CapturedPasses] = CapturedPasses(graphs)
     monkeypatch.setattr(triton_support, "why_not", lambda device, dtype: "")
     asked = [opaque(monkeypatch, graphs, FUSED[name], name) for name in OPS]
     assert written(lm, Off(), 6) == want
     assert written(lm, Bush([*families.prompt(30, vocab=61), *want], 61, 60), 6) == want
     assert all(calls() for calls in asked)
-    assert (dict(lm.captured_passes.eager), lm.captured_passes.why) == ({}, "")
+    assert (dict(captured_passes(lm).eager), captured_passes(lm).why) == ({}, "")
 
 
 class Forgetful(FakeGraphs):
@@ -63,7 +63,7 @@ class Forgetful(FakeGraphs):
 def test_what_becomes_slots_is_held_by_its_captured_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels know rows by address alone: of those let go the memory would be that of what draws, which runs first."""
     lm, made, own = make.model("llama", torch.float16, **SINGLE), list[Any](), captured_pass.storing
-    lm.captured_passes = CapturedPasses(Forgetful())
+    lm.remembers[CapturedPasses] = CapturedPasses(Forgetful())
 
     def storing(tables: Any, fresh: Any) -> Any:
         made.extend(ref(t) for pair in fresh for t in pair)
@@ -76,7 +76,7 @@ def test_what_becomes_slots_is_held_by_its_captured_pass(monkeypatch: pytest.Mon
     session = make.session(lm, make.dense(lm, step=16))
     run_to_end(session.read(families.prompt(9, vocab=61)))
     run_to_end(session.step((), 1))
-    assert not lm.captured_passes.eager
+    assert not captured_passes(lm).eager
     assert len(made) == 2
     assert all(t() is not None for t in made)
 

@@ -12,6 +12,7 @@ from torch.nn.functional import grouped_mm
 from transformers.pytorch_utils import Conv1D
 
 from kvcli.engine.hf.model_probe import is_batch_variant
+from kvcli.engine.loading.open_lm import install_kernels
 from kvcli.kernels import linear_quantized
 from kvcli.kernels import moe_linear as grouped
 from kvcli.kernels import native as built
@@ -205,7 +206,7 @@ def test_a_sum_in_an_order_that_goes_by_the_number_of_rows_is_found(quant: str, 
         return torch.where(several, parts[0] + parts[1], grouped.moe_linear(x, form, n, ends))
 
     lm = make.model("qwen3_moe", **WIDE, quant=quant)
-    lm.install_kernels()
+    install_kernels(lm)
     assert lm.is_row_invariant
     monkeypatch.setattr(tensor, "moe_linear", halves)
     assert is_batch_variant(lm)

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvcli.engine.engine import run, run_to_end
 from kvcli.engine.forward_request import Draft, ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.resources import use_threads
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.kernels import native as built
@@ -58,8 +59,8 @@ def test_memory_that_is_refused_is_an_error_and_nothing_is_lost(
     functions = built.Native(scarce, built.levels()[-1])
     functions.use_threads(threads)
     monkeypatch.setattr(built, "native", lambda level=None: functions)
-    lm = LM.of(family("qwen3", getattr(torch, dtype)), quant=quant)
-    lm.install_kernels()
+    lm = wrap_lm(family("qwen3", getattr(torch, dtype)), quant=quant)
+    install_kernels(lm)
     kv = make.dense(lm)
     (made,) = run(
         [ForwardRequest(lm, Rows.chain(list(range(20)), 0), kv, want=[0])]
@@ -91,7 +92,7 @@ def test_threads_that_compute_at_once_share_nothing_they_work_in():
     """And one gives back what is kept all the while."""
     functions = built.native()
     assert functions is not None
-    lms = [LM.of(family("qwen3", torch.bfloat16), quant=quant) for quant in ("none", "int8")]
+    lms = [wrap_lm(family("qwen3", torch.bfloat16), quant=quant) for quant in ("none", "int8")]
     over = Event()
 
     def logits(lm: LM, at: int) -> Tensor:
@@ -104,7 +105,7 @@ def test_threads_that_compute_at_once_share_nothing_they_work_in():
             functions.release()
 
     for lm in lms:
-        lm.install_kernels()
+        install_kernels(lm)
     jobs = [(lm, at) for lm in lms for at in range(4)]
     wanted = [logits(*job) for job in jobs]
     busy = Thread(target=give_back)
@@ -157,8 +158,8 @@ def test_a_forked_child_computes_and_so_does_its_parent(one_thread_after: None):
 @pytest.mark.parametrize("is_prompt", [False, True])
 def test_torch_computes_alone_beside_the_pool_but_for_prompts(is_prompt: bool, monkeypatch: pytest.MonkeyPatch):
     """Its threads spin behind what they shared, on the cores that the pool's next job needs."""
-    lm = LM.of(family("llama", torch.bfloat16))
-    lm.install_kernels()
+    lm = wrap_lm(family("llama", torch.bfloat16))
+    install_kernels(lm)
     seen: list[int] = []
     draw, straight = Sampler.__call__, lm.direct_forward
     assert straight is not None
@@ -187,6 +188,6 @@ def test_torch_computes_alone_beside_the_pool_but_for_prompts(is_prompt: bool, m
 
 
 def test_without_native_kernels_torch_keeps_its_threads():
-    lm = LM.of(family("llama", torch.float64))
-    lm.install_kernels()
+    lm = wrap_lm(family("llama", torch.float64))
+    install_kernels(lm)
     assert not lm.has_pool

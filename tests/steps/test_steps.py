@@ -14,6 +14,7 @@ from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import generate_together, run_to_end
 from kvcli.engine.forward_request import Passes
 from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadConfig, BadInput
@@ -36,7 +37,7 @@ STEPS = {"method": "lookahead", "model": "demo"}
 def lm(family: str = "llama", dtype: torch.dtype = torch.float64) -> LM:
     found = make.model(family, dtype)
     if dtype != torch.float64:
-        found.install_kernels()
+        install_kernels(found)
     return found
 
 
@@ -46,9 +47,9 @@ def near(dtype: torch.dtype) -> LM:
     model, noise = families.build("llama", dtype), torch.Generator().manual_seed(7)
     for weight in model.parameters():
         weight.add_(torch.randn(weight.shape, generator=noise, dtype=torch.float64).to(dtype) * 0.01)
-    found = LM.of(model)
+    found = wrap_lm(model)
     if dtype != torch.float64:
-        found.install_kernels()
+        install_kernels(found)
     return found
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Turn
 from kvcli.documents import Document, Section
 from kvcli.documents.document import marked
+from kvcli.engine.model_info import ModelInfo
 from kvcli.engine.sequence.state import Repetition, RepetitionDetector
-from kvcli.engine.stats import ModelInfo, Stats
+from kvcli.engine.stats import Stats
 from kvcli.summarize.events import Done
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Summary

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from kvcli.engine.stats import ModelInfo
+from kvcli.engine.model_info import ModelInfo
 from kvcli.errors import BadModel, UsageError
 from kvcli.summarize.events import PartEnded, PointReady
 from kvcli.summarize.request import Request

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvcli.api import End, Event, Live, Read, Text, Thought, Turn, turn_of
 from kvcli.commands.common.output import print_json
-from kvcli.engine.stats import ModelInfo
+from kvcli.engine.model_info import ModelInfo
 from kvcli.schemas.turn import (
     EndEvent,
     Memory,

@@ -21,11 +21,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import Readback, call, fetch
-from kvcli.engine.forward import BatchedPass
+from kvcli.engine.forward import BatchedPass, SequencePass
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult, NewKV
-from kvcli.engine.hf.cache_shim import CacheShim
+from kvcli.engine.hf.cache_shim import CacheShim, call
 from kvcli.engine.hf.model_settings import fixed_ropes
+from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.resources import FRAMES
 from kvcli.kernels.attend_captured import attend_captured, storing
 from kvcli.kernels.attend_invariant.tables import Tree
@@ -328,6 +328,11 @@ class CapturedPasses:
         return frame
 
 
+def captured_passes(lm: LM) -> CapturedPasses | None:
+    """Return the captured passes of a model; None if they are off or its device does not support them."""
+    return lm.remembers.get(CapturedPasses)
+
+
 class NotCaptured(Exception):
     """Raised with a reason if a pass must launch one operation at a time."""
 
@@ -376,11 +381,8 @@ def _starts(rows: int, paths: int) -> list[int]:
     return list(accumulate((-(-n // 4) * 4 for n in _lengths(rows, paths)), initial=0))
 
 
-class CapturedForward:
+class CapturedForward(SequencePass):
     """A stand-in for ForwardPass during a capture: the rows of one sequence, with all their inputs on the device."""
-
-    last, hidden = -1, None
-    hidden_states: Tensor | None = None
 
     def __init__(self, request: ForwardRequest, rows: PassInputs, cache: DeviceCache) -> None:
         self.layers, self.n_rows = range(request.lm.n_layers), len(rows.ids)
@@ -536,7 +538,7 @@ class CapturedBatch:
         """Return the logits [N, V] of all rows, and the input of the output layer if requested."""
         ids, pos = (torch.cat(of).long() for of in zip(*((rows.ids, rows.pos) for rows in self._rows), strict=True))
         way = passes[0] if len(passes) == 1 else BatchedPass(passes)
-        return call(lm.model, ids, pos, device=lm.device, its_pass=way, cache_shim=way.cache_shim), way.hidden_states
+        return call(lm.model, ids, pos, device=lm.device, its_pass=way), way.hidden_states
 
 
 def _in_rows(t: Tensor) -> list[float]:

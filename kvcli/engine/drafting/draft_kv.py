@@ -21,8 +21,8 @@ from kvcli.kv.recurrent_state import RecurrentStates, StateCheckpoint
 from kvcli.kv.tiers.device_tables import DeviceCache
 
 if TYPE_CHECKING:
+    from kvcli.engine.forward_request import SamplingContext
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.sequence.sampler import SamplingContext
     from kvcli.kv.slots import AttentionParams, CacheReader, KVCache, Usage
 
 

@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from kvcli.engine.hf.cache_shim import target_hidden_states
-from kvcli.engine.hf.lm import LM, quiet
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.hf.model_probe import quiet
 from kvcli.engine.loading import weights
+from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.errors import BadModel
 from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.family import read_config
@@ -116,11 +118,11 @@ def load_assistant(target: LM, source: Source, wants: Load) -> LM:
 
 
 def wrap_layers(target: LM, assistant: Any, **about: Any) -> LM:
-    """Wrap an assistant that is built already. `about`: as in `LM.of`. Raises BadModel if it was made for another
+    """Wrap an assistant that is built already. `about`: as in `wrap_lm`. Raises BadModel if it was made for another
     model."""
     name = about.setdefault("id", "assistant")
     _refuse_misfit(target, assistant.config, name)
-    return LM.of(Assistant(assistant, target.model.get_input_embeddings()), device=target.device, **about)
+    return wrap_lm(Assistant(assistant, target.model.get_input_embeddings()), device=target.device, **about)
 
 
 def _refuse_misfit(target: LM, config: Any, name: str) -> None:

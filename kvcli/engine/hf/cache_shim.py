@@ -1,5 +1,5 @@
-"""The cache object that layers get in a model call, and the stack of running passes. Neither is passed by a
-keyword of its own, which some layers would drop."""
+"""A call of a transformers model: the cache object that its layers get, and the stack of running passes. Neither is
+passed by a keyword of its own, which some layers would drop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.mla import LatentProjection
-    from kvcli.engine.hf.recurrent_layers import SequenceSlice
+    from kvcli.kv.slots import AttentionParams
 
 
 class CacheShim:
@@ -29,8 +29,7 @@ class CacheShim:
     is_compileable = False
     is_sliding: tuple[bool, ...] = ()  # by layer; there are none
     layers: tuple[object, ...] = ()
-    # slices per sequence, for recurrent layers that read their states (recurrent_layers.py)
-    parts: Sequence[SequenceSlice] = ()
+    has_states = False  # it has recurrent states too (recurrent_layers.py)
 
     def __init__(
         self, latents: Mapping[int, LatentProjection] = MappingProxyType({}), *, may_expand: bool = False
@@ -81,11 +80,28 @@ def cache_name(model: Any) -> str | None:
     return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
+class RunningPass:
+    """A pass through the layers of a model, as the replaced functions and modules of the model find it (`current`)."""
+
+    layers: range | None = None  # layers to run; None = all
+    last = -1  # last layer whose output is needed; -1 = run to the logits
+    hidden: Tensor | None = None  # [N, E] input of the first of these layers; after the last one, its output
+    shows = False  # the input of the output layer is recorded
+    hidden_states: Tensor | None = None  # [n, E]: that input
+    cache_shim: CacheShim | None = None  # the layers' cache; None = an empty one
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sink: Tensor | None
+    ) -> Tensor:
+        """Run attention in one layer: q [H, N, D], k, v [K, N, D] after rotary embedding -> [H, N, D]."""
+        raise NotImplementedError
+
+
 class _Stack(threading.local):
     """The stack of running passes of one thread. Engines in two threads are independent, over one model or several."""
 
     def __init__(self) -> None:
-        self.passes: list[tuple[object, CacheShim]] = []
+        self.passes: list[tuple[RunningPass | None, CacheShim]] = []
 
 
 # process-wide, because a model calls only the registered attention function, which finds its pass here
@@ -93,16 +109,18 @@ _stack = _Stack()
 
 
 @contextmanager
-def active_pass(its_pass: object, cache_shim: CacheShim | None = None) -> Iterator[None]:
-    """Make this the running pass for the length of a model call; None = no pass. `cache_shim`: the layers' cache."""
-    _stack.passes.append((its_pass, cache_shim or CacheShim()))
+def active_pass(its_pass: RunningPass | None, cache_shim: CacheShim | None = None) -> Iterator[None]:
+    """Make this the running pass for the length of a model call; None = no pass. `cache_shim`: the layers' cache; by
+    default that of the pass."""
+    cache_shim = cache_shim or (its_pass.cache_shim if its_pass is not None else None) or CacheShim()
+    _stack.passes.append((its_pass, cache_shim))
     try:
         yield
     finally:
         _stack.passes.pop()
 
 
-def current() -> Any:
+def current() -> RunningPass | None:
     """Return the innermost running pass of this thread; None = no pass."""
     return _stack.passes[-1][0] if _stack.passes else None
 
@@ -110,7 +128,8 @@ def current() -> Any:
 def target_hidden_states(like: Tensor) -> Tensor:
     """Return the target model's hidden states from the innermost pass, in the dtype and shape of `like` [1, N, E];
     zeros without a pass or without hidden states."""
-    given: Tensor | None = getattr(current(), "hidden", None)
+    its_pass = current()
+    given = its_pass.hidden if its_pass is not None else None
     return torch.zeros_like(like) if given is None else given.to(like).unsqueeze(0)
 
 
@@ -119,3 +138,37 @@ def latent_notes(layer: int) -> tuple[LatentProjection, Tensor] | None:
     this thread; None = the layer stores what it passes to attention."""
     cache_shim = _stack.passes[-1][1]
     return (cache_shim.latents[layer], cache_shim.noted[layer]) if layer in cache_shim.noted else None
+
+
+def call(
+    model: Any,
+    ids: Sequence[int] | Tensor,
+    pos: Sequence[int] | Tensor | None = None,
+    want: Sequence[int] | None = None,
+    *,
+    device: torch.device | None = None,
+    its_pass: RunningPass | None = None,
+    cache_shim: CacheShim | None = None,
+) -> Tensor:
+    """Return the logits [len(want), V] of one forward pass of a transformers model. Without `pos`, positions count from
+    0; without `want`, all rows are wanted. Tensors are int64 on the model's device.
+
+    `device`: the device of the model; None = found by a search through its modules. `its_pass`: the pass to which
+    `forward.attention` hands the rows; None if the model has another attention function. `cache_shim`: the layers'
+    cache; by default that of the pass, and none without a pass.
+    """
+    where = device or model.device
+
+    def tensor(numbers: Sequence[int] | Tensor) -> Tensor:
+        return numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64, device=where)
+
+    more: dict[str, object] = {}
+    with torch.inference_mode(), active_pass(its_pass, cache_shim):
+        if (its_pass, cache_shim) != (None, None) and (name := cache_name(model.__class__)) is not None:
+            more[name] = _stack.passes[-1][1]
+        if pos is not None:
+            more["position_ids"] = tensor(pos).unsqueeze(0)
+        if want is not None:
+            more["logits_to_keep"] = tensor(want)
+        logits: Tensor = model(input_ids=tensor(ids).unsqueeze(0), use_cache=False, **more).logits[0]
+    return logits

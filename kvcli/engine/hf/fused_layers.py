@@ -1,4 +1,4 @@
-"""Native norms, MLPs and whole decoder layers around their attention.
+"""Fuse norms, MLPs and whole decoder layers around their attention into native ones.
 
 A module is replaced by its behavior, not by its name: probe rows run through both, and it is unchanged if they differ.
 Norms and layers must agree to the bit; in an MLP e^x may round the other way. Of MLPs and layers that are alike but for
@@ -7,28 +7,23 @@ their weights, two are tested.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
-from kvcli.engine.engine import call
-from kvcli.engine.hf.cache_shim import active_pass, current
+from kvcli.engine.hf.cache_shim import RunningPass, active_pass, call
+from kvcli.engine.hf.direct_forward import DirectForward, FusedLayer, RopeTable
 from kvcli.engine.hf.model_probe import kinds, reduced_model
-from kvcli.kernels.decoder_layer import Layer, after, before
+from kvcli.kernels.decoder_layer import Layer
 from kvcli.kernels.gated_mlp import NativeMlp, mlp_, product_of, type_of
 from kvcli.kernels.invariant_activations import make_activations_invariant_
-from kvcli.kernels.linear import NativeWeight, rows_of
 from kvcli.kernels.module_probe import first_and_last
 from kvcli.kernels.rms_norm import NativeNorm, Norm, norm_
 
 if TYPE_CHECKING:
-    from kvcli.engine.forward import BatchedPass, ForwardPass
     from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import AttentionParams
 
@@ -62,6 +57,9 @@ def _fuse_alike(lm: LM, layers: Sequence[nn.Module], group: Sequence[int], trial
     return 0
 
 
+# Tests of fused layers.
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """The arguments that a layer passed to its attention."""
@@ -72,44 +70,7 @@ class AttentionInputs:
     sink: Tensor | None
 
 
-class FusedLayer:
-    """A decoder layer in two native calls. It holds its weights and no module, because a module that refers to itself
-    would outlive its model."""
-
-    def __init__(
-        self, layer: Layer, keeps: Sequence[object], asked: AttentionInputs, turns: bool, own: Callable[..., Any]
-    ) -> None:
-        """`keeps`: owners of the weights that `layer` points to; `own`: the module's forward, used outside of a
-        pass."""
-        self.layer, self._keeps, self._turns = layer, keeps, turns
-        self._index, self._params = asked.layer, asked.params
-        self._dtype = torch.float32 if layer.mlp.is_wide else torch.bfloat16
-        self._own = WeakMethod(own)
-        self.kind = turns
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer: hidden_states [1, N, E] -> hidden states after it [1, N, E]."""
-        its_pass = current()
-        if its_pass is None or hidden_states.shape[0] != 1 or hidden_states.dtype != self._dtype:
-            own: Any = self._own()
-            return own(hidden_states, *args, **kwargs)
-        cos, sin = (table[0] for table in kwargs["position_embeddings"]) if self._turns else (None, None)
-        return self.run(hidden_states[0], cos, sin, its_pass).unsqueeze(0)
-
-    def run(
-        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, its_pass: ForwardPass | BatchedPass | RecordingPass
-    ) -> Tensor:
-        """Run the layer: x [N, E] in its dtype -> hidden states after it; cos, sin [N, R] if it has rotary
-        embedding."""
-        q, k, v = before(self.layer, x, cos, sin) if self._turns else before(self.layer, x, None, None)
-        out = its_pass.attend(self._index, q, k, v, self._params, None).transpose(0, 1)
-        return after(self.layer, x, out if out.dtype is x.dtype else out.to(x.dtype))
-
-
-# ---- tests of fused layers ----
-
-
-class RecordingPass:
+class RecordingPass(RunningPass):
     """A stand-in for a forward pass that records attention arguments. A row attends to itself."""
 
     def __init__(self) -> None:
@@ -197,97 +158,8 @@ def _fused(layer: nn.Module, trial: _Trial, turns: bool) -> FusedLayer | None:
         mlps[0].mlp,
         d,
     )
-    return FusedLayer(made, [*norms, *of_heads, *mlps, *weights], trial.asked, turns, layer.forward)
-
-
-# Direct forward pass through a model of standard decoder layers: embedding, native layers, norm, output layer.
-#
-# transformers' own loop looks up settings by name, makes unneeded masks and records outputs, which takes as long as the
-# layers of a small model. As for fused layers, probe rows decide: if both ways do not give the same bits, as in a model
-# that scales its embeddings or logits, the model's own loop is used.
-
-
-BLOCK = 256  # positions whose cosines and sines are computed at once
-KEPT = 64  # blocks cached: in layer-wise prefill the positions recur in every layer
-
-
-class RopeTable:
-    """Cosines and sines by position, computed by the model's own module in blocks."""
-
-    def __init__(self, module: nn.Module, like: Tensor) -> None:
-        """`like`: a tensor of the model's dtype and device."""
-        self._module, self._like = module, like
-        self._block = lru_cache(KEPT)(lambda i: self._asked(range(i * BLOCK, (i + 1) * BLOCK)))
-
-    def __call__(self, pos: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return cos, sin [N, R]."""
-        first, last = min(pos), max(pos)
-        is_run = isinstance(pos, range) or all(b == a + 1 for a, b in pairwise(pos))
-        blocks = range(first // BLOCK, last // BLOCK + 1)
-        if len(blocks) > (KEPT if is_run or len(pos) > BLOCK else 1):  # a pruned prompt has many rows with gaps
-            return self._asked(pos)
-        each = [self._block(i) for i in blocks]
-        cos, sin = (torch.cat(of) if len(of) > 1 else of[0] for of in zip(*each, strict=True))
-        at = first % BLOCK
-        if is_run:
-            return cos[at : at + len(pos)], sin[at : at + len(pos)]
-        rows = torch.tensor(pos) - blocks[0] * BLOCK
-        return cos[rows], sin[rows]
-
-    def is_fixed(self, limit: int) -> bool:
-        """True if the rotation of a position does not depend on the positions of other rows in the pass."""
-        near = range(min(32, limit))
-        alone, among = self._asked(near), self._asked([*near, limit - 1])
-        return all(torch.equal(a, b[: len(near)]) for a, b in zip(alone, among, strict=True))
-
-    def _asked(self, pos: Sequence[int]) -> tuple[Tensor, Tensor]:
-        cos, sin = self._module(self._like, position_ids=torch.tensor([list(pos)]))
-        return cos[0], sin[0]
-
-
-class DirectForward:
-    """A direct forward pass. It holds modules of the model, but not the model."""
-
-    def __init__(
-        self, embedding: nn.Module, turns: RopeTable | None, layers: Sequence[FusedLayer], norm: Any, head: nn.Module
-    ):
-        """`norm`: the final norm."""
-        self._embedding, self._turns, self._layers, self._norm, self._head = embedding, turns, layers, norm, head
-        self._weight = embedding.weight if type(embedding) is nn.Embedding else None
-
-    def __call__(
-        self,
-        ids: Sequence[int],
-        pos: Sequence[int],
-        want: Sequence[int] | None,
-        its_pass: ForwardPass | BatchedPass | RecordingPass,
-        layers: range | None = None,
-        hidden: Tensor | None = None,
-    ) -> Tensor:
-        """Return the logits [len(want), V] of these rows; None = of all rows.
-
-        `layers`: run these layers only, with the input `hidden` [N, E] or the embeddings. If they end below the last
-        layer, return their output [N, E].
-        """
-        through = range(len(self._layers)) if layers is None else layers
-        with torch.inference_mode():
-            x = self._embedded(ids) if hidden is None else hidden
-            cos, sin = self._turns(pos) if self._turns is not None else (None, None)
-            for i in through:
-                x = self._layers[i].run(x, cos, sin, its_pass)
-            if through.stop < len(self._layers):
-                return x
-            x = self._norm(x if want is None else x[want])
-            if getattr(its_pass, "shows", False):  # hooks do not run, because no module is called
-                its_pass.hidden_states = x  # type: ignore[union-attr]
-            logits: Tensor = self._head.forward(x)
-        return logits
-
-    def _embedded(self, ids: Sequence[int]) -> Tensor:
-        if isinstance(self._weight, NativeWeight):
-            return rows_of(self._weight.packed, torch.tensor(ids), self._weight.dtype)
-        found: Tensor = self._embedding(torch.tensor(ids))
-        return found
+    keeps = [*norms, *of_heads, *mlps, *weights]
+    return FusedLayer(trial.asked.layer, made, trial.asked.params, turns, layer.forward, keeps)
 
 
 def direct_forward_of(lm: LM, layers: Iterable[nn.Module]) -> DirectForward | None:

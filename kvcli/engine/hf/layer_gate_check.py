@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import call, run, run_to_end
+from kvcli.engine.engine import run, run_to_end
 from kvcli.engine.forward import ForwardPass
 from kvcli.engine.forward_request import ForwardRequest, Passes, Rows
+from kvcli.engine.hf.cache_shim import call
 from kvcli.engine.hf.model_probe import WITHIN, relative_rms
 from kvcli.engine.prefill.aux_cache import AuxCache
 from kvcli.engine.prefill.layerwise import LayerwisePrefill

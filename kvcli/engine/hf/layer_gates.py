@@ -32,8 +32,7 @@ class Gate:
         """Run the layer on hidden_states [1, N, E]; return them unchanged if the pass starts at a later layer."""
         its_pass = current()
         forward: Any = self._forward()
-        layers: range | None = getattr(its_pass, "layers", None)
-        if layers is None:
+        if its_pass is None or (layers := its_pass.layers) is None:
             return forward(hidden_states, *args, **kwargs)
         if not layers.stop:  # no layer: return the input of the first one
             its_pass.hidden = hidden_states[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcli.engine.hf import model_settings
-from kvcli.engine.hf.lm import probed, quiet
+from kvcli.engine.hf.model_probe import probed, quiet
 from kvcli.engine.loading.weights import limit_to_files
 from kvcli.errors import BadModel
 from kvcli.models.checkpoint import CheckpointFormat, count, refuse_unpackable

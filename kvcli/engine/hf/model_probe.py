@@ -4,20 +4,25 @@ differ.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils import logging
 
-from kvcli.engine.engine import call, run
+from kvcli.engine.engine import run
 from kvcli.engine.forward import PLACE, attention_params_of
 from kvcli.engine.forward_request import Draft, ForwardRequest, Rows
+from kvcli.engine.hf.cache_shim import call
+from kvcli.engine.hf.lm import LM, ModelLayout
 from kvcli.engine.hf.mla import LatentProjection, latent_of
-from kvcli.engine.hf.recurrent_layers import RecurrentLayerFinder, RecurrentLayers
+from kvcli.engine.hf.recurrent_layers import RecurrentLayerFinder
 from kvcli.engine.sequence.commit import commit
 from kvcli.errors import BadModel
 from kvcli.kernels import triton_support
@@ -26,9 +31,6 @@ from kvcli.kv.recurrent_state import RecurrentStates, StateCheckpoint, apart_by
 from kvcli.kv.slots import AttentionParams, LayerShape
 from kvcli.kv.tiers.dense import Dense
 from kvcli.models.refusals import blame_files
-
-if TYPE_CHECKING:
-    from kvcli.engine.hf.lm import LM
 
 # A reduced model that runs only a few layers of each kind, because layers that differ only in their weights need one
 # test.
@@ -97,6 +99,7 @@ def reduced_model(lm: LM, layers: Sequence[nn.Module]) -> Iterator[list[int]]:
             del layer.forward
 
 
+_PROBE = "kvcli_probe"  # name of the probe in transformers' registries
 _SERVED = {"position_ids", "cache_position", "position_embeddings", "s_aux"}  # tensors that our attention accepts
 # Relative RMS of a row's logits. Stock attention takes its softmax in float32 even in a float64 model.
 WITHIN = {torch.float64: 1e-5, torch.float32: 3e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
@@ -154,26 +157,53 @@ class Probe:
         return int(mark) if mark in range(len(self.masks)) else -1
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLayout:
-    """The properties of a model that our attention and KV cache need."""
-
-    heads: tuple[int, ...]  # query heads by layer
-    attention_params: tuple[AttentionParams, ...]
-    attention_sink_logits: tuple[Tensor | None, ...]
-    attentions: tuple[nn.Module, ...]
-    stored: tuple[LayerShape, ...]
-    recurrent_layers: RecurrentLayers
-    latents: Mapping[int, LatentProjection]  # by the layer's own index, for layers that store latents
-    notes: tuple[str, ...]
+def probed(model: Any, n_layers: int, limit: int, name: str) -> ModelLayout:
+    """Run one row to find out how the layers call attention; raises BadModel for unsupported calls."""
+    probe = Probe()
+    AttentionInterface.register(_PROBE, probe.attention)
+    AttentionMaskInterface.register(_PROBE, probe.mask)
+    try:
+        with attention_set(model, _PROBE):
+            return _probe_layers(model, probe, n_layers, limit, name)
+    finally:
+        probe.layers.clear()  # transformers' registry keeps the probe, so the probe must not keep the model alive
 
 
-def probe_layers(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> ModelLayout:
+@contextmanager
+def attention_set(model: Any, name: str) -> Iterator[None]:
+    """Set another attention function for the length of a block."""
+    # an outer class may have another setting, which it keeps
+    before = model.config.get_text_config()._attn_implementation
+    with quiet():
+        model.set_attn_implementation(name)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(before)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress the progress bars and warnings of transformers. Relevant ones are reported as a note or an error."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _probe_layers(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> ModelLayout:
     """Run one row through the model with `probe` in place; raises BadModel if a layer needs an unsupported feature."""
     kind = f"{name} ({model.config.model_type})"
     finder = RecurrentLayerFinder()
     with blame_files(lambda said: refusal(kind, "a forward pass of one token fails", [said])), finder.watching(model):
-        call(model, [0], [0], [0], its_pass=probe, cache_shim=finder)
+        call(model, [0], [0], [0], cache_shim=finder)
     layers, recurrent_layers = probe.layers, finder.recurrent_layers()
     if not layers and recurrent_layers:
         _refuse(kind, "none of its layers has attention", ["kvcli needs an attention layer beside recurrent ones"])
@@ -197,17 +227,18 @@ def probe_layers(model: Any, probe: Probe, n_layers: int, limit: int, name: str)
     lacks = Counter(of.why_not for of in found.values() if of.why_not)
     notes = tuple(f"{n} layers store keys and values instead of latents: {why}" for why, n in lacks.items())
     stored = tuple(_stored(at, latents.get(at.index), layers[:place]) for place, at in enumerate(layers))
-    return ModelLayout(heads, attention_params, sinks, modules, stored, recurrent_layers, latents, notes)
+    decoder = _decoder_layers(model, modules, has_others=bool(recurrent_layers))
+    return ModelLayout(heads, attention_params, sinks, modules, stored, recurrent_layers, latents, decoder, notes)
 
 
-def decoder_layers(model: nn.Module, shape: ModelLayout) -> nn.ModuleList | None:
+def _decoder_layers(model: nn.Module, attentions: Sequence[nn.Module], *, has_others: bool) -> nn.ModuleList | None:
     """Return the list of decoder layers, if the model has one. It excludes embeddings, output layer and vision
-    modules."""
+    modules. `has_others`: some layers have no attention."""
     for part in model.modules():
-        if not isinstance(part, nn.ModuleList) or len(part) < len(shape.attentions):
+        if not isinstance(part, nn.ModuleList) or len(part) < len(attentions):
             continue
-        attend = [layer for layer in part if any(module in shape.attentions for module in layer.modules())]
-        if len(attend) == len(shape.attentions) and (len(attend) == len(part) or shape.recurrent_layers):
+        attend = [layer for layer in part if any(module in attentions for module in layer.modules())]
+        if len(attend) == len(attentions) and (len(attend) == len(part) or has_others):
             return part
     return None
 

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import ismethod, unwrap
-from itertools import pairwise
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakMethod, ref
 
 import torch
@@ -24,15 +23,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from kvcli.engine.hf.cache_shim import CacheShim, active_pass, current
+from kvcli.engine.hf.cache_shim import CacheShim, RunningPass, active_pass, current
 from kvcli.errors import BadModel
 from kvcli.kernels import native
 from kvcli.kernels.gated_delta import SERVED, causal_conv, gated_delta, numbers
 from kvcli.kernels.module_probe import REFUSALS
 from kvcli.kv.recurrent_state import NOTHING, Key, RecurrentStates, StateCheckpoint, StateUpdate
-
-if TYPE_CHECKING:
-    from kvcli.engine.forward_request import ForwardRequest
 
 # Most accepted rows that are replayed row by row. Without special kernels PyTorch computes chunks of 64 rows, and on a
 # CPU one chunk takes as long as four single rows (a gated delta net of 12 heads).
@@ -69,6 +65,8 @@ class SequenceSlice:
 class StateCacheShim(CacheShim):
     """The layers' cache in a pass over a model with recurrent layers: each layer gets the state of its sequence."""
 
+    has_states = True
+
     def __init__(self, parts: Sequence[SequenceSlice], n_mixers: int, of: CacheShim | None = None) -> None:
         """`of`: the cache shim for a model without recurrent layers."""
         super().__init__(of.latents, may_expand=of.may_expand) if of is not None else super().__init__()
@@ -100,11 +98,6 @@ class StateCacheShim(CacheShim):
         """True, so that a history is not overwritten in place."""
         return True
 
-    @property
-    def cache_shim(self) -> StateCacheShim:
-        """Return itself, because this object replaces the pass during a replay."""
-        return self
-
     def advance_state(self, i: int) -> Callable[[int], None]:
         """Return the function that advances the states of the i-th sequence by its accepted rows."""
         part = self.parts[i]
@@ -122,11 +115,12 @@ class StateCacheShim(CacheShim):
         assert part.tape is not None, "rows of a prompt were rejected"
         if part.behind:
             return {key: behind(n) for key, behind in part.behind.items()}
-        known = part.folding.before
+        known, replay = part.folding.before, RunningPass()
+        replay.cache_shim = self
         for rows in [slice(i, i + 1) for i in range(n)] if n <= FEW else [slice(0, n)]:
             self.answers = {layer: (t[..., rows, :] for t in outputs) for layer, outputs in part.tape.items()}
             self.now = again = SequenceSlice(part.states, StateUpdate(known, rows.stop - rows.start), rows)
-            with torch.inference_mode(), active_pass(self):
+            with torch.inference_mode(), active_pass(replay):
                 for mixer, call in part.calls.items():
                     assert call is not None, "the calls of the recorded pass are missing"
                     mixer.run(again, _picked(call, part.folding.n_rows, rows))
@@ -229,29 +223,9 @@ class RecurrentLayers:
         """Reason why passes are not captured; "" without recurrent layers."""
         return "it has recurrent layers" if self._found else ""
 
-    def cache_shim(self, requests: Sequence[ForwardRequest], plain: CacheShim) -> StateCacheShim:
-        """Return the layers' cache for a pass over these sequences, in place of `plain`. Raises BadModel if rows are no
-        chain, or have no states."""
-        ends = [0]
-        for request in requests:
-            ends.append(ends[-1] + request.rows.n_rows)
-        parts = [_part(request, slice(*of)) for request, of in zip(requests, pairwise(ends), strict=True)]
+    def cache_shim(self, parts: Sequence[SequenceSlice], plain: CacheShim) -> StateCacheShim:
+        """Return the layers' cache for a pass over these sequences, in place of `plain`."""
         return StateCacheShim(parts, len(self._found), plain)
-
-
-def _part(request: ForwardRequest, rows: slice) -> SequenceSlice:
-    name = request.lm.info.id
-    if request.states is None:
-        why = "this method reads the KV cache directly, without recurrent states"
-        raise refused(name, why, ["--set policy.name=window", "--set spec.method=ngram"])
-    if request.rows.tree_mask is not None:
-        raise refused(
-            name, "it drafts one chain only, without lookahead", ["--set spec.method=ngram --set spec.branches=1"]
-        )
-    assert request.states.now.at in (0, request.rows.pos[0]), "rows do not follow the recurrent state"
-    is_sure = request.is_prompt or request.rows.n_rows == 1
-    folding = StateUpdate(request.states.now, request.rows.n_rows, is_sure=is_sure)
-    return SequenceSlice(request.states, folding, rows, tape=None if is_sure else {})
 
 
 def refused(name: str, why: str, try_: Sequence[str]) -> BadModel:
@@ -326,8 +300,9 @@ def _mixer(module: nn.Module) -> RecurrentLayer:
 
 def _state_shim() -> StateCacheShim | None:
     """Return the layers' cache of the running pass, if its model has recurrent layers."""
-    found = getattr(current(), "cache_shim", None)
-    return found if found is not None and found.parts else None
+    its_pass = current()
+    found: Any = its_pass.cache_shim if its_pass is not None else None
+    return found if found is not None and found.has_states else None
 
 
 def _now() -> SequenceSlice:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import call
+from kvcli.engine.hf.cache_shim import RunningPass, call
 from kvcli.errors import BadModel
 from kvcli.kernels.rope import Rotary, rotate, unrotate
 
@@ -29,7 +29,7 @@ _WITHIN = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.01, torch.
 
 
 @dataclass
-class _KeyRecorder:
+class _KeyRecorder(RunningPass):
     """A stand-in for a forward pass that records the keys of each layer. Attention outputs zeros, so that a row's
     position affects only its own keys."""
 

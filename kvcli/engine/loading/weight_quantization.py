@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from kvcli.engine.hf import model_probe
+from kvcli.engine.hf.lm import ModelLayout
 from kvcli.engine.loading import weights
 from kvcli.engine.loading.device_split import split_layers_
 from kvcli.engine.resources import drop_pages
 from kvcli.errors import BadModel
 from kvcli.kernels import linear_quantized
 from kvcli.kernels.linear_quantized import Bits, Swap, quantize_, quantize_experts_
-from kvcli.kv.slots import LayerShape
 from kvcli.models.gguf import convert
 
 
 def quantize_and_place(
-    model: Any, shape: model_probe.ModelLayout, quant: str, device: torch.device
+    model: Any, layout: ModelLayout, quant: str, device: torch.device
 ) -> tuple[str, tuple[str, ...]]:
     """Quantize the model and move it to `device`. Return what runs its linear layers, and notes on layers that were not
     quantized."""
@@ -33,8 +30,7 @@ def quantize_and_place(
         method = getattr(given, "quant_method", "quantized")
         description = f"{by} packed int4" if method == convert.METHOD else getattr(method, "value", method)
         return ("torch" if given is None else f"{description}, as in the checkpoint"), ()
-    layers = model_probe.decoder_layers(model, shape)
-    if layers is None:  # LongCat has two attention modules per layer
+    if (layers := layout.layers) is None:  # LongCat has two attention modules per layer
         why = "its attention modules are in no list of layers"
         raise BadModel(
             "its linear layers cannot be quantized", code="model_unsupported", lines=[why], try_=["--quant none"]
@@ -59,12 +55,12 @@ def _packed(layers: nn.Module, quant: str, device: torch.device) -> tuple[str, S
 
 
 def split(
-    model: Any, shape: model_probe.ModelLayout, quant: str, device: torch.device, on_gpu: int
+    model: Any, layout: ModelLayout, quant: str, device: torch.device, on_gpu: int
 ) -> tuple[str, tuple[str, ...], list[torch.device]]:
     """Quantize the model, with the last layers on `device`. Return also the device of each layer."""
-    layers = None if shape.recurrent_layers else model_probe.decoder_layers(model, shape)
+    layers = None if layout.recurrent_layers else layout.layers
     if layers is None:
-        why = "some are recurrent" if shape.recurrent_layers else "its attention modules are in no list of layers"
+        why = "some are recurrent" if layout.recurrent_layers else "its attention modules are in no list of layers"
         raise BadModel("layers of this model cannot be split over devices", code="no_split", lines=[why])
     n, notes = min(on_gpu, len(layers)), list[str]()
     backends = dict[str, None]()
@@ -76,14 +72,6 @@ def split(
     places = split_layers_(model, list(layers), n, device)
     description = f"{n} of {len(layers)} layers on {device}" if n < len(layers) else f"embeddings on {model.device}"
     return f"{' and '.join(backends)}, {description}", tuple(notes), places
-
-
-def with_devices(
-    stored: Sequence[LayerShape], places: Sequence[torch.device] | None, device: torch.device
-) -> tuple[LayerShape, ...]:
-    """Return the layers' shapes with the device of those on another device."""
-    elsewhere = [None if place == device else place for place in places or [device] * len(stored)]
-    return tuple(replace(of, device=place) if place else of for of, place in zip(stored, elsewhere, strict=True))
 
 
 def _swap_notes(swap: Swap, quant: str) -> tuple[str, ...]:

@@ -209,7 +209,7 @@ def load_weights(
             dtype="auto" if dtype == "auto" else getattr(torch, NUMBERS[dtype]),
             device_map={"": str(device)} if packing.stays(device.type) and device.type != "cpu" else None,
             **({"quantization_config": packs} if packs else {}),
-            attn_implementation="eager",  # our attention is set after building: LM.of first probes the model's own
+            attn_implementation="eager",  # our attention is set after building: wrap_lm first probes the model's own
             use_safetensors=not source.is_pickle,
             trust_remote_code=trust_remote_code,
             local_files_only=True,

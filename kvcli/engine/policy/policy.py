@@ -1,9 +1,9 @@
-"""Eviction policies: the protocol for choosing the slots to keep."""
+"""Eviction policies: the protocol for choosing the slots to keep, and their input at a compression point."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
     from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import CompressionPoint
+    from kvcli.engine.policy.policy_inputs import QueryRecorder
     from kvcli.kernels.attention_mass import Over
-    from kvcli.kv.slots import Masks, Slots
+    from kvcli.kv.slots import KVCache, Masks, Slots
     from kvcli.kv.snapshot import Snapshottable
 
 # "reading": a chunk of the prompt was prefilled; "read": all of it; "answering": the answer is being decoded
@@ -157,6 +157,57 @@ class Policy(Protocol):
 
     def describe_result(self, policy_state: Any) -> str:
         """Describe the result for one sequence, from the policy's state for it, in words; "" = nothing to report."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionPoint:
+    """The input of a policy at a compression point: a sequence between two passes, with the slots to choose from."""
+
+    lm: LM
+    kv: KVCache
+    query_recorder: QueryRecorder
+    guard: ProtectedTokens
+    ids: Sequence[int]
+    kinds: Tensor  # [T] int8, by position; [0] if the policy does not need kinds
+    phase: Phase
+    n_prompt: int  # as in LayerContext
+    is_whole: bool  # no policy has evicted or moved a slot so far, and no pruner has deferred a token
+    policy_state: Any  # the policy's state for this sequence
+    _protected: dict[int, Tensor] = field(default_factory=dict)  # by layer, of those requested so far
+
+    @property
+    def layers(self) -> range:
+        return range(self.lm.n_layers)
+
+    @property
+    def full_layers(self) -> list[int]:
+        """Layers that a policy compresses: they store slots, and no sliding window evicts them."""
+        layers = zip(self.lm.attention_params, self.lm.shapes, strict=True)
+        return [i for i, (params, shape) in enumerate(layers) if params.window is None and shape.shared_from is None]
+
+    def layer(self, i: int) -> tuple[Slots, LayerContext]:
+        """Return the slots of one layer, which may be a copy. Process one layer after the other."""
+        slots = self.kv.slots(i)
+        if rank := self.lm.shapes[i].rank:
+            slots = replace(slots, v=slots.k[..., :rank])
+        self._protected[i] = protected = self.guard.covers(slots.pos, self.kinds)
+        recorded = self.query_recorder.of(i, slots.k)
+        of_text = self.phase, len(self.ids), self.n_prompt, recorded, self.kinds, protected, self.policy_state
+        return slots, LayerContext.of(self.lm, i, *of_text)
+
+    def ask(self, policy: Policy) -> Passes[Masks]:
+        """Return the masks of the policy with the protected tokens added."""
+        from kvcli.engine.forward_request import await_passes  # late: reading a profile must not import torch
+
+        masks = yield from await_passes(policy.select(self))
+        return [None if mask is None else _guarded(mask, self._protected[i]) for i, mask in enumerate(masks)]
+
+
+def _guarded(mask: Tensor, protected: Tensor) -> Tensor:
+    """Add the protected slots to a mask; in a mask of levels they get level 0."""
+    from torch import bool as bool_
+
+    return mask | protected if mask.dtype is bool_ else mask.masked_fill(protected, 0)
 
 
 class PolicyDefaults:

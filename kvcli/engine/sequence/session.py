@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcli.engine.forward_request import Coroutine, ForwardRequest, ForwardResult, Passes, Rows, await_passes
-from kvcli.engine.policy.compression_point import CompressionPoint
-from kvcli.engine.policy.policy import Phase
+from kvcli.engine.forward_request import (
+    Coroutine,
+    ForwardRequest,
+    ForwardResult,
+    Passes,
+    Rows,
+    SamplingContext,
+    await_passes,
+)
+from kvcli.engine.policy.policy import CompressionPoint, Phase
 from kvcli.engine.prefill.layerwise import LayerwisePrefill
 from kvcli.engine.prefill.span_reuse import ReusableSpans, copy_matching_spans
 from kvcli.engine.sequence.commit import accepted_path, commit
-from kvcli.engine.sequence.sampler import Sampler, SamplingContext
+from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.state import KindSpan, SequenceState, edit_points, kinds_of
 from kvcli.engine.stats import Step
 from kvcli.kv.slots import Masks

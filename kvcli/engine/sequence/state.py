@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from kvcli.engine.forward_request import SeenTokens
 from kvcli.engine.hf.rope import rotaries
-from kvcli.engine.policy.compression_point import QueryRecorder
 from kvcli.engine.policy.policy import Policy, PolicyRequirements
+from kvcli.engine.policy.policy_inputs import QueryRecorder
 from kvcli.engine.prefill.aux_cache import AuxCache
 from kvcli.engine.prefill.layerwise import LayerwisePrefill, check_model
-from kvcli.engine.sequence.sampler import Sampler, SeenTokens
+from kvcli.engine.sequence.sampler import Sampler
 from kvcli.kv.recurrent_state import RecurrentStates
 from kvcli.kv.slots import CacheView, KVCache, Loss
 from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, Snapshottable, State

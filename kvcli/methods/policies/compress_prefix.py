@@ -42,7 +42,8 @@ def compress_prefix(text: SequenceState, end: int, most: int) -> Passes[bool]:
     import torch
 
     from kvcli.engine.hf.rope import rotaries
-    from kvcli.engine.policy.compression_point import CompressionPoint, QueryRecorder
+    from kvcli.engine.policy.policy import CompressionPoint
+    from kvcli.engine.policy.policy_inputs import QueryRecorder
     from kvcli.engine.sequence.state import kinds_of
 
     lm, zipped = text.lm, KVzip(budget=most, alloc="uniform", recent=1)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import CompressionPoint
-    from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
+    from kvcli.engine.policy.policy import CompressionPoint, LayerContext, PolicyRequirements
     from kvcli.kv.slots import Masks, Slots
 
 

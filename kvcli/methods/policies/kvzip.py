@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from kvcli.engine.forward_request import Passes, Rows
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import CompressionPoint
-    from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
+    from kvcli.engine.policy.policy import CompressionPoint, LayerContext, PolicyRequirements
     from kvcli.kv.slots import Masks, Slots
 
     LayerRows = tuple[Tensor, Tensor, Tensor | None]  # one layer's queries [H, N, D], keys [K, N, D], input [N, E]

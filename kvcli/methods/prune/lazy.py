@@ -12,12 +12,14 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.methods.prune.layer_pruner import LayerPruner, attention_mass, pooled
+from kvcli.methods.prune.layer_pruner import LayerPruner, attention_mass, highest, pooled
 from kvcli.methods.prune.schedule import Schedule
 from kvcli.settings.profile import KV_OF_ALL, NOT_WHOLE, Needs
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from kvcli.engine.forward_request import Rows
@@ -105,6 +107,33 @@ class LazyLLM(Schedule):
 
     def bind_revival(self, lm: LM, cache: KVCache, aux_cache: AuxCache) -> Choose:
         """Return the function that selects tokens to revive by the attention of the newest token."""
-        from kvcli.methods.prune.revival import Revival
-
         return Revival(self, lm, cache, aux_cache)
+
+
+class Revival:
+    """Selector of the tokens to revive in one revival pass of the newest token.
+
+    LazyLLM's decoding, with limits on the number of tokens. Before a layer of the schedule, tokens deferred there are
+    scored by the attention of the newest row in the layer below, among all tokens with keys in it. The best of them
+    continue from there, if they are among the tokens that the schedule lets continue. Rows attend to all slots of their
+    layers; in the paper they attend to the selected tokens only.
+    """
+
+    def __init__(self, lazy: LazyLLM, lm: LM, cache: KVCache, aux_cache: AuxCache) -> None:
+        self._lazy, self._lm, self._cache, self._aux_cache = lazy, lm, cache, aux_cache
+        self._cuts = lazy.cuts(lm)
+
+    def __call__(self, layer: int, live: ActiveRows, pos: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the positions `pos` that continue (the newest always does), and the deferred positions to revive."""
+        waiting, lazy = self._aux_cache.at(layer), self._lazy
+        if layer not in self._cuts or not (waiting or len(pos) > 1):
+            return pos, ()
+        mass = attention_mass(self._lm, self._cache, layer - 1, live, pos)
+        of = len(mass) if lazy.ratio_of == "prompt" else int((mass > 0).sum())
+        order = highest(mass, math.ceil(self._cuts[layer] * of), lazy.mass)
+        chosen, missing = set(order), set(waiting)
+        on = [p for p in pos if p in chosen or p == pos[-1]]
+        if not waiting or float(mass[waiting].sum()) < lazy.revive_min_mass:
+            return on, ()
+        room = max(0, lazy.revive_max + 1 - len(on))
+        return on, [p for p in order if p in missing][:room]

@@ -44,7 +44,10 @@ class CacheBlend(Pie):
         from kvcli.methods.reuse.rerotated_spans import RerotatedSpans
         from kvcli.methods.reuse.selective_recompute import SelectiveRecompute
 
-        return RerotatedSpans(lm, self.min_span, SelectiveRecompute(lm, self) if self.recompute else None)
+        if not self.recompute:
+            return RerotatedSpans(lm, self.min_span)
+        by_hidden, chooses = self.select == "hidden", self.recompute < 1
+        return RerotatedSpans(lm, self.min_span, SelectiveRecompute(lm, self.shares, by_hidden, chooses))
 
     def shares(self, n: int) -> list[float]:
         """Return the share of a span that is recomputed in each of n layers (or layers sharing KV) above the first."""

@@ -6,7 +6,7 @@ to each other. The new KV replaces the reused KV, and the whole span is committe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.prefill.span_reuse import Held, MatchingSpan, SpanSource
     from kvcli.kv.slots import CacheReader, KVCache
-    from kvcli.methods.reuse.cacheblend import CacheBlend
 
 PART = 1024  # tokens of a source sequence per pass through its first layer
 
@@ -31,10 +30,12 @@ PART = 1024  # tokens of a source sequence per pass through its first layer
 class SelectiveRecompute:
     """Selective recompute for the spans of one prompt."""
 
-    def __init__(self, lm: LM, settings: CacheBlend) -> None:
+    def __init__(self, lm: LM, shares: Callable[[int], list[float]], by_hidden: bool, chooses: bool) -> None:
+        """`shares(n)`: the share of a span that is recomputed in each of n layers above the first. `by_hidden`: tokens
+        are chosen by their hidden states. `chooses`: not all tokens are recomputed."""
         self._lm, self._spans = lm, layer_groups(lm.shapes)
-        self._shares = settings.shares(len(self._spans) - 1)
-        self._by_hidden, self._chooses = settings.select == "hidden", settings.recompute < 1
+        self._shares = shares(len(self._spans) - 1)
+        self._by_hidden, self._chooses = by_hidden, chooses
         self._before: list[First] = []
 
     def __call__(self, rows: Rows, held: Held, kv: KVCache, run: MatchingSpan, source: SpanSource) -> Passes[Held]:

@@ -10,8 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
-from kvcli.engine.forward_request import Passes, Rows
-from kvcli.engine.sequence.sampler import SamplingContext
+from kvcli.engine.forward_request import Passes, Rows, SamplingContext
 from kvcli.engine.stats import Step
 from kvcli.errors import BadInput
 from kvcli.methods.steps.judge import Judge

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import CompressionPoint
-    from kvcli.engine.policy.policy import PolicyRequirements
+    from kvcli.engine.policy.policy import CompressionPoint, PolicyRequirements
     from kvcli.kv.slots import Masks
 
 
@@ -56,7 +55,7 @@ def ahead(at: CompressionPoint, most: int) -> Passes[CompressionPoint]:
     import torch
 
     from kvcli.engine.forward_request import ForwardRequest, Rows
-    from kvcli.engine.policy.compression_point import QueryRecorder
+    from kvcli.engine.policy.policy_inputs import QueryRecorder
     from kvcli.engine.prefill.span_reuse import KVOverlay
     from kvcli.policies.scoring.replay import SlotsBeforeView
 

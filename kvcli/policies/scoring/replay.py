@@ -17,7 +17,7 @@ from kvcli.kv.slots import AttentionParams, Slots, Usage, attend_new_only, compa
 from kvcli.kv.tiers.device_tables import DeviceCache
 
 if TYPE_CHECKING:
-    from kvcli.engine.policy.compression_point import CompressionPoint
+    from kvcli.engine.policy.policy import CompressionPoint
 
 Pick = Callable[[Slots, LayerContext], Tensor]  # one layer -> slots to keep [K, S]
 

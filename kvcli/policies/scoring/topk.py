@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import CompressionPoint, ProjectedValueNorms
-    from kvcli.engine.policy.policy import LayerContext
+    from kvcli.engine.policy.policy import CompressionPoint, LayerContext
+    from kvcli.engine.policy.policy_inputs import ProjectedValueNorms
     from kvcli.kv.slots import Masks, Slots
     from kvcli.kv.snapshot import SnapshotReader, Snapshottable, State
     from kvcli.policies.scoring.budget_split import Share
@@ -142,7 +142,7 @@ class TopK(PolicyDefaults):
         """Return the requirements of all score policies and of this score. `own` makes its per-sequence state, `known`
         is its per-model data, `more` are further fields of PolicyRequirements.
         """
-        from kvcli.engine.policy.compression_point import ProjectedValueNorms
+        from kvcli.engine.policy.policy_inputs import ProjectedValueNorms
         from kvcli.engine.sequence.state import QUESTION, SHOT, SYSTEM, TOOLS
 
         heads = head_rows(self.headmap, lm) if self.headmap else []

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvcli.api import Turn
-from kvcli.engine.stats import FEW, ModelInfo, Stats
+from kvcli.engine.model_info import ModelInfo
+from kvcli.engine.stats import FEW, Stats
 from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.terminal import folded, text_width
 

@@ -19,13 +19,13 @@ from kvcli.methods.policies.fastgen.recovery import CandidateSets
 from kvcli.methods.policies.fastgen.recovery_attention import RowAttention
 
 if TYPE_CHECKING:
-    from kvcli.methods.policies.fastgen.policy import FastGen
+    from kvcli.methods.policies.fastgen.settings import FastGenSettings
 
 
 class Scores:
     """Attention scores of one layer. Rows score only tokens beyond the guard, because the newest are kept anyway."""
 
-    def __init__(self, far: Tensor, rows: Tensor, upto: int, sets: CandidateSets, settings: FastGen) -> None:
+    def __init__(self, far: Tensor, rows: Tensor, upto: int, sets: CandidateSets, settings: FastGenSettings) -> None:
         """Start with `far` [K, S]: attention by rows at positions `rows` [m] of the first `upto` tokens.
 
         A score is the attention per row that could attend to the token; as published the sum, which favours old tokens.
@@ -43,7 +43,9 @@ class Scores:
         return {"upto": self._upto, "rows": self._rows, "weight": self._weight, "held": held}
 
     @staticmethod
-    def made(given: SnapshotReader, sets: CandidateSets, settings: FastGen, heads: int, device: torch.device) -> Scores:
+    def made(
+        given: SnapshotReader, sets: CandidateSets, settings: FastGenSettings, heads: int, device: torch.device
+    ) -> Scores:
         """Build the scores from `state()` of a layer with `heads` KV heads. Raises SnapshotMismatch."""
         rows = given.tensor("rows", torch.int64, None).to(device)
         weight = given.floats("weight", len(rows)).to(device)

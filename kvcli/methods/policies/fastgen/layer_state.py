@@ -16,7 +16,7 @@ from kvcli.methods.policies.fastgen.recovery import CandidateSets, classes
 if TYPE_CHECKING:
     from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
-    from kvcli.methods.policies.fastgen.policy import FastGen
+    from kvcli.methods.policies.fastgen.settings import FastGenSettings
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class LayerChoice:
         return {**numbers, **tensors, **({"scores": self.scores.state()} if self.scores is not None else {})}
 
     @staticmethod
-    def made(given: SnapshotReader, settings: FastGen, heads: int, device: torch.device) -> LayerChoice:
+    def made(given: SnapshotReader, settings: FastGenSettings, heads: int, device: torch.device) -> LayerChoice:
         """Build the choice from `state()` of a layer with `heads` KV heads. Raises SnapshotMismatch."""
         c = len(settings.candidates)
         sets = replace(

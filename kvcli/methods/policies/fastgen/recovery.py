@@ -20,7 +20,7 @@ from kvcli.kv.slots import Slots
 from kvcli.methods.policies.fastgen.recovery_attention import NEVER, Block, RowAttention, times
 
 if TYPE_CHECKING:
-    from kvcli.methods.policies.fastgen.policy import FastGen
+    from kvcli.methods.policies.fastgen.settings import FastGenSettings
 
 Criterion = Literal["mean", "cvar10", "p05"]
 
@@ -39,7 +39,7 @@ class CandidateSets:
     most: int  # most bytes of attention in memory
 
     @staticmethod
-    def of(settings: FastGen, kinds: Tensor, n_prompt: int | None = None) -> CandidateSets:
+    def of(settings: FastGenSettings, kinds: Tensor, n_prompt: int | None = None) -> CandidateSets:
         """Build the sets for token kinds [T]; the local window is a share of the prompt (None: of all T tokens)."""
         n = kinds.shape[0]
         local = round(settings.reach * (n if n_prompt is None else n_prompt))
@@ -85,7 +85,7 @@ def recover(
     q_pos: Tensor,
     s: Slots,
     kinds: Tensor,
-    settings: FastGen,
+    settings: FastGenSettings,
     scale: float,
     softcap: float = 0.0,
     window: int | None = None,

@@ -20,9 +20,9 @@ from kvcli.policies.scoring.replay import Replay
 if TYPE_CHECKING:
     from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import CompressionPoint
+    from kvcli.engine.policy.policy import CompressionPoint
     from kvcli.kv.slots import Masks
-    from kvcli.methods.policies.fastgen.policy import FastGen
+    from kvcli.methods.policies.fastgen.settings import FastGenSettings
 
 TRIALS = 6  # values of T tried; each takes a short forward pass
 LEAST = 16  # a later prompt with fewer rows is not measured: heads keep their choice
@@ -31,7 +31,7 @@ LEAST = 16  # a later prompt with fewer rows is not measured: heads keep their c
 class FastGenState:
     """FastGen's state of one sequence. All slots are kept during prefill; then a candidate is chosen per head."""
 
-    def __init__(self, settings: FastGen, lm: LM, full: Sequence[Sequence[bool]] = ()) -> None:
+    def __init__(self, settings: FastGenSettings, lm: LM, full: Sequence[Sequence[bool]] = ()) -> None:
         """`full` [L][K]: heads that keep everything regardless of their attention."""
         self.settings, self._lm = settings, lm
         self.recovery = settings.least  # T in force

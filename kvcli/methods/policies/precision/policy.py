@@ -22,7 +22,7 @@ from kvcli.policies.scoring.running_scores import RunningScores
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import CompressionPoint
+    from kvcli.engine.policy.policy import CompressionPoint
     from kvcli.kv.cache.precision_budget import PrecisionBudget
     from kvcli.kv.slots import Masks
     from kvcli.kv.snapshot import SnapshotReader, State

@@ -1,19 +1,14 @@
-"""The input of an eviction policy at a compression point, and the recorder of the queries that it asked for."""
+"""Inputs that eviction policies request: recorded queries, and norms of projected values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch import bool as bool_
 
-from kvcli.engine.forward_request import Passes, await_passes
-from kvcli.engine.policy.policy import LayerContext, Phase, Policy, ProtectedTokens
 from kvcli.errors import BadModel
-from kvcli.kv.slots import KVCache, Masks, Slots
 from kvcli.kv.snapshot import SnapshotReader, State
 
 if TYPE_CHECKING:
@@ -161,50 +156,3 @@ def _weight(module: Any, width: int, dtype: torch.dtype, device: torch.device) -
         each = torch.eye(width, dtype=dtype, device=device)
         found: Tensor = module(each) - module(torch.zeros_like(each[:1]))
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class CompressionPoint:
-    """The input of a policy at a compression point: a sequence between two passes, with the slots to choose from."""
-
-    lm: LM
-    kv: KVCache
-    query_recorder: QueryRecorder
-    guard: ProtectedTokens
-    ids: Sequence[int]
-    kinds: Tensor  # [T] int8, by position; [0] if the policy does not need kinds
-    phase: Phase
-    n_prompt: int  # as in LayerContext
-    is_whole: bool  # no policy has evicted or moved a slot so far, and no pruner has deferred a token
-    policy_state: Any  # the policy's state for this sequence
-    _protected: dict[int, Tensor] = field(default_factory=dict)  # by layer, of those requested so far
-
-    @property
-    def layers(self) -> range:
-        return range(self.lm.n_layers)
-
-    @property
-    def full_layers(self) -> list[int]:
-        """Layers that a policy compresses: they store slots, and no sliding window evicts them."""
-        layers = zip(self.lm.attention_params, self.lm.shapes, strict=True)
-        return [i for i, (params, shape) in enumerate(layers) if params.window is None and shape.shared_from is None]
-
-    def layer(self, i: int) -> tuple[Slots, LayerContext]:
-        """Return the slots of one layer, which may be a copy. Process one layer after the other."""
-        slots = self.kv.slots(i)
-        if rank := self.lm.shapes[i].rank:
-            slots = replace(slots, v=slots.k[..., :rank])
-        self._protected[i] = protected = self.guard.covers(slots.pos, self.kinds)
-        recorded = self.query_recorder.of(i, slots.k)
-        of_text = self.phase, len(self.ids), self.n_prompt, recorded, self.kinds, protected, self.policy_state
-        return slots, LayerContext.of(self.lm, i, *of_text)
-
-    def ask(self, policy: Policy) -> Passes[Masks]:
-        """Return the masks of the policy with the protected tokens added."""
-        masks = yield from await_passes(policy.select(self))
-        return [None if mask is None else _guarded(mask, self._protected[i]) for i, mask in enumerate(masks)]
-
-
-def _guarded(mask: Tensor, protected: Tensor) -> Tensor:
-    """Add the protected slots to a mask; in a mask of levels they get level 0."""
-    return mask | protected if mask.dtype is bool_ else mask.masked_fill(protected, 0)
