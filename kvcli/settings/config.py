@@ -18,12 +18,11 @@ from kvcli.settings.renamed import new_name
 from kvcli.settings.schema import ORDER, Header, Model, Purpose, Top, size_of
 from kvcli.settings.small_file import Document, Keys, Level, decode_document, read_document, toml_value
 from kvcli.settings.values import (
-    InFile,
+    Origin,
     Setting,
     Settings,
-    Typed,
-    WrongValue,
-    check,
+    WrongSetting,
+    checked,
     flatten,
     keys_of,
     leaves,
@@ -185,7 +184,8 @@ def from_arguments(tables: Mapping[str, object], name: str) -> Settings:
 
 
 def _typed(name: str, text: str, keys: Keys, value: object, column: int) -> Settings:
-    return {path: Setting(inner, Typed(name, path, text, column)) for path, inner in leaves(value, keys)}
+    typed = Document(name, text, {}, level="typed", value_column=column)
+    return {path: Setting(inner, Origin(typed, path)) for path, inner in leaves(value, keys)}
 
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -261,7 +261,7 @@ class Config:
         """The project file's setting that selects this model, if there is one."""
         path = self.models.get(name or self.default_model, {}).get(("path",))
         default = self.top.get("default_model") if not name and path is None else None
-        return next((s for s in (path, default) if s is not None and s.by_project), None)
+        return next((s for s in (path, default) if s is not None and s.origin.level == "project"), None)
 
 
 def read_config(sources: Sources) -> Config:
@@ -330,7 +330,7 @@ def _add_profile_file(config: Config, file: ConfigFile) -> None:
 
 def _add_config_file(config: Config, file: ConfigFile) -> None:
     for name, value in file.document.values.items():
-        setting = Setting(value, InFile(file.document, (), (name,)))
+        setting = Setting(value, Origin(file.document, (name,)))
         if name in ("models", "profiles"):
             if isinstance(value, Mapping):
                 for inner, table in value.items():
@@ -359,7 +359,7 @@ def _add_unknown(config: Config, name: str, setting: Setting) -> None:
 
 
 def _add_named(config: Config, file: ConfigFile, kind: str, name: str, table: object) -> None:
-    origin = InFile(file.document, (kind,), (name,))
+    origin = Origin(file.document, (name,), (kind,))
     if not isinstance(table, Mapping):
         wrong = Setting(table, origin)
         config.note(wrong, (name,), f"{toml_value(table)} is {noun(table)}", f"write [{kind}.{name}]")
@@ -397,9 +397,8 @@ def _refused_model(config: Config, name: str, keys: Keys, setting: Setting) -> s
 
 
 def _add_profile(config: Config, file: ConfigFile, name: str, settings: Settings) -> None:
-    own = InFile(file.document, () if file.profile else ("profiles", name), ())
-    here = own.key_place(())
-    dotted = own.dotted(()) or name
+    table = () if file.profile else ("profiles", name)
+    here, dotted = file.document.place_of(table), ".".join(table) or name
     if not NAME.fullmatch(name):
         config.problems.append(Problem(here, "not a profile name", dotted, "use letters, digits, dots, - and _"))
         return
@@ -434,8 +433,8 @@ def _take(config: Config, keys: Keys, setting: Setting, table: type) -> bool:
         config.note(setting, keys[:1], "unknown key", hint)
         return False
     try:
-        check(known[keys[0]].hint, setting.value if len(keys) == 1 else {keys[1]: setting.value})
-    except WrongValue as wrong:
-        config.problems.append(setting.problem(keys[:1], wrong.message, wrong.hint, of_value=True))
+        checked(keys, setting, known)
+    except WrongSetting as wrong:
+        config.problems.append(wrong.problem)
         return False
     return True

@@ -259,7 +259,7 @@ def unread_keys(profile: Profile) -> list[Conflict]:
     found = []
     for key, other in spec.ignored_keys().items():
         setting, value = profile.settings.get(("spec", key)), getattr(spec, key)
-        if setting is not None and not setting.is_shipped and value != getattr(type(spec.settings), key):
+        if setting is not None and setting.origin.level != "built-in" and value != getattr(type(spec.settings), key):
             why = f"{json.dumps(value)} has no effect while spec.{other} is {json.dumps(getattr(spec, other))}"
             found.append(Conflict(f"spec.{key}", f"spec.{other}", why, "so nothing reads it: leave it out"))
     return found
