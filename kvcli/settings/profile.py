@@ -289,6 +289,7 @@ def load_profile(
     name: str | None = None,
     *,
     sources: Sources | None = None,
+    config: Config | None = None,
     registries: Registries | None = None,
     clashes: Clashes | None = None,
     model: str | None = None,
@@ -298,12 +299,13 @@ def load_profile(
     """Build the profile of a run: files, `[models.X].profile`, environment, `--set` and flags, lowest first.
 
     `flags` maps a dotted key to (value, name of the flag). Without `sources`, only built-in profiles are visible.
+    `config`: the files of `sources`, if they were read already.
     Raises one BadConfig with all problems.
     """
     sources = sources or Sources()
     shipped = Rules.shipped() if registries is None else Rules(registries)
     rules = dataclasses.replace(shipped, clashes=clashes or shipped.clashes)
-    config = read_config(sources)
+    config = config or read_config(sources)
     if config.problems:
         raise bad_config(config.problems)
     above, problems = from_sets(sets)
