@@ -59,8 +59,8 @@ def pack(
     world: Environment = context.obj
     folder = output_folder(world, output)
     setup = Setup(world, model, o.profile_flags(context.params), is_typed=model is not None)
-    find_model(setup, files)
-    profile = setup.profile()
+    setup = find_model(setup, files)
+    profile = setup.profile
     setup.look(profile)
     documents = [read_file(world, name) for name in files]
     for document in documents:

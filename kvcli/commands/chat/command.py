@@ -118,14 +118,11 @@ def profile_of(setup: Setup, packed: Pack | None) -> Profile:
     Raises BadInput if the options typed contradict the settings of the pack.
     """
     if packed is None:
-        return setup.profile()
-    setup.usual, setup.packed = packed.about.profile, packed.about.settings
-    profile = setup.profile()
-    packed.refuse_under(profile)
+        return setup.profile
+    packed.refuse_under(setup.profile)
     if setup.taken:
-        said = ", ".join(f"{key}={value}" for key, value in setup.taken.items())
-        tell(setup.world, f"settings from {packed.folder.name}: {said}")
-    return profile
+        tell(setup.world, f"settings from {packed.folder.name}: {', '.join(setup.taken)}")
+    return setup.profile
 
 
 app = typer.Typer(add_completion=False)
@@ -193,9 +190,12 @@ def chat(
             from kvcli.commands.chat.save_chat import model_of
 
             named = model_of(world, opened)
-        setup = Setup(world, named, o.profile_flags(context.params), exact, is_typed=model is not None)
-        saves = not no_save and setup.keeps_chats
-        find_model(setup, file)
+        about = packed.about if packed is not None else None
+        flags, is_typed = o.profile_flags(context.params), model is not None
+        # --no-save saves nothing, but uses the prefix cache
+        setup = Setup(world, named, flags, exact, is_typed=is_typed, reuses=True, pack=about)
+        saves = not no_save and setup.config.keep_chats
+        setup = find_model(setup, file)
         rules = read_grammar(world, schema, grammar, json_object)
         profile = profile_of(setup, packed)
         if dry_run:
@@ -206,7 +206,7 @@ def chat(
         question = read_question(world, prompt, file, system, system_file)
         if packed is not None:
             question = about_pack(question, packed)
-        find_model(setup, [d.name for d in question.documents if d.name == STDIN])
+        setup = find_model(setup, [d.name for d in question.documents if d.name == STDIN])
         if question.text is not None and not question.documents:
             tell_toy(setup)
         wanted = MemoryWishes(force, ctx == "max")
@@ -254,7 +254,6 @@ def answer(
 
     world = setup.world
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
-    setup.reuses = setup.keeps_chats  # --no-save saves nothing, but uses the prefix cache
     run, text_session = load_model(setup, profile, wanted, screen)
     from kvcli.chat.conversation import Chat
 
@@ -379,8 +378,8 @@ def converse(
 
     def change(repl: Repl, name: str) -> None:
         nonlocal setup, run, answer_constraint
-        wanted = replace(setup, model=name, is_typed=True, found=None, most=0, settled={})
-        find_model(wanted, [document.name for document in talk.documents], may_ask=False)
+        wanted = replace(setup, model=name, is_typed=True)
+        wanted = find_model(wanted, [document.name for document in talk.documents], may_ask=False)
         under = wanted.resolve(repl.profile_name, [*repl.given, *repl.said])
         try:
             run, text_session = load_model(wanted, under, MemoryWishes(), screen)
@@ -388,7 +387,7 @@ def converse(
             error.try_ = (f"/exit, then kvcli chat {talk.goes_on if talk.is_saved else ''} -m {name}", *error.try_)
             raise
         answer_constraint = constrain(text_session.model, rules, screen) if rules is not None else None
-        repl.profiles = setup = wanted
+        setup, repl.profiles = wanted, run
         repl.constraint = answer_constraint.constraint if answer_constraint is not None else None
         talk.go_to(text_session, setup.lasting_name)
         for note in (*run.notes, *text_session.cautions, *text_session.info.notes):
@@ -418,7 +417,7 @@ def converse(
         world,
         SLASH,
         saves=saves,
-        profiles=setup,
+        profiles=run,
         profile=profile.name,
         sets=world.options.set,
         history=world.paths.state / "history" if saves else None,

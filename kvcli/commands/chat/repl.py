@@ -8,7 +8,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvcli.api import Event, Turn
 from kvcli.chat.conversation import Chat
@@ -28,24 +28,11 @@ from kvcli.render.turn.status_row import ProcessMemory, RowOptions
 from kvcli.render.turn.turn_view import show_turn
 
 if TYPE_CHECKING:
+    from kvcli.commands.common.load_model import CheckedRun
     from kvcli.engine.sequence.constraint import Constraint
 
 LEAVE_WITHIN = 2.0  # seconds between two Ctrl-C at the prompt that end the chat
 HINT = "Ctrl-D or /exit to leave"
-
-
-class Profiles(Protocol):
-    """Settings from profiles and config files, passed in by the command that read them."""
-
-    def names(self) -> Sequence[str]: ...
-    def models(self) -> Sequence[str]: ...
-    def keys(self) -> Sequence[str]:
-        """Return the keys that /set can complete."""
-        ...
-
-    def resolve(self, name: str, sets: Sequence[str]) -> Any:
-        """Return the profile of that name with KEY=VALUE settings on top; raises BadConfig."""
-        ...
 
 
 class Repl:
@@ -58,7 +45,7 @@ class Repl:
         world: Environment,
         commands: SlashTable,
         *,
-        profiles: Profiles | None = None,
+        profiles: CheckedRun | None = None,
         profile: str = "",
         sets: Sequence[str] = (),
         after_turn: Callable[[Turn | None], None] | None = None,

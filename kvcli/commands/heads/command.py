@@ -100,7 +100,7 @@ def profile_heads(
     for flag, value, least in (("--top", top, 0), ("--stability", stability, 0), ("--seed", seed, 0)):
         if value < least:
             raise UsageError(f"{flag} {value}: at least {least}", try_=[f"{flag} {least}"])
-    profile = setup.profile()
+    profile = setup.profile
     chosen: dict[str, object] = {"criterion": criterion, "recovery": recovery, "keep": keep}
     ask = _ask(setup, profile, chosen, probe, context_, layers, prompt or [], texts, seed, stability)
     _run(setup, profile, ask, outlet(world, setup.name, ask, show, top, compare, out, emit))

@@ -75,7 +75,7 @@ def write(setup: Setup, where: ProfileFile, best: TunedSettings, found: SpecTune
     """Write the profile if requested; returns the document with its path."""
     if where.path is None:
         return found
-    text = profile_text(setup.profile(), best, found)
+    text = profile_text(setup.profile, best, found)
     if where.path == Path("-"):
         setup.world.stdout.write(text)
         return found

@@ -85,9 +85,11 @@ def summarize(
     others = [files, pages, type_, password_file, extract_only, each, mode != "auto", chunk, overlap]
     packed = pack_of(world, pack, others, ALONE) if pack is not None else None
     named = packed_model(world, packed) if packed is not None and model is None else model
-    setup = Setup(world, named, f.profile_flags(context.params), exact, is_typed=model is not None)
+    about = packed.about if packed is not None else None
+    flags, is_typed = f.profile_flags(context.params), model is not None
+    setup = Setup(world, named, flags, exact, is_typed=is_typed, reuses=True, pack=about)
     if not extract_only:  # extraction needs no model
-        find_model(setup, files or [])
+        setup = find_model(setup, files or [])
     profile = profile_of(setup, packed)
     if not extract_only:
         setup.look(profile)

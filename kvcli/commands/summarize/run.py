@@ -88,7 +88,6 @@ def _summarize(job: SummaryJob) -> int:
     from kvcli.summarize.plan import PlanWindow
     from kvcli.summarize.wording import wording_of
 
-    job.setup.reuses = job.setup.keeps_chats
     prepared, text_session = load_model(job.setup, job.profile, job.wanted, job.screen)
     cancel = Interrupt(job.setup.world.clock)  # active while the model works; before that Ctrl-C ends the command
     with text_session:
