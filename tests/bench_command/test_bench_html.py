@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from kvcli.render.bench.charts import Point, Span, scatter
-from kvcli.render.bench.html import html
-from kvcli.render.bench.html_setup import command_of
-from kvcli.render.bench.text import markdown
+from kvcli.render.bench.html import command_of, html
+from kvcli.render.bench.text import blocks
 from kvcli.render.html import VOID, Markup, number, tag, ticks
+from kvcli.render.report import markdown
 from kvcli.schemas.bench import BenchDocument
 
 HOSTILE = "</style></title><script>alert(1)</script>\" onload=x '\x1b[31m\u202e& http"

@@ -37,7 +37,7 @@ def panel(document: BenchDocument) -> Markup:
     parts += [_row(row, reach) for row in asked.rows if row.difference is not None]
     parts.append(tag("ul", [tag("li", note) for note in q.notes(asked)], class_="legendtext"))
     parts += [
-        tag("details", tag("summary", heading), data_table(lines[0], lines[1:])) for heading, lines in q.shown(asked)
+        tag("details", tag("summary", heading), data_table(lines[0], lines[1:])) for heading, lines in q.tables(asked)
     ]
     return tag("section", *parts)
 
