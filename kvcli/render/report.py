@@ -18,15 +18,16 @@ NONE = "–"  # cell without a value
 class Text:
     """A sentence or more. A heading is above its table, and a caption below it; items and notes are lists."""
 
-    kind: Literal["title", "heading", "caption", "paragraph", "item", "note"]
+    kind: Literal["title", "heading", "caption", "paragraph", "code", "item", "note"]
     text: str
 
     def terminal(self, width: int) -> list[str]:
         return fold(f"note: {self.text}" if self.kind == "note" else self.text, width)
 
     def markdown(self) -> list[str]:
-        forms = {"title": "**{}**", "heading": "{}:", "item": "- {}", "note": "- {}"}
-        return [forms.get(self.kind, "{}").format(_cell(self.text))]
+        text = self.text if self.kind == "code" else _cell(self.text)
+        forms = {"title": "**{}**\n", "heading": "\n{}:", "paragraph": "\n{}", "code": "\n```\n{}\n```\n"}
+        return [forms.get(self.kind, "{}" if self.kind == "caption" else "- {}").format(text)]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def terminal_lines(blocks: Iterable[Block], width: int) -> list[str]:
     """Return the lines of a report, each at most `width` columns wide."""
     lines, before = list[str](), ""
     for block in blocks:
-        is_apart = block.kind in ("heading", "paragraph") or (before in ("table", "caption") and block.kind != "caption")
+        is_below = before in ("table", "caption") and block.kind != "caption"
+        is_apart = is_below or block.kind in ("heading", "paragraph")
         lines += [*([""] if lines and is_apart else []), *block.terminal(width)]
         before = block.kind
     return lines
@@ -60,10 +62,8 @@ def terminal_lines(blocks: Iterable[Block], width: int) -> list[str]:
 
 def markdown(blocks: Iterable[Block]) -> str:
     """Return a report in Markdown, with a newline at the end."""
-    lines = list[str]()
-    for block in blocks:
-        lines += [*([""] if block.kind in ("heading", "paragraph") else []), *block.markdown()]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip("\n") + "\n"
+    text = "\n".join(line for block in blocks for line in block.markdown())
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
 
 
 def stacked(lines: Sequence[Sequence[str]], width: int) -> list[str]:

@@ -258,7 +258,7 @@ def test_a_side_that_loses_answers_is_marked_by_quality():
 
 
 def test_markdown_has_the_quality_suite_too():
-    text = markdown(document(quality=quality(-0.7, -0.3)))
+    text = markdown(blocks(document(quality=quality(-0.7, -0.3))))
     assert "| profile | kept | mean | vs full | 95 % | p | worst task | score |" in text
     assert "| slow | 25% | 0.70 | -0.50 | -0.70 … -0.30 |" in text
     assert "- controls keep a quarter" in text

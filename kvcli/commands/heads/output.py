@@ -95,7 +95,7 @@ class HeadsOutput:
         return _short(self.folder, self.world.cwd) if "json" in self.forms else None
 
     def _print(self, document: HeadsDocument) -> None:
-        from kvcli.render.heads.grid import Look, heads_lines, plain_rows
+        from kvcli.render.heads.text import Look, heads_lines, plain_rows
 
         if self.world.options.json:
             print_json(self.world, document)

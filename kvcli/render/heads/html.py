@@ -11,8 +11,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from kvcli.render.heads import cells as c
-from kvcli.render.heads.grid import next_step
-from kvcli.render.heads.text import facts, top_table
+from kvcli.render.heads.text import facts, next_step, top_table
 from kvcli.render.html import Markup, data_table, file, head, plain, section, tag
 from kvcli.render.terminal.terminal import long_size
 
