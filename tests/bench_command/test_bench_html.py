@@ -292,11 +292,12 @@ def test_the_command_can_be_typed():
 def test_the_command_says_all_that_was_typed():
     more = {"named": ["exact", "exact", "ngram"], "profiles": ["exact", "exact #2", "ngram max=2"],
             "vary": ["spec.max=2"], "device": "cpu", "dtype": "fp32", "quant": "int8", "allow_pickle": True,
-            "quality": "passkey", "query_visible": True, "quality_n": 3, "quality_lengths": "1k"}  # fmt: skip
+            "budget": "25%", "quality": "passkey", "query_visible": True, "quality_n": 3,
+            "quality_lengths": "1k"}  # fmt: skip
     words = " ".join(shlex.split(command_of(document(args=more))))
     for said in (
         "--profiles exact,exact,ngram --vary spec.max=2", "--device cpu", "--dtype fp32", "--quant int8",
-        "--allow-pickle", "--quality passkey --query-visible --quality-n 3 --quality-lengths 1k",
+        "--budget 25%", "--allow-pickle", "--quality passkey", "--query-visible --quality-n 3 --quality-lengths 1k",
     ):  # fmt: skip
         assert said in words
     plain = shlex.split(command_of(document()))

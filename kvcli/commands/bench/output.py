@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.commands.bench.options import Format
 from kvcli.commands.common.flags import listed
 from kvcli.commands.common.output import output_file, print_json, print_table
 from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError, writing
@@ -15,6 +14,7 @@ from kvcli.files import try_folder, write_output
 from kvcli.render.report import markdown, terminal_lines
 from kvcli.render.terminal.terminal import ASCII, Terminal, plural
 from kvcli.safe_output import escaped, neutralise
+from kvcli.schemas.bench import Format
 
 if TYPE_CHECKING:
     from kvcli.bench.run import Bench

@@ -71,10 +71,12 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Run], Run]:
         shown = [one for each in rest for one in _parameters(each.replace(annotation=hints[each.name]))]
 
         def call(context: typer.Context, **given: Any) -> int | None:
-            typed = {
-                str(param.name): param.opts[0]
+            typed = {  # without those of every command, such as --json
+                name: param.opts[0]
                 for param in context.command.params
-                if (at := context.get_parameter_source(str(param.name))) is not None and at.name == "COMMANDLINE"
+                if (name := str(param.name)) in given
+                and (at := context.get_parameter_source(name)) is not None
+                and at.name == "COMMANDLINE"
             }
             return run(context.obj, **{each.name: _value(each.name, hints[each.name], given, typed) for each in rest})
 

@@ -247,24 +247,20 @@ def _pairs(facts: dict[str, str]) -> Markup:
 
 def command_of(document: BenchDocument) -> str:
     """Return the command that repeats this measurement, with defaults spelled out."""
-    args = document.args
-    words = ["kvcli", "bench", args.model, *_profiles(args)]
-    words += [word for text in args.vary for word in ("--vary", text)]
-    words += [word for name in args.baselines for word in ("--baseline", name)]
-    words += ["--ctx", ",".join(map(str, args.ctx)), "--new", str(args.new), "--reps", str(args.reps)]
-    words += ["--warmup", str(args.warmup), "--workload", ",".join(args.workloads), "--seed", str(args.seed)]
-    words += [] if args.interleave else ["--no-interleave"]
-    words += [] if args.memory else ["--no-memory"]
-    for flag, value in (("--device", args.device), ("--dtype", args.dtype), ("--quant", args.quant)):
-        words += [flag, value] if value else []
-    words += ["--allow-pickle"] if args.allow_pickle else []
-    words += ["--quality", args.quality]
-    words += ["--query-visible"] if args.query_visible else []
-    words += ["--quality-n", str(args.quality_n)] if args.quality_n else []
-    words += ["--quality-lengths", args.quality_lengths] if args.quality_lengths else []
-    words += [word for text in args.set for word in ("--set", text)]
-    words += [word for text in args.fail_if for word in ("--fail-if", text)]
-    return shlex.join(words)
+    args, options = document.args, list[str]()
+    for name, value in args:
+        flag = f"--{name.replace('_', '-')}"
+        if name in ("model", "profiles", "named", "current", "temperature"):
+            continue  # of `_profiles` and --set
+        elif name in ("interleave", "memory"):  # on without a flag
+            options += [] if value else [f"--no-{name}"]
+        elif name in ("ctx", "workloads"):
+            options += [flag.removesuffix("s"), ",".join(map(str, value))]
+        elif isinstance(value, list):
+            options += [word for one in value for word in (flag.removesuffix("s"), one)]
+        elif value is not None and value is not False:
+            options += [flag] if value is True else [flag, str(value)]
+    return shlex.join(["kvcli", "bench", args.model, *_profiles(args), *options])
 
 
 def _profiles(args: BenchArgs) -> list[str]:
