@@ -220,7 +220,7 @@ def test_bars_begin_at_zero_and_are_as_long_as_their_speeds():
     read = Reader(html(document()))
     drawn = read.all("rect", "fill")
     widths = [float((a["width"] or "").rstrip("%")) for a in drawn]
-    assert {a["x"] for a in drawn} == {"0"}
+    assert {a["x"] for a in drawn} == {"0.00%"}
     assert [w / widths[0] for w in widths] == pytest.approx([1, 42 / 20, 9 / 20, 1], abs=1e-3)
     assert [a["class"] for a in drawn] == ["fill base", "fill faster", "fill slower", "fill alike"]
     assert len(read.all("circle", "dot")) == sum(len(r["samples"]["tok_s"]) for r in ROWS)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import kvcli
+from kvcli.bench.profile_side import plain
+from kvcli.bench.recipe import drawing
 from kvcli.chat.model import Model
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, KvcliError, UsageError
 from kvcli.models.catalog import code_hash
@@ -233,6 +235,12 @@ def test_outcomes_come_back_as_they_were(tmp_path: Path) -> None:
     assert Partial(path).get(key) == outcome
     assert Partial(path).get(replace(key, query_visible=True)) is None
     assert outcome.score == 0.75
+
+
+def test_the_full_cache_is_measured_once_whatever_the_sampling(lean: Profile) -> None:
+    exact = drawing(Profile.load("exact"), 0.8, 3)
+    table = rows([exact, drawing(lean, 0.8, 3)], full_profile(plain(exact)), [300])
+    assert [row.name for row in table] == ["exact", "lean", "random", "streaming"]
 
 
 def test_controls_have_the_memory_of_the_leanest_profile(model: Model, lean: Profile) -> None:

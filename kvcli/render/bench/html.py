@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvcli.render.bench import charts
 from kvcli.render.bench import html_quality as quality
 from kvcli.render.bench import text as b
-from kvcli.render.html import Markup, data_table, join, number, page, section, tag
+from kvcli.render.html import Markup, bullets, cards, data_table, join, number, page, section, tag
 from kvcli.render.report import NONE
 from kvcli.render.terminal.terminal import long_size
 
@@ -43,7 +43,7 @@ def _warnings(document: BenchDocument) -> Markup:
     failed = [check for check in document.checks if check.failed]
     if failed:
         said.insert(0, f"{len(failed)} of {len(document.checks)} checks failed")
-    return tag("ul", [tag("li", line) for line in said], class_="warnings") if said else Markup("")
+    return bullets(said, "warnings")
 
 
 def _glance(document: BenchDocument) -> Markup:
@@ -53,9 +53,7 @@ def _glance(document: BenchDocument) -> Markup:
     workload = document.rows[0].workload
     ctx = max(row.ctx for row in document.rows if row.workload == workload)
     rows = b.cases(document)[ctx, workload]
-    cards = [tag("div", tag("h3", what), tag("p", big, class_="big"), tag("p", small)) for what, big, small in
-             _facts(document, rows)]  # fmt: skip
-    return section(f"{workload}, {ctx:,} tokens", tag("div", cards, class_="cards"))
+    return section(f"{workload}, {ctx:,} tokens", cards(_facts(document, rows)))
 
 
 def _facts(document: BenchDocument, rows: Sequence[BenchRow]) -> Iterator[tuple[str, str, str]]:
@@ -126,15 +124,16 @@ def _ratio(ratio: Ratio | None, of: str) -> str:
 
 def _block(document: BenchDocument, rows: Sequence[BenchRow]) -> Markup:
     base = next((row.median.tok_s for row in rows if row.profile == document.baseline), None)
-    drawn = [charts.bars([_bar(row, document) for row in rows], "tok/s", base)]
+    lines = [_bar(row, document) for row in rows]
+    drawn = [charts.bars(lines, "tok/s", charts.from_zero(lines, base), base)]
     if any(row.median.tok_s for row in rows):
         drawn.append(tag("p", "bar: median · thin line: lowest to highest · dots: repetitions · dashed: ",
                          document.baseline, class_="legendtext"))  # fmt: skip
     left = tag("div", tag("h3", "Decoding speed"), drawn)
-    head, *lines = b.cells(rows, document, b.filled(rows, document))
+    head, *table = b.cells(rows, document, b.filled(rows, document))
     both = tag("div", left, _memory(document, rows), class_="pair")
     title = f"{rows[0].workload} · {rows[0].ctx:,} tokens, {rows[0].new:,} of them new"
-    return section(title, both, data_table(["", *head[1:]], lines))
+    return section(title, both, data_table(["", *head[1:]], table))
 
 
 def _span(row: BenchRow, figure: str) -> charts.Span | None:
