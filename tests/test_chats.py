@@ -18,7 +18,7 @@ import pytest
 from kvcli.chat import database
 from kvcli.chat import database as chat_tables
 from kvcli.chat.conversation import Chat
-from kvcli.chat.database import NAME, ChatLock
+from kvcli.chat.database import NAME, chat_lock
 from kvcli.chat.saved_chats import SavedChats, read_chat
 from kvcli.chat.transcript import messages_of
 from kvcli.commands.chat.repl import Repl
@@ -58,13 +58,13 @@ def names(machine: Machine) -> list[str]:
 
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk dropped: SQLite may not lengthen its file, and no file of ours is synced."""
-    begun = database._prepare
+    begun = database.prepare
 
     def prepare(db: sqlite3.Connection) -> None:
         begun(db)
         db.execute("PRAGMA max_page_count = 1")  # as many as there are
 
-    monkeypatch.setattr(database, "_prepare", prepare)
+    monkeypatch.setattr(database, "prepare", prepare)
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
 
 
@@ -560,14 +560,15 @@ def test_a_held_session_stays_held_while_it_is_written_again_and_again(tmp_path:
     chat.close()
     assert len(os.listdir("/proc/self/fd")) == n_open - 1
     assert sorted(p.name for p in tmp_path.iterdir()) == [NAME]
-    sessions.open(name, is_locked=True).saved_chat.close()
+    sessions.open(name, is_locked=True).close()
 
 
 def test_a_lock_that_a_sweep_takes_for_a_moment_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     handle = os.open(tmp_path / f"{BEGINS}mine{ENDS}", os.O_RDWR | os.O_CREAT)
     lock(handle, wait=False)
     monkeypatch.setattr("kvcli.chat.database.time.sleep", lambda _: os.close(handle))
-    ChatLock(tmp_path, "mine").close()
+    with chat_lock(tmp_path, "mine"):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.api import End, Event, Finish, Text, Turn, turn_of
 from kvcli.chat.overflow import VisibleMessages, fitting, leave_out, refuse_longer, shown_of
-from kvcli.chat.saved_chats import OpenedChat, SavedChat, SavedChats
+from kvcli.chat.saved_chats import SavedChat, SavedChats
 from kvcli.chat.transcript import (
     Message,
     PromptTokens,
@@ -265,10 +265,10 @@ class Chat:
         prefills the tokens that are not in the prefix cache."""
         return self.take(self.saved_chats.open(str(name), is_locked=self.is_locked))
 
-    def take(self, opened: OpenedChat) -> Chat:
+    def take(self, opened: SavedChat) -> Chat:
         """Become the opened chat."""
         self.close()
-        self.saved_chat, saved = opened.saved_chat, opened.saved
+        self.saved_chat, saved = opened, opened.saved
         self.system, self.title = saved.system, saved.title
         self.messages, self.pending = messages_of(saved), list(documents_of(saved.pending))
         self.visible_messages = shown_of(self, saved.left_out)

@@ -1,21 +1,21 @@
-"""The file of saved chats: an SQLite database of a known schema that only its owner can read.
+"""The file of saved chats: an SQLite database in WAL mode that only its owner can read.
 
 The database is opened for one transaction and then closed, so that a kill, a full disk or another process finds no open
-database. A damaged database is kept unchanged beside a new database with all rows that can be read.
+database. A damaged database is kept unchanged beside a new database with the rows that can be read.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
+import secrets
 import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -23,8 +23,8 @@ from pydantic import ValidationError
 
 from kvcli.api import Finish
 from kvcli.errors import BadInput, writing
-from kvcli.files import BEGINS, ENDS, lock, locked, opened, private_folder, replacing, temporary_folder
-from kvcli.schemas.turn import SCHEMA, ChatDocument, Figures
+from kvcli.files import BEGINS, ENDS, lock, locked, opened, private_folder, temporary_folder
+from kvcli.schemas.turn import SCHEMA, ChatDocument, Figures, SavedDocument
 
 # A file lock, so that one process at a time works on a saved chat. The system frees it when the process ends.
 
@@ -33,37 +33,35 @@ NOTE_BYTES = 40  # bytes of the note on the process that has the lock
 MOMENT = 0.05  # seconds; the cleanup of temporary files locks the file of a dead process for less
 
 
-class ChatLock:
-    """An exclusive lock on the saved chat of this name until `close`. After a kill, the next start removes its file."""
+@contextmanager
+def chat_lock(folder: Path, name: str) -> Iterator[None]:
+    """Lock the saved chat of this name. After a kill, the next start removes the file of the lock.
 
-    def __init__(self, folder: Path, name: str) -> None:
-        """Take the lock. Raises BadInput if another process has it or the folder is not writable."""
-        self._name, self._path, self._stack = name, folder / f"{BEGINS}{name}{ENDS}", ExitStack()
-        with writing(self._path):
-            private_folder(folder)
-            handle = self._stack.enter_context(opened(self._path, os.O_RDWR | os.O_CREAT, self._take))
-        self._stack.callback(self._leave)
-        with suppress(OSError):  # a full disk; then the error of another process names no process
-            os.pwrite(handle, f"process {os.getpid()}, since {datetime.now():%H:%M}".ljust(NOTE_BYTES).encode(), 0)
+    Raises BadInput if another process has the lock or the folder is not writable.
+    """
 
-    def close(self) -> None:
-        """Release the lock."""
-        self._stack.close()
-
-    def _leave(self) -> None:
-        with suppress(OSError):  # else the next start removes it
-            self._path.unlink()
-
-    def _take(self, handle: int) -> None:
+    def take(handle: int) -> None:
         for is_last in (False, True):
             try:
-                lock(handle, wait=False)
-                return
+                return lock(handle, wait=False)
             except BlockingIOError:
                 if is_last:
                     who = os.pread(handle, NOTE_BYTES, 0).decode(errors="replace").strip()
-                    raise BadInput(f"{self._name} is open in another kvcli ({who})", code="chat_in_use") from None
+                    raise BadInput(f"{name} is open in another kvcli ({who})", code="chat_in_use") from None
                 time.sleep(MOMENT)
+
+    path = folder / f"{BEGINS}{name}{ENDS}"
+    with ExitStack() as stack:
+        with writing(path):
+            private_folder(folder)
+            handle = stack.enter_context(opened(path, os.O_RDWR | os.O_CREAT, take))
+        with suppress(OSError):  # a full disk; then the error of another process names no process
+            os.pwrite(handle, f"process {os.getpid()}, since {datetime.now():%H:%M}".ljust(NOTE_BYTES).encode(), 0)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # else the next start removes it
+                path.unlink()
 
 
 # Chats in the tables of the database: functions that run in an open transaction.
@@ -74,11 +72,15 @@ class ChatLock:
 PENDING, LEFT_OUT, THOUGHT = -1, -2, -3
 ABOUT = ("title", "model", "system", "saved")
 FIGURES = tuple(Figures.model_fields)
-ID = "(SELECT id FROM sessions WHERE name = ?)"
 SAID = "question, answer"  # columns of the full-text index
-FROM = f"WHERE session = {ID} AND n >= ?"
-# cast, because a damaged file may hold values of other types
-LATEST, NUMBER = (f"ifnull(CAST({key} AS INTEGER), 0)" for key in ("latest", "n"))
+# scans of the tables: a damaged index would hide rows
+CHAT = "FROM sessions NOT INDEXED WHERE name = ?"
+TURNS = "FROM turns NOT INDEXED WHERE session = ?"
+
+
+def new_name() -> str:
+    """Return a name of a chat or a file that begins with the present time."""
+    return f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
 def sound(name: object) -> str:
@@ -90,139 +92,118 @@ def sound(name: object) -> str:
 
 def version(db: sqlite3.Connection, name: str) -> int | None:
     """Return the version of a chat, which every write raises above all others; None if there is no such chat."""
-    asked = f"SELECT {LATEST}, id FROM sessions WHERE"
-    found = db.execute(f"{asked} name = ?", [name]).fetchall()
-    if found != db.execute(f"{asked} +name = ?", [name]).fetchall():  # scans the table, not its index
-        raise Damaged("the index of names")
-    return int(found[0][0]) if found else None
+    row = db.execute(f"SELECT latest {CHAT}", [name]).fetchone()
+    return int(row[0]) if row else None
 
 
 def read(db: sqlite3.Connection, name: str) -> tuple[ChatDocument, int] | None:
-    """Return a chat and its version; None if there is no such chat. Damaged values of a wrong type are left out."""
-    latest = version(db, name)
-    if latest is None:
-        return None
-    about = db.execute(f"SELECT id, {', '.join(ABOUT)} FROM sessions WHERE name = ?", [name]).fetchone()
+    """Return a chat and its version; None if there is no such chat."""
+    about = db.execute(f"SELECT id, latest, {', '.join(ABOUT)} {CHAT}", [name]).fetchone()
+    try:
+        return (_document(db, about[0], about[2:]), int(about[1])) if about else None
+    except (TypeError, ValueError):  # values of other types; pydantic's error is one
+        raise Damaged("a chat") from None
+
+
+def _document(db: sqlite3.Connection, session: int, about: Sequence[str]) -> ChatDocument:
     documents: dict[int, list[Mapping[str, str]]] = defaultdict(list)
     for n, *words in db.execute(
         "SELECT n, name, documents.sha256, texts.text FROM documents JOIN texts ON texts.id = documents.text"
         " WHERE session = ? ORDER BY documents.id",
-        about[:1],
+        [session],
     ):
-        documents[n].append(dict(zip(("name", "sha256", "text"), map(str, words), strict=True)))
+        documents[n].append(dict(zip(("name", "sha256", "text"), words, strict=True)))
     messages: list[Mapping[str, object]] = []
-    keys = f"{NUMBER}, question, answer, finish, {', '.join(FIGURES)}"
-    for n, question, answer, finish, *took in db.execute(
-        f"SELECT {keys} FROM turns NOT INDEXED WHERE session = ? ORDER BY n", about[:1]
-    ):
+    keys = ", ".join(("n", SAID, "finish", *FIGURES))
+    for n, question, answer, finish, *took in db.execute(f"SELECT {keys} {TURNS} ORDER BY n", [session]):
         figures, ended = None, finish if finish in get_args(Finish) else None
-        with suppress(ValidationError):
+        with suppress(ValidationError):  # a damaged figure is left out
             figures = Figures.model_validate(dict(zip(FIGURES, took, strict=True))) if any(took) else None
-        messages.append({"role": "user", "text": str(question), "documents": documents[n], "finish": None})
-        messages.append(
-            {"role": "assistant", "text": str(answer), "documents": [], "finish": ended, "figures": figures}
-            | {"thinking": "".join(thought["text"] for thought in documents[THOUGHT - n])}
-        )
-    by_index = db.execute("SELECT n FROM turns WHERE session = ? ORDER BY n", about[:1]).fetchall()
-    if by_index != db.execute("SELECT n FROM turns NOT INDEXED WHERE session = ? ORDER BY n", about[:1]).fetchall():
-        raise Damaged("the index of turns")
-    made = {key: None if value is None else str(value) for key, value in zip(ABOUT, about[1:], strict=True)}
-    whole = {"schema": SCHEMA, **made, "messages": messages, "pending": documents[PENDING]}
-    saved = ChatDocument.model_validate(whole)
-    for notes in documents[LEFT_OUT]:
-        with suppress(ValueError):
-            left = {"messages": int(notes["name"]), "notes": notes["text"]}
-            saved = ChatDocument.model_validate(whole | {"left_out": left})
-    return saved, latest
+        thinking = "".join(document["text"] for document in documents[THOUGHT - n])
+        messages.append({"role": "user", "text": question, "documents": documents[n], "finish": None})
+        more = {"finish": ended, "figures": figures, "thinking": thinking}
+        messages.append({"role": "assistant", "text": answer, "documents": [], **more})
+    left = [{"messages": int(notes["name"]), "notes": notes["text"]} for notes in documents[LEFT_OUT]]
+    made = dict(zip(ABOUT, about, strict=True)) | {"messages": messages, "pending": documents[PENDING]}
+    return ChatDocument.model_validate({"schema": SCHEMA, **made, "left_out": left[0] if left else None})
 
 
-def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mapping[str, Any]) -> int:
-    """Replace the stored chat `had` by `made`, both documents as dicts; returns the new version."""
-    db.execute(
-        f"INSERT INTO sessions (name, latest, {', '.join(ABOUT)}) VALUES (?, (SELECT coalesce(max(latest), 0) + 1"
-        " FROM sessions), ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET latest = excluded.latest, "
-        + ", ".join(f"{key} = excluded.{key}" for key in ABOUT),
-        [name, *(made[key] for key in ABOUT)],
-    )
-    new, old = _turns(made), _turns(had)
-    same = next((n for n, (a, b) in enumerate(zip(new, old, strict=False)) if a != b), min(len(new), len(old)))
-    numbers = [n for (n,) in db.execute(f"SELECT {NUMBER} FROM turns WHERE session = {ID} ORDER BY n", [name])]
-    # numbers have gaps where damaged turns were lost
-    first = numbers[same] if same < len(numbers) else max(numbers, default=-1) + 1
-    _forget(db, name, first)
-    for n, (question, answer) in enumerate(new[same:], first):
-        took = answer["figures"] or {}
+def write(db: sqlite3.Connection, name: str, made: ChatDocument, had: ChatDocument) -> int:
+    """Store the chat `made` in place of `had`, from the first turn that differs; returns its new version."""
+    (latest,) = db.execute("SELECT coalesce(max(latest), 0) + 1 FROM sessions").fetchone()
+    if version(db, name) is None:
+        db.execute("INSERT INTO sessions (name, model, saved, latest) VALUES (?, '', '', 0)", [name])
+    (session,) = db.execute(f"SELECT id {CHAT}", [name]).fetchone()
+    values = [latest, *(getattr(made, key) for key in ABOUT), session]
+    db.execute(f"UPDATE sessions SET latest = ?, {' = ?, '.join(ABOUT)} = ? WHERE id = ?", values)
+    new, old = (list(zip(of.messages[::2], of.messages[1::2], strict=True)) for of in (made, had))
+    first = next((n for n, (a, b) in enumerate(zip(new, old, strict=False)) if a != b), min(len(new), len(old)))
+    if db.execute(f"SELECT count(*) {TURNS} AND n < ?", [session, first]).fetchone() != (first,):
+        first = 0  # numbers have gaps, because damaged turns were lost
+    _forget(db, session, first)
+    for n, (question, answer) in enumerate(new[first:], first):
+        took = answer.figures or Figures()
         db.execute(
-            f"INSERT INTO turns (session, n, question, answer, finish, {', '.join(FIGURES)})"
-            f" VALUES ({ID}, ?, ?, ?, ?, {', '.join('?' * len(FIGURES))})",
-            [name, n, question["text"], answer["text"], answer["finish"], *map(took.get, FIGURES)],
+            f"INSERT INTO turns (session, n, {SAID}, finish, {', '.join(FIGURES)})"
+            f" VALUES (?, ?, ?, ?, ?, {', '.join('?' * len(FIGURES))})",
+            [session, n, question.text, answer.text, answer.finish, *(getattr(took, key) for key in FIGURES)],
         )
-        _attach(db, name, n, question["documents"])
-    _attach(db, name, PENDING, made["pending"])
-    for n, (_, answer) in zip([*numbers[:same], *range(first, first + len(new))], new, strict=False):
-        if thought := answer.get("thinking"):
-            _attach(db, name, THOUGHT - n, [{"name": "", "sha256": "", "text": thought}])
-    if left := made.get("left_out"):
-        _attach(db, name, LEFT_OUT, [{"name": str(left["messages"]), "sha256": "", "text": left["notes"]}])
-    db.execute(f"INSERT INTO words (rowid, {SAID}) SELECT id, {SAID} FROM turns {FROM}", [name, first])
+        _attach(db, session, n, *question.documents)
+        if answer.thinking:
+            _attach(db, session, THOUGHT - n, SavedDocument(name="", sha256="", text=answer.thinking))
+    _attach(db, session, PENDING, *made.pending)
+    if left := made.left_out:
+        _attach(db, session, LEFT_OUT, SavedDocument(name=str(left.messages), sha256="", text=left.notes))
+    db.execute(f"INSERT INTO words (rowid, {SAID}) SELECT id, {SAID} {TURNS} AND n >= ?", [session, first])
     _drop_texts(db)
-    latest = version(db, name)
-    assert latest is not None, "it was just written"
-    return latest
+    return int(latest)
 
 
-def remove(db: sqlite3.Connection, names: Sequence[str]) -> list[str]:
-    """Delete these chats and texts that no other chat uses; returns the names of their files, which may still exist."""
-    files = []
+def remove(db: sqlite3.Connection, names: Sequence[str]) -> None:
+    """Delete these chats and texts that no other chat uses."""
     for name in names:
-        stamps = db.execute(f"SELECT stamp FROM files WHERE stamp <> '' AND session = {ID}", [name])
-        files += [Path(str(stamp).rsplit(" ", 3)[0]).name for (stamp,) in stamps]
-        db.execute(f"UPDATE files SET session = NULL WHERE session = {ID}", [name])
-        _forget(db, name, 0)
-        db.execute("DELETE FROM sessions WHERE name = ?", [name])
+        for (session,) in db.execute(f"SELECT id {CHAT}", [name]).fetchall():
+            _forget(db, session, 0)
+            db.execute("DELETE FROM files WHERE session = ?", [session])
+            db.execute("DELETE FROM sessions WHERE id = ?", [session])
     _drop_texts(db)
     db.execute("INSERT INTO words (words) VALUES ('optimize')")  # else deleted words stay in the index for a while
-    return files
 
 
 def of_file(db: sqlite3.Connection, digest: str) -> str | None:
-    """Return the name of the chat that was exported to, or imported from, a file of this digest."""
+    """Return the name of the chat that was exported to, or continued from, a file of this digest."""
     row = db.execute(
         "SELECT name FROM files JOIN sessions ON sessions.id = session WHERE sha256 = ?", [digest]
     ).fetchone()
     return row and sound(row[0])
 
 
-def note_file(db: sqlite3.Connection, stamp: str, digest: str, name: str | None) -> None:
-    """Record a file by its stamp (name, size and times) and digest, with the name of its chat."""
-    db.execute(f"INSERT INTO files (stamp, sha256, session) VALUES (?, ?, {ID})", [stamp, digest, name])
+def note_file(db: sqlite3.Connection, digest: str, name: str) -> None:
+    """Record the digest of a file, with the name of its chat."""
+    db.execute(f"INSERT INTO files (stamp, sha256, session) SELECT '', ?, id {CHAT}", [digest, name])
 
 
-def stamps(db: sqlite3.Connection) -> set[str]:
-    return {str(stamp) for (stamp,) in db.execute("SELECT stamp FROM files")}
-
-
-def _turns(made: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    messages = made.get("messages", [])
-    return list(zip(messages[::2], messages[1::2], strict=True))
-
-
-def _attach(db: sqlite3.Connection, name: str, n: int, documents: Sequence[Mapping[str, str]]) -> None:
+def _attach(db: sqlite3.Connection, session: int, n: int, *documents: SavedDocument) -> None:
     for document in documents:
-        digest = sha256(document["text"].encode()).hexdigest()
-        db.execute("INSERT OR IGNORE INTO texts (sha256, text) VALUES (?, ?)", [digest, document["text"]])
+        digest = sha256(document.text.encode()).hexdigest()
+        db.execute("INSERT OR IGNORE INTO texts (sha256, text) VALUES (?, ?)", [digest, document.text])
         db.execute(
-            f"INSERT INTO documents (session, n, name, sha256, text)"
-            f" VALUES ({ID}, ?, ?, ?, (SELECT id FROM texts WHERE sha256 = ?))",
-            [name, n, document["name"], document["sha256"], digest],
+            "INSERT INTO documents (session, n, name, sha256, text)"
+            " VALUES (?, ?, ?, ?, (SELECT id FROM texts WHERE sha256 = ?))",
+            [session, n, document.name, document.sha256, digest],
         )
 
 
-def _forget(db: sqlite3.Connection, name: str, first: int) -> None:
-    """Delete the turns from number `first` on, and all documents with negative numbers."""
-    db.execute(f"INSERT INTO words (words, rowid, {SAID}) SELECT 'delete', id, {SAID} FROM turns {FROM}", [name, first])
-    db.execute(f"DELETE FROM turns {FROM}", [name, first])
-    db.execute(f"DELETE FROM documents {FROM} OR session = {ID} AND n < 0", [name, first, name])
+def _forget(db: sqlite3.Connection, session: int, first: int) -> None:
+    """Delete the turns of a chat from number `first` on, and all documents but those of the turns before."""
+    db.execute(
+        f"INSERT INTO words (words, rowid, {SAID}) SELECT 'delete', id, {SAID} {TURNS} AND n >= ?", [session, first]
+    )
+    db.execute(f"DELETE {TURNS} AND n >= ?", [session, first])
+    kept = [0, first - 1, THOUGHT - first + 1, THOUGHT]
+    db.execute(
+        "DELETE FROM documents WHERE session = ? AND n NOT BETWEEN ? AND ? AND n NOT BETWEEN ? AND ?", [session, *kept]
+    )
 
 
 def _drop_texts(db: sqlite3.Connection) -> None:
@@ -231,9 +212,13 @@ def _drop_texts(db: sqlite3.Connection) -> None:
 
 NAME, VERSION = "kvcli.db", 1
 PATIENCE = 5.0  # seconds to wait while another process writes
-PAGE = 4096  # bytes; the first page is the same in all databases of the schema, but for fields that SQLite can rebuild:
-LENGTH, FREE = slice(28, 32), slice(32, 40)  # number of pages, and the list of free pages; 0 = SQLite finds out
-FAR = 10_000  # ids after the last readable one that are tried one by one
+SETTINGS = (
+    "journal_mode = WAL",  # where the file system has no shared memory, SQLite keeps its older journal
+    "synchronous = FULL",  # a saved turn is on the disk; under NORMAL a power cut may take the last ones
+    "secure_delete = ON",  # removed chats are overwritten
+    "trusted_schema = OFF",
+    "cell_size_check = ON",
+)
 CORRUPT, NO_DATABASE, ERROR, CONSTRAINT = 11, 26, 1, 19  # error codes of SQLite
 TROUBLE = (sqlite3.Error, UnicodeDecodeError)  # the latter if an error message of SQLite quotes damaged bytes
 DAMAGE = (CORRUPT, NO_DATABASE, ERROR, CONSTRAINT)  # an undamaged database never answers kvcli's statements with these
@@ -274,40 +259,27 @@ class Database:
 
         Work that only reads also succeeds on a full or read-only disk, if no other process uses the database.
         """
-        for is_last in (False, True):
-            seen = self._seen()
-            try:
-                with closing(self._opened()) as db, db:
-                    db.execute("BEGIN IMMEDIATE")
-                    return work(db)
-            except TROUBLE as error:
-                if not is_last and _is_damage(error):
-                    self._renew(seen)
-                    continue
-                with suppress(*TROUBLE), closing(self._frozen()) as db:
-                    return work(db)
-                raise self._refused(error) from None
-        raise AssertionError("the last time it raises or returns")
-
-    def _frozen(self) -> sqlite3.Connection:
-        with suppress(FileNotFoundError):
-            if Path(f"{self.path}-wal").stat().st_size:
-                raise sqlite3.OperationalError("its last changes are in a separate file")
-        db = sqlite3.connect(f"{self.path.as_uri()}?immutable=1", uri=True)
-        db.text_factory = _text
-        return db
-
-    def _seen(self) -> tuple[int, int] | None:
-        with suppress(FileNotFoundError):
-            about = self.path.stat()
-            return about.st_dev, about.st_ino
-        return None
-
-    def _opened(self) -> sqlite3.Connection:
-        if not self.path.exists():
-            self._renew(None)
-        db = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None)
         try:
+            if (seen := self._inode()) is None:
+                self._renew(None)
+            try:
+                return self._transaction(work)
+            except TROUBLE as error:
+                if not _is_damage(error):
+                    raise
+            self._renew(seen)
+            return self._transaction(work)
+        except (OSError, *TROUBLE) as error:
+            with suppress(*TROUBLE), closing(self._read_only()) as db:
+                return work(db)
+            raise BadInput(
+                f"cannot use {self.path}: {getattr(error, 'strerror', None) or error}",
+                code="no_sessions",
+                try_=["KVCLI_HOME=FOLDER, on a disk with free space and write access", "--no-save, for this chat"],
+            ) from None
+
+    def _transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        with closing(connect(self.path)) as db, db:
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version > VERSION:
                 raise BadInput(
@@ -317,126 +289,87 @@ class Database:
                 )
             if version < VERSION:
                 raise Damaged("it has no schema version")
-            _prepare(db)
-        except BaseException:
-            db.close()
-            raise
-        return db
+            prepare(db)
+            db.execute("BEGIN IMMEDIATE")
+            return work(db)
 
-    def _renew(self, seen: tuple[int, int] | None) -> None:
-        """Rebuild the database from readable rows of the file `seen`, unless another process has replaced that file."""
-        guard = self.path.with_name(f"{BEGINS}{NAME}{ENDS}")
-        try:
-            private_folder(self.path.parent)
-            with locked(guard):
-                try:
-                    if self._seen() == seen:
-                        self._replace()
-                finally:
-                    guard.unlink(missing_ok=True)
-        except (OSError, *TROUBLE) as error:
-            raise self._refused(error) from None
+    def _read_only(self) -> sqlite3.Connection:
+        if (wal := Path(f"{self.path}-wal")).exists() and wal.stat().st_size:
+            raise sqlite3.OperationalError("its last changes are in a separate file")
+        return connect(f"{self.path.as_uri()}?immutable=1")
 
-    def _refused(self, error: Exception) -> BadInput:
-        why = getattr(error, "strerror", None) or error
-        return BadInput(f"cannot use {self.path}: {why}", code="no_sessions")
+    def _inode(self) -> int | None:
+        return self.path.stat().st_ino if self.path.exists() else None
 
-    def _replace(self) -> None:
-        there = [side for side in ("", "-wal") if self._seen() and Path(f"{self.path}{side}").exists()]
-        with temporary_folder(self.path.parent) as folder:
-            new, old = folder / NAME, folder / "old"
-            with closing(sqlite3.connect(new, isolation_level=None)) as db:
+    def _renew(self, seen: int | None) -> None:
+        """Set the damaged file `seen` aside and make a new database of its readable rows; None = there is no file.
+
+        Another process may have done so meanwhile: then the file is not `seen`, and nothing changes.
+        """
+        aside, guard, n = f"{self.path}.damaged-{new_name()}", self.path.with_name(f"{BEGINS}{NAME}{ENDS}"), 0
+        private_folder(self.path.parent)
+        with locked(guard), ExitStack() as ends:
+            ends.callback(guard.unlink, missing_ok=True)
+            if self._inode() != seen:
+                return
+            new = ends.enter_context(temporary_folder(self.path.parent)) / NAME
+            with closing(connect(new)) as db:
+                prepare(db)
                 db.executescript(f"BEGIN; {FORM} PRAGMA user_version = {VERSION}; COMMIT")
-                _prepare(db)
-            for side in there:
-                _copy(Path(f"{self.path}{side}"), Path(f"{old}{side}"), b"" if side else _first_page(new))
-            n = _salvage(old, new) if there else 0
-            # named by its digest: if the disk is full halfway, each try leaves the same file
-            aside = f"{self.path}.damaged-{_digest(self.path)[:12]}" if there else ""
-            for side in there:
-                _copy(Path(f"{self.path}{side}"), Path(f"{aside}{side}"))
-            for side in ("-wal", "-shm"):
-                Path(f"{self.path}{side}").unlink(missing_ok=True)
-            _copy(new, self.path)
-        if there:
+                if seen is not None:
+                    n = _salvage(self.path, db)
+            new.chmod(0o600)  # SQLite gives its -wal and -shm files the same mode
+            for side in ("-wal", ""):  # the last changes first: beside a new database, SQLite would apply them to it
+                if Path(f"{self.path}{side}").exists():
+                    os.rename(f"{self.path}{side}", f"{aside}{side}")
+            Path(f"{self.path}-shm").unlink(missing_ok=True)
+            new.replace(self.path)
+        if seen is not None:
             self._tell(f"{self.path} is damaged: it was renamed to {aside}; {n:,} chats were recovered")
+
+
+def connect(path: Path | str) -> sqlite3.Connection:
+    """Open a database file or URI. Damaged text is read with its readable part."""
+    db = sqlite3.connect(path, timeout=PATIENCE, isolation_level=None, uri=isinstance(path, str))
+    db.text_factory = lambda raw: raw.decode(errors="replace")
+    return db
+
+
+def prepare(db: sqlite3.Connection) -> None:
+    for setting in SETTINGS:
+        db.execute(f"PRAGMA {setting}")
 
 
 def _is_damage(error: Exception) -> bool:
     return isinstance(error, UnicodeDecodeError) or getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGE
 
 
-def _copy(source: Path, target: Path, head: bytes = b"") -> None:
-    """Copy a file, whole or not at all. `head` replaces its first bytes."""
-    with source.open("rb") as data, replacing(target) as stream:
-        stream.write(head)
-        data.seek(len(head))
-        shutil.copyfileobj(data, stream)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return file_digest(stream, "sha256").hexdigest()
-
-
-def _first_page(new: Path) -> bytes:
-    with new.open("rb") as stream:
-        page = bytearray(stream.read(PAGE))
-    page[LENGTH], page[FREE] = bytes(4), bytes(8)
-    return bytes(page)
-
-
-def _prepare(db: sqlite3.Connection) -> None:
-    db.text_factory = _text
-    for setting in ("trusted_schema = OFF", "cell_size_check = ON", "secure_delete = ON", "journal_mode = WAL"):
-        db.execute(f"PRAGMA {setting}")
-    db.execute("PRAGMA synchronous = FULL")
-
-
-def _text(raw: bytes) -> str:
-    """Decode text and replace damaged bytes, because the rest is still readable."""
-    return raw.decode(errors="replace")
-
-
-def _salvage(old: Path, new: Path) -> int:
-    """Copy all readable rows one by one; returns the number of chats."""
-    with closing(sqlite3.connect(old)) as source, closing(sqlite3.connect(new)) as db, db:
-        _prepare(db)
-        source.text_factory = _text
+def _salvage(old: Path, db: sqlite3.Connection) -> int:
+    """Copy the rows that SQLite reads from either end of each table; returns the number of chats."""
+    db.execute("BEGIN")
+    with closing(connect(old)) as source:
         for table in TABLES:
-            names = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
-            put = f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(names))})"
-            for row in _rows(source, f"SELECT {', '.join(names)} FROM {table}"):
-                if not db.execute(put, row).rowcount and table in ("turns", "documents"):  # nothing refers to their ids
+            types = [f"CAST({name} AS {kind})" for _, name, kind, *_ in db.execute(f"PRAGMA table_info({table})")]
+            put = f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(types))})"
+            for row in _rows(source, f"SELECT {', '.join(types)} FROM {table}"):
+                if not db.execute(put, row).rowcount and table == "turns":  # nothing refers to their ids
                     db.execute(put, (None, *row[1:]))  # two rows have one id, and either may be damaged
-        db.execute(
-            "INSERT OR IGNORE INTO sessions SELECT DISTINCT session, 'found-' || session, NULL, '', NULL, '', 0"
-            " FROM turns WHERE session NOT IN (SELECT id FROM sessions)"
-        )
-        for session, name in db.execute("SELECT id, name FROM sessions").fetchall():
-            if not SOUND.fullmatch(str(name)):
-                db.execute("UPDATE sessions SET name = 'found-' || id WHERE id = ?", [session])
-        db.execute("INSERT INTO words (words) VALUES ('rebuild')")
-        db.execute("DELETE FROM documents WHERE text NOT IN (SELECT id FROM texts)")
-        db.execute("DELETE FROM files WHERE session NOT IN (SELECT id FROM sessions)")  # their files are imported again
-        (n,) = db.execute("SELECT count(*) FROM sessions").fetchone()
-        return int(n)
+    # turns of a lost chat become a chat, and what refers to a lost row goes, as do notes that may be damaged
+    db.executescript(f"""
+        INSERT OR IGNORE INTO sessions SELECT DISTINCT session, 'found-' || session, NULL, '', NULL, '', 0
+            FROM turns WHERE session NOT IN (SELECT id FROM sessions);
+        DELETE FROM documents WHERE text NOT IN (SELECT id FROM texts) OR n = {LEFT_OUT};
+        DELETE FROM files WHERE session NOT IN (SELECT id FROM sessions);
+        INSERT INTO words (words) VALUES ('rebuild');
+    """)
+    names = db.execute("SELECT id, name FROM sessions").fetchall()
+    for session, name in names:
+        if not SOUND.fullmatch(name):
+            db.execute("UPDATE sessions SET name = 'found-' || id WHERE id = ?", [session])
+    return len(names)
 
 
 def _rows(source: sqlite3.Connection, select: str) -> Iterator[tuple[Any, ...]]:
-    """Yield rows from both ends of a table up to the damage, then rows in between that can be read one by one."""
-    first, last = 0, FAR
-    try:
-        for row in source.execute(f"{select} ORDER BY id"):
-            first = row[0]
-            yield row
-        return
-    except TROUBLE:
-        pass
-    with suppress(*TROUBLE):
-        for row in source.execute(f"{select} WHERE id > ? ORDER BY id DESC", [first]):
-            last = row[0]
-            yield row
-    for i in range(first + 1, min(last, first + FAR)):
+    for order in ("id", "id DESC"):
         with suppress(*TROUBLE):
-            yield from source.execute(f"{select} WHERE id = ?", [i])
+            yield from source.execute(f"{select} ORDER BY {order}")

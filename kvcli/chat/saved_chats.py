@@ -1,20 +1,17 @@
 """Saved chats of a user: in one database, found by name, title or words, open in one process at a time.
 
-A document attached to ten chats is stored once. JSON files in `chats` beside the database, which earlier versions
-wrote, are imported once and not changed.
+A document attached to ten chats is stored once. `/save` also writes a chat to a file in `chats` beside the database.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import secrets
 import sqlite3
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import partial
 from hashlib import sha256
 from os.path import expanduser
@@ -24,15 +21,15 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from kvcli.chat import database
-from kvcli.chat.database import ChatLock, Database
+from kvcli.chat.database import Database, chat_lock
 from kvcli.errors import BadInput, reading, writing
 from kvcli.files import private_folder, write_private
 from kvcli.schemas.base import SURROGATE
 from kvcli.schemas.chats import ChatEntry
-from kvcli.schemas.turn import ChatDocument
+from kvcli.schemas.turn import SCHEMA, ChatDocument
 from kvcli.settings.small_file import Unfit, read_small
 
-# Saved chats as JSON files, written by `/save`, by earlier versions or by other users.
+# Saved chats as JSON files, written by `/save` or by other users.
 
 
 MOST = 512 << 20  # bytes of a file that is read, at most; several times the largest document
@@ -63,7 +60,6 @@ def write_chat(path: Path, saved: ChatDocument) -> str:
     return sha256(data).hexdigest()
 
 
-NAMES = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
 PARTS = re.compile(r"[\W_]+")  # separators of words in a file name
 AT_ONCE = 100  # locks held at a time, each an open file
 SHOWN = 10  # entries of a list to choose from
@@ -74,6 +70,7 @@ LISTED = (
     f" (SELECT name FROM documents WHERE session = sessions.id AND n >= {database.PENDING} ORDER BY id))"
     " FROM sessions"
 )
+EMPTY = partial(ChatDocument, schema=SCHEMA, title=None, model="", system=None, messages=[], pending=[])
 T = TypeVar("T")
 
 
@@ -82,52 +79,41 @@ class SavedChat:
     """The database entry of a chat: its name and its stored content. Version 0 means that nothing is stored yet."""
 
     name: str
+    saved: ChatDocument = field(default_factory=EMPTY)  # as stored, or as read from a JSON file
     version: int = 0
-    made: Mapping[str, Any] = field(default_factory=dict)
-    lock: ChatLock | None = None
     origin: str = ""  # digest of the JSON file that it was read from
+    lock: ExitStack = field(default_factory=ExitStack)
 
     def close(self) -> None:
         """Release the lock."""
-        if self.lock is not None:
-            self.lock.close()
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedChat:
-    """A chat that was read, and its database entry."""
-
-    saved: ChatDocument
-    saved_chat: SavedChat
+        self.lock.close()
 
 
 class SavedChats:
     """The saved chats in a folder. Methods raise BadInput for missing chats and for an unusable database."""
 
     def __init__(self, folder: Path, tell: Callable[[str], None] = warnings.warn) -> None:
-        """`tell` receives messages about a damaged database or a file that cannot be imported."""
-        self.folder, self.files, self._tell = folder, folder / "chats", tell
-        self._db, self._has_files = Database(folder, tell), False
+        """`tell` receives messages about a damaged database."""
+        self.folder, self.files, self._db = folder, folder / "chats", Database(folder, tell)
 
     # --- one chat
 
-    def open(self, wanted: str | None = None, *, is_locked: bool = False, cwd: Path = Path()) -> OpenedChat:
+    def open(self, wanted: str | None = None, *, is_locked: bool = False, cwd: Path = Path()) -> SavedChat:
         """Open a chat, named as for `find` or by the path of a JSON file. `is_locked`: lock it for this process."""
         name = self.name_of(wanted, cwd)
-        saved_chat = self.begin(name, is_locked=is_locked)
+        opened = self.begin(name, is_locked=is_locked)
         try:
             if name is None:
-                saved, saved_chat.origin = read_chat(cwd / expanduser(wanted or ""))
-                return OpenedChat(saved, saved_chat)
-            saved, saved_chat.version = self.read(name)
+                opened.saved, opened.origin = read_chat(cwd / expanduser(wanted or ""))
+            else:
+                opened.saved, opened.version = self.read(name)
         except BaseException:
-            saved_chat.close()
+            opened.close()
             raise
-        saved_chat.made = saved.document()
-        return OpenedChat(saved, saved_chat)
+        return opened
 
     def name_of(self, wanted: str | None, cwd: Path = Path()) -> str | None:
-        """Return the name of the chat that `open` would open; None for a file that was not imported before."""
+        """Return the name of the chat that `open` would open; None for a file that no saved chat continues."""
         if wanted is None or not ("/" in wanted or wanted.endswith(".json")):
             return self.find(wanted)
         _, digest = read_chat(cwd / expanduser(wanted))
@@ -135,8 +121,10 @@ class SavedChats:
 
     def begin(self, name: str | None = None, *, is_locked: bool) -> SavedChat:
         """Return the entry of this name, or one for a new chat. Nothing is read from or written to the database."""
-        name = name or _new_name()
-        return SavedChat(name, lock=ChatLock(self.folder, name) if is_locked else None)
+        begun = SavedChat(name or database.new_name())
+        if is_locked:
+            begun.lock.enter_context(chat_lock(self.folder, begun.name))
+        return begun
 
     def read(self, name: str) -> tuple[ChatDocument, int]:
         """Return a chat and its version."""
@@ -145,8 +133,8 @@ class SavedChats:
             raise BadInput(f"there is no saved chat {name}", code="no_chat", try_=["kvcli chats list"])
         return found
 
-    def write(self, saved_chat: SavedChat, made: Mapping[str, Any]) -> None:
-        """Store `made`, a `ChatDocument` as a dict, in place of the stored chat. Only turns that differ are written.
+    def write(self, saved_chat: SavedChat, made: ChatDocument) -> None:
+        """Store `made` in place of the stored chat. Only turns that differ are written.
 
         Raises BadInput if another process has written meanwhile. A chat that was removed meanwhile is stored again.
         """
@@ -155,19 +143,18 @@ class SavedChats:
             version = database.version(db, saved_chat.name)
             if version not in (None, saved_chat.version):
                 raise BadInput(f"another kvcli process changed {saved_chat.name}; not saved", code="chat_changed")
-            latest = database.write(db, saved_chat.name, made, saved_chat.made if version is not None else {})
+            latest = database.write(db, saved_chat.name, made, saved_chat.saved if version is not None else EMPTY())
             if saved_chat.origin:
-                database.note_file(db, "", saved_chat.origin, saved_chat.name)
+                database.note_file(db, saved_chat.origin, saved_chat.name)
             return latest
 
-        self._take_in()
-        saved_chat.version, saved_chat.made, saved_chat.origin = self._db.run(work), made, ""
+        made = ChatDocument.model_validate(made.document())  # without halves of characters, which no file can hold
+        saved_chat.version, saved_chat.saved, saved_chat.origin = self._db.run(work), made, ""
 
     def save(self, name: str) -> Path:
-        """Write the chat to a file in `chats`, which is not imported again."""
-        path = self.files / f"{name}.json"
-        digest = write_chat(path, self.read(name)[0])
-        self._run(lambda db: database.note_file(db, _stamp(path), digest, name), None)
+        """Write the chat to a file in `chats`."""
+        digest = write_chat(path := self._file(name), self.read(name)[0])
+        self._run(lambda db: database.note_file(db, digest, name), None)
         return path
 
     def remove(self, names: Sequence[str]) -> None:
@@ -175,10 +162,13 @@ class SavedChats:
         for some in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
             with ExitStack() as locks, writing(self.files):
                 for name in some:
-                    locks.callback(ChatLock(self.folder, name).close)
-                gone: list[str] = self._run(partial(database.remove, names=some), [])
-                for file in gone:
-                    (self.files / file).unlink(missing_ok=True)
+                    locks.enter_context(chat_lock(self.folder, name))
+                self._run(partial(database.remove, names=some), None)
+                for name in some:
+                    self._file(name).unlink(missing_ok=True)
+
+    def _file(self, name: str) -> Path:
+        return self.files / f"{name}.json"
 
     # --- finding
 
@@ -246,28 +236,7 @@ class SavedChats:
 
     def _run(self, work: Callable[[sqlite3.Connection], T], nothing: T) -> T:
         """Run `work` in the database. Without a database, return `nothing` and create none."""
-        try:
-            self._take_in()
-        except BadInput:  # on a full disk an existing database can still be read
-            if not self._db.path.exists():
-                raise
         return self._db.run(work) if self._db.path.exists() else nothing
-
-    def _take_in(self) -> None:
-        """Import new files of `chats` at the first call, oldest first. An unreadable file is reported once."""
-        files = {} if self._has_files else dict(_by_age(self.files))
-        known = self._db.run(database.stamps) if files else set()
-        for stamp, path in files.items():
-            if stamp in known:
-                continue
-            try:
-                saved, digest = read_chat(path)
-                made = saved.document()
-            except BadInput as error:
-                self._tell(f"{error.message}; the other chats are imported")
-                made, digest = {}, ""
-            self._db.run(partial(_take_in, stamp=stamp, path=path, digest=digest, made=made))
-        self._has_files = True
 
 
 def _entry(row: tuple[Any, ...]) -> ChatEntry:
@@ -275,34 +244,6 @@ def _entry(row: tuple[Any, ...]) -> ChatEntry:
     about = {"id": database.sound(name), "title": title and str(title), "model": str(model), "saved": str(saved)}
     files = str(documents).split("\n") if documents is not None else []
     return ChatEntry(**about, questions=questions, documents=len(files), files=files)
-
-
-def _take_in(db: sqlite3.Connection, stamp: str, path: Path, digest: str, made: Mapping[str, Any]) -> None:
-    name = database.of_file(db, digest)
-    if made and name is None:
-        is_free = NAMES.fullmatch(path.stem) and database.version(db, path.stem) is None
-        name = path.stem if is_free else _new_name()
-        database.write(db, name, made, {})
-    database.note_file(db, stamp, digest, name)
-
-
-def _by_age(folder: Path) -> list[tuple[str, Path]]:
-    """Return chat files with their stamps, the oldest first."""
-    dated = []
-    for path in folder.glob("*.json"):
-        with suppress(OSError):  # removed meanwhile
-            dated.append((path.stat().st_mtime_ns, _stamp(path), path))
-    return [(stamp, path) for _, stamp, path in sorted(dated)]
-
-
-def _stamp(path: Path) -> str:
-    """Return the file's name, size and times."""
-    about = path.stat()
-    return f"{SURROGATE.sub(chr(0xFFFD), path.name)} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
-
-
-def _new_name() -> str:
-    return f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
 def _titled(entries: Iterable[ChatEntry], text: str) -> list[ChatEntry]:

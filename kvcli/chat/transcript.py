@@ -284,10 +284,10 @@ def figures_of(stats: Stats) -> Figures:
 def save_chat(chat: Chat, title: str | None = None) -> str:
     """Save `chat`, the first time as a new saved chat, and return its name. An unchanged chat is not written."""
     chat.title = title or chat.title or first_words(chat.messages)
-    made = as_document(chat).document()
-    if chat.saved_chat is not None and made | {"saved": ""} == {**chat.saved_chat.made, "saved": ""}:
-        return chat.saved_chat.name
-    saved_chat = chat.saved_chat or chat.saved_chats.begin(is_locked=chat.is_locked)
+    made, saved_chat = as_document(chat), chat.saved_chat
+    if chat.is_saved and saved_chat and made == saved_chat.saved.model_copy(update={"saved": made.saved}):
+        return saved_chat.name
+    saved_chat = saved_chat or chat.saved_chats.begin(is_locked=chat.is_locked)
     try:
         chat.saved_chats.write(saved_chat, made)
         chat.saved_chat = saved_chat

@@ -89,7 +89,7 @@ def export(context: typer.Context, output: Out, chat: Chat = None) -> None:
 
 @app.command()
 def rm(context: typer.Context, chats: Chats, yes: Yes = False) -> None:
-    """Delete saved chats, and the files that /save and earlier versions wrote of them."""
+    """Delete saved chats, and the files that /save wrote of them."""
     world: Environment = context.obj
     saved_chats = saved_chats_of(world)
     names = dict.fromkeys(saved_chats.find(chat) for chat in chats)

@@ -109,7 +109,7 @@ def _damage(world: Environment, last: dict[str, int]) -> Iterator[str]:
     try:
         for entry in sessions.entries():
             opened = sessions.open(entry.id, is_locked=True)
-            opened.saved_chat.close()
+            opened.close()
             if len(opened.saved.messages) // 2 not in (last.get("chat", -1) + 1, last.get("chat", -1) + 2):
                 yield "chat: lost a turn"
             if [d.text for d in opened.saved.pending] != [TEXT]:

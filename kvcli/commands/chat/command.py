@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
     from kvcli.chat.document_pack import Pack
     from kvcli.chat.model import Model
-    from kvcli.chat.saved_chats import OpenedChat
+    from kvcli.chat.saved_chats import SavedChat
     from kvcli.commands.chat.repl import Repl
     from kvcli.commands.common.inputs import Question
     from kvcli.commands.common.load_model import CheckedRun
@@ -221,7 +221,7 @@ def about_pack(question: Question, packed: Pack) -> Question:
 
 
 @contextmanager
-def open_saved_chat(world: Environment, latest: bool, name: str | None, no_save: bool) -> Iterator[OpenedChat | None]:
+def open_saved_chat(world: Environment, latest: bool, name: str | None, no_save: bool) -> Iterator[SavedChat | None]:
     """Yield the saved chat to continue, if there is one. It is locked until the end, except with --no-save."""
     if latest and name is not None:
         raise UsageError("--continue and --resume exclude each other", try_=["only one of them"])
@@ -231,7 +231,7 @@ def open_saved_chat(world: Environment, latest: bool, name: str | None, no_save:
     from kvcli.commands.chat.save_chat import reopen, saved_chats_of
 
     opened = reopen(saved_chats_of(world), world, name, is_locked=not no_save)
-    with closing(opened.saved_chat):
+    with closing(opened):
         yield opened
 
 
@@ -242,7 +242,7 @@ def answer(
     stats: o.StatsMode | None,
     stream: bool,
     wanted: MemoryWishes,
-    opened: OpenedChat | None = None,
+    opened: SavedChat | None = None,
     saves: bool = False,
     rules: Grammar | None = None,
     packed: Pack | None = None,
@@ -284,7 +284,7 @@ def answer(
             screen.note(save_kv_cache(talk.text_session) if saves else "")
 
 
-def begin(world: Environment, talk: Chat, question: Question, opened: OpenedChat | None, saves: bool) -> None:
+def begin(world: Environment, talk: Chat, question: Question, opened: SavedChat | None, saves: bool) -> None:
     """Prepare the chat: a saved chat, options that override its settings, and documents that are new to it."""
 
     if opened is not None:

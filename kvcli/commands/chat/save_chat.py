@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcli.chat.conversation import Chat
-    from kvcli.chat.saved_chats import OpenedChat
+    from kvcli.chat.saved_chats import SavedChat
     from kvcli.chat.text_session import TextSession
     from kvcli.environment import Environment
     from kvcli.prefix_cache.prefix_cache import SaveResult as Read
@@ -35,7 +35,7 @@ def saved_chats_of(world: Environment) -> SavedChats:
     return SavedChats(world.paths.data, warn)
 
 
-def reopen(saved_chats: SavedChats, world: Environment, wanted: str | None, *, is_locked: bool) -> OpenedChat:
+def reopen(saved_chats: SavedChats, world: Environment, wanted: str | None, *, is_locked: bool) -> SavedChat:
     """Open the saved chat of this name. `is_locked`: lock it against other kvcli processes."""
     try:
         return saved_chats.open(wanted, is_locked=is_locked, cwd=world.cwd)
@@ -45,9 +45,9 @@ def reopen(saved_chats: SavedChats, world: Environment, wanted: str | None, *, i
         raise
 
 
-def model_of(world: Environment, opened: OpenedChat) -> str | None:
+def model_of(world: Environment, opened: SavedChat) -> str | None:
     """Return the model of a saved chat. A file from elsewhere may name only models known and complete here."""
-    if not opened.saved_chat.origin:
+    if not opened.origin:
         return opened.saved.model or None
     return known_here(world, opened.saved.model, "this file", "chats")
 

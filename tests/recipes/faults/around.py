@@ -6,16 +6,16 @@ FAULTS = [
     Fault(
         "C2",
         "kvcli/chat/database.py",
-        '        db.execute("DELETE FROM documents WHERE text NOT IN (SELECT id FROM texts)")\n',
-        "",
+        "DELETE FROM documents WHERE text NOT IN (SELECT id FROM texts) OR",
+        "DELETE FROM documents WHERE",
         "tests/test_saved_chats.py::test_of_a_document_whose_text_is_lost_no_name_is_left",
     ),
     Fault(
         "C3",
         "kvcli/chat/database.py",
-        "{asked} +name = ?",
-        "{asked} name = ?",
-        "tests/test_saved_chats.py::test_a_name_that_its_index_lacks_is_found_and_the_damage_said",
+        "FROM sessions NOT INDEXED WHERE",
+        "FROM sessions WHERE",
+        "tests/test_saved_chats.py::test_a_name_that_its_index_lacks_is_found",
     ),
     Fault(
         "C4",
@@ -34,8 +34,8 @@ FAULTS = [
     Fault(
         "C6",
         "kvcli/chat/saved_chats.py",
-        "saved_chat.made if version is not None else {}",
-        "saved_chat.made",
+        "saved_chat.saved if version is not None else EMPTY()",
+        "saved_chat.saved",
         "tests/test_chats.py::test_a_chat_that_somebody_removed_is_written_again",
     ),
     Fault(
