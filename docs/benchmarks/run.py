@@ -61,7 +61,7 @@ RESULTS = {
     " --sides int8,4+4bits,4+2bits,sketch,minmax --shares 0.5",
     "probe-rows": "python tests/bench/probe_rows.py --texts 8",
     "retrieval-heads": "python tests/bench/retrieval_heads.py",
-    "citations": "python tests/bench/citations.py --grid",
+    "citations": "python tests/bench/citations.py --grid --folder /usr/share",
     "summarize": "python tests/bench/summarize.py --chunk 0,2500",
     "wordings": f"python tests/bench/wordings.py --model {LISTED}"  # of Debian packages that it names, in /usr/share
     " --names bashref,libtasn1,debian-faq,crc-doc,users-and-groups,python-policy,GPL-3,RelNotes",

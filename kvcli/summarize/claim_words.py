@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import KeysView, Mapping
 from dataclasses import dataclass
 
 from kvcli.summarize.citations import find
@@ -64,8 +65,12 @@ class Unit:
 
     start: int
     end: int
-    keys: frozenset[str]
+    spots: Mapping[str, list[int]]  # word -> its places among the words, from 0
     line: str  # its words in order, for quotations
+
+    @property
+    def keys(self) -> KeysView[str]:
+        return self.spots.keys()
 
 
 def words(text: str) -> list[Word]:
@@ -128,12 +133,16 @@ def units(text: str) -> list[Unit]:
     found, inside, columns = [], words(text), heads(text)
     i = 0
     for start, end in sentences(text):
-        keys, also = [], []
+        spots: dict[str, list[int]] = {}
+        first, place, before = i, -1, -1
         while i < len(inside) and inside[i].start < end:
-            keys.append(inside[i].key)
-            also += [f"{keys[-1]} {unit}" for unit in columns if inside[i].is_bare]
+            word = inside[i]
+            place += word.start > before  # a number and the same number with its unit are at one place
+            before = word.start
+            for key in [word.key, *(f"{word.key} {unit}" for unit in columns if word.is_bare)]:
+                spots.setdefault(key, []).append(place)
             i += 1
-        found.append(Unit(start, end, frozenset([*keys, *also]), f" {' '.join(keys)} "))
+        found.append(Unit(start, end, spots, f" {' '.join(word.key for word in inside[first:i])} "))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Weights of the words of a text, and the words of a claim that a sentence must have."""
+"""Weights of the words of a text, the words of a claim that a sentence must have, and those that replace its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Literal
 
 from kvcli.summarize.claim_words import Unit, Word, n_words, words
@@ -16,32 +17,70 @@ Kind = Literal["number", "name", "word"]
 MOST_CAPITALS = 0.25  # share of words inside sentences; above it (German, titles) capitals do not indicate names
 UNSEEN = 2.0  # weight of a word that no sentence has, often the model's own word: less than that of a rare word
 
-# Factor on the weight of the rarest word. At 1 a false name passes with two true words after it; at 3 a true claim of
-# four words after a new one is doubted if it leaves out a name.
-IN_FRONT = 2.0
+# Factor on the weight of a word of the text that stands where the sentence has another. A new word there may be a
+# synonym, and counts as any other.
+INSTEAD = 4.0
 
 
 @dataclass(frozen=True)
 class Wanted:
     """Requirements on a sentence for some words: all `musts`, and a share of the weights of the `others`."""
 
+    said: Sequence[Word]
     musts: Mapping[str, float]
     others: Mapping[str, float]
-    foreign: frozenset[str]  # names of the text that are not among the words
-    in_front: float  # weight of a new capitalized word that begins the claim, if it may replace a foreign name
+    names: frozenset[str]  # names of the text
+    known: frozenset[str]  # words that some sentence of the text has
 
     def share(self, unit: Unit) -> float:
-        """Return the share of the other words that the sentence has.
+        """Return the share of the other words that the sentence has. A known word in place of its own weighs more.
 
-        Numbers and names are excluded, because their weight would confirm words that no sentence has.
+        Numbers and names are excluded, because their weight would confirm words that no sentence has. The share is 0
+        if a word with a capital letter stands where the sentence has a name.
         """
-        stands_for_a_name = self.in_front > 0 and not self.foreign.isdisjoint(unit.keys)
-        total = sum(self.others.values()) + (self.in_front - UNSEEN if stands_for_a_name else 0.0)
-        return _inside(self.others, unit) / total if total > 0 else 1.0
+        had = _inside(self.others, unit)
+        if had == sum(self.others.values()):
+            return 1.0
+        replaced = replaced_by(self.said, unit)
+        capitals = {word.key for word in self.said if word.is_capital}
+        if any(key in capitals and not gone.isdisjoint(self.names) for key, gone in replaced.items()):
+            return 0.0
+        worse = replaced.keys() & self.known
+        absent = self.others.keys() - unit.keys
+        lost = sum(self.others[key] * (INSTEAD if key in worse else 1.0) for key in absent)
+        return had / (had + lost)
 
     def overlap(self, unit: Unit) -> float:
         """Return the weight of all words that the sentence has."""
         return _inside(self.musts, unit) + _inside(self.others, unit)
+
+
+def replaced_by(said: Sequence[Word], unit: Unit) -> dict[str, set[str]]:
+    """Return the words that stand where the sentence has others, and those others.
+
+    Words without a match replace the words between the matches of their neighbours, if none of these is in the claim
+    and they are at most one more than the words themselves. At either end of the claim one neighbour is enough.
+    """
+    keys = [[word.key for word in at_one_place] for _, at_one_place in groupby(said, key=lambda word: word.start)]
+    found = [[i for key in one for i in unit.spots.get(key, ())] for one in keys]
+    matched = {i for spots in found for i in spots}
+    last = max((i for spots in unit.spots.values() for i in spots), default=-1)
+    replaced: dict[str, set[str]] = {}
+    for is_absent, group in groupby(range(len(keys)), key=lambda i: not found[i]):
+        run = list(group)
+        if not is_absent:
+            continue
+        lefts = found[run[0] - 1] if run[0] else None
+        rights = found[run[-1] + 1] if run[-1] + 1 < len(keys) else None
+        if lefts is not None and rights is not None:
+            gaps = [(a + 1, b) for a in lefts for b in rights if a + 1 < b <= a + len(run) + 2]
+        else:
+            gaps = [(b - 1, b) for b in rights or () if b > 0] + [(a + 1, a + 2) for a in lefts or () if a < last]
+        free = next((set(range(*gap)) for gap in gaps if matched.isdisjoint(range(*gap))), None)
+        if free is not None:
+            gone = {key for key, spots in unit.spots.items() if not free.isdisjoint(spots)}
+            replaced |= {key: gone for i in run for key in keys[i]}
+    return replaced
 
 
 @dataclass(frozen=True)
@@ -60,12 +99,12 @@ class Lexicon:
     def wanted(self, said: Sequence[Word]) -> Wanted:
         weights = {word.key: self.weight(word.key) for word in said}
         musts = {word.key for word in said if self.kind(word) != "word"}
-        leads = self._capitals_name and any(w.leads and w.is_capital and not self.counts[w.key] for w in said)
         return Wanted(
+            said,
             musts={key: weight for key, weight in weights.items() if key in musts},
             others={key: weight for key, weight in weights.items() if key not in musts},
-            foreign=self._names - weights.keys() if leads else frozenset(),
-            in_front=max(UNSEEN, IN_FRONT * math.log(1 + self.n)) if leads else 0.0,
+            names=self._names,
+            known=frozenset(key for key in weights if self.counts[key]),
         )
 
     def weight(self, key: str) -> float:
@@ -81,7 +120,7 @@ class Lexicon:
 
     @cached_property
     def _names(self) -> frozenset[str]:
-        return self._capital - self._small
+        return self._capital - self._small if self._capitals_name else frozenset()
 
     @cached_property
     def _capital(self) -> frozenset[str]:

@@ -166,18 +166,22 @@ def plain_changed(n: int) -> Make:
 
     def change(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, str] | None:
         page, sentence = drawn(rng, pages)
-        own = _plain_words(sentence)
-        if len(own) < n:
-            return None
         _, foreign = drawn(rng, report_pages(rng))
-        others = [word for word in _plain_words(foreign) if word not in own]
-        if len(others) < n:
-            return None
-        for old, new in zip(rng.sample(own, n), rng.sample(others, n), strict=True):
-            sentence = re.sub(rf"\b{old}\b", new, sentence, count=1)
-        return (sentence, page) if not stands(sentence, pages) else None
+        changed = change_words(rng, sentence, n, foreign)
+        return (changed, page) if changed and not stands(changed, pages) else None
 
     return change
+
+
+def change_words(rng: Random, claim: str, n: int, text: str) -> str:
+    """The claim with so many of its plain words in place of others of a text; "" where it has too few."""
+    own = _plain_words(claim)
+    others = [word for word in _plain_words(text) if word not in own]
+    if len(own) < n or len(others) < n:
+        return ""
+    for old, new in zip(rng.sample(own, n), rng.sample(others, n), strict=True):
+        claim = re.sub(rf"\b{old}\b", new, claim, count=1)
+    return claim
 
 
 def name_in_front(rng: Random, pages: tuple[Passage, ...]) -> tuple[str, str] | None:

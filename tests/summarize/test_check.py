@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvcli.summarize.check import Checker, Claim, Passage
 from kvcli.summarize.citations import Bracket, Place, find, write
 from kvcli.summarize.claim_words import units, words
+from kvcli.summarize.lexicon import replaced_by
 from kvcli.summarize.units import heads
 from tests.bench.citations import is_right, judged
 from tests.summarize.cases import KINDS, SURE, cases
@@ -270,6 +271,43 @@ CLOSED = "Adler closed the plant in Lyon in 2027. The board met, and Adler left.
 def test_an_unknown_name_in_front_does_not_stand_for_the_one_of_the_page(said: str, expected: str):
     filler = " ".join(f"The {word} was painted." for word in "gate mill road barn roof pier lamp kiln".split())
     assert shown([CLOSED, filler], said) == expected
+
+
+MILL = (
+    "The council opened the old mill to visitors in spring. The crew closed the lower gate before the storm. The "
+    "harbour was painted by the crew. Visitors praised the harbour."
+)
+
+
+@pytest.mark.parametrize(
+    ("claim", "mark"),
+    [
+        ("The council opened the old mill to visitors in spring", ""),
+        ("The council closed the old mill to visitors in spring", "?"),
+        ("The council opened the old harbour to visitors in spring", "?"),
+        ("In spring, the council opened the old mill to visitors", ""),
+        ("In spring the old mill was opened to visitors by the council", ""),
+        ("The council unlocked the old mill to visitors in spring", ""),  # a new word may be a synonym
+        ("The crew shut the lower gate before the storm", ""),
+        ("The visitors closed the lower gate before the storm", "?"),
+    ],
+)
+def test_a_word_of_the_text_in_place_of_another_is_noticed(claim: str, mark: str):
+    assert shown([MILL, DEBT], f"{claim} [p. 1]") == f"[p. 1{mark}]"
+
+
+@pytest.mark.parametrize(("kind", "least"), [("one plain word changed", 20), ("two plain words changed", 23)])
+def test_changed_words_are_mostly_marked(kind: str, least: int):
+    assert sum(is_right(case) for case in cases(EACH, 2, [kind])) >= least
+
+
+def test_replaced_words_stand_between_the_same_neighbours():
+    (unit,) = units("The old mill closed the lower gate before the storm.")
+    assert replaced_by(words("The old mill opened the lower gate"), unit) == {"open": {"clos"}}
+    assert replaced_by(words("The old mill closed the gate"), unit) == {}  # left out
+    assert replaced_by(words("The old mill soon closed the lower gate"), unit) == {}  # added
+    assert replaced_by(words("Before the storm the lower gate closed"), unit) == {}  # moved
+    assert replaced_by(words("The new mill closed the lower gate"), unit) == {"new": {"old"}}
 
 
 def test_the_docs_name_every_kind_of_claim():
