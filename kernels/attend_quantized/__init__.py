@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcli.kernels import dispatch, triton_support
 from kvcli.kernels.attend_quantized import reference
-from kvcli.kernels.attend_quantized.table import PackedHead, Table, table_of, why_not
+from kvcli.kernels.attend_quantized.table import PackedHead, PackedTable, table_of, why_not
 from kvcli.kernels.merge_attention import PartialAttention
 
 
@@ -39,7 +39,7 @@ def attend_quantized(
 
 
 def attend_table(
-    q: Tensor, table: Table, scale: float, pos: Sequence[int], *, softcap: float = 0.0, window: int | None = None
+    q: Tensor, table: PackedTable, scale: float, pos: Sequence[int], *, softcap: float = 0.0, window: int | None = None
 ) -> PartialAttention:
     """Compute attention of q [H, N, D] of any float dtype, at positions pos [N], over a layer's heads except holes."""
     from kvcli.kernels.attend_quantized import fused  # imports Triton, which is not installed everywhere
@@ -61,4 +61,4 @@ def _chosen(
     return dispatch.choose("attend_quantized", q.device.type, dtype)
 
 
-__all__ = ["PackedHead", "Table", "attend_quantized", "attend_table", "table_of", "why_not"]
+__all__ = ["PackedHead", "PackedTable", "attend_quantized", "attend_table", "table_of", "why_not"]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvcli.kernels import triton_support
 from kvcli.kernels.attend_invariant.passes import MANY
-from kvcli.kernels.attend_quantized.table import PackedHead, Table, table_of
+from kvcli.kernels.attend_quantized.table import PackedHead, PackedTable, table_of
 
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(1 / LOG2E)
@@ -80,7 +80,7 @@ def attend_quantized(
 
 
 def attend(
-    q: Tensor, table: Table, scale: float, softcap: float, at: Tensor | None = None, window: int = 0
+    q: Tensor, table: PackedTable, scale: float, softcap: float, at: Tensor | None = None, window: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Compute q [H, N, D] -> out [H, N, D], lse [H, N], float32. `window`: positions seen by rows at positions `at`."""
     (h, n, d), kv = q.shape, len(table.heads)

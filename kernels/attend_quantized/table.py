@@ -36,7 +36,7 @@ class PackedHead:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PackedTable:
     """Heads of a layer, all of one layout."""
 
     at: Tensor  # [K, 11] int64: addresses of keys, values and positions, then numbers of slots; see `table_of`
@@ -89,14 +89,14 @@ def why_not(heads: Sequence[PackedHead], masks: Sequence[Tensor | None] = ()) ->
     return ""
 
 
-def table_of(heads: Sequence[PackedHead], pos: Sequence[Tensor | None], *, has_holes: bool) -> Table:
+def table_of(heads: Sequence[PackedHead], pos: Sequence[Tensor | None], *, has_holes: bool) -> PackedTable:
     """Build the table of heads that `why_not` accepts. pos [S] int32 per head, -1 = hole; read for holes or windows."""
     rows = [_row(head, at) for head, at in zip(heads, pos, strict=True)]
     at = torch.tensor(rows, dtype=torch.int64)
     device, first = heads[0].rest.device, heads[0]
     if device.type == "cuda":
         at = at.pin_memory().to(device, non_blocking=True)
-    return Table(
+    return PackedTable(
         at,
         tuple(heads),
         tuple(pos),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcli.kernels import triton_support
 from kvcli.kernels.attend_quantized import PackedHead, attend_table, reference, table_of, why_not
-from kvcli.kernels.attend_quantized.table import NARROWEST, PROGRAMS, SPANS, Table
+from kvcli.kernels.attend_quantized.table import NARROWEST, PROGRAMS, SPANS, PackedTable
 from kvcli.kv.slots import AttentionParams, Slots, alike
 from kvcli.kv.tiers import quantized
 from kvcli.kv.tiers.quantized_head import Precision, QuantizedHead
@@ -167,7 +167,7 @@ def test_a_partition_by_rows_would_be_caught(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("longest", [1, 300, 32_768, 100_000])
 def test_spans_are_as_many_as_a_card_has_room_for(n_heads: int, longest: int) -> None:
     head = SimpleNamespace(length=longest)
-    table = Table(torch.empty(0), (head,) * n_heads, (), 4, 4, 64, 64, longest, False)  # type: ignore[arg-type]
+    table = PackedTable(torch.empty(0), (head,) * n_heads, (), 4, 4, 64, 64, longest, False)  # type: ignore[arg-type]
     spans = -(-longest // table.span)
     assert table.span & (table.span - 1) == 0
     assert spans <= SPANS

@@ -27,7 +27,7 @@ from kvcli.kernels.attend_invariant import (
     serves,
     serves_packed,
 )
-from kvcli.kernels.attend_quantized import PackedHead, Table, attend_quantized, attend_table, table_of, why_not
+from kvcli.kernels.attend_quantized import PackedHead, PackedTable, attend_quantized, attend_table, table_of, why_not
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.quantize_kv import hadamard, turned
 from kvcli.kv.slots import (
@@ -88,7 +88,7 @@ class QuantizedTier(LossyTier):
         self._holder = storing_layer_of(shapes)
         self._ranks = [shapes[holder].rank for holder in self._holder]
         self._layers = {layer: self._own[holder] for layer, holder in enumerate(self._holder)}
-        self._tables: dict[tuple[int, bool], Table | None] = {}  # by (layer, upper half of codes only)
+        self._tables: dict[tuple[int, bool], PackedTable | None] = {}  # by (layer, upper half of codes only)
         self._runs: dict[tuple[int, bool], QuantizedKV] = {}  # by (layer, upper half of codes only)
         wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
         sizes = {d for of in own.values() for d in of.parts} if rotate == "hadamard" else set()
@@ -146,7 +146,7 @@ class QuantizedTier(LossyTier):
             return attend_part(q, run, pos, params.scale, window=window, softcap=params.softcap)
         return attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=visible(s.pos, pos, params.window))
 
-    def _table(self, layer: int, *, coarse: bool) -> Table | None:
+    def _table(self, layer: int, *, coarse: bool) -> PackedTable | None:
         """Return the cached address table of the heads; None if no kernel reads them by a table."""
         if triton_support.why_not(self._empty[layer][0].device, self.dtype):
             return None
