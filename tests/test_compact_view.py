@@ -8,11 +8,12 @@ import torch
 from kvcli.kernels.merge_attention import merge_attention
 from kvcli.kv.slots import AttentionParams, alike
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.views.view import CompactView, GatheredView
+from kvcli.kv.views.view import CompactView
 from kvcli.methods.policies.quest import Quest
 from kvcli.methods.policies.streaming import StreamingLLM
 from tests import make
 from tests.policies import moment
+from tests.reference import GatheredView
 
 LAYERS, HEADS, DIM = 2, 2, 8
 RANDOM = torch.Generator().manual_seed(0)

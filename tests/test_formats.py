@@ -22,7 +22,6 @@ from kvcli.kv.formats.format import FormatContext, by_slot, dequantize, of_slots
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.slots import AttentionParams, LayerShape, Slots, alike, compact, nbytes, visible
 from kvcli.kv.snapshot import SnapshotReader
-from kvcli.kv.tiers.block_tier import BlockCodec, BlockTier
 from kvcli.methods.formats.cskv import Cskv
 from kvcli.methods.formats.freqkv import FreqKV
 from kvcli.methods.formats.gear import Gear
@@ -167,7 +166,7 @@ def test_bytes_are_those_that_are_foretold(name: str) -> None:
     kv.take(1, s)
     held = nbytes(kv)["packed"]
     form = FORMS[name]
-    codec = BlockCodec(form, KV, (D, D), form.heads(K))
+    codec = form.codec(KV, LayerShape(K, D, D))
     assert held == L * (64 * 4 + K // codec.heads * sum(t.nbytes for t in codec.layout(8)))
     assert 0 <= L * 64 * FORMS[name].nbytes(LayerShape(K, D, D), KV, 4) - held < L * 64, "by whole bytes of a slot"
 
@@ -243,7 +242,7 @@ def test_keys_before_the_rotary_embedding_are_rounded_as_they_were_there() -> No
 def test_kivi_read_back_says_what_it_says_where_it_lies() -> None:
     s, plain = made(64), make.quantized((L, K, D), (4, 2), torch.float32, group=8)
     plain.take(0, s)
-    coded = BlockTier(Kivi(), of(), "cpu", KV)
+    coded = BlockFormat.tier(Kivi(), of(), torch.device("cpu"), KV)
     coded.take(0, s)
     assert same(plain.slots(0), coded.slots(0))
     assert nbytes(plain) == nbytes(coded)
@@ -423,7 +422,7 @@ def test_freqkv_keeps_low_waves_whole_and_loses_high_ones() -> None:
 def test_subgen_reads_what_its_sketch_says_by_the_papers_formula() -> None:
     """Softmax's sum from each cluster's center and size; the sum of values from those drawn, by squared length."""
     s, form, kv = made(8), SubGen(centers=3, samples=4), Kv(group=8)
-    tier = BlockTier(form, of(), "cpu", kv)
+    tier = BlockFormat.tier(form, of(), torch.device("cpu"), kv)
     tier.take(0, s)
     (centers, own, _, drawn), (q, pos) = form.quantize(s.k[:, None], s.v[:, None], kv), rows(3)
     part = merge_attention(tier.attend(0, q, AttentionParams(0.3), pos))
@@ -451,7 +450,7 @@ def test_subgen_takes_the_farthest_key_as_the_next_center_and_draws_long_values(
 
 
 def test_subgen_forgets_by_the_slot() -> None:
-    tier = BlockTier(SubGen(centers=1, samples=8), of(), "cpu", Kv(group=8))
+    tier = SubGen(centers=1, samples=8).tier(of(), torch.device("cpu"), Kv(group=8))
     s = made(16)
     s = Slots(torch.cat([s.k[:, :1].expand(-1, 8, -1), s.k[:, 8:9].expand(-1, 8, -1)], 1), torch.ones_like(s.v), s.pos)
     s.v[:, 8:] = 2

@@ -19,10 +19,11 @@ from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.slots import AttentionParams, LayerShape, Slots, alike, compact, last, nbytes
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.dense_uniform import UniformLayer
-from kvcli.kv.views.view import CompactView, GatheredView
+from kvcli.kv.views.view import CompactView
 from kvcli.settings.profile import load_profile
 from tests import make
 from tests.policies import masks
+from tests.reference import GatheredView
 
 K, G, D, L = 3, 2, 8, 2
 H = K * G

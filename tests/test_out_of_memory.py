@@ -42,7 +42,8 @@ Make = Callable[[LM], KVCache]
 
 
 def demoting(lm: LM) -> TieredCache:
-    low = SparseTier(make.dense(lm, step=8), MinMax(3), PageBudget(0.1, 4, 2, 3), range(1, lm.n_layers))
+    dense = make.dense(lm, step=8)
+    low = SparseTier(dense, MinMax(3), PageBudget(0.1, 4, 2, 3), range(1, lm.n_layers), source=dense)
     return make.tiered(lm, TierLevel(low), demotes=True)
 
 

@@ -23,9 +23,8 @@ from kvcli.kernels.quantize_kv import pack_values
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.precision_budget import WORTH, PrecisionBudget, keys_in, unit
 from kvcli.kv.cache.tiered_cache import TieredCache
-from kvcli.kv.footprint import POSITION
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.slots import LayerShape, LevelSpan, Slots, alike, compact, nbytes
+from kvcli.kv.slots import POSITION, LayerShape, LevelSpan, Slots, alike, compact, nbytes
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.policies.precision.loss_limit import lost_share, price_for_loss
@@ -504,7 +503,7 @@ def test_what_is_free_is_one_number_for_all_texts_and_divided_among_them() -> No
     one, two = (assemble.plan(model(), profile(memory={"budget": "fit", "sequences": n})).spending.free for n in (1, 2))
     assert one == assemble.plan(model(), profile(memory={"budget": "fit"})).spending.free
     assert 0 < two < one / 2
-    assert one < model().free_device_bytes
+    assert one < model().free_bytes
 
 
 def drive_all(session: GenerationSession, ids: list[int]) -> Any:

@@ -29,7 +29,7 @@ from kvcli.kv.sparse.index_cluster import Clusters
 from kvcli.kv.sparse.index_lowrank import LowRank
 from kvcli.kv.sparse.index_minmax import MinMax
 from kvcli.kv.sparse.index_sketch import Sketch
-from kvcli.kv.sparse.page_source import AnyTierSource, PageTier
+from kvcli.kv.sparse.page_source import PageTier
 from kvcli.kv.sparse.pages import PageBudget
 from kvcli.kv.sparse.sparse_tier import SparseTier
 from kvcli.kv.tiers.host import HostTier
@@ -41,6 +41,7 @@ from tests import families, make, small_tokenizers
 from tests.covering import pairs
 from tests.exact import table as exactness
 from tests.policies import KeepAll, Ragged
+from tests.reference import AnyTierSource
 
 torch.set_num_threads(1)
 K, D, L = 2, 16, 2

@@ -35,7 +35,6 @@ from kvcli.kv.sparse.index_cluster import Clusters, clusters
 from kvcli.kv.sparse.index_lowrank import LowRank
 from kvcli.kv.sparse.index_minmax import MinMax
 from kvcli.kv.sparse.index_sketch import Sketch
-from kvcli.kv.sparse.page_source import AnyTierSource
 from kvcli.kv.sparse.pages import PageBudget, Pages
 from kvcli.kv.sparse.sparse_tier import SparseCache, SparseTier, _choose
 from kvcli.kv.tiers.dense import Dense
@@ -45,6 +44,7 @@ from tests import families, make
 from tests.covering import pairs
 from tests.exact import table as exactness
 from tests.policies import Ragged, masks
+from tests.reference import AnyTierSource
 
 torch.set_num_threads(1)
 K, G, D = 2, 3, 16
@@ -71,7 +71,8 @@ def fill(kv: Dense | SparseTier, n: int, start: int = 0, seed: int = 0, sharp: f
 def recall(
     index: PageIndex, budget: PageBudget = SMALL, dtype: torch.dtype = torch.float64, **more: Any
 ) -> SparseCache:
-    return SparseCache(make.dense((1, K, D), dtype), index, budget, [0], **more)
+    dense = make.dense((1, K, D), dtype)
+    return SparseCache(dense, index, budget, [0], source=AnyTierSource(dense), **more)
 
 
 def filled(index: PageIndex, n: int, budget: PageBudget = SMALL, **more: Any) -> SparseCache:
@@ -728,11 +729,12 @@ def past(
     model: LM, index: PageIndex, budget: PageBudget, epsilon: float | None, on_ladder: bool, is_shared: bool = False
 ) -> KVCache:
     """Sparse attention in all layers but the first: over the whole KV cache, or the lower level of a tiered cache."""
-    shape = (model.shapes, model.dtype)
-    layers = range(1, model.n_layers)
+    shape, layers = (model.shapes, model.dtype), range(1, model.n_layers)
+    dense = Dense(*shape)
+    how = {"epsilon": epsilon, "is_shared": is_shared, "source": AnyTierSource(dense)}
     if not on_ladder:
-        return SparseCache(Dense(*shape), index, budget, layers, epsilon=epsilon, is_shared=is_shared)
-    below = SparseTier(Dense(*shape), index, budget, layers, epsilon=epsilon, is_shared=is_shared)
+        return SparseCache(dense, index, budget, layers, **how)
+    below = SparseTier(dense, index, budget, layers, **how)
     return TieredCache(Dense(*shape), [TierLevel(below)], holds=9, sinks=1)
 
 
@@ -829,7 +831,7 @@ def test_a_prompt_is_stored_as_if_nothing_were_left_out(name: str) -> None:
     model, stores = exactness.lm("dense", "fp64"), []
     for with_recall in (False, True):
         kv = make.dense(model)
-        read = SparseCache(kv, INDEXES[name], SMALL, range(model.n_layers)) if with_recall else kv
+        read = SparseCache(kv, INDEXES[name], SMALL, range(model.n_layers), source=kv) if with_recall else kv
         run_to_end(make.session(model, read, chunk=13).read(families.prompt(90)))
         stores.append(kv.slots(2))
     torch.testing.assert_close(stores[0].k, stores[1].k)

@@ -16,17 +16,9 @@ from kvcli.fit.run_log import NOTHING, Beyond
 from kvcli.kv import capacity as kv_room
 from kvcli.kv.cache.precision_budget import PrecisionBudget, spending
 from kvcli.kv.capacity import EVERY
-from kvcli.kv.footprint import (
-    POSITION,
-    full_bytes,
-    index_bytes,
-    layer_bytes,
-    lower_bytes,
-    packs_by_age,
-    quantized_bytes,
-)
+from kvcli.kv.footprint import full_bytes, index_bytes, layer_bytes, lower_bytes, packs_by_age, quantized_bytes
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.slots import AttentionParams, params_of_storing_layers
+from kvcli.kv.slots import POSITION, AttentionParams, params_of_storing_layers
 from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source

@@ -19,7 +19,7 @@ from kvcli.settings.schema import size_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcli.kv.formats.format import KVFormat
+    from kvcli.kv.formats.block_format import BlockFormat
     from kvcli.kv.slots import AttentionParams, LayerShape
     from kvcli.kv.sparse.settings import SparseMethod
     from kvcli.settings.schema import Kv, Memory
@@ -140,7 +140,7 @@ def _mib(nbytes: int) -> int:
 
 def room(
     kv: Kv,
-    form: KVFormat,
+    form: BlockFormat,
     memory: Memory,
     recall: SparseMethod,
     attention_params: Sequence[AttentionParams],

@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
+from kvcli.kv.slots import POSITION, LayerShape
 from kvcli.kv.tiers.dense import Dense
 from kvcli.settings.profile import is_there, tier_effects
 
 if TYPE_CHECKING:
-    from kvcli.kv.formats.format import KVFormat
-    from kvcli.kv.slots import LayerShape
+    from kvcli.kv.formats.block_format import BlockFormat
     from kvcli.kv.sparse.settings import SparseMethod
     from kvcli.settings.schema import Kv, Memory
 
 STEP = 64  # slots by which the top of a tiered cache grows: it is short, or memory is scarce
-POSITION = 4  # bytes
 FIRST = 256  # slots of the first extent of a layer, in a file or on the host
 
 
-def packs_by_age(kv: Kv, form: KVFormat, memory: Memory) -> bool:
+def packs_by_age(kv: Kv, form: BlockFormat, memory: Memory) -> bool:
     return form.is_active(kv) and not memory.demotes
 
 
-def layer_bytes(kv: Kv, form: KVFormat, memory: Memory, number: int, shape: LayerShape, slots: int, fresh: int) -> int:
+def layer_bytes(
+    kv: Kv, form: BlockFormat, memory: Memory, number: int, shape: LayerShape, slots: int, fresh: int
+) -> int:
     """Return the bytes of a layer with `slots` slots per head, for planning.
 
     `number`: bytes of an element in full precision; `fresh`: slots stored since the last compression point.
@@ -32,14 +33,14 @@ def layer_bytes(kv: Kv, form: KVFormat, memory: Memory, number: int, shape: Laye
     return -(-top // step) * step * full_bytes(shape, number) + (slots - top) * quantized_bytes(kv, form, shape, number)
 
 
-def lower_bytes(kv: Kv, form: KVFormat, memory: Memory, shape: LayerShape, number: int, *, is_cpu: bool) -> int:
+def lower_bytes(kv: Kv, form: BlockFormat, memory: Memory, shape: LayerShape, number: int, *, is_cpu: bool) -> int:
     """Return the device bytes of a demoted slot of all heads of a layer; 0 if it is offloaded."""
     has_host = not is_cpu and is_there(memory.host)
     is_away = not form.is_active(kv) and (has_host or is_there(memory.disk))
     return 0 if is_away else quantized_bytes(kv, form, shape, number)
 
 
-def index_bytes(kv: Kv, form: KVFormat, memory: Memory, per_slot: float, slots: int, fresh: int) -> int:
+def index_bytes(kv: Kv, form: BlockFormat, memory: Memory, per_slot: float, slots: int, fresh: int) -> int:
     """Return the bytes of the sparse attention index, for planning; layers that read all slots have no index.
 
     `per_slot`: index bytes per slot of all heads of the other layers, by `profile.sparse.per_slot(head_dim, number)`.
@@ -69,7 +70,7 @@ def far_slot_bytes(
     return [a + b for a, b in zip(slot, near, strict=True)], head
 
 
-def in_top(kv: Kv, form: KVFormat, memory: Memory, slots: int, fresh: int) -> int:
+def in_top(kv: Kv, form: BlockFormat, memory: Memory, slots: int, fresh: int) -> int:
     """Return how many of `slots` per head are in full precision; all, if a policy chooses the slots to demote."""
     return min(slots, kv.sinks + kv.residual + kv.group - 1 + fresh) if packs_by_age(kv, form, memory) else slots
 
@@ -79,6 +80,6 @@ def full_bytes(shape: LayerShape, number: int) -> int:
     return shape.numbers * number + POSITION if shape.numbers else 0
 
 
-def quantized_bytes(kv: Kv, form: KVFormat, shape: LayerShape, number: int) -> int:
+def quantized_bytes(kv: Kv, form: BlockFormat, shape: LayerShape, number: int) -> int:
     """Return the bytes of a slot of all heads below the top."""
     return form.nbytes(shape, kv, number) if form.is_active(kv) and shape.numbers else full_bytes(shape, number)

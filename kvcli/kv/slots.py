@@ -14,6 +14,8 @@ from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.snapshot import Snapshottable
 from kvcli.kv.tiers.device_tables import DeviceCache
 
+POSITION = 4  # bytes of a slot's position
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -193,6 +195,9 @@ class Tier(Attendable, Snapshottable, Protocol):
     def evict_except(self, layer: int, mask: Tensor) -> Slots:
         """Evict slots whose mask [K, S] is False and return those. Heads may keep different numbers of slots."""
 
+    def crop(self, n: int) -> None:
+        """Remove every slot at position n or later: rewind the sequence, which is no eviction."""
+
 
 class KVCache(Tier, CacheReader, Protocol):
     """The KV cache of a sequence: one tier, a tiered cache, or a full and a compressed cache side by side."""
@@ -212,9 +217,6 @@ class KVCache(Tier, CacheReader, Protocol):
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Allocate capacity for n slots per head in these layers (None = all), so that growth copies nothing."""
 
-    def crop(self, n: int) -> None:
-        """Remove every slot at position n or later: rewind the sequence, which is no eviction."""
-
     def reaches(self, n: int) -> bool:
         """True if, after `crop(n)`, a row at position n finds every slot inside its sliding windows.
 
@@ -227,13 +229,6 @@ class KVCache(Tier, CacheReader, Protocol):
         Returns True if masks evicted or demoted a slot. Slots that windows hide from all rows at `end` and later are
         evicted too, which changes no result.
         """
-
-
-class CacheView(Attendable, Protocol):
-    """A read-only subset of a KV cache, chosen by a policy."""
-
-    def rebind(self, store: KVCache) -> CacheView:
-        """Return a view with the same selection rule over another KV cache, with no slots copied yet."""
 
 
 def attend_new_only(q: Tensor, params: AttentionParams, own: NewRows | None) -> list[PartialAttention]:

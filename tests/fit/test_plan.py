@@ -26,10 +26,10 @@ from kvcli.kernels.attention_mass.reference import SCORES
 from kvcli.kernels.quantize_kv import LANES, pack_keys, pack_values
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.capacity import EVERY
-from kvcli.kv.footprint import POSITION, STEP, full_bytes, quantized_bytes
+from kvcli.kv.footprint import STEP, full_bytes, quantized_bytes
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.slots import AttentionParams, LayerShape, nbytes, windows_of
+from kvcli.kv.slots import POSITION, AttentionParams, LayerShape, nbytes, windows_of
 from kvcli.kv.tiers.dense import Dense
 from kvcli.models import machine, source
 from kvcli.models.checkpoint import CheckpointFormat, TensorHeader, WeightFile

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
 import torch
@@ -48,47 +48,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Graphs(Protocol):
-    """Protocol of the device functions that captured passes need."""
-
-    def apart(self) -> Graphs:
-        """Return an object for the same device with a separate memory pool.
-
-        A later capture may reuse intermediate memory of an earlier one in the same pool, so that replaying the earlier
-        one overwrites the later one's results. Captures that are replayed in any order need separate pools.
-        """
-
-    def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Capture `work`. Return its result, which remains at the same address, and the function that replays it. Only
-        a replay counts: `work` may run before as a warm-up, so it may not change anything of importance then.
-
-        Raises RuntimeError if `work` synchronizes with the host.
-        """
-
-    def host(self, n: int, dtype: torch.dtype) -> Tensor:
-        """Return zeroed host memory that the device can access directly."""
-
-    def send(self, here: Tensor, there: Tensor) -> None:
-        """Copy to the device; `here` may be overwritten after the next wait for the device."""
-
-    def fetch(self, there: Tensor, here: Tensor) -> Callable[[], None]:
-        """Copy to the host and return the function that waits for the copy. By then all earlier copies have finished
-        too."""
-
-
 class HostSyncInCapture(Exception):
     """Raised with a reason if a model synchronizes with the host during capture."""
-
-
-def captured(graphs: Graphs, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-    """Capture `work` with `record`; raises HostSyncInCapture if it synchronizes with the host."""
-    try:
-        with torch.inference_mode():
-            return graphs.record(work)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise HostSyncInCapture(str(error).partition("\n")[0]) from error
 
 
 class CudaGraphs:
@@ -101,10 +62,20 @@ class CudaGraphs:
         self._pool: Any = None
 
     def apart(self) -> CudaGraphs:
+        """Return an object for the same device with a separate memory pool.
+
+        A later capture may reuse intermediate memory of an earlier one in the same pool, so that replaying the earlier
+        one overwrites the later one's results. Captures that are replayed in any order need separate pools.
+        """
         return CudaGraphs(self._device, self._side)
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Warm up on a side stream, where Triton compiles and cuBLAS allocates its workspace, then capture."""
+        """Capture `work`. Return its result, which remains at the same address, and the function that replays it. Only
+        a replay counts: `work` runs before as a warm-up, on a side stream, where Triton compiles and cuBLAS allocates
+        its workspace.
+
+        Raises RuntimeError if `work` synchronizes with the host.
+        """
         side, now = self._side, torch.cuda.current_stream(self._device)
         side.wait_stream(now)
         with torch.cuda.stream(side):
@@ -118,16 +89,31 @@ class CudaGraphs:
         return made, graph.replay
 
     def host(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Return zeroed host memory that the device can access directly."""
         return torch.zeros(n, dtype=dtype, pin_memory=True)
 
     def send(self, here: Tensor, there: Tensor) -> None:
+        """Copy to the device; `here` may be overwritten after the next wait for the device."""
         there.copy_(here, non_blocking=True)
 
     def fetch(self, there: Tensor, here: Tensor) -> Callable[[], None]:
+        """Copy to the host and return the function that waits for the copy. By then all earlier copies have finished
+        too."""
         here.copy_(there, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event.synchronize
+
+
+def captured(graphs: CudaGraphs, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    """Capture `work` with `record`; raises HostSyncInCapture if it synchronizes with the host."""
+    try:
+        with torch.inference_mode():
+            return graphs.record(work)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise HostSyncInCapture(str(error).partition("\n")[0]) from error
 
 
 # Sampling in a captured pass: on the device, by operations captured once for each set of sampler settings.
@@ -143,7 +129,7 @@ class DeviceSampling:
     wide: Sequence[int]  # by sequence: numbers of hook output per row
     go_on: Callable[[], None] | None = None  # commits the row that was run and makes the sampled token the next row
 
-    def read(self, graphs: Graphs) -> tuple[Tensor, Callable[[], None]]:
+    def read(self, graphs: CudaGraphs) -> tuple[Tensor, Callable[[], None]]:
         """Sample and start the copy to the host. Return the host buffer and the function that waits for it."""
         self.start()
         self.here.reverse()
@@ -167,7 +153,7 @@ class DeviceSamplers:
     """The captured samplers of one captured pass."""
 
     def __init__(
-        self, graphs: Graphs, rows: Sequence[PassInputs], logits: Sequence[Tensor], stores: Sequence[Storing]
+        self, graphs: CudaGraphs, rows: Sequence[PassInputs], logits: Sequence[Tensor], stores: Sequence[Storing]
     ) -> None:
         """`rows`, `logits`, `stores`: per sequence, rows on the device, their logits, a function that commits rows."""
         self._graphs, self._rows, self._logits, self._stores = graphs, rows, logits, stores
@@ -249,7 +235,7 @@ log = logging.getLogger("kvcli.engine")
 class CapturedPasses:
     """The captured passes of one model. Other passes launch one operation at a time; `eager` counts them by reason."""
 
-    def __init__(self, graphs: Graphs, sizes: Sequence[int] = FRAMES) -> None:
+    def __init__(self, graphs: CudaGraphs, sizes: Sequence[int] = FRAMES) -> None:
         """`sizes`: row counts of captured passes, rising."""
         self.graphs, self._sizes = graphs, sizes
         self._frames: dict[tuple[object, ...], CapturedBatch] = {}  # the most recently used last
@@ -418,7 +404,7 @@ class CapturedBatch:
     def __init__(
         self,
         lm: LM,
-        graphs: Graphs,
+        graphs: CudaGraphs,
         sizes: Sequence[tuple[int, int]],
         requests: Sequence[ForwardRequest],
         caches: Sequence[DeviceCache],

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.stats import DraftReport, Step
-    from kvcli.kv.slots import CacheView, KVCache, Usage
+    from kvcli.kv.slots import KVCache, Usage
+    from kvcli.kv.views.view import CompactView
     from kvcli.models.retokenizer import TokenMapping
 
 
@@ -46,7 +47,7 @@ class DraftContext(Protocol):
         """The KV cache of the target model."""
 
     @property
-    def view(self) -> CacheView | None:
+    def view(self) -> CompactView | None:
         """The cache view that the drafter's `view` specifies."""
 
 

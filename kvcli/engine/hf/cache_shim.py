@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from inspect import signature
+from inspect import ismethod, signature
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -138,6 +139,12 @@ def latent_notes(layer: int) -> tuple[LatentProjection, Tensor] | None:
     this thread; None = the layer stores what it passes to attention."""
     cache_shim = _stack.passes[-1][1]
     return (cache_shim.latents[layer], cache_shim.noted[layer]) if layer in cache_shim.noted else None
+
+
+def weak(forward: Callable[..., Any]) -> Callable[[], Any]:
+    """Return a weak reference to a module's own forward, for what replaces it: a module that refers to itself would
+    outlive its model. Replacements by others (accelerate's) are no methods, and are kept."""
+    return WeakMethod(forward) if ismethod(forward) else lambda: forward
 
 
 def call(

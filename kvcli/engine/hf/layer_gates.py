@@ -4,13 +4,11 @@ after any. They are installed for the first such pass; complete passes run throu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from inspect import ismethod
 from typing import Any
-from weakref import WeakMethod
 
 from torch import Tensor
 
-from kvcli.engine.hf.cache_shim import current
+from kvcli.engine.hf.cache_shim import current, weak
 
 
 class StopForward(Exception):
@@ -21,12 +19,10 @@ class Gate:
     """A gate around one layer of a model."""
 
     def __init__(self, layer: int, forward: Callable[..., Any], *, is_last: bool) -> None:
-        """`forward`: the layer's own forward, held weakly, because a layer that refers to itself would outlive its
-        model."""
+        """`forward`: the layer's own forward."""
         self._layer, self._is_last = layer, is_last
         self._rest: tuple[Any, ...] | None = None  # further outputs of the layer; None = hidden states alone
-        # accelerate's replacement is not a method, and keeps the layer alive anyway
-        self._forward = WeakMethod(forward) if ismethod(forward) else lambda: forward
+        self._forward = weak(forward)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on hidden_states [1, N, E]; return them unchanged if the pass starts at a later layer."""

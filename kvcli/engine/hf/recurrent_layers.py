@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from inspect import ismethod, unwrap
+from inspect import unwrap
 from types import FunctionType
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from kvcli.engine.hf.cache_shim import CacheShim, RunningPass, active_pass, current
+from kvcli.engine.hf.cache_shim import CacheShim, RunningPass, active_pass, current, weak
 from kvcli.errors import BadModel
 from kvcli.kernels import native
 from kvcli.kernels.gated_delta import SERVED, causal_conv, gated_delta, numbers
@@ -133,7 +133,7 @@ class RecurrentLayer:
     a time."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._forward = ref(module), _weak(module.forward)
+        self._module, self._forward = ref(module), weak(module.forward)
         self._by_row: RowwiseGatedDelta | None = None
         self._linears = [name for name, inner in module.named_modules() if isinstance(inner, nn.Linear)]
 
@@ -179,7 +179,7 @@ class RecordedLinear:
     """A linear layer inside a recurrent layer, as the replacement of its forward. It records its outputs."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = _weak(forward)
+        self._forward = weak(forward)
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute x [.., N, E] -> [.., N, F], or replay it from the recording."""
@@ -320,11 +320,6 @@ def _picked(call: Call, n: int, rows: slice) -> Call:
 
     found: Call = tree_map(pick, call)
     return found
-
-
-def _weak(forward: Callable[..., Any]) -> Callable[[], Any]:
-    """Return a weak reference, because a module that refers to itself would outlive its model."""
-    return WeakMethod(forward) if ismethod(forward) else lambda: forward
 
 
 # Recurrent layers with the gated delta rule, computed row by row by our kernel on a CPU.

@@ -7,15 +7,14 @@ done in one place, before the layers on the GPU; all other code follows the devi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import ismethod
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from kvcli.engine.hf.cache_shim import current
+from kvcli.engine.hf.cache_shim import RunningPass, current, weak
 
 
 class DeviceTransfer:
@@ -27,7 +26,7 @@ class DeviceTransfer:
         # by id: the original, kept so that its id stays unique, and its copy
         self._brought: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def bring(self, args: Any, its_pass: object) -> Any:
+    def bring(self, args: Any, its_pass: RunningPass | None) -> Any:
         """Return the arguments with their tensors on the device. Without a pass they are copied each time."""
         if its_pass is None:
             return tree_map(lambda value: self._moved(value, {}), args)
@@ -48,9 +47,8 @@ class LayerAfterTransfer:
     """The forward of a layer on the GPU, with the transfer of its arguments."""
 
     def __init__(self, forward: Callable[..., Any], crossing: DeviceTransfer) -> None:
-        """`forward`: the layer's own forward, held weakly, because a layer that refers to itself would outlive its
-        model."""
-        self._forward = WeakMethod(forward) if ismethod(forward) else lambda: forward
+        """`forward`: the layer's own forward."""
+        self._forward = weak(forward)
         self.crossing = crossing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

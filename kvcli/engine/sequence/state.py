@@ -21,8 +21,9 @@ from kvcli.engine.prefill.aux_cache import AuxCache
 from kvcli.engine.prefill.layerwise import LayerwisePrefill, check_model
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.kv.recurrent_state import RecurrentStates
-from kvcli.kv.slots import CacheView, KVCache, Loss
+from kvcli.kv.slots import KVCache, Loss
 from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, Snapshottable, State
+from kvcli.kv.views.view import CompactView
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import Drafter
@@ -131,7 +132,7 @@ class SequenceState:
         drafter: Drafter,
         sampler: Sampler,
         *,
-        view: CacheView | None = None,
+        view: CompactView | None = None,
         policy: Policy | None = None,
         chunk: int = 2048,
         every: int | None = None,

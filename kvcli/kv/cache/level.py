@@ -2,55 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from kvcli.kv.offload.host_access import Answer
-from kvcli.kv.slots import AttentionParams, Slots, Tier, Windows, last
-from kvcli.kv.tiers.device_tables import DeviceCache
+from kvcli.kv.slots import AttentionParams, Slots, Tier, last
 
 SLACK = 16  # a level with others below is cut once it exceeds its limit by 1/SLACK, or by `group` if that is more
 Ask = Callable[[int, Tensor, AttentionParams, Sequence[int]], Answer]
-
-
-class CroppableTier(Tier, Protocol):
-    """A tier with rollback, the one method that a level needs beyond the `Tier` protocol."""
-
-    def crop(self, n: int) -> None:
-        """Remove every slot at position n or later."""
-
-
-class TopTier(CroppableTier, Protocol):
-    """The first level, in which new rows are stored."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def windows(self) -> Windows: ...
-
-    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
-        """Return device tables, as `CacheReader.device_tables` does."""
-
-    def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
-        """Allocate capacity for n slots per head in these layers, None = all."""
-
-    def put(self, layer: int, slots: Slots) -> None:
-        """Replace the slots of a layer, without spare capacity. The tier keeps the given tensors."""
-
-    def evict_below(self, layer: int, end: int) -> int:
-        """Evict, below the position that is returned, the slots that a window hides from rows at `end` on; 0 = none."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierLevel:
     """A level of a tiered cache: one tier, with the number of slots per head that it may hold."""
 
-    tier: CroppableTier
+    tier: Tier
     # limit in slots without sinks, None = no limit; `is_full` says by how much it may be exceeded
     holds: int | None = None
     group: int = 1  # slots beyond the limit are demoted by age in whole groups; masks need not keep to groups

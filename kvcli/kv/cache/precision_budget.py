@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.kernels.quantize_kv import LANES, width_of
-from kvcli.kv.footprint import POSITION, STEP, far_slot_bytes
-from kvcli.kv.slots import params_of_storing_layers
+from kvcli.kv.footprint import STEP, far_slot_bytes
+from kvcli.kv.slots import POSITION, params_of_storing_layers
 from kvcli.kv.tiers.dense_ragged import room_of
 from kvcli.settings.schema import size_of
 

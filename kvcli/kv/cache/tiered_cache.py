@@ -21,10 +21,11 @@ from torch import Tensor
 
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
-from kvcli.kv.cache.level import TierLevel, TopTier
+from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import AttentionParams, LevelSpan, Masks, Slots, Usage, compact, concat_slots, empty_like
 from kvcli.kv.snapshot import SnapshotReader, State
+from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.device_tables import DeviceCache
 
 
@@ -33,7 +34,7 @@ class TieredCache:
 
     def __init__(
         self,
-        top: TopTier,
+        top: Dense,
         below: Sequence[TierLevel] = (),
         *,
         holds: int | None = None,

@@ -1,10 +1,11 @@
-"""KV formats of blocks: each is a pair of functions over blocks; tier and byte counts are shared."""
+"""KV formats: how old slots are stored, chosen by `kv_format.method`. Each is a pair of functions over blocks of slots;
+tier and byte counts are shared."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvcli.errors import BadConfig
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from kvcli.kv.formats.format import Codes, FormatContext
     from kvcli.kv.slots import LayerShape
     from kvcli.kv.sparse.page_source import PageTier
+    from kvcli.kv.tiers.block_tier import BlockCodec
     from kvcli.settings.schema import Kv
 
 APART = {"kv.rotate": "which spreads the outliers that are stored apart over all channels"}
@@ -22,7 +24,8 @@ APART = {"kv.rotate": "which spreads the outliers that are stored apart over all
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Base of KV formats of blocks. A block is `kv.group` slots of one head, or of several heads quantized together.
+    """Base of KV formats: frozen dataclasses whose fields are the keys of `[kv_format]`. A block is `kv.group` slots of
+    one head, or of several heads quantized together.
 
     `quantize` and `dequantize` are pure, process each block separately, and do not synchronize with the device.
     Dequantized slots have the same bits whichever blocks are dequantized together. Therefore no matrix products are
@@ -43,9 +46,11 @@ class BlockFormat:
         raise NotImplementedError
 
     def is_active(self, kv: Kv) -> bool:
+        """True if these settings store slots in this format."""
         return True
 
     def unsupported_keys(self, kv: Kv) -> Mapping[str, str]:
+        """Return keys of `[kv]` that the format does not support, with reasons. `tier` checks the model."""
         is_wide = {f"kv.{key}": getattr(kv, key) == 16 for key in ("k_bits", "v_bits")}
         why = "which does not quantize: 8, 4 and 2 do" if self.rounds else "but this KV format does not quantize"
         bits = {key: why for key, is_16 in is_wide.items() if is_16 == self.rounds}
@@ -66,15 +71,29 @@ class BlockFormat:
                     f"{key} = {bits} does not fit this model: {why}", code="kv_bits", try_=[f"--set {key}=8"]
                 )
 
-    def tier(self, of: FormatContext, device: torch.device, kv: Kv) -> PageTier:
-        from kvcli.kv.tiers.block_tier import BlockTier
-
-        return BlockTier(self, of, device, kv)
-
-    def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
-        from kvcli.kv.footprint import POSITION
+    def codec(self, kv: Kv, shape: LayerShape, **more: Any) -> BlockCodec:
+        """Return the quantizer of a layer. `more`: as in `BlockCodec`."""
         from kvcli.kv.tiers.block_tier import BlockCodec
 
-        codec = BlockCodec(self, kv, shape.parts, self.heads(shape.n_kv_heads))
+        return BlockCodec(self.quantize, self.dequantize, kv, shape.parts, self.heads(shape.n_kv_heads), **more)
+
+    def tier(self, of: FormatContext, device: torch.device, kv: Kv) -> PageTier:
+        """Return an empty tier. Raises BadConfig or BadModel if the model is not supported."""
+        from kvcli.kv.tiers.block_tier import BlockTier
+
+        rotaries, codecs = of.turns() if self.rope == "before" else [None] * len(of.shapes), {}
+        for layer, (shape, rotary) in enumerate(zip(of.shapes, rotaries, strict=True)):
+            if shape.shared_from is None:
+                self.refuse(shape, kv)
+                # the tier may be on another device than the model
+                here = rotary and replace(rotary, inv_freq=rotary.inv_freq.to(device))
+                codecs[layer] = self.codec(kv, shape, rotary=here, dtype=of.dtype)
+        return BlockTier(codecs, of.shapes, of.dtype, device)
+
+    def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
+        """Return bytes of a slot of all heads with its position; `number`: bytes of an element in full precision."""
+        from kvcli.kv.slots import POSITION
+
+        codec = self.codec(kv, shape)
         taken = sum(t.nbytes for t in codec.layout(1))
         return -(-shape.n_kv_heads * taken // (codec.heads * kv.group)) + POSITION

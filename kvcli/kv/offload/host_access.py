@@ -9,74 +9,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels.merge_attention import PartialAttention, merge_attention
 from kvcli.kv.offload.transfer import DeviceEvent, DeviceLink
-from kvcli.kv.slots import AttentionParams
+from kvcli.kv.slots import AttentionParams, Tier
+from kvcli.kv.tiers.disk import ALIGNED, ExtentTier, HostChunk
 
 Answer = Callable[[], list[PartialAttention]]
-ALIGNED = 16  # bytes, the load size of kernels
 
 
-class HostAccess(Protocol):
+class HostAccess:
     """Access method of device rows to the slots of a host tier."""
+
+    how = ""  # name of the method, in words
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buffers on the device."""
+        return 0
 
     def ask(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> Answer:
         """Return a function that returns, on the device, partial attention of q [H, N, D] there at positions pos [N].
 
         Device work that is queued before its call runs in parallel.
         """
+        raise NotImplementedError
 
     def wait_idle(self) -> None:
         """Wait until no read of the tier is pending, before the tier changes."""
 
-    @property
-    def how(self) -> str:
-        """Name of the method, in words."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its buffers on the device."""
+class CpuAttention(HostAccess):
+    """Attention on the CPU, in parallel with other levels on the device. Only queries and results are copied.
 
-
-@dataclass(frozen=True, slots=True)
-class HostChunk:
-    """Slots of a layer that are read at once."""
-
-    tensors: tuple[Tensor, ...]  # slots, in host memory
-    read: Callable[..., PartialAttention]  # attention over these tensors or copies of them; q, sight, pos
-    unreached: str = ""  # why device kernels cannot read the slots in place; "" = they can
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a copy, with alignment."""
-        return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors)
-
-
-class HostTierReader(Protocol):
-    """Read access to a tier in host memory."""
-
-    def attend(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> list[PartialAttention]:
-        """Compute partial attention on the CPU."""
-
-
-class ChunkedReader(HostTierReader, Protocol):
-    """Read access to a tier whose slots can also be read by the device."""
-
-    def pieces(self, layer: int) -> list[HostChunk]: ...
-
-
-class CpuAttention:
-    """Attention on the CPU, in parallel with other levels on the device. Only queries and results are copied."""
+    The CPU is done when a result is returned, so there is nothing to wait for.
+    """
 
     how = "the CPU reads it"
-    nbytes = 0
 
-    def __init__(self, tier: HostTierReader, bus: DeviceLink) -> None:
+    def __init__(self, tier: Tier, bus: DeviceLink) -> None:
         self._tier, self._bus = tier, bus
         self._down, self._up = Staged(bus), Staged(bus)
         self._sent: DeviceEvent | None = None  # end of the last upload of a result
@@ -94,9 +69,6 @@ class CpuAttention:
 
         return answer
 
-    def wait_idle(self) -> None:
-        """Return at once, because the CPU is done when the result is returned."""
-
     def _come_up(self, part: PartialAttention, q: Tensor) -> PartialAttention:
         out, lse = part.out, part.lse
         if self._sent is not None:
@@ -109,13 +81,12 @@ class CpuAttention:
         return PartialAttention(there[: out.numel()].view(out.shape), there[out.numel() :].view(lse.shape))
 
 
-class ZeroCopyKernel:
+class ZeroCopyKernel(HostAccess):
     """Device kernels that read pinned host memory, each byte once for all rows."""
 
     how = "the GPU reads it directly"
-    nbytes = 0
 
-    def __init__(self, tier: ChunkedReader, bus: DeviceLink) -> None:
+    def __init__(self, tier: ExtentTier, bus: DeviceLink) -> None:
         self._tier, self._bus = tier, bus
 
     def ask(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> Answer:
@@ -134,12 +105,12 @@ class Buffer:
     landed: DeviceEvent | None = None  # end of the copy into it
 
 
-class StreamedCopy:
+class StreamedCopy(HostAccess):
     """Streamed copies: while one chunk is read, the next one is copied, of this layer or the next one."""
 
     how = "the GPU copies it in streams"
 
-    def __init__(self, tier: ChunkedReader, bus: DeviceLink) -> None:
+    def __init__(self, tier: ExtentTier, bus: DeviceLink) -> None:
         self._tier, self._bus = tier, bus
         self._buffers: list[Buffer] = []
         self._turn = 0  # index of the buffer written next, 0 or 1
@@ -226,11 +197,11 @@ class StreamedCopy:
         return self._buffers[self._turn]
 
 
-class AutoAccess:
+class AutoAccess(HostAccess):
     """Choose a method: streamed copies for prefill rows, for decoding rows the faster of kernel and CPU attention."""
 
     def __init__(
-        self, tier: ChunkedReader, bus: DeviceLink, *, unserved: str = "", rates: Callable[[], Rates] | None = None
+        self, tier: ExtentTier, bus: DeviceLink, *, unserved: str = "", rates: Callable[[], Rates] | None = None
     ) -> None:
         """`unserved`: why no kernel of the device supports these values. `rates`: None = kernels are always faster."""
         self._tier, self._unserved, self._rates = tier, unserved, rates

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from kvcli.kv.offload.host_access import CpuAttention, Rates
-from kvcli.kv.offload.transfer import PlainLink, bus_of
+from kvcli.kv.offload.transfer import DeviceLink, bus_of
 from kvcli.kv.slots import AttentionParams, Slots, alike, run_of
 from kvcli.kv.tiers.host import PinnedHostTier
 
@@ -32,7 +32,7 @@ def rates(device: torch.device) -> Rates:
         bus.copies.copy(there, below)
         bus.copies.record().synchronize()
 
-    tier = PinnedHostTier(alike(2, HEADS, DIM), torch.bfloat16, PlainLink(torch.device("cpu")))
+    tier = PinnedHostTier(alike(2, HEADS, DIM), torch.bfloat16, DeviceLink(torch.device("cpu")))
     for layer, n in enumerate((SLOTS, 1)):
         kv = torch.randn(HEADS, n, DIM, dtype=torch.bfloat16)
         tier.take(layer, Slots(kv, kv, run_of(0, n, HEADS, kv.device)))

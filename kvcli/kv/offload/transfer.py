@@ -1,57 +1,58 @@
 """Transfers between host memory and a device: a compute queue, a copy queue and pinned memory.
 
-All CUDA stream operations of the host tier use this interface. `tests/fake_bus.py` implements it without a GPU.
+All CUDA stream operations of the host tier are here. `tests/fake_bus.py` checks their order without a GPU.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class DeviceEvent(Protocol):
-    """An event recorded in a queue."""
+class DeviceEvent:
+    """An event recorded in a queue. This one is of a device that runs every operation at once."""
 
     def synchronize(self) -> None:
         """Block the host until the device has reached the event."""
 
 
-class CopyQueue(Protocol):
-    """A queue of device operations that run in order."""
+class CopyQueue:
+    """A queue of device operations that run in order. This one is of a device that runs every operation at once."""
 
     def record(self) -> DeviceEvent:
         """Return an event after all operations queued so far."""
+        return DeviceEvent()
 
     def wait(self, mark: DeviceEvent) -> None:
         """Delay later operations until the event, of any queue."""
 
     def copy(self, to: Tensor, of: Tensor) -> None:
         """Queue a copy of contiguous tensors of one shape and type; neither may be used before a later event."""
+        to.copy_(of)
 
 
-class DeviceLink(Protocol):
-    """Link from the host to a device."""
+class DeviceLink:
+    """Link from the host to a device. This one is to a device without streams, such as a CPU."""
 
-    @property
-    def device(self) -> torch.device: ...
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.work = CopyQueue()  # compute queue
+        self.copies = self.work  # queue of copies in parallel with computation
 
-    @property
-    def work(self) -> CopyQueue:
-        """Compute queue."""
-
-    @property
-    def copies(self) -> CopyQueue:
-        """Queue of copies in parallel with computation."""
+    def __deepcopy__(self, memo: dict[int, object]) -> DeviceLink:
+        return self
 
     def staging(self, nbytes: int) -> Tensor:
         """Return a uint8 buffer in host memory for fast copies, pinned if possible."""
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def pin(self, t: Tensor) -> str:
         """Pin these bytes of a mapping, after releasing unreferenced ones; return "" or why the device cannot."""
+        return f"{self.device.type} reads its own memory alone"
 
     def unpin(self, address: int, mapping: object) -> None:
         """Mark these bytes as unreferenced. The mapping is kept until the next `pin` or `release` unpins it.
@@ -63,43 +64,7 @@ class DeviceLink(Protocol):
         """Unpin all memory that is no longer referenced."""
 
 
-class NoQueue:
-    """Queue and event of a device that runs every operation at once, such as a CPU."""
-
-    def synchronize(self) -> None: ...
-
-    def record(self) -> DeviceEvent:
-        return self
-
-    def wait(self, mark: DeviceEvent) -> None: ...
-
-    def copy(self, to: Tensor, of: Tensor) -> None:
-        to.copy_(of)
-
-
-class PlainLink:
-    """Link to a device without streams."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.work: CopyQueue = NoQueue()
-        self.copies: CopyQueue = self.work
-
-    def __deepcopy__(self, memo: dict[int, object]) -> PlainLink:
-        return self
-
-    def staging(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def pin(self, t: Tensor) -> str:
-        return f"{self.device.type} reads its own memory alone"
-
-    def unpin(self, address: int, mapping: object) -> None: ...
-
-    def release(self) -> None: ...
-
-
-class CudaQueue:
+class CudaQueue(CopyQueue):
     """Queue of a CUDA device: a given stream, or the current one."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
@@ -125,7 +90,7 @@ class CudaQueue:
         return self._own or torch.cuda.current_stream(self._device)
 
 
-class CudaLink(PlainLink):
+class CudaLink(DeviceLink):
     """Link to a CUDA device, with a stream for copies."""
 
     def __init__(self, device: torch.device) -> None:
@@ -169,4 +134,4 @@ def _runtime() -> Any:
 @cache
 def bus_of(device: torch.device) -> DeviceLink:
     """Return the link to a device, with one copy stream for all sequences."""
-    return CudaLink(device) if device.type == "cuda" else PlainLink(device)
+    return CudaLink(device) if device.type == "cuda" else DeviceLink(device)

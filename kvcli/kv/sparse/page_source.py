@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
 
 from kvcli.kernels.attend_invariant import StoredKV
-from kvcli.kv.cache.level import CroppableTier
-from kvcli.kv.slots import Slots, Tier, picked
+from kvcli.kv.slots import Slots, Tier
+
+# Returns slots on their way, for device operations that are queued after its call.
+Arrival = Callable[[], Slots]
 
 
 class PageSource(Protocol):
     """Read access to slots of a tier by index, in the order of `slots`, without reading all of them."""
 
     @property
-    def is_far(self) -> bool:
-        """True if a page cache saves time, because slots are read across a link."""
+    def gather_async(self) -> Callable[[int, Tensor], Arrival] | None:
+        """Function that starts `gather` of a layer beside the computation, for slots across a link, where a page cache
+        saves time. None = there is no link."""
 
     def positions(self, layer: int) -> Tensor:
         """Return pos [K, S] of all slots, -1 = empty."""
@@ -34,36 +38,5 @@ class PageSource(Protocol):
         """Return the first n slots of one head: k, v [1, n, D], pos [1, n]."""
 
 
-class PageTier(CroppableTier, PageSource, Protocol):
+class PageTier(Tier, PageSource, Protocol):
     """A tier that reads single slots at low cost."""
-
-
-class AnyTierSource:
-    """Reference page source of any tier, through its `slots`."""
-
-    is_far = False
-
-    def __init__(self, tier: Tier) -> None:
-        self._tier = tier
-
-    def positions(self, layer: int) -> Tensor:
-        """Return the positions of the tier."""
-        return self._tier.slots(layer).pos
-
-    def run(self, layer: int) -> StoredKV | None:
-        """Return None: the layout of the tier is unknown."""
-        return None
-
-    def n_stable(self, layer: int, n: Tensor) -> Tensor:
-        """Return n: for tiers that never quantize, or quantize once."""
-        return n
-
-    def gather(self, layer: int, index: Tensor) -> Slots:
-        """Return a copy of slots index [K, M]."""
-        s = self._tier.slots(layer)
-        return picked(s, index.to(s.pos.device))
-
-    def head(self, layer: int, head: int, n: int) -> Slots:
-        """Return the first n slots of one head as views."""
-        s = self._tier.slots(layer)
-        return Slots(*(t[head : head + 1, :n] for t in (s.k, s.v, s.pos)))

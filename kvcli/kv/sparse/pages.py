@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from kvcli.kv.slots import Slots, picked
 from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.kv.sparse.index import Numbers, PageIndex
-from kvcli.kv.sparse.page_source import PageSource
+from kvcli.kv.sparse.page_source import Arrival, PageSource
 
 AT_ONCE = 4096  # slots of a head summarized at a time
 ENOUGH = 1024  # slots to learn shared values from; those learned from fewer are learned again at twice as many
@@ -223,17 +222,6 @@ def _filled(k: Tensor, pos: Tensor) -> Tensor:
 
 
 NONE = torch.iinfo(torch.int64).max  # sorts after all slot indices
-Arrival = Callable[[], Slots]
-
-
-class RemoteTier(Protocol):
-    """A tier across the link to the device."""
-
-    def gather(self, layer: int, index: Tensor) -> Slots:
-        """Return a copy of slots index [K, M] of each head, -1 = none."""
-
-    def gather_async(self, layer: int, index: Tensor) -> Arrival:
-        """Start the copy; return a function that returns the slots, for device operations queued after its call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +236,11 @@ class _CachedSlots:
 
 
 class PageCache:
-    """Page cache of a remote tier, by slot index. `forget` must be called when slots may have changed."""
+    """Page cache of a tier across a link, by slot index. `forget` must be called when slots may have changed."""
 
-    def __init__(self, far: RemoteTier) -> None:
-        self._far = far
+    def __init__(self, gather: Callable[[int, Tensor], Slots], gather_async: Callable[[int, Tensor], Arrival]) -> None:
+        """`gather`, `gather_async`: as in `PageSource`, of the tier."""
+        self._gather, self._gather_async = gather, gather_async
         self._held: dict[int, _CachedSlots] = {}
         self._coming: dict[int, tuple[Tensor, Arrival]] = {}
         self.asked = self.found = 0  # slots requested, over all heads, and cache hits among them
@@ -261,7 +250,7 @@ class PageCache:
         """Return slots index [K, M] of each head, -1 = none. `ahead` [K, A]: slots to prefetch for the next pass."""
         cached = self._arrived(layer, index)
         if cached is None:
-            got = self._far.gather(layer, index)
+            got = self._gather(layer, index)
         else:
             place = cached.place(index)
             got = picked(cached.slots, place)
@@ -297,7 +286,7 @@ class PageCache:
         lacks = missing >= 0
         if (packed := _packed(missing)) is None:
             return
-        new = self._far.gather(layer, packed)
+        new = self._gather(layer, packed)
         heads, to = lacks.nonzero(as_tuple=True)
         rank = (lacks.cumsum(1) - 1)[heads, to]
         for t, fresh in {id(t): (t, of) for t, of in ((got.k, new.k), (got.v, new.v), (got.pos, new.pos))}.values():
@@ -312,7 +301,7 @@ class PageCache:
             ahead = ahead.masked_fill(place >= 0, -1)
         self._held[layer] = _sorted(index, got)
         if ahead is not None and (packed := _packed(ahead)) is not None:
-            self._coming[layer] = packed.masked_fill(packed < 0, NONE), self._far.gather_async(layer, packed)
+            self._coming[layer] = packed.masked_fill(packed < 0, NONE), self._gather_async(layer, packed)
             self.flown += int((packed >= 0).sum())
 
 

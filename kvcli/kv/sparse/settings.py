@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from kvcli.settings.schema import Exactness, Range
 
 if TYPE_CHECKING:
-    from kvcli.kv.cache.level import CroppableTier
-    from kvcli.kv.slots import AttentionParams, KVCache
+    from kvcli.kv.slots import AttentionParams, KVCache, Tier
     from kvcli.kv.sparse.index import PageIndex
     from kvcli.kv.sparse.page_source import PageSource, PageTier
 
@@ -19,69 +18,54 @@ if TYPE_CHECKING:
 PER_PAGE = 11
 
 
-class SparseMethod(Protocol):
-    """A method of the table. `attention_params`: one entry per layer; None = the layer reads another layer's slots."""
+class SparseMethod:
+    """A method of the table; the defaults are those of full attention. `attention_params`: one entry per layer; None =
+    the layer reads another layer's slots."""
 
-    @property
-    def exactness_label(self) -> Exactness:
-        """The strictest `exactness` of a profile with this method."""
+    exactness_label: ClassVar[Exactness] = "exact"  # the strictest `exactness` of a profile with this method
 
     @property
     def selection_interval(self) -> int | None:
         """Tokens between two compression points while decoding; None = the method needs none."""
-
-    def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
-        """Return a KV cache of one tier that rows read by these settings; `source`: read access to its single slots."""
-
-    def bind_tier(self, tier: PageTier, attention_params: Sequence[AttentionParams | None]) -> CroppableTier:
-        """Return a lower tier of a tiered cache that rows read by these settings."""
+        return None
 
     @property
     def describe_read(self) -> str:
         """Share of a long sequence that a row reads, in words; "" = all of it."""
-
-    def layers(self, attention_params: Sequence[AttentionParams | None]) -> list[int]:
-        """Return the layers with sparse attention."""
-
-    def per_slot(self, head_dim: int, number: int) -> float:
-        """Return the bytes of index per slot of a KV head, for the memory plan; `number`: bytes of one key element."""
-
-    def per_head(self, head_dim: int) -> float:
-        """Return the bytes of index per KV head, independent of its slots."""
-
-    def page_cache_bytes(self, head_dim: int, number: int) -> float:
-        """Return the bytes of page cache on the compute device per offloaded slot of a KV head."""
-
-
-@dataclass(frozen=True)
-class FullAttention:
-    """Full attention (kvcli's own): rows read the whole KV cache. Not measured here: it is the baseline."""
-
-    exactness_label: ClassVar[Exactness] = "exact"
-    selection_interval: ClassVar[None] = None
-    describe_read: ClassVar[str] = ""
+        return ""
 
     def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
+        """Return a KV cache of one tier that rows read by these settings; `source`: read access to its single slots."""
         return store
 
-    def bind_tier(self, tier: PageTier, attention_params: Sequence[AttentionParams | None]) -> CroppableTier:
+    def bind_tier(self, tier: PageTier, attention_params: Sequence[AttentionParams | None]) -> Tier:
+        """Return a lower tier of a tiered cache that rows read by these settings."""
         return tier
 
     def layers(self, attention_params: Sequence[AttentionParams | None]) -> list[int]:
+        """Return the layers with sparse attention."""
         return []
 
     def per_slot(self, head_dim: int, number: int) -> float:
+        """Return the bytes of index per slot of a KV head, for the memory plan; `number`: bytes of one key element."""
         return 0.0
 
     def per_head(self, head_dim: int) -> float:
+        """Return the bytes of index per KV head, independent of its slots."""
         return 0.0
 
     def page_cache_bytes(self, head_dim: int, number: int) -> float:
+        """Return the bytes of page cache on the compute device per offloaded slot of a KV head."""
         return 0.0
 
 
 @dataclass(frozen=True)
-class _PageSelection:
+class FullAttention(SparseMethod):
+    """Full attention (kvcli's own): rows read the whole KV cache. Not measured here: it is the baseline."""
+
+
+@dataclass(frozen=True)
+class _PageSelection(SparseMethod):
     """Settings of all sparse methods. Sparse attention applies to the only tier, or to all tiers below the first.
 
     Prompt tokens attend to the whole KV cache.
@@ -107,7 +91,7 @@ class _PageSelection:
 
         return SparseCache(store, **self._how(source, attention_params))
 
-    def bind_tier(self, tier: PageTier, attention_params: Sequence[AttentionParams | None]) -> CroppableTier:
+    def bind_tier(self, tier: PageTier, attention_params: Sequence[AttentionParams | None]) -> Tier:
         from kvcli.kv.sparse.sparse_tier import SparseTier
 
         return SparseTier(tier, **self._how(tier, attention_params))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,12 +39,12 @@ from kvcli.kernels.page_scores import log_masses
 from kvcli.kv.slots import AttentionParams, KVCache, Loss, Masks, Slots, Usage, attend_new_only, visible
 from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.kv.sparse.index import PageIndex
-from kvcli.kv.sparse.page_source import AnyTierSource, PageSource
-from kvcli.kv.sparse.pages import PageBudget, PageCache, Pages, RemoteTier, padded
+from kvcli.kv.sparse.page_source import PageSource
+from kvcli.kv.sparse.pages import PageBudget, PageCache, Pages, padded
 from kvcli.kv.tiers.device_tables import DeviceCache
 
 if TYPE_CHECKING:
-    from kvcli.kv.cache.level import CroppableTier
+    from kvcli.kv.slots import Tier
 
 UNREAD: Loss = "unread"
 AHEAD = 0.25  # prefetched pages (the best that no row selected), as a share of the pages that a row may select
@@ -70,26 +70,27 @@ class SparseTier:
 
     def __init__(
         self,
-        tier: CroppableTier,
+        tier: Tier,
         index: PageIndex,
         budget: PageBudget,
         layers: Collection[int],
         *,
+        source: PageSource,
         epsilon: float | None = None,
         cutoff: float = 0.0,
         is_shared: bool = False,
-        source: PageSource | None = None,
     ) -> None:
-        """`epsilon`: a row that may miss more than this share of its softmax mass over stored slots reads all of them.
+        """`source`: read access to single slots of the tier.
+
+        `epsilon`: a row that may miss more than this share of its softmax mass over stored slots reads all of them.
 
         `cutoff`: units whose score is below this share of a row's mass are not read, even if the budget allows.
-        `is_shared`: the first row after a compression point selects for all rows until the next one.
-        `source`: read access to single slots, if the tier has a cheaper one than to copy all slots.
-        """
+        `is_shared`: the first row after a compression point selects for all rows until the next one."""
         assert epsilon is None or index.is_bound, "an error bound is set, but scores of the index are no bounds"
         self._tier, self._index, self._epsilon = tier, index, epsilon
-        self._source = source or AnyTierSource(tier)
-        self._near = PageCache(cast(RemoteTier, self._source)) if self._source.is_far else None
+        self._source = source
+        gather_async = self._source.gather_async
+        self._near = PageCache(self._source.gather, gather_async) if gather_async is not None else None
         self._pages = {layer: Pages(index, budget) for layer in sorted(layers)}
         self._late = dict.fromkeys(self._pages, 0)  # slots per head stored since the compression point
         self._chosen: dict[int, Tensor] = {}  # [K, X] selected by the last pass

@@ -8,8 +8,8 @@ slots given to the tier and returned by it always have keys after rotary embeddi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,12 +19,12 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import WIDEST, NewRows, StoredKV, attend_part, serves
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.rope import Rotary, rotate, unrotate
-from kvcli.kv.slots import AttentionParams, Slots, Usage, attend_new_only, storing_layer_of, visible
+from kvcli.kv.slots import AttentionParams, LayerShape, Slots, Usage, attend_new_only, storing_layer_of, visible
 from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
 from kvcli.kv.tiers.lossy import LossyTier, join_latent, split_latent
 
 if TYPE_CHECKING:
-    from kvcli.kv.formats.format import BlockFunctions, Codes, FormatContext
+    from kvcli.kv.formats.format import Codes
     from kvcli.settings.schema import Kv
 
 SPAN = 4096  # most slots dequantized at once during attention
@@ -34,7 +34,8 @@ SPAN = 4096  # most slots dequantized at once during attention
 class BlockCodec:
     """Quantizer of a layer: blocks of slots of `heads` heads together."""
 
-    form: BlockFunctions
+    quantize: Callable[[Tensor, Tensor, Kv], Codes]  # as in `BlockFormat`, like the next one
+    dequantize: Callable[[Codes, Kv, tuple[int, int], torch.dtype], tuple[Tensor, Tensor]]
     kv: Kv
     dims: tuple[int, int]  # elements of a key and of a value
     heads: int
@@ -46,19 +47,19 @@ class BlockCodec:
         wide = torch.promote_types(k.dtype, torch.float32)
         k = k.to(wide) if self.rotary is None else unrotate(k.to(wide), pos, self.rotary)
         k, v = (blocked(t.to(wide), self.kv.group).transpose(0, 1).contiguous() for t in (k, v))  # [B, h, g, ..]
-        return self.form.quantize(k, v, self.kv)
+        return self.quantize(k, v, self.kv)
 
     def unpack(self, codes: Codes, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Dequantize blocks at pos [h, S] to k [h, S, D], v [h, S, E]; holes are finite too."""
         wide = torch.promote_types(self.dtype, torch.float32)
-        k, v = (t.transpose(0, 1).flatten(1, 2) for t in self.form.dequantize(codes, self.kv, self.dims, wide))
+        k, v = (t.transpose(0, 1).flatten(1, 2) for t in self.dequantize(codes, self.kv, self.dims, wide))
         k = k if self.rotary is None else rotate(k, pos.clamp(min=0), self.rotary)
         return k.to(self.dtype), v.to(self.dtype)
 
     def layout(self, blocks: int) -> Codes:
         """Return the codes of n blocks as meta tensors. Quantizing zeros is far faster than a meta block."""
         k, v = (torch.zeros(1, self.heads, self.kv.group, d) for d in self.dims)
-        return tuple(t.new_empty(blocks, *t.shape[1:], device="meta") for t in self.form.quantize(k, v, self.kv))
+        return tuple(t.new_empty(blocks, *t.shape[1:], device="meta") for t in self.quantize(k, v, self.kv))
 
 
 class HeadGroup:
@@ -176,20 +177,23 @@ class HeadGroup:
 class BlockTier(LossyTier):
     """A tier of quantized blocks. Lengths differ by head group."""
 
-    def __init__(self, form: BlockFunctions, of: FormatContext, device: torch.device | str, kv: Kv) -> None:
-        turns = of.turns() if form.rope == "before" else [None] * len(of.shapes)
-        self.dtype, self.changes = of.dtype, 0
-        self._shapes, self._holder = of.shapes, storing_layer_of(of.shapes)
-        self._span = max(1, SPAN // kv.group) * kv.group
+    def __init__(
+        self,
+        codecs: Mapping[int, BlockCodec],
+        shapes: Sequence[LayerShape],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """`codecs`: of the layers that store slots."""
+        self.dtype, self.changes = dtype, 0
+        self._shapes, self._holder = shapes, storing_layer_of(shapes)
         self._name = "packed" if torch.device(device).type == "cpu" else f"packed {torch.device(device).type}"
-        self._bands: dict[int, list[HeadGroup]] = {}
-        for layer, shape in enumerate(of.shapes):
-            if shape.shared_from is None:
-                form.refuse(shape, kv)
-                turn = turns[layer]
-                here = turn and replace(turn, inv_freq=turn.inv_freq.to(device))  # the tier may be on another device
-                codec = BlockCodec(form, kv, shape.parts, form.heads(shape.n_kv_heads), rotary=here, dtype=of.dtype)
-                self._bands[layer] = [HeadGroup(codec, device) for _ in range(shape.n_kv_heads // codec.heads)]
+        self._bands = {
+            layer: [HeadGroup(codec, device) for _ in range(shapes[layer].n_kv_heads // codec.heads)]
+            for layer, codec in codecs.items()
+        }
+        group = next(iter(codecs.values())).kv.group
+        self._span = max(1, SPAN // group) * group
 
     @property
     def batch_variant_reason(self) -> str:

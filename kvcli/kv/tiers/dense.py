@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,77 +28,10 @@ from kvcli.kv.slots import (
 from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.kv.tiers.dense_ragged import RaggedLayer
 from kvcli.kv.tiers.dense_uniform import UniformLayer, agree
-from kvcli.kv.tiers.device_tables import DeviceCache, DeviceLayer
+from kvcli.kv.tiers.device_tables import DeviceCache
 
-
-class DenseLayer(Protocol):
-    """Memory layout of one dense layer."""
-
-    k: Tensor  # [.., D]
-    v: Tensor  # [.., E]
-
-    @property
-    def length(self) -> int:
-        """Slots of the longest head."""
-
-    @property
-    def total(self) -> int:
-        """Slots of all heads."""
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors of the layer."""
-
-    def state(self) -> State:
-        """Return a snapshot; it has one row of positions "pos" if all heads have the same slots."""
-
-    def attend(
-        self, q: Tensor, params: AttentionParams, rows: Sequence[int], own: NewRows | None
-    ) -> list[PartialAttention]:
-        """Return partial attention of rows over the stored slots and the new KV of their pass."""
-
-    def run(self) -> StoredKV:
-        """Return the stored slots in place."""
-
-    def device_tables(self, rows: int, more: int = 0) -> DeviceLayer:
-        """Return device tables of the slots, with capacity for `rows` more per head (see `grow_size`)."""
-
-    def grew(self, n: int, start: int) -> None:
-        """Count n slots that a captured pass stored in all heads at positions from `start` on."""
-
-    def refill(self, slots: Slots) -> bool:
-        """Replace all slots in place by a copy of `slots`, so that captured passes stay valid. Returns False, changing
-        nothing, if no pass was captured over the layer or `slots` does not fit its layout."""
-
-    def append(self, k: Tensor, v: Tensor, start: int) -> None:
-        """Store the same rows in all heads at positions from `start` on."""
-
-    def take(self, slots: Slots) -> bool:
-        """Store slots that may differ by head. Returns False, changing nothing, if this layout cannot."""
-
-    def slots(self) -> Slots:
-        """Return the stored slots, padded to the longest head."""
-
-    def newest(self, n: int) -> Slots:
-        """Return the n slots that each head stored last."""
-
-    def positions(self) -> Tensor:
-        """Return pos [K, S], -1 = empty."""
-
-    def gather(self, index: Tensor) -> Slots:
-        """Return a copy of slots index [K, M] of each head, -1 = empty."""
-
-    def head(self, head: int, n: int) -> Slots:
-        """Return the first n slots of one head."""
-
-    def crop(self, n: int) -> bool:
-        """Remove positions n and later in place. Returns False and changes nothing if this layout cannot."""
-
-    def evict_below(self, low: int) -> bool:
-        """Evict positions below `low` in place, by whole blocks. Returns False, changing nothing, if it cannot."""
-
-    def reserve(self, n: int) -> None:
-        """Allocate capacity for n slots per head."""
+# Memory layouts of a layer: while all heads have the same slots, and after. Both have the same methods.
+DenseLayer = UniformLayer | RaggedLayer
 
 
 class Dense:
@@ -112,7 +44,7 @@ class Dense:
     points; `reaches` is then False for earlier rows.
     """
 
-    is_far = False
+    gather_async = None
     forgets = True
     STEP = 256  # slots; copying 16k slots every 256 tokens costs 0.3 % of decoding them
 

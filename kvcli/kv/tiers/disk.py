@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -23,7 +23,6 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import WIDEST, NewRows, StoredKV, attend_part, serves, why_not
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.footprint import FIRST
-from kvcli.kv.offload.host_access import HostChunk
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import (
     AttentionParams,
@@ -72,6 +71,7 @@ def _file_system(folder: Path) -> str:
 # are written in total, because disks wear.
 
 
+ALIGNED = 16  # bytes, the load size of kernels
 LARGEST = 4096  # most slots allocated ahead in an extent; extents grow with the layer
 
 
@@ -126,12 +126,13 @@ class Extent:
         return {"k": s.k, **({} if s.v is s.k else {"v": s.v}), "pos": s.pos}
 
 
-class ExtentStorage(Protocol):
-    """Storage that allocates, writes and frees extents."""
+class ExtentStorage:
+    """Storage that allocates, writes and frees extents. By default without a limit, and holes stay where they are."""
 
     def allocate(self, layer: int, need: int, extents: Sequence[Extent]) -> Extent:
-        """Allocate an extent for a layer with extents `held`, of capacity `need` or the largest allowed. Raises
+        """Allocate an extent for a layer that has `extents`, of capacity `need` or the largest allowed. Raises
         CacheFull."""
+        raise NotImplementedError
 
     def free(self, extents: Iterable[Extent]) -> None:
         """Free empty extents."""
@@ -141,12 +142,13 @@ class ExtentStorage(Protocol):
 
     def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
         """Write k, v [K, m, ..] after the slots of the extent. Raises OSError if the device is full."""
+        raise NotImplementedError
 
     def tidy(self, extent: Extent) -> None:
         """Update the layout after slots were stored or evicted."""
 
 
-class SlotFile:
+class SlotFile(ExtentStorage):
     """Extent storage in a temporary file of at most `most` bytes."""
 
     def __init__(
@@ -171,8 +173,7 @@ class SlotFile:
         self._file: Any = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  # open as long as the tier
 
     def allocate(self, layer: int, need: int, extents: Sequence[Extent]) -> Extent:
-        """Allocate an extent for `need` slots of a layer with extents `held`, or the longest allowed, with its disk
-        blocks.
+        """Allocate an extent for `need` slots of a layer, or the longest allowed, with its disk blocks.
 
         Spare capacity is limited to the layer's share of the file, so that all layers can store as many slots.
         """
@@ -224,9 +225,6 @@ class SlotFile:
                     self._written += done
                     at, data = at + done, data[done:]
 
-    def tidy(self, extent: Extent) -> None:
-        """Do nothing: holes stay, because slots on disk are not moved."""
-
     @contextmanager
     def _full(self) -> Iterator[None]:
         try:
@@ -261,10 +259,24 @@ def parts_of(most: int, per_slot: Sequence[int]) -> list[int]:
 # Attention runs on each extent and the partial results are merged. A layer grows by further extents, without copies.
 
 
+@dataclass(frozen=True, slots=True)
+class HostChunk:
+    """Slots of a layer that are read at once."""
+
+    tensors: tuple[Tensor, ...]  # slots, in host memory
+    read: Callable[..., PartialAttention]  # attention over these tensors or copies of them; q, sight, pos
+    unreached: str = ""  # why device kernels cannot read the slots in place; "" = they can
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a copy, with alignment."""
+        return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors)
+
+
 class ExtentTier:
     """A tier of keys and values of type `dtype` in extents that the host can read; attention runs on the CPU."""
 
-    is_far = False
+    gather_async = None
 
     def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, place: ExtentStorage) -> None:
         """`shapes`: by layer; a layer that reads the slots of another layer stores none."""
@@ -286,6 +298,10 @@ class ExtentTier:
         """Return partial attention of q [H, N, D] at positions pos [N] over each extent."""
         parts = [e.read(e.k, e.v, q, params, pos) for e in self._layers[self._holder[layer]] if e.length]
         return [*parts, *attend_new_only(q, params, own)]
+
+    def usage(self) -> list[Usage]:
+        """Return the allocated memory, by layer."""
+        raise NotImplementedError
 
     def pieces(self, layer: int) -> list[HostChunk]:
         """Return the extents that `attend` reads as host chunks. They are cached until slots change."""

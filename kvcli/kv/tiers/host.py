@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 
@@ -17,13 +17,12 @@ from torch import Tensor
 from kvcli.kernels.attend_invariant import NewRows, StoredKV
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.footprint import FIRST
-from kvcli.kv.offload.host_access import ALIGNED, Answer, CpuAttention, Staged, Way
+from kvcli.kv.offload.host_access import Answer, CpuAttention, Staged, Way
 from kvcli.kv.offload.transfer import CopyQueue, DeviceEvent, DeviceLink, bus_of
 from kvcli.kv.slots import AttentionParams, LayerShape, Slots, Usage, attend_new_only, picked
 from kvcli.kv.snapshot import SnapshotReader, State
-from kvcli.kv.sparse.page_source import PageTier
-from kvcli.kv.sparse.pages import Arrival
-from kvcli.kv.tiers.disk import LARGEST, Extent, ExtentTier, laid
+from kvcli.kv.sparse.page_source import Arrival, PageTier
+from kvcli.kv.tiers.disk import ALIGNED, LARGEST, Extent, ExtentStorage, ExtentTier, laid
 
 # Dense slots in pinned host memory that a device can read in place (zero-copy).
 #
@@ -57,8 +56,8 @@ class PinnedHostTier(ExtentTier):
         ]
 
 
-class Mappings:
-    """Extent storage in pinned host memory."""
+class Mappings(ExtentStorage):
+    """Extent storage in pinned host memory, which is unmapped with its last reference."""
 
     def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, bus: DeviceLink) -> None:
         self._shapes, self._dtype, self._bus = shapes, dtype, bus
@@ -80,12 +79,6 @@ class Mappings:
         k, v = laid(whole[: cap * per_slot].view(self._dtype), shape, cap)
         pos = torch.full((shape.n_kv_heads, cap), -1, dtype=torch.int32)
         return Extent(0, len(mapped), k, v, pos, self._unreached)
-
-    def free(self, extents: Iterable[Extent]) -> None:
-        """Do nothing: memory is unmapped with its last reference."""
-
-    def may_write(self, layer: int, n: int) -> None:
-        """Never raise: writes are limited only by memory."""
 
     def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
         """Copy k, v [K, m, ..] to the end of the extent."""
@@ -173,8 +166,6 @@ class UploadBuffers:
 
 class HostTier:
     """A tier on the CPU that rows on `device` attend to."""
-
-    is_far = True  # slots are read across the link to the device
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ class LossyTier:
     """A tier below the top, because it quantizes slots as they are stored. Subclasses store slots (`take`), dequantize
     them (`slots`) and evict them (`_keep`)."""
 
-    is_far: ClassVar[bool] = False
+    gather_async: ClassVar[None] = None
 
     def take(self, layer: int, slots: Slots) -> None:
         """Store slots, keys after rotary embedding; slots with position -1 are skipped."""

@@ -172,7 +172,7 @@ FAULTS = [
     ),
     Fault(
         "E5",
-        "kvcli/engine/hf/fused_layers.py",
+        "kvcli/engine/hf/direct_forward.py",
         "all(torch.equal(a, b[: len(near)]) for",
         "all(True for",
         "tests/test_fused_layers.py::test_what_depends_on_the_length_of_the_pass_is_not_remembered",
