@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvcli.commands.common import flags as o
+from kvcli.commands.common.options import Options, choice, command, flag
+from kvcli.environment import Environment
 from kvcli.errors import BadConfig, BadInput, BadModel, ExitStatus, KvcliError, UsageError
 
 if TYPE_CHECKING:
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.environment import Environment
     from kvcli.fit.plan import Plan, PlannedModel
     from kvcli.fit.preflight import Preflight
     from kvcli.schemas.fit import CalibrationDocument
@@ -24,33 +26,25 @@ app = typer.Typer(add_completion=False)
 
 
 _CTX = "Context lengths in tokens, separated by commas; auto = the largest that fits."
-_RAM = "Memory of another machine."
-
-Ctx = Annotated[str | None, o.option("--ctx", metavar="N,..|auto", help=_CTX)]
-All = Annotated[bool, o.option("--all", help="Compare all profiles.")]
-Names = Annotated[str | None, o.option("--profiles", metavar="A,B", help="Compare these profiles.")]
-Explain = Annotated[bool, o.option("--explain", help="Explain memory use and which settings reduce it.")]
-Vram = Annotated[str | None, o.option("--vram", metavar="SIZE", help="GPU memory of another machine: 12GiB.")]
-Ram = Annotated[str | None, o.option("--ram", metavar="SIZE", help=_RAM)]
 
 
-@app.command()
-def fit(
-    context: typer.Context,
-    model: o.ModelName = None,
-    ctx: Ctx = None,
-    all_: All = False,
-    profiles: Names = None,
-    explain: Explain = False,
-    vram: Vram = None,
-    ram: Ram = None,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    quant: o.Quant = None,
-    budget: o.Budget = None,
-    draft: o.Draft = None,
-    allow_pickle: o.Pickle = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class FitOptions(Options):
+    model: o.ModelName = None
+    contexts: str | None = choice("--ctx", metavar="N,..|auto", help=_CTX)
+    all_: bool = flag(help="Compare all profiles.")
+    profiles: str | None = choice(metavar="A,B", help="Compare these profiles.")
+    explain: bool = flag(help="Explain memory use and which settings reduce it.")
+    vram: str | None = choice(metavar="SIZE", help="GPU memory of another machine: 12GiB.")
+    ram: str | None = choice(metavar="SIZE", help="Memory of another machine.")
+    weights: o.Weights
+    budget: o.Budget = None
+    draft: o.Draft = None
+    allow_pickle: o.Pickle = False
+
+
+@command(app)
+def fit(world: Environment, options: FitOptions) -> int:
     """Estimate memory before loading: model, profile and context.
 
     Reads only config.json and the headers of the weight files. Exit code 0:
@@ -58,20 +52,19 @@ def fit(
     """
     from kvcli.commands.common.run_setup import Setup
 
-    world: Environment = context.obj
-    if all_ and profiles is not None:
+    if options.all_ and options.profiles is not None:
         raise UsageError("--all and --profiles exclude each other", try_=["only one of them"])
-    setup = Setup(world, model, o.load_flags(context.params))
-    contexts = list(dict.fromkeys(_context(part) for part in (ctx or "auto").split(",")))
+    setup = Setup(world, options.model, o.profile_flags(options.values()))
+    contexts = list(dict.fromkeys(_context(part) for part in (options.contexts or "auto").split(",")))
     notes: list[str] = []
-    chosen = dict(_chosen(setup, all_, profiles, notes))
+    chosen = dict(_chosen(setup, options.all_, options.profiles, notes))
     from kvcli.render.terminal.screen import Screen
     from kvcli.render.turn.turn_view import busy_word
 
     with busy_word(Screen.of(world), f"reading the headers of {setup.name}"):
-        outlook = look(setup, next(iter(chosen.values())), vram, ram, notes)
-        plans = _plans(outlook, chosen, contexts, notes if all_ else None)
-    return _print(setup, outlook, plans, contexts[0], notes, explain)
+        outlook = look(setup, next(iter(chosen.values())), options.vram, options.ram, notes)
+        plans = _plans(outlook, chosen, contexts, notes if options.all_ else None)
+    return _print(setup, outlook, plans, contexts[0], notes, options.explain)
 
 
 def _plans(

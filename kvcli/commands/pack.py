@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from contextlib import closing
+from dataclasses import MISSING, dataclass
 from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,39 +13,36 @@ import typer
 
 from kvcli.commands.common import flags as o
 from kvcli.commands.common.load_model import MemoryWishes
+from kvcli.commands.common.options import Options, choice, command
+from kvcli.environment import Environment
 from kvcli.errors import BadInput, ExitStatus, writing
 from kvcli.files import try_output
 
 if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
-    from kvcli.environment import Environment
     from kvcli.render.terminal.screen import Screen
     from kvcli.schemas.pack import PackDocument
 
 app = typer.Typer(add_completion=False)
 
 ENDS = ".kvs"
-_FILES = "Documents; paper.pdf:3-9 selects pages."
-_OUT = "Output folder; its name ends in .kvs."
-Files = Annotated[list[str], typer.Argument(metavar="FILE...", help=_FILES)]
-Out = Annotated[str, o.option("--output", "-o", metavar="NAME.kvs", help=_OUT)]
 
 
-@app.command()
-def pack(
-    context: typer.Context,
-    files: Files,
-    output: Out,
-    model: o.ModelOption = None,
-    system: o.System = None,
-    system_file: o.SystemFile = None,
-    ctx: o.Ctx = None,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    quant: o.Quant = None,
-    force: o.Force = False,
-    allow_pickle: o.Pickle = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class PackOptions(Options):
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Documents; paper.pdf:3-9 selects pages.")]
+    output: str = choice("-o", default=MISSING, metavar="NAME.kvs", help="Output folder; its name ends in .kvs.")
+    model: o.ModelOption = None
+    system: o.System = None
+    system_file: o.SystemFile = None
+    ctx: o.Ctx = None
+    weights: o.Weights
+    force: o.Force = False
+    allow_pickle: o.Pickle = False
+
+
+@command(app)
+def pack(world: Environment, options: PackOptions) -> int:
     """Prefill documents once and save their KV cache in a folder.
 
     Later questions (kvcli chat --pack NAME.kvs) start without prefill. The
@@ -56,21 +54,20 @@ def pack(
     from kvcli.commands.models.suggest_model import find_model
     from kvcli.render.terminal.screen import Screen
 
-    world: Environment = context.obj
-    folder = output_folder(world, output)
-    setup = Setup(world, model, o.profile_flags(context.params), is_typed=model is not None)
-    find_model(setup, files)
+    folder = output_folder(world, options.output)
+    setup = Setup(world, options.model, o.profile_flags(options.values()), is_typed=options.model is not None)
+    find_model(setup, options.files)
     profile = setup.profile()
     setup.look(profile)
-    documents = [read_file(world, name) for name in files]
+    documents = [read_file(world, name) for name in options.files]
     for document in documents:
         tell_notes(world, document)
     screen = Screen.of(world, "live" if world.is_tty("stderr") else "turn")
-    run, text_session = load_model(setup, profile, MemoryWishes(force, ctx == "max"), screen)
+    run, text_session = load_model(setup, profile, MemoryWishes(options.force, options.ctx == "max"), screen)
     from kvcli.chat.conversation import Chat
 
-    called = setup.lasting_name
-    with text_session, closing(Chat(text_session, read_system(world, system, system_file), called=called)) as talk:
+    system = read_system(world, options.system, options.system_file)
+    with text_session, closing(Chat(text_session, system, called=setup.lasting_name)) as talk:
         talk.pending = documents
         for note in (*run.notes, *text_session.cautions, *text_session.info.notes):
             screen.note(note)

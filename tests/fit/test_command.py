@@ -483,3 +483,12 @@ def test_a_dry_run_says_what_it_would_take(machine):
     assert found["order"] == "chunks"
     assert "memory   up to " in machine("chat", "--dry-run").out
     assert "prefill  layer by layer" in machine("-P", "lazy", "chat", "--dry-run").out
+
+
+def test_the_draft_model_is_in_the_plan(machine):
+    """Once --draft was ignored, and the plan was that of the profile."""
+    plain, drafting = (
+        document(machine("fit", "demo", "--json", "--ram", "8GiB", *more)) for more in ([], ["--draft", "demo-small"])
+    )
+    sizes = [found["plans"][0]["draft"] for found in (plain, drafting)]
+    assert sizes[0] < sizes[1]

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from kvcli.commands.common.options import Options
+from kvcli.commands.common.options import option as option
 from kvcli.errors import UsageError
 from kvcli.settings.schema import registries, tokens_of
 from kvcli.settings.values import Settings
-
-
-def option(
-    *names: str,
-    help: str,
-    metavar: str | None = None,
-    panel: str | None = None,
-    rare: bool = False,
-    count: bool = False,
-) -> Any:
-    """Return an option, shown in the help below the heading `panel`; --help-all alone shows rare options."""
-    return typer.Option(
-        *names, help=help, metavar=metavar, rich_help_panel=panel, show_default=False, hidden=rare, count=count
-    )
-
 
 _ask = partial(option, panel="The question")
 _answer = partial(option, panel="The answer")
@@ -92,6 +80,16 @@ Exact = Annotated[bool, _model("--exact", help=_EXACT, rare=True)]
 Force = Annotated[bool, _model("--force", help="Load even if the memory estimate does not fit.", rare=True)]
 Pickle = Annotated[bool, _model("--allow-pickle", help=_PICKLE, rare=True)]
 DryRun = Annotated[bool, _model("--dry-run", help="Print the settings and their memory; load nothing.", rare=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights(Options):
+    """Options of loading the weights."""
+
+    device: Device = None
+    dtype: Dtype = None
+    quant: Quant = None
+
 
 # flag -> key; `origin` names the flag wherever a setting is shown
 KEYS: Mapping[str, str] = {

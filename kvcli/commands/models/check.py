@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvcli.commands.common import flags as o
+from kvcli.commands.common.options import Options, flag
 from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import Setup, at_hand, find
 from kvcli.commands.models.draft_candidates import drafted, siblings
+from kvcli.environment import Environment
 from kvcli.errors import BadModel, ExitStatus, UsageError
 
 if TYPE_CHECKING:
-    from kvcli.environment import Environment
     from kvcli.models.source import Source
     from kvcli.schemas.listings import CheckDocument
-
-Online = Annotated[bool, o.option("--online", help="Download missing file headers from the Hugging Face hub.")]
-
 CONTEXTS = (8192, 32768)  # tokens
 
 
-def check(
-    context: typer.Context,
-    model: o.ModelName = None,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    quant: o.Quant = None,
-    allow_pickle: o.Pickle = False,
-    online: Online = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(Options):
+    model: o.ModelName = None
+    weights: o.Weights
+    allow_pickle: o.Pickle = False
+    online: bool = flag(help="Download missing file headers from the Hugging Face hub.")
+
+
+def check(world: Environment, options: CheckOptions) -> int:
     """Check whether a model runs here: precision, drafting and memory.
 
     Reads only config.json, the headers of the weight files and the names of
     the tokenizer. Uses the network only with --online, for these files. Exit
     code 4: the model is not supported; 5: it is supported, but does not fit.
     """
-    world: Environment = context.obj
-    if online and world.options.offline:
+    if options.online and world.options.offline:
         raise UsageError("--online and --offline exclude each other", try_=["only one of them"])
-    document = checked(Setup(world, model, o.load_flags(context.params)), online)
+    document = checked(Setup(world, options.model, o.profile_flags(options.values())), options.online)
     if world.options.json:
         print_json(world, document)
     else:

@@ -10,6 +10,7 @@ import typer
 
 from kvcli.commands.common.flags import ModelName, option
 from kvcli.commands.common.inputs import agrees, tell
+from kvcli.commands.common.options import command
 from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import Setup, at_hand, config_of, find
 from kvcli.commands.models.check import check
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, help="Models: list, suggest, download, check, remove.")
 app.command()(suggest)
-app.command()(check)
+command(app)(check)
 
 Accept = Annotated[bool, option("--accept-terms", help="Accept the licence terms of models that require it.")]
 Default = Annotated[bool, option("--default", help="Make it the default model (default_model in your config).")]
