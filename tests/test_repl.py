@@ -240,12 +240,6 @@ def test_the_first_ctrl_c_is_a_flag_and_a_later_one_an_exception():
 # --- slash commands
 
 
-def test_without_profiles_a_chat_keeps_its_own(talk):
-    talk.repl.profiles = None
-    assert "[no_profiles]" in talk.type("/profile lean")
-    assert talk.repl.profile_name == "fafo"
-
-
 def test_help_lists_every_command(talk):
     said = talk.type("/help")
     assert all(f"/{name}" in said for name in SLASH)

@@ -69,7 +69,7 @@ def pack(world: Environment, options: PackOptions) -> int:
     system = read_system(world, options.system, options.system_file)
     with text_session, closing(Chat(text_session, system, called=setup.lasting_name)) as talk:
         talk.pending = documents
-        for note in (*run.notes, *text_session.cautions, *text_session.info.notes):
+        for note in run.notes:
             screen.note(note)
         about = packed(talk, folder, screen)
     show(world, folder, about)

@@ -8,7 +8,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from kvcli.api import Event, Turn
 from kvcli.chat.conversation import Chat
@@ -28,24 +28,11 @@ from kvcli.render.turn.status_row import ProcessMemory, RowOptions
 from kvcli.render.turn.turn_view import show_turn
 
 if TYPE_CHECKING:
+    from kvcli.commands.common.run_setup import Setup
     from kvcli.engine.sequence.constraint import Constraint
 
 LEAVE_WITHIN = 2.0  # seconds between two Ctrl-C at the prompt that end the chat
 HINT = "Ctrl-D or /exit to leave"
-
-
-class Profiles(Protocol):
-    """Settings from profiles and config files, passed in by the command that read them."""
-
-    def names(self) -> Sequence[str]: ...
-    def models(self) -> Sequence[str]: ...
-    def keys(self) -> Sequence[str]:
-        """Return the keys that /set can complete."""
-        ...
-
-    def resolve(self, name: str, sets: Sequence[str]) -> Any:
-        """Return the profile of that name with KEY=VALUE settings on top; raises BadConfig."""
-        ...
 
 
 class Repl:
@@ -58,7 +45,7 @@ class Repl:
         world: Environment,
         commands: SlashTable,
         *,
-        profiles: Profiles | None = None,
+        profiles: Setup,
         profile: str = "",
         sets: Sequence[str] = (),
         after_turn: Callable[[Turn | None], None] | None = None,
@@ -199,8 +186,6 @@ class Repl:
 
     def reconfigure(self, name: str, said: Sequence[str]) -> None:
         """Continue under another profile with the same weights. If it is refused, nothing has changed."""
-        if self.profiles is None:
-            raise BadInput("the profile cannot be changed in this chat", code="no_profiles")
         before = self.chat.text_session
         changed = before.with_profile(self.profiles.resolve(name, [*self.given, *said]))
         is_kept = changed.take_cache(before)
@@ -268,16 +253,11 @@ class Repl:
 
     def _words(self) -> dict[str, line_editor.Words]:
         return {
-            "profile": lambda: self.profiles.names() if self.profiles else (),
-            "model": lambda: self.profiles.models() if self.profiles else (),
-            "key": lambda: self.profiles.keys() if self.profiles else (),
+            "profile": lambda: self.profiles.names(),
+            "model": lambda: self.profiles.models(),
+            "key": lambda: self.profiles.keys(),
             "stats": lambda: ("live", "turn", "off", "last"),
             "chat": lambda: [entry.id for entry in self.chat.saved_chats.entries()],
             "command": lambda: tuple(self.commands),
             "document": lambda: [str(i + 1) for i in range(len(self.chat.documents))],
         }
-
-
-def run_repl(chat: Chat, screen: Screen, world: Environment, commands: SlashTable, **options: Any) -> ExitStatus:
-    """Run the interactive chat until the user leaves. Options are those of Repl."""
-    return Repl(chat, screen, world, commands, **options).run()

@@ -211,7 +211,8 @@ def _set(repl: Repl, argument: str) -> None:
     key, _, value = argument.replace("=", " ", 1).partition(" ")
     if not key or not value.strip():
         raise UsageError("/set needs a key and a value", try_=["/set sample.temperature 0.2"])
-    ends = [one for one in (repl.profiles.keys() if repl.profiles else ()) if one.endswith(f".{key}")]
+    every = repl.profiles.keys()
+    ends = [one for one in every if one.endswith(f".{key}")]
     key = ends[0] if len(ends) == 1 else key
     said = [item for item in repl.said if item.partition("=")[0] != key]
     repl.reconfigure(repl.profile_name, [*said, f"{key}={value.strip()}"])

@@ -9,23 +9,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvcli.commands.common.options import Options
+from kvcli.commands.common.options import Options, choice
 from kvcli.commands.common.options import option as option
 from kvcli.errors import UsageError
 from kvcli.settings.schema import registries, tokens_of
 from kvcli.settings.values import Settings
 
 _ask = partial(option, panel="The question")
-_answer = partial(option, panel="The answer")
 _model = partial(option, panel="The model")
 
 MODEL = "demo, a name from kvcli models suggest or your config, a folder, a GGUF file, or a Hugging Face id."
-_PROMPT = "Ask this question and exit; - reads it from standard input."
-_FILE = "Attach a file, a folder of files or a quoted '*.txt'; paper.pdf:3-9 for pages of it. Repeatable."
-_MIN_P = "Drop tokens less likely than F times the most likely one."
-_TOP_P = "Nucleus sampling: the smallest set of tokens with total probability F."
-_TOP_K = "Sample from the N most likely tokens; 0 = all."
-_PENALTY = "Above 1, tokens that occurred before become less likely."
 _FIGURES = "Show figures while generating (live), after the answer (turn), or never (off)."
 _BUDGET = "Limit the KV cache to 6GiB, 25% of its full size, or free memory (fit). Approximate: tokens get fewer bits."
 _EXACT = "Refuse settings that can change the text (also drafting, on models that are not batch invariant)."
@@ -33,53 +26,21 @@ _PICKLE = "Allow weights in pickle files, which can run code."
 _DRAFT = "Draft model for speculative decoding, or auto (same text, fewer passes)."
 _SPEC = "Drafting method for speculative decoding (same text, fewer passes)."
 
-ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
-ModelOption = Annotated[str | None, _model("--model", "-m", metavar="MODEL", help=MODEL)]
-Prompt = Annotated[str | None, _ask("--prompt", "-p", metavar="TEXT", help=_PROMPT)]
-File = Annotated[list[str] | None, _ask("--file", "-f", metavar="PATH", help=_FILE)]
-Pack = Annotated[str | None, _ask("--pack", metavar="NAME.kvs", help="Ask about documents that kvcli pack saved.")]
+StatsMode = Literal["live", "turn", "off"]
+Figures = Annotated[StatsMode | None, option("--stats", help=_FIGURES, panel="The answer", rare=True)]
 System = Annotated[str | None, _ask("--system", "-s", metavar="TEXT", help="System message.")]
 SystemFile = Annotated[str | None, _ask("--system-file", metavar="PATH", help="System message from a file.", rare=True)]
 
-Continue = Annotated[bool, _ask("--continue", "-c", help="Continue the latest chat.")]
-Resume = Annotated[
-    str | None, _ask("--resume", "-r", metavar="CHAT", help="Continue this saved chat: name, title or document.")
-]
-NoSave = Annotated[bool, _ask("--no-save", help="Do not save this chat.")]
-
-Most = Annotated[
-    str | None, _answer("--max-new-tokens", "-n", metavar="N", help="Maximum length in tokens; 4k = 4096.")
-]
-Temperature = Annotated[
-    float | None, _answer("--temperature", "-t", metavar="F", help="0 = always the most likely token.")
-]
-TopP = Annotated[float | None, _answer("--top-p", metavar="F", help=_TOP_P, rare=True)]
-TopK = Annotated[int | None, _answer("--top-k", metavar="N", help=_TOP_K, rare=True)]
-MinP = Annotated[float | None, _answer("--min-p", metavar="F", help=_MIN_P, rare=True)]
-Penalty = Annotated[float | None, _answer("--repetition-penalty", metavar="F", help=_PENALTY, rare=True)]
-Seed = Annotated[int | None, _answer("--seed", metavar="N", help="Random seed.", rare=True)]
-Greedy = Annotated[bool, _answer("--greedy", help="Short for --temperature 0 --repetition-penalty 1.", rare=True)]
-StatsMode = Literal["live", "turn", "off"]
-Schema = Annotated[str | None, _answer("--schema", metavar="FILE", help="Constrain the answer to this JSON schema.")]
-Rules = Annotated[
-    str | None,
-    _answer("--grammar", metavar="FILE", help="Constrain the answer to this grammar, GBNF or Lark.", rare=True),
-]
-JsonObject = Annotated[bool, _answer("--json-object", help="Constrain the answer to a JSON object.", rare=True)]
-Figures = Annotated[StatsMode | None, _answer("--stats", help=_FIGURES, rare=True)]
-Lines = Annotated[bool, _answer("--stream", help="With --json: one line for each event.", rare=True)]
-
+ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
+ModelOption = Annotated[str | None, _model("--model", "-m", metavar="MODEL", help=MODEL)]
 Ctx = Annotated[str | None, _model("--ctx", metavar="N|auto|max", help="Context window in tokens; 32k = 32768.")]
 Device = Annotated[str | None, _model("--device", metavar="NAME", help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str | None, _model("--dtype", metavar="NAME", help="auto, bf16, fp16 or fp32.", rare=True)]
 Quant = Annotated[str | None, _model("--quant", metavar="NAME", help="Quantize weights: none, int8, int4 or nf4.")]
 Budget = Annotated[str | None, _model("--budget", metavar="SIZE", help=_BUDGET)]
-Spec = Annotated[str | None, _model("--spec", metavar="|".join(registries()["spec"]), help=_SPEC, rare=True)]
 Draft = Annotated[str | None, _model("--draft", metavar="MODEL", help=_DRAFT)]
-Exact = Annotated[bool, _model("--exact", help=_EXACT, rare=True)]
 Force = Annotated[bool, _model("--force", help="Load even if the memory estimate does not fit.", rare=True)]
 Pickle = Annotated[bool, _model("--allow-pickle", help=_PICKLE, rare=True)]
-DryRun = Annotated[bool, _model("--dry-run", help="Print the settings and their memory; load nothing.", rare=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +50,20 @@ class Weights(Options):
     device: Device = None
     dtype: Dtype = None
     quant: Quant = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Options, panel="The model"):
+    """Options of a model that answers."""
+
+    ctx: Ctx = None
+    weights: Weights
+    budget: Budget = None
+    spec: str | None = choice(metavar="|".join(registries()["spec"]), help=_SPEC, rare=True)
+    draft: Draft = None
+    exact: bool = choice(default=False, help=_EXACT, rare=True)
+    force: Force = False
+    allow_pickle: Pickle = False
 
 
 # flag -> key; `origin` names the flag wherever a setting is shown

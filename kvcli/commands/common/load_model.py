@@ -34,7 +34,7 @@ class CheckedRun:
 
     profile: Profile
     estimate: int = 0  # bytes with a full context window; 0 = no estimate
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # for the user, once the model is loaded
     outlook: Preflight | None = None
     _is_noted: bool = False  # the note that the log cannot be written was shown
 
@@ -111,4 +111,6 @@ def load_model(setup: Setup, profile: Profile, wanted: MemoryWishes, screen: Scr
     run.notes = (*setup.overruled(run.profile), *run.notes, *(model.info.details if screen.verbose else ()))
     run.profile = model.profile  # the profile adapted to this model
     model.foretell, model.fits = run.estimate_memory, run.fits
-    return run, model.open()
+    text_session = model.open()
+    run.notes += (*text_session.cautions, *model.info.notes)
+    return run, text_session

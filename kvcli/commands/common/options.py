@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import Parameter, Signature, signature
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 import typer
 
@@ -16,9 +16,16 @@ Run = TypeVar("Run", bound=Callable[..., int | None])
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a command, or a group of them. A field is an option, an argument, or a group held in its place."""
+    """Options of a command, or a group of them. A field is an option, an argument, or a group held in its place.
 
+    `panel`, a keyword of the class, is the heading of its own options in the help.
+    """
+
+    panel: ClassVar[str | None] = None
     typed: Mapping[str, str] = field(default_factory=dict, repr=False)  # field -> flag, of those on the command line
+
+    def __init_subclass__(cls, panel: str | None = None) -> None:
+        cls.panel = panel
 
     def values(self) -> dict[str, Any]:
         """Return the values by field, those of groups among them."""
@@ -51,7 +58,7 @@ def option(
 def choice(*names: str, default: Any = None, **shown: Any) -> Any:
     """Return a field of Options: an option named like the field, or like the first of `names` that begins with `--`.
 
-    `shown` is as for `option`.
+    `shown` is as for `option`; the panel is that of the class.
     """
     return field(default=default, metadata={"names": names, "shown": shown})
 
@@ -71,11 +78,7 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Run], Run]:
         shown = [one for each in rest for one in _parameters(each.replace(annotation=hints[each.name]))]
 
         def call(context: typer.Context, **given: Any) -> int | None:
-            typed = {
-                str(param.name): param.opts[0]
-                for param in context.command.params
-                if (at := context.get_parameter_source(str(param.name))) is not None and at.name == "COMMANDLINE"
-            }
+            typed = _typed(context, given)
             return run(context.obj, **{each.name: _value(each.name, hints[each.name], given, typed) for each in rest})
 
         context = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
@@ -87,29 +90,43 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Run], Run]:
     return register
 
 
+def _typed(context: typer.Context, names: Collection[str]) -> dict[str, str]:
+    """Return field -> flag, for the fields that were typed on the command line."""
+    found = dict[str, str]()
+    for param in context.command.params:
+        source = context.get_parameter_source(str(param.name))
+        if param.name in names and source is not None and source.name == "COMMANDLINE":
+            found[param.name] = param.opts[0]
+    return found
+
+
 def _parameters(found: Parameter) -> Iterator[Parameter]:
     """Yield the parameters that stand for one: itself, or those of a group."""
-    group = found.annotation
-    if not (isinstance(group, type) and issubclass(group, Options)):
+    if not _is_group(found.annotation):
         yield found.replace(kind=Parameter.KEYWORD_ONLY)
         return
-    hints = get_type_hints(group, include_extras=True)
-    for each in fields(group):
-        kind = hints[each.name]
+    for each, kind in _fields(found.annotation):
         if each.metadata:
-            names, shown = each.metadata["names"], each.metadata["shown"]
-            long = (
-                [] if any(name.startswith("--") for name in names) else [f"--{each.name.strip('_').replace('_', '-')}"]
-            )
-            kind = Annotated[kind, option(*long, *names, **shown)]
-        if each.name != "typed":
-            default = Parameter.empty if each.default is MISSING else each.default
-            yield from _parameters(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+            names, shown = each.metadata["names"], {"panel": found.annotation.panel} | each.metadata["shown"]
+            if not any(name.startswith("--") for name in names):
+                names = (f"--{each.name.strip('_').replace('_', '-')}", *names)
+            kind = Annotated[kind, option(*names, **shown)]
+        default = Parameter.empty if each.default is MISSING else each.default
+        yield from _parameters(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=kind))
 
 
 def _value(name: str, kind: Any, given: Mapping[str, Any], typed: Mapping[str, str]) -> Any:
     """Return the value of a parameter or field: as given, or the object of its group."""
-    if not (isinstance(kind, type) and issubclass(kind, Options)):
+    if not _is_group(kind):
         return given[name]
-    hints = get_type_hints(kind, include_extras=True)
-    return kind(typed=typed, **{n: _value(n, hint, given, typed) for n, hint in hints.items() if n != "typed"})
+    return kind(typed=typed, **{each.name: _value(each.name, its, given, typed) for each, its in _fields(kind)})
+
+
+def _is_group(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Options)
+
+
+def _fields(group: type[Options]) -> list[tuple[Field[Any], Any]]:
+    """Return the fields that are options, arguments or groups, with their types."""
+    hints = get_type_hints(group, include_extras=True)
+    return [(each, hints[each.name]) for each in fields(group) if each.name != "typed"]

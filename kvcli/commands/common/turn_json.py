@@ -26,8 +26,10 @@ from kvcli.schemas.turn import (
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
+    from kvcli.chat.text_session import TextSession
     from kvcli.engine.stats import Stats
     from kvcli.environment import Environment
+    from kvcli.settings.profile import Profile
 
 EVERY = 0.5  # seconds between two stats lines
 
@@ -43,6 +45,12 @@ class Run:
     number: int = 1
     cautions: Sequence[str] = ()  # warnings about the profile
     notes: Sequence[str] = ()  # deviations from the settings; may grow during the turn
+
+    @classmethod
+    def of(cls, profile: Profile, session: TextSession, notes: Sequence[str] = ()) -> Run:
+        """Return the settings of a turn of the session."""
+        method = profile.spec.method
+        return cls(profile.name, method, profile.hash, session.promise, cautions=session.cautions, notes=notes)
 
 
 def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:

@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvcli.commands.common.load_model import MemoryWishes
 from kvcli.errors import BadInput, ContextOverflow, ExitStatus, KvcliError
 from kvcli.render.terminal.errors import print_error
 
 if TYPE_CHECKING:
     from kvcli.chat.document_pack import Pack
-    from kvcli.commands.common.load_model import MemoryWishes
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.summarize.documents import InputDocument, InputDocuments
+    from kvcli.commands.summarize.options import SummarizeOptions
     from kvcli.commands.summarize.output import SummaryOutput
     from kvcli.render.terminal.screen import Screen
     from kvcli.settings.profile import Profile
@@ -30,23 +31,25 @@ class EmptySummary(KvcliError):
 class SummaryJob:
     """One command line of `kvcli summarize`."""
 
+    options: SummarizeOptions
     setup: Setup
     profile: Profile
     request: Request
     documents: InputDocuments
     out: SummaryOutput
     screen: Screen
-    wanted: MemoryWishes
-    each: bool = False
-    no_cache: bool = False
     packed: Pack | None = None  # the pack that the documents come from, if not from files
     status: int = field(default=ExitStatus.OK)
+
+    @property
+    def wanted(self) -> MemoryWishes:
+        return MemoryWishes(self.options.run.force, self.options.run.ctx == "max")
 
     @property
     def groups(self) -> list[list[InputDocument]]:
         """Documents of each summary."""
         given = self.documents.given
-        return [[one] for one in given] if self.each else [given]
+        return [[one] for one in given] if self.options.documents.each else [given]
 
     @property
     def read(self) -> AsRead | None:
@@ -62,7 +65,7 @@ class SummaryJob:
         """Return the names of the documents of one summary: those of its citations, so no two are the same."""
         from kvcli.summarize.parts import names_of
 
-        if self.each:
+        if self.options.documents.each:
             return [one.heading for one in given]
         named = names_of([one.document for one in given])
         return [name or one.document.name for name, one in zip(named, given, strict=True)]
@@ -82,7 +85,7 @@ class SummaryJob:
         try:
             yield
         except (BadInput, ContextOverflow, EmptySummary) as error:
-            if not self.each:
+            if not self.options.documents.each:
                 raise
             error.message = f"{given[0].heading}: {error.message}"
             self.failed(error)
@@ -90,7 +93,7 @@ class SummaryJob:
     def failed(self, error: KvcliError) -> None:
         """Report the error of one file. The other files continue, and the first error gives the exit code."""
         self.status = self.status or int(error.exit)
-        in_lines = self.out.form == "json" and self.each
+        in_lines = self.out.form == "json" and self.options.documents.each
         if in_lines:
             from kvcli.schemas.turn import error_document
 

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from kvcli.summarize.wording import Wording
 
 
-def run(job: SummaryJob, *, dry_run: bool) -> int:
+def run(job: SummaryJob) -> int:
     """Make all summaries; returns the exit code."""
     _refuse_early(job)
     job.tell_failed()
     if not job.documents.given:
         return job.status
-    if dry_run:
+    if job.options.dry_run:
         from kvcli.commands.summarize.plan import print_plans
 
         print_plans(job)
@@ -95,13 +95,13 @@ def _summarize(job: SummaryJob) -> int:
         if job.packed is not None:
             job.packed.refuse_other(text_session)
             text_session.pack = job.packed
-        for note in (*prepared.notes, *text_session.cautions, *text_session.info.notes):
+        for note in prepared.notes:
             job.tell(note)
         wording = wording_of(text_session.info)
         wording.refuse(job.request, text_session.info.id)
         window = PlanWindow.of(text_session, job.setup.pass_times(text_session.model))
         for given in job.groups:
-            if job.each and len(job.groups) > 1:
+            if job.options.documents.each and len(job.groups) > 1:
                 job.out.begin(given[0].heading)
             with job.attempt(given):
                 _one(job, prepared, text_session, given, window, wording, cancel)
@@ -134,7 +134,9 @@ def _one(
         said = _plan(job, given, plan, window)
     for line in said:
         job.screen.err.line((line, ""))
-    cache = Cache.of(job.setup.world.paths.cache, text_session.info, prepared.profile, is_fresh=job.no_cache)
+    cache = Cache.of(
+        job.setup.world.paths.cache, text_session.info, prepared.profile, is_fresh=job.options.parts.no_cache
+    )
     look = RowOptions(prepared.profile.name, stopping=cancel)
     view = SummaryView(job.screen, look, plan, job.out.live(), tells=job.tells)
     events = summarize(text_session, documents, cache=cache, cancel=cancel, plan=plan)
@@ -175,9 +177,9 @@ def _tell_stopped(job: SummaryJob, view: SummaryView) -> None:
     from kvcli.render.summarize.notes import stopped
     from kvcli.render.turn.turn_summary import joined
 
-    err = job.screen.err
-    for line in joined([stopped(view.stopped, no_cache=job.no_cache)], err.width) if view.stopped and job.tells else ():
-        err.line((line, ""))
+    if view.stopped and job.tells:
+        for line in joined([stopped(view.stopped, no_cache=job.options.parts.no_cache)], job.screen.err.width):
+            job.screen.err.line((line, ""))
 
 
 def _finish(
@@ -193,10 +195,10 @@ def _finish(
 
     summary, profile = view.summary, prepared.profile
     assert summary is not None
-    under = Run(profile.name, profile.spec.method, profile.hash, text_session.promise, cautions=text_session.cautions)
+    under = Run.of(profile, text_session)
     sources = facts(given, text_session.tokenizer)
     made = summary_document(summary, sources, [turn_document(a.turn, text_session.info, under) for a in summary.turns])
-    if not job.each:
+    if not job.options.documents.each:
         made.notes += [f"{name} is not in the summary: {error.message}" for name, error in job.documents.failed]
     job.out.end(made, summary.points)
     named = {name: one.document for name, one in zip(job.names(given), given, strict=True)}
