@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcli.commands.common.options import command
 from kvcli.commands.common.output import print_json
 from kvcli.commands.config import places
+from kvcli.environment import Environment
 from kvcli.models.machine import installed
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.environment import Environment
     from kvcli.schemas.listings import DoctorDocument
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "bitsandbytes", "triton", "typer", "rich")
@@ -30,13 +31,12 @@ TOKEN = re.compile(r"\b(hf|sk|ghp|gho|xox[bp])[_-][\w-]{8,}|(?<=://)[^/@\s]+@")
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@command(app)
 def doctor(
-    context: typer.Context,
+    world: Environment,
     speed: Annotated[bool, typer.Option("--speed", help="Measure one and all threads; ten seconds.")] = False,
 ) -> None:
     """Print versions, devices, memory and paths, for a bug report."""
-    world: Environment = context.obj
     document = examine(world)
     if speed:
         document = document.model_copy(update={"steps": steps_by_threads()})

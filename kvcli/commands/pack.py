@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from contextlib import closing
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING
 from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,7 +28,6 @@ app = typer.Typer(add_completion=False)
 ENDS = ".kvs"
 
 
-@dataclass(frozen=True, kw_only=True)
 class PackOptions(Options):
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Documents; paper.pdf:3-9 selects pages.")]
     output: str = choice("-o", default=MISSING, metavar="NAME.kvs", help="Output folder; its name ends in .kvs.")

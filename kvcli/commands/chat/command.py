@@ -132,7 +132,6 @@ _TOP_P = "Nucleus sampling: the smallest set of tokens with total probability F.
 _PENALTY = "Above 1, tokens that occurred before become less likely."
 
 
-@dataclass(frozen=True, kw_only=True)
 class QuestionOptions(Options, panel="The question"):
     prompt: str | None = choice(
         "-p", metavar="TEXT", help="Ask this question and exit; - reads it from standard input."
@@ -146,7 +145,6 @@ class QuestionOptions(Options, panel="The question"):
     no_save: bool = flag(help="Do not save this chat.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class AnswerOptions(Options, panel="The answer"):
     max_new_tokens: str | None = choice("-n", metavar="N", help="Maximum length in tokens; 4k = 4096.")
     temperature: float | None = choice("-t", metavar="F", help="0 = always the most likely token.")
@@ -165,7 +163,6 @@ class AnswerOptions(Options, panel="The answer"):
     stream: bool = flag(help="With --json: one line for each event.", rare=True)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChatOptions(Options, panel="The model"):
     model: o.ModelName = None
     question: QuestionOptions

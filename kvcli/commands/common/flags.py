@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
@@ -43,7 +42,6 @@ Force = Annotated[bool, _model("--force", help="Load even if the memory estimate
 Pickle = Annotated[bool, _model("--allow-pickle", help=_PICKLE, rare=True)]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Weights(Options):
     """Options of loading the weights."""
 
@@ -52,7 +50,6 @@ class Weights(Options):
     quant: Quant = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunOptions(Options, panel="The model"):
     """Options of a model that answers."""
 

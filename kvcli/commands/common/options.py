@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import Parameter, Signature, signature
-from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform, get_type_hints
 
 import typer
 
@@ -14,9 +14,10 @@ from kvcli.errors import UsageError
 Run = TypeVar("Run", bound=Callable[..., int | None])
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a command, or a group of them. A field is an option, an argument, or a group held in its place.
+    """Options of a command, or a group of them: a frozen dataclass. A field is an option, an argument, or a group.
 
     `panel`, a keyword of the class, is the heading of its own options in the help.
     """
@@ -26,6 +27,7 @@ class Options:
 
     def __init_subclass__(cls, panel: str | None = None) -> None:
         cls.panel = panel
+        dataclass(frozen=True, kw_only=True)(cls)
 
     def values(self) -> dict[str, Any]:
         """Return the values by field, those of groups among them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.commands.common import flags as o
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 CONTEXTS = (8192, 32768)  # tokens
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckOptions(Options):
     model: o.ModelName = None
     weights: o.Weights

