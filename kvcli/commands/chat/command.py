@@ -339,10 +339,10 @@ class ChatRun:
             closing(chat.stream(text, cancel=cancel, constraint=self.constraint)) as events,
         ):
             if self.world.options.json:
-                from kvcli.commands.common.turn_json import Run, print_events, print_turn
+                from kvcli.commands.common.turn_json import print_events, print_turn, run_of
 
                 show = print_events if self.options.answer.stream else print_turn
-                turn = show(self.world, events, session.info, Run.of(profile, session, chat.notes))
+                turn = show(self.world, events, session.info, run_of(profile, session, chat.notes))
             else:
                 from kvcli.render.turn.status_row import RowOptions
                 from kvcli.render.turn.turn_view import show_turn

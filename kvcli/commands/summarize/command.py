@@ -27,9 +27,8 @@ def summarize(world: Environment, options: SummarizeOptions) -> int:
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.models.suggest_model import find_model
     from kvcli.commands.summarize.documents import ReadOptions, of_pack, password_of, read_all
-    from kvcli.commands.summarize.job import SummaryJob
     from kvcli.commands.summarize.output import outlet
-    from kvcli.commands.summarize.run import print_text, run
+    from kvcli.commands.summarize.run import SummaryRun
     from kvcli.render.terminal.screen import Screen
 
     files, given, parts, result = options.files or [], options.documents, options.parts, options.result
@@ -38,7 +37,7 @@ def summarize(world: Environment, options: SummarizeOptions) -> int:
         options.refuse_others("--extract-only", kept)
     if options.dry_run and result.output not in (None, "-"):
         raise UsageError("--dry-run prints the plan and writes no file", try_=["leave out -o"])
-    request = options.request
+    request = options.request()
     inputs = [*files, *([given.password_file] if given.password_file else [])]
     out = outlet(world, result.format, result.output, inputs)
     if out.form == "html" and (given.extract_only or options.dry_run):
@@ -57,5 +56,5 @@ def summarize(world: Environment, options: SummarizeOptions) -> int:
         setup.look(profile)
     how = ReadOptions(given.pages, given.type_, password_of(world, given.password_file))
     documents = of_pack(packed) if packed is not None else read_all(world, files, how)
-    job = SummaryJob(options, setup, profile, request, documents, out, screen, packed)
-    return print_text(job) if given.extract_only else run(job)
+    run = SummaryRun(options, setup, profile, request, documents, out, screen, packed)
+    return run.print_text() if given.extract_only else run.start()

@@ -63,9 +63,8 @@ class SummarizeOptions(Options, panel="The model"):
     stats: o.Figures = None
     dry_run: bool = flag(help="Print the plan; load no weights.", rare=True)
 
-    @property
     def request(self) -> Request:
-        """The request of the summary. Raises UsageError for options that exclude each other."""
+        """Return the request of the summary. Raises UsageError for options that exclude each other."""
         said, parts = self.summary, self.parts
         return Request(
             mode=parts.mode,
