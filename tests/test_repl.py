@@ -17,9 +17,8 @@ from kvcli.api import Text
 from kvcli.chat.conversation import Chat
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.commands.chat import line_editor
-from kvcli.commands.chat.repl import HINT, Repl
+from kvcli.commands.chat.repl import HINT, Repl, in_background
 from kvcli.commands.chat.slash import SLASH
-from kvcli.commands.common.background import in_background
 from kvcli.commands.common.exits import IMPATIENT, Interrupt
 from kvcli.demo import sample_path
 from kvcli.documents import Document

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from os.path import expanduser
 from typing import Annotated
 
 import typer
@@ -73,7 +74,6 @@ def show(world: Environment, chat: Chat = None) -> None:
 @command(app)
 def export(world: Environment, output: Out, chat: Chat = None) -> None:
     """Write a saved chat to a file, for readers or for kvcli chat --resume FILE on another machine."""
-    from os.path import expanduser
 
     from kvcli.chat.transcript import export_chat
 

@@ -61,7 +61,7 @@ def pack(world: Environment, options: PackOptions) -> int:
     documents = [read_file(world, name) for name in options.files]
     for document in documents:
         tell_notes(world, document)
-    screen = Screen.of(world, "live" if world.is_tty("stderr") else "turn")
+    screen = Screen.of(world)
     run, text_session = load_model(setup, profile, MemoryWishes(options.force, options.ctx == "max"), screen)
     from kvcli.chat.conversation import Chat
 

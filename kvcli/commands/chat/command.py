@@ -257,7 +257,7 @@ class ChatRun:
 
         self.setup, self.profile, self.grammar, self.opened, self.packed = setup, profile, grammar, opened, packed
         self.options, self.world = options, setup.world
-        self.screen = Screen.of(self.world, options.answer.stats or ("live" if self.world.is_tty("stderr") else "turn"))
+        self.screen = Screen.of(self.world, options.answer.stats)
         self.saves = not options.question.no_save and setup.keeps_chats
         self.held: AnswerConstraint | None = None
 
@@ -369,8 +369,8 @@ class ChatRun:
         from kvcli.commands.chat.slash import SLASH
         from kvcli.commands.models.suggest_model import find_model
 
-        for line in () if self.screen.quiet else self.opening():
-            self.screen.err.line((line, ""))
+        if not self.screen.quiet:
+            self.screen.err.lines(self.opening())
         repl = Repl(
             self.chat,
             self.screen,

@@ -7,15 +7,17 @@ import subprocess
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event as Flag
 from typing import TYPE_CHECKING
 
-from kvcli.api import Event, Turn
+from kvcli.api import Cancel, Event, Turn
 from kvcli.chat.conversation import Chat
 from kvcli.commands.chat import line_editor
 from kvcli.commands.chat.save_chat import save_kv_cache, try_save
 from kvcli.commands.chat.slash_table import SlashTable
-from kvcli.commands.common.background import in_background
 from kvcli.commands.common.exits import Interrupt, machine_gave_out
 from kvcli.commands.common.inputs import well_formed
 from kvcli.documents.decode import decode
@@ -203,15 +205,10 @@ class Repl:
 
     def say(self, text: str) -> None:
         """Print a line on stderr, wrapped at the terminal width."""
-        self.lines(folded(text, self.screen.err.width))
+        self.screen.err.lines(folded(text, self.screen.err.width))
 
     def warn(self, text: str) -> None:
         print_warning(self.screen.err, text)
-
-    def lines(self, lines: Sequence[str]) -> None:
-        """Print lines of a table unchanged."""
-        for line in lines:
-            self.screen.err.line((line, ""))
 
     def listing(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print names at the left with sentences beside them, or below them on a narrow terminal."""
@@ -261,3 +258,17 @@ class Repl:
             "command": lambda: tuple(self.commands),
             "document": lambda: [str(i + 1) for i in range(len(self.chat.documents))],
         }
+
+
+@contextmanager
+def in_background(work: Callable[[Cancel], object], tell: Callable[[Exception], object]) -> Iterator[None]:
+    """Run `work` in a thread until the block ends; then `cancel()` is True. Its error goes to `tell` afterwards."""
+    is_over = Flag()
+    with ThreadPoolExecutor(1, "kvcli-idle") as pool:
+        done = pool.submit(work, is_over.is_set)
+        try:
+            yield
+        finally:
+            is_over.set()
+    if isinstance(error := done.exception(), Exception):
+        tell(error)

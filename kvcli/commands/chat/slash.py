@@ -179,7 +179,7 @@ def _files(repl: Repl, _: str) -> None:
         tokens = f.plural(document.tokens(repl.chat.text_session.tokenizer), "token")
         when = "with the next question" if i > len(documents) - pending else ""
         rows.append([f"{i}  {document.name}", size(document), tokens, when])
-    repl.lines(tables.columns(rows))
+    repl.screen.err.lines(tables.columns(rows))
 
 
 @SLASH.add("drop", "N", "remove document N from the chat", completes="document")
@@ -264,18 +264,18 @@ def _stats(repl: Repl, argument: str) -> None:
 
 @SLASH.add("spec", "", "drafting in the last answer: acceptance by source and position")
 def _spec(repl: Repl, _: str) -> None:
-    repl.lines(tables.spec_table(repl.last_turn("drafting").stats, repl.screen.err.width))
+    repl.screen.err.lines(tables.spec_table(repl.last_turn("drafting").stats, repl.screen.err.width))
 
 
 @SLASH.add("kv", "", "contents of the KV cache, by layer and tier")
 def _kv(repl: Repl, _: str) -> None:
     rows = repl.chat.text_session.kv_table()
-    repl.lines(tables.columns(tables.kv_table(rows)) if rows else ["the KV cache is empty"])
+    repl.screen.err.lines(tables.columns(tables.kv_table(rows)) if rows else ["the KV cache is empty"])
 
 
 @SLASH.add("tokens", "", "tokens by message, and tokens left in the context window")
 def _tokens(repl: Repl, _: str) -> None:
-    repl.lines(tables.token_table(repl.chat.tokens(), repl.limit, repl.screen.err.width))
+    repl.screen.err.lines(tables.token_table(repl.chat.tokens(), repl.limit, repl.screen.err.width))
 
 
 # --- saving

@@ -42,7 +42,7 @@ def summarize(world: Environment, options: SummarizeOptions) -> int:
     out = outlet(world, result.format, result.output, inputs)
     if out.form == "html" and (given.extract_only or options.dry_run):
         raise UsageError("only summaries can be written as HTML", try_=["--format md", "--format json"])
-    screen = Screen.of(world, options.stats or ("live" if world.is_tty("stderr") else "turn"))
+    screen = Screen.of(world, options.stats)
     others: list[object] = [files, given.pages, given.type_, given.password_file, given.extract_only, given.each]
     others += [parts.mode != "auto", parts.chunk, parts.overlap]
     packed = pack_of(world, given.pack, others, ALONE)

@@ -159,8 +159,7 @@ class SummaryRun:
         with busy_word(self.screen, "counting tokens"):
             plan = make_plan(documents, self.request, window, wording, self.read)
             said = self.plan_words(given, plan, window, self.screen.err.width) if self.tells else []
-        for line in said:
-            self.screen.err.line((line, ""))
+        self.screen.err.lines(said)
         folder, is_fresh = self.world.paths.cache, self.options.parts.no_cache
         cache = Cache.of(folder, self.text_session.info, self.run.profile, is_fresh=is_fresh)
         look = RowOptions(self.run.profile.name, stopping=self.cancel)
@@ -173,8 +172,7 @@ class SummaryRun:
                     self.save_kv_cache(event.answered.turn)
         if view.summary is None:
             if view.stopped and self.tells:
-                for line in joined([stopped(view.stopped, no_cache=is_fresh)], self.screen.err.width):
-                    self.screen.err.line((line, ""))
+                self.screen.err.lines(joined([stopped(view.stopped, no_cache=is_fresh)], self.screen.err.width))
             return
         if not view.summary.points:
             is_loop = any(answered.turn.finish == "loop" for answered in view.summary.turns)
@@ -210,8 +208,7 @@ class SummaryRun:
             if len(fresh) == 1 and len(summary.turns) == 1:
                 show_summary(fresh[0], self.screen)
             elif fresh:
-                for line in joined(totals(summary), self.screen.err.width, indent="  "):
-                    self.screen.err.line((line, "dim"))
+                self.screen.err.lines(joined(totals(summary), self.screen.err.width, indent="  "), "dim")
         if any(answered.turn.finish == "loop" for answered in summary.turns):
             self.status = self.status or ExitStatus.BAD_OUTPUT
         for turn in fresh:
@@ -244,8 +241,7 @@ class SummaryRun:
             for part, prompt in zip(plan.parts, plan.prompts, strict=True):
                 lines.append(f"  part {part.number} · {stretch(part)} · {prompt:,} tokens")
         lines.append(f"  answer length up to {plan.answer:,} tokens · context window {plan.limit:,}")
-        for line in lines:
-            out.line((line, ""))
+        out.lines(lines)
 
     # --- the documents
 
