@@ -350,19 +350,20 @@ def bench(where: str) -> str:
 
 def _sides(result: dict[str, Any]) -> str:
     """A result of `kvcli bench`: its command, its tables, and each row in which kvcli is not the fastest."""
-    from kvcli.render.bench.html_setup import command_of
-    from kvcli.render.bench.text import markdown
+    from kvcli.render.bench.html import command_of
+    from kvcli.render.bench.text import blocks
+    from kvcli.render.report import markdown
     from kvcli.schemas.bench import BenchDocument
 
     document = BenchDocument.model_validate(result)
     lost = [line for case in _cases(document) for line in _lost(case, set(document.args.profiles))]
     said = "Where kvcli is slower: " + "; ".join(lost) + "." if lost else "No side is faster than kvcli's."
-    return f"```sh\n{command_of(document)}\n```\n\n{markdown(document)}\n{said}"
+    return f"```sh\n{command_of(document)}\n```\n\n{markdown(blocks(document))}\n{said}"
 
 
 def glance(where: str) -> str:
     """A line for each workload of a `kvcli bench`: sides in multiples of the baseline, tokens per pass in brackets."""
-    from kvcli.render.bench.html_setup import command_of
+    from kvcli.render.bench.html import command_of
     from kvcli.schemas.bench import BenchDocument
 
     document = BenchDocument.model_validate_json((ROOT / where).read_text(encoding="utf-8"))

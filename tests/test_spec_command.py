@@ -74,12 +74,14 @@ def test_what_is_tried_need_not_read_all_that_was_set(machine, tmp_path):
     file, base = tmp_path / "tuned.toml", load_profile("fafo", sets=["spec.window=5", "spec.branches=2"])
     assert base.spec.method == "mix"
     found = SimpleNamespace(model="demo", workloads=["copy"], context=256, profile="fafo")
-    for rival in candidates(base):
-        tried = base.replace(spec=laid_over(base, rival))
-        assert {key: getattr(tried.spec, key) for key in rival.spec} == rival.spec
+    for name, spec in candidates(base).items():
+        tried = base.replace(spec=laid_over(base, spec))
+        assert {key: getattr(tried.spec, key) for key in spec} == spec | (
+            {"sources": tuple(spec["sources"])} if "sources" in spec else {}
+        )
         assert tried.spec.method != "mix" or tried.spec.branches == 2
-        rival.ratios = {"copy": [1.0]}
-        file.write_text(profile_text(base, rival, found))
+        found.tried = [SimpleNamespace(name=name, spec=spec, score=1.0)]
+        file.write_text(profile_text(base, found))
         checked = machine("profiles", "check", str(file))
         assert (checked.exit, checked.err) == (0, "")
 

@@ -1,32 +1,45 @@
-"""Convert probe findings to a document, and to the token strip shown in the HTML page."""
+"""Document of a run of the head probes, and the token strip shown in the HTML page."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvcli.heads import tables
+from kvcli.heads.attention import SHARES, AttentionSummary
 from kvcli.heads.choose import choose
 from kvcli.heads.headmap import full_heads
-from kvcli.heads.memory import kv_bytes
-from kvcli.heads.prompt import Judged, Reading, stacked
+from kvcli.heads.needle import OFFSETS
+from kvcli.heads.prompt import Judged, Reading, scalar, stacked
 from kvcli.heads.request import ProbeRequest
-from kvcli.heads.run import Findings, prompt_hash
+from kvcli.heads.run import Findings, by_kv_head, prompt_hash
 from kvcli.methods.policies.fastgen.recovery import punctuation
 from kvcli.models.text import decode
 from kvcli.policies.scoring.headmap import read_headmap
 from kvcli.quality.fingerprint import fingerprint
-from kvcli.schemas.heads import HeadsCheck, HeadsDocument, HeadsPolicy, HeadsPrompt, HeadsStability, HeadsSuggest
+from kvcli.schemas.heads import (
+    HeadsCheck,
+    HeadsDocument,
+    HeadsKv,
+    HeadsPolicy,
+    HeadsPrompt,
+    HeadsStability,
+    HeadsSuggest,
+    HeadsTop,
+)
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
+    from kvcli.engine.hf.lm import LM
 
+DIGITS = 6  # decimals of numbers in a document
 ONE_PROMPT = (
     "a head map from one prompt: heads that this prompt does not use look unneeded; --probe ablate ranks heads by "
     "what is lost without them"
@@ -47,14 +60,11 @@ class Strip:
 
 def document(model: Model, ask: ProbeRequest, found: Findings) -> HeadsDocument:
     """Return all findings as a document."""
-    lm = model.lm
+    lm, reading = model.lm, found.reading
     shape = (lm.n_layers, lm.n_kv_heads)
-    judged = stacked(found.reading.layers, lm.n_layers) if found.reading else None
+    judged = stacked(reading.layers, lm.n_layers) if reading else None
     forced = _forced(ask, found, shape)
     chosen = choose(judged.mass[ask.settings.measure], judged.cost, ask.settings, forced) if judged else None
-    seen = torch.tensor([w is None for w in lm.windows]) & torch.isin(
-        torch.arange(lm.n_layers), torch.tensor(found.layers)
-    )
     suggest = _suggest(found)
     return HeadsDocument(
         kvcli=__version__,
@@ -68,26 +78,26 @@ def document(model: Model, ask: ProbeRequest, found: Findings) -> HeadsDocument:
         probed=list(found.layers),
         windows=list(lm.windows),
         ctx=ask.context,
-        samples=ask.texts if found.fetched or found.reasoning is not None else 0,
+        samples=ask.texts if found.fetched or "reason" in found.query else 0,
         seed=ask.seed,
         probes=list(ask.probes),
         ranked_by=found.ranked_by,
-        heads=tables.rounded(tables.head_map(found)),
-        scalars={name: tables.rounded(table) for name, table in tables.scalars(found, shape).items()},
-        query={name: tables.rounded(table) for name, table in tables.query(found, judged).items()},
-        offsets=tables.offsets(found, shape),
-        policy=_policy(ask, judged, chosen, seen, forced) if judged and chosen is not None else None,
-        distances=tables.by_head(found.reading, shape, lambda g: [round(x, tables.DIGITS) for x in g.distances]),
-        kinds=tables.kinds(found.reading, shape),
-        top=tables.top(model, found.reading, shape),
-        prompt=_prompt(ask, found.reading),
-        kv=[kv_bytes(model, n, judged, chosen, suggest, ask) for n in (ask.context, *ask.others)],
+        heads=_rounded(_head_map(found)),
+        scalars={name: _rounded(table) for name, table in _scalars(found, shape).items()},
+        # of the cheapest candidate, where query heads of a group differ most
+        query={name: _rounded(table) for name, table in sorted(found.query.items())}
+        | ({"recovered": _rounded(judged.groups[0])} if judged else {}),
+        offsets=_offsets(found, shape),
+        policy=_policy(lm, ask, judged, chosen, found, forced) if judged and chosen is not None else None,
+        prompt=_prompt(ask, reading),
+        kv=[_kv_bytes(model, n, judged, chosen, suggest, ask) for n in (ask.context, *ask.others)],
         suggest=suggest,
         check=_check(found),
-        stability=_stability(ask, found.reading, chosen, judged, forced),
+        stability=_stability(ask, reading, chosen, judged, forced),
         compare=None,
         seconds={name: round(value, 3) for name, value in found.seconds.items()},
         notes=_notes(model, ask, found),
+        **_by_head(model, reading, shape),
     )
 
 
@@ -107,6 +117,65 @@ def strip(model: Model, reading: Reading | None) -> Strip | None:
     )
 
 
+def _head_map(found: Findings) -> Tensor:
+    """Return the head map; layers that were not probed get 1."""
+    heads = found.heads.clone()
+    for layer in set(range(heads.shape[0])) - set(found.layers):
+        heads[layer] = 1.0
+    return heads
+
+
+def _scalars(found: Findings, shape: tuple[int, int]) -> dict[str, Tensor]:
+    """Return the tables by which the head grid can be coloured."""
+    tables = {"retrieval": _head_map(found)}
+    if found.fetched is not None and found.fetched.kl is not None:
+        tables["ablate"] = found.fetched.kl
+    tables |= {name: by_kv_head(table, shape) for name, table in sorted(found.query.items())}
+    if (reading := found.reading) is not None:
+        for name in ("sink", "local", "far", "worst", "entropy"):
+            tables[name] = scalar(reading, shape, attrgetter(name))
+        for i, share in enumerate(SHARES):
+            tables[f"n{100 * share:.0f}"] = scalar(reading, shape, lambda gaze, i=i: gaze.needed[i])  # type: ignore[misc]
+    return tables
+
+
+def _offsets(found: Findings, shape: tuple[int, int]) -> list[list[int]] | None:
+    """Return the needle offset with most attention over the query heads of each KV head."""
+    if found.fetched is None or found.fetched.read is None:
+        return None
+    of_group = found.fetched.read.view(*shape, -1, len(OFFSETS)).amax(2)
+    best: list[list[int]] = of_group.argmax(-1).tolist()
+    return [[OFFSETS[i] for i in row] for row in best]
+
+
+def _by_head(model: Model, reading: Reading | None, shape: tuple[int, int]) -> dict[str, Any]:
+    """Return attention by distance, by kind of token and on single tokens, per head; empty for heads not measured."""
+    if reading is None:
+        return {"distances": None, "kinds": None, "top": None}
+
+    def of_heads(of: Callable[[AttentionSummary], list[Any]]) -> list[list[list[Any]]]:
+        gazes = [[reading.gazes.get((layer, head)) for head in range(shape[1])] for layer in range(shape[0])]
+        return [[of(gaze) if gaze else [] for gaze in row] for row in gazes]
+
+    def top(gaze: AttentionSummary) -> list[HeadsTop]:
+        known = ((at, decode(model.tokenizer, [reading.ids[at]]), mass) for at, mass in gaze.top if at >= 0)
+        return [HeadsTop(position=at, text=text, mass=round(min(1.0, mass), DIGITS)) for at, text, mass in known]
+
+    kinds = next(iter(reading.gazes.values())).kinds if reading.gazes else {}
+    masses = {name: scalar(reading, shape, lambda gaze, n=name: gaze.kinds[n]) for name in kinds}  # type: ignore[misc]
+    return {
+        "distances": of_heads(lambda gaze: [round(x, DIGITS) for x in gaze.distances]),
+        "kinds": {name: _rounded(table) for name, table in masses.items()} or None,
+        "top": of_heads(top),
+    }
+
+
+def _rounded(table: Tensor) -> list[list[float]]:
+    """Round a table to the decimals of a document."""
+    rows: list[list[float]] = table.double().tolist()
+    return [[round(value, DIGITS) for value in row] for row in rows]
+
+
 def _forced(ask: ProbeRequest, found: Findings, shape: tuple[int, int]) -> Tensor:
     """Return the heads [L, K] that keep everything by this run's head map or by the profile's head map."""
     forced = torch.zeros(shape, dtype=torch.bool)
@@ -117,8 +186,9 @@ def _forced(ask: ProbeRequest, found: Findings, shape: tuple[int, int]) -> Tenso
     return forced
 
 
-def _policy(ask: ProbeRequest, judged: Judged, chosen: Tensor, seen: Tensor, forced: Tensor) -> HeadsPolicy:
+def _policy(lm: LM, ask: ProbeRequest, judged: Judged, chosen: Tensor, found: Findings, forced: Tensor) -> HeadsPolicy:
     settings = ask.settings
+    seen = torch.tensor([window is None and layer in found.layers for layer, window in enumerate(lm.windows)])
     n = float(judged.cost[-1].max())
     by_budget = settings.keep > 0
 
@@ -133,8 +203,8 @@ def _policy(ask: ProbeRequest, judged: Judged, chosen: Tensor, seen: Tensor, for
         candidates=list(settings.candidates),
         chosen=chosen.masked_fill(~seen.unsqueeze(1), -1).tolist(),
         forced=[(layer, head) for layer, head in forced.nonzero().tolist() if bool(seen[layer])],
-        mass={name: [tables.rounded(table) for table in judged.mass[name]] for name in judged.mass},
-        cost=[tables.rounded(table) for table in judged.cost],
+        mass={name: [_rounded(table) for table in judged.mass[name]] for name in judged.mass},
+        cost=[_rounded(table) for table in judged.cost],
         guard=settings.guarded,
         local=max(settings.guarded, round(settings.reach * n)),
         sinks=settings.sinks,
@@ -195,7 +265,7 @@ def _notes(model: Model, ask: ProbeRequest, found: Findings) -> list[str]:
     if found.fetched is not None and found.fetched.right < found.fetched.of / 2:
         right, of = found.fetched.right, found.fetched.of
         said.append(f"the model answers {right} of {of} questions about hidden facts right: the ranking is unreliable")
-    if found.reasoning is not None and 2 * found.reasoned < ask.texts:
+    if "reason" in found.query and 2 * found.reasoned < ask.texts:
         right, of = found.reasoned, ask.texts
         said.append(f"the model answers {right} of {of} questions over two facts right: the reason probe is unreliable")
     return said
@@ -204,3 +274,42 @@ def _notes(model: Model, ask: ProbeRequest, found: Findings) -> list[str]:
 def _hash_of_vocabulary(model: Model) -> str:
     vocabulary = sorted(model.tokenizer.get_vocab().items())
     return sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+
+
+# ---- memory ----
+
+
+def _kv_bytes(
+    model: Model, context: int, judged: Judged | None, chosen: Tensor | None, suggest: HeadsSuggest, ask: ProbeRequest
+) -> HeadsKv:
+    """Return the KV bytes of `context` tokens. Sets of policies grow with the text, protected tokens do not."""
+    lm = model.lm
+    token = 2 * lm.head_dim * model.new_session().cache.dtype.itemsize  # bytes per token of one head
+    whole = torch.tensor([[float(_seen(context, w))] * lm.n_kv_heads for w in lm.windows])
+    least = torch.minimum(whole, torch.tensor(float(suggest.sinks + suggest.window)))
+    mapped = least.clone()
+    for layer, head in suggest.full:
+        mapped[layer, head] = whole[layer, head]
+    sees_all = {layer for layer, w in enumerate(lm.windows) if w is None}
+    for layer in set(range(lm.n_layers)) - set(ask.layers or range(lm.n_layers)) | set(range(lm.n_layers)) - sees_all:
+        mapped[layer] = whole[layer]
+    policy = None
+    if judged is not None and chosen is not None:
+        kept = _grown(judged, chosen, context, ask.settings.guarded)
+        for layer in range(lm.n_layers):
+            if float(judged.cost[-1, layer].max()) <= 0:  # not measured
+                kept[layer] = whole[layer]
+        policy = int(torch.minimum(kept, whole).sum()) * token
+    return HeadsKv(context=context, whole=int(whole.sum()) * token, policy=policy, headmap=int(mapped.sum()) * token)
+
+
+def _seen(context: int, window: int | None) -> int:
+    return context if window is None else min(context, window)
+
+
+def _grown(judged: Judged, chosen: Tensor, context: int, guard: int) -> Tensor:
+    """Return the tokens [L, K] that the chosen candidates keep at `context`."""
+    cost = judged.cost.gather(0, chosen.unsqueeze(0))[0]
+    n = max(1.0, float(judged.cost[-1].max()))
+    beyond = (cost - guard).clamp(min=0) * context / n
+    return torch.where(chosen == judged.cost.shape[0] - 1, float(context), cost.clamp(max=guard) + beyond)

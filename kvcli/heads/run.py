@@ -45,8 +45,7 @@ class Findings:
     reach: HeadWindow
     reading: Reading | None = None
     fetched: RetrievalResult | None = None
-    induction: Tensor | None = None  # [L, H]
-    reasoning: Tensor | None = None  # [L, H]
+    query: dict[str, Tensor] = field(default_factory=dict)  # [L, H] scores by probe
     reasoned: int = 0  # texts of the reasoning probe with a right answer
     ranked_by: Probe = "prompt"
     score: Tensor = field(default_factory=lambda: torch.zeros(0))  # [L, K] scores of the probe that ranks
@@ -85,7 +84,7 @@ def probe(model: Model, ask: ProbeRequest, tell: Tell = lambda done, total, labe
         _timed(found, "reason", lambda: _reason(model, ask, found, tell))
     if "repeat" in ask.probes:
         tell(found.done, found.total, "repeat · random tokens twice")
-        _timed(found, "repeat", lambda: _repeat(model, ask, found))
+        _timed(found, "repeat", lambda: found.query.update(repeat=repeat(model, ask.sample, ask.seed)))
     if texts:
         _timed(found, "retrieval", lambda: _fetch(model, ask, found, texts, tell))
     found.ranked_by = next(name for name in BEST if name in ask.probes)
@@ -176,10 +175,6 @@ def _settled(model: Model, ask: ProbeRequest) -> FastGen:
     return ask.settings.of(model.lm)
 
 
-def _repeat(model: Model, ask: ProbeRequest, found: Findings) -> None:
-    found.induction = repeat(model, ask.sample, ask.seed)
-
-
 def _reason(model: Model, ask: ProbeRequest, found: Findings, tell: Tell) -> None:
     def passed(passes: int) -> None:
         found.done += passes
@@ -188,7 +183,7 @@ def _reason(model: Model, ask: ProbeRequest, found: Findings, tell: Tell) -> Non
     passed(0)
     texts = samples(model, ask.texts, ask.sample, ask.seed, ask.haystack, TASK)
     kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
-    found.reasoning, found.reasoned = reason(model, texts, kinds, passed)
+    found.query["reason"], found.reasoned = reason(model, texts, kinds, passed)
 
 
 def _fetch(model: Model, ask: ProbeRequest, found: Findings, texts: Sequence[ProbeSample], tell: Tell) -> None:
@@ -200,6 +195,8 @@ def _fetch(model: Model, ask: ProbeRequest, found: Findings, texts: Sequence[Pro
 
     passed(0)
     found.fetched = probe_retrieval(model, texts, found.layers, ask.probes, found.reach, passed)
+    if found.fetched.read is not None:
+        found.query["needle"] = found.fetched.read.amax(-1)
 
 
 def _confirm(model: Model, found: Findings, texts: Sequence[ProbeSample], tell: Tell) -> None:
@@ -232,16 +229,8 @@ def _score(model: Model, found: Findings) -> Tensor:
         assert found.fetched is not None
         assert found.fetched.kl is not None
         return found.fetched.kl
-    if found.ranked_by == "needle":
-        assert found.fetched is not None
-        assert found.fetched.read is not None
-        return by_kv_head(found.fetched.read.amax(-1), shape)
-    if found.ranked_by == "reason":
-        assert found.reasoning is not None
-        return by_kv_head(found.reasoning, shape)
-    if found.ranked_by == "repeat":
-        assert found.induction is not None
-        return by_kv_head(found.induction, shape)
+    if found.ranked_by in found.query:
+        return by_kv_head(found.query[found.ranked_by], shape)
     assert found.reading is not None
     return scalar(found.reading, shape, lambda gaze: gaze.worst)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from kvcli.settings.profile import Profile
 
@@ -70,10 +70,17 @@ def rows(profiles: Sequence[Profile], full: Profile, lengths: Sequence[int]) -> 
 
 
 def full_profile(loaded: Profile) -> Profile:
-    """Return a profile without eviction, quantization or drafting, for weights loaded as in `loaded`."""
+    """Return a profile without eviction, quantization or drafting, for weights loaded as in `loaded`.
+
+    Its sampling settings are those of `loaded` too, as of all profiles of a benchmark. So a profile equals it if it
+    keeps the full cache and does not draft.
+    """
     exact = Profile.load("exact")
-    changed = {k: v for k, v in asdict(loaded.load).items() if v != getattr(exact.load, k)}
-    return exact.replace(load=changed) if changed else exact
+    changed: dict[str, Any] = {
+        table: {k: v for k, v in asdict(getattr(loaded, table)).items() if v != getattr(getattr(exact, table), k)}
+        for table in ("load", "sample")
+    }
+    return exact.replace(**changed, name=exact.name, description=exact.description)
 
 
 def _policy(name: str, budget: int, lot: int) -> dict[str, object]:

@@ -40,6 +40,17 @@ def section(title: str, *inner: str | Iterable[str]) -> Markup:
     return tag("section", tag("h2", title), *inner)
 
 
+def bullets(lines: Sequence[str], kind: str) -> Markup:
+    """Return a list with a class of the style sheet; nothing without lines."""
+    return tag("ul", [tag("li", line) for line in lines], class_=kind) if lines else Markup("")
+
+
+def cards(facts: Iterable[tuple[str, str, str]]) -> Markup:
+    """Return facts side by side: a heading, a figure in large letters, and a remark each."""
+    shown = [tag("div", tag("h3", what), tag("p", big, class_="big"), tag("p", small)) for what, big, small in facts]
+    return tag("div", shown, class_="cards")
+
+
 def data_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> Markup:
     """Return a table with a name in each line; it scrolls separately on a narrow page."""
     top = tag("tr", [tag("th", cell, scope="col") for cell in head])

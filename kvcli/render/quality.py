@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
-from kvcli.render.terminal.tables import columns, widest
-from kvcli.render.terminal.terminal import count, fold, percent
+from kvcli.render.report import NONE, Block, Table, Text
+from kvcli.render.terminal.terminal import count, percent
 from kvcli.schemas.quality import AgreementDocument, Difference, Estimate, McNemar, QualityDocument, QualityRow
 
-NONE = "–"
 NOTHING = 0.05  # highest mean score of the full cache at which a task counts as too hard for the model
 SMALL = 0.001  # smaller p are printed as below this value
 
@@ -86,30 +85,6 @@ def notes(document: QualityDocument) -> list[str]:
     return lines
 
 
-def lines(document: QualityDocument, width: int) -> list[str]:
-    """Return all tables and notes, wrapped to the width."""
-    out = []
-    for heading, table_ in shown(document):
-        out += [*fold(heading, width), *stacked(table_, width), ""]
-    return out + [part for note in notes(document) for part in fold(note, width)]
-
-
-def stacked(lines: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return the table, split into pieces below each other if it is too wide; each piece has the first column."""
-    done, out = 1, list[str]()
-    while done < len(lines[0]):
-        end = len(lines[0])
-        while end > done + 1 and widest(columns(_piece(lines, done, end))) > width:
-            end -= 1
-        out += [*([""] if out else []), *columns(_piece(lines, done, end), width)]
-        done = end
-    return out
-
-
-def _piece(lines: Sequence[Sequence[str]], start: int, end: int) -> list[list[str]]:
-    return [[line[0], *line[start:end]] for line in lines]
-
-
 def _line(row: QualityRow) -> list[str]:
     worst = row.worst
     lost = "" if worst.difference is None else f" ({worst.difference:+.2f})"
@@ -145,11 +120,19 @@ def _p(test: McNemar | None) -> str:
     return f"< {SMALL}" if test.p < SMALL else f"{test.p:.3f}"
 
 
-def shown(document: QualityDocument) -> Sequence[tuple[str, list[list[str]]]]:
+def tables(document: QualityDocument) -> list[tuple[str, list[list[str]]]]:
     """Return all non-empty tables with their headings."""
     grids = [(f"passkey, {_name(row)}: length by depth", grid(row)) for row in document.rows]
-    tables = [("quality", table(document)), ("by task", by_task(document)), *grids]
-    tables.append(("late questions, by turn", turns(document)))
+    found = [("quality", table(document)), ("by task", by_task(document)), *grids]
+    found.append(("late questions, by turn", turns(document)))
     if document.agreement is not None:
-        tables.append(("agreement with the full cache", agreement_table(document.agreement)))
-    return [(heading, lines) for heading, lines in tables if lines]
+        found.append(("agreement with the full cache", agreement_table(document.agreement)))
+    return [(heading, lines) for heading, lines in found if lines]
+
+
+def blocks(document: QualityDocument) -> Iterator[Block]:
+    """Yield all tables, then the notes."""
+    for heading, lines in tables(document):
+        yield Text("heading", heading)
+        yield Table(lines)
+    yield from (Text("item", note) for note in notes(document))

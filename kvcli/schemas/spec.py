@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Literal
 
 from pydantic import Field
@@ -85,6 +86,11 @@ class Tried(Json):
     ratio: Range = Field(description="speedup over plain decoding, over texts and repetitions")
     by_workload: dict[str, float] = Field(description="median ratio")
     tokens_per_pass: float
+
+    @property
+    def score(self) -> float:
+        """Median over texts of the median over repetitions, so that no single text decides."""
+        return median(self.by_workload.values())
 
 
 class SpecTuneDocument(Json):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from kvcli.render.bench.charts import Point, Span, scatter
-from kvcli.render.bench.html import html
-from kvcli.render.bench.html_setup import command_of
-from kvcli.render.bench.text import markdown
+from kvcli.render.bench.html import command_of, html
+from kvcli.render.bench.text import blocks
 from kvcli.render.html import VOID, Markup, number, tag, ticks
+from kvcli.render.report import markdown
 from kvcli.schemas.bench import BenchDocument
 
 HOSTILE = "</style></title><script>alert(1)</script>\" onload=x '\x1b[31m\u202e& http"
@@ -220,7 +220,7 @@ def test_bars_begin_at_zero_and_are_as_long_as_their_speeds():
     read = Reader(html(document()))
     drawn = read.all("rect", "fill")
     widths = [float((a["width"] or "").rstrip("%")) for a in drawn]
-    assert {a["x"] for a in drawn} == {"0"}
+    assert {a["x"] for a in drawn} == {"0.00%"}
     assert [w / widths[0] for w in widths] == pytest.approx([1, 42 / 20, 9 / 20, 1], abs=1e-3)
     assert [a["class"] for a in drawn] == ["fill base", "fill faster", "fill slower", "fill alike"]
     assert len(read.all("circle", "dot")) == sum(len(r["samples"]["tok_s"]) for r in ROWS)
@@ -258,7 +258,7 @@ def test_a_side_that_loses_answers_is_marked_by_quality():
 
 
 def test_markdown_has_the_quality_suite_too():
-    text = markdown(document(quality=quality(-0.7, -0.3)))
+    text = markdown(blocks(document(quality=quality(-0.7, -0.3))))
     assert "| profile | kept | mean | vs full | 95 % | p | worst task | score |" in text
     assert "| slow | 25% | 0.70 | -0.50 | -0.70 … -0.30 |" in text
     assert "- controls keep a quarter" in text
@@ -292,11 +292,12 @@ def test_the_command_can_be_typed():
 def test_the_command_says_all_that_was_typed():
     more = {"named": ["exact", "exact", "ngram"], "profiles": ["exact", "exact #2", "ngram max=2"],
             "vary": ["spec.max=2"], "device": "cpu", "dtype": "fp32", "quant": "int8", "allow_pickle": True,
-            "quality": "passkey", "query_visible": True, "quality_n": 3, "quality_lengths": "1k"}  # fmt: skip
+            "budget": "25%", "quality": "passkey", "query_visible": True, "quality_n": 3,
+            "quality_lengths": "1k"}  # fmt: skip
     words = " ".join(shlex.split(command_of(document(args=more))))
     for said in (
         "--profiles exact,exact,ngram --vary spec.max=2", "--device cpu", "--dtype fp32", "--quant int8",
-        "--allow-pickle", "--quality passkey --query-visible --quality-n 3 --quality-lengths 1k",
+        "--budget 25%", "--allow-pickle", "--quality passkey", "--query-visible --quality-n 3 --quality-lengths 1k",
     ):  # fmt: skip
         assert said in words
     plain = shlex.split(command_of(document()))

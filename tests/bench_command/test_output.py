@@ -15,13 +15,17 @@ from kvcli.bench.compare import verdict
 from kvcli.bench.history import history, read, save
 from kvcli.commands.bench.output import BenchOutput
 from kvcli.errors import BadInput, ExitStatus
-from kvcli.render.bench.table import differences, range_words, share_words, table
-from kvcli.render.bench.text import bars, json_lines, markdown, separated, trend
+from kvcli.render.bench.text import bars, blocks, differences, json_lines, range_words, separated, share_words, trend
+from kvcli.render.report import markdown, terminal_lines
 from kvcli.render.terminal.terminal import text_width
-from kvcli.schemas.bench import Ratio
+from kvcli.schemas.bench import BenchDocument, Ratio
 from kvcli.schemas.documents import DOCUMENTS, json_schema
 from tests.bench_command.sides import Paced, document, measured
 from tests.fakes import Machine
+
+
+def table(document: BenchDocument, width: int) -> list[str]:
+    return terminal_lines(blocks(document, width), width)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +102,7 @@ def test_lines_of_json_stand_alone(found):
 
 
 def test_markdown_tables_are_square(found):
-    lines = [line for line in markdown(found).splitlines() if line.startswith("|")]
+    lines = [line for line in markdown(blocks(found)).splitlines() if line.startswith("|")]
     assert {line.count("|") for line in lines} == {10}
 
 
@@ -175,7 +179,7 @@ def test_what_each_side_runs_is_said_where_it_differs():
     said = "weights: exact, ngram: torch packed int4; hf: bfloat16"
     differs = document(sides("bfloat16"), workloads=["article", "code"])
     assert table(differs, 200).count(said) == 1
-    assert f"- {said}\n" in markdown(differs)
+    assert f"- {said}\n" in markdown(blocks(differs))
     assert not any("weights" in line for line in table(document(sides("torch packed int4")), 200))
 
 

@@ -14,9 +14,8 @@ from pydantic import TypeAdapter
 
 from kvcli.commands.common import exits
 from kvcli.heads.report import Strip
-from kvcli.render.heads.grid import heads_lines
 from kvcli.render.heads.html import _cards, html
-from kvcli.render.heads.text import facts
+from kvcli.render.heads.text import facts, heads_lines
 from kvcli.render.terminal.terminal import codes, text_width
 from kvcli.schemas.documents import DOCUMENTS
 from kvcli.schemas.heads import HeadsDocument

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import kvcli
+from kvcli.bench.profile_side import plain
+from kvcli.bench.recipe import drawing
 from kvcli.chat.model import Model
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, KvcliError, UsageError
 from kvcli.models.catalog import code_hash
@@ -26,6 +28,7 @@ from kvcli.quality.run import run_quality
 from kvcli.quality.sample import SampleSeed
 from kvcli.quality.tasks import TASKS
 from kvcli.render import quality as render
+from kvcli.render.report import stacked, terminal_lines
 from kvcli.render.terminal.terminal import text_width
 from kvcli.schemas.quality import AgreementDocument, QualityRow
 from kvcli.settings.profile import Profile
@@ -234,6 +237,12 @@ def test_outcomes_come_back_as_they_were(tmp_path: Path) -> None:
     assert outcome.score == 0.75
 
 
+def test_the_full_cache_is_measured_once_whatever_the_sampling(lean: Profile) -> None:
+    exact = drawing(Profile.load("exact"), 0.8, 3)
+    table = rows([exact, drawing(lean, 0.8, 3)], full_profile(plain(exact)), [300])
+    assert [row.name for row in table] == ["exact", "lean", "random", "streaming"]
+
+
 def test_controls_have_the_memory_of_the_leanest_profile(model: Model, lean: Profile) -> None:
     full = full_profile(model.profile)
     wide = lean.replace(name="wide", policy={"window": 200})
@@ -292,7 +301,7 @@ def test_progress_counts_up_to_the_end(model: Model) -> None:
 def test_tables_and_notes_say_what_was_measured(model: Model, lean: Profile) -> None:
     document = tiny(model, [lean], tasks=["niah_single", "passkey", "late_questions", "vt"], lengths=[503]).document()
     document.agreement = agreed(model, [lean], "The tide went out over the grey stones. " * 60, windows=2)
-    tables = dict(render.shown(document))
+    tables = dict(render.tables(document))
     for heading, lines in tables.items():
         assert len({len(line) for line in lines}) == 1, heading
     assert [line[0] for line in tables["quality"][1:]] == ["exact", "lean", "random (control)", "streaming (control)"]
@@ -307,7 +316,7 @@ def test_tables_and_notes_say_what_was_measured(model: Model, lean: Profile) -> 
     assert "wide evicted no tokens at these lengths; --quality-lengths" in " ".join(render.notes(wide))
     assert type(document).model_validate(document.document()) == document
     for width in (40, 80, 200):
-        said = render.lines(document, width)
+        said = terminal_lines(render.blocks(document), width)
         assert max(map(text_width, said)) <= width
         whole = "\n".join(said)
         assert all(line[0] in whole and line[-1] in whole for table in tables.values() for line in table)
@@ -315,11 +324,11 @@ def test_tables_and_notes_say_what_was_measured(model: Model, lean: Profile) -> 
 
 def test_a_table_too_wide_goes_on_below_with_its_names() -> None:
     wide = [["task", "first", "second", "third"], ["a long name", "1", "2", "3"]]
-    assert render.stacked(wide, 80) == ["task         first  second  third", "a long name      1       2      3"]
-    assert render.stacked(wide, 26) == [
+    assert stacked(wide, 80) == ["task         first  second  third", "a long name      1       2      3"]
+    assert stacked(wide, 26) == [
         "task         first  second", "a long name      1       2", "", "task         third", "a long name      3"
     ]  # fmt: skip
-    assert render.stacked(wide, 15)[:3] == ["task      first", "a long        1", "name"]
+    assert stacked(wide, 15)[:3] == ["task      first", "a long        1", "name"]
 
 
 def test_agreement_is_whole_with_itself_and_less_for_a_window(model: Model, lean: Profile) -> None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.commands.bench.options import Format
 from kvcli.commands.common.flags import listed
 from kvcli.commands.common.output import output_file, print_json, print_table
 from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError, writing
 from kvcli.files import try_folder, write_output
-from kvcli.render.terminal.terminal import Terminal, plural
+from kvcli.render.report import markdown, terminal_lines
+from kvcli.render.terminal.terminal import ASCII, Terminal, plural
 from kvcli.safe_output import escaped, neutralise
+from kvcli.schemas.bench import Format
 
 if TYPE_CHECKING:
     from kvcli.bench.run import Bench
@@ -76,11 +77,11 @@ class BenchOutput:
         out = Terminal.of(self.world, "stdout")
         if self.shown == "json":
             print_json(self.world, document)
-        elif self.shown == "table" and not self.world.options.plain:
-            for line in table_lines(document, out.width):
-                out.line((line if out.unicode else line.replace("±", "+-"), ""))
-        else:
-            out.write(rendered(document, self.shown, out.width, self.world))
+            return
+        text = rendered(document, self.shown, out.width, self.world)
+        if self.shown == "table" and not out.unicode:
+            text = text.replace("±", "+-").translate(ASCII)
+        out.write(text)
 
     def _write(self, document: BenchDocument) -> None:
         if self.file is not None:
@@ -120,17 +121,6 @@ def folder(world: Environment) -> Path:
     return world.paths.data / "bench"
 
 
-def table_lines(document: BenchDocument, width: int) -> list[str]:
-    """Return the lines of the table, with that of the quality suite below."""
-    from kvcli.render import quality as q
-    from kvcli.render.bench.table import table
-
-    lines = table(document, width)
-    if document.quality is not None:
-        lines += ["", *q.lines(document.quality, width)]
-    return lines
-
-
 def rendered(document: BenchDocument, format: Format, width: int, world: Environment) -> str:
     """Return the document in one of the formats, with a newline at the end."""
     from kvcli.render.bench import text
@@ -140,14 +130,15 @@ def rendered(document: BenchDocument, format: Format, width: int, world: Environ
     if format == "jsonl":
         return text.json_lines(document)
     if format == "md":
-        return text.markdown(document)
+        return markdown(text.blocks(document))
     if format == "html":
         from kvcli.render.bench.html import html
 
         return html(document)
     if format == "csv" or world.options.plain:
         return text.separated(document, tabs=format != "csv")
-    return "".join(f"{neutralise(line, one_line=True)}\n" for line in table_lines(document, width))
+    lines = terminal_lines(text.blocks(document, width), width)
+    return "".join(f"{neutralise(line, one_line=True)}\n" for line in lines)
 
 
 def print_history(world: Environment, model: str, ctx: str | None, workload: str | None) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvcli.bench.fail_if import Condition
 from kvcli.bench.grid import Vary, check_keys, contexts, variants
@@ -21,18 +21,12 @@ from kvcli.errors import UsageError
 from kvcli.schemas.bench import BenchArgs
 
 if TYPE_CHECKING:
+    from kvcli.commands.bench.command import BenchOptions
     from kvcli.commands.common.run_setup import Setup
     from kvcli.documents import Document
     from kvcli.models.source import Source
     from kvcli.schemas.bench import BenchDocument
     from kvcli.settings.profile import Profile
-
-
-# options that are recorded in the result as they were typed
-AS_TYPED = (
-    "reps", "warmup", "interleave", "memory", "seed", "quality", "device", "dtype", "quant", "budget", "allow_pickle",
-    "query_visible", "quality_n", "quality_lengths",
-)  # fmt: skip
 
 
 @dataclass
@@ -57,40 +51,36 @@ class BenchArguments:
         return found
 
 
-def parse_request(setup: Setup, typed: Mapping[str, Any]) -> BenchArguments:
-    """Check and complete the options typed, given by name. Raises KvcliError subclasses."""
+def parse_request(setup: Setup, options: BenchOptions) -> BenchArguments:
+    """Check and complete the options. Raises KvcliError subclasses."""
     for name, least in (("reps", 1), ("warmup", 0), ("seed", 0), ("quality_n", 1)):
-        flag, value = f"--{name.replace('_', '-')}", typed[name]
+        flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
         if value is not None and value < least:
             raise UsageError(f"{flag} {value}: at least {least}", try_=[f"{flag} {max(least, 1)}"])
-    for text in typed["fail_if"] or ():
+    for text in options.fail_if or ():
         Condition.of(text)
-    names, files = read_workloads(setup, typed["workload"])
-    args = _args(setup, typed, names)
+    names, files = read_workloads(setup, options.workloads)
+    args = BenchArgs.from_attributes(
+        options,
+        options.weights,
+        model=setup.name,
+        profiles=[],
+        vary=options.vary or [],
+        baselines=options.baselines or [],
+        ctx=contexts(options.ctx or "2k"),
+        new=tokens(options.new, "--new"),
+        workloads=names,
+        temperature=temperature(setup),
+        set=list(setup.world.options.set),
+        fail_if=options.fail_if or [],
+        named=None if options.profiles is None else listed(options.profiles),
+        current=setup.world.options.profile,
+    )
     asked = BenchArguments(args, [], files)
     profiles = _profiles(setup, asked)
     asked.sides = _with_baselines(setup, args.baselines, profiles, asked)
     args.profiles = [name for name, kind, _ in asked.sides if kind == "profile"]
     return asked
-
-
-def _args(setup: Setup, typed: Mapping[str, Any], names: list[str]) -> BenchArgs:
-    """Return the options typed, complete enough to repeat the command."""
-    return BenchArgs(
-        model=setup.name,
-        profiles=[],
-        vary=list(typed["vary"] or ()),
-        baselines=list(typed["baseline"] or ()),
-        ctx=contexts(typed["ctx"] or "2k"),
-        new=tokens(typed["new"], "--new"),
-        workloads=names,
-        temperature=temperature(setup),
-        set=list(setup.world.options.set),
-        fail_if=list(typed["fail_if"] or ()),
-        named=None if typed["profiles"] is None else listed(typed["profiles"]),
-        current=setup.world.options.profile,
-        **{name: typed[name] for name in AS_TYPED},
-    )
 
 
 def temperature(setup: Setup) -> float:

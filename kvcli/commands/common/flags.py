@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvcli.commands.common.options import Options, choice
+from kvcli.commands.common.options import Options, choice, flag
 from kvcli.commands.common.options import option as option
 from kvcli.errors import UsageError
 from kvcli.settings.schema import registries, tokens_of
@@ -33,21 +33,18 @@ SystemFile = Annotated[str | None, _ask("--system-file", metavar="PATH", help="S
 ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
 ModelOption = Annotated[str | None, _model("--model", "-m", metavar="MODEL", help=MODEL)]
 Ctx = Annotated[str | None, _model("--ctx", metavar="N|auto|max", help="Context window in tokens; 32k = 32768.")]
-Device = Annotated[str | None, _model("--device", metavar="NAME", help="auto, cpu, cuda, cuda:N or mps.")]
-Dtype = Annotated[str | None, _model("--dtype", metavar="NAME", help="auto, bf16, fp16 or fp32.", rare=True)]
-Quant = Annotated[str | None, _model("--quant", metavar="NAME", help="Quantize weights: none, int8, int4 or nf4.")]
 Budget = Annotated[str | None, _model("--budget", metavar="SIZE", help=_BUDGET)]
 Draft = Annotated[str | None, _model("--draft", metavar="MODEL", help=_DRAFT)]
 Force = Annotated[bool, _model("--force", help="Load even if the memory estimate does not fit.", rare=True)]
 Pickle = Annotated[bool, _model("--allow-pickle", help=_PICKLE, rare=True)]
 
 
-class Weights(Options):
+class Weights(Options, panel="The model"):
     """Options of loading the weights."""
 
-    device: Device = None
-    dtype: Dtype = None
-    quant: Quant = None
+    device: str | None = choice(metavar="NAME", help="auto, cpu, cuda, cuda:N or mps.")
+    dtype: str | None = choice(metavar="NAME", help="auto, bf16, fp16 or fp32.", rare=True)
+    quant: str | None = choice(metavar="NAME", help="Quantize weights: none, int8, int4 or nf4.")
 
 
 class RunOptions(Options, panel="The model"):
@@ -58,7 +55,7 @@ class RunOptions(Options, panel="The model"):
     budget: Budget = None
     spec: str | None = choice(metavar="|".join(registries()["spec"]), help=_SPEC, rare=True)
     draft: Draft = None
-    exact: bool = choice(default=False, help=_EXACT, rare=True)
+    exact: bool = flag(help=_EXACT, rare=True)
     force: Force = False
     allow_pickle: Pickle = False
 
@@ -111,14 +108,14 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
 def refuse_implied(flags: Mapping[str, tuple[object, str]], typed: Settings, sets: Settings) -> None:
     """Raise UsageError if a flag implies another value of a key than the value typed elsewhere, or if `--set` gives the
     flag's own key another value. Advice to set that key would change nothing."""
-    implying = {flag for key, (_, flag) in flags.items() if KEYS[flag] != key}
-    for key, (value, flag) in flags.items():
-        own = KEYS[flag]
+    implying = {by for key, (_, by) in flags.items() if KEYS[by] != key}
+    for key, (value, by) in flags.items():
+        own = KEYS[by]
         other = (sets if key == own else typed).get(tuple(key.split(".")))
-        if flag in implying and other is not None and other.value != value:
+        if by in implying and other is not None and other.value != value:
             said = f"{key}={other.value} ({other.origin.name})"
-            instead = f"leave out {flag}" if key == own else f"--set {own}={flags[own][0]} instead of {flag}"
-            raise UsageError(f"{flag} and {said} exclude each other", try_=[instead, f"leave out {key}"])
+            instead = f"leave out {by}" if key == own else f"--set {own}={flags[own][0]} instead of {by}"
+            raise UsageError(f"{by} and {said} exclude each other", try_=[instead, f"leave out {key}"])
 
 
 def load_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]:
@@ -142,14 +139,3 @@ def tokens(text: str, flag: str, kind: str = "tokens") -> int:
     if n := tokens_of(text):
         return n
     raise UsageError(f"{flag} takes {kind}, not {text!r}", try_=[f"{flag} 4096", f"{flag} 4k"])
-
-
-def refuse_others(context: typer.Context, mode: str, allowed: set[str]) -> None:
-    """Refuse options of this command that have no effect in this mode, because none is ignored silently."""
-    ours, typed = set(context.params), []
-    for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        if source is not None and source.name == "COMMANDLINE" and parameter.name in ours - allowed:
-            typed.append(parameter.opts[0])
-    if typed:
-        raise UsageError(f"{mode} excludes {', '.join(typed)}", try_=[f"leave out {' and '.join(typed)}"])

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from kvcli.commands.common import flags as o
+from kvcli.commands.common.options import Options, choice, command
+from kvcli.environment import Environment
 from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.heads.output import HeadsOutput
-    from kvcli.environment import Environment
     from kvcli.heads.request import ProbeRequest
     from kvcli.methods.policies.fastgen.policy import FastGen
     from kvcli.render.bench.progress import Bar
@@ -30,61 +30,37 @@ _PROMPT = "Text for the measurement. Repeatable. Default: a field report."
 _PROBE = "prompt, ablate, needle, reason, repeat, or all. Default prompt."
 _CRITERION = "Recovery over tokens: cvar10 (mean of the worst 10 %), mean, or p05 (5th percentile)."
 _CONTEXT = "Prompt length; further values: context lengths for the memory estimate. Default 2k."
+_RECOVERY = "Share of attention that the policy of a head must keep."
 _SHOW = "Values in the grid: policy, retrieval, or any scalar of profile.json."
 _COMPARE = "Compare with an earlier run or a DuoAttention table."
 _EMIT = "Files to write: html, json, npz, tsv, md, toml, or none. Default json,html."
 
-Prompts = Annotated[list[str] | None, o.option("--prompt", metavar="FILE", help=_PROMPT)]
-Probes = Annotated[str, o.option("--probe", metavar="NAME,..", help=_PROBE)]
-By = Annotated[Criterion | None, o.option("--criterion", metavar="NAME", help=_CRITERION, rare=True)]
-Recovery = Annotated[
-    float | None,
-    o.option("--recovery", metavar="F", help="Share of attention that the policy of a head must keep.", rare=True),
-]
-Keep = Annotated[
-    float | None, o.option("--keep", metavar="F", help="Instead: share of tokens that all heads keep.", rare=True)
-]
-Context = Annotated[str, o.option("--context", metavar="N,..", help=_CONTEXT)]
-Layers = Annotated[str | None, o.option("--layers", metavar="A-B", help="Layers to measure. Default: all.", rare=True)]
-Show = Annotated[str | None, o.option("--show", metavar="NAME", help=_SHOW, rare=True)]
-Top = Annotated[int, o.option("--top", metavar="N", help="Heads listed below the grid. Default 10.", rare=True)]
-Stability = Annotated[
-    int, o.option("--stability", metavar="K", help="Repeat the probe every K generated tokens.", rare=True)
-]
-Compare = Annotated[str | None, o.option("--compare", metavar="RUN", help=_COMPARE, rare=True)]
-Texts = Annotated[
-    int | None,
-    o.option("--texts", metavar="N", help="Texts with four hidden facts each. Default 4.", rare=True),
-]
-Seed = Annotated[int, o.option("--seed", metavar="N", help="Random seed of the texts. Default 0.", rare=True)]
-Out = Annotated[str | None, o.option("--out", metavar="DIR", help="Output folder. Default ./heads-MODEL/.")]
-Emit = Annotated[str, o.option("--emit", metavar="A,..", help=_EMIT, rare=True)]
+
+class HeadsOptions(Options):
+    """Options of `kvcli profile-heads`."""
+
+    model: o.ModelName = None
+    prompts: Annotated[list[str] | None, o.option("--prompt", metavar="FILE", help=_PROMPT)] = None
+    probe: str = choice(default="prompt", metavar="NAME,..", help=_PROBE)
+    criterion: Criterion | None = choice(metavar="NAME", help=_CRITERION, rare=True)
+    recovery: float | None = choice(metavar="F", help=_RECOVERY, rare=True)
+    keep: float | None = choice(metavar="F", help="Instead: share of tokens that all heads keep.", rare=True)
+    contexts: str = choice("--context", default="2k", metavar="N,..", help=_CONTEXT)
+    layers: str | None = choice(metavar="A-B", help="Layers to measure. Default: all.", rare=True)
+    show: str | None = choice(metavar="NAME", help=_SHOW, rare=True)
+    top: int = choice(default=10, metavar="N", help="Heads listed below the grid. Default 10.", rare=True)
+    stability: int = choice(default=0, metavar="K", help="Repeat the probe every K generated tokens.", rare=True)
+    compare: str | None = choice(metavar="RUN", help=_COMPARE, rare=True)
+    texts: int | None = choice(metavar="N", help="Texts with four hidden facts each. Default 4.", rare=True)
+    seed: int = choice(default=0, metavar="N", help="Random seed of the texts. Default 0.", rare=True)
+    out: str | None = choice(metavar="DIR", help="Output folder. Default ./heads-MODEL/.")
+    emit: str = choice(default="json,html", metavar="A,..", help=_EMIT, rare=True)
+    weights: o.Weights
+    allow_pickle: o.Pickle = False
 
 
-@app.command()
-def profile_heads(
-    context: typer.Context,
-    model: o.ModelName = None,
-    prompt: Prompts = None,
-    probe: Probes = "prompt",
-    criterion: By = None,
-    recovery: Recovery = None,
-    keep: Keep = None,
-    context_: Context = "2k",
-    layers: Layers = None,
-    show: Show = None,
-    top: Top = 10,
-    stability: Stability = 0,
-    compare: Compare = None,
-    texts: Texts = None,
-    seed: Seed = 0,
-    out: Out = None,
-    emit: Emit = "json,html",
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    quant: o.Quant = None,
-    allow_pickle: o.Pickle = False,
-) -> None:
+@command(app)
+def profile_heads(world: Environment, options: HeadsOptions) -> None:
     """Analyze attention heads: which need the full context.
 
     Probes: attention over a text (prompt), loss when a head sees only the
@@ -95,37 +71,24 @@ def profile_heads(
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.heads.output import outlet
 
-    world: Environment = context.obj
-    setup = Setup(world, model, o.load_flags(context.params))
-    for flag, value, least in (("--top", top, 0), ("--stability", stability, 0), ("--seed", seed, 0)):
-        if value < least:
-            raise UsageError(f"{flag} {value}: at least {least}", try_=[f"{flag} {least}"])
+    setup = Setup(world, options.model, o.load_flags(options.values()))
+    for name in ("top", "stability", "seed"):
+        if (value := getattr(options, name)) < 0:
+            raise UsageError(f"--{name} {value}: at least 0", try_=[f"--{name} 0"])
     profile = setup.profile()
-    chosen: dict[str, object] = {"criterion": criterion, "recovery": recovery, "keep": keep}
-    ask = _ask(setup, profile, chosen, probe, context_, layers, prompt or [], texts, seed, stability)
-    _run(setup, profile, ask, outlet(world, setup.name, ask, show, top, compare, out, emit))
+    ask = _request(setup, profile, options)
+    _run(setup, profile, ask, outlet(world, setup.name, ask, options))
 
 
-def _ask(
-    setup: Setup,
-    profile: Profile,
-    chosen: dict[str, object],
-    probe: str,
-    context: str,
-    layers: str | None,
-    prompts: Sequence[str],
-    texts: int | None,
-    seed: int,
-    stability: int,
-) -> ProbeRequest:
+def _request(setup: Setup, profile: Profile, options: HeadsOptions) -> ProbeRequest:
     """Return the checked options, before anything is loaded."""
     from kvcli.bench.grid import contexts
     from kvcli.commands.common.inputs import read_file
     from kvcli.heads.request import ProbeRequest
     from kvcli.schemas.heads import TEXTS
 
-    probes = _probes(probe)
-    first, *others = contexts(context, "--context")
+    probes, texts, stability = _probes(options.probe), options.texts, options.stability
+    first, *others = contexts(options.contexts, "--context")
     if stability and "prompt" not in probes:
         raise UsageError("--stability needs --probe prompt", try_=["--probe prompt --stability 64"])
     if texts is not None and (texts < 1 or not {"ablate", "needle"} & set(probes)):
@@ -134,12 +97,12 @@ def _ask(
     return ProbeRequest(
         probes=probes,
         context=first,
-        settings=_settings(profile, chosen),
-        documents=tuple(read_file(setup.world, name) for name in prompts),
+        settings=_settings(profile, options),
+        documents=tuple(read_file(setup.world, name) for name in options.prompts or ()),
         others=tuple(others),
-        layers=_layers(layers),
+        layers=_layers(options.layers),
         texts=texts or TEXTS,
-        seed=seed,
+        seed=options.seed,
         stability=stability,
     )
 
@@ -157,9 +120,10 @@ def _probes(text: str) -> tuple[Probe, ...]:
     return tuple(name for name in PROBES if name in names)
 
 
-def _settings(profile: Profile, chosen: dict[str, object]) -> FastGen:
+def _settings(profile: Profile, options: HeadsOptions) -> FastGen:
     """Return the profile's [policy] if it is FastGen, else the defaults of FastGen, with the typed options on top."""
-    given = {name: value for name, value in chosen.items() if value is not None}
+    typed = {"criterion": options.criterion, "recovery": options.recovery, "keep": options.keep}
+    given: dict[str, object] = {name: value for name, value in typed.items() if value is not None}
     for name in ("recovery", "keep"):
         value = given.get(name)
         if isinstance(value, float) and not 0 < value <= 1:

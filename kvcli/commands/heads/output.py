@@ -17,6 +17,7 @@ from kvcli.render.terminal.terminal import Terminal
 from kvcli.settings.small_file import toml_value
 
 if TYPE_CHECKING:
+    from kvcli.commands.heads.command import HeadsOptions
     from kvcli.environment import Environment
     from kvcli.heads.report import Strip
     from kvcli.heads.request import ProbeRequest
@@ -95,7 +96,7 @@ class HeadsOutput:
         return _short(self.folder, self.world.cwd) if "json" in self.forms else None
 
     def _print(self, document: HeadsDocument) -> None:
-        from kvcli.render.heads.grid import Look, heads_lines, plain_rows
+        from kvcli.render.heads.text import Look, heads_lines, plain_rows
 
         if self.world.options.json:
             print_json(self.world, document)
@@ -110,18 +111,9 @@ class HeadsOutput:
             out.line(*spans)
 
 
-def outlet(
-    world: Environment,
-    model: str,
-    ask: ProbeRequest,
-    show: str | None,
-    top: int,
-    compare: str | None,
-    out: str | None,
-    emit: str,
-) -> HeadsOutput:
+def outlet(world: Environment, model: str, ask: ProbeRequest, options: HeadsOptions) -> HeadsOutput:
     """Return the destination. Refuses what cannot be shown, read or written, before anything is measured."""
-    chosen = show or ("policy" if "prompt" in ask.probes else "retrieval")
+    chosen = options.show or ("policy" if "prompt" in ask.probes else "retrieval")
     if chosen not in SHOWN:
         raise UsageError(f"--show does not take {chosen!r}", try_=[f"--show {' | '.join(SHOWN)}"])
     if SHOWN[chosen] and SHOWN[chosen] not in ask.probes:
@@ -129,18 +121,18 @@ def outlet(
             f"--show {chosen} needs --probe {SHOWN[chosen]}",
             try_=[f"--probe {','.join([*ask.probes, SHOWN[chosen]])} --show {chosen}"],
         )
-    folder = world.cwd / os.path.expanduser(out or f"heads-{_safe(model)}")
-    forms = _forms(emit)
+    folder = world.cwd / os.path.expanduser(options.out or f"heads-{_safe(model)}")
+    forms = _forms(options.emit)
     if forms:
-        _check_folder(folder, out)
+        _check_folder(folder)
     held = None
-    if compare is not None:
+    if (compare := options.compare) is not None:
         from kvcli.heads.headmap import read_map
 
         path = world.cwd / os.path.expanduser(compare)
         read_map(path, compare)
         held = (path, compare, chosen)
-    return HeadsOutput(world, chosen, top, forms, folder, held)
+    return HeadsOutput(world, chosen, options.top, forms, folder, held)
 
 
 def _forms(text: str) -> tuple[str, ...]:
@@ -156,7 +148,7 @@ def _forms(text: str) -> tuple[str, ...]:
     return tuple(name for name in FORMS if name in names)
 
 
-def _check_folder(folder: Path, typed: str | None) -> None:
+def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"cannot write to {folder}: it is a file", code="file_unwritable", try_=["--out DIR"])
     above = next((p for p in (folder, *folder.parents) if p.exists()), folder)

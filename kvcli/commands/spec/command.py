@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvcli.commands.common import flags as o
+from kvcli.commands.common.options import Options, choice, command
+from kvcli.environment import Environment
 from kvcli.errors import ContextOverflow, UsageError
 
 if TYPE_CHECKING:
@@ -21,29 +23,32 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Speculative decoding: measure and tune.", add_completion=False)
 
 
-Workload = Annotated[str | None, o.option("--workload", "-w", metavar="NAME", help="Test text, as for kvcli bench.")]
 _WORKLOADS = "Test texts, as for kvcli bench. Default article,talk,code; for the demo summary,chat,copy."
-Workloads = Annotated[str | None, o.option("--workload", "-w", metavar="NAME,..", help=_WORKLOADS)]
-Ctx = Annotated[str, o.option("--ctx", metavar="N", help="Prompt and new tokens together. Default 2k.")]
-New = Annotated[int, o.option("--new", "-n", metavar="N", help="Number of new tokens. Default 128.")]
-Reps = Annotated[int, o.option("--reps", "-r", metavar="N", help="Measured repetitions. Default 3.")]
-Save = Annotated[str | None, o.option("--save", metavar="NAME", help="Save the best settings as a profile.")]
-Output = Annotated[Path | None, o.option("--output", "-o", metavar="FILE", help="Write it to FILE; - = stdout.")]
 
 
-@app.command()
-def doctor(
-    context: typer.Context,
-    model: o.ModelName = None,
-    workload: Workload = None,
-    ctx: Ctx = "2k",
-    new: New = 128,
-    reps: Reps = 3,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    quant: o.Quant = None,
-    allow_pickle: o.Pickle = False,
-) -> None:
+class DoctorOptions(Options):
+    """Options of `kvcli spec doctor`."""
+
+    model: o.ModelName = None
+    workload: str | None = choice("-w", metavar="NAME", help="Test text, as for kvcli bench.")
+    ctx: str = choice(default="2k", metavar="N", help="Prompt and new tokens together. Default 2k.")
+    new: int = choice("-n", default=128, metavar="N", help="Number of new tokens. Default 128.")
+    reps: int = choice("-r", default=3, metavar="N", help="Measured repetitions. Default 3.")
+    weights: o.Weights
+    allow_pickle: o.Pickle = False
+
+
+class TuneOptions(DoctorOptions):
+    """Options of `kvcli spec tune`."""
+
+    workload: str | None = choice("-w", metavar="NAME,..", help=_WORKLOADS)
+    new: int = choice("-n", default=96, metavar="N", help="Number of new tokens. Default 96.")
+    save: str | None = choice(metavar="NAME", help="Save the best settings as a profile.")
+    output: Path | None = choice("-o", metavar="FILE", help="Write it to FILE; - = stdout.")
+
+
+@command(app)
+def doctor(world: Environment, options: DoctorOptions) -> None:
     """Measure speculative decoding of a profile on this machine.
 
     Plain decoding and the profile alternate on one text. Shows the time of
@@ -53,38 +58,23 @@ def doctor(
     from kvcli.commands.common.output import print_json, print_lines
     from kvcli.render.spec import doctor_lines
 
-    setup = _setup(context)
-    world = setup.world
+    setup = _setup(world, options)
     with _model(setup) as (loaded, bar):
-        from kvcli.commands.spec.results import examine
+        from kvcli.bench.drafting import examine
 
         if loaded.profile.spec.method == "off":
             raise UsageError(f"profile {loaded.profile.name} does not draft", try_=["-P ngram", "-P fafo"])
-        name, prompt = next(iter(_prompts(setup, loaded, workload, ctx, new, 1).items()))
-        found = examine(
-            setup.name, loaded, setup.pass_times(loaded), name, prompt, new, _at_least(1, reps, "--reps 3"), bar
-        )
+        name, prompt = next(iter(_prompts(setup, loaded, options, 1).items()))
+        reps = _at_least(1, options.reps, "--reps 3")
+        found = examine(setup.name, loaded, setup.pass_times(loaded), name, prompt, options.new, reps, bar.show)
     if world.options.json:
         print_json(world, found)
     else:
         print_lines(world, doctor_lines(found, world.width()))
 
 
-@app.command()
-def tune(
-    context: typer.Context,
-    model: o.ModelName = None,
-    workload: Workloads = None,
-    ctx: Ctx = "2k",
-    new: New = 96,
-    reps: Reps = 3,
-    save: Save = None,
-    output: Output = None,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    quant: o.Quant = None,
-    allow_pickle: o.Pickle = False,
-) -> None:
+@command(app)
+def tune(world: Environment, options: TuneOptions) -> None:
     """Find the fastest [spec] settings for a model on this machine, and save them as a profile.
 
     Each text is prefilled once; then all settings continue it alternately.
@@ -93,29 +83,26 @@ def tune(
     from kvcli.commands.spec.tuned_profile import place, write
     from kvcli.render.spec import tune_lines
 
-    setup = _setup(context)
-    world = setup.world
-    if world.options.json and output == Path("-"):
+    setup = _setup(world, options)
+    if world.options.json and options.output == Path("-"):
         raise UsageError("the profile and the JSON cannot both go to stdout", try_=["-o FILE --json", "-o -"])
-    where = place(setup, save, output)  # refuse before minutes of measuring, not after
+    where = place(setup, options.save, options.output)  # refuse before minutes of measuring, not after
     with _model(setup) as (loaded, bar):
         from kvcli.bench.drafting import tune as measure
-        from kvcli.commands.spec.results import tuned
 
-        prompts = _prompts(setup, loaded, workload, ctx, new)
-        rivals = measure(loaded, prompts, new, _at_least(1, reps, "--reps 3"), bar.show)
-        found = tuned(setup.name, loaded, rivals, list(prompts), new, reps, max(map(len, prompts.values())))
-    written = write(setup, where, rivals[0], found)
+        prompts, reps = _prompts(setup, loaded, options), _at_least(1, options.reps, "--reps 3")
+        found = measure(setup.name, loaded, prompts, options.new, reps, bar.show)
+    written = write(setup, where, found)
     if world.options.json:
         print_json(world, written)
     elif where.path != Path("-"):
         print_lines(world, tune_lines(written, world.width()))
 
 
-def _setup(context: typer.Context) -> Setup:
+def _setup(world: Environment, options: DoctorOptions) -> Setup:
     from kvcli.commands.common.run_setup import Setup
 
-    return Setup(context.obj, context.params.get("model"), o.load_flags(context.params))
+    return Setup(world, options.model, o.load_flags(options.values()))
 
 
 @contextmanager
@@ -135,22 +122,20 @@ def _model(setup: Setup) -> Iterator[tuple[Model, Bar]]:
             yield loaded, bar
 
 
-def _prompts(
-    setup: Setup, model: Model, text: str | None, ctx: str, new: int, most: int = 3
-) -> Mapping[str, Sequence[int]]:
+def _prompts(setup: Setup, model: Model, options: DoctorOptions, most: int = 3) -> Mapping[str, Sequence[int]]:
     """Return a prompt per workload; with the new tokens it fills the context. `most`: number of default workloads."""
     from kvcli.bench.grid import contexts
     from kvcli.bench.workloads import prompt_of
     from kvcli.commands.bench.request import read_workloads
 
-    (size,) = contexts(ctx)[:1]
+    (size,), new = contexts(options.ctx)[:1], options.new
     if _at_least(2, new, "--new 128") >= size - 8:
         raise UsageError(
-            f"-n {new} leaves no tokens for a prompt in --ctx {ctx}", try_=["a larger --ctx", "a smaller -n"]
+            f"-n {new} leaves no tokens for a prompt in --ctx {options.ctx}", try_=["a larger --ctx", "a smaller -n"]
         )
     if size > model.limit:
         raise ContextOverflow(f"{size:,} tokens exceed the context window", try_=[f"--ctx {model.limit}"])
-    names, files = read_workloads(setup, text, most)
+    names, files = read_workloads(setup, options.workload, most)
     tokenizer, vocab = model.tokenizer, model.lm.vocab
     return {name: prompt_of(name, files, tokenizer, vocab, size, new) for name in names}
 

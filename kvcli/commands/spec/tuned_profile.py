@@ -14,7 +14,6 @@ from kvcli.settings.config import NAME, load_config
 from kvcli.settings.small_file import toml_value
 
 if TYPE_CHECKING:
-    from kvcli.bench.drafting import TunedSettings
     from kvcli.commands.common.run_setup import Setup
     from kvcli.schemas.spec import SpecTuneDocument
     from kvcli.settings.profile import Profile
@@ -47,10 +46,11 @@ def place(setup: Setup, save: str | None, output: Path | None) -> ProfileFile:
     return ProfileFile(name, path if path is None or path == Path("-") else world.cwd / path)
 
 
-def profile_text(base: Profile, best: TunedSettings, found: SpecTuneDocument) -> str:
+def profile_text(base: Profile, found: SpecTuneDocument) -> str:
     """Return a profile that extends the one of the run, with settings of the command line and the environment."""
     from kvcli.bench.drafting import laid_over
 
+    best = found.tried[0]
     about = f"tuned for {found.model}: {best.score:.2f}× plain decoding"
     lines = [
         f"# Written by kvcli spec tune: {best.name}, measured on {', '.join(found.workloads)} with "
@@ -59,7 +59,7 @@ def profile_text(base: Profile, best: TunedSettings, found: SpecTuneDocument) ->
         f"extends = {toml_value(found.profile)}",
         f"description = {toml_value(about)}",
     ]
-    tables = {"spec": laid_over(base, best)}
+    tables = {"spec": laid_over(base, best.spec)}
     for dotted, origin in base.origins.items():
         table, _, key = dotted.partition(".")
         is_kept = table not in ("spec", "sample") or (table == "spec" and base.spec.method == best.spec["method"])
@@ -71,11 +71,11 @@ def profile_text(base: Profile, best: TunedSettings, found: SpecTuneDocument) ->
     return "\n".join(lines) + "\n"
 
 
-def write(setup: Setup, where: ProfileFile, best: TunedSettings, found: SpecTuneDocument) -> SpecTuneDocument:
+def write(setup: Setup, where: ProfileFile, found: SpecTuneDocument) -> SpecTuneDocument:
     """Write the profile if requested; returns the document with its path."""
     if where.path is None:
         return found
-    text = profile_text(setup.profile(), best, found)
+    text = profile_text(setup.profile(), found)
     if where.path == Path("-"):
         setup.world.stdout.write(text)
         return found

@@ -41,7 +41,7 @@ class Span:
 class Bar:
     """One line of a bar chart. Without a span only the note is shown."""
 
-    name: str
+    name: str | Markup
     note: str
     kind: str  # a class of the style sheet
     span: Span | None
@@ -61,37 +61,48 @@ class Point:
     title: str
 
 
-def bars(rows: Sequence[Bar], unit: str, reference: float | None) -> Markup:
-    """Draw bars from zero; the thin line is the range, dots are repetitions, the dashed line is the reference."""
-    marks = ticks(max([*(row.span.high for row in rows if row.span), reference or 0.0]))
-    lines = [_bar(row, marks, reference) for row in rows]
-    axis = tag(
-        "svg",
-        (
-            tag("text", f"{m:,g}", x=percent(m / marks[-1]), y=14, class_="tick", text_anchor=_anchor(m / marks[-1]))
-            for m in marks
-        ),
-        class_="axis",
-        aria_hidden="true",
-    )
-    foot = [tag("span", unit, class_="unit"), axis]
-    return tag("div", *lines, tag("div", *foot, class_="bar foot"), class_="bars")
+def bars(rows: Sequence[Bar], unit: str, marks: Sequence[tuple[float, str]], reference: float | None = None) -> Markup:
+    """Draw bars from zero; the thin line is the range, dots are repetitions, the dashed line is the reference.
+
+    `marks`: positions on the axis and their words, the ends of the axis first and last.
+    """
+    left, right = marks[0][0], marks[-1][0]
+
+    def share(value: float) -> float:
+        return (value - left) / (right - left)
+
+    def line(value: float, kind: str, top: int = 0, bottom: int = 30) -> Markup:
+        return tag("line", x1=percent(share(value)), x2=percent(share(value)), y1=top, y2=bottom, class_=kind)
+
+    def drawn(row: Bar) -> Markup:
+        inner = [line(mark, "base" if left < mark == 0 else "grid") for mark, _ in marks]
+        if (span := row.span) is not None:
+            at, width = share(min(0.0, span.median)), abs(span.median) / (right - left)
+            inner.append(
+                tag("rect", x=percent(at), y=5, width=percent(width), height=20, rx=2, class_=f"fill {row.kind}")
+            )
+            if span.low < span.high:
+                low, high = percent(share(span.low)), percent(share(span.high))
+                inner.append(tag("line", x1=low, x2=high, y1=15, y2=15, class_="range"))
+                inner += [line(end, "range", 10, 20) for end in (span.low, span.high)]
+            inner += [tag("circle", cx=percent(share(dot)), cy=15, r=2, class_="dot") for dot in row.dots]
+        inner += [] if reference is None else [line(reference, "ref")]
+        picture = tag("svg", tag("title", row.title), inner, role="img", aria_label=row.title)
+        return tag(
+            "div", tag("span", row.name, class_="name"), picture, tag("span", row.note, class_="note"), class_="bar"
+        )
+
+    words = [
+        tag("text", word, x=percent(share(mark)), y=14, class_="tick", text_anchor=_anchor(share(mark)))
+        for mark, word in marks
+    ]
+    foot = [tag("span", unit, class_="unit"), tag("svg", words, class_="axis", aria_hidden="true")]
+    return tag("div", map(drawn, rows), tag("div", *foot, class_="bar foot"), class_="bars")
 
 
-def _bar(row: Bar, marks: Sequence[float], reference: float | None) -> Markup:
-    top, drawn = marks[-1], list[str]()
-    drawn += [tag("line", x1=percent(m / top), x2=percent(m / top), y1=0, y2=30, class_="grid") for m in marks]
-    if row.span is not None:
-        span = row.span
-        at = {key: percent(value / top) for key, value in (("m", span.median), ("l", span.low), ("h", span.high))}
-        drawn.append(tag("rect", x=0, y=5, width=at["m"], height=20, rx=2, class_=f"fill {row.kind}"))
-        drawn.append(tag("line", x1=at["l"], x2=at["h"], y1=15, y2=15, class_="range"))
-        drawn += [tag("line", x1=at[end], x2=at[end], y1=10, y2=20, class_="range") for end in "lh"]
-        drawn += [tag("circle", cx=percent(dot / top), cy=15, r=2, class_="dot") for dot in row.dots]
-    if reference is not None:
-        drawn.append(tag("line", x1=percent(reference / top), x2=percent(reference / top), y1=0, y2=30, class_="ref"))
-    picture = tag("svg", tag("title", row.title), drawn, role="img", aria_label=row.title)
-    return tag("div", tag("span", row.name, class_="name"), picture, tag("span", row.note, class_="note"), class_="bar")
+def from_zero(rows: Sequence[Bar], reference: float | None) -> list[tuple[float, str]]:
+    """Return round marks from zero to beyond the longest bar and the reference."""
+    return [(m, f"{m:,g}") for m in ticks(max([*(row.span.high for row in rows if row.span), reference or 0.0]))]
 
 
 def scatter(points: Sequence[Point], x_label: str, y_label: str) -> Markup:

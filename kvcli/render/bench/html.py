@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.render.bench import charts
 from kvcli.render.bench import html_quality as quality
-from kvcli.render.bench import html_setup as setup
-from kvcli.render.bench import table as b
-from kvcli.render.html import Markup, data_table, join, number, page, section, tag
+from kvcli.render.bench import text as b
+from kvcli.render.html import Markup, bullets, cards, data_table, join, number, page, section, tag
+from kvcli.render.report import NONE
 from kvcli.render.terminal.terminal import long_size
 
 if TYPE_CHECKING:
-    from kvcli.schemas.bench import BenchDocument, BenchRow, Ratio
+    from kvcli.schemas.bench import BenchArgs, BenchDocument, BenchRow, Ratio
 
 _TEXT = {
     "base": ("the baseline", "square"),
@@ -29,8 +30,8 @@ def html(document: BenchDocument) -> str:
     """Return the HTML page of a document."""
     title = tag("header", tag("h1", document.model.id), tag("p", b.heading(document), class_="sub"))
     parts = [_warnings(document), _glance(document), _headline(document)]
-    parts += [_block(document, rows) for rows in b.blocks(document).values()]
-    parts += [_over_contexts(document), quality.panel(document), setup.checks(document), setup.fine_print(document)]
+    parts += [_block(document, rows) for rows in b.cases(document).values()]
+    parts += [_over_contexts(document), quality.panel(document), _checks(document), _fine_print(document)]
     return page(f"{document.model.id}: kvcli bench", "bench_report.css", title, *parts)
 
 
@@ -42,7 +43,7 @@ def _warnings(document: BenchDocument) -> Markup:
     failed = [check for check in document.checks if check.failed]
     if failed:
         said.insert(0, f"{len(failed)} of {len(document.checks)} checks failed")
-    return tag("ul", [tag("li", line) for line in said], class_="warnings") if said else Markup("")
+    return bullets(said, "warnings")
 
 
 def _glance(document: BenchDocument) -> Markup:
@@ -51,10 +52,8 @@ def _glance(document: BenchDocument) -> Markup:
         return Markup("")
     workload = document.rows[0].workload
     ctx = max(row.ctx for row in document.rows if row.workload == workload)
-    rows = b.blocks(document)[ctx, workload]
-    cards = [tag("div", tag("h3", what), tag("p", big, class_="big"), tag("p", small)) for what, big, small in
-             _facts(document, rows)]  # fmt: skip
-    return section(f"{workload}, {ctx:,} tokens", tag("div", cards, class_="cards"))
+    rows = b.cases(document)[ctx, workload]
+    return section(f"{workload}, {ctx:,} tokens", cards(_facts(document, rows)))
 
 
 def _facts(document: BenchDocument, rows: Sequence[BenchRow]) -> Iterator[tuple[str, str, str]]:
@@ -80,7 +79,7 @@ def _facts(document: BenchDocument, rows: Sequence[BenchRow]) -> Iterator[tuple[
 
 def _headline(document: BenchDocument) -> Markup:
     """Show the speed of each side in each block, and its ratio to the baseline."""
-    blocks = b.blocks(document)
+    blocks = b.cases(document)
     many = len({workload for _, workload in blocks}) > 1
     head = [f"{workload} {ctx:,}" if many else f"{ctx:,} tokens" for ctx, workload in blocks]
     held = {(row.profile, row.ctx, row.workload): row for row in document.rows}
@@ -92,7 +91,7 @@ def _headline(document: BenchDocument) -> Markup:
 
 def _headline_cell(row: BenchRow | None, document: BenchDocument) -> Markup:
     if row is None or row.median.tok_s is None:
-        return tag("span", b.NONE if row is None or row.error is None else "failed", class_="faint")
+        return tag("span", NONE if row is None or row.error is None else "failed", class_="faint")
     kind = _verdict(row, document)
     return join([tag("b", number(row.median.tok_s)), " ", tag("span", _times(row, document), class_=f"verdict {kind}")])
 
@@ -113,7 +112,7 @@ def _times(row: BenchRow, document: BenchDocument, of: str = "") -> str:
 def _ratio(ratio: Ratio | None, of: str) -> str:
     """Return `▲ 1.80 × hf (1.71–1.88)`, or only the range if it contains 1."""
     if ratio is None:
-        return b.NONE
+        return NONE
     between = f"({b.range_words(ratio)})"
     sign = {"faster": "▲", "slower": "▼"}.get(ratio.verdict)
     words = [sign, f"{ratio.median:.2f} ×", of, between] if sign else ["≈", of, between]
@@ -125,15 +124,16 @@ def _ratio(ratio: Ratio | None, of: str) -> str:
 
 def _block(document: BenchDocument, rows: Sequence[BenchRow]) -> Markup:
     base = next((row.median.tok_s for row in rows if row.profile == document.baseline), None)
-    drawn = [charts.bars([_bar(row, document) for row in rows], "tok/s", base)]
+    lines = [_bar(row, document) for row in rows]
+    drawn = [charts.bars(lines, "tok/s", charts.from_zero(lines, base), base)]
     if any(row.median.tok_s for row in rows):
         drawn.append(tag("p", "bar: median · thin line: lowest to highest · dots: repetitions · dashed: ",
                          document.baseline, class_="legendtext"))  # fmt: skip
     left = tag("div", tag("h3", "Decoding speed"), drawn)
-    head, *lines = b.cells(rows, document, b.filled(rows, document))
+    head, *table = b.cells(rows, document, b.filled(rows, document))
     both = tag("div", left, _memory(document, rows), class_="pair")
     title = f"{rows[0].workload} · {rows[0].ctx:,} tokens, {rows[0].new:,} of them new"
-    return section(title, both, data_table(["", *head[1:]], lines))
+    return section(title, both, data_table(["", *head[1:]], table))
 
 
 def _span(row: BenchRow, figure: str) -> charts.Span | None:
@@ -202,3 +202,73 @@ def _over_contexts(document: BenchDocument) -> Markup:
                 picture = charts.lines(series, "context, tokens (logarithmic)", words)
                 drawn.append(tag("div", tag("h3", f"{workload}: {words.partition(',')[0]}"), picture))
     return section("Over context lengths", tag("div", drawn, class_="pair")) if drawn else Markup("")
+
+
+# ---- checks, command, machine, and setup of each side ----
+
+
+def _checks(document: BenchDocument) -> Markup:
+    if not document.checks:
+        return Markup("")
+    lines = [
+        [f"{check.expression}", check.profile, f"{check.workload} {check.ctx:,}",
+         NONE if check.value is None else number(check.value), "failed" if check.failed else "passed"]
+        for check in document.checks
+    ]  # fmt: skip
+    return section("Checks", data_table(["--fail-if", "profile", "at", "value", "result"], lines))
+
+
+def _fine_print(document: BenchDocument) -> Markup:
+    env, model = document.env, document.model
+    load = [
+        f"{list_[0]:.2f} {when}" for list_, when in ((env.load_before, "before"), (env.load_after, "after")) if list_
+    ]
+    facts = {
+        "machine": " · ".join([env.cpu or "", *env.gpus, f"{env.cores} cores", b.threads(document)]).strip(" ·"),
+        "system": f"{env.system}, {long_size(env.memory_total)} of memory",
+        "load": ", ".join(load) + ("" if env.quiet is not False else " (other programs were running)"),
+        "model": f"{model.id}, {model.family}, {model.parameters:,} parameters, {model.dtype}, quant {model.quant}",
+        "versions": ", ".join(f"{name} {found}" for name, found in env.versions.items() if found),
+        "commit": env.commit or NONE,
+        "date": env.date,
+    }
+    command = tag("pre", tag("code", f"$ {command_of(document)}"), tabindex="0")
+    differences = [tag("li", line) for line in b.differences(document)]
+    texts = [tag("h3", "First differences of texts"), tag("ul", differences)] if differences else []
+    setups = {row.profile: row.setup for row in document.rows}
+    sides = [tag("details", tag("summary", name), _pairs(setup)) for name, setup in setups.items()]
+    return section("What was measured", command, _pairs(facts), texts, tag("h3", "Sides"), *sides)
+
+
+def _pairs(facts: dict[str, str]) -> Markup:
+    return tag("dl", [join([tag("dt", name), tag("dd", value)]) for name, value in facts.items()])
+
+
+def command_of(document: BenchDocument) -> str:
+    """Return the command that repeats this measurement, with defaults spelled out."""
+    args, options = document.args, list[str]()
+    for name, value in args:
+        flag = f"--{name.replace('_', '-')}"
+        if name in ("model", "profiles", "named", "current", "temperature"):
+            continue  # of `_profiles` and --set
+        elif name in ("interleave", "memory"):  # on without a flag
+            options += [] if value else [f"--no-{name}"]
+        elif name in ("ctx", "workloads"):
+            options += [flag.removesuffix("s"), ",".join(map(str, value))]
+        elif isinstance(value, list):
+            options += [word for one in value for word in (flag.removesuffix("s"), one)]
+        elif value is not None and value is not False:
+            options += [flag] if value is True else [flag, str(value)]
+    return shlex.join(["kvcli", "bench", args.model, *_profiles(args), *options])
+
+
+def _profiles(args: BenchArgs) -> list[str]:
+    """Return the profile options as the user named them.
+
+    Varied entries have names of their own, and `--set` does not apply to an `exact` that the user did not name.
+    """
+    if args.named:
+        return ["--profiles", ",".join(args.named)]
+    if args.vary or args.set:
+        return ["-P", args.current] if args.current else []
+    return ["--profiles", ",".join(args.profiles)]

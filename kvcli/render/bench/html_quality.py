@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcli.render import quality as q
-from kvcli.render.html import Markup, data_table, percent, tag
+from kvcli.render.bench.charts import Bar, Span, bars
+from kvcli.render.html import Markup, data_table, join, tag
 
 if TYPE_CHECKING:
     from kvcli.schemas.bench import BenchDocument
@@ -37,7 +38,7 @@ def panel(document: BenchDocument) -> Markup:
     parts += [_row(row, reach) for row in asked.rows if row.difference is not None]
     parts.append(tag("ul", [tag("li", note) for note in q.notes(asked)], class_="legendtext"))
     parts += [
-        tag("details", tag("summary", heading), data_table(lines[0], lines[1:])) for heading, lines in q.shown(asked)
+        tag("details", tag("summary", heading), data_table(lines[0], lines[1:])) for heading, lines in q.tables(asked)
     ]
     return tag("section", *parts)
 
@@ -73,39 +74,20 @@ def _row(row: QualityRow, reach: float) -> Markup:
     if not any(x for _, d in compared for x in (d.mean, d.low, d.high)):
         return tag("div", title, tag("p", "all tasks have the score of the full cache"), class_="keep")
     worst = row.worst.task if row.worst.difference else ""
-    lines = [
-        _bar(task.task, task.mean, difference, reach, "worst task" if task.task == worst else "")
-        for task, difference in compared
-    ]
+    lines = [_bar(task.task, task.mean, difference, task.task == worst) for task, difference in compared]
     if row.difference is not None:
-        lines.append(_bar("mean of all tasks", row.mean, row.difference, reach, ""))
-    scale = [(0.0, f"−{reach:.2f}", "start"), (0.5, "0, as the full cache", "middle"), (1.0, f"+{reach:.2f}", "end")]
-    words = [tag("text", text, x=percent(x), y=14, class_="tick", text_anchor=anchor) for x, text, anchor in scale]
-    foot = [tag("span", "score − full"), tag("svg", words, class_="axis", aria_hidden="true")]
-    return tag("div", title, tag("div", *lines, tag("div", *foot, class_="bar foot"), class_="bars"), class_="keep")
+        lines.append(_bar("mean of all tasks", row.mean, row.difference, is_worst=False))
+    marks = [(-reach, f"−{reach:.2f}"), (0.0, "0, as the full cache"), (reach, f"+{reach:.2f}")]
+    return tag("div", title, bars(lines, "score − full", marks), class_="keep")
 
 
-def _bar(name: str, score: float, difference: Difference, reach: float, remark: str) -> Markup:
-    """Draw a bar from zero in the middle; the thin line is the 95 % interval."""
-
-    def at(value: float) -> str:
-        return percent(0.5 + 0.5 * value / reach)
-
-    low, high = difference.low, difference.high
-    span = "" if low is None or high is None else f" ({low:+.2f} to {high:+.2f})"
-    title = f"{name}: score {score:.2f}, {difference.mean:+.2f}{span} against the full cache"
-    left, width = at(min(0.0, difference.mean)), percent(0.5 * abs(difference.mean) / reach)
-    drawn: list[str] = [tag("title", title), tag("line", x1="50%", x2="50%", y1=0, y2=30, class_="base")]
-    drawn.append(tag("rect", x=left, y=7, width=width, height=16, rx=2, class_=f"fill {_class(difference)}"))
-    if low is not None and high is not None:
-        drawn.append(tag("line", x1=at(low), x2=at(high), y1=15, y2=15, class_="range"))
-        drawn += [tag("line", x1=at(end), x2=at(end), y1=10, y2=20, class_="range") for end in (low, high)]
-    flag = [tag("span", remark, class_="flag")] if remark else []
-    label = tag("span", name, *flag, class_="name")
-    picture = tag("svg", drawn, role="img", aria_label=title)
-    return tag(
-        "div", label, picture, tag("span", f"{score:.2f} · {difference.mean:+.2f}{span}", class_="note"), class_="bar"
-    )
+def _bar(name: str, score: float, difference: Difference, is_worst: bool) -> Bar:
+    low, high, mean = difference.low, difference.high, difference.mean
+    said = f"{mean:+.2f}" + ("" if low is None or high is None else f" ({low:+.2f} to {high:+.2f})")
+    label = join([name, tag("span", "worst task", class_="flag")]) if is_worst else name
+    span = Span(mean, mean if low is None else low, mean if high is None else high)
+    title = f"{name}: score {score:.2f}, {said} against the full cache"
+    return Bar(label, f"{score:.2f} · {said}", _class(difference), span, title=title)
 
 
 def _class(difference: Difference) -> str:

@@ -11,9 +11,8 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from kvcli.render.heads import cells as c
-from kvcli.render.heads.grid import next_step
-from kvcli.render.heads.text import facts, top_table
-from kvcli.render.html import Markup, data_table, file, head, plain, section, tag
+from kvcli.render.heads.text import facts, next_step, top_table
+from kvcli.render.html import Markup, bullets, cards, data_table, file, head, plain, section, tag
 from kvcli.render.terminal.terminal import long_size
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def html(document: HeadsDocument, strip: Strip | None, folder: str | None = None
         tag(
             "main",
             _title(document),
-            _warnings(document),
+            bullets(document.notes, "warnings"),
             _glance(document),
             *_views(document, strip),
             _list(document),
@@ -63,17 +62,9 @@ def _title(document: HeadsDocument) -> Markup:
     return tag("header", tag("h1", f"Heads of {document.model}"), tag("p", " · ".join(said), class_="sub"))
 
 
-def _warnings(document: HeadsDocument) -> Markup:
-    return tag("ul", [tag("li", note) for note in document.notes], class_="warnings") if document.notes else Markup("")
-
-
 def _glance(document: HeadsDocument) -> Markup:
-    cards = [tag("div", tag("h3", what), tag("p", big, class_="big"), tag("p", small)) for what, big, small in
-             _cards(document)]  # fmt: skip
-    said = [tag("li", text) for text in facts(document, beside=True)]
-    return section(
-        "At a glance", tag("div", cards, class_="cards"), tag("ul", said, class_="legendtext") if said else ""
-    )
+    said = bullets(list(facts(document, beside=True)), "legendtext")
+    return section("At a glance", cards(_cards(document)), said)
 
 
 def _cards(document: HeadsDocument) -> list[tuple[str, str, str]]:
