@@ -364,7 +364,7 @@ def test_what_is_set_in_the_chat_wins_over_the_flags_it_began_with(machine):
     world = machine.world()
     world.options.set = ["sample.seed=3"]
     setup = Setup(world, "demo", {"sample.temperature": (0.7, "--temperature"), "sample.top_p": (0.5, "--top-p")})
-    assert setup.profile().sample.temperature == 0.7
+    assert setup.profile.sample.temperature == 0.7
     profile = setup.resolve("exact", ["sample.seed=3", "sample.temperature=0.2"])
     assert (profile.name, profile.sample.temperature, profile.sample.top_p) == ("exact", 0.2, 0.5)
 

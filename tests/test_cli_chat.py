@@ -194,7 +194,7 @@ def test_a_model_that_drafts_where_the_profile_drafts_nothing_is_said(machine):
 def test_a_method_that_is_set_in_a_chat_takes_the_place_of_the_model_that_drafts(tmp_path):
     flags = {"spec.method": ("model", "--draft"), "spec.model": ("x", "--draft")}
     setup = Setup(Machine(tmp_path).world(), "demo", flags)
-    assert setup.profile().spec.model == "x"
+    assert setup.profile.spec.model == "x"
     assert setup.resolve("ngram", ["spec.model=y"]).spec.model == "y"
     assert setup.resolve("ngram", ["spec.method=off"]).spec.method == "off"
 

@@ -132,11 +132,11 @@ def test_layers_that_were_left_out_are_missed(machine: Machine) -> None:
 def test_auto_is_the_models_own_layer_where_there_is_one(machine: Machine) -> None:
     folder = machine.folder / "tiny"
     setup = partial(Setup, machine.world(), "tiny", profile_flags({"draft": "auto"}))
-    assert setup().profile().spec.method == "model"
+    assert setup().profile.spec.method == "model"
     file = folder / "model.safetensors"
     save_file(load_file(file) | {"mtp.fc.weight": torch.zeros(3, 3)}, file, {"format": "pt"})
     edit(folder, num_nextn_predict_layers=1, model_type="deepseek_v3")
-    assert setup().profile().spec.method == "mtp"
+    assert setup().profile.spec.method == "mtp"
 
 
 @pytest.mark.parametrize(("stated", "is_said"), [(2, True), (1, False), (3, False), (True, False), ("2", False)])

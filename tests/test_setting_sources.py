@@ -16,7 +16,8 @@ import pytest
 from kvcli.errors import BadConfig
 from kvcli.settings.config import load_config
 from kvcli.settings.profile import Profile, Sources, load_profile
-from kvcli.settings.values import Setting, Typed, merge
+from kvcli.settings.small_file import Document
+from kvcli.settings.values import Origin, Setting, merge
 
 ROOT = Path(__file__).parents[1]
 
@@ -209,12 +210,12 @@ def test_merging_is_the_later_one_key_by_key_and_needs_no_brackets(seed: int) ->
 
     def layer(name: str) -> dict[tuple[str, ...], Setting]:
         chosen = draw.sample(keys, draw.randrange(len(keys))) + [("spec", "method")] * draw.randrange(2)
-        origin = Typed(name)
+        origin = Origin(Document(name, "", {}, level="typed"))
         return {
             k: Setting(draw.choice(["copy", "guess"]) if k[1] == "method" else draw.random(), origin) for k in chosen
         }
 
-    a, b = layer("a") | {("spec", "method"): Setting("copy", Typed("a"))}, layer("b")
+    a, b = layer("a") | {("spec", "method"): Setting("copy", Origin(Document("a", "", {}, level="typed")))}, layer("b")
 
     merged = merge(a, b)
 

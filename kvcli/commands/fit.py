@@ -135,10 +135,10 @@ def _chosen(setup: Setup, all_: bool, names: str | None, notes: list[str]) -> It
     """Yield the profiles to plan for, by name. With --all, those that conflict with the settings become notes."""
     sets = setup.world.options.set
     if not all_ and names is None:
-        profile = setup.profile()
+        profile = setup.profile
         yield profile.name, profile
         return
-    wanted = setup.names() if all_ else list(dict.fromkeys(o.listed(names or "")))
+    wanted = setup.config.names() if all_ else list(dict.fromkeys(o.listed(names or "")))
     if not wanted:
         raise UsageError(f"--profiles takes names, not {names!r}", try_=["--profiles exact,ngram", "--all"])
     for name in wanted:

@@ -55,8 +55,8 @@ def pack(world: Environment, options: PackOptions) -> int:
 
     folder = output_folder(world, options.output)
     setup = Setup(world, options.model, o.profile_flags(options.values()), is_typed=options.model is not None)
-    find_model(setup, options.files)
-    profile = setup.profile()
+    setup = find_model(setup, options.files)
+    profile = setup.profile
     setup.look(profile)
     documents = [read_file(world, name) for name in options.files]
     for document in documents:

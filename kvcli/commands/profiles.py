@@ -21,7 +21,7 @@ from kvcli.settings.problems import Problem, bad_config
 from kvcli.settings.profile import Outcome, Profile, Rules, load_profile, resolve_profile
 from kvcli.settings.profile_file import new_profile
 from kvcli.settings.small_file import toml_value
-from kvcli.settings.values import InFile
+from kvcli.settings.values import Setting
 
 SCHEMA = "kvcli.profiles/2"
 
@@ -182,9 +182,8 @@ def _all_problems(
     return list(names), [*problems, *found, *config.unknown_profiles()]
 
 
-def _is_from(source: str, settings: Iterable[object]) -> bool:
-    origins = [getattr(setting, "origin", None) for setting in settings]
-    return any(isinstance(origin, InFile) and origin.document.source == source for origin in origins)
+def _is_from(source: str, settings: Iterable[Setting]) -> bool:
+    return any(setting.origin.document.source == source for setting in settings)
 
 
 def _defined_in(name: str, config: Config) -> str:

@@ -39,6 +39,7 @@ class Preflight:
     foretold: int = 0  # the same without the correction by earlier runs
     find: Callable[[str], PlannedModel] | None = None  # finds a draft model by name
     run: str = field(default_factory=lambda: uuid4().hex[:12])  # id of this process in the log
+    is_noted: bool = False  # the note that the log cannot be written was returned
 
     def facts(self, device: str) -> MeasuredFacts:
         """Return the program's memory, and the excess of this model's earlier runs over their estimates."""
@@ -129,7 +130,7 @@ class Preflight:
         return self.plan(profile, as_is=True).most
 
     def record(self, profile: Profile, stats: Stats) -> str:
-        """Log a finished turn; return a note if that failed."""
+        """Log a finished turn; return a note the first time that this fails."""
         if not stats.peak or not self.foretold:
             return ""
         entry = RunEntry(
@@ -148,6 +149,9 @@ class Preflight:
         try:
             run_log.append(self.data, entry)
         except OSError as error:
+            was, self.is_noted = self.is_noted, True
+            if was:
+                return ""
             return f"the memory use of this run could not be saved in {self.data / run_log.NAME}: {error.strerror}"
         return ""
 

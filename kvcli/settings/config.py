@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
 from os.path import exists  # unlike Path.exists, False instead of an error below a folder without access
@@ -18,12 +19,11 @@ from kvcli.settings.renamed import new_name
 from kvcli.settings.schema import ORDER, Header, Model, Purpose, Top, size_of
 from kvcli.settings.small_file import Document, Keys, Level, decode_document, read_document, toml_value
 from kvcli.settings.values import (
-    InFile,
+    Origin,
     Setting,
     Settings,
-    Typed,
-    WrongValue,
-    check,
+    WrongSetting,
+    checked,
     flatten,
     keys_of,
     leaves,
@@ -185,7 +185,8 @@ def from_arguments(tables: Mapping[str, object], name: str) -> Settings:
 
 
 def _typed(name: str, text: str, keys: Keys, value: object, column: int) -> Settings:
-    return {path: Setting(inner, Typed(name, path, text, column)) for path, inner in leaves(value, keys)}
+    typed = Document(name, text, {}, level="typed", value_column=column)
+    return {path: Setting(inner, Origin(typed, path)) for path, inner in leaves(value, keys)}
 
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -203,9 +204,13 @@ class Config:
     levels: dict[str, Level] = field(default_factory=dict)  # profile -> the lowest level that defines it
     problems: list[Problem] = field(default_factory=list)
 
-    def note(self, setting: Setting, keys: Keys, message: str, hint: str) -> None:
-        """Record a problem of a key."""
-        self.problems.append(setting.problem(keys, message, hint))
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Record the problem of a setting, and leave the setting out."""
+        try:
+            yield
+        except WrongSetting as wrong:
+            self.problems.append(wrong.problem)
 
     @property
     def default_model(self) -> str:
@@ -239,15 +244,10 @@ class Config:
 
     def unknown_profiles(self) -> list[Problem]:
         """Problems of profile names that are used outside profiles and that no file defines."""
-        top = self.top.get("default_profile")
-        named = [
-            (("default_profile",), top),
-            *((("profile",), model.get(("profile",))) for model in self.models.values()),
-        ]
+        named = [self.top.get("default_profile"), *(model.get(("profile",)) for model in self.models.values())]
+        known = ("", *self.profiles)
         return [
-            _unknown_profile(setting, keys, self)
-            for keys, setting in named
-            if setting is not None and setting.value not in ("", *self.profiles)
+            _unknown_profile(setting, self) for setting in named if setting is not None and setting.value not in known
         ]
 
     def model(self, name: str | None = None) -> Model:
@@ -261,7 +261,7 @@ class Config:
         """The project file's setting that selects this model, if there is one."""
         path = self.models.get(name or self.default_model, {}).get(("path",))
         default = self.top.get("default_model") if not name and path is None else None
-        return next((s for s in (path, default) if s is not None and s.by_project), None)
+        return next((s for s in (path, default) if s is not None and s.origin.level == "project"), None)
 
 
 def read_config(sources: Sources) -> Config:
@@ -269,10 +269,15 @@ def read_config(sources: Sources) -> Config:
     config = Config()
     for file in read_files(sources):
         config.problems += file.document.problems
-        if file.profile:
-            _add_profile_file(config, file)
-        else:
+        if not file.profile:
             _add_config_file(config, file)
+            continue
+        settings = flatten(file.document)
+        with config.noting():
+            if (version := settings.pop(("schema",), None)) is not None:
+                checked(("schema",), version, keys_of(Top))
+        with config.noting():
+            _add_profile(config, file, file.profile, settings)
     return config
 
 
@@ -292,21 +297,19 @@ def chosen_profile(name: str | None, config: Config, environ: Mapping[str, str],
             return asked
         raise no_such_profile(asked, config, "" if name else "from KVCLI_PROFILE in the environment")
     of_model = config.models.get(model or config.default_model, {}).get(("profile",))
-    setting, keys = config.top.get("default_profile"), ("default_profile",)
-    if of_model is not None and of_model.value:
-        setting, keys = of_model, ("profile",)
+    setting = of_model if of_model is not None and of_model.value else config.top.get("default_profile")
     usual = str(setting.value) if setting else Top.default_profile
     if usual in config.profiles:
         return usual
     if setting is None:
         raise no_such_profile(usual, config)
-    raise bad_config([_unknown_profile(setting, keys, config)])
+    raise bad_config([_unknown_profile(setting, config)])
 
 
-def _unknown_profile(setting: Setting, keys: Keys, config: Config) -> Problem:
+def _unknown_profile(setting: Setting, config: Config) -> Problem:
     name = str(setting.value)
     hint = did_you_mean(name, config.profiles) or f"profiles: {', '.join(sorted(config.profiles))}"
-    return setting.problem(keys, f"no profile is called {toml_value(name)}", hint, of_value=True)
+    return setting.problem(setting.origin.keys, f"no profile is called {toml_value(name)}", hint, of_value=True)
 
 
 def no_such_profile(name: str, config: Config, whence: str = "") -> BadConfig:
@@ -320,104 +323,70 @@ def no_such_profile(name: str, config: Config, whence: str = "") -> BadConfig:
     )
 
 
-def _add_profile_file(config: Config, file: ConfigFile) -> None:
-    settings = flatten(file.document)
-    version = settings.pop(("schema",), None)
-    if version is not None:
-        _take(config, ("schema",), version, Top)
-    _add_profile(config, file, file.profile, settings)
-
-
 def _add_config_file(config: Config, file: ConfigFile) -> None:
     for name, value in file.document.values.items():
-        setting = Setting(value, InFile(file.document, (), (name,)))
-        if name in ("models", "profiles"):
-            if isinstance(value, Mapping):
-                for inner, table in value.items():
-                    _add_named(config, file, name, inner, table)
-            else:
-                config.note(setting, (name,), f"{toml_value(value)} is {noun(value)}", f"write [{name}.NAME]")
-        elif name in keys_of(Top):
-            if file.level == "project" and name == "default_model" and _is_outside(value):
-                config.note(setting, (name,), "a project file may not name a model outside the project", _OWN)
-            elif file.level == "project" and name in ("keep_chats", "prefix_cache_size"):
-                config.note(setting, (name,), "a project file may not set this", _OWN)
-            elif _take(config, (name,), setting, Top):
-                config.top[name] = setting
-        else:
-            _add_unknown(config, name, setting)
+        setting = Setting(value, Origin(file.document, (name,)))
+        with config.noting():
+            if name not in ("models", "profiles"):
+                config.top[name] = _taken(config, file.level, (name,), setting, Top)
+                continue
+            add = _add_model if name == "models" else _add_profile
+            for inner, table in _table(setting, f"[{name}.NAME]").items():
+                with config.noting():
+                    _table(Setting(table, Origin(file.document, (inner,), (name,))), f"[{name}.{inner}]")
+                    # an empty table flattens to itself
+                    add(config, file, inner, flatten(file.document, (name, inner)) if table else {})
 
 
-def _add_unknown(config: Config, name: str, setting: Setting) -> None:
-    known = [*keys_of(Top), *CONFIG_KEYS]
-    if name in ORDER or name in keys_of(Header):
-        hint = f"settings belong in a profile: [profiles.NAME{'.' + name if name in ORDER else ''}]"
-    else:
-        near = did_you_mean(name, known) or f"keys here: {', '.join(sorted(set(known)))}"
-        hint = f"its name is {now} now" if (now := new_name([name])) else near
-    config.note(setting, (name,), "unknown key", hint)
-
-
-def _add_named(config: Config, file: ConfigFile, kind: str, name: str, table: object) -> None:
-    origin = InFile(file.document, (kind,), (name,))
-    if not isinstance(table, Mapping):
-        wrong = Setting(table, origin)
-        config.note(wrong, (name,), f"{toml_value(table)} is {noun(table)}", f"write [{kind}.{name}]")
-        return
-    settings = flatten(file.document, (kind, name))
-    if not table:  # an empty table, which flattens to itself
-        settings = {}
-    if kind == "models":
-        _add_model(config, file, name, settings)
-    else:
-        _add_profile(config, file, name, settings)
+def _table(setting: Setting, header: str) -> Mapping[str, object]:
+    if isinstance(setting.value, Mapping):
+        return setting.value
+    message = f"{toml_value(setting.value)} is {noun(setting.value)}"
+    raise WrongSetting(setting.problem(setting.origin.keys, message, f"write {header}"))
 
 
 def _add_model(config: Config, file: ConfigFile, name: str, settings: Settings) -> None:
     taken: Settings = {}
     for keys, setting in settings.items():
-        if file.level == "project" and (why := _refused_model(config, name, keys, setting)):
-            config.note(setting, keys, why, _OWN)
-        elif _take(config, keys, setting, Model):
-            taken[keys] = setting
+        with config.noting():
+            taken[keys] = _taken(config, file.level, keys, setting, Model)
     config.models[name] = config.models.get(name, {}) | taken
 
 
-def _refused_model(config: Config, name: str, keys: Keys, setting: Setting) -> str:
-    if keys[-1] in REFUSED:
-        return "a project file may not set this"
-    if keys == ("path",) and _is_outside(setting.value):
-        return "a project file may not name a model outside the project"
-    if keys in (("path",), ("revision",)):
-        if name in config.models:
-            return "a project file may not redirect a model that your own config names"
-        if "/" in name or name == Top.default_model:
-            return "a project file may not redirect a model id"
-    return ""
-
-
 def _add_profile(config: Config, file: ConfigFile, name: str, settings: Settings) -> None:
-    own = InFile(file.document, () if file.profile else ("profiles", name), ())
-    here = own.key_place(())
-    dotted = own.dotted(()) or name
+    table = () if file.profile else ("profiles", name)
+    here, dotted = file.document.place_of(table), ".".join(table) or name
     if not NAME.fullmatch(name):
-        config.problems.append(Problem(here, "not a profile name", dotted, "use letters, digits, dots, - and _"))
-        return
+        raise WrongSetting(Problem(here, "not a profile name", dotted, "use letters, digits, dots, - and _"))
     if file.level != "built-in" and config.levels.get(name) == "built-in":
         hint = f'choose another name, and write extends = "{name}"'
-        config.problems.append(Problem(here, f'"{name}" is built in and cannot be redefined', dotted, hint))
-        return
-    if file.level == "project":
-        for keys in [keys for keys in settings if keys[-1] in REFUSED]:
-            config.note(settings.pop(keys), keys, "a project file may not set this", _OWN)
-        for keys in (("spec", "model"), ("reasoning_steps", "model")):
-            if (draft := settings.get(keys)) is not None and _is_outside(draft.value):
-                config.note(draft, keys, "a project file may not name a model outside the project", _OWN)
+        raise WrongSetting(Problem(here, f'"{name}" is built in and cannot be redefined', dotted, hint))
+    taken: Settings = {}
+    for keys, setting in settings.items():
+        with config.noting():
+            _refuse_of_project(config, file.level, keys, setting)
+            taken[keys] = setting
     config.levels.setdefault(name, file.level)
-    config.profiles[name] = merge(config.profiles.get(name, {}), settings)
+    config.profiles[name] = merge(config.profiles.get(name, {}), taken)
 
 
-_OWN = "your own config file and the command line may"
+def _refuse_of_project(config: Config, level: Level, keys: Keys, setting: Setting) -> None:
+    """Refuse keys of a project file: a cloned repository must not decide whose code runs. Raises WrongSetting."""
+    if level != "project":
+        return
+    why, base = "", setting.origin.base  # ("models", NAME), ("profiles", NAME) or ()
+    names_model = keys in (("default_model",), ("spec", "model"), ("reasoning_steps", "model"))
+    if keys[-1] in REFUSED or keys in (("keep_chats",), ("prefix_cache_size",)):
+        why = "a project file may not set this"
+    elif (names_model or (base[:1] == ("models",) and keys == ("path",))) and _is_outside(setting.value):
+        why = "a project file may not name a model outside the project"
+    elif base[:1] == ("models",) and keys in (("path",), ("revision",)):
+        if base[1] in config.models:
+            why = "a project file may not redirect a model that your own config names"
+        elif "/" in base[1] or base[1] == Top.default_model:
+            why = "a project file may not redirect a model id"
+    if why:
+        raise WrongSetting(setting.problem(keys, why, "your own config file and the command line may"))
 
 
 def _is_outside(value: object) -> bool:
@@ -426,16 +395,17 @@ def _is_outside(value: object) -> bool:
     return path.is_absolute() or ".." in path.parts or str(value).startswith("~")
 
 
-def _take(config: Config, keys: Keys, setting: Setting, table: type) -> bool:
-    """Check one value of a flat table. False if it is wrong: a problem is recorded and the setting left out."""
-    known = keys_of(table)
-    if keys[0] not in known:
-        hint = did_you_mean(keys[0], known) or f"keys here: {', '.join(known)}"
-        config.note(setting, keys[:1], "unknown key", hint)
-        return False
-    try:
-        check(known[keys[0]].hint, setting.value if len(keys) == 1 else {keys[1]: setting.value})
-    except WrongValue as wrong:
-        config.problems.append(setting.problem(keys[:1], wrong.message, wrong.hint, of_value=True))
-        return False
-    return True
+def _taken(config: Config, level: Level, keys: Keys, setting: Setting, table: type) -> Setting:
+    """Return a setting of a flat table, checked. Raises WrongSetting."""
+    known, name = keys_of(table), keys[0]
+    if name not in known:
+        if table is Top and (name in ORDER or name in keys_of(Header)):
+            hint = f"settings belong in a profile: [profiles.NAME{'.' + name if name in ORDER else ''}]"
+        elif table is Top and (now := new_name([name])):
+            hint = f"its name is {now} now"
+        else:
+            here = sorted({*known, *CONFIG_KEYS}) if table is Top else list(known)
+            hint = did_you_mean(name, here) or f"keys here: {', '.join(here)}"
+        raise WrongSetting(setting.problem(keys[:1], "unknown key", hint))
+    _refuse_of_project(config, level, keys, setting)
+    return checked(keys, setting, known)

@@ -43,7 +43,7 @@ from kvcli.settings.schema import (
     registries,
     size_of,
 )
-from kvcli.settings.values import DEFAULT, InFile, Setting, Settings, merge
+from kvcli.settings.values import DEFAULT, Setting, Settings, merge
 
 # Effects of settings on the KV cache and its passes, and needs of methods: effects that must be absent.
 #
@@ -289,6 +289,7 @@ def load_profile(
     name: str | None = None,
     *,
     sources: Sources | None = None,
+    config: Config | None = None,
     registries: Registries | None = None,
     clashes: Clashes | None = None,
     model: str | None = None,
@@ -298,12 +299,13 @@ def load_profile(
     """Build the profile of a run: files, `[models.X].profile`, environment, `--set` and flags, lowest first.
 
     `flags` maps a dotted key to (value, name of the flag). Without `sources`, only built-in profiles are visible.
+    `config`: the files of `sources`, if they were read already.
     Raises one BadConfig with all problems.
     """
     sources = sources or Sources()
     shipped = Rules.shipped() if registries is None else Rules(registries)
     rules = dataclasses.replace(shipped, clashes=clashes or shipped.clashes)
-    config = read_config(sources)
+    config = config or read_config(sources)
     if config.problems:
         raise bad_config(config.problems)
     above, problems = from_sets(sets)
@@ -332,13 +334,11 @@ def resolve_profile(
     names, problems = lineage(name, config)
     layers = [_of_model(config, model), *(config.profiles[n] for n in names), above or {}]
     resolved = resolve(layers, rules.registries)
-    resolved.problems += problems
     for keys in (("description",), ("extends",), ("purpose",)):  # not inherited
         if keys not in config.profiles[name]:
             resolved.settings.pop(keys, None)
-            resolved.header.pop(keys[0], None)
     profile = _profile(resolved, name, tuple(reversed(names)), rules)
-    return Outcome(profile, resolved.problems or clash_problems(profile))
+    return Outcome(profile, [*resolved.problems, *problems] or clash_problems(profile))
 
 
 def _of_model(config: Config, model: str | None) -> Settings:
@@ -347,18 +347,19 @@ def _of_model(config: Config, model: str | None) -> Settings:
 
 
 def _profile(resolved: Resolved, name: str, chain: tuple[str, ...], rules: Rules) -> Profile:
-    tables: dict[str, Any] = dict(resolved.tables)
+    settings, tables = resolved.settings, dict(resolved.tables)
     tables["load_table"] = tables.pop("load")
-    for table, (key, usual) in METHOD_TABLES.items():
-        setting = resolved.settings.get((table, key))
-        tables[table] = Method(str(setting.value) if setting else usual, tables.get(table))
+    for table, (key, _) in METHOD_TABLES.items():
+        tables[table] = Method(str(settings[table, key].value), tables.get(table))
+    given = {key: settings[key,].value for key in ("description", "purpose", "exactness") if (key,) in settings}
+    header = Header(**given)  # type: ignore[arg-type]  # each value was checked against its field
     return Profile(
         name=name,
-        description=str(resolved.header.get("description", Header.description)),
-        purpose=str(resolved.header.get("purpose", Header.purpose)),
-        exactness=resolved.header.get("exactness", "exact"),  # type: ignore[arg-type]  # checked against its field
+        description=header.description,
+        purpose=header.purpose,
+        exactness=header.exactness,
         chain=chain,
-        settings=resolved.settings,
+        settings=settings,
         rules=rules,
         **tables,
     )
@@ -379,7 +380,7 @@ def _clash_problem(clash: Conflict, settings: Settings) -> Problem:
     problem = here.problem(key, message, clash.because)
     if there is None:
         return problem
-    place = there.origin.key_place(other)
+    place = there.origin.document.place_of(there.origin.base + other)
     where = f"line {place.line}" if place.line and place.source == problem.place.source else there.origin.name
     return dataclasses.replace(problem, hint=f"but {where} sets {clash.other}, {clash.because}".rstrip(", "))
 
@@ -392,7 +393,7 @@ def _borrowed_trust(profile: Profile, config: Config, model: str | None) -> list
     problems = []
     for key in ("trust_remote_code", "allow_pickle"):
         setting = profile.settings.get(("load", key))
-        if setting is not None and setting.value is True and isinstance(setting.origin, InFile):
+        if setting is not None and setting.value is True and setting.origin.level != "typed":
             hint = f"to run its code: --set load.{key}=true"
             message = f"a project file chose this model, and {setting.origin.name} sets load.{key}"
             problems.append(chosen.problem(chosen.origin.keys, message, hint))

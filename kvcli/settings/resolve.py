@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from kvcli.errors import KvcliError
 from kvcli.settings.config import Config
@@ -13,7 +14,7 @@ from kvcli.settings.problems import Problem, any_of, did_you_mean
 from kvcli.settings.renamed import new_name
 from kvcli.settings.schema import METHOD_TABLES, ORDER, TABLES, Header, Registries, foreign
 from kvcli.settings.small_file import Keys, toml_value
-from kvcli.settings.values import DEFAULT, Setting, Settings, Typed, WrongValue, check, keys_of, merge, noun
+from kvcli.settings.values import DEFAULT, Setting, Settings, WrongSetting, checked, keys_of, merge, noun
 
 DEEPEST = 8  # profiles below the chosen one
 # key of other programs -> key of kvcli
@@ -25,14 +26,13 @@ ELSEWHERE = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Resolved:
-    """Checked values by table, and the settings that won. With problems, the values are incomplete."""
+    """Checked values by table, and the settings that won. With problems, only the settings of the header are valid."""
 
-    settings: Settings = field(default_factory=dict)
-    header: dict[str, object] = field(default_factory=dict)
-    tables: dict[str, object] = field(default_factory=dict)  # table -> instance of its dataclass
-    problems: list[Problem] = field(default_factory=list)
+    settings: Settings
+    tables: Mapping[str, Any]  # table -> instance of its dataclass; tables of methods are missing if there are problems
+    problems: Sequence[Problem]
 
 
 def lineage(name: str, config: Config) -> tuple[list[str], list[Problem]]:
@@ -75,50 +75,57 @@ def _at_extends(extends: Setting, message: str, hint: str) -> Problem:
 
 def resolve(layers: Iterable[Settings], registries: Registries) -> Resolved:
     """Merge the layers, lowest first, and check every value in them, overridden ones too."""
-    found = Resolved({(table, key): Setting(name, DEFAULT) for table, (key, name) in METHOD_TABLES.items()})
+    settings: Settings = {(table, key): Setting(name, DEFAULT) for table, (key, name) in METHOD_TABLES.items()}
+    problems: dict[Problem, None] = {}  # in order, each once
+    broken = set[str]()  # tables with problems
     for layer in layers:
-        found.problems += _outside_methods(layer, found.settings, registries)
-        merged = merge(found.settings, layer)
-        for table, (key, _) in METHOD_TABLES.items():
-            # keys dropped because a higher layer selects another method are checked against the old method
-            gone = {k: s for k, s in found.settings.items() if k[0] == table and k not in merged and k not in layer}
-            if gone:
-                gone[table, key] = found.settings[table, key]
-                _method(table, gone, registries, found.problems)
-        found.settings = merged
-    _fill(found, registries)
-    return found
+        settings = merge(settings, layer)
+        for keys, setting in layer.items():
+            try:
+                settings[keys] = _checked(keys, setting, settings, registries)
+            except WrongSetting as wrong:
+                problems[wrong.problem] = None
+                broken.add(keys[0])
+                if keys[0] not in METHOD_TABLES:
+                    del settings[keys]
+    tables: dict[str, Any] = {name: schema() for name, schema in TABLES.items()}
+    for table in [table for table in ORDER if table not in broken]:
+        try:
+            tables[table] = _built(table, settings, registries)
+        except WrongSetting as wrong:
+            problems[wrong.problem] = None
+    return Resolved(settings, tables, list(problems))
 
 
-def _outside_methods(layer: Settings, below: Settings, registries: Registries) -> list[Problem]:
-    """Problems of one layer, except in the tables of methods, whose keys depend on the layers above."""
-    problems = []
-    for keys, setting in layer.items():
-        if keys[0] in METHOD_TABLES and (len(keys) > 1 or setting.value == {}):
-            continue
-        problem = _problem(keys, setting, below | layer, registries)
-        if problem is not None and problem not in problems:
-            problems.append(problem)
-    return problems
-
-
-def _problem(keys: Keys, setting: Setting, around: Settings, registries: Registries) -> Problem | None:
-    """Problem of one setting, if there is one."""
-    if keys[0] in ORDER and len(keys) == 1:
+def _checked(keys: Keys, setting: Setting, around: Settings, registries: Registries) -> Setting:
+    """Return one setting as its field stores it. The keys of a method are those of the method chosen so far: if a
+    higher layer chooses another one, it drops them. Raises WrongSetting."""
+    table, depth = keys[0], 2 if keys[0] in ORDER else 1
+    if len(keys) < depth:
         if setting.value == {}:
-            return None
+            return setting
         message = f"{toml_value(setting.value)} is {noun(setting.value)}"
-        return setting.problem(keys, message, f"{keys[0]} is a table: write {keys[0]}.KEY", of_value=True)
-    known = keys_of(TABLES[keys[0]]) if keys[0] in TABLES else keys_of(Header) if keys[0] not in ORDER else {}
-    depth = 2 if keys[0] in ORDER else 1
-    name = keys[depth - 1]
-    if name not in known or (depth == 1 and isinstance(setting.origin, Typed) and name != "exactness"):
-        return unknown(keys if new_name(keys) else keys[:depth], setting, known, dotted_keys(around, registries))
-    try:
-        check(known[name].hint, setting.value if len(keys) == depth else {keys[depth]: setting.value})
-    except WrongValue as wrong:
-        return setting.problem(keys[:depth], wrong.message, wrong.hint, of_value=True)
-    return None
+        raise WrongSetting(setting.problem(keys, message, f"{table} is a table: write {table}.KEY", of_value=True))
+    if table in METHOD_TABLES:
+        selector = table, METHOD_TABLES[table].key
+        chosen = around[selector]
+        is_known = isinstance(chosen.value, str) and chosen.value in registries[table]
+        if keys == selector and not is_known:
+            near = did_you_mean(str(chosen.value), registries[table])
+            hint = "; ".join(filter(None, [f"use {any_of([toml_value(name) for name in registries[table]])}", near]))
+            message = f"{toml_value(chosen.value)} is not allowed"
+            raise WrongSetting(chosen.problem(keys, message, hint, of_value=True))
+        if keys == selector or not is_known:  # nothing is known of the keys of an unknown method
+            return setting
+        known = keys_of(_method(table, chosen, registries))
+        if keys[1] not in known:
+            raise WrongSetting(_stranger(keys, setting, chosen, list(known), registries[table]))
+    else:
+        known = keys_of(TABLES[table] if depth == 2 else Header)
+        if keys[depth - 1] not in known or (depth == 1 and setting.origin.level == "typed" and table != "exactness"):
+            whole = keys if new_name(keys) else keys[:depth]
+            raise WrongSetting(unknown(whole, setting, known, dotted_keys(around, registries)))
+    return checked(keys, setting, known, depth)
 
 
 def unknown(keys: Keys, setting: Setting, known: Iterable[str], everywhere: Sequence[str]) -> Problem:
@@ -127,7 +134,7 @@ def unknown(keys: Keys, setting: Setting, known: Iterable[str], everywhere: Sequ
         return setting.problem(keys, "unknown key", f"its name is {now} now")
     table, name = keys[0], ELSEWHERE.get(keys[-1], keys[-1])
     here = f"keys of {table}: {', '.join(known)}" if len(keys) > 1 else f"tables: {', '.join(ORDER)}"
-    if not isinstance(setting.origin, Typed):
+    if setting.origin.level != "typed":
         near = did_you_mean(name, known if len(keys) > 1 else [*keys_of(Header), *ORDER])
         return setting.problem(keys, "unknown key", near or here)
     # typed keys are whole paths, so the right key in a wrong table is suggested too
@@ -158,61 +165,17 @@ def method_class(target: str) -> type:
     return found
 
 
-def _fill(found: Resolved, registries: Registries) -> None:
-    """Build the tables from the settings that won. Values with problems are left at their defaults."""
-    for name, schema in TABLES.items():
-        found.tables[name] = schema(**_values(found.settings, schema, name))
-    found.header = _values(found.settings, Header)
-    for name in METHOD_TABLES:
-        mine = {keys: setting for keys, setting in found.settings.items() if keys[0] == name}
-        method = _method(name, mine, registries, found.problems)
-        if method is not None:
-            found.tables[name] = method
-
-
-def _values(settings: Settings, schema: type, table: str = "") -> dict[str, object]:
-    values = {}
-    for name, key in keys_of(schema).items():
-        setting = settings.get((table, name) if table else (name,))
-        if setting is not None:
-            try:
-                values[name] = check(key.hint, setting.value)
-            except WrongValue:  # reported by the layer that has it
-                continue
-    return values
-
-
-def _method(table: str, mine: Settings, registries: Registries, problems: list[Problem]) -> object | None:
-    """Build the method's dataclass from its settings; None and problems if that fails."""
-    key, _ = METHOD_TABLES[table]
-    chosen = mine[table, key]
-    registry = registries[table]
-    if not isinstance(chosen.value, str) or chosen.value not in registry:
-        near = did_you_mean(str(chosen.value), registry)
-        hint = "; ".join(filter(None, [f"use {any_of([toml_value(name) for name in registry])}", near]))
-        message = f"{toml_value(chosen.value)} is not allowed"
-        problems.append(chosen.problem((table, key), message, hint, of_value=True))
-        return None
+def _method(table: str, chosen: Setting, registries: Registries) -> type:
+    """Import the dataclass of the method that a setting names. Raises WrongSetting if code of another package fails."""
+    target = registries[table][str(chosen.value)]
     try:
-        schema = method_class(registry[chosen.value])
+        return method_class(target)
     except Exception as error:  # a method of another package may raise anything
-        if (package := foreign().get(registry[chosen.value])) is None:
+        if (package := foreign().get(target)) is None:
             raise
         message = f"{toml_value(chosen.value)} of {package} cannot be loaded: {error or type(error).__name__}"
-        problems.append(chosen.problem((table, key), message, f"pip uninstall {package.split()[0]}", of_value=True))
-        return None
-    known, values, before = keys_of(schema), {}, len(problems)
-    for keys, setting in mine.items():
-        if keys == (table, key) or len(keys) == 1:
-            continue
-        if keys[1] not in known:
-            problems.append(_stranger(keys, setting, chosen, list(known), registry))
-            continue
-        try:
-            values[keys[1]] = check(known[keys[1]].hint, setting.value if len(keys) == 2 else {keys[2]: setting.value})
-        except WrongValue as wrong:
-            problems.append(setting.problem(keys[:2], wrong.message, wrong.hint, of_value=True))
-    return _built(schema, values, mine, table, problems) if len(problems) == before else None
+        hint, keys = f"pip uninstall {package.split()[0]}", (table, METHOD_TABLES[table].key)
+        raise WrongSetting(chosen.problem(keys, message, hint, of_value=True)) from error
 
 
 def _stranger(
@@ -230,16 +193,15 @@ def _stranger(
     return unknown(keys[:2], setting, [discriminator, *known], everywhere)
 
 
-def _built(
-    schema: type, values: Mapping[str, object], mine: Settings, table: str, problems: list[Problem]
-) -> object | None:
-    """Build the dataclass. An error of its own checks becomes a problem at the key that the error names."""
+def _built(table: str, settings: Settings, registries: Registries) -> object:
+    """Build the dataclass of a table. An error of its own checks becomes a problem at the key that the error names."""
+    key = METHOD_TABLES[table].key if table in METHOD_TABLES else ""
+    schema = _method(table, settings[table, key], registries) if key else TABLES[table]
+    mine = {keys[1]: setting.value for keys, setting in settings.items() if keys[0] == table and len(keys) > 1}
+    values = {name: value for name, value in mine.items() if name != key}
     try:
-        built: object = schema(**values)
+        return schema(**values)
     except (ValueError, TypeError, KvcliError) as error:
-        words = str(error).replace(",", " ").split()
-        named = [word for word in words if word in values]
-        keys = (table, named[0]) if named else (table, METHOD_TABLES[table][0])
-        problems.append(mine[keys].problem(keys, str(error), of_value=True))
-        return None
-    return built
+        named = [word for word in str(error).replace(",", " ").split() if word in values]
+        keys = (table, named[0] if named else key)
+        raise WrongSetting(settings[keys].problem(keys, str(error), of_value=True)) from error

@@ -97,7 +97,7 @@ def _said(error: Exception) -> str:
 
 
 Keys = tuple[str, ...]
-Level = Literal["built-in", "system", "user", "project", "--config"]
+Level = Literal["built-in", "system", "user", "project", "--config", "typed"]
 LARGEST = 1 << 20  # bytes; a device or a model given by mistake must not be read to its end
 
 
@@ -112,26 +112,24 @@ class KeyPosition:
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file. With problems, `values` is empty."""
+    """A parsed file, or typed text of one line. With problems, `values` is empty."""
 
     source: str
     text: str
     values: Mapping[str, object]
     problems: tuple[Problem, ...] = ()
     level: Level = "user"
+    value_column: int = 1  # of typed text, whose key is at its beginning
 
     @cached_property
     def marks(self) -> dict[Keys, KeyPosition]:
         return Scan(self.text).marks
 
-    def key_place(self, keys: Keys) -> SourcePosition:
-        """Position of the key; that of the nearest enclosing table if the key has none."""
-        return self._place(keys, of_value=False)
-
-    def value_place(self, keys: Keys) -> SourcePosition:
-        return self._place(keys, of_value=True)
-
-    def _place(self, keys: Keys, of_value: bool) -> SourcePosition:
+    def place_of(self, keys: Keys, *, of_value: bool = False) -> SourcePosition:
+        """Position of the key or its value; that of the nearest enclosing table if the key has none."""
+        if self.level == "typed":
+            column = self.value_column if of_value else 1
+            return SourcePosition(self.source, self.text, column=column, is_file=False)
         while keys and keys not in self.marks:
             keys, of_value = keys[:-1], False
         if not keys:

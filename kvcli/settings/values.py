@@ -11,14 +11,14 @@ import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
-from kvcli.settings.problems import Problem, SourcePosition, any_of, did_you_mean
+from kvcli.settings.problems import Problem, any_of, did_you_mean
 from kvcli.settings.schema import METHOD_TABLES, Pattern, Range
-from kvcli.settings.small_file import Document, Keys, toml_value
+from kvcli.settings.small_file import Document, Keys, Level, toml_value
 
 
 class WrongValue(ValueError):
@@ -62,38 +62,30 @@ def _hint(table: type, name: str) -> object:
 
 
 def check(hint: object, value: object) -> object:
-    """Return the value as its field stores it (a list becomes a tuple). Raises WrongValue."""
-    parts, markers = _unpacked(hint)
-    for part in parts:
-        base, own = _base(part)
-        try:
-            taken = _validator(base).validate_python(_frozen(value), strict=True)
-        except ValueError:  # pydantic's ValidationError is one
-            continue
-        if all(_allows(marker, taken) for marker in (*markers, *own)):
-            return taken
+    """Return the value as its field stores it: a list as a tuple, a whole number of a `float` field as a float.
+
+    Raises WrongValue."""
+    for base, markers in _alternatives(hint):
+        if _is_of(base, value) and all(_allows(marker, value) for marker in markers):
+            return float(value) if base is float else _frozen(value)  # type: ignore[arg-type]  # it is a number
     raise _wrong(hint, value)
 
 
-@cache
-def _validator(hint: Any) -> Any:
-    """Validator of a type, like pydantic's TypeAdapter.
-
-    For the types of TOML values it is built from pydantic's core, because importing all of pydantic takes 0.1 s, half
-    of the time that reading a profile may take.
-    """
-    from pydantic_core import SchemaValidator
-
-    if hint in _CORE:
-        return SchemaValidator({"type": _CORE[hint]})
-    if typing.get_origin(hint) is Literal:
-        return SchemaValidator({"type": "literal", "expected": list(typing.get_args(hint))})
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(hint)
+def _is_of(base: object, value: object) -> bool:
+    """True if a TOML value has this type. A whole number is a float as well, but true and false are no numbers."""
+    args = typing.get_args(base)
+    if typing.get_origin(base) is Literal:
+        return any(value == word and type(value) is type(word) for word in args)
+    if typing.get_origin(base) is tuple:
+        return isinstance(value, list | tuple) and all(_is_of(args[0], item) for item in value)
+    if type(value) is str:  # a shell passes on bytes that are no text
+        return base is str and not SURROGATE.search(value)
+    if type(value) is int and base is float:
+        return abs(value) <= sys.float_info.max
+    return type(value) is base
 
 
-_CORE = {bool: "bool", int: "int", float: "float", str: "str"}
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _frozen(value: object) -> object:
@@ -104,36 +96,28 @@ def _allows(marker: object, value: object) -> bool:
     if isinstance(marker, Range):
         return isinstance(value, int | float) and marker.allows(value)
     if isinstance(marker, Pattern):
-        if isinstance(value, tuple):
-            return all(_allows(marker, item) for item in value)
-        return isinstance(value, str) and re.fullmatch(marker.pattern, value) is not None
+        texts = value if isinstance(value, list | tuple) else [value]
+        return all(isinstance(text, str) and re.fullmatch(marker.pattern, text) for text in texts)
     return True
 
 
-def _base(hint: object) -> tuple[object, tuple[object, ...]]:
-    if typing.get_origin(hint) is Annotated:
-        base, *markers = typing.get_args(hint)
-        return base, tuple(markers)
-    return hint, ()
-
-
-def _unpacked(hint: object) -> tuple[list[object], tuple[object, ...]]:
-    """The alternatives of a type, without None (TOML has none), and the markers around them all."""
-    base, markers = _base(hint)
-    if typing.get_origin(base) in (typing.Union, types.UnionType):
-        return [part for part in typing.get_args(base) if part is not type(None)], markers
-    return [base], markers
+@cache
+def _alternatives(hint: Any) -> Sequence[tuple[object, tuple[object, ...]]]:
+    """Alternatives of a type, without None (TOML has none), each with its markers and those around all of them."""
+    base, *markers = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    if typing.get_origin(base) not in (typing.Union, types.UnionType):
+        return [(base, tuple(markers))]
+    parts = [part for part in typing.get_args(base) if part is not type(None)]
+    return [(inner, (*own, *markers)) for part in parts for inner, own in _alternatives(part)]
 
 
 def expected(hint: object) -> str:
     """Describe the values that a key allows: `"auto" or a whole number from 1`."""
-    parts, markers = _unpacked(hint)
-    return any_of([_expected_one(part, markers) for part in parts])
+    return any_of([_expected_one(base, markers) for base, markers in _alternatives(hint)])
 
 
-def _expected_one(hint: object, around: tuple[object, ...]) -> str:
-    base, own = _base(hint)
-    for marker in (*own, *around):
+def _expected_one(base: object, markers: tuple[object, ...]) -> str:
+    for marker in markers:
         if isinstance(marker, Pattern):
             return marker.words
         if isinstance(marker, Range) and base in (int, float):
@@ -164,10 +148,7 @@ def noun(value: object) -> str:
 
 
 def _wrong(hint: object, value: object) -> WrongValue:
-    parts, markers = _unpacked(hint)
-    use = f"use {expected(hint)}"
-    markers = (*markers, *(marker for part in parts for marker in _base(part)[1]))
-    kinds = {_kind(part) for part in parts}
+    use, kinds = f"use {expected(hint)}", {_kind(base) for base, _ in _alternatives(hint)}
     if type(value) not in kinds and not (type(value) is int and float in kinds):
         return WrongValue(f"{toml_value(value)} is {noun(value)}", use)
     near = did_you_mean(value, words(hint)) if isinstance(value, str) else ""
@@ -176,12 +157,11 @@ def _wrong(hint: object, value: object) -> WrongValue:
 
 def words(hint: object) -> list[str]:
     """Allowed words of a type with literals."""
-    literals = [_base(part)[0] for part in _unpacked(hint)[0] if typing.get_origin(_base(part)[0]) is Literal]
+    literals = [base for base, _ in _alternatives(hint) if typing.get_origin(base) is Literal]
     return [str(word) for literal in literals for word in typing.get_args(literal)]
 
 
-def _kind(hint: object) -> object:
-    base, _ = _base(hint)
+def _kind(base: object) -> object:
     if typing.get_origin(base) is Literal:
         return type(typing.get_args(base)[0])
     return list if typing.get_origin(base) is tuple else base
@@ -206,68 +186,27 @@ def comments_of(table: type) -> dict[str, str]:
 # Settings: values with their origin, and the merging of two layers.
 
 
-class Origin(Protocol):
-    """Origin of a setting."""
+@dataclass(frozen=True)
+class Origin:
+    """Origin of a setting: its key in a file, or typed text (`--set`, an environment variable, a flag, an argument)."""
+
+    document: Document
+    keys: Keys = ()  # the key, in its table
+    base: Keys = ()  # the table of the file that has the keys of a model or a profile
 
     @property
-    def keys(self) -> Keys:
-        """The key, in its table."""
+    def level(self) -> Level:
+        return self.document.level
 
     @property
     def name(self) -> str:
         """Name that `profiles show --origin` prints."""
-
-    def dotted(self, keys: Keys) -> str:
-        """The key as written at the origin."""
-
-    def key_place(self, keys: Keys) -> SourcePosition: ...
-
-    def value_place(self, keys: Keys) -> SourcePosition: ...
+        source = self.document.source
+        if self.level in ("built-in", "typed"):
+            return source
+        return f"{source}:{self.document.place_of(self.base + self.keys).line}"
 
 
-@dataclass(frozen=True)
-class InFile:
-    """A key of a file. `base` is the table that a profile's own keys are in, and `keys` the key in it."""
-
-    document: Document
-    base: Keys
-    keys: Keys
-
-    @property
-    def name(self) -> str:
-        line = self.document.key_place(self.base + self.keys).line
-        return self.document.source if self.document.level == "built-in" else f"{self.document.source}:{line}"
-
-    def dotted(self, keys: Keys) -> str:
-        return ".".join(self.base + keys)
-
-    def key_place(self, keys: Keys) -> SourcePosition:
-        return self.document.key_place(self.base + keys)
-
-    def value_place(self, keys: Keys) -> SourcePosition:
-        return self.document.value_place(self.base + keys)
-
-
-@dataclass(frozen=True)
-class Typed:
-    """Typed text: `--set`, an environment variable, a flag, an argument of the Python API."""
-
-    name: str
-    keys: Keys = ()
-    text: str = ""  # the typed text
-    value_column: int = 1
-
-    def dotted(self, keys: Keys) -> str:
-        return ".".join(keys)
-
-    def key_place(self, keys: Keys) -> SourcePosition:
-        return SourcePosition(self.name, self.text, is_file=False)
-
-    def value_place(self, keys: Keys) -> SourcePosition:
-        return SourcePosition(self.name, self.text, column=self.value_column, is_file=False)
-
-
-DEFAULT = Typed("default")
 BY = "what fits"  # name of an origin: a default that memory planning chose
 
 
@@ -280,20 +219,12 @@ class Setting:
 
     def problem(self, keys: Keys, message: str, hint: str = "", *, of_value: bool = False) -> Problem:
         """Return a problem of the setting, positioned at its key or its value."""
-        place = self.origin.value_place(keys) if of_value else self.origin.key_place(keys)
-        return Problem(place, message, self.origin.dotted(keys), hint)
-
-    @property
-    def is_shipped(self) -> bool:
-        """True if a shipped profile set the value."""
-        return isinstance(self.origin, InFile) and self.origin.document.level == "built-in"
-
-    @property
-    def by_project(self) -> bool:
-        """True if the project file set the value: that file may be from somebody else's repository."""
-        return isinstance(self.origin, InFile) and self.origin.document.level == "project"
+        written = self.origin.base + keys
+        place = self.origin.document.place_of(written, of_value=of_value)
+        return Problem(place, message, ".".join(written), hint)
 
 
+DEFAULT = Origin(Document("default", "", {}, level="typed"))
 Settings = dict[Keys, Setting]
 
 
@@ -307,12 +238,31 @@ def merge(lower: Settings, higher: Settings) -> Settings:
     return {keys: setting for keys, setting in lower.items() if keys[0] not in changed} | higher
 
 
+class WrongSetting(ValueError):
+    """Error for a setting that no key allows, with its position."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def checked(keys: Keys, setting: Setting, known: Mapping[str, Key], depth: int = 1) -> Setting:
+    """Return the setting with its value as the field stores it. `depth`: length of a whole key; what is below it is a
+    table in place of a value. Raises WrongSetting."""
+    value = setting.value if len(keys) == depth else {keys[depth]: setting.value}
+    try:
+        return replace(setting, value=check(known[keys[depth - 1]].hint, value))
+    except WrongValue as wrong:
+        problem = setting.problem(keys[:depth], wrong.message, wrong.hint, of_value=True)
+        raise WrongSetting(problem) from wrong
+
+
 def flatten(document: Document, base: Keys = ()) -> Settings:
     """Return the leaves of the table at `base`. An empty table counts as a leaf, so that a wrong name is reported."""
     table: object = document.values
     for name in base:
         table = table[name] if isinstance(table, Mapping) else {}
-    return {keys: Setting(value, InFile(document, base, keys)) for keys, value in leaves(table)}
+    return {keys: Setting(value, Origin(document, keys, base)) for keys, value in leaves(table)}
 
 
 def leaves(table: object, above: Keys = ()) -> Iterable[tuple[Keys, object]]:

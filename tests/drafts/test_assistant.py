@@ -258,7 +258,7 @@ def machine(tmp_path: Path) -> Machine:
 def test_it_is_found_by_its_files_and_fit_counts_them(machine: Machine) -> None:
     for name in ("helper", "auto"):
         setup = Setup(machine.world(), "gemma", flags=profile_flags({"draft": name}))
-        profile = setup.profile()
+        profile = setup.profile
         assert (profile.spec.method, profile.spec.model) == ("assistant", "helper")
     assert setup.sizes()("helper").shape.layers == 4
     by = ("--set", "spec.method=assistant", "--set", "spec.model=helper")
@@ -288,7 +288,7 @@ def test_one_that_is_not_here_yet_is_known_once_it_was_fetched(
 
     monkeypatch.setattr(setup_file, "find", fetching)
     setup = Setup(machine.world(), "gemma", flags=profile_flags({"draft": "helper"}))
-    profile = setup.profile()
+    profile = setup.profile
     assert profile.spec.method == "model"
     model = setup.load(profile, tell=lambda line: None)
     assert (model.profile.spec.method, model.drafts_by) == ("assistant", "helper")
@@ -309,14 +309,14 @@ def test_who_says_more_of_it_than_its_name_is_told_what_to_type(machine: Machine
 
 def test_it_is_refused_alone_and_where_it_does_not_belong(machine: Machine) -> None:
     with pytest.raises(BadModel, match="reads the KV cache of its target model") as found:
-        Setup(machine.world(), "helper").fetch(Setup(machine.world(), "gemma").profile())
+        Setup(machine.world(), "helper").fetch(Setup(machine.world(), "gemma").profile)
     assert any("-m MODEL --draft" in one for one in found.value.try_)
     setup = Setup(machine.world(), "gemma", flags=profile_flags({"draft": "stranger"}))
     with pytest.raises(BadModel, match="stranger drafts only for the Gemma 4") as found:
-        setup.load(setup.profile()).drafts_by  # noqa: B018
+        setup.load(setup.profile).drafts_by  # noqa: B018
     for method, name in (("model", "helper"), ("assistant", "demo"), ("assistant", "gemma")):
         setup = Setup(machine.world(), "gemma", flags={})
-        profile = setup.profile().replace(spec={"method": method, "model": name})
+        profile = setup.profile.replace(spec={"method": method, "model": name})
         with pytest.raises(BadModel, match=r"is (an assistant|no assistant)") as found:
             setup.load(profile).drafts_by  # noqa: B018
         assert any("--set spec.method=" in one for one in found.value.try_)

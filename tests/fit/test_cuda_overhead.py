@@ -228,7 +228,7 @@ def test_a_chat_takes_what_fits_and_says_what_undoes_it(typed):
 def test_who_insists_on_full_precision_has_the_cpu_run_layers(typed, asked):
     world = typed(72).world()
     setup = Setup(world, "demo", **{"flags": {}, **asked})
-    ready = prepare(setup, setup.profile(), MemoryWishes(), print)
+    ready = prepare(setup, setup.profile, MemoryWishes(), print)
     assert ready.profile.load.quant == "none"
     assert isinstance(ready.profile.load.layers_on_gpu, int)
     assert any("run on the CPU" in note for note in ready.notes)
@@ -236,10 +236,10 @@ def test_who_insists_on_full_precision_has_the_cpu_run_layers(typed, asked):
 
 def test_what_was_chosen_holds_for_profiles_on_the_way(typed):
     setup = Setup(typed(72).world(), "demo")
-    prepare(setup, setup.profile(), MemoryWishes(), print)
-    later = setup.resolve("exact", [])
+    ready = prepare(setup, setup.profile, MemoryWishes(), print)
+    later = ready.resolve("exact", [])
     assert (later.load.quant, later.origins["load.quant"]) == ("int4", "what fits")
-    assert setup.resolve("cpu", []).load.quant == "int8", "which says so itself"
+    assert ready.resolve("cpu", []).load.quant == "int8", "which says so itself"
 
 
 def test_fit_says_what_gave_way_and_what_it_costs(typed):

@@ -23,7 +23,7 @@ def print_calibration(setup: Setup) -> int:
     refuse_unbuilt()
     with progress(Screen.of(world)) as bar:
         bar.show(0, 0, f"loading {setup.name}")
-        document = run_calibration(world, setup.load, setup.profile(), lambda words: bar.show(0, 0, words))
+        document = run_calibration(world, setup.load, setup.profile, lambda words: bar.show(0, 0, words))
     if world.options.json:
         print_json(world, document)
     elif not world.options.plain:

@@ -118,7 +118,7 @@ def read_workloads(setup: Setup, text: str | None, most: int = 1) -> tuple[list[
 
 def _profiles(setup: Setup, asked: BenchArguments) -> list[tuple[str, str, Profile]]:
     """Return the profiles, each with its --vary variants."""
-    current, names = setup.profile(), asked.args.named
+    current, names = setup.profile, asked.args.named
     if names == []:
         raise UsageError("--profiles names none", try_=["--profiles exact,ngram"])
     loading = [item for item in setup.world.options.set if item.strip().startswith(("load.", "sample."))]
@@ -190,9 +190,9 @@ def _baseline(
     known = next((side for side in profiles if side[0] == name), None)
     if known is not None:
         return known
-    if name in setup.names():
+    if name in setup.config.names():
         return name, "profile", setup.resolve(name, setup.world.options.set)
-    choices = [*BASELINES, *setup.names()]
+    choices = [*BASELINES, *setup.config.names()]
     near = get_close_matches(name, choices, 1)
     raise UsageError(
         f"there is no baseline {name!r}",

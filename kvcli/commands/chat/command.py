@@ -112,14 +112,11 @@ def profile_of(setup: Setup, packed: Pack | None) -> Profile:
     Raises BadInput if the options typed contradict the settings of the pack.
     """
     if packed is None:
-        return setup.profile()
-    setup.usual, setup.packed = packed.about.profile, packed.about.settings
-    profile = setup.profile()
-    packed.refuse_under(profile)
+        return setup.profile
+    packed.refuse_under(setup.profile)
     if setup.taken:
-        said = ", ".join(f"{key}={value}" for key, value in setup.taken.items())
-        tell(setup.world, f"settings from {packed.folder.name}: {said}")
-    return profile
+        tell(setup.world, f"settings from {packed.folder.name}: {', '.join(setup.taken)}")
+    return setup.profile
 
 
 app = typer.Typer(add_completion=False)
@@ -196,9 +193,16 @@ def chat(world: Environment, options: ChatOptions) -> int:
             from kvcli.commands.chat.save_chat import model_of
 
             named = model_of(world, opened)
-        flags = o.profile_flags(options.values())
-        setup = Setup(world, named, flags, options.run.exact, is_typed=options.model is not None)
-        find_model(setup, files)
+        setup = Setup(
+            world,
+            named,
+            o.profile_flags(options.values()),
+            options.run.exact,
+            is_typed=options.model is not None,
+            reuses=True,  # --no-save saves nothing, but uses the prefix cache
+            pack=packed.about if packed is not None else None,
+        )
+        setup = find_model(setup, files)
         grammar = read_grammar(world, wanted.schema, wanted.grammar, wanted.json_object)
         profile = profile_of(setup, packed)
         if options.dry_run:
@@ -209,7 +213,7 @@ def chat(world: Environment, options: ChatOptions) -> int:
         question = read_question(world, asked.prompt, files, asked.system, asked.system_file)
         if packed is not None:
             question = about_pack(question, packed)
-        find_model(setup, [d.name for d in question.documents if d.name == STDIN])
+        setup = find_model(setup, [d.name for d in question.documents if d.name == STDIN])
         if question.text is not None and not question.documents:
             tell_toy(setup)
         return ChatRun(options, setup, profile, grammar, opened, packed).answer(question)
@@ -258,7 +262,7 @@ class ChatRun:
         self.setup, self.profile, self.grammar, self.opened, self.packed = setup, profile, grammar, opened, packed
         self.options, self.world = options, setup.world
         self.screen = Screen.of(self.world, options.answer.stats)
-        self.saves = not options.question.no_save and setup.keeps_chats
+        self.saves = not options.question.no_save and setup.config.keep_chats
         self.held: AnswerConstraint | None = None
 
     @property
@@ -270,7 +274,6 @@ class ChatRun:
         from kvcli.chat.conversation import Chat
         from kvcli.commands.chat.save_chat import about, save_kv_cache, saved_chats_of, try_save
 
-        self.setup.reuses = self.setup.keeps_chats  # --no-save saves nothing, but uses the prefix cache
         wanted = MemoryWishes(self.options.run.force, self.options.run.ctx == "max")
         text_session = self.load(self.setup, self.profile, wanted)
         chats, name = saved_chats_of(self.world), self.setup.lasting_name
@@ -377,7 +380,7 @@ class ChatRun:
             self.world,
             SLASH,
             saves=self.saves,
-            profiles=self.setup,
+            profiles=self.run,
             profile=self.run.profile.name,
             sets=self.world.options.set,
             history=self.world.paths.state / "history" if self.saves else None,
@@ -423,8 +426,8 @@ class ChatRun:
         """Continue the interactive chat with another model. If it cannot be loaded, nothing has changed."""
         from kvcli.commands.models.suggest_model import find_model
 
-        wanted = replace(self.setup, model=name, is_typed=True, found=None, most=0, settled={})
-        find_model(wanted, [document.name for document in self.chat.documents], may_ask=False)
+        wanted = replace(self.setup, model=name, is_typed=True)
+        wanted = find_model(wanted, [document.name for document in self.chat.documents], may_ask=False)
         try:
             profile = wanted.resolve(repl.profile_name, [*repl.given, *repl.said])
             text_session = self.load(wanted, profile, MemoryWishes())
@@ -433,7 +436,7 @@ class ChatRun:
             error.try_ = (f"/exit, then kvcli chat {saved} -m {name}", *error.try_)
             raise
         self.constrain(text_session)
-        repl.profiles = self.setup = wanted
+        self.setup, repl.profiles = wanted, self.run
         repl.constraint = self.constraint
         self.chat.go_to(text_session, wanted.lasting_name)
         for note in self.run.notes:

@@ -30,7 +30,7 @@ from kvcli.render.turn.status_row import ProcessMemory, RowOptions
 from kvcli.render.turn.turn_view import show_turn
 
 if TYPE_CHECKING:
-    from kvcli.commands.common.run_setup import Setup
+    from kvcli.commands.common.load_model import CheckedRun
     from kvcli.engine.sequence.constraint import Constraint
 
 LEAVE_WITHIN = 2.0  # seconds between two Ctrl-C at the prompt that end the chat
@@ -47,12 +47,12 @@ class Repl:
         world: Environment,
         commands: SlashTable,
         *,
-        profiles: Setup,
+        profiles: CheckedRun,
         profile: str = "",
         sets: Sequence[str] = (),
         after_turn: Callable[[Turn | None], None] | None = None,
         memory: Callable[[], ProcessMemory | None] | None = None,
-        before_file: Callable[[str], None] | None = None,
+        before_file: Callable[[str], object] | None = None,
         change_model: Callable[[Repl, str], None] | None = None,
         history: Path | None = None,
         saves: bool = False,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvcli.commands.common.run_setup import refuse_beyond
 from kvcli.errors import BadConfig, BadModel, DoesNotFit, KvcliError
+from kvcli.settings.values import BY, DEFAULT
 
 if TYPE_CHECKING:
     from kvcli.api import Turn
@@ -28,42 +30,68 @@ class MemoryWishes:
     whole: bool = False  # --ctx max: the model's own limit or nothing
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckedRun:
-    """A run that fits into memory by the estimate, or has no estimate."""
+    """Findings about a run: the profile with values that fit into memory, and the estimate, if there is one."""
 
+    setup: Setup
     profile: Profile
+    settled: Mapping[str, object] = field(default_factory=dict)  # key -> value that fits, if nothing sets the key
+    limit: int = 0  # context limit of the loaded model in tokens; 0 before it is loaded
     estimate: int = 0  # bytes with a full context window; 0 = no estimate
     notes: tuple[str, ...] = ()  # for the user, once the model is loaded
     outlook: Preflight | None = None
-    _is_noted: bool = False  # the note that the log cannot be written was shown
-
-    @property
-    def estimate_memory(self) -> Callable[[Profile, int], tuple[int, int]] | None:
-        return self.outlook.estimate_peak if self.outlook is not None else None
-
-    @property
-    def fits(self) -> Callable[[Profile], int] | None:
-        return self.outlook.fits if self.outlook is not None else None
 
     def record(self, profile: Profile, turn: Turn) -> str:
         """Log the memory of a turn with its estimate; returns a note the first time that logging fails."""
-        if self.outlook is None:
-            return ""
-        note = self.outlook.record(profile, turn.stats)
-        was, self._is_noted = self._is_noted, self._is_noted or bool(note)
-        return "" if was else note
+        return self.outlook.record(profile, turn.stats) if self.outlook is not None else ""
+
+    # for an interactive chat, whose settings may change; files may have changed since it began
+
+    def names(self) -> list[str]:
+        """Return the names of profiles."""
+        return replace(self.setup).config.names()
+
+    def models(self) -> list[str]:
+        """Return the names of models."""
+        from kvcli.commands.models.model_names import known
+
+        return [name for name, _ in known(self.setup.config, self.setup.world.paths.data)]
+
+    def keys(self) -> list[str]:
+        """Return the keys that /set can complete."""
+        return list(self.setup.profile.values)
+
+    def resolve(self, name: str, sets: Sequence[str]) -> Profile:
+        """Return another profile, with values that fit. Settings of the chat override the flags that it began with."""
+        profile = replace(self.setup).resolve(name, sets)
+        refuse_beyond(profile, self.limit, self.setup.name)
+        return narrowed(profile, self.settled)
 
 
-def outlook_of(setup: Setup, found: Source) -> Preflight:
-    """Return the preflight of this model, for a command that loads nothing."""
+def narrowed(profile: Profile, settled: Mapping[str, object]) -> Profile:
+    """Return the profile with values that fit (window, prefill order, chunks, weights) for keys not set."""
+    changes: dict[str, object] = {}
+    judges = {"evicts", "prunes"} & profile.effects.keys()
+    for key, value in settled.items():
+        is_open = profile.values[key] == "auto" or profile.origins[key] == DEFAULT.name
+        packs_anew = key == "load.quant" and profile.origins[key].startswith("built-in ")
+        is_open = is_open or (packs_anew and value == "none")  # weights that are quantized in the file
+        if is_open and not (judges and key == "prefill.order"):
+            changes[key] = value
+    return profile.changed(changes, BY) if changes else profile
+
+
+def outlook_of(setup: Setup, found: Source, tell: Callable[[str], None] | None = None) -> Preflight:
+    """Return the preflight of this model. `tell`: the command will load it, in this process, and may download a draft
+    model."""
     from kvcli.fit import memory
     from kvcli.fit.plan import subject_of
     from kvcli.fit.preflight import Preflight
 
     paths = setup.world.paths
-    base = memory.elsewhere(paths.cache)
-    return Preflight(subject_of(found), setup.name, paths.data, base=base, find=setup.sizes())
+    base = memory.elsewhere(paths.cache) if tell is None else memory.here()
+    return Preflight(subject_of(found), setup.name, paths.data, base=base, find=setup.sizes(tell))
 
 
 def prepare(setup: Setup, profile: Profile, wanted: MemoryWishes, tell: Callable[[str], None]) -> CheckedRun:
@@ -72,26 +100,22 @@ def prepare(setup: Setup, profile: Profile, wanted: MemoryWishes, tell: Callable
     A model of unknown size has no estimate; loading it reports the problem.
     """
     found = setup.fetch(profile, tell)
-    from kvcli.commands.common.run_setup import refuse_beyond
     from kvcli.commands.fit import others_of
-    from kvcli.fit import memory
-    from kvcli.fit.plan import chosen, subject_of, told
-    from kvcli.fit.preflight import Preflight
+    from kvcli.fit.plan import chosen, told
 
     try:
-        its = setup.sizes(tell)
-        outlook = Preflight(subject_of(found), setup.name, setup.world.paths.data, base=memory.here(), find=its)
+        outlook = outlook_of(setup, found, tell)
         refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
         plan, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
     except BadModel:
-        return CheckedRun(profile)
+        return CheckedRun(setup, profile)
     except (DoesNotFit, BadConfig):
         raise
     except KvcliError as error:
-        return CheckedRun(profile, notes=(f"no memory estimate: {error.message}",))
-    setup.settled = dict(chosen(plan)) | ({"context.limit": plan.need.context} if note else {})
+        return CheckedRun(setup, profile, notes=(f"no memory estimate: {error.message}",))
+    settled = dict(chosen(plan)) | ({"context.limit": plan.need.context} if note else {})
     notes = (*outlook.notes, *filter(None, (note, *told(plan))))
-    return CheckedRun(setup.narrowed(profile), plan.total, notes, outlook)
+    return CheckedRun(setup, narrowed(profile, settled), settled, 0, plan.total, notes, outlook)
 
 
 def load_model(setup: Setup, profile: Profile, wanted: MemoryWishes, screen: Screen) -> tuple[CheckedRun, TextSession]:
@@ -108,9 +132,10 @@ def load_model(setup: Setup, profile: Profile, wanted: MemoryWishes, screen: Scr
 
         run = prepare(setup, profile, wanted, tell)
         model = setup.load(run.profile, tell)
-    run.notes = (*setup.overruled(run.profile), *run.notes, *(model.info.details if screen.verbose else ()))
-    run.profile = model.profile  # the profile adapted to this model
-    model.foretell, model.fits = run.estimate_memory, run.fits
+    notes = (*setup.overruled(run.profile), *run.notes, *(model.info.details if screen.verbose else ()))
+    if run.outlook is not None:
+        model.foretell, model.fits = run.outlook.estimate_peak, run.outlook.fits
     text_session = model.open()
-    run.notes += (*text_session.cautions, *model.info.notes)
-    return run, text_session
+    notes += (*text_session.cautions, *model.info.notes)
+    # the profile as it was adapted to this model
+    return replace(run, profile=model.profile, notes=notes, limit=model.info.limit), text_session

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from os.path import exists, expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,6 @@ from kvcli.models.catalog import BY_NAME, stands_for
 from kvcli.settings.config import Config, Sources, from_environ, from_sets, load_config, set_value
 from kvcli.settings.profile import LOSSY, SMALLER, Profile, load_profile
 from kvcli.settings.schema import METHOD_TABLES, Kv, Load, plain_value
-from kvcli.settings.values import BY, DEFAULT
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from kvcli.environment import Environment
     from kvcli.fit.plan import PlannedModel
     from kvcli.schemas.fit import PassTime
+    from kvcli.schemas.pack import PackDocument
     from kvcli.settings.schema import Model as Entry
 
 Flags = Mapping[str, tuple[object, str]]  # dotted key -> value and its flag
@@ -73,9 +73,10 @@ def find(
     *,
     may_assist: bool = False,
     revision: str | None = None,
+    config: Config | None = None,
 ) -> source.Source:
     """Return the checked files of a model by any of its names. Downloads only with a `tell`. Raises BadModel."""
-    config = config_of(world)
+    config = config or config_of(world)
     entry, offline = entry_of(world, config, name), world.options.offline
     if entry.path in BY_NAME and not exists(expanduser(entry.path)):
         raise BadModel(
@@ -110,16 +111,16 @@ def at_hand(world: Environment, *, may_assist: bool = False) -> dict[str, source
     """Return the checked files of all models with a name on this machine, by name; models with errors are left out."""
     from kvcli.commands.models.model_names import known
 
-    found = dict[str, source.Source]()
-    for name, _ in known(config_of(world), world.paths.data):
+    found, config = dict[str, source.Source](), config_of(world)
+    for name, _ in known(config, world.paths.data):
         with suppress(KvcliError):  # `kvcli models list` reports the error
-            found[name] = find(world, name, allow_pickle=False, may_assist=may_assist)
+            found[name] = find(world, name, allow_pickle=False, may_assist=may_assist, config=config)
     return found
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class Setup:
-    """A model name and the settings of its run. Nothing is loaded before `load`."""
+    """Request of a run: a model name and the settings of the command line. Nothing is loaded before `load`."""
 
     world: Environment
     model: str | None = None  # as typed, or from a saved chat; None = the default model
@@ -127,27 +128,24 @@ class Setup:
     exact: bool = False
     revision: str | None = None  # of a hub id, in place of the config's
     is_typed: bool = True  # False if `model` comes from a saved chat
-    most: int = 0  # context limit of the loaded model in tokens; 0 before it is loaded
-    found: source.Source | None = None  # the model's files, once they were found
     reuses: bool = False  # True if sessions use the prefix cache; False for measurements, which must prefill
-    usual: str | None = None  # profile name of a pack, used if none is typed
-    packed: Mapping[str, str] = field(default_factory=dict)  # the pack's settings, as values of `--set`
-    taken: Mapping[str, str] = field(default_factory=dict)  # settings of the pack that differ from the profile's
-    _named: str | None = None  # the profile that was chosen first
-    settled: Mapping[str, object] = field(default_factory=dict)  # dotted key -> value that fits, if not set by the user
-    _config: Config | None = None
-    _absent: str = ""  # draft model that was not found; only its files show if it is an assistant
+    pack: PackDocument | None = None  # pack whose profile and settings are used, unless a profile is typed
+    # the model's files by `load.allow_pickle`, once they were found
+    _files: dict[bool, source.Source] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def config(self) -> Config:
         """The config files as they were when the command began."""
-        self._config = self._config or config_of(self.world)
-        return self._config
+        return config_of(self.world)
 
     @property
     def entry(self) -> Entry:
         """The entry of the model's name."""
         return entry_of(self.world, self.config, self.model)
+
+    @property
+    def name(self) -> str:
+        return self.model or self.config.default_model
 
     @property
     def lasting_name(self) -> str:
@@ -157,34 +155,44 @@ class Setup:
         return str(Path(expanduser(name)).absolute()) if is_folder else name
 
     @property
-    def keeps_chats(self) -> bool:
-        return self.config.keep_chats
-
-    @property
     def is_named(self) -> bool:
         """True if the user chose the model: typed, or as `default_model` of a config file."""
         return self.is_typed if self.model is not None else "default_model" in self.config.top
 
-    @property
-    def name(self) -> str:
-        return self.model or self.config.default_model
-
+    @cached_property
     def profile(self) -> Profile:
-        """Return the profile of the command line."""
-        options = self.world.options
-        name = options.profile or (self.usual if self.usual in self.names() else None)
-        if self.packed and not options.profile:
-            plain = self._profile(name, (), {})
-            values = {key: set_value(value) for key, value in plain.values.items()}
-            self.taken, self._named = {k: v for k, v in self.packed.items() if values.get(k) != v}, plain.name
-        return self._profile(name, options.set, self.flags)
+        """The profile of the command line."""
+        return self._read(self._profile_name, self.world.options.set, self.flags, self.taken)
 
-    def _profile(self, name: str | None, sets: Sequence[str], flags: Flags) -> Profile:
-        own = from_sets(sets)[0]
-        if name in (None, self._named):
-            sets = [*(f"{key}={value}" for key, value in self.taken.items()), *sets]
+    @property
+    def _profile_name(self) -> str | None:
+        usual = self.pack.profile if self.pack is not None and self.pack.profile in self.config.profiles else None
+        return self.world.options.profile or usual
+
+    @cached_property
+    def taken(self) -> Sequence[str]:
+        """Settings of the pack that differ from those of its profile, as for `--set`; none if a profile is typed."""
+        if self.pack is None or self.world.options.profile:
+            return ()
+        values = {key: set_value(value) for key, value in self._read(self._profile_name, (), {}).values.items()}
+        return [f"{key}={value}" for key, value in self.pack.settings.items() if values.get(key) != value]
+
+    def resolve(self, name: str, sets: Sequence[str]) -> Profile:
+        """Return another profile. Settings of `sets` beyond those of the command line override its flags."""
+        typed = self.world.options.set
+        new = sets[len(typed) :] if list(sets[: len(typed)]) == typed else sets
+        changed = {item.partition("=")[0].strip() for item in new}
+        # a new method drops the flags of the old one
+        other = {table for table, (key, _) in METHOD_TABLES.items() if f"{table}.{key}" in changed}
+        flags = {key: flag for key, flag in self.flags.items() if key not in changed and key.split(".")[0] not in other}
+        return self._read(name, sets, flags, self.taken if self.taken and name == self.profile.name else ())
+
+    def _read(self, name: str | None, sets: Sequence[str], flags: Flags, taken: Sequence[str] = ()) -> Profile:
+        own, sets = from_sets(sets)[0], [*taken, *sets]
         refuse_implied(flags, from_environ(self.world.environ) | from_sets(sets)[0], own)
-        read = partial(load_profile, name, sources=sources(self.world), model=self.model, flags=flags)
+        read = partial(
+            load_profile, name, sources=sources(self.world), config=self.config, model=self.model, flags=flags
+        )
         try:
             profile = read(sets=sets)
         except BadConfig as error:
@@ -196,9 +204,10 @@ class Setup:
         self._refuse_other_policy(profile)
         if self.exact:
             refuse_inexact(profile)
-            profile = profile.replace(load={"quant": "none"})  # set explicitly, so that no other value is chosen
+            changes: dict[str, object] = {"load.quant": "none"}  # set explicitly, so that no other value is chosen
             if profile.spec.method != "off":
-                profile = profile.replace(spec={"require_batch_invariance": True})
+                changes["spec.require_batch_invariance"] = True
+            profile = profile.replace(**changes)
         profile = self.suited(profile)
         log.info("profile %s, hash %s", profile.name, profile.hash)
         for key, value in profile.values.items():
@@ -223,10 +232,8 @@ class Setup:
 
         wanted = {"method": "assistant", "model": profile.spec.model, "quant": profile.spec.quant}
         with suppress(KvcliError):  # reported when the model is loaded
-            if profile.spec.model != "auto" or "auto" in self.config.models:
-                self._absent = profile.spec.model
-                found = find(self.world, profile.spec.model, allow_pickle=False, may_assist=True)
-                self._absent = ""
+            if self._names_draft_model(profile):
+                found = find(self.world, profile.spec.model, False, may_assist=True, config=self.config)
                 by = profile.origins["spec.model"]
                 return profile.changed({"spec": wanted}, by) if is_assistant(found.config) else profile
             found = self.fetch(profile)
@@ -235,6 +242,10 @@ class Setup:
             if name := assistant_for(found, at_hand(self.world, may_assist=True)):
                 return profile.replace(spec=wanted | {"model": name})
         return profile
+
+    def _names_draft_model(self, profile: Profile) -> bool:
+        """True if `spec.model` is a name, not "auto"."""
+        return profile.spec.model != "auto" or "auto" in self.config.models
 
     def _refuse_other_policy(self, profile: Profile) -> None:
         """Raise UsageError if --budget replaces the eviction policy of a profile."""
@@ -258,63 +269,29 @@ class Setup:
         about = f"profile {profile.name} does not draft; --draft adds draft model {profile.spec.model} (same text)"
         return [about] if said == "off" else []
 
-    # methods for the chat, when settings change during it
-
-    def names(self) -> list[str]:
-        return config_of(self.world).names()
-
-    def models(self) -> list[str]:
-        from kvcli.commands.models.model_names import known
-
-        return [name for name, _ in known(self.config, self.world.paths.data)]
-
-    def keys(self) -> list[str]:
-        return list(self.profile().values)
-
-    def resolve(self, name: str, sets: Sequence[str]) -> Profile:
-        """Return another profile during a chat. Settings of the chat override the flags that it was started with."""
-        typed = self.world.options.set
-        new = sets[len(typed) :] if list(sets[: len(typed)]) == typed else sets
-        changed = {item.partition("=")[0].strip() for item in new}
-        # a new method drops the flags of the old one
-        other = {table for table, (key, _) in METHOD_TABLES.items() if f"{table}.{key}" in changed}
-        flags = {key: flag for key, flag in self.flags.items() if key not in changed and key.split(".")[0] not in other}
-        profile = self._profile(name, sets, flags)
-        refuse_beyond(profile, self.most, self.name)
-        return self.narrowed(profile)
-
-    def narrowed(self, profile: Profile) -> Profile:
-        """Return the profile with values that fit (window, prefill order, chunks, weights) for keys not set."""
-        changes: dict[str, object] = {}
-        judges = {"evicts", "prunes"} & profile.effects.keys()
-        for key, value in self.settled.items():
-            is_open = profile.values[key] == "auto" or profile.origins[key] == DEFAULT.name
-            packs_anew = key == "load.quant" and profile.origins[key].startswith("built-in ")
-            is_open = is_open or (packs_anew and value == "none")  # weights that are quantized in the file
-            if is_open and not (judges and key == "prefill.order"):
-                changes[key] = value
-        return profile.changed(changes, BY) if changes else profile
-
     def look(self, profile: Profile) -> None:
         """Find the model, or check that it can be downloaded, before documents are read and anything is imported."""
         try:
-            self.found = find(self.world, self.model, profile.load.allow_pickle)
+            self.fetch(profile)
         except BadModel as error:
             if self.world.options.offline or not hub.may_fetch(self.entry.path, error):
                 raise
 
     def fetch(self, profile: Profile, tell: Callable[[str], None] | None = None) -> source.Source:
         """Return the model's checked files; `tell` receives messages about a download."""
-        self.found = self.found or find(self.world, self.model, profile.load.allow_pickle, tell, revision=self.revision)
-        return self.found
+        trusts = profile.load.allow_pickle
+        if trusts not in self._files:
+            found = find(self.world, self.model, trusts, tell, revision=self.revision, config=self.config)
+            self._files[trusts] = found
+        return self._files[trusts]
 
     def draft(self, name: str, tell: Callable[[str], None] | None = None) -> source.Source:
         """Return the checked files of a draft model; "auto" = one on this machine. Pickle files are not trusted."""
         if name == "auto" and name not in self.config.models:
             from kvcli.commands.models.draft_candidates import choose
 
-            name = choose(self.fetch(self.profile(), tell), self.name, at_hand(self.world))
-        return replace(find(self.world, name, allow_pickle=False, tell=tell, may_assist=True), id=name)
+            name = choose(self.fetch(self.profile, tell), self.name, at_hand(self.world))
+        return replace(find(self.world, name, False, tell, may_assist=True, config=self.config), id=name)
 
     def sizes(self, tell: Callable[[str], None] | None = None) -> Callable[[str], PlannedModel]:
         """Return a function from a draft model's name to its sizes for a plan."""
@@ -328,8 +305,8 @@ class Setup:
         found = self.fetch(profile, tell)
         for note in profile.foreign:
             (tell or log.info)(note)
-        if self._absent and profile.spec.model == self._absent:
-            self.draft(self._absent, tell)
+        if tell is not None and profile.spec.method == "model" and self._names_draft_model(profile):
+            self.draft(profile.spec.model, tell)  # its files show if it is an assistant, and may have to be downloaded
             profile = self.suited(profile)
         # transformers reads it when imported; kvcli itself checks what its warnings are about
         self.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -342,12 +319,11 @@ class Setup:
         model.map_heads = partial(self.map_heads, tell=tell or log.info)
         model.prepare()
         cache = self.world.paths.cache
-        if self.reuses and (most := self.config.prefix_cache_size(free_bytes(cache))):
+        if self.reuses and self.config.keep_chats and (most := self.config.prefix_cache_size(free_bytes(cache))):
             from kvcli.prefix_cache.prefix_cache import PrefixCache
 
             model.prefix_cache = PrefixCache(cache / "kv", most, model.lm)
-        self.most = info.limit
-        refuse_beyond(profile, self.most, self.name)
+        refuse_beyond(profile, info.limit, self.name)
         log.info("loaded %s from %s in %.2f s: %s %s", info.id, info.path, info.load_seconds, info.dtype, info.backend)
         return model
 

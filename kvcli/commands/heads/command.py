@@ -75,7 +75,7 @@ def profile_heads(world: Environment, options: HeadsOptions) -> None:
     for name in ("top", "stability", "seed"):
         if (value := getattr(options, name)) < 0:
             raise UsageError(f"--{name} {value}: at least 0", try_=[f"--{name} 0"])
-    profile = setup.profile()
+    profile = setup.profile
     ask = _request(setup, profile, options)
     _run(setup, profile, ask, outlet(world, setup.name, ask, options))
 

@@ -141,7 +141,7 @@ def checked(setup: Setup, online: bool) -> CheckDocument:
     from kvcli.models.draft_heads import found_in
     from kvcli.schemas.listings import CheckDocument, CheckMemory
 
-    profile = setup.profile()
+    profile = setup.profile
     found = _found(setup, profile.load.allow_pickle, online)
     refuse_wordless(found)
     outlook = outlook_of(setup, found)

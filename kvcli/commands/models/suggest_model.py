@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvcli.commands.common.inputs import STDIN, agrees, answer_to, tell
@@ -82,18 +82,18 @@ class ModelSuggestion:
         return f"  kvcli models get {self.model}  {self.about}" + (f", --quant {self.quant}" * (self.quant != "none"))
 
 
-def find_model(setup: Setup, names: Sequence[str], *, may_ask: bool = True) -> None:
-    """Prevent the demo model from answering about other documents, unless the user named the demo.
+def find_model(setup: Setup, names: Sequence[str], *, may_ask: bool = True) -> Setup:
+    """Prevent the demo model from answering about other documents, unless the user named the demo; return the setup.
 
-    A user who named the demo gets a note. Otherwise this raises, or on a terminal asks for a model and sets it in
-    `setup`. Reads no document, and imports nothing heavy. `names`: the documents as typed.
+    A user who named the demo gets a note. Otherwise this raises, or on a terminal asks for a model and returns a setup
+    with it. Reads no document, and imports nothing heavy. `names`: the documents as typed.
     """
     foreign = [name for name in names if split_pages(name)[0] not in BUNDLED]
     if not foreign or setup.entry.path != "demo":
-        return
+        return setup
     if setup.is_named:
         tell(setup.world, f"the demo model knows only its own reports; it invents answers about {_called(foreign)}")
-        return
+        return setup
     room, offers = suggest_models(setup)
     if not (may_ask and setup.world.may_ask and setup.world.is_tty("stderr") and not setup.world.options.json):
         raise _refusal(foreign, room, offers)
@@ -102,9 +102,8 @@ def find_model(setup: Setup, names: Sequence[str], *, may_ask: bool = True) -> N
         from kvcli.commands.models.fetch import ensure_model
 
         ensure_model(setup.world, chosen.model)
-    setup.model, setup.is_typed, setup.found = chosen.model, True, None
-    if chosen.quant != "none":
-        setup.flags = {**setup.flags, "load.quant": (chosen.quant, "--quant")}
+    quant = {"load.quant": (chosen.quant, "--quant")} if chosen.quant != "none" else {}
+    return replace(setup, model=chosen.model, is_typed=True, flags={**setup.flags, **quant})
 
 
 def tell_toy(setup: Setup) -> None:

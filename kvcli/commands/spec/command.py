@@ -117,7 +117,7 @@ def _model(setup: Setup) -> Iterator[tuple[Model, Bar]]:
     with progress(Screen.of(setup.world)) as bar:
         bar.show(0, 0, f"loading {setup.name}")
         with insisting():
-            model = setup.load(drawing(setup.profile(), temperature(setup)), bar.screen.note)
+            model = setup.load(drawing(setup.profile, temperature(setup)), bar.screen.note)
         with model as loaded:
             yield loaded, bar
 

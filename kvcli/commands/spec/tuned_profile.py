@@ -75,7 +75,7 @@ def write(setup: Setup, where: ProfileFile, found: SpecTuneDocument) -> SpecTune
     """Write the profile if requested; returns the document with its path."""
     if where.path is None:
         return found
-    text = profile_text(setup.profile(), found)
+    text = profile_text(setup.profile, found)
     if where.path == Path("-"):
         setup.world.stdout.write(text)
         return found

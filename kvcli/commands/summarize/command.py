@@ -47,10 +47,17 @@ def summarize(world: Environment, options: SummarizeOptions) -> int:
     others += [parts.mode != "auto", parts.chunk, parts.overlap]
     packed = pack_of(world, given.pack, others, ALONE)
     named = packed_model(world, packed) if packed is not None and options.model is None else options.model
-    flags = profile_flags(options.values())
-    setup = Setup(world, named, flags, options.run.exact, is_typed=options.model is not None)
+    setup = Setup(
+        world,
+        named,
+        profile_flags(options.values()),
+        options.run.exact,
+        is_typed=options.model is not None,
+        reuses=True,
+        pack=packed.about if packed is not None else None,
+    )
     if not given.extract_only:  # extraction needs no model
-        find_model(setup, files)
+        setup = find_model(setup, files)
     profile = profile_of(setup, packed)
     if not given.extract_only:
         setup.look(profile)

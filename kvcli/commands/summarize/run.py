@@ -132,7 +132,6 @@ class SummaryRun:
 
     def summarize(self) -> int:
         """Load the model and make all summaries; returns the exit code."""
-        self.setup.reuses = self.setup.keeps_chats
         self.run, self.text_session = load_model(self.setup, self.profile, self.wanted, self.screen)
         session = self.text_session
         with session:

@@ -223,8 +223,8 @@ FAULTS = [
     Fault(
         "S4",
         "kvcli/settings/resolve.py",
-        "            if gone:",
-        "            if not found:",
+        "        chosen = around[selector]",
+        "        chosen = Setting(METHOD_TABLES[table].default, DEFAULT)",
         "tests/test_profile_errors.py::test_a_problem_names_its_line_and_what_to_write",
     ),
     Fault(
