@@ -12,8 +12,7 @@ from typing import Annotated
 
 import typer
 
-from kvcli.commands.common.flags import option
-from kvcli.commands.common.options import command
+from kvcli.commands.common.options import command, option
 from kvcli.commands.common.output import print_json, print_table
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, UsageError

@@ -12,9 +12,8 @@ import typer
 
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.commands.chat.save_chat import facts, saved_chats_of
-from kvcli.commands.common.flags import option
 from kvcli.commands.common.inputs import agrees, tell
-from kvcli.commands.common.options import command
+from kvcli.commands.common.options import command, option
 from kvcli.commands.common.output import print_json, print_table
 from kvcli.environment import Environment
 from kvcli.errors import UsageError

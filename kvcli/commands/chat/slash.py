@@ -18,62 +18,6 @@ if TYPE_CHECKING:
     from kvcli.commands.chat.repl import Repl
     from kvcli.schemas.chats import ChatEntry
 
-# The slash commands that save a chat and continue saved chats.
-
-
-RESUME = "continue a saved chat: its number, name, title or file; or list them"
-
-
-def save(repl: Repl, argument: str) -> None:
-    name = repl.chat.save(argument or None)
-    repl.say(f"saved as {name}" + ("" if repl.saves else "; from now on after each answer"))
-    repl.saves = True
-    repl.say(f"wrote {repl.chat.saved_chats.save(name)}")
-
-
-def resume(repl: Repl, argument: str) -> None:
-    saved_chats, wanted = repl.chat.saved_chats, argument.strip("\"'")
-    if not wanted:
-        _list(repl, saved_chats.entries())
-        return
-    if repl.chat.saved_chat is not None and saved_chats.name_of(wanted, repl.world.cwd) == repl.chat.saved_chat.name:
-        repl.say("this chat is open already")
-        return
-    opened = reopen(saved_chats, repl.world, wanted, is_locked=repl.saves)
-    repl.chat.take(opened)
-    repl.last = None
-    was = opened.saved.model
-    under = f"; its model was {was}" if was != repl.chat.called else ""
-    repl.say(f"continues {about(repl.chat)}{under}; it is read with the next question")
-
-
-def chats(repl: Repl, argument: str) -> None:
-    saved_chats = repl.chat.saved_chats
-    if not argument:
-        _list(repl, saved_chats.entries())
-    elif found := saved_chats.search(argument)[:FEW]:
-        repl.listing([(entry.id, " ".join((entry.found or entry.title or "").split())) for entry in found])
-    else:
-        repl.say(f"no saved chat contains {argument}")
-
-
-def fork(repl: Repl, argument: str) -> None:
-    before = repl.chat.saved_chat
-    if before is None or not repl.chat.messages:
-        repl.say("this chat is not saved yet, so it cannot be copied")
-        return
-    repl.chat.save()
-    repl.chat.close()
-    repl.say(f"continues as {repl.chat.save(argument or None)}; {before.name} does not change")
-
-
-def _list(repl: Repl, entries: Sequence[ChatEntry]) -> None:
-    if entries:
-        repl.listing(choices(entries))
-    else:
-        repl.say("there are no saved chats yet")
-
-
 SLASH = SlashTable()
 
 # --- leaving and help
@@ -281,10 +225,64 @@ def _tokens(repl: Repl, _: str) -> None:
 # --- saving
 
 
-SLASH.add("save", "[TITLE]", "save the chat, with a title if given, and write it to a file")(save)
-SLASH.add("resume", "[CHAT]", RESUME, ("load",), "chat")(resume)
-SLASH.add("chats", "[WORDS]", "list saved chats, or those that contain these words")(chats)
-SLASH.add("fork", "[TITLE]", "continue in a copy; the saved chat does not change")(fork)
+@SLASH.add("save", "[TITLE]", "save the chat, with a title if given, and write it to a file")
+def _save(repl: Repl, argument: str) -> None:
+    name = repl.chat.save(argument or None)
+    repl.say(f"saved as {name}" + ("" if repl.saves else "; from now on after each answer"))
+    repl.saves = True
+    repl.say(f"wrote {repl.chat.saved_chats.save(name)}")
+
+
+@SLASH.add(
+    "resume",
+    "[CHAT]",
+    "continue a saved chat: its number, name, title or file; or list them",
+    also=("load",),
+    completes="chat",
+)
+def _resume(repl: Repl, argument: str) -> None:
+    saved_chats, wanted = repl.chat.saved_chats, argument.strip("\"'")
+    if not wanted:
+        _list(repl, saved_chats.entries())
+        return
+    if repl.chat.saved_chat is not None and saved_chats.name_of(wanted, repl.world.cwd) == repl.chat.saved_chat.name:
+        repl.say("this chat is open already")
+        return
+    opened = reopen(saved_chats, repl.world, wanted, is_locked=repl.saves)
+    repl.chat.take(opened)
+    repl.last = None
+    was = opened.saved.model
+    under = f"; its model was {was}" if was != repl.chat.called else ""
+    repl.say(f"continues {about(repl.chat)}{under}; it is read with the next question")
+
+
+@SLASH.add("chats", "[WORDS]", "list saved chats, or those that contain these words")
+def _chats(repl: Repl, argument: str) -> None:
+    saved_chats = repl.chat.saved_chats
+    if not argument:
+        _list(repl, saved_chats.entries())
+    elif found := saved_chats.search(argument)[:FEW]:
+        repl.listing([(entry.id, " ".join((entry.found or entry.title or "").split())) for entry in found])
+    else:
+        repl.say(f"no saved chat contains {argument}")
+
+
+@SLASH.add("fork", "[TITLE]", "continue in a copy; the saved chat does not change")
+def _fork(repl: Repl, argument: str) -> None:
+    before = repl.chat.saved_chat
+    if before is None or not repl.chat.messages:
+        repl.say("this chat is not saved yet, so it cannot be copied")
+        return
+    repl.chat.save()
+    repl.chat.close()
+    repl.say(f"continues as {repl.chat.save(argument or None)}; {before.name} does not change")
+
+
+def _list(repl: Repl, entries: Sequence[ChatEntry]) -> None:
+    if entries:
+        repl.listing(choices(entries))
+    else:
+        repl.say("there are no saved chats yet")
 
 
 @SLASH.add("export", "FILE", "write the chat to a file: .md, .json or .jsonl", completes="path")

@@ -166,10 +166,8 @@ class LogFile(logging.FileHandler):
         elif not self.is_told:
             from kvcli.render.terminal.errors import print_warning
 
-            self.is_told = True
-            print_warning(
-                Terminal.of(self.world, "stderr"), f"cannot write the log {self.baseFilename}: {error.strerror}"
-            )
+            self.is_told, err = True, Terminal.of(self.world, "stderr")
+            print_warning(err, f"cannot write the log {self.baseFilename}: {error.strerror}")
 
 
 def log_path(world: Environment) -> Path:

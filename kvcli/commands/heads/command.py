@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -40,7 +40,7 @@ class HeadsOptions(Options):
     """Options of `kvcli profile-heads`."""
 
     model: o.ModelName = None
-    prompts: Annotated[list[str] | None, o.option("--prompt", metavar="FILE", help=_PROMPT)] = None
+    prompts: list[str] | None = choice("--prompt", metavar="FILE", help=_PROMPT)
     probe: str = choice(default="prompt", metavar="NAME,..", help=_PROBE)
     criterion: Criterion | None = choice(metavar="NAME", help=_CRITERION, rare=True)
     recovery: float | None = choice(metavar="F", help=_RECOVERY, rare=True)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.commands.common import flags as o
-from kvcli.commands.common.flags import ModelName, option
+from kvcli.commands.common.flags import ModelName
 from kvcli.commands.common.inputs import agrees, tell
-from kvcli.commands.common.options import Options, command, flag
+from kvcli.commands.common.options import Options, command, flag, option
 from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import Setup, at_hand, config_of, find
 from kvcli.commands.models.draft_candidates import drafted, siblings
