@@ -21,7 +21,7 @@ from kvcli.errors import UsageError
 from kvcli.schemas.bench import BenchArgs
 
 if TYPE_CHECKING:
-    from kvcli.commands.bench.command import BenchOptions
+    from kvcli.commands.bench.options import BenchOptions
     from kvcli.commands.common.run_setup import Setup
     from kvcli.documents import Document
     from kvcli.models.source import Source

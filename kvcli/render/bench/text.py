@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.render import quality as q
-from kvcli.render.report import NONE, Block, Table, Text
+from kvcli.render.report import NONE, Block, ReportTable, Text
 from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.tables import fitting
 from kvcli.safe_output import escaped
@@ -40,7 +40,7 @@ def blocks(document: BenchDocument, width: int | None = None) -> Iterator[Block]
         table = table if width is None else fitting(table, width, DROPPED)
         shown |= {*table[0]}
         yield Text("heading", f"{workload} · {ctx:,} tokens, {rows[0].new:,} of them new")
-        yield Table(table, is_split=False)
+        yield ReportTable(table, is_split=False)
         if said := ranges(rows):
             yield Text("caption", said)
     yield Text("paragraph", legend(document, shown))
