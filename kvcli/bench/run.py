@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from kvcli.bench.environment import load_average
 from kvcli.bench.measure import Case, RunSchedule, Series, Tell, measure, words_of
 from kvcli.bench.profile_side import Models, plain
-from kvcli.bench.recipe import Recipe
-from kvcli.bench.side_factory import make
+from kvcli.bench.side_factory import Recipe, make
 from kvcli.bench.text_agreement import Tie, first_difference, tie_at
 from kvcli.bench.workloads import prompt_of
 from kvcli.errors import ContextOverflow, KvcliError, UsageError

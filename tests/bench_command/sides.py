@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcli.bench.measure import Case, measure
-from kvcli.bench.recipe import Recipe
 from kvcli.bench.run import Bench, BenchRequest
 from kvcli.bench.side import TimedSample
+from kvcli.bench.side_factory import Recipe
 from kvcli.engine.stats import Stats
 from kvcli.errors import KvcliError
 from kvcli.schemas.bench import BenchArgs, BenchDocument

@@ -12,7 +12,7 @@ import pytest
 
 import kvcli
 from kvcli.bench.profile_side import plain
-from kvcli.bench.recipe import drawing
+from kvcli.bench.side_factory import drawing
 from kvcli.chat.model import Model
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, KvcliError, UsageError
 from kvcli.models.catalog import code_hash

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from kvcli.bench.fail_if import Condition
 from kvcli.bench.grid import Vary, check_keys, contexts, variants
 from kvcli.bench.history import read
-from kvcli.bench.recipe import Recipe, drawing
-from kvcli.bench.side_factory import BASELINES, baseline_of
+from kvcli.bench.side_factory import BASELINES, Recipe, baseline_of, drawing
 from kvcli.bench.workloads import NAMES, usual
 from kvcli.commands.common.flags import listed, tokens
 from kvcli.commands.common.inputs import read_file
