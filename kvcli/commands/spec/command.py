@@ -108,7 +108,7 @@ def _setup(world: Environment, options: DoctorOptions) -> Setup:
 @contextmanager
 def _model(setup: Setup) -> Iterator[tuple[Model, Bar]]:
     """Load the model under its profile, with sampling as in a benchmark."""
-    from kvcli.bench.recipe import drawing
+    from kvcli.bench.side_factory import drawing
     from kvcli.commands.bench.request import temperature
     from kvcli.commands.common.exits import insisting
     from kvcli.render.bench.progress import progress
