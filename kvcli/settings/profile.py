@@ -213,10 +213,12 @@ class Profile:
         """Return a copy with other settings: `replace(spec={"max": 4}, name="mine")`, `replace(**{"spec.max": 4})`."""
         return self.changed(changes, "replace()")
 
-    def changed(self, changes: Mapping[str, object], where: str) -> Profile:
-        """Return a copy with other settings. `where` is the place that an error names."""
+    def changed(self, changes: Mapping[str, object], where: str, why: str = "") -> Profile:
+        """Return a copy with other settings. `where` is the place that an error names. `why`: the reason for users, if
+        a model requires the changes."""
         names = {key: str(changes[key]) for key in ("name", "description") if key in changes}
-        new = from_arguments({key: changes[key] for key in changes if key not in names}, where)
+        given = from_arguments({key: changes[key] for key in changes if key not in names}, where)
+        new = {keys: dataclasses.replace(setting, why=why) for keys, setting in given.items()}
         resolved = resolve([self.settings, new], self.rules.registries)
         profile = _profile(resolved, names.get("name", self.name), self.chain, self.rules)
         if problems := resolved.problems or clash_problems(profile):
@@ -241,6 +243,11 @@ class Profile:
         kv = {**dataclasses.asdict(Kv()), "dtype": self.kv.dtype}
         usual = {table: {METHOD_TABLES[table].key: METHOD_TABLES[table].default} for table in ("kv_format", "sparse")}
         return self.replace(kv=kv, policy={"name": "none"}, **usual)
+
+    @property
+    def adaptations(self) -> list[str]:
+        """Reasons of the settings that differ from those asked for because the model required it."""
+        return list(dict.fromkeys(setting.why for setting in self.settings.values() if setting.why))
 
     @property
     def extends(self) -> tuple[str, ...]:
