@@ -65,30 +65,30 @@ def may_split(profile: Profile) -> bool:
     return not profile.effects.keys() & (NOT_WHOLE | {"prunes", "reuses", "condenses", "views"})
 
 
-def adapted_profile(lm: LM, profile: Profile) -> tuple[Profile, str]:
-    """Return the profile as this model supports it, and what was changed for that, in words.
+def adapted_profile(lm: LM, profile: Profile) -> Profile:
+    """Return the profile as this model supports it; `Profile.adaptations` says what was changed for that, and why.
 
     With `spec.require_batch_invariance`, a profile drafts only if the model is batch invariant. Otherwise a row rounds
     differently next to other rows, and so does the KV of accepted draft tokens."""
-    profile, chained = _chained(profile) if lm.recurrent_layers else (profile, "")
+    profile = _chained(profile) if lm.recurrent_layers else profile
     if not profile.spec.require_batch_invariance or not (by := _batch_variant_reason(lm, profile)):
-        return profile, chained
+        return profile
     why = f"no drafting: {by} a drafted token is rounded unlike one decoded alone"
-    return profile.replace(spec={"method": "off"}), why
+    return profile.changed({"spec.method": "off"}, "the model", why)
 
 
-def _chained(profile: Profile) -> tuple[Profile, str]:
-    """Return the profile with drafts without branches and no lookahead, as recurrent layers require; and what was
-    changed."""
+def _chained(profile: Profile) -> Profile:
+    """Return the profile with drafts without branches and no lookahead, as recurrent layers require."""
     spec, why = profile.spec, "this model has recurrent layers"
-    if spec.method == "off":
-        return profile, ""
     others = [name for name in spec.sources if name != "lookahead"] if spec.method == "mix" else []
+    if spec.method == "off":
+        return profile
     if spec.method == "lookahead" or (spec.method == "mix" and not others):
-        copies = {"method": "ngram", "branches": 1}
-        return profile.replace(spec=copies), f"{why}: prompt lookup drafts instead of lookahead"
+        copies, said = {"method": "ngram", "branches": 1}, "prompt lookup drafts instead of lookahead"
+        return profile.changed({"spec": copies}, "the model", f"{why}: {said}")
     mixed = {"sources": others} if spec.method == "mix" else {}
-    return profile.replace(spec={"branches": 1, **mixed}), f"{why}: drafts are one chain, without lookahead"
+    said = "drafts are one chain, without lookahead"
+    return profile.changed({"spec": {"branches": 1, **mixed}}, "the model", f"{why}: {said}")
 
 
 def _batch_variant_reason(lm: LM, profile: Profile) -> str:

@@ -44,13 +44,14 @@ def main(what, facts, history=""):
     world.options.quiet = facts.pop("quiet", False)
     model, screen = FakeModel(**facts), Screen.of(world, stats)
     if what == "repl":
-        from kvcli.commands.chat.repl import run_repl
+        from kvcli.commands.chat.repl import Repl
         from kvcli.commands.chat.slash import SLASH
 
         for line in header(model.info, HeaderFacts("0.1.0", "fafo", "exact"), screen.err.width):
             screen.err.line((line, ""))
         options = {"profiles": Profiles(), "profile": "fafo", "memory": memory}
-        return int(run_repl(Chat(model), screen, world, SLASH, history=Path(history) if history else None, **options))
+        options["history"] = Path(history) if history else None
+        return int(Repl(Chat(model), screen, world, SLASH, **options).run())
     try:
         with Interrupt() as cancel:
             show_turn(model.stream("x" * 191, cancel=cancel), screen, RowOptions("fafo", memory, cancel))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvcli.api import Read, Text
 from kvcli.cli import run
 from kvcli.commands.common.run_setup import Setup
-from kvcli.commands.summarize import run as summarize_run
+from kvcli.commands.summarize.run import SummaryRun
 from kvcli.environment import Environment
 from kvcli.fit import memory
 from tests.fake_model import count
@@ -57,7 +57,7 @@ def main(facts):
 
     Setup.load = load
     Setup.pass_times = lambda self, model: []
-    summarize_run._refuse_early = lambda job: None
+    SummaryRun.refuse_early = lambda run: None
     memory.here = lambda: memory.BASE  # it imports transformers, to see what that takes
     return run(["summarize", "-m", "demo", *facts["args"]], Environment.real())
 

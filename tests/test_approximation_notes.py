@@ -8,10 +8,10 @@ import pytest
 
 import kvcli
 from kvcli.chat.turn import approximation_note
-from kvcli.commands.common.turn_json import Run, turn_document
 from kvcli.demo import report_path
 from kvcli.render.turn.status_row import RowOptions, status_row
 from kvcli.render.turn.turn_summary import one_line_summary, summary
+from kvcli.schemas.turn import Run, TurnDocument
 from kvcli.settings.config import builtin_files
 from kvcli.settings.profile import Profile, load_profile
 
@@ -53,7 +53,7 @@ def answered(name, tokens):
     ids = model.tokenizer.encode(text, add_special_tokens=False)[:tokens]
     turn = model.generate(ids, max_new_tokens=4, ignore_eos=True)
     run = Run(name, profile.spec.method, profile.hash, profile.exactness)
-    return turn, turn_document(turn, model.info, run)
+    return turn, TurnDocument.of(turn, model.info, run)
 
 
 def test_every_shipped_profile_is_one_or_the_other():

@@ -16,11 +16,11 @@ from pydantic import TypeAdapter
 
 from kvcli.api import End, Turn
 from kvcli.commands.common.run_setup import Setup
-from kvcli.commands.common.turn_json import Run, turn_document
 from kvcli.demo import weights_dir
 from kvcli.engine.sequence.state import Repetition
 from kvcli.engine.stats import Stats
 from kvcli.schemas.documents import DOCUMENTS, json_schema
+from kvcli.schemas.turn import Run, TurnDocument
 from kvcli.settings.conflicts import cautions
 from tests.demo_model.example import SAMPLES
 from tests.fake_model import fake_info
@@ -372,7 +372,7 @@ def test_figures_of_a_turn_agree_with_each_other(machine, drafts):
 
 def test_what_never_happened_is_null_and_not_zero():
     turn = Turn("", (), "interrupted", Stats(prompt=7, limit=100))
-    document = turn_document(turn, fake_info(load_seconds=0.0), Run("exact")).document()
+    document = TurnDocument.of(turn, fake_info(load_seconds=0.0), Run("exact")).document()
     validate("turn", document)
     assert document["time"]["first_token"] is document["time"]["load"] is None
     assert set(document["speed"].values()) == {None}

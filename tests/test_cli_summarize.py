@@ -76,7 +76,7 @@ def office(tmp_path, monkeypatch):
     monkeypatch.setattr(Setup, "load", load)
     monkeypatch.setattr(Setup, "pass_times", lambda self, model: [])
     # the demo's own wording refuses most options; the clerk follows the general one
-    monkeypatch.setattr("kvcli.commands.summarize.run._refuse_early", lambda job: None)
+    monkeypatch.setattr("kvcli.commands.summarize.run.SummaryRun.refuse_early", lambda job: None)
     (tmp_path / "a.txt").write_text("\f".join(PAGES))
     return made
 
@@ -676,7 +676,7 @@ def test_counting_is_said_and_ctrl_c_ends_it_at_once(office, monkeypatch):
         seen.append(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvcli.summarize.plan.make_plan", counting)
+    monkeypatch.setattr("kvcli.commands.summarize.run.make_plan", counting)
     office.environ["TERM"] = "dumb"
     done = office("a.txt", tty=("stderr",))
     assert (done.exit, seen) == (130, [True])

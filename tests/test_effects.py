@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import pytest
 
 from kvcli.settings.conflicts import clashes
-from kvcli.settings.profile import EFFECTS, NOT_WHOLE, WORDS, Effect, Method, Needs, Profile, load_profile
+from kvcli.settings.profile import EFFECTS, NOT_WHOLE, WORDS, Effect, Method, Needs, Profile, Rules, load_profile
+from kvcli.settings.schema import registries
 
 SETS: dict[Effect, tuple[str, ...]] = {
     "quantizes": ("kv.k_bits=4",),
@@ -29,7 +30,7 @@ SETS: dict[Effect, tuple[str, ...]] = {
 
 
 def unchecked(*sets: str) -> Profile:
-    return load_profile("exact", sets=["exactness=approx", *sets], clashes=lambda profile: ())
+    return load_profile("exact", sets=["exactness=approx", *sets], rules=Rules(registries()))
 
 
 def pairs(profile: Profile) -> set[tuple[str, str]]:

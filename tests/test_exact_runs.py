@@ -39,6 +39,9 @@ def test_a_strict_profile_drafts_only_where_rows_round_alike_and_says_so(name: s
         (caution,) = made.cautions
         assert caution.startswith("no drafting: in ")
         assert str(dtype).removeprefix("torch.") in caution
+        assert made.profile.origins["spec.method"] == "the model"
+        other = made.with_profile(made.profile.replace(sample={"seed": 3}))
+        assert other.cautions == [caution], "it does not draft either"
     assert made.exactness_label == "exact"
 
 
@@ -64,7 +67,8 @@ def test_a_store_that_is_not_read_natively_is_not_drafted_over_by_a_strict_profi
     install_kernels(of)
     assert of.is_row_invariant
     wanted = Profile.load("ngram").replace(exactness="approx", spec={"require_batch_invariance": True}, **changes)
-    profile, why = assemble.adapted_profile(of, wanted)
+    profile = assemble.adapted_profile(of, wanted)
+    why = "".join(profile.adaptations)
     assert profile.spec.method == ("off" if by else "ngram")
     assert by in why
     assert bool(why) == bool(by)
@@ -78,7 +82,8 @@ def test_passes_of_more_rows_than_a_gpu_serves_alike_are_not_called_exact(monkey
     for is_apart, said in ((False, "bit-exact"), (True, "exact up to 16-bit rounding")):
         monkeypatch.setattr(of, "is_on_accelerator", is_apart)
         assert (assemble.exactness_label(of, few), assemble.exactness_label(of, many)) == ("bit-exact", said)
-        profile, why = assemble.adapted_profile(of, many.replace(spec={"require_batch_invariance": True}))
+        profile = assemble.adapted_profile(of, many.replace(spec={"require_batch_invariance": True}))
+        why = "".join(profile.adaptations)
         assert (profile.spec.method == "off", f"more than {MOST} tokens" in why) == (is_apart, is_apart)
 
 

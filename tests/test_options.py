@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import typer
 
@@ -11,12 +9,10 @@ from kvcli.commands.common.options import Options, choice, command, flag
 from kvcli.errors import UsageError
 
 
-@dataclass(frozen=True, kw_only=True)
 class Inner(Options):
     depth: int = choice("-d", default=3, help="Depth.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Outer(Options):
     first_name: str | None = choice(help="First.")
     inner: Inner

@@ -439,11 +439,11 @@ def test_plain_profiles_store_in_one_tier_and_others_in_a_tiered_cache() -> None
 
 
 def test_the_end_of_a_turn_carries_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcli.commands.common.turn_json import Run, turn_document
+    from kvcli.schemas.turn import Run, TurnDocument
 
     m = model(memory={"fallbacks": ["prefill.chunk=-50%"]})
     failing(m, monkeypatch, 5)
     turn = next(e.turn for e in m.stream(text(), max_new_tokens=3) if isinstance(e, End))
-    document = turn_document(turn, m.info, Run("mine"))
+    document = TurnDocument.of(turn, m.info, Run("mine"))
     assert [event["kind"] for event in document.events][-1] == "shortage"
     assert "prefill.chunk=-50%" in document.events[-1]["text"]

@@ -10,7 +10,7 @@ import pytest
 
 from kvcli.errors import BadConfig, ExitStatus, KvcliError
 from kvcli.settings.config import CONFIG_KEYS, builtin_files
-from kvcli.settings.profile import Conflict, Profile, Sources, load_profile
+from kvcli.settings.profile import Conflict, Profile, Rules, Sources, load_profile
 from kvcli.settings.renamed import FORMER
 from kvcli.settings.resolve import method_class
 from kvcli.settings.schema import ORDER, TABLES, Top, registries
@@ -52,7 +52,7 @@ def failing(folder: Path, config: str | bytes = b"", **given: Any) -> BadConfig:
     (folder / "config.toml").write_bytes(config.encode() if isinstance(config, str) else config)
     sources = Sources(user=folder, home=folder, environ=given.pop("environ", {}))
     with pytest.raises(BadConfig) as caught:
-        load_profile(given.pop("name", "mine"), sources=sources, registries=REGISTRIES, **given)
+        load_profile(given.pop("name", "mine"), sources=sources, rules=given.pop("rules", Rules(REGISTRIES)), **given)
     assert caught.value.exit == ExitStatus.BAD_CONFIG == 9
     assert caught.value.code == "bad_config"
     return caught.value
@@ -449,7 +449,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_config_file_asked_for_has_to_exist(tmp_path: Path) -> None:
     with pytest.raises(KvcliError) as caught:
-        load_profile("exact", sources=Sources(config=tmp_path / "no.toml", home=tmp_path), registries=REGISTRIES)
+        load_profile("exact", sources=Sources(config=tmp_path / "no.toml", home=tmp_path), rules=Rules(REGISTRIES))
 
     assert caught.value.lines == ("~/no.toml: cannot be read: No such file or directory",)
 
@@ -496,11 +496,11 @@ CLASHES = {
 def test_a_clash_names_both_lines(tmp_path: Path, kind: str) -> None:
     config, sets, expected = CLASHES[kind]
 
-    assert list(failing(tmp_path, config, sets=sets, clashes=_certain).lines) == expected
+    assert list(failing(tmp_path, config, sets=sets, rules=Rules(REGISTRIES, _certain)).lines) == expected
 
 
 def test_a_copy_with_other_settings_is_checked_as_well() -> None:
-    profile = load_profile("exact", registries=REGISTRIES, clashes=_certain)
+    profile = load_profile("exact", rules=Rules(REGISTRIES, _certain))
 
     with pytest.raises(BadConfig) as caught:
         profile.replace(kv={"dtype": "fp16"})

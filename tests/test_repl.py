@@ -17,9 +17,8 @@ from kvcli.api import Text
 from kvcli.chat.conversation import Chat
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.commands.chat import line_editor
-from kvcli.commands.chat.repl import HINT, Repl
+from kvcli.commands.chat.repl import HINT, Repl, in_background
 from kvcli.commands.chat.slash import SLASH
-from kvcli.commands.common.background import in_background
 from kvcli.commands.common.exits import IMPATIENT, Interrupt
 from kvcli.demo import sample_path
 from kvcli.documents import Document
@@ -238,12 +237,6 @@ def test_the_first_ctrl_c_is_a_flag_and_a_later_one_an_exception():
 
 
 # --- slash commands
-
-
-def test_without_profiles_a_chat_keeps_its_own(talk):
-    talk.repl.profiles = None
-    assert "[no_profiles]" in talk.type("/profile lean")
-    assert talk.repl.profile_name == "fafo"
 
 
 def test_help_lists_every_command(talk):

@@ -15,7 +15,7 @@ import pytest
 
 from kvcli.errors import BadConfig
 from kvcli.settings.config import load_config
-from kvcli.settings.profile import Profile, Sources, load_profile
+from kvcli.settings.profile import Profile, Rules, Sources, load_profile
 from kvcli.settings.small_file import Document
 from kvcli.settings.values import Origin, Setting, merge
 
@@ -80,7 +80,7 @@ class Machine:
         return load_profile(
             name,
             sources=replace(self.sources, environ=environ or {}),
-            registries=REGISTRIES,
+            rules=Rules(REGISTRIES),
             **given,  # type: ignore[arg-type]
         )
 
@@ -415,7 +415,7 @@ def test_the_hash_follows_the_values_and_nothing_else(machine: Machine) -> None:
 
 
 def test_a_profile_can_be_changed_copied_and_pickled() -> None:
-    profile = Profile.load("ngram", registries=REGISTRIES)
+    profile = Profile.load("ngram", rules=Rules(REGISTRIES))
 
     changed = profile.replace(spec={"max": 4}, load={"device": "cpu"}, name="mine")
 
@@ -431,3 +431,21 @@ def test_reading_a_profile_imports_no_tensors() -> None:
     )
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.split() == []
+
+
+def test_keys_that_a_higher_layer_overrides_are_checked_in_the_table_of_a_method_too(machine: Machine) -> None:
+    machine.write("config.toml", "[profiles.mine.spec]\nmethod = 'copy'\nmax = 'x'\nleast = 1\n")
+
+    with pytest.raises(BadConfig) as refused:
+        machine.load("mine", sets=["spec.max=3"])
+
+    assert refused.value.lines[0] == '~/conf/config.toml:3:7: profiles.mine.spec.max: "x" is text'
+
+
+def test_problems_come_in_the_order_of_the_layers(machine: Machine) -> None:
+    machine.write("config.toml", "[profiles.mine]\nspec.least = 'x'\nspec.method = 'copy'\n")
+
+    with pytest.raises(BadConfig) as refused:
+        machine.load("mine", sets=["kv.dtype=x"], environ={"KVCLI_SAMPLE__SEED": "-1"})
+
+    assert refused.value.message == "3 problems in 1 file, env KVCLI_SAMPLE__SEED and --set"

@@ -17,24 +17,19 @@ if TYPE_CHECKING:
 
 Figure = Callable[["BenchRow"], float | None]
 
-FIGURES: Mapping[str, Figure] = {
-    "tok_s": lambda row: row.median.tok_s,
-    "read_tok_s": lambda row: row.median.read_tok_s,
-    "first_token": lambda row: row.median.first_token,
-    "same": lambda row: row.same.share if row.same else None,
-    "peak": lambda row: _float(row.peak_bytes),
-    "kv": lambda row: _float(row.kv_bytes),
-    "accept": lambda row: row.accept.mean_acceptance_length if row.accept else None,
+_SPEED = {"": 1, "/s": 1}
+_BYTES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 1e3, "MB": 1e6, "GB": 1e9}
+# name -> the figure of a row, and the units of its limit
+FIGURES: Mapping[str, tuple[Figure, Mapping[str, float]]] = {
+    "tok_s": (lambda row: row.median.tok_s, _SPEED),
+    "read_tok_s": (lambda row: row.median.read_tok_s, _SPEED),
+    "first_token": (lambda row: row.median.first_token, {"": 1, "s": 1, "ms": 1e-3}),
+    "same": (lambda row: row.same.share if row.same else None, {"": 1, "%": 0.01}),
+    "peak": (lambda row: row.peak_bytes, _BYTES),
+    "kv": (lambda row: row.kv_bytes, _BYTES),
+    "accept": (lambda row: row.accept.mean_acceptance_length if row.accept else None, {"": 1}),
 }
 OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-UNITS: Mapping[str, Mapping[str, float]] = {
-    "tok_s": {"": 1, "/s": 1},
-    "read_tok_s": {"": 1, "/s": 1},
-    "first_token": {"": 1, "s": 1, "ms": 1e-3},
-    "same": {"": 1, "%": 0.01},
-    "peak": {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 1e3, "MB": 1e6, "GB": 1e9},
-    "accept": {"": 1},
-}
 EXAMPLES = ["--fail-if 'tok_s<-10%'", "--fail-if 'tok_s<20'", "--fail-if 'same<100%'", "--fail-if 'peak>600MiB'"]
 FORM = re.compile(r"\s*([A-Za-z_]+)\s*(<=|>=|<|>)\s*([+-]?)(\d+(?:\.\d+)?|\.\d+)\s*(%|/s|[A-Za-z]*)\s*")
 
@@ -64,7 +59,7 @@ class Condition:
         value = float(direction + number)
         if unit == "%" and direction:
             return cls(text, name, sign, value / 100, True)
-        units = UNITS["peak" if name == "kv" else name]
+        units = FIGURES[name][1]
         if unit not in units or direction == "-":
             raise UsageError(f"--fail-if {text}: {_why(name, unit, number)}", try_=EXAMPLES)
         return cls(text, name, sign, value * units[unit], False)
@@ -80,7 +75,7 @@ class Condition:
         elif self.name == "accept" and row.accept is None and row.error is None:
             return None
         else:
-            value = FIGURES[self.name](row)
+            value = FIGURES[self.name][0](row)
         failed = value is None or OPERATORS[self.sign](value, self.limit)
         return Check.from_attributes(row, expression=self.text, value=value, limit=self.limit, failed=failed)
 
@@ -88,20 +83,21 @@ class Condition:
         ratio = row.ratio.tok_s if self.name == "tok_s" else row.ratio.read_tok_s if self.name == "read_tok_s" else None
         if ratio is not None:
             return ratio.median - 1
-        mine, theirs = FIGURES[self.name](row), FIGURES[self.name](base)
+        figure, _ = FIGURES[self.name]
+        mine, theirs = figure(row), figure(base)
         return mine / theirs - 1 if mine is not None and theirs else None
 
 
 def words(check: Check) -> str:
     """Message for a failed check."""
-    is_change = check.expression.rstrip().endswith("%") and re.search(r"[<>]=?\s*[+-]", check.expression)
+    condition = Condition.of(check.expression)
     if check.value is None:
-        value = "no result to compare with" if is_change else "the result has no such figure"
-    elif is_change:
+        value = "no result to compare with" if condition.is_relative else "the result has no such figure"
+    elif condition.is_relative:
         value = f"it changed by {100 * check.value:+.1f} %"
-    elif check.expression.lstrip().startswith("same"):
+    elif condition.name == "same":
         value = f"it is {100 * check.value:.1f} %"
-    elif check.expression.lstrip().startswith(("peak", "kv")):
+    elif condition.name in ("peak", "kv"):
         value = f"it is {check.value / 2**20:,.1f} MiB"
     else:
         value = f"it is {check.value:,.3f}".rstrip("0").rstrip(".")
@@ -113,9 +109,5 @@ def _why(name: str, unit: str, number: str) -> str:
         return f"a change has a sign, as in -{number}% or +{number}%"
     if not unit:
         return f"a limit is positive, and a change is in per cent, as in -{number}%"
-    units = ", ".join(filter(None, UNITS["peak" if name == "kv" else name]))
+    units = ", ".join(filter(None, FIGURES[name][1]))
     return f"the unit of {name} is {units}" if units else f"{name} has no unit and is positive"
-
-
-def _float(n: int | None) -> float | None:
-    return None if n is None else float(n)

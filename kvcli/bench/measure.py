@@ -55,16 +55,7 @@ class Series:
     peak: int | None = None  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of the benchmark, for a progress bar."""
-
-    done: int
-    total: int
-    words: str
-
-
-Tell = Callable[[Progress], None]
+Tell = Callable[[int, int, str], None]  # runs done, of how many (0 = unknown), and the current one
 
 
 def measure(sides: Sequence[Side], cases: Sequence[Case], plan: RunSchedule, into: list[Series], tell: Tell) -> None:
@@ -75,10 +66,10 @@ def measure(sides: Sequence[Side], cases: Sequence[Case], plan: RunSchedule, int
         into += series
         for i, (is_warmup, at) in enumerate(plan.order(len(sides))):
             words = f"{sides[at].name} · {case.workload} {case.ctx:,}" + (" · warm-up" if is_warmup else "")
-            tell(Progress(n * rounds + i, rounds * len(cases), words))
+            tell(n * rounds + i, rounds * len(cases), words)
             if series[at].error is None:
                 _once(sides[at], series[at], keep=not is_warmup)
-    tell(Progress(rounds * len(cases), rounds * len(cases), "measured"))
+    tell(rounds * len(cases), rounds * len(cases), "measured")
 
 
 def words_of(error: Exception) -> str:

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcli.bench.recipe import Recipe
-from kvcli.bench.side_factory import make
+from kvcli.bench.side_factory import Recipe, make
 from kvcli.errors import KvcliError
 
 COMMAND = [sys.executable, "-m", "kvcli.bench.peak"]

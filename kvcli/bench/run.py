@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcli.bench.environment import load_average
-from kvcli.bench.measure import Case, Progress, RunSchedule, Series, Tell, measure, words_of
+from kvcli.bench.measure import Case, RunSchedule, Series, Tell, measure, words_of
 from kvcli.bench.profile_side import Models, plain
-from kvcli.bench.recipe import Recipe
-from kvcli.bench.side_factory import make
+from kvcli.bench.side_factory import Recipe, make
 from kvcli.bench.text_agreement import Tie, first_difference, tie_at
 from kvcli.bench.workloads import prompt_of
 from kvcli.errors import ContextOverflow, KvcliError, UsageError
@@ -80,7 +79,7 @@ class Bench:
         self.info, self.stops = model.info, model.lm.stop_ids
         cases = self.cases(model)
         for recipe in self.ask.recipes:
-            self.tell(Progress(0, 0, f"loading {recipe.name}"))
+            self.tell(0, 0, f"loading {recipe.name}")
             self.sides[recipe.name] = side = make(recipe, self.models)
             self.setups[recipe.name] = side.setup
         measure(list(self.sides.values()), cases, self.ask.plan, self.series, self.tell)
@@ -132,7 +131,7 @@ class Bench:
             mine = series.samples[-1].ids if series.samples else ()
             at = first_difference(mine, other or ())
             if other is not None and at is not None:
-                self.tell(Progress(0, 0, f"comparing the texts of {series.side}"))
+                self.tell(0, 0, f"comparing the texts of {series.side}")
                 text = [*series.case.prompt, *mine[:at]]
                 try:
                     self.ties[series.side, series.case] = tie_at(self.model, text, mine[at], other[at])
@@ -184,7 +183,7 @@ class Bench:
         for i, series in enumerate(todo):
             from kvcli.bench.peak import peak_of
 
-            self.tell(Progress(i, len(todo), f"memory of {series.side} · {series.case.ctx:,}"))
+            self.tell(i, len(todo), f"memory of {series.side} · {series.case.ctx:,}")
             try:
                 series.peak = peak_of(recipes[series.side], series.case.prompt, series.case.new, self.environ)
             except (KvcliError, OSError) as error:

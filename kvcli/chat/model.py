@@ -163,7 +163,7 @@ class Model:
     ) -> None:
         """`second`: loads a draft model for this one; None = draft models are not available."""
         self.lm, self.tokenizer = lm, tokenizer
-        self.profile, self._profile_change = assemble.adapted_profile(lm, profile)  # what was changed for it, in words
+        self.profile = assemble.adapted_profile(lm, profile)
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
         self.engine = EngineThread()  # for text sessions used by event loops
         self.data: Path | None = None  # the user's folder of saved chats; None = not set
@@ -270,8 +270,9 @@ class Model:
             said = "out of memory" if as_cache_full(error) else f"{type(error).__name__}: {error}"
             log.warning("%s cannot be loaded", wanted.model, exc_info=error)
         free_caches()
-        self.profile = self.profile.replace(spec={"method": "off"}, reasoning_steps={"method": "none"})
-        self._profile_change = f"no drafting: draft model {wanted.model} cannot be loaded: {said}"
+        why = f"no drafting: draft model {wanted.model} cannot be loaded: {said}"
+        none = {"spec.method": "off", "reasoning_steps.method": "none"}
+        self.profile = self.profile.changed(none, "the model", why)
         return None
 
     @property
@@ -303,8 +304,8 @@ class Model:
     def cautions(self) -> list[str]:
         """Warnings for the user about the profile on this device, one line each."""
         spends = assemble.plan(self.lm, self.profile).spending.describe if self.profile.memory.spends else ""
-        said = self._profile_change, self.profile.prune.describe(self.lm), spends
-        return [*filter(None, said), *cautions(self.profile, self.lm.device.type)]
+        said = filter(None, (self.profile.prune.describe(self.lm), spends))
+        return [*self.profile.adaptations, *said, *cautions(self.profile, self.lm.device.type)]
 
     @property
     def exactness_label(self) -> str:
@@ -328,7 +329,7 @@ class Model:
     def under(self, profile: Profile) -> Model:
         """Return this model under another profile without refusals or measurements, for answers that must continue."""
         changed = copy(self)
-        changed.profile, changed._profile_change = assemble.adapted_profile(self.lm, profile)
+        changed.profile = assemble.adapted_profile(self.lm, profile)
         vars(changed).pop("text_session", None)
         return changed
 

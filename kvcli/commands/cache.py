@@ -8,18 +8,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from kvcli.commands.common.flags import option
+from kvcli.commands.common.options import command, option
 from kvcli.commands.common.output import print_json, print_table
+from kvcli.environment import Environment
 from kvcli.errors import BadInput, UsageError
 from kvcli.models.catalog import NAME
 from kvcli.render.terminal.terminal import long_size
-
-if TYPE_CHECKING:
-    from kvcli.environment import Environment
 
 app = typer.Typer(add_completion=False, help="Cached files: show their size, and remove them.")
 
@@ -55,17 +53,15 @@ class RemovableEntry:
     used: float  # time of the last use, seconds since 1970
 
 
-@app.command()
-def info(context: typer.Context) -> None:
+@command(app)
+def info(world: Environment) -> None:
     """Show number and size of the cached files of each kind."""
-    world: Environment = context.obj
     _show(world, list(KINDS), _kept(world.paths.cache))
 
 
-@app.command()
-def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dry_run: Dry = False) -> None:
+@command(app)
+def prune(world: Environment, kinds: Kinds = None, older_than: Days = 30, dry_run: Dry = False) -> None:
     """Remove cached files not used for 30 days. kvcli makes them again if needed; chats and models only if named."""
-    world: Environment = context.obj
     if unknown := [kind for kind in kinds or [] if kind not in KINDS | BY_NAME]:
         try_ = [f"kvcli cache prune {kind}" for kind in KINDS | BY_NAME]
         raise UsageError(f"the cache has no kind {unknown[0]!r}", try_=try_)

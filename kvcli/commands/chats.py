@@ -5,23 +5,22 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Annotated
+from os.path import expanduser
+from typing import Annotated
 
 import typer
 
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.commands.chat.save_chat import facts, saved_chats_of
-from kvcli.commands.common.flags import option
 from kvcli.commands.common.inputs import agrees, tell
+from kvcli.commands.common.options import command, option
 from kvcli.commands.common.output import print_json, print_table
+from kvcli.environment import Environment
 from kvcli.errors import UsageError
 from kvcli.render.terminal.tables import GAP, clip, columns, fitting, widest
 from kvcli.render.terminal.terminal import Terminal, plural
 from kvcli.safe_output import neutralise
 from kvcli.schemas.chats import ChatEntry, ChatsDocument
-
-if TYPE_CHECKING:
-    from kvcli.environment import Environment
 
 app = typer.Typer(add_completion=False, help="Saved chats: list, search, show, export, remove.")
 
@@ -42,17 +41,15 @@ Dry = Annotated[bool, option("--dry-run", help="List the chats, and remove none.
 Yes = Annotated[bool, option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
-@app.command("list")
-def list_sessions(context: typer.Context, number: Most = 20) -> None:
+@command(app, "list")
+def list_sessions(world: Environment, number: Most = 20) -> None:
     """List saved chats, the latest first."""
-    world: Environment = context.obj
     _print(world, saved_chats_of(world).entries(), number, numbered=True)
 
 
-@app.command()
-def search(context: typer.Context, words: Words, number: Most = 20) -> None:
+@command(app)
+def search(world: Environment, words: Words, number: Most = 20) -> None:
     """List saved chats that contain these words, the best match first."""
-    world: Environment = context.obj
     found = saved_chats_of(world).search(" ".join(words))
     if not found and not world.options.json:
         tell(world, f"no saved chat contains {' '.join(words)}")
@@ -60,12 +57,11 @@ def search(context: typer.Context, words: Words, number: Most = 20) -> None:
         _print(world, found, number)
 
 
-@app.command()
-def show(context: typer.Context, chat: Chat = None) -> None:
+@command(app)
+def show(world: Environment, chat: Chat = None) -> None:
     """Print a saved chat as Markdown, with document names; --json adds their text and the figures of each answer."""
     from kvcli.chat.transcript import markdown
 
-    world: Environment = context.obj
     saved_chats = saved_chats_of(world)
     saved, _ = saved_chats.read(saved_chats.find(chat))
     if world.options.json:
@@ -74,33 +70,29 @@ def show(context: typer.Context, chat: Chat = None) -> None:
         world.stdout.write(markdown(saved))
 
 
-@app.command()
-def export(context: typer.Context, output: Out, chat: Chat = None) -> None:
+@command(app)
+def export(world: Environment, output: Out, chat: Chat = None) -> None:
     """Write a saved chat to a file, for readers or for kvcli chat --resume FILE on another machine."""
-    from os.path import expanduser
 
     from kvcli.chat.transcript import export_chat
 
-    world: Environment = context.obj
     saved_chats = saved_chats_of(world)
     name = saved_chats.find(chat)
     world.stdout.write(f"{export_chat(saved_chats.read(name)[0], world.cwd / expanduser(output))}\n")
 
 
-@app.command()
-def rm(context: typer.Context, chats: Chats, yes: Yes = False) -> None:
+@command(app)
+def rm(world: Environment, chats: Chats, yes: Yes = False) -> None:
     """Delete saved chats, and the files that /save wrote of them."""
-    world: Environment = context.obj
     saved_chats = saved_chats_of(world)
     names = dict.fromkeys(saved_chats.find(chat) for chat in chats)
     entries = [entry for entry in saved_chats.entries() if entry.id in names]
     _remove(world, saved_chats, entries, yes, shlex.join(["rm", *chats]))
 
 
-@app.command()
-def prune(context: typer.Context, older_than: Days = 30, dry_run: Dry = False, yes: Yes = False) -> None:
+@command(app)
+def prune(world: Environment, older_than: Days = 30, dry_run: Dry = False, yes: Yes = False) -> None:
     """Delete saved chats that were not used for 30 days."""
-    world: Environment = context.obj
     if not 0 <= older_than <= LONGEST:
         raise UsageError(f"--older-than {older_than}: days, from 0 to {LONGEST:,}")
     saved_chats, before = saved_chats_of(world), datetime.now(UTC) - timedelta(days=older_than)

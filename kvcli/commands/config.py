@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.chat.database import NAME as DATABASE
+from kvcli.commands.common.options import command
 from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import SYSTEM_CONFIG, sources
+from kvcli.environment import Environment
 from kvcli.errors import UsageError
 from kvcli.fit.run_log import NAME as RUNS
 from kvcli.models.catalog import NAME as MODELS
@@ -17,15 +19,13 @@ from kvcli.models.catalog import NAME as MODELS
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcli.environment import Environment
 
 app = typer.Typer(add_completion=False, help="Paths of config files, and the schemas of the JSON output.")
 
 
-@app.command()
-def path(context: typer.Context) -> None:
+@command(app)
+def path(world: Environment) -> None:
     """List files and folders that kvcli reads and writes; - marks a path that does not exist."""
-    world: Environment = context.obj
     if world.options.json:
         from kvcli.schemas.listings import PathsDocument
 
@@ -35,15 +35,14 @@ def path(context: typer.Context) -> None:
     print_table(world, [["what", "where", ""], *rows])
 
 
-@app.command()
+@command(app)
 def schema(
-    context: typer.Context,
+    world: Environment,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="turn, error, ... Default: list them.")] = None,
 ) -> None:
     """Print the JSON Schema of a document."""
     from kvcli.schemas.documents import DOCUMENTS, json_schema
 
-    world: Environment = context.obj
     if name is None:
         world.stdout.write("".join(f"{known}\n" for known in DOCUMENTS))
         return

@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcli.commands.common.options import command
 from kvcli.commands.common.output import print_json
 from kvcli.commands.config import places
+from kvcli.demo import weights_dir
+from kvcli.environment import Environment
 from kvcli.models.machine import installed
+from kvcli.render.terminal.terminal import Terminal, long_size
 from kvcli.version import __version__
+from kvcli.worker_process import means
 
 if TYPE_CHECKING:
-    from kvcli.environment import Environment
     from kvcli.schemas.listings import DoctorDocument
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "bitsandbytes", "triton", "typer", "rich")
@@ -30,21 +34,18 @@ TOKEN = re.compile(r"\b(hf|sk|ghp|gho|xox[bp])[_-][\w-]{8,}|(?<=://)[^/@\s]+@")
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@command(app)
 def doctor(
-    context: typer.Context,
+    world: Environment,
     speed: Annotated[bool, typer.Option("--speed", help="Measure one and all threads; ten seconds.")] = False,
 ) -> None:
     """Print versions, devices, memory and paths, for a bug report."""
-    world: Environment = context.obj
     document = examine(world)
     if speed:
         document = document.model_copy(update={"steps": steps_by_threads()})
     if world.options.json:
         print_json(world, document)
     else:
-        from kvcli.render.terminal.terminal import Terminal
-
         out = Terminal.of(world, "stdout")
         lines = words(document)
         if out.is_tty:  # in a pipe, lines are not wrapped
@@ -56,9 +57,7 @@ def examine(world: Environment) -> DoctorDocument:
     """Collect all facts. This takes as long as importing torch, some seconds."""
     import psutil
 
-    from kvcli.demo import weights_dir
     from kvcli.schemas.listings import DoctorDocument
-    from kvcli.worker_process import means
 
     memory = psutil.virtual_memory()
     return DoctorDocument(
@@ -143,7 +142,6 @@ def wrapped(line: str, width: int) -> list[str]:
 
 def words(document: DoctorDocument) -> list[str]:
     """Return the document as lines for people."""
-    from kvcli.render.terminal.terminal import long_size
 
     versions = [f"{name:<14}{number or '–'}" for name, number in document.versions.items()]
     flags = ", ".join(document.cpu_flags) or "none of the flags that kernels use"

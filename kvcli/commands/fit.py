@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +27,6 @@ app = typer.Typer(add_completion=False)
 _CTX = "Context lengths in tokens, separated by commas; auto = the largest that fits."
 
 
-@dataclass(frozen=True, kw_only=True)
 class FitOptions(Options):
     model: o.ModelName = None
     contexts: str | None = choice("--ctx", metavar="N,..|auto", help=_CTX)

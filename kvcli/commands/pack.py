@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from contextlib import closing
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING
 from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,7 +28,6 @@ app = typer.Typer(add_completion=False)
 ENDS = ".kvs"
 
 
-@dataclass(frozen=True, kw_only=True)
 class PackOptions(Options):
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Documents; paper.pdf:3-9 selects pages.")]
     output: str = choice("-o", default=MISSING, metavar="NAME.kvs", help="Output folder; its name ends in .kvs.")
@@ -62,14 +61,14 @@ def pack(world: Environment, options: PackOptions) -> int:
     documents = [read_file(world, name) for name in options.files]
     for document in documents:
         tell_notes(world, document)
-    screen = Screen.of(world, "live" if world.is_tty("stderr") else "turn")
+    screen = Screen.of(world)
     run, text_session = load_model(setup, profile, MemoryWishes(options.force, options.ctx == "max"), screen)
     from kvcli.chat.conversation import Chat
 
     system = read_system(world, options.system, options.system_file)
     with text_session, closing(Chat(text_session, system, called=setup.lasting_name)) as talk:
         talk.pending = documents
-        for note in (*run.notes, *text_session.cautions, *text_session.info.notes):
+        for note in run.notes:
             screen.note(note)
         about = packed(talk, folder, screen)
     show(world, folder, about)

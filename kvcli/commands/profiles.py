@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvcli.commands.common.options import command
 from kvcli.commands.common.output import print_json, print_lines, print_table
 from kvcli.commands.common.run_setup import sources
 from kvcli.environment import Environment
@@ -27,10 +28,9 @@ SCHEMA = "kvcli.profiles/2"
 app = typer.Typer(help="Named settings: list, show, compare, check.", add_completion=False)
 
 
-@app.command("list")
-def list_(context: typer.Context) -> None:
+@command(app, "list")
+def list_(world: Environment) -> None:
     """List all profiles by purpose, with the exactness of their text and the profiles they extend."""
-    world: Environment = context.obj
     config, rules = load_config(sources(world)), Rules.shipped()
     found = [resolve_profile(name, config, rules) for name in config.names()]
     if world.options.json:
@@ -39,14 +39,13 @@ def list_(context: typer.Context) -> None:
         print_table(world, list_rows(found, config), drop=["extends", "for", "text"])
 
 
-@app.command()
+@command(app)
 def show(
-    context: typer.Context,
+    world: Environment,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Default: the profile that chat uses.")] = None,
     origin: Annotated[bool, typer.Option("--origin", help="Show the source of each value.")] = False,
 ) -> None:
     """Print all settings of a profile as TOML, with the environment and --set applied."""
-    world: Environment = context.obj
     profile = load_profile(name or world.options.profile, sources=sources(world), sets=world.options.set)
     if world.options.json:
         _json(world, profiles=[_document(profile)])
@@ -56,13 +55,12 @@ def show(
         print_lines(world, show_toml(profile))
 
 
-@app.command()
+@command(app)
 def check(
-    context: typer.Context,
+    world: Environment,
     what: Annotated[str | None, typer.Argument(metavar="FILE|NAME", help="Default: all config files.")] = None,
 ) -> None:
     """Check profiles and print all problems with their lines. Exit code 9: problems were found."""
-    world: Environment = context.obj
     names, problems = checked(what, sources(world), Rules.shipped())
     if problems:
         raise bad_config(problems)
@@ -72,14 +70,13 @@ def check(
         print_lines(world, [f"no problems in {', '.join(names) or what}"])
 
 
-@app.command()
+@command(app)
 def diff(
-    context: typer.Context,
+    world: Environment,
     a: Annotated[str, typer.Argument(metavar="A", help="First profile.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Second profile.")],
 ) -> None:
     """Compare two profiles, without settings from the environment."""
-    world: Environment = context.obj
     files = replace(sources(world), environ={})
     one, two = (load_profile(name, sources=files) for name in (a, b))
     keys = [key for key in one.values | two.values if one.values.get(key) != two.values.get(key)]
@@ -92,15 +89,14 @@ def diff(
         print_lines(world, [f"{one.name} and {two.name} have the same settings"])
 
 
-@app.command()
+@command(app)
 def new(
-    context: typer.Context,
+    world: Environment,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new profile.")],
     extends: Annotated[str | None, typer.Option("--extends", metavar="NAME", help="Profile that it extends.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="File; - = stdout.")] = None,
 ) -> None:
     """Write a new profile file with all keys, commented out."""
-    world: Environment = context.obj
     where = sources(world)
     config = load_config(where)
     if not NAME.fullmatch(name):

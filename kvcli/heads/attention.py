@@ -7,30 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvcli.engine.policy.policy import LayerContext
 from kvcli.engine.sequence.state import END, NEWLINE, PUNCT, SPECIAL
-from kvcli.kv.slots import Slots
+from kvcli.kv.slots import AttentionParams, Slots
+from kvcli.kv.sparse.index import scale_and_softcap
 
 MOST_BYTES = 64 << 20  # memory per piece
 COPIES = 8  # tensors of a piece's size in memory at once: scores, weights, sorted weights, distances, bins
 SHARES = (0.5, 0.9, 0.95, 0.99)  # shares of the attention mass for which tokens are counted
 FAR = 24  # bins of the distance histogram: 0, 1, 2-3, 4-7, ... tokens
 TOP = 12  # tokens listed per head
-
-
-class ScoreTransform(Protocol):
-    """Scale and softcap that a layer applies to scores: AttentionParams or LayerContext."""
-
-    @property
-    def scale(self) -> float: ...
-
-    @property
-    def softcap(self) -> float: ...
 
 
 @dataclass(slots=True)
@@ -55,11 +45,12 @@ def _scores(s: Slots, at: LayerContext, head: int, window: int | None, most: int
     group = at.q.shape[0] // s.k.shape[0]
     q = at.q[head * group : (head + 1) * group].float()  # [G, w, D]
     k, pos = s.k[head].float(), s.pos[head].long()
+    params = AttentionParams(at.scale, at.softcap)
     step = max(1, most // max(1, COPIES * 4 * group * pos.shape[0]))
     for a in range(0, q.shape[1], step):
         rows = slice(a, min(a + step, q.shape[1]))
         q_pos = at.q_pos[rows].to(pos.device)
-        score = scaled_scores(torch.matmul(q[:, rows], k.T), at)
+        score = scale_and_softcap(torch.matmul(q[:, rows], k.T), params)
         shown = (pos >= 0) & (pos <= q_pos.unsqueeze(1))  # [R, S]
         if window is not None:
             shown &= pos > q_pos.unsqueeze(1) - window
@@ -136,9 +127,3 @@ def _divide(found: AttentionSummary, n: int) -> None:
 def normaliser(s: Slots, at: LayerContext, head: int, most: int = MOST_BYTES) -> Tensor:
     """Return the log-sum-exp [G, w] of each row's scores over all slots up to the row."""
     return torch.cat([score.logsumexp(-1) for _, score in _scores(s, at, head, None, most)], 1)
-
-
-def scaled_scores(score: Tensor, at: ScoreTransform) -> Tensor:
-    """Apply the layer's scale and softcap to products of queries and keys."""
-    score = score * at.scale
-    return at.softcap * torch.tanh(score / at.softcap) if at.softcap > 0 else score

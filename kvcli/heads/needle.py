@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvcli.engine.engine import run
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult
-from kvcli.heads.attention import scaled_scores
 from kvcli.kv.slots import window_start
+from kvcli.kv.sparse.index import scale_and_softcap
 
 if TYPE_CHECKING:
     from kvcli.engine.sequence.session import GenerationSession
@@ -73,4 +73,4 @@ def _weights(request: ForwardRequest, kv: KVCache, made: ForwardResult, layer: i
 
 def _scores(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
     """Return the scores of q [G, w, D] and k [S, D] -> [G, w, S]."""
-    return scaled_scores(torch.matmul(q, k.float().T), params)
+    return scale_and_softcap(torch.matmul(q, k.float().T), params)

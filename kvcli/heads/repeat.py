@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.engine import run_to_end
-from kvcli.heads.attention import normaliser, scaled_scores
+from kvcli.heads.attention import normaliser
 from kvcli.heads.query_probe import listening
+from kvcli.kv.slots import AttentionParams
+from kvcli.kv.sparse.index import scale_and_softcap
 from kvcli.models.text import special_ids
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def repeat(model: Model, length: int, seed: int) -> Tensor:
             group = at.q.shape[0] // s.k.shape[0]
             where = slice(head * group, (head + 1) * group)
             k = s.k[head].float()[torch.searchsorted(s.pos[head].long(), target.to(s.pos.device))]  # [w, D]
-            score = scaled_scores((at.q[where].float() * k).sum(-1), at)
+            score = scale_and_softcap((at.q[where].float() * k).sum(-1), AttentionParams(at.scale, at.softcap))
             weight = torch.exp(score - normaliser(s, at, head))
             if at.window is not None and at.window < half:
                 weight = torch.zeros_like(weight)

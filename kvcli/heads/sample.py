@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvcli.engine.forward_request import Draft, Rows
-from kvcli.quality.fit import fitted
-from kvcli.quality.prompt import Prompts
+from kvcli.quality.prompt import Prompts, fitted
 from kvcli.quality.prose import Prose, distinct, hide, name, number
 from kvcli.quality.sample import Context, Question, SampleSeed, Task
 from kvcli.quality.score import share_of_references

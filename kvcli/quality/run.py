@@ -12,9 +12,8 @@ from kvcli.errors import ContextOverflow, UsageError
 from kvcli.quality.answer import QualityJob, answers
 from kvcli.quality.controls import Row, full_profile, rows
 from kvcli.quality.fingerprint import fingerprint
-from kvcli.quality.fit import fitted
 from kvcli.quality.partial import Key, Outcome, Partial
-from kvcli.quality.prompt import Prompts
+from kvcli.quality.prompt import Prompts, fitted
 from kvcli.quality.prose import Prose
 from kvcli.quality.result import QualityResult, Spot
 from kvcli.quality.sample import SampleSeed, Task

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from math import ceil, floor, log10
+from typing import Any
 
 from kvcli.safe_output import neutralise
 
 VOID = frozenset({"meta", "br"})
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 class Markup(str):
@@ -89,15 +92,18 @@ def number(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 0.995 else f"{value:.2g}"
 
 
-def page(title: str, sheet: str, *main: Markup, lang: str = "en") -> str:
-    """Return an HTML file with a style sheet of this package. It loads and runs nothing, even if a name has HTML."""
-    body = tag("body", tag("main", *main))
-    return f"<!doctype html>\n{tag('html', head(title, sheet), body, lang=lang)}\n"
+def page(title: str, sheets: Sequence[str], *main: Markup, lang: str = "en", script: str = "", data: Any = None) -> str:
+    """Return an HTML file with style sheets of this package. It loads nothing, even if a name has HTML.
 
-
-def head(title: str, *sheets: str, policy: str = _POLICY) -> Markup:
-    """Return a head element with style sheets of this package; `policy` limits what the page loads and runs."""
-    return tag(
+    It runs only `script`, which finds `data` as the JSON text of the element with that id.
+    """
+    policy, scripts = "default-src 'none'; style-src 'unsafe-inline'", list[Markup]()
+    if script:
+        policy += f"; script-src 'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
+        # `<` is escaped, because a text in the data may be `</script>`, which would end the element
+        held = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+        scripts = [tag("script", Markup(held), type="application/json", id="data"), tag("script", Markup(script))]
+    head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
@@ -106,6 +112,8 @@ def head(title: str, *sheets: str, policy: str = _POLICY) -> Markup:
         tag("title", title),
         tag("style", Markup("".join(map(file, sheets)))),
     )
+    body = tag("body", tag("main", *main), *scripts)
+    return f"<!doctype html>\n{tag('html', head, body, lang=lang)}\n"
 
 
 def file(name: str) -> str:

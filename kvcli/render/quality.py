@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcli.render.report import NONE, Block, Table, Text
+from kvcli.render.report import NONE, Block, ReportTable, Text
 from kvcli.render.terminal.terminal import count, percent
 from kvcli.schemas.quality import AgreementDocument, Difference, Estimate, McNemar, QualityDocument, QualityRow
 
@@ -134,5 +134,5 @@ def blocks(document: QualityDocument) -> Iterator[Block]:
     """Yield all tables, then the notes."""
     for heading, lines in tables(document):
         yield Text("heading", heading)
-        yield Table(lines)
+        yield ReportTable(lines)
     yield from (Text("item", note) for note in notes(document))

@@ -31,7 +31,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Lines of cells, the header first. One that is too wide for a terminal is split, or else its words wrap."""
 
     lines: Sequence[Sequence[str]]
@@ -46,7 +46,7 @@ class Table:
         return ["", head, "|---" + "|---:" * (len(self.lines[0]) - 1) + "|", *rest, ""]
 
 
-Block = Text | Table
+Block = Text | ReportTable
 
 
 def terminal_lines(blocks: Iterable[Block], width: int) -> list[str]:

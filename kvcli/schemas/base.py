@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -13,6 +13,8 @@ Bytes = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+
+OR_NULL = BeforeValidator(lambda value: value or None)  # null instead of 0 or "", which stand for "not measured"
 
 
 class Json(BaseModel):

@@ -9,7 +9,6 @@ from pydantic import Field
 from kvcli.schemas.base import Bytes, Count, Json, Seconds, Share
 from kvcli.schemas.quality import QualityDocument
 
-Format = Literal["table", "md", "csv", "json", "jsonl", "html"]
 Verdict = Literal["faster", "slower", "≈"]
 Rate = Annotated[float, Field(ge=0, description="tokens per second")]
 

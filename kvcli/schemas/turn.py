@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from kvcli.api import Finish
-from kvcli.schemas.base import Bytes, Count, Json, Seconds, Share
+from kvcli.schemas.base import OR_NULL, Bytes, Count, Json, Seconds, Share
 from kvcli.settings.schema import Order
+from kvcli.version import __version__
 
 if TYPE_CHECKING:
+    from kvcli.api import Turn
+    from kvcli.engine.stats import ModelInfo, Stats
     from kvcli.errors import KvcliError
 
 
 class ModelFacts(Json):
     id: str
-    revision: str | None = Field(description="commit on the Hugging Face hub")
+    revision: Annotated[str | None, OR_NULL] = Field(description="commit on the Hugging Face hub")
     dtype: str
     quant: str
 
@@ -33,14 +38,14 @@ class Tokens(Json):
 class Times(Json):
     load: Seconds | None
     read: Seconds
-    first_token: Seconds | None
+    first_token: Annotated[Seconds | None, OR_NULL]
     decode: Seconds
     total: Seconds = Field(description="prefill and decoding, without loading")
 
 
 class Speed(Json):
-    read_tok_s: float | None
-    decode_tok_s: float | None
+    read_tok_s: Annotated[float | None, OR_NULL]
+    decode_tok_s: Annotated[float | None, OR_NULL]
     vs_plain: float | None = Field(description="decoding speed relative to the measured speed without drafting")
 
 
@@ -59,21 +64,60 @@ class Spec(Json):
     histogram: list[Count] = Field(description="histogram[i]: drafted passes that accepted i draft tokens")
     per_position: list[Share] = Field(description="per_position[i]: share of them that accepted more than i")
 
+    @classmethod
+    def of(cls, stats: Stats, method: str) -> Spec:
+        """Return the figures of drafting; ratios with a zero denominator are null."""
+        of_drafts = () if stats.drafted_passes else ("mean_acceptance_length", "acceptance_rate")
+        of_passes = () if stats.passes else ("tokens_per_pass", "rows_per_pass")
+        return cls.from_attributes(stats, method=method, **dict.fromkeys((*of_drafts, *of_passes)))
+
 
 class Memory(Json):
     kv_bytes: Bytes
-    kv_bytes_fp16: Bytes | None = Field(description="size of the same KV cache at 16 bits")
+    kv_bytes_fp16: Annotated[Bytes | None, OR_NULL] = Field(description="size of the same KV cache at 16 bits")
     kv_tiers: dict[str, Bytes]
     near_hits: Share | None = Field(default=None, description="share of selected pages that were already on the device")
-    host_reach: str | None = Field(default=None, description="how attention reads KV in host memory")
-    peak_bytes: Bytes | None
-    used_bytes: Bytes | None = Field(
+    host_reach: Annotated[str | None, OR_NULL] = Field(
+        default=None, description="how attention reads KV in host memory"
+    )
+    peak_bytes: Annotated[Bytes | None, OR_NULL]
+    used_bytes: Annotated[Bytes | None, OR_NULL] = Field(
         description="GPU memory used by all programs at the end of the answer, from the driver; CUDA context included, "
         "which peak_bytes does not include"
     )
-    estimate_bytes: Bytes | None = Field(description="estimate of kvcli fit for the tokens in memory")
+    estimate_bytes: Annotated[Bytes | None, OR_NULL] = Field(
+        description="estimate of kvcli fit for the tokens in memory"
+    )
     device: str
-    limit_bytes: Bytes | None = Field(description="available memory of the device at the start")
+    limit_bytes: Annotated[Bytes | None, OR_NULL] = Field(description="available memory of the device at the start")
+
+    @classmethod
+    def of(cls, stats: Stats, device: str) -> Memory:
+        return cls(
+            kv_bytes=stats.kv_bytes,
+            kv_bytes_fp16=stats.kv_fp16,
+            kv_tiers=dict(stats.kv),
+            near_hits=stats.page_hit_rate,
+            host_reach=stats.host_access,
+            peak_bytes=stats.peak,
+            used_bytes=stats.used,
+            estimate_bytes=stats.estimate,
+            device=device,
+            limit_bytes=stats.available,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Settings and notes of a turn, besides the model."""
+
+    profile: str
+    method: str = "off"  # drafting method
+    profile_hash: str | None = None
+    exactness: str | None = None
+    number: int = 1
+    cautions: Sequence[str] = ()  # warnings about the profile
+    notes: Sequence[str] = ()  # deviations from the settings; may grow during the turn
 
 
 class TurnDocument(Json):
@@ -100,6 +144,34 @@ class TurnDocument(Json):
     events: list[dict[str, Any]] = Field(
         description="messages; kind is note, caution (of the profile), shortage (out of memory), approx or loop"
     )
+
+    @classmethod
+    def of(cls, turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
+        """Return the document of a finished turn."""
+        stats = turn.stats
+        load, total = stats.load or info.load_seconds or None, stats.read + stats.decode
+        messages = [
+            *(("caution", caution) for caution in run.cautions),
+            *(("note", note) for note in (*info.notes, *info.details, *run.notes)),
+            *(("shortage", words) for words in stats.shortages),
+            *([("approx", stats.approx)] if stats.approx else []),
+            *([("loop", str(turn.loop))] if turn.loop else []),
+        ]
+        return cls.from_attributes(
+            turn,
+            run,
+            stats,
+            kvcli=__version__,
+            turn=run.number,
+            model=ModelFacts.from_attributes(info),
+            approx=bool(stats.approx),
+            tokens=Tokens.from_attributes(stats),
+            time=Times.from_attributes(stats, load=load, total=total),
+            speed=Speed.from_attributes(stats),
+            spec=Spec.of(stats, run.method),
+            memory=Memory.of(stats, info.device),
+            events=[{"kind": kind, "text": text} for kind, text in messages],
+        )
 
 
 class ErrorDocument(Json):
@@ -141,9 +213,14 @@ class StatsEvent(Json):
     new: Count
     context: Count
     decode: Seconds
-    decode_tok_s: float | None
+    decode_tok_s: Annotated[float | None, OR_NULL]
     mean_acceptance_length: float | None
     kv_bytes: Bytes
+
+    @classmethod
+    def of(cls, stats: Stats) -> StatsEvent:
+        accepted = stats.mean_acceptance_length if stats.drafted_passes else None
+        return cls.from_attributes(stats, event="stats", mean_acceptance_length=accepted)
 
 
 class EndEvent(Json):

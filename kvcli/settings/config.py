@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from os.path import exists  # unlike Path.exists, False instead of an error below a folder without access
 from pathlib import Path, PurePath
@@ -68,59 +68,36 @@ class Sources:
         return next((f / PROJECT_FILE for f in reach if exists(f / PROJECT_FILE)), None)
 
 
-@dataclass(frozen=True)
-class ConfigFile:
-    """A config file. `profile` is its name if the whole file is a profile."""
-
-    document: Document
-    profile: str = ""
-
-    @property
-    def level(self) -> Level:
-        return self.document.level
-
-
-def read_files(sources: Sources) -> list[ConfigFile]:
+def read_files(sources: Sources) -> list[Document]:
     """Read all files that exist, lowest precedence first."""
+
+    def read(path: Path, level: Level) -> Document:
+        return read_document(path, sources.shown(path), level)
+
     found = builtin_files()
     if sources.system is not None and exists(sources.system):
-        found.append(ConfigFile(read_document(sources.system, sources.shown(sources.system), "system")))
+        found.append(read(sources.system, "system"))
     if sources.user is not None:
-        found += _user_files(sources, sources.user)
-    project = sources.project()
-    if project is not None:
-        found.append(ConfigFile(read_document(project, sources.shown(project), "project")))
+        if exists(config := sources.user / "config.toml"):
+            found.append(read(config, "user"))
+        profiles = sorted((sources.user / "profiles").glob("*.toml"))
+        found += [replace(read(path, "user"), profile=path.stem) for path in profiles]
+    if (project := sources.project()) is not None:
+        found.append(read(project, "project"))
     if sources.config is not None:  # named explicitly, so it has to exist
-        found.append(read_any_file(sources.config, sources.shown(sources.config)))
+        named = read(sources.config, "--config")
+        is_config = not named.values or CONFIG_KEYS & set(named.values)
+        found.append(named if is_config else replace(named, profile=sources.config.stem))
     return found
 
 
-def builtin_files() -> list[ConfigFile]:
+def builtin_files() -> list[Document]:
     """The shipped profiles, one file each."""
-    folder = files("kvcli") / "profiles"
-    shipped = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
-    names = [f.name.removesuffix(".toml") for f in shipped]
-    return [
-        ConfigFile(decode_document(f.read_bytes(), f"built-in {name}", "built-in"), name)
-        for f, name in zip(shipped, names, strict=True)
-    ]
-
-
-def _user_files(sources: Sources, folder: Path) -> list[ConfigFile]:
-    found = []
-    config = folder / "config.toml"
-    if exists(config):
-        found.append(ConfigFile(read_document(config, sources.shown(config))))
-    for path in sorted((folder / "profiles").glob("*.toml")):
-        found.append(ConfigFile(read_document(path, sources.shown(path)), path.stem))
-    return found
-
-
-def read_any_file(path: Path, shown: str) -> ConfigFile:
-    """Read a file given by name: a config file, or one profile if its keys are those of a profile."""
-    document = read_document(path, shown, "--config")
-    is_config = not document.values or CONFIG_KEYS & set(document.values)
-    return ConfigFile(document, "" if is_config else path.stem)
+    shipped = sorted(
+        (f for f in (files("kvcli") / "profiles").iterdir() if f.name.endswith(".toml")), key=lambda f: f.name
+    )
+    named = [(f.name.removesuffix(".toml"), f.read_bytes()) for f in shipped]
+    return [replace(decode_document(raw, f"built-in {name}", "built-in"), profile=name) for name, raw in named]
 
 
 CONFIG_KEYS = {"default_model", "default_profile", "keep_chats", "prefix_cache_size", "models", "profiles"}
@@ -268,11 +245,11 @@ def read_config(sources: Sources) -> Config:
     """Read and merge all files. Problems are collected, not raised."""
     config = Config()
     for file in read_files(sources):
-        config.problems += file.document.problems
+        config.problems += file.problems
         if not file.profile:
             _add_config_file(config, file)
             continue
-        settings = flatten(file.document)
+        settings = flatten(file)
         with config.noting():
             if (version := settings.pop(("schema",), None)) is not None:
                 checked(("schema",), version, keys_of(Top))
@@ -323,9 +300,9 @@ def no_such_profile(name: str, config: Config, whence: str = "") -> BadConfig:
     )
 
 
-def _add_config_file(config: Config, file: ConfigFile) -> None:
-    for name, value in file.document.values.items():
-        setting = Setting(value, Origin(file.document, (name,)))
+def _add_config_file(config: Config, file: Document) -> None:
+    for name, value in file.values.items():
+        setting = Setting(value, Origin(file, (name,)))
         with config.noting():
             if name not in ("models", "profiles"):
                 config.top[name] = _taken(config, file.level, (name,), setting, Top)
@@ -333,9 +310,9 @@ def _add_config_file(config: Config, file: ConfigFile) -> None:
             add = _add_model if name == "models" else _add_profile
             for inner, table in _table(setting, f"[{name}.NAME]").items():
                 with config.noting():
-                    _table(Setting(table, Origin(file.document, (inner,), (name,))), f"[{name}.{inner}]")
+                    _table(Setting(table, Origin(file, (inner,), (name,))), f"[{name}.{inner}]")
                     # an empty table flattens to itself
-                    add(config, file, inner, flatten(file.document, (name, inner)) if table else {})
+                    add(config, file, inner, flatten(file, (name, inner)) if table else {})
 
 
 def _table(setting: Setting, header: str) -> Mapping[str, object]:
@@ -345,7 +322,7 @@ def _table(setting: Setting, header: str) -> Mapping[str, object]:
     raise WrongSetting(setting.problem(setting.origin.keys, message, f"write {header}"))
 
 
-def _add_model(config: Config, file: ConfigFile, name: str, settings: Settings) -> None:
+def _add_model(config: Config, file: Document, name: str, settings: Settings) -> None:
     taken: Settings = {}
     for keys, setting in settings.items():
         with config.noting():
@@ -353,9 +330,9 @@ def _add_model(config: Config, file: ConfigFile, name: str, settings: Settings) 
     config.models[name] = config.models.get(name, {}) | taken
 
 
-def _add_profile(config: Config, file: ConfigFile, name: str, settings: Settings) -> None:
+def _add_profile(config: Config, file: Document, name: str, settings: Settings) -> None:
     table = () if file.profile else ("profiles", name)
-    here, dotted = file.document.place_of(table), ".".join(table) or name
+    here, dotted = file.place_of(table), ".".join(table) or name
     if not NAME.fullmatch(name):
         raise WrongSetting(Problem(here, "not a profile name", dotted, "use letters, digits, dots, - and _"))
     if file.level != "built-in" and config.levels.get(name) == "built-in":

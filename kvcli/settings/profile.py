@@ -131,7 +131,7 @@ def effects(profile: Profile) -> Mapping[Effect, Sequence[str]]:
     return {**tiers, **{effect: [key] for effect, (is_set, key) in others.items() if is_set}}
 
 
-__all__ = ["Clashes", "Conflict", "Method", "Outcome", "Profile", "Rules", "Sources", "load_profile", "resolve_profile"]
+__all__ = ["Conflict", "Method", "Outcome", "Profile", "Rules", "Sources", "load_profile", "resolve_profile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +157,12 @@ class Method:
         return getattr(self.settings, name)
 
 
-Clashes = Callable[["Profile"], Sequence[Conflict]]
-
-
 @dataclass(frozen=True)
 class Rules:
     """Available methods, and the check for settings that exclude each other."""
 
     registries: Registries
-    clashes: Clashes | None = None
+    clashes: Callable[[Profile], Sequence[Conflict]] | None = None
 
     @classmethod
     def shipped(cls) -> Rules:
@@ -216,10 +213,12 @@ class Profile:
         """Return a copy with other settings: `replace(spec={"max": 4}, name="mine")`, `replace(**{"spec.max": 4})`."""
         return self.changed(changes, "replace()")
 
-    def changed(self, changes: Mapping[str, object], where: str) -> Profile:
-        """Return a copy with other settings. `where` is the place that an error names."""
+    def changed(self, changes: Mapping[str, object], where: str, why: str = "") -> Profile:
+        """Return a copy with other settings. `where` is the place that an error names. `why`: the reason for users, if
+        a model requires the changes."""
         names = {key: str(changes[key]) for key in ("name", "description") if key in changes}
-        new = from_arguments({key: changes[key] for key in changes if key not in names}, where)
+        given = from_arguments({key: changes[key] for key in changes if key not in names}, where)
+        new = {keys: dataclasses.replace(setting, why=why) for keys, setting in given.items()}
         resolved = resolve([self.settings, new], self.rules.registries)
         profile = _profile(resolved, names.get("name", self.name), self.chain, self.rules)
         if problems := resolved.problems or clash_problems(profile):
@@ -244,6 +243,11 @@ class Profile:
         kv = {**dataclasses.asdict(Kv()), "dtype": self.kv.dtype}
         usual = {table: {METHOD_TABLES[table].key: METHOD_TABLES[table].default} for table in ("kv_format", "sparse")}
         return self.replace(kv=kv, policy={"name": "none"}, **usual)
+
+    @property
+    def adaptations(self) -> list[str]:
+        """Reasons of the settings that differ from those asked for because the model required it."""
+        return list(dict.fromkeys(setting.why for setting in self.settings.values() if setting.why))
 
     @property
     def extends(self) -> tuple[str, ...]:
@@ -290,8 +294,7 @@ def load_profile(
     *,
     sources: Sources | None = None,
     config: Config | None = None,
-    registries: Registries | None = None,
-    clashes: Clashes | None = None,
+    rules: Rules | None = None,
     model: str | None = None,
     sets: Sequence[str] = (),
     flags: Mapping[str, tuple[object, str]] | None = None,
@@ -299,12 +302,10 @@ def load_profile(
     """Build the profile of a run: files, `[models.X].profile`, environment, `--set` and flags, lowest first.
 
     `flags` maps a dotted key to (value, name of the flag). Without `sources`, only built-in profiles are visible.
-    `config`: the files of `sources`, if they were read already.
+    `config`: the files of `sources`, if they were read already. `rules`: default: those of the installed methods.
     Raises one BadConfig with all problems.
     """
-    sources = sources or Sources()
-    shipped = Rules.shipped() if registries is None else Rules(registries)
-    rules = dataclasses.replace(shipped, clashes=clashes or shipped.clashes)
+    sources, rules = sources or Sources(), rules or Rules.shipped()
     config = config or read_config(sources)
     if config.problems:
         raise bad_config(config.problems)
@@ -367,7 +368,7 @@ def _profile(resolved: Resolved, name: str, chain: tuple[str, ...], rules: Rules
 
 def clash_problems(profile: Profile) -> list[Problem]:
     """Conflicts of a profile as problems, each at the line of its key and naming the line of the other."""
-    found = profile.rules.clashes(profile) if profile.rules.clashes else ()
+    found = profile.rules.clashes(profile) if profile.rules.clashes is not None else ()
     return [_clash_problem(clash, profile.settings) for clash in found]
 
 

@@ -119,6 +119,7 @@ class Document:
     values: Mapping[str, object]
     problems: tuple[Problem, ...] = ()
     level: Level = "user"
+    profile: str = ""  # its name, if the whole file is a profile
     value_column: int = 1  # of typed text, whose key is at its beginning
 
     @cached_property

@@ -216,6 +216,7 @@ class Setting:
 
     value: object
     origin: Origin
+    why: str = ""  # why the model required another value than the one asked for, as a sentence for the user
 
     def problem(self, keys: Keys, message: str, hint: str = "", *, of_value: bool = False) -> Problem:
         """Return a problem of the setting, positioned at its key or its value."""

@@ -19,8 +19,7 @@ from kvcli.bench.workloads import cut, turns
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.quality.agree import predicted
 from kvcli.quality.answer import open_session
-from kvcli.quality.fit import fitted
-from kvcli.quality.prompt import Prompts
+from kvcli.quality.prompt import Prompts, fitted
 from kvcli.quality.prose import Prose
 from kvcli.quality.sample import SampleSeed
 from kvcli.quality.tasks import TASKS

@@ -25,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kvcli import load
 from kvcli.engine.engine import run_to_end
 from kvcli.models.text import decode
-from kvcli.quality.fit import fitted
-from kvcli.quality.prompt import Prompts
+from kvcli.quality.prompt import Prompts, fitted
 from kvcli.quality.prose import Prose
 from kvcli.quality.sample import SampleSeed
 from kvcli.quality.tasks import TASKS

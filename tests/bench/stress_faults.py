@@ -118,7 +118,7 @@ def _summarize(folder: Path, *more: str) -> tuple[int, str, str]:
         mock.patch.object(Setup, "load", load),
         mock.patch.object(Setup, "pass_times", return_value=[]),
         mock.patch("kvcli.fit.memory.build", return_value="a build"),
-        mock.patch("kvcli.commands.summarize.run._refuse_early", return_value=None),
+        mock.patch("kvcli.commands.summarize.run.SummaryRun.refuse_early", return_value=None),
     ):
         done = office("a.txt", *more)
     return done.exit, done.out, done.err

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcli.bench.measure import Case, measure
-from kvcli.bench.recipe import Recipe
 from kvcli.bench.run import Bench, BenchRequest
 from kvcli.bench.side import TimedSample
+from kvcli.bench.side_factory import Recipe
 from kvcli.engine.stats import Stats
 from kvcli.errors import KvcliError
 from kvcli.schemas.bench import BenchArgs, BenchDocument
@@ -84,12 +84,12 @@ def measured(sides: Sequence[Paced], **changes: Any) -> Bench:
     """The sides measured, the first one as the baseline; memory and near ties left out."""
     earlier = {key: changes.pop(key) for key in ("earlier", "earlier_name") if key in changes}
     ask = BenchRequest(args(**changes), [recipe(side.name, side.drafts) for side in sides], {}, **earlier)
-    bench = Bench(ask, None, {}, lambda _: None, load_before=None)  # type: ignore[arg-type]  # nothing is loaded
+    bench = Bench(ask, None, {}, lambda *_: None, load_before=None)  # type: ignore[arg-type]  # nothing is loaded
     bench.info, bench.stops = fake_info(), {39}
     bench.setups = {side.name: side.setup for side in sides}
     new, crossed = ask.args.new, [(ctx, workload) for ctx in ask.args.ctx for workload in ask.args.workloads]
     cases = [Case(ctx, workload, tuple(range(ctx - new)), new) for ctx, workload in crossed]
-    measure(sides, cases, ask.plan, bench.series, lambda _: None)
+    measure(sides, cases, ask.plan, bench.series, lambda *_: None)
     bench.complete = True
     return bench
 

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 import kvcli
 from kvcli.bench.profile_side import plain
-from kvcli.bench.recipe import drawing
+from kvcli.bench.side_factory import drawing
 from kvcli.bench.text_agreement import tie_at
 from kvcli.demo import weights_dir
 from kvcli.engine.engine import iterate_events, run_to_end

@@ -131,7 +131,7 @@ def test_ctrl_c_keeps_what_was_measured():
     sides = [Paced("exact", [10]), Paced("ngram", [20], interrupted=5)]
     case = Case(64, "summary", tuple(range(53)), 11)
     with pytest.raises(KeyboardInterrupt):
-        measure(sides, [case], RunSchedule(9, 1), series, lambda _: None)
+        measure(sides, [case], RunSchedule(9, 1), series, lambda *_: None)
     assert [len(s.samples) for s in series] == [5, 4]  # exact began the repetition that was not finished
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from kvcli.bench.peak import peak_of
-from kvcli.bench.recipe import Recipe
+from kvcli.bench.side_factory import Recipe
 from kvcli.demo import weights_dir
 from kvcli.errors import KvcliError
 from kvcli.settings.profile import Profile

@@ -18,8 +18,18 @@ from kvcli.errors import BadInput, BadModel
 from kvcli.heads import run as heads_run
 from kvcli.heads.ablate import Loss
 from kvcli.heads.choose import choose
-from kvcli.heads.compare import spearman
-from kvcli.heads.headmap import CARRY, FULL, arrays, duo_config, duo_tsv, full_heads, headmap, read_map, retrieval_line
+from kvcli.heads.headmap import (
+    CARRY,
+    FULL,
+    arrays,
+    duo_config,
+    duo_tsv,
+    full_heads,
+    headmap,
+    read_map,
+    retrieval_line,
+    spearman,
+)
 from kvcli.heads.query_probe import whole
 from kvcli.heads.report import document, strip
 from kvcli.heads.request import ProbeRequest

@@ -12,7 +12,7 @@ import pytest
 
 import kvcli
 from kvcli.bench.profile_side import plain
-from kvcli.bench.recipe import drawing
+from kvcli.bench.side_factory import drawing
 from kvcli.chat.model import Model
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, KvcliError, UsageError
 from kvcli.models.catalog import code_hash
@@ -20,9 +20,8 @@ from kvcli.quality.agree import agreement
 from kvcli.quality.answer import QualityJob, answers
 from kvcli.quality.controls import full_profile, rows
 from kvcli.quality.fingerprint import fingerprint
-from kvcli.quality.fit import fitted
 from kvcli.quality.partial import Answer, Key, Outcome, Partial
-from kvcli.quality.prompt import Prompts
+from kvcli.quality.prompt import Prompts, fitted
 from kvcli.quality.prose import Prose
 from kvcli.quality.run import run_quality
 from kvcli.quality.sample import SampleSeed

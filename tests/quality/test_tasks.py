@@ -9,8 +9,7 @@ from random import Random
 import pytest
 
 from kvcli.errors import BadInput, UsageError
-from kvcli.quality.fit import fitted
-from kvcli.quality.prompt import Prompts
+from kvcli.quality.prompt import Prompts, fitted
 from kvcli.quality.prose import Prose, distinct, hide, listed, uuid
 from kvcli.quality.sample import Context, Question, SampleSeed
 from kvcli.quality.score import edit_distance, first_object, has, likeness, share_of_fields, share_of_references

@@ -18,8 +18,7 @@ sys.path.insert(0, str(ROOT))
 from kvcli import cli
 from kvcli.bench import peak, side_factory
 from kvcli.bench.profile_side import Models
-from kvcli.bench.recipe import Recipe
-from kvcli.bench.side_factory import Baseline, dtype_of, llama_cpp, require_llama_cpp
+from kvcli.bench.side_factory import Baseline, Recipe, dtype_of, llama_cpp, require_llama_cpp
 from tests.recipes.gguf_export import export
 from tests.recipes.kvpress import KvPress
 from tests.recipes.kvpress_environment import interpreter

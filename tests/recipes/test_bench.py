@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvcli.bench.recipe import Recipe
+from kvcli.bench.side_factory import Recipe
 from kvcli.settings.profile import Profile
 from tests.recipes import bench
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcli.commands.common.turn_json import Run, turn_document
 from kvcli.schemas.documents import DOCUMENTS, json_schema
+from kvcli.schemas.turn import Run, TurnDocument
 from kvcli.summarize.document import plan_document, source_facts, summary_document
 from kvcli.summarize.plan import PlanWindow, make_plan
 from kvcli.summarize.request import Request
@@ -19,7 +19,7 @@ SAID = "- The pump leaked for 4 days [p. 1].\n- The tower shifted by 14 metres [
 def document(**options: object):  # type: ignore[no-untyped-def]
     model = Scribe(lambda _: SAID)
     summary = summary_of(model, [PAPER], Request(**options))  # type: ignore[arg-type]
-    turns = [turn_document(a.turn, fake_info(), Run("fafo")) for a in summary.turns]
+    turns = [TurnDocument.of(a.turn, fake_info(), Run("fafo")) for a in summary.turns]
     return summary_document(summary, [source_facts(PAPER, "x/a.pdf", 30)], turns).document()
 
 

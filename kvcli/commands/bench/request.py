@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from kvcli.bench.fail_if import Condition
 from kvcli.bench.grid import Vary, check_keys, contexts, variants
 from kvcli.bench.history import read
-from kvcli.bench.recipe import Recipe, drawing
-from kvcli.bench.side_factory import BASELINES, baseline_of
+from kvcli.bench.side_factory import BASELINES, Recipe, baseline_of, drawing
 from kvcli.bench.workloads import NAMES, usual
 from kvcli.commands.common.flags import listed, tokens
 from kvcli.commands.common.inputs import read_file
@@ -21,7 +20,7 @@ from kvcli.errors import UsageError
 from kvcli.schemas.bench import BenchArgs
 
 if TYPE_CHECKING:
-    from kvcli.commands.bench.command import BenchOptions
+    from kvcli.commands.bench.options import BenchOptions
     from kvcli.commands.common.run_setup import Setup
     from kvcli.documents import Document
     from kvcli.models.source import Source

@@ -14,6 +14,8 @@ import typer
 from kvcli.commands.common import flags as o
 from kvcli.commands.common.inputs import tell
 from kvcli.commands.common.load_model import MemoryWishes
+from kvcli.commands.common.options import Options, choice, command, flag
+from kvcli.environment import Environment
 from kvcli.errors import BadInput, DoesNotFit, ExitStatus, UsageError
 from kvcli.models.grammar import Grammar
 from kvcli.settings.small_file import Unfit, parse_object, read_small
@@ -22,15 +24,13 @@ if TYPE_CHECKING:
     from kvcli.api import Event, Turn
     from kvcli.chat.conversation import Chat
     from kvcli.chat.document_pack import Pack
-    from kvcli.chat.model import Model
     from kvcli.chat.saved_chats import SavedChat
+    from kvcli.chat.text_session import TextSession
     from kvcli.commands.chat.repl import Repl
     from kvcli.commands.common.inputs import Question
     from kvcli.commands.common.load_model import CheckedRun
     from kvcli.commands.common.run_setup import Setup
     from kvcli.engine.sequence.constraint import Constraint
-    from kvcli.environment import Environment
-    from kvcli.render.terminal.screen import Screen
     from kvcli.settings.profile import Profile
 
 # Structured output: the grammar of --schema, --grammar or --json-object, read before a model loads.
@@ -52,14 +52,6 @@ class AnswerConstraint:
         if turn.finish != "length" or is_whole(self.constraint, turn.ids, self.stops):
             return ""
         return f"the answer reached its length limit before it was complete {self.name}; use a larger --max-new-tokens"
-
-
-def constrain(model: Model, grammar: Grammar, screen: Screen) -> AnswerConstraint:
-    """Constrain the model's answers to the grammar."""
-    from kvcli.render.turn.turn_view import busy_word
-
-    with busy_word(screen, "reading the vocabulary"):
-        return AnswerConstraint(grammar.name, model.constraint(grammar), model.lm.stop_ids)
 
 
 def read_grammar(world: Environment, schema: str | None, rules: str | None, json_object: bool) -> Grammar | None:
@@ -93,8 +85,10 @@ def _read(world: Environment, name: str, code: str) -> bytes:
 # The --pack option: the pack's model and settings, and options that may be combined with it.
 
 
-def pack_of(world: Environment, typed: str, others: Sequence[object], flags: str) -> Pack:
+def pack_of(world: Environment, typed: str | None, others: Sequence[object], flags: str) -> Pack | None:
     """Open the pack, which has its own documents. Raises UsageError if one of the options `others` is typed too."""
+    if typed is None:
+        return None
     from kvcli.chat.document_pack import open_pack
 
     if any(others):
@@ -128,45 +122,54 @@ def profile_of(setup: Setup, packed: Pack | None) -> Profile:
 app = typer.Typer(add_completion=False)
 
 ALONE = "--file, --system, --continue, --resume and --dry-run"
+_FILE = "Attach a file, a folder of files or a quoted '*.txt'; paper.pdf:3-9 for pages of it. Repeatable."
+
+_PROMPT = "Ask this question and exit; - reads it from standard input."
+_TOP_P = "Nucleus sampling: the smallest set of tokens with total probability F."
+_PENALTY = "Above 1, tokens that occurred before become less likely."
 
 
-@app.command()
-def chat(
-    context: typer.Context,
-    model: o.ModelName = None,
-    prompt: o.Prompt = None,
-    file: o.File = None,
-    pack: o.Pack = None,
-    system: o.System = None,
-    system_file: o.SystemFile = None,
-    continue_: o.Continue = False,
-    resume: o.Resume = None,
-    no_save: o.NoSave = False,
-    max_new_tokens: o.Most = None,
-    temperature: o.Temperature = None,
-    top_p: o.TopP = None,
-    top_k: o.TopK = None,
-    min_p: o.MinP = None,
-    repetition_penalty: o.Penalty = None,
-    seed: o.Seed = None,
-    greedy: o.Greedy = False,
-    schema: o.Schema = None,
-    grammar: o.Rules = None,
-    json_object: o.JsonObject = False,
-    stats: o.Figures = None,
-    stream: o.Lines = False,
-    ctx: o.Ctx = None,
-    device: o.Device = None,
-    dtype: o.Dtype = None,
-    quant: o.Quant = None,
-    budget: o.Budget = None,
-    spec: o.Spec = None,
-    draft: o.Draft = None,
-    exact: o.Exact = False,
-    force: o.Force = False,
-    allow_pickle: o.Pickle = False,
-    dry_run: o.DryRun = False,
-) -> int:
+class QuestionOptions(Options, panel="The question"):
+    prompt: str | None = choice(
+        "-p", metavar="TEXT", help="Ask this question and exit; - reads it from standard input."
+    )
+    file: list[str] | None = choice("-f", metavar="PATH", help=_FILE)
+    pack: str | None = choice(metavar="NAME.kvs", help="Ask about documents that kvcli pack saved.")
+    system: o.System = None
+    system_file: o.SystemFile = None
+    continue_: bool = flag("-c", help="Continue the latest chat.")
+    resume: str | None = choice("-r", metavar="CHAT", help="Continue this saved chat: name, title or document.")
+    no_save: bool = flag(help="Do not save this chat.")
+
+
+class AnswerOptions(Options, panel="The answer"):
+    max_new_tokens: str | None = choice("-n", metavar="N", help="Maximum length in tokens; 4k = 4096.")
+    temperature: float | None = choice("-t", metavar="F", help="0 = always the most likely token.")
+    top_p: float | None = choice(metavar="F", help=_TOP_P, rare=True)
+    top_k: int | None = choice(metavar="N", help="Sample from the N most likely tokens; 0 = all.", rare=True)
+    min_p: float | None = choice(
+        metavar="F", help="Drop tokens less likely than F times the most likely one.", rare=True
+    )
+    repetition_penalty: float | None = choice(metavar="F", help=_PENALTY, rare=True)
+    seed: int | None = choice(metavar="N", help="Random seed.", rare=True)
+    greedy: bool = flag(help="Short for --temperature 0 --repetition-penalty 1.", rare=True)
+    schema: str | None = choice(metavar="FILE", help="Constrain the answer to this JSON schema.")
+    grammar: str | None = choice(metavar="FILE", help="Constrain the answer to this grammar, GBNF or Lark.", rare=True)
+    json_object: bool = flag(help="Constrain the answer to a JSON object.", rare=True)
+    stats: o.Figures = None
+    stream: bool = flag(help="With --json: one line for each event.", rare=True)
+
+
+class ChatOptions(Options, panel="The model"):
+    model: o.ModelName = None
+    question: QuestionOptions
+    answer: AnswerOptions
+    run: o.RunOptions
+    dry_run: bool = flag(help="Print the settings and their memory; load nothing.", rare=True)
+
+
+@command(app)
+def chat(world: Environment, options: ChatOptions) -> int:
     """Chat with a model, or ask one question with -p or through a pipe.
 
     The answer goes to stdout, everything else to stderr. "KV" in the figures
@@ -176,41 +179,44 @@ def chat(
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.models.suggest_model import find_model, tell_toy
 
-    world: Environment = context.obj
-    if stream and not world.options.json:
+    asked, wanted = options.question, options.answer
+    if wanted.stream and not world.options.json:
         raise UsageError("--stream needs --json", try_=["--json --stream"])
-    others = [file, system, system_file, continue_, resume, dry_run]
-    packed = pack_of(world, pack, others, ALONE) if pack is not None else None
-    file = files_of(world, file or [])
-    with open_saved_chat(world, continue_, resume, no_save) as opened:
-        named = model
+    others = [asked.file, asked.system, asked.system_file, asked.continue_, asked.resume, options.dry_run]
+    packed = pack_of(world, asked.pack, others, ALONE)
+    files = files_of(world, asked.file or [])
+    with open_saved_chat(world, asked) as opened:
+        named = options.model
         if named is None and packed is not None:
             named = packed_model(world, packed)
         if named is None and opened is not None:
             from kvcli.commands.chat.save_chat import model_of
 
             named = model_of(world, opened)
-        about = packed.about if packed is not None else None
-        flags, is_typed = o.profile_flags(context.params), model is not None
-        # --no-save saves nothing, but uses the prefix cache
-        setup = Setup(world, named, flags, exact, is_typed=is_typed, reuses=True, pack=about)
-        saves = not no_save and setup.config.keep_chats
-        setup = find_model(setup, file)
-        rules = read_grammar(world, schema, grammar, json_object)
+        setup = Setup(
+            world,
+            named,
+            o.profile_flags(options.values()),
+            options.run.exact,
+            is_typed=options.model is not None,
+            reuses=True,  # --no-save saves nothing, but uses the prefix cache
+            pack=packed.about if packed is not None else None,
+        )
+        setup = find_model(setup, files)
+        grammar = read_grammar(world, wanted.schema, wanted.grammar, wanted.json_object)
         profile = profile_of(setup, packed)
-        if dry_run:
+        if options.dry_run:
             from kvcli.commands.chat.dry_run import print_plan
 
-            return print_plan(setup, profile, file)
+            return print_plan(setup, profile, files)
         setup.look(profile)
-        question = read_question(world, prompt, file, system, system_file)
+        question = read_question(world, asked.prompt, files, asked.system, asked.system_file)
         if packed is not None:
             question = about_pack(question, packed)
         setup = find_model(setup, [d.name for d in question.documents if d.name == STDIN])
         if question.text is not None and not question.documents:
             tell_toy(setup)
-        wanted = MemoryWishes(force, ctx == "max")
-        return answer(setup, profile, question, stats, stream, wanted, opened, saves, rules, packed)
+        return ChatRun(options, setup, profile, grammar, opened, packed).answer(question)
 
 
 def about_pack(question: Question, packed: Pack) -> Question:
@@ -221,208 +227,217 @@ def about_pack(question: Question, packed: Pack) -> Question:
 
 
 @contextmanager
-def open_saved_chat(world: Environment, latest: bool, name: str | None, no_save: bool) -> Iterator[SavedChat | None]:
+def open_saved_chat(world: Environment, options: QuestionOptions) -> Iterator[SavedChat | None]:
     """Yield the saved chat to continue, if there is one. It is locked until the end, except with --no-save."""
-    if latest and name is not None:
+    if options.continue_ and options.resume is not None:
         raise UsageError("--continue and --resume exclude each other", try_=["only one of them"])
-    if not latest and name is None:
+    if not options.continue_ and options.resume is None:
         yield None
         return
     from kvcli.commands.chat.save_chat import reopen, saved_chats_of
 
-    opened = reopen(saved_chats_of(world), world, name, is_locked=not no_save)
+    opened = reopen(saved_chats_of(world), world, options.resume, is_locked=not options.no_save)
     with closing(opened):
         yield opened
 
 
-def answer(
-    setup: Setup,
-    profile: Profile,
-    question: Question,
-    stats: o.StatsMode | None,
-    stream: bool,
-    wanted: MemoryWishes,
-    opened: SavedChat | None = None,
-    saves: bool = False,
-    rules: Grammar | None = None,
-    packed: Pack | None = None,
-) -> int:
-    """Load the model and answer one question, or start the interactive chat."""
-    from kvcli.commands.chat.save_chat import about, save_kv_cache, saved_chats_of, try_save
-    from kvcli.commands.common.load_model import load_model
-    from kvcli.render.terminal.screen import Screen
+class ChatRun:
+    """One command line of `kvcli chat`: one question, or the interactive chat. `load` opens the model."""
 
-    world = setup.world
-    screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
-    run, text_session = load_model(setup, profile, wanted, screen)
-    from kvcli.chat.conversation import Chat
+    chat: Chat
+    run: CheckedRun
 
-    talk = Chat(text_session, saved_chats=saved_chats_of(world), is_locked=True, called=setup.lasting_name)
-    with ExitStack() as ends:
-        ends.callback(lambda: talk.text_session.close())  # /model may have changed the session
-        ends.callback(talk.close)
-        if packed is not None:
-            packed.refuse_other(text_session)
-            text_session.pack = packed
-        begin(world, talk, question, opened, saves)
-        again = text_session.why_again() if opened else ()
-        for note in (*run.notes, *text_session.cautions, *text_session.info.notes, *again):
-            tell(world, note)
-        answer_constraint = constrain(text_session.model, rules, screen) if rules is not None else None
-        if question.text is None:
+    def __init__(
+        self,
+        options: ChatOptions,
+        setup: Setup,
+        profile: Profile,
+        grammar: Grammar | None,
+        opened: SavedChat | None,
+        packed: Pack | None,
+    ) -> None:
+        """`profile` is that of the command line; `opened` is the saved chat that continues."""
+        from kvcli.render.terminal.screen import Screen
+
+        self.setup, self.profile, self.grammar, self.opened, self.packed = setup, profile, grammar, opened, packed
+        self.options, self.world = options, setup.world
+        self.screen = Screen.of(self.world, options.answer.stats)
+        self.saves = not options.question.no_save and setup.config.keep_chats
+        self.held: AnswerConstraint | None = None
+
+    @property
+    def constraint(self) -> Constraint | None:
+        return self.held.constraint if self.held is not None else None
+
+    def answer(self, question: Question) -> int:
+        """Load the model and answer one question, or start the interactive chat."""
+        from kvcli.chat.conversation import Chat
+        from kvcli.commands.chat.save_chat import about, save_kv_cache, saved_chats_of, try_save
+
+        wanted = MemoryWishes(self.options.run.force, self.options.run.ctx == "max")
+        text_session = self.load(self.setup, self.profile, wanted)
+        chats, name = saved_chats_of(self.world), self.setup.lasting_name
+        chat = self.chat = Chat(text_session, saved_chats=chats, is_locked=True, called=name)
+        with ExitStack() as ends:
+            ends.callback(lambda: chat.text_session.close())  # /model may have changed the session
+            ends.callback(chat.close)
+            if self.packed is not None:
+                self.packed.refuse_other(text_session)
+                text_session.pack = self.packed
+            self.begin(question)
+            for note in (*self.run.notes, *(text_session.why_again() if self.opened else ())):
+                tell(self.world, note)
+            self.constrain(text_session)
             del text_session  # so that only the chat refers to the weights
-            return converse(setup, run, talk, screen, saves, answer_constraint, rules)
-        if opened is not None:
-            tell(world, f"continues {about(talk)}")
-        try:
-            return ask_once(world, run, talk, question.text, screen, stream, answer_constraint)
-        finally:
-            note = try_save(talk) if saves else ""
-            if not note and talk.saved_chat is not None and world.options.verbose:
-                note = f"saved as {talk.saved_chat.name}"
-            screen.note(note)
-            screen.note(save_kv_cache(talk.text_session) if saves else "")
+            if question.text is None:
+                return self.converse()
+            if self.opened is not None:
+                tell(self.world, f"continues {about(chat)}")
+            try:
+                return self.ask(question.text)
+            finally:
+                note = try_save(chat) if self.saves else ""
+                if not note and chat.saved_chat is not None and self.world.options.verbose:
+                    note = f"saved as {chat.saved_chat.name}"
+                self.screen.note(note)
+                self.screen.note(save_kv_cache(chat.text_session) if self.saves else "")
 
+    def load(self, setup: Setup, profile: Profile, wanted: MemoryWishes) -> TextSession:
+        """Return a session of the model of `setup`."""
+        from kvcli.commands.common.load_model import load_model
 
-def begin(world: Environment, talk: Chat, question: Question, opened: SavedChat | None, saves: bool) -> None:
-    """Prepare the chat: a saved chat, options that override its settings, and documents that are new to it."""
+        self.run, text_session = load_model(setup, profile, wanted, self.screen)
+        return text_session
 
-    if opened is not None:
-        talk.take(opened)
-        if not saves:
-            talk.close()
-    if question.system is not None:
-        talk.system = question.system
+    def constrain(self, session: TextSession) -> None:
+        """Constrain the answers of the session's model to the grammar of the options, if there is one."""
+        if self.grammar is not None:
+            from kvcli.render.turn.turn_view import busy_word
 
-    for document in question.documents:
-        if talk.place(document) is None:
-            talk.attach(document)
-        else:
-            tell(world, f"{document.name} is attached already")
+            with busy_word(self.screen, "reading the vocabulary"):
+                constraint = session.model.constraint(self.grammar)
+            self.held = AnswerConstraint(self.grammar.name, constraint, session.model.lm.stop_ids)
 
+    def begin(self, question: Question) -> None:
+        """Prepare the chat: a saved chat, options that override its settings, and documents that are new to it."""
+        if self.opened is not None:
+            self.chat.take(self.opened)
+            if not self.saves:
+                self.chat.close()
+        if question.system is not None:
+            self.chat.system = question.system
+        for document in question.documents:
+            if self.chat.place(document) is None:
+                self.chat.attach(document)
+            else:
+                tell(self.world, f"{document.name} is attached already")
 
-def ask_once(
-    world: Environment,
-    run: CheckedRun,
-    talk: Chat,
-    text: str,
-    screen: Screen,
-    stream: bool,
-    answer_constraint: AnswerConstraint | None = None,
-) -> int:
-    """Answer one question. Ctrl-C ends the answer after the current pass; the text so far is kept."""
-    from kvcli.commands.common.exits import Interrupt
+    def ask(self, text: str) -> int:
+        """Answer one question. Ctrl-C ends the answer after the current pass; the text so far is kept."""
+        from kvcli.commands.common.exits import Interrupt
 
-    profile, constraint = run.profile, answer_constraint.constraint if answer_constraint is not None else None
-    with Interrupt(world.clock) as cancel, closing(talk.stream(text, cancel=cancel, constraint=constraint)) as events:
-        if world.options.json:
-            from kvcli.commands.common.turn_json import Run, print_events, print_turn
+        profile, chat, session = self.run.profile, self.chat, self.chat.text_session
+        with (
+            Interrupt(self.world.clock) as cancel,
+            closing(chat.stream(text, cancel=cancel, constraint=self.constraint)) as events,
+        ):
+            if self.world.options.json:
+                from kvcli.commands.common.turn_json import print_events, print_turn, run_of
 
-            under = Run(
-                profile.name,
-                profile.spec.method,
-                profile.hash,
-                talk.text_session.promise,
-                cautions=talk.text_session.cautions,
-                notes=talk.notes,
-            )
-            turn = (print_events if stream else print_turn)(world, events, talk.text_session.info, under)
-        else:
-            from kvcli.render.turn.status_row import RowOptions
-            from kvcli.render.turn.turn_view import show_turn
+                show = print_events if self.options.answer.stream else print_turn
+                turn = show(self.world, events, session.info, run_of(profile, session, chat.notes))
+            else:
+                from kvcli.render.turn.status_row import RowOptions
+                from kvcli.render.turn.turn_view import show_turn
 
-            turn = show_turn(with_notes(events, talk, screen), screen, RowOptions(profile.name, stopping=cancel))
-    missed = answer_constraint.missed(turn) if answer_constraint is not None else ""
-    for note in filter(None, (turn.stats.approx, missed, run.record(profile, turn))):
-        tell(world, note)
-    usual = ExitStatus.BAD_OUTPUT if missed else ExitStatus.OK
-    return {"interrupted": ExitStatus.INTERRUPTED, "loop": ExitStatus.BAD_OUTPUT}.get(turn.finish, usual)
+                turn = show_turn(self.with_notes(events), self.screen, RowOptions(profile.name, stopping=cancel))
+        missed = self.held.missed(turn) if self.held is not None else ""
+        for note in filter(None, (turn.stats.approx, missed, self.run.record(profile, turn))):
+            tell(self.world, note)
+        usual = ExitStatus.BAD_OUTPUT if missed else ExitStatus.OK
+        return {"interrupted": ExitStatus.INTERRUPTED, "loop": ExitStatus.BAD_OUTPUT}.get(turn.finish, usual)
 
+    def with_notes(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Yield the events, and show notes on the prompt before the next event."""
+        said = 0
+        for event in events:
+            for note in self.chat.notes[said:]:
+                self.screen.note(note)
+            said = len(self.chat.notes)
+            yield event
 
-def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[Event]:
-    """Yield the events, and show notes on the prompt before the next event."""
-    said = 0
-    for event in events:
-        for note in talk.notes[said:]:
-            screen.note(note)
-        said = len(talk.notes)
-        yield event
+    def converse(self) -> int:
+        """Run the interactive chat."""
+        from kvcli.commands.chat.repl import Repl
+        from kvcli.commands.chat.slash import SLASH
+        from kvcli.commands.models.suggest_model import find_model
 
+        if not self.screen.quiet:
+            self.screen.err.lines(self.opening())
+        repl = Repl(
+            self.chat,
+            self.screen,
+            self.world,
+            SLASH,
+            saves=self.saves,
+            profiles=self.run,
+            profile=self.run.profile.name,
+            sets=self.world.options.set,
+            history=self.world.paths.state / "history" if self.saves else None,
+            after_turn=self.after_turn,
+            constraint=self.constraint,
+            change_model=self.change_model,
+            before_file=lambda name: find_model(self.setup, [name], may_ask=False),
+        )
+        return repl.run()
 
-def converse(
-    setup: Setup,
-    run: CheckedRun,
-    talk: Chat,
-    screen: Screen,
-    saves: bool,
-    answer_constraint: AnswerConstraint | None = None,
-    rules: Grammar | None = None,
-) -> int:
-    """Run the interactive chat."""
-    from kvcli.commands.chat.repl import run_repl
-    from kvcli.commands.chat.save_chat import about
-    from kvcli.commands.chat.slash import SLASH
-    from kvcli.commands.common.load_model import load_model
-    from kvcli.commands.models.suggest_model import find_model
-    from kvcli.models.machine import threads
-    from kvcli.render.summarize.notes import size
-    from kvcli.render.turn.turn_summary import HeaderFacts, header
-    from kvcli.version import __version__
+    def opening(self) -> list[str]:
+        """Return the lines before the first prompt: the model, its memory, and what the chat begins with."""
+        from kvcli.commands.chat.save_chat import about
+        from kvcli.models.machine import threads
+        from kvcli.render.summarize.notes import size
+        from kvcli.render.turn.turn_summary import HeaderFacts, header
+        from kvcli.version import __version__
 
-    world, profile = setup.world, run.profile
-
-    def after_turn(turn: Turn | None) -> None:
-        if turn is not None:
-            screen.note(answer_constraint.missed(turn) if answer_constraint is not None else "")
-            screen.note(run.record(talk.text_session.profile, turn))
-
-    def change(repl: Repl, name: str) -> None:
-        nonlocal setup, run, answer_constraint
-        wanted = replace(setup, model=name, is_typed=True)
-        wanted = find_model(wanted, [document.name for document in talk.documents], may_ask=False)
-        under = wanted.resolve(repl.profile_name, [*repl.given, *repl.said])
-        try:
-            run, text_session = load_model(wanted, under, MemoryWishes(), screen)
-        except DoesNotFit as error:
-            error.try_ = (f"/exit, then kvcli chat {talk.goes_on if talk.is_saved else ''} -m {name}", *error.try_)
-            raise
-        answer_constraint = constrain(text_session.model, rules, screen) if rules is not None else None
-        setup, repl.profiles = wanted, run
-        repl.constraint = answer_constraint.constraint if answer_constraint is not None else None
-        talk.go_to(text_session, setup.lasting_name)
-        for note in (*run.notes, *text_session.cautions, *text_session.info.notes):
-            screen.note(note)
-
-    text_session = talk.text_session
-    if not screen.quiet:
+        session = self.chat.text_session
         opening = HeaderFacts(
             __version__,
-            profile.name,
-            text_session.promise,
-            context=text_session.limit,
-            estimate=run.estimate,
+            self.run.profile.name,
+            session.promise,
+            context=session.limit,
+            estimate=self.run.estimate,
             threads=threads(),
-            draft=text_session.drafts_by,
+            draft=session.drafts_by,
         )
-        lines = header(text_session.info, opening, screen.err.width)
-        lines += [f"answers are constrained to {answer_constraint.name}"] if answer_constraint is not None else []
-        lines += [f"continues {about(talk)}"] if talk.messages else []
-        lines += [f"attached {d.name} · {size(d)}" for d in talk.documents]
-        for line in lines:
-            screen.err.line((line, ""))
-    del text_session
-    return run_repl(
-        talk,
-        screen,
-        world,
-        SLASH,
-        saves=saves,
-        profiles=run,
-        profile=profile.name,
-        sets=world.options.set,
-        history=world.paths.state / "history" if saves else None,
-        after_turn=after_turn,
-        constraint=answer_constraint.constraint if answer_constraint is not None else None,
-        change_model=change,
-        before_file=lambda name: find_model(setup, [name], may_ask=False),
-    )
+        return [
+            *header(session.info, opening, self.screen.err.width),
+            *([f"answers are constrained to {self.held.name}"] if self.held is not None else []),
+            *([f"continues {about(self.chat)}"] if self.chat.messages else []),
+            *(f"attached {document.name} · {size(document)}" for document in self.chat.documents),
+        ]
+
+    def after_turn(self, turn: Turn | None) -> None:
+        """Note what the last turn of the interactive chat lacks, and log its memory."""
+        if turn is not None:
+            self.screen.note(self.held.missed(turn) if self.held is not None else "")
+            self.screen.note(self.run.record(self.chat.text_session.profile, turn))
+
+    def change_model(self, repl: Repl, name: str) -> None:
+        """Continue the interactive chat with another model. If it cannot be loaded, nothing has changed."""
+        from kvcli.commands.models.suggest_model import find_model
+
+        wanted = replace(self.setup, model=name, is_typed=True)
+        wanted = find_model(wanted, [document.name for document in self.chat.documents], may_ask=False)
+        try:
+            profile = wanted.resolve(repl.profile_name, [*repl.given, *repl.said])
+            text_session = self.load(wanted, profile, MemoryWishes())
+        except DoesNotFit as error:
+            saved = self.chat.goes_on if self.chat.is_saved else ""
+            error.try_ = (f"/exit, then kvcli chat {saved} -m {name}", *error.try_)
+            raise
+        self.constrain(text_session)
+        self.setup, repl.profiles = wanted, self.run
+        repl.constraint = self.constraint
+        self.chat.go_to(text_session, wanted.lasting_name)
+        for note in self.run.notes:
+            self.screen.note(note)

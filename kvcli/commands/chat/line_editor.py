@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.buffer import Buffer
@@ -31,14 +31,11 @@ STYLE = Style.from_dict({"prompt": "bold ansicyan", "more": "ansibrightblack"})
 Words = Callable[[], Sequence[str]]
 
 
-class LineReader(Protocol):
-    """Source of the typed lines. Raises EOFError at the end and KeyboardInterrupt for Ctrl-C."""
+def reader(world: Environment, commands: SlashTable, words: dict[str, Words], history: Path | None) -> Editor | Plain:
+    """Return an editor on a terminal that can move its cursor, else a reader of plain lines.
 
-    def read(self, default: str = "") -> str: ...
-
-
-def reader(world: Environment, commands: SlashTable, words: dict[str, Words], history: Path | None) -> LineReader:
-    """Return an editor on a terminal that can move its cursor, else a reader of plain lines."""
+    Their `read` raises EOFError at the end and KeyboardInterrupt for Ctrl-C.
+    """
     if world.environ.get("TERM") == "dumb":
         return Plain(world)
     return Editor(world, commands, words, history)

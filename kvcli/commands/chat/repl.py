@@ -7,15 +7,17 @@ import subprocess
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import Event as Flag
+from typing import TYPE_CHECKING
 
-from kvcli.api import Event, Turn
+from kvcli.api import Cancel, Event, Turn
 from kvcli.chat.conversation import Chat
 from kvcli.commands.chat import line_editor
 from kvcli.commands.chat.save_chat import save_kv_cache, try_save
 from kvcli.commands.chat.slash_table import SlashTable
-from kvcli.commands.common.background import in_background
 from kvcli.commands.common.exits import Interrupt, machine_gave_out
 from kvcli.commands.common.inputs import well_formed
 from kvcli.documents.decode import decode
@@ -45,12 +47,12 @@ class Repl:
         world: Environment,
         commands: SlashTable,
         *,
-        profiles: CheckedRun | None = None,
+        profiles: CheckedRun,
         profile: str = "",
         sets: Sequence[str] = (),
         after_turn: Callable[[Turn | None], None] | None = None,
         memory: Callable[[], ProcessMemory | None] | None = None,
-        before_file: Callable[[str], None] | None = None,
+        before_file: Callable[[str], object] | None = None,
         change_model: Callable[[Repl, str], None] | None = None,
         history: Path | None = None,
         saves: bool = False,
@@ -186,8 +188,6 @@ class Repl:
 
     def reconfigure(self, name: str, said: Sequence[str]) -> None:
         """Continue under another profile with the same weights. If it is refused, nothing has changed."""
-        if self.profiles is None:
-            raise BadInput("the profile cannot be changed in this chat", code="no_profiles")
         before = self.chat.text_session
         changed = before.with_profile(self.profiles.resolve(name, [*self.given, *said]))
         is_kept = changed.take_cache(before)
@@ -205,15 +205,10 @@ class Repl:
 
     def say(self, text: str) -> None:
         """Print a line on stderr, wrapped at the terminal width."""
-        self.lines(folded(text, self.screen.err.width))
+        self.screen.err.lines(folded(text, self.screen.err.width))
 
     def warn(self, text: str) -> None:
         print_warning(self.screen.err, text)
-
-    def lines(self, lines: Sequence[str]) -> None:
-        """Print lines of a table unchanged."""
-        for line in lines:
-            self.screen.err.line((line, ""))
 
     def listing(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print names at the left with sentences beside them, or below them on a narrow terminal."""
@@ -255,9 +250,9 @@ class Repl:
 
     def _words(self) -> dict[str, line_editor.Words]:
         return {
-            "profile": lambda: self.profiles.names() if self.profiles else (),
-            "model": lambda: self.profiles.models() if self.profiles else (),
-            "key": lambda: self.profiles.keys() if self.profiles else (),
+            "profile": lambda: self.profiles.names(),
+            "model": lambda: self.profiles.models(),
+            "key": lambda: self.profiles.keys(),
             "stats": lambda: ("live", "turn", "off", "last"),
             "chat": lambda: [entry.id for entry in self.chat.saved_chats.entries()],
             "command": lambda: tuple(self.commands),
@@ -265,6 +260,15 @@ class Repl:
         }
 
 
-def run_repl(chat: Chat, screen: Screen, world: Environment, commands: SlashTable, **options: Any) -> ExitStatus:
-    """Run the interactive chat until the user leaves. Options are those of Repl."""
-    return Repl(chat, screen, world, commands, **options).run()
+@contextmanager
+def in_background(work: Callable[[Cancel], object], tell: Callable[[Exception], object]) -> Iterator[None]:
+    """Run `work` in a thread until the block ends; then `cancel()` is True. Its error goes to `tell` afterwards."""
+    is_over = Flag()
+    with ThreadPoolExecutor(1, "kvcli-idle") as pool:
+        done = pool.submit(work, is_over.is_set)
+        try:
+            yield
+        finally:
+            is_over.set()
+    if isinstance(error := done.exception(), Exception):
+        tell(error)

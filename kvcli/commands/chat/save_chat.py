@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.commands.common.exits import Interrupt
 from kvcli.errors import BadInput, BadModel
-from kvcli.render.terminal.terminal import long_size, plural
+from kvcli.render.terminal.terminal import Terminal, long_size, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,6 @@ def saved_chats_of(world: Environment) -> SavedChats:
 
     def warn(text: str) -> None:
         from kvcli.render.terminal.errors import print_warning
-        from kvcli.render.terminal.terminal import Terminal
 
         print_warning(Terminal.of(world, "stderr"), text)
 

@@ -18,62 +18,6 @@ if TYPE_CHECKING:
     from kvcli.commands.chat.repl import Repl
     from kvcli.schemas.chats import ChatEntry
 
-# The slash commands that save a chat and continue saved chats.
-
-
-RESUME = "continue a saved chat: its number, name, title or file; or list them"
-
-
-def save(repl: Repl, argument: str) -> None:
-    name = repl.chat.save(argument or None)
-    repl.say(f"saved as {name}" + ("" if repl.saves else "; from now on after each answer"))
-    repl.saves = True
-    repl.say(f"wrote {repl.chat.saved_chats.save(name)}")
-
-
-def resume(repl: Repl, argument: str) -> None:
-    saved_chats, wanted = repl.chat.saved_chats, argument.strip("\"'")
-    if not wanted:
-        _list(repl, saved_chats.entries())
-        return
-    if repl.chat.saved_chat is not None and saved_chats.name_of(wanted, repl.world.cwd) == repl.chat.saved_chat.name:
-        repl.say("this chat is open already")
-        return
-    opened = reopen(saved_chats, repl.world, wanted, is_locked=repl.saves)
-    repl.chat.take(opened)
-    repl.last = None
-    was = opened.saved.model
-    under = f"; its model was {was}" if was != repl.chat.called else ""
-    repl.say(f"continues {about(repl.chat)}{under}; it is read with the next question")
-
-
-def chats(repl: Repl, argument: str) -> None:
-    saved_chats = repl.chat.saved_chats
-    if not argument:
-        _list(repl, saved_chats.entries())
-    elif found := saved_chats.search(argument)[:FEW]:
-        repl.listing([(entry.id, " ".join((entry.found or entry.title or "").split())) for entry in found])
-    else:
-        repl.say(f"no saved chat contains {argument}")
-
-
-def fork(repl: Repl, argument: str) -> None:
-    before = repl.chat.saved_chat
-    if before is None or not repl.chat.messages:
-        repl.say("this chat is not saved yet, so it cannot be copied")
-        return
-    repl.chat.save()
-    repl.chat.close()
-    repl.say(f"continues as {repl.chat.save(argument or None)}; {before.name} does not change")
-
-
-def _list(repl: Repl, entries: Sequence[ChatEntry]) -> None:
-    if entries:
-        repl.listing(choices(entries))
-    else:
-        repl.say("there are no saved chats yet")
-
-
 SLASH = SlashTable()
 
 # --- leaving and help
@@ -179,7 +123,7 @@ def _files(repl: Repl, _: str) -> None:
         tokens = f.plural(document.tokens(repl.chat.text_session.tokenizer), "token")
         when = "with the next question" if i > len(documents) - pending else ""
         rows.append([f"{i}  {document.name}", size(document), tokens, when])
-    repl.lines(tables.columns(rows))
+    repl.screen.err.lines(tables.columns(rows))
 
 
 @SLASH.add("drop", "N", "remove document N from the chat", completes="document")
@@ -211,7 +155,8 @@ def _set(repl: Repl, argument: str) -> None:
     key, _, value = argument.replace("=", " ", 1).partition(" ")
     if not key or not value.strip():
         raise UsageError("/set needs a key and a value", try_=["/set sample.temperature 0.2"])
-    ends = [one for one in (repl.profiles.keys() if repl.profiles else ()) if one.endswith(f".{key}")]
+    every = repl.profiles.keys()
+    ends = [one for one in every if one.endswith(f".{key}")]
     key = ends[0] if len(ends) == 1 else key
     said = [item for item in repl.said if item.partition("=")[0] != key]
     repl.reconfigure(repl.profile_name, [*said, f"{key}={value.strip()}"])
@@ -263,27 +208,81 @@ def _stats(repl: Repl, argument: str) -> None:
 
 @SLASH.add("spec", "", "drafting in the last answer: acceptance by source and position")
 def _spec(repl: Repl, _: str) -> None:
-    repl.lines(tables.spec_table(repl.last_turn("drafting").stats, repl.screen.err.width))
+    repl.screen.err.lines(tables.spec_table(repl.last_turn("drafting").stats, repl.screen.err.width))
 
 
 @SLASH.add("kv", "", "contents of the KV cache, by layer and tier")
 def _kv(repl: Repl, _: str) -> None:
     rows = repl.chat.text_session.kv_table()
-    repl.lines(tables.columns(tables.kv_table(rows)) if rows else ["the KV cache is empty"])
+    repl.screen.err.lines(tables.columns(tables.kv_table(rows)) if rows else ["the KV cache is empty"])
 
 
 @SLASH.add("tokens", "", "tokens by message, and tokens left in the context window")
 def _tokens(repl: Repl, _: str) -> None:
-    repl.lines(tables.token_table(repl.chat.tokens(), repl.limit, repl.screen.err.width))
+    repl.screen.err.lines(tables.token_table(repl.chat.tokens(), repl.limit, repl.screen.err.width))
 
 
 # --- saving
 
 
-SLASH.add("save", "[TITLE]", "save the chat, with a title if given, and write it to a file")(save)
-SLASH.add("resume", "[CHAT]", RESUME, ("load",), "chat")(resume)
-SLASH.add("chats", "[WORDS]", "list saved chats, or those that contain these words")(chats)
-SLASH.add("fork", "[TITLE]", "continue in a copy; the saved chat does not change")(fork)
+@SLASH.add("save", "[TITLE]", "save the chat, with a title if given, and write it to a file")
+def _save(repl: Repl, argument: str) -> None:
+    name = repl.chat.save(argument or None)
+    repl.say(f"saved as {name}" + ("" if repl.saves else "; from now on after each answer"))
+    repl.saves = True
+    repl.say(f"wrote {repl.chat.saved_chats.save(name)}")
+
+
+@SLASH.add(
+    "resume",
+    "[CHAT]",
+    "continue a saved chat: its number, name, title or file; or list them",
+    also=("load",),
+    completes="chat",
+)
+def _resume(repl: Repl, argument: str) -> None:
+    saved_chats, wanted = repl.chat.saved_chats, argument.strip("\"'")
+    if not wanted:
+        _list(repl, saved_chats.entries())
+        return
+    if repl.chat.saved_chat is not None and saved_chats.name_of(wanted, repl.world.cwd) == repl.chat.saved_chat.name:
+        repl.say("this chat is open already")
+        return
+    opened = reopen(saved_chats, repl.world, wanted, is_locked=repl.saves)
+    repl.chat.take(opened)
+    repl.last = None
+    was = opened.saved.model
+    under = f"; its model was {was}" if was != repl.chat.called else ""
+    repl.say(f"continues {about(repl.chat)}{under}; it is read with the next question")
+
+
+@SLASH.add("chats", "[WORDS]", "list saved chats, or those that contain these words")
+def _chats(repl: Repl, argument: str) -> None:
+    saved_chats = repl.chat.saved_chats
+    if not argument:
+        _list(repl, saved_chats.entries())
+    elif found := saved_chats.search(argument)[:FEW]:
+        repl.listing([(entry.id, " ".join((entry.found or entry.title or "").split())) for entry in found])
+    else:
+        repl.say(f"no saved chat contains {argument}")
+
+
+@SLASH.add("fork", "[TITLE]", "continue in a copy; the saved chat does not change")
+def _fork(repl: Repl, argument: str) -> None:
+    before = repl.chat.saved_chat
+    if before is None or not repl.chat.messages:
+        repl.say("this chat is not saved yet, so it cannot be copied")
+        return
+    repl.chat.save()
+    repl.chat.close()
+    repl.say(f"continues as {repl.chat.save(argument or None)}; {before.name} does not change")
+
+
+def _list(repl: Repl, entries: Sequence[ChatEntry]) -> None:
+    if entries:
+        repl.listing(choices(entries))
+    else:
+        repl.say("there are no saved chats yet")
 
 
 @SLASH.add("export", "FILE", "write the chat to a file: .md, .json or .jsonl", completes="path")

@@ -26,6 +26,7 @@ from kvcli.commands.common.output import print_json
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, DoesNotFit, ExitStatus, KvcliError, UsageError, is_out_of_memory, writing
 from kvcli.files import append, private_folder
+from kvcli.render.terminal.terminal import Terminal
 from kvcli.settings.renamed import FORMER
 from kvcli.version import __version__
 
@@ -164,12 +165,9 @@ class LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self.is_told:
             from kvcli.render.terminal.errors import print_warning
-            from kvcli.render.terminal.terminal import Terminal
 
-            self.is_told = True
-            print_warning(
-                Terminal.of(self.world, "stderr"), f"cannot write the log {self.baseFilename}: {error.strerror}"
-            )
+            self.is_told, err = True, Terminal.of(self.world, "stderr")
+            print_warning(err, f"cannot write the log {self.baseFilename}: {error.strerror}")
 
 
 def log_path(world: Environment) -> Path:
@@ -242,7 +240,6 @@ def report_error(world: Environment, args: Sequence[str], error: KvcliError) -> 
         # the parser may have failed before --json
         if not (world.options.json or "--json" in args) or not _as_json(world, args, error):
             from kvcli.render.terminal.errors import print_error
-            from kvcli.render.terminal.terminal import Terminal
 
             print_error(Terminal.of(world, "stderr"), error)
         if world.options.verbose > 1:

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
 import typer
 
-from kvcli.commands.common.options import Options
-from kvcli.commands.common.options import option as option
+from kvcli.commands.common.options import MODEL, Options, choice, flag, option
+from kvcli.commands.common.options import ModelOption as ModelOption
 from kvcli.errors import UsageError
 from kvcli.settings.schema import registries, tokens_of
 from kvcli.settings.values import Settings
 
 _ask = partial(option, panel="The question")
-_answer = partial(option, panel="The answer")
 _model = partial(option, panel="The model")
 
-MODEL = "demo, a name from kvcli models suggest or your config, a folder, a GGUF file, or a Hugging Face id."
-_PROMPT = "Ask this question and exit; - reads it from standard input."
-_FILE = "Attach a file, a folder of files or a quoted '*.txt'; paper.pdf:3-9 for pages of it. Repeatable."
-_MIN_P = "Drop tokens less likely than F times the most likely one."
-_TOP_P = "Nucleus sampling: the smallest set of tokens with total probability F."
-_TOP_K = "Sample from the N most likely tokens; 0 = all."
-_PENALTY = "Above 1, tokens that occurred before become less likely."
 _FIGURES = "Show figures while generating (live), after the answer (turn), or never (off)."
 _BUDGET = "Limit the KV cache to 6GiB, 25% of its full size, or free memory (fit). Approximate: tokens get fewer bits."
 _EXACT = "Refuse settings that can change the text (also drafting, on models that are not batch invariant)."
@@ -33,62 +24,38 @@ _PICKLE = "Allow weights in pickle files, which can run code."
 _DRAFT = "Draft model for speculative decoding, or auto (same text, fewer passes)."
 _SPEC = "Drafting method for speculative decoding (same text, fewer passes)."
 
-ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
-ModelOption = Annotated[str | None, _model("--model", "-m", metavar="MODEL", help=MODEL)]
-Prompt = Annotated[str | None, _ask("--prompt", "-p", metavar="TEXT", help=_PROMPT)]
-File = Annotated[list[str] | None, _ask("--file", "-f", metavar="PATH", help=_FILE)]
-Pack = Annotated[str | None, _ask("--pack", metavar="NAME.kvs", help="Ask about documents that kvcli pack saved.")]
+StatsMode = Literal["live", "turn", "off"]
+Figures = Annotated[StatsMode | None, option("--stats", help=_FIGURES, panel="The answer", rare=True)]
 System = Annotated[str | None, _ask("--system", "-s", metavar="TEXT", help="System message.")]
 SystemFile = Annotated[str | None, _ask("--system-file", metavar="PATH", help="System message from a file.", rare=True)]
 
-Continue = Annotated[bool, _ask("--continue", "-c", help="Continue the latest chat.")]
-Resume = Annotated[
-    str | None, _ask("--resume", "-r", metavar="CHAT", help="Continue this saved chat: name, title or document.")
-]
-NoSave = Annotated[bool, _ask("--no-save", help="Do not save this chat.")]
-
-Most = Annotated[
-    str | None, _answer("--max-new-tokens", "-n", metavar="N", help="Maximum length in tokens; 4k = 4096.")
-]
-Temperature = Annotated[
-    float | None, _answer("--temperature", "-t", metavar="F", help="0 = always the most likely token.")
-]
-TopP = Annotated[float | None, _answer("--top-p", metavar="F", help=_TOP_P, rare=True)]
-TopK = Annotated[int | None, _answer("--top-k", metavar="N", help=_TOP_K, rare=True)]
-MinP = Annotated[float | None, _answer("--min-p", metavar="F", help=_MIN_P, rare=True)]
-Penalty = Annotated[float | None, _answer("--repetition-penalty", metavar="F", help=_PENALTY, rare=True)]
-Seed = Annotated[int | None, _answer("--seed", metavar="N", help="Random seed.", rare=True)]
-Greedy = Annotated[bool, _answer("--greedy", help="Short for --temperature 0 --repetition-penalty 1.", rare=True)]
-StatsMode = Literal["live", "turn", "off"]
-Schema = Annotated[str | None, _answer("--schema", metavar="FILE", help="Constrain the answer to this JSON schema.")]
-Rules = Annotated[
-    str | None,
-    _answer("--grammar", metavar="FILE", help="Constrain the answer to this grammar, GBNF or Lark.", rare=True),
-]
-JsonObject = Annotated[bool, _answer("--json-object", help="Constrain the answer to a JSON object.", rare=True)]
-Figures = Annotated[StatsMode | None, _answer("--stats", help=_FIGURES, rare=True)]
-Lines = Annotated[bool, _answer("--stream", help="With --json: one line for each event.", rare=True)]
-
+ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
 Ctx = Annotated[str | None, _model("--ctx", metavar="N|auto|max", help="Context window in tokens; 32k = 32768.")]
-Device = Annotated[str | None, _model("--device", metavar="NAME", help="auto, cpu, cuda, cuda:N or mps.")]
-Dtype = Annotated[str | None, _model("--dtype", metavar="NAME", help="auto, bf16, fp16 or fp32.", rare=True)]
-Quant = Annotated[str | None, _model("--quant", metavar="NAME", help="Quantize weights: none, int8, int4 or nf4.")]
 Budget = Annotated[str | None, _model("--budget", metavar="SIZE", help=_BUDGET)]
-Spec = Annotated[str | None, _model("--spec", metavar="|".join(registries()["spec"]), help=_SPEC, rare=True)]
 Draft = Annotated[str | None, _model("--draft", metavar="MODEL", help=_DRAFT)]
-Exact = Annotated[bool, _model("--exact", help=_EXACT, rare=True)]
 Force = Annotated[bool, _model("--force", help="Load even if the memory estimate does not fit.", rare=True)]
 Pickle = Annotated[bool, _model("--allow-pickle", help=_PICKLE, rare=True)]
-DryRun = Annotated[bool, _model("--dry-run", help="Print the settings and their memory; load nothing.", rare=True)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Weights(Options):
+class Weights(Options, panel="The model"):
     """Options of loading the weights."""
 
-    device: Device = None
-    dtype: Dtype = None
-    quant: Quant = None
+    device: str | None = choice(metavar="NAME", help="auto, cpu, cuda, cuda:N or mps.")
+    dtype: str | None = choice(metavar="NAME", help="auto, bf16, fp16 or fp32.", rare=True)
+    quant: str | None = choice(metavar="NAME", help="Quantize weights: none, int8, int4 or nf4.")
+
+
+class RunOptions(Options, panel="The model"):
+    """Options of a model that answers."""
+
+    ctx: Ctx = None
+    weights: Weights
+    budget: Budget = None
+    spec: str | None = choice(metavar="|".join(registries()["spec"]), help=_SPEC, rare=True)
+    draft: Draft = None
+    exact: bool = flag(help=_EXACT, rare=True)
+    force: Force = False
+    allow_pickle: Pickle = False
 
 
 # flag -> key; `origin` names the flag wherever a setting is shown
@@ -139,14 +106,14 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
 def refuse_implied(flags: Mapping[str, tuple[object, str]], typed: Settings, sets: Settings) -> None:
     """Raise UsageError if a flag implies another value of a key than the value typed elsewhere, or if `--set` gives the
     flag's own key another value. Advice to set that key would change nothing."""
-    implying = {flag for key, (_, flag) in flags.items() if KEYS[flag] != key}
-    for key, (value, flag) in flags.items():
-        own = KEYS[flag]
+    implying = {by for key, (_, by) in flags.items() if KEYS[by] != key}
+    for key, (value, by) in flags.items():
+        own = KEYS[by]
         other = (sets if key == own else typed).get(tuple(key.split(".")))
-        if flag in implying and other is not None and other.value != value:
+        if by in implying and other is not None and other.value != value:
             said = f"{key}={other.value} ({other.origin.name})"
-            instead = f"leave out {flag}" if key == own else f"--set {own}={flags[own][0]} instead of {flag}"
-            raise UsageError(f"{flag} and {said} exclude each other", try_=[instead, f"leave out {key}"])
+            instead = f"leave out {by}" if key == own else f"--set {own}={flags[own][0]} instead of {by}"
+            raise UsageError(f"{by} and {said} exclude each other", try_=[instead, f"leave out {key}"])
 
 
 def load_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]:
@@ -170,14 +137,3 @@ def tokens(text: str, flag: str, kind: str = "tokens") -> int:
     if n := tokens_of(text):
         return n
     raise UsageError(f"{flag} takes {kind}, not {text!r}", try_=[f"{flag} 4096", f"{flag} 4k"])
-
-
-def refuse_others(context: typer.Context, mode: str, allowed: set[str]) -> None:
-    """Refuse options of this command that have no effect in this mode, because none is ignored silently."""
-    ours, typed = set(context.params), []
-    for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        if source is not None and source.name == "COMMANDLINE" and parameter.name in ours - allowed:
-            typed.append(parameter.opts[0])
-    if typed:
-        raise UsageError(f"{mode} excludes {', '.join(typed)}", try_=[f"leave out {' and '.join(typed)}"])

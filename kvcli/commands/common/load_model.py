@@ -36,12 +36,10 @@ class CheckedRun:
 
     setup: Setup
     profile: Profile
-    settled: Mapping[str, object] = field(
-        default_factory=dict
-    )  # dotted key -> value that fits, if nothing sets the key
+    settled: Mapping[str, object] = field(default_factory=dict)  # key -> value that fits, if nothing sets the key
     limit: int = 0  # context limit of the loaded model in tokens; 0 before it is loaded
     estimate: int = 0  # bytes with a full context window; 0 = no estimate
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # for the user, once the model is loaded
     outlook: Preflight | None = None
 
     def record(self, profile: Profile, turn: Turn) -> str:
@@ -137,5 +135,7 @@ def load_model(setup: Setup, profile: Profile, wanted: MemoryWishes, screen: Scr
     notes = (*setup.overruled(run.profile), *run.notes, *(model.info.details if screen.verbose else ()))
     if run.outlook is not None:
         model.foretell, model.fits = run.outlook.estimate_peak, run.outlook.fits
+    text_session = model.open()
+    notes += (*text_session.cautions, *model.info.notes)
     # the profile as it was adapted to this model
-    return replace(run, profile=model.profile, notes=notes, limit=model.info.limit), model.open()
+    return replace(run, profile=model.profile, notes=notes, limit=model.info.limit), text_session

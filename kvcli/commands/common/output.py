@@ -48,15 +48,13 @@ def print_table(
     clean = [[c.replace(" ", GLUE) if h in unbroken else c for c, h in zip(row, rows[0], strict=True)] for row in clean]
     rows = fitting(clean, width, drop, wraps=True)
     # the terminal breaks words that are too long, mostly paths, so that they can be copied
-    for line in columns(rows, width if least(rows) <= width else 0, left=range(len(rows[0]))):
-        out.line((line.replace(GLUE, " "), ""))
+    lines = columns(rows, width if least(rows) <= width else 0, left=range(len(rows[0])))
+    out.lines(line.replace(GLUE, " ") for line in lines)
 
 
 def print_lines(world: Environment, lines: Iterable[str]) -> None:
     """Print lines unchanged."""
-    out = Terminal.of(world, "stdout")
-    for line in lines:
-        out.line((line, ""))
+    Terminal.of(world, "stdout").lines(lines)
 
 
 def print_cells(world: Environment, rows: Sequence[Sequence[str]]) -> None:

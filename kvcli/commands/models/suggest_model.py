@@ -7,15 +7,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvcli.commands.common.inputs import STDIN, agrees, answer_to, tell
-from kvcli.commands.common.run_setup import config_of
+from kvcli.commands.common.run_setup import Setup, config_of, find
+from kvcli.demo import BUNDLED as DEMO_MODELS
 from kvcli.documents import BUNDLED, split_pages
 from kvcli.errors import KvcliError, UsageError, writing
 from kvcli.files import private_folder, write_output
+from kvcli.models import catalog
+from kvcli.models.shape import shape_of
+from kvcli.render.terminal.terminal import Terminal, count, folded, long_size
 from kvcli.settings.problems import bad_config
 from kvcli.settings.small_file import parse_document, read_document, toml_value
 
 if TYPE_CHECKING:
-    from kvcli.commands.common.run_setup import Setup
     from kvcli.environment import Environment
     from kvcli.fit.available_memory import AvailableMemory
 
@@ -112,8 +115,6 @@ def tell_toy(setup: Setup) -> None:
 def suggest_models(setup: Setup) -> tuple[AvailableMemory, list[ModelSuggestion]]:
     """Return the memory of this machine and models that fit: models on it first, then downloads in several sizes."""
     from kvcli.fit import available_memory
-    from kvcli.models import catalog
-    from kvcli.render.terminal.terminal import long_size
 
     found = available_memory.look()
     usable = found.usable
@@ -132,17 +133,12 @@ def suggest_models(setup: Setup) -> tuple[AvailableMemory, list[ModelSuggestion]
 
 def _here(setup: Setup, usable: int) -> list[ModelSuggestion]:
     """Return models of the config files and the cache that are complete and fit, the largest first."""
-    from kvcli.commands.common.run_setup import find
     from kvcli.commands.models.model_names import known
-    from kvcli.demo import BUNDLED
-    from kvcli.models import catalog
-    from kvcli.models.shape import shape_of
-    from kvcli.render.terminal.terminal import long_size
 
     found = list[tuple[int, ModelSuggestion]]()
     for name, _ in known(setup.config, setup.world.paths.data):
         try:
-            if setup.config.model(name).path in BUNDLED:
+            if setup.config.model(name).path in DEMO_MODELS:
                 continue
             source = find(setup.world, name, allow_pickle=False)
             needs = catalog.needs(source.nbytes, shape_of(source.text_config, name))
@@ -162,11 +158,12 @@ def _toy(names: Sequence[str]) -> str:
 
 
 def _fitting(room: AvailableMemory, offers: Sequence[ModelSuggestion]) -> str:
-    from kvcli.models.catalog import TOKENS
-    from kvcli.render.terminal.terminal import count, long_size
-
     here = f"{long_size(room.available)} are available on {room.device}"
-    return f"{here}; models that fit, with download size and memory for {count(TOKENS)} tokens:" if offers else here
+    return (
+        f"{here}; models that fit, with download size and memory for {count(catalog.TOKENS)} tokens:"
+        if offers
+        else here
+    )
 
 
 def _refusal(names: Sequence[str], room: AvailableMemory, offers: Sequence[ModelSuggestion]) -> UsageError:
@@ -191,13 +188,11 @@ def _ask(
     names: Sequence[str], room: AvailableMemory, offers: Sequence[ModelSuggestion], world: Environment
 ) -> ModelSuggestion:
     """Ask for a choice on the terminal; raises UsageError for any other answer."""
-    from kvcli.render.terminal.terminal import Terminal, folded
 
     err = Terminal.of(world, "stderr")
     rows = [_toy(names), _fitting(room, offers)]
     rows += [f"  {i}{offer.line}" for i, offer in enumerate(offers, 1)]
-    for line in (line for row in [*rows, "  d  use the demo model anyway"] for line in folded(row, err.width)):
-        err.line((line, ""))
+    err.lines(line for row in [*rows, "  d  use the demo model anyway"] for line in folded(row, err.width))
     said = answer_to(world, f"{f'1 to {len(offers)}, ' if offers else ''}d, or Enter to quit: ")
     if said == "d":
         return ModelSuggestion("demo")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,6 @@ app = typer.Typer(help="Speculative decoding: measure and tune.", add_completion
 _WORKLOADS = "Test texts, as for kvcli bench. Default article,talk,code; for the demo summary,chat,copy."
 
 
-@dataclass(frozen=True, kw_only=True)
 class DoctorOptions(Options):
     """Options of `kvcli spec doctor`."""
 
@@ -40,14 +38,13 @@ class DoctorOptions(Options):
     allow_pickle: o.Pickle = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class TuneOptions(DoctorOptions):
     """Options of `kvcli spec tune`."""
 
     workload: str | None = choice("-w", metavar="NAME,..", help=_WORKLOADS)
     new: int = choice("-n", default=96, metavar="N", help="Number of new tokens. Default 96.")
     save: str | None = choice(metavar="NAME", help="Save the best settings as a profile.")
-    output: Path | None = choice("-o", metavar="FILE", help="Write it to FILE; - = stdout.")  # noqa: RUF009
+    output: Path | None = choice("-o", metavar="FILE", help="Write it to FILE; - = stdout.")
 
 
 @command(app)
@@ -111,7 +108,7 @@ def _setup(world: Environment, options: DoctorOptions) -> Setup:
 @contextmanager
 def _model(setup: Setup) -> Iterator[tuple[Model, Bar]]:
     """Load the model under its profile, with sampling as in a benchmark."""
-    from kvcli.bench.recipe import drawing
+    from kvcli.bench.side_factory import drawing
     from kvcli.commands.bench.request import temperature
     from kvcli.commands.common.exits import insisting
     from kvcli.render.bench.progress import progress

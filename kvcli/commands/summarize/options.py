@@ -1,84 +1,80 @@
-"""Options of `kvcli summarize`, as types for its signature, and the request made from them."""
+"""Options of `kvcli summarize`, and the request made from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from kvcli.commands.common.flags import option, tokens
+from kvcli.commands.common import flags as o
+from kvcli.commands.common.options import Options, choice, flag
 from kvcli.summarize.request import Request, Style, Wish, length_of
 
 Form = Literal["md", "txt", "json", "html"]
 Citing = Literal["page", "none"]
 
-_said = partial(option, panel="The summary")
-_read = partial(option, panel="The documents")
-_made = partial(option, panel="Reading in parts")
-_kept = partial(option, panel="The result")
-
 _FILES = "PDF, HTML, EPUB, DOCX, mail, text, ...; - = standard input, paper.pdf:3-9 = pages, demo:pdf = an example."
+_CITE = "Cite pages (sections or lines in files without pages), or nothing."
 _MODE = "Read everything in one part (whole), summarize parts and merge (map-reduce), or whole if it fits (auto)."
-_CHECK = "Verify each citation against its page."
-_QUOTES = "Print the confirming sentence under each point."
-_ONLY = "Print the extracted text with page marks; no model is used."
 _OUTPUT = "Write the complete summary to FILE instead of stdout; - = stdout."
-_EACH = "Write one summary per file instead of one for all files."
-_NO_CACHE = "Ignore saved results of an earlier run."
-_CHUNK = "Maximum tokens of a part."
-_OVERLAP = "Tokens that a part repeats from the part before it."
-_DRY = "Print the plan; load no weights."
 _PASSWORD = "File whose first line is the password of encrypted documents."
 _TYPE = "Treat files as pdf, html, epub, docx, mail, mhtml, notebook, markdown or text."
 
-Files = Annotated[list[str] | None, typer.Argument(metavar="FILE", help=_FILES, show_default=False)]
 
-Length = Annotated[
-    str | None, _said("--length", metavar="short|medium|long|N", help="Length of the summary; N = number of words.")
-]
-Styled = Annotated[Style | None, _said("--style", help="Form of the summary.")]
-Focus = Annotated[str | None, _said("--focus", metavar="TEXT", help="Topic of the summary.")]
-Lang = Annotated[str | None, _said("--lang", metavar="NAME", help="Language of the summary.")]
-Cite = Annotated[
-    Citing, _said("--cite", help="Cite pages (sections or lines in files without pages), or nothing.", rare=True)
-]
-Check = Annotated[bool, _said("--check/--no-check", help=_CHECK, rare=True)]
-Quotes = Annotated[bool, _said("--quotes", help=_QUOTES, rare=True)]
-
-Pack = Annotated[
-    str | None, _read("--pack", metavar="NAME.kvs", help="Documents that kvcli pack has saved, instead of files.")
-]
-Pages = Annotated[str | None, _read("--pages", metavar="1-20,35", help="Read only these pages.")]
-Kind = Annotated[str | None, _read("--type", metavar="NAME", help=_TYPE, rare=True)]
-Password = Annotated[str | None, _read("--password-file", metavar="FILE", help=_PASSWORD, rare=True)]
-Only = Annotated[bool, _read("--extract-only", help=_ONLY, rare=True)]
-Each = Annotated[bool, _read("--each", help=_EACH)]
-
-Mode = Annotated[Wish, _made("--mode", help=_MODE, rare=True)]
-Chunk = Annotated[str | None, _made("--chunk", metavar="N", help=_CHUNK, rare=True)]
-Overlap = Annotated[int, _made("--overlap", metavar="N", help=_OVERLAP, rare=True)]
-NoCache = Annotated[bool, _made("--no-cache", help=_NO_CACHE, rare=True)]
-
-Output = Annotated[str | None, _kept("--output", "-o", metavar="FILE", help=_OUTPUT)]
-Format = Annotated[Form | None, _kept("--format", help="Output format. Default: by the name of FILE, else md.")]
-
-DryRun = Annotated[bool, option("--dry-run", help=_DRY, panel="The model", rare=True)]
+class SummaryOptions(Options, panel="The summary"):
+    length: str | None = choice(metavar="short|medium|long|N", help="Length of the summary; N = number of words.")
+    style: Style | None = choice(help="Form of the summary.")
+    focus: str | None = choice(metavar="TEXT", help="Topic of the summary.")
+    lang: str | None = choice(metavar="NAME", help="Language of the summary.")
+    cite: Citing = choice(default="page", help=_CITE, rare=True)
+    check: bool = choice("--check/--no-check", default=True, help="Verify each citation against its page.", rare=True)
+    quotes: bool = flag(help="Print the confirming sentence under each point.", rare=True)
 
 
-def request_of(params: Mapping[str, Any]) -> Request:
-    """Return the request. Raises UsageError for options that exclude each other."""
-    length, chunk = params["length"], params["chunk"]
-    return Request(
-        mode=params["mode"],
-        length=length_of(length) if length is not None else None,
-        style=params["style"],
-        focus=params["focus"],
-        lang=params["lang"],
-        cite=params["cite"] == "page",
-        check=params["check"],
-        quotes=params["quotes"],
-        chunk=tokens(chunk, "--chunk") if chunk is not None else None,
-        overlap=params["overlap"],
-    )
+class DocumentOptions(Options, panel="The documents"):
+    pack: str | None = choice(metavar="NAME.kvs", help="Documents that kvcli pack has saved, instead of files.")
+    pages: str | None = choice(metavar="1-20,35", help="Read only these pages.")
+    type_: str | None = choice(metavar="NAME", help=_TYPE, rare=True)
+    password_file: str | None = choice(metavar="FILE", help=_PASSWORD, rare=True)
+    extract_only: bool = flag(help="Print the extracted text with page marks; no model is used.", rare=True)
+    each: bool = flag(help="Write one summary per file instead of one for all files.")
+
+
+class PartOptions(Options, panel="Reading in parts"):
+    mode: Wish = choice(default="auto", help=_MODE, rare=True)
+    chunk: str | None = choice(metavar="N", help="Maximum tokens of a part.", rare=True)
+    overlap: int = choice(default=0, metavar="N", help="Tokens that a part repeats from the part before it.", rare=True)
+    no_cache: bool = flag(help="Ignore saved results of an earlier run.", rare=True)
+
+
+class ResultOptions(Options, panel="The result"):
+    output: str | None = choice("-o", metavar="FILE", help=_OUTPUT)
+    format: Form | None = choice(help="Output format. Default: by the name of FILE, else md.")
+
+
+class SummarizeOptions(Options, panel="The model"):
+    files: Annotated[list[str] | None, typer.Argument(metavar="FILE", help=_FILES, show_default=False)] = None
+    summary: SummaryOptions
+    documents: DocumentOptions
+    parts: PartOptions
+    result: ResultOptions
+    model: o.ModelOption = None
+    run: o.RunOptions
+    stats: o.Figures = None
+    dry_run: bool = flag(help="Print the plan; load no weights.", rare=True)
+
+    def request(self) -> Request:
+        """Return the request of the summary. Raises UsageError for options that exclude each other."""
+        said, parts = self.summary, self.parts
+        return Request(
+            mode=parts.mode,
+            length=length_of(said.length) if said.length is not None else None,
+            style=said.style,
+            focus=said.focus,
+            lang=said.lang,
+            cite=said.cite == "page",
+            check=said.check,
+            quotes=said.quotes,
+            chunk=o.tokens(parts.chunk, "--chunk") if parts.chunk is not None else None,
+            overlap=parts.overlap,
+        )

@@ -1,216 +1,343 @@
-"""The run of `kvcli summarize`: summaries of the documents, printed or written."""
+"""The run of `kvcli summarize`: summaries of the documents, or their plans or text, printed or written."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from kvcli.commands.summarize.job import EmptySummary
-from kvcli.errors import ExitStatus, KvcliError
+from kvcli.commands.chat.save_chat import said_of
+from kvcli.commands.common.exits import Interrupt
+from kvcli.commands.common.inputs import notes_of
+from kvcli.commands.common.load_model import MemoryWishes, load_model, outlook_of
+from kvcli.commands.common.run_setup import refuse_beyond
+from kvcli.commands.common.turn_json import run_of
+from kvcli.commands.fit import others_of
+from kvcli.commands.summarize.documents import facts
+from kvcli.documents import marked, with_documents
+from kvcli.errors import BadInput, ContextOverflow, ExitStatus, KvcliError
+from kvcli.render.summarize.notes import about_file, hung, notes, plan_lines, stopped, stretch, totals
+from kvcli.render.summarize.view import SummaryView
+from kvcli.render.terminal.errors import print_error
+from kvcli.render.terminal.terminal import Terminal
+from kvcli.render.turn.status_row import RowOptions
+from kvcli.render.turn.turn_summary import joined
+from kvcli.render.turn.turn_view import busy_word, show_summary
+from kvcli.schemas.turn import TurnDocument, error_document
+from kvcli.summarize.cache import Cache
+from kvcli.summarize.document import extract_document, plan_document, summary_document
+from kvcli.summarize.events import PartEnded
+from kvcli.summarize.parts import AsRead, names_of
+from kvcli.summarize.plan import PlanWindow, make_plan, most_of
+from kvcli.summarize.run import summarize
+from kvcli.summarize.wording import Wording, wording_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from kvcli.api import Turn
+    from kvcli.chat.document_pack import Pack
     from kvcli.chat.text_session import TextSession
-    from kvcli.commands.common.exits import Interrupt
     from kvcli.commands.common.load_model import CheckedRun
-    from kvcli.commands.summarize.documents import InputDocument
-    from kvcli.commands.summarize.job import SummaryJob
-    from kvcli.render.summarize.view import SummaryView
+    from kvcli.commands.common.run_setup import Setup
+    from kvcli.commands.summarize.documents import InputDocument, InputDocuments
+    from kvcli.commands.summarize.options import SummarizeOptions
+    from kvcli.commands.summarize.output import SummaryOutput
+    from kvcli.fit.plan import Plan as Fitted
+    from kvcli.fit.preflight import Preflight
+    from kvcli.render.terminal.screen import Screen
+    from kvcli.schemas.fit import PassTime
+    from kvcli.settings.profile import Profile
     from kvcli.summarize.events import Event
-    from kvcli.summarize.plan import Plan, PlanWindow
-    from kvcli.summarize.wording import Wording
+    from kvcli.summarize.plan import Plan
+    from kvcli.summarize.request import Request
 
 
-def run(job: SummaryJob, *, dry_run: bool) -> int:
-    """Make all summaries; returns the exit code."""
-    _refuse_early(job)
-    job.tell_failed()
-    if not job.documents.given:
-        return job.status
-    if dry_run:
-        from kvcli.commands.summarize.plan import print_plans
-
-        print_plans(job)
-        return job.status
-    for one, name in zip(job.documents.given, job.names(job.documents.given), strict=True):
-        for note in one.document.notes:
-            job.tell(f"{name}: {note}")
-    status = _summarize(job)
-    if status != ExitStatus.INTERRUPTED:
-        job.out.close()
-    elif job.setup.world.options.json:
-        raise KeyboardInterrupt  # reported as an error
-    return status
+class EmptySummary(KvcliError):
+    code, exit = "nothing_said", ExitStatus.BAD_OUTPUT
 
 
-def print_text(job: SummaryJob) -> int:
-    """Print the documents as in a prompt, for --extract-only; returns the exit code."""
-    from kvcli.commands.common.inputs import notes_of
-    from kvcli.documents import marked
+class SummaryRun:
+    """One command line of `kvcli summarize`. `status` is its exit code so far."""
 
-    job.tell_failed()
-    given = job.documents.given
-    if job.out.form == "json":
-        from kvcli.commands.summarize.documents import facts
-        from kvcli.summarize.document import extract_document
+    run: CheckedRun  # once the model is loaded
+    text_session: TextSession
 
-        job.out.json(extract_document(facts(given), job.documents.documents))
-    for one in given:
-        document = one.document
-        for note in notes_of(document):
-            job.tell(note)
-        if job.out.form != "json":
-            if len(given) > 1:
-                job.out.begin(one.heading)
-            text = document.text if document.unit == "line" else marked(document.unit, document.sections)
-            job.out.text(text if text.endswith("\n") else text + "\n")
-    job.out.close()
-    return job.status
+    def __init__(
+        self,
+        options: SummarizeOptions,
+        setup: Setup,
+        profile: Profile,
+        request: Request,
+        documents: InputDocuments,
+        out: SummaryOutput,
+        screen: Screen,
+        packed: Pack | None = None,
+    ) -> None:
+        """`packed` is the pack that the documents come from, if not from files."""
+        self.options, self.setup, self.profile, self.request = options, setup, profile, request
+        self.documents, self.out, self.screen, self.packed = documents, out, screen, packed
+        self.each, self.world = options.documents.each, setup.world
+        self.wanted = MemoryWishes(options.run.force, options.run.ctx == "max")
+        self.cancel = Interrupt(self.world.clock)  # active while the model works; before that Ctrl-C ends the command
+        self.status = int(ExitStatus.OK)
+
+    # --- what the run does
+
+    def start(self) -> int:
+        """Make all summaries, or print their plans with --dry-run; returns the exit code."""
+        self.refuse_early()
+        self.tell_failed()
+        if not self.documents.given:
+            return self.status
+        if self.options.dry_run:
+            self.print_plans()
+            return self.status
+        for one, name in zip(self.documents.given, self.names(self.documents.given), strict=True):
+            for note in one.document.notes:
+                self.tell(f"{name}: {note}")
+        status = self.summarize()
+        if status != ExitStatus.INTERRUPTED:
+            self.out.close()
+        elif self.world.options.json:
+            raise KeyboardInterrupt  # reported as an error
+        return status
+
+    def print_text(self) -> int:
+        """Print the documents as in a prompt, for --extract-only; returns the exit code."""
+        self.tell_failed()
+        given = self.documents.given
+        if self.out.form == "json":
+            self.out.json(extract_document(facts(given), self.documents.documents))
+        for one in given:
+            document = one.document
+            for note in notes_of(document):
+                self.tell(note)
+            if self.out.form != "json":
+                if len(given) > 1:
+                    self.out.begin(one.heading)
+                text = document.text if document.unit == "line" else marked(document.unit, document.sections)
+                self.out.text(text if text.endswith("\n") else text + "\n")
+        self.out.close()
+        return self.status
+
+    def refuse_early(self) -> None:
+        """Refuse requests that the model cannot follow, before minutes of loading, if the model's files are here."""
+        try:
+            found = self.setup.fetch(self.profile)
+        except KvcliError:
+            return  # missing or damaged files: loading reports them
+        wording_of(found).refuse(self.request, self.setup.name)
+
+    def summarize(self) -> int:
+        """Load the model and make all summaries; returns the exit code."""
+        self.run, self.text_session = load_model(self.setup, self.profile, self.wanted, self.screen)
+        session = self.text_session
+        with session:
+            if self.packed is not None:
+                self.packed.refuse_other(session)
+                session.pack = self.packed
+            for note in self.run.notes:
+                self.tell(note)
+            wording = wording_of(session.info)
+            wording.refuse(self.request, session.info.id)
+            window = PlanWindow.of(session, self.setup.pass_times(session.model))
+            for given in self.groups:
+                if self.each and len(self.groups) > 1:
+                    self.out.begin(given[0].heading)
+                with self.attempt(given):
+                    self.summarize_one(given, window, wording)
+                if self.cancel():
+                    return ExitStatus.INTERRUPTED
+        return self.status
+
+    def summarize_one(self, given: Sequence[InputDocument], window: PlanWindow, wording: Wording) -> None:
+        """Make one summary, from its plan to its last note."""
+        documents = [one.document for one in given]
+        with busy_word(self.screen, "counting tokens"):
+            plan = make_plan(documents, self.request, window, wording, self.read)
+            said = self.plan_words(given, plan, window, self.screen.err.width) if self.tells else []
+        self.screen.err.lines(said)
+        folder, is_fresh = self.world.paths.cache, self.options.parts.no_cache
+        cache = Cache.of(folder, self.text_session.info, self.run.profile, is_fresh=is_fresh)
+        look = RowOptions(self.run.profile.name, stopping=self.cancel)
+        view = SummaryView(self.screen, look, plan, self.out.live(), tells=self.tells)
+        events = summarize(self.text_session, documents, cache=cache, cancel=self.cancel, plan=plan)
+        with self.cancel, view.running(), closing(cast("Generator[Event]", events)):
+            for event in events:
+                view.on(event)
+                if isinstance(event, PartEnded) and not event.answered.is_cached:
+                    self.save_kv_cache(event.answered.turn)
+        if view.summary is None:
+            if view.stopped and self.tells:
+                self.screen.err.lines(joined([stopped(view.stopped, no_cache=is_fresh)], self.screen.err.width))
+            return
+        if not view.summary.points:
+            is_loop = any(answered.turn.finish == "loop" for answered in view.summary.turns)
+            raise EmptySummary(
+                f"{self.text_session.info.id} wrote no summary",
+                lines=["its answer repeated itself" if is_loop else "its answer is empty"],
+                try_=["-m with another model", "--no-cache"],
+            )
+        self.finish(given, view)
+
+    def save_kv_cache(self, turn: Turn) -> None:
+        """Save the KV cache of a part for later runs, before the next part replaces it."""
+        if self.packed is not None and turn.stats.cached < self.packed.about.tokens:
+            self.tell(f"{self.packed.folder.name} was read again: the question merges with the last token of its text")
+        self.tell(said_of(self.text_session.keep(self.cancel)))
+
+    def finish(self, given: Sequence[InputDocument], view: SummaryView) -> None:
+        """Output the document, the notes and the figures, and log the memory."""
+        summary, session = view.summary, self.text_session
+        assert summary is not None
+        under = run_of(self.run.profile, session)
+        turns = [TurnDocument.of(answered.turn, session.info, under) for answered in summary.turns]
+        made = summary_document(summary, facts(given, session.tokenizer), turns)
+        if not self.each:
+            made.notes += [f"{name} is not in the summary: {error.message}" for name, error in self.documents.failed]
+        self.out.end(made, summary.points)
+        named = {name: one.document for name, one in zip(self.names(given), given, strict=True)}
+        for note in notes(summary, named, cited=self.request.cite):
+            if note not in view.told:
+                self.tell(note)
+        fresh = [answered.turn for answered in summary.turns if not answered.is_cached]
+        if self.tells and self.screen.stats != "off":
+            if len(fresh) == 1 and len(summary.turns) == 1:
+                show_summary(fresh[0], self.screen)
+            elif fresh:
+                self.screen.err.lines(joined(totals(summary), self.screen.err.width, indent="  "), "dim")
+        if any(answered.turn.finish == "loop" for answered in summary.turns):
+            self.status = self.status or ExitStatus.BAD_OUTPUT
+        for turn in fresh:
+            self.tell(self.run.record(self.run.profile, turn))
+
+    # --- --dry-run: the tokenizer is loaded, the weights are not
+
+    def print_plans(self) -> None:
+        """Print a plan for each group of documents that would become one summary."""
+        window, wording = look(self.setup, self.profile, self.wanted)
+        wording.refuse(self.request, self.setup.name)
+        for given in self.groups:
+            with self.attempt(given):
+                plan = make_plan([one.document for one in given], self.request, window, wording, self.read)
+                if self.out.form == "json":
+                    self.out.json(plan_document(plan, facts(given, window.tokenizer)))
+                else:
+                    self.print_plan(given, plan, window)
+
+    def plan_words(self, given: Sequence[InputDocument], plan: Plan, window: PlanWindow, width: int) -> list[str]:
+        """Return the files and the plan as lines."""
+        named = zip(given, self.names(given), strict=True)
+        sources = [about_file(name, one.document, one.document.tokens(window.tokenizer)) for one, name in named]
+        return [*(line for words in sources for line in hung(words, width)), *plan_lines(plan, width)]
+
+    def print_plan(self, given: Sequence[InputDocument], plan: Plan, window: PlanWindow) -> None:
+        out = Terminal.of(self.world, "stdout")
+        lines = self.plan_words(given, plan, window, out.width)
+        if len(plan.parts) > 1:
+            for part, prompt in zip(plan.parts, plan.prompts, strict=True):
+                lines.append(f"  part {part.number} · {stretch(part)} · {prompt:,} tokens")
+        lines.append(f"  answer length up to {plan.answer:,} tokens · context window {plan.limit:,}")
+        out.lines(lines)
+
+    # --- the documents
+
+    @property
+    def groups(self) -> list[list[InputDocument]]:
+        """Documents of each summary."""
+        given = self.documents.given
+        return [[one] for one in given] if self.each else [given]
+
+    @property
+    def read(self) -> AsRead | None:
+        """Documents as in the prompt of the pack."""
+        if self.packed is None:
+            return None
+        return AsRead(with_documents("", self.packed.documents), self.packed.chat.system)
+
+    def names(self, given: Sequence[InputDocument]) -> list[str]:
+        """Return the names of the documents of one summary: those of its citations, so no two are the same."""
+        if self.each:
+            return [one.heading for one in given]
+        named = names_of([one.document for one in given])
+        return [name or one.document.name for name, one in zip(named, given, strict=True)]
+
+    # --- notes and errors
+
+    @property
+    def tells(self) -> bool:
+        """True if notes are printed on stderr; with JSON they are in the document."""
+        return not self.screen.quiet and not self.world.options.json
+
+    def tell(self, text: str) -> None:
+        if self.tells:
+            self.screen.note(text)
+
+    @contextmanager
+    def attempt(self, given: Sequence[InputDocument]) -> Iterator[None]:
+        """Run one summary in the block. With --each, an error is reported and the other summaries continue."""
+        try:
+            yield
+        except (BadInput, ContextOverflow, EmptySummary) as error:
+            if not self.each:
+                raise
+            error.message = f"{given[0].heading}: {error.message}"
+            self.failed(error)
+
+    def failed(self, error: KvcliError) -> None:
+        """Report the error of one file. The other files continue, and the first error gives the exit code."""
+        self.status = self.status or int(error.exit)
+        in_lines = self.out.form == "json" and self.each
+        if in_lines:
+            self.out.json(error_document(error), counts=False)
+        if not in_lines or self.out.file is not None:
+            print_error(self.screen.err, error)
+
+    def tell_failed(self) -> None:
+        """Report unreadable files. With JSON, if no file could be read, one error document stands for all."""
+        failed = [error for _, error in self.documents.failed]
+        if failed and not self.documents.given and self.out.form == "json":
+            first, *others = failed
+            first.lines = (*first.lines, *(error.message for error in others))
+            raise first
+        for error in failed:
+            self.failed(error)
 
 
-def _refuse_early(job: SummaryJob) -> None:
-    """Refuse requests that the model cannot follow, before minutes of loading, if the model's files are here."""
-    from kvcli.summarize.wording import wording_of
+def look(setup: Setup, profile: Profile, wanted: MemoryWishes) -> tuple[PlanWindow, Wording]:
+    """Return the facts about the model that a plan needs, from its files."""
+    from kvcli.engine.loading.weights import keeps_quantized
+    from kvcli.models.gguf.convert import convert_if_needed
+    from kvcli.models.tokenizer import load_tokenizer
 
-    try:
-        found = job.setup.fetch(job.profile)
-    except KvcliError:
-        return  # missing or damaged files: loading reports them
-    wording_of(found).refuse(job.request, job.setup.name)
-
-
-def _summarize(job: SummaryJob) -> int:
-    from kvcli.commands.common.exits import Interrupt
-    from kvcli.commands.common.load_model import load_model
-    from kvcli.summarize.plan import PlanWindow
-    from kvcli.summarize.wording import wording_of
-
-    prepared, text_session = load_model(job.setup, job.profile, job.wanted, job.screen)
-    cancel = Interrupt(job.setup.world.clock)  # active while the model works; before that Ctrl-C ends the command
-    with text_session:
-        if job.packed is not None:
-            job.packed.refuse_other(text_session)
-            text_session.pack = job.packed
-        for note in (*prepared.notes, *text_session.cautions, *text_session.info.notes):
-            job.tell(note)
-        wording = wording_of(text_session.info)
-        wording.refuse(job.request, text_session.info.id)
-        window = PlanWindow.of(text_session, job.setup.pass_times(text_session.model))
-        for given in job.groups:
-            if job.each and len(job.groups) > 1:
-                job.out.begin(given[0].heading)
-            with job.attempt(given):
-                _one(job, prepared, text_session, given, window, wording, cancel)
-            if cancel():
-                return ExitStatus.INTERRUPTED
-    return job.status
+    setup.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    found = setup.fetch(profile)
+    outlook = outlook_of(setup, found)
+    refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
+    fitted, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
+    profile = fitted.profile
+    packs = keeps_quantized(profile.load)
+    found = convert_if_needed(found, profile.load.dtype, setup.world.paths.cache, packs=packs)
+    tokenizer = load_tokenizer(found, profile.load.trust_remote_code)
+    most = outlook.subject.shape.limit
+    asked = profile.context.limit
+    limit = fitted.need.context if note else most if asked == "auto" else min(int(asked), most)
+    passes = _passes(setup, outlook, fitted)
+    foretell, drafts = partial(outlook.estimate_peak, profile), profile.spec.method != "off"
+    window = PlanWindow(tokenizer, limit, most_of(profile), passes, foretell, reach=most, drafts=drafts)
+    return window, wording_of(found)
 
 
-def _one(
-    job: SummaryJob,
-    prepared: CheckedRun,
-    text_session: TextSession,
-    given: Sequence[InputDocument],
-    window: PlanWindow,
-    wording: Wording,
-    cancel: Interrupt,
-) -> None:
-    """Make one summary, from its plan to its last note."""
-    from kvcli.render.summarize.view import SummaryView
-    from kvcli.render.turn.status_row import RowOptions
-    from kvcli.render.turn.turn_view import busy_word
-    from kvcli.summarize.cache import Cache
-    from kvcli.summarize.events import PartEnded
-    from kvcli.summarize.plan import make_plan
-    from kvcli.summarize.run import summarize
+def _passes(setup: Setup, outlook: Preflight, fitted: Fitted) -> list[PassTime]:
+    """Return pass times measured by `kvcli bench --calibrate` or by an earlier run."""
+    from kvcli.calibrate.run import fingerprint_in, kept_times
+    from kvcli.fit.run_log import load_calibration, machine_fingerprint
 
-    documents = [one.document for one in given]
-    with busy_word(job.screen, "counting tokens"):
-        plan = make_plan(documents, job.request, window, wording, job.read)
-        said = _plan(job, given, plan, window)
-    for line in said:
-        job.screen.err.line((line, ""))
-    cache = Cache.of(job.setup.world.paths.cache, text_session.info, prepared.profile, is_fresh=job.no_cache)
-    look = RowOptions(prepared.profile.name, stopping=cancel)
-    view = SummaryView(job.screen, look, plan, job.out.live(), tells=job.tells)
-    events = summarize(text_session, documents, cache=cache, cancel=cancel, plan=plan)
-    with cancel, view.running(), closing(cast("Generator[Event]", events)):
-        for event in events:
-            view.on(event)
-            if isinstance(event, PartEnded) and not event.answered.is_cached:
-                _keep(job, text_session, event.answered.turn, cancel)
-    if view.summary is None:
-        _tell_stopped(job, view)
-        return
-    if not view.summary.points:
-        is_loop = any(answered.turn.finish == "loop" for answered in view.summary.turns)
-        raise EmptySummary(
-            f"{text_session.info.id} wrote no summary",
-            lines=["its answer repeated itself" if is_loop else "its answer is empty"],
-            try_=["-m with another model", "--no-cache"],
-        )
-    _finish(job, prepared, text_session, given, view)
-
-
-def _keep(job: SummaryJob, text_session: TextSession, turn: Turn, cancel: Interrupt) -> None:
-    """Save the KV cache of a part for later runs, before the next part replaces it."""
-    from kvcli.commands.chat.save_chat import said_of
-
-    if job.packed is not None and turn.stats.cached < job.packed.about.tokens:
-        job.tell(f"{job.packed.folder.name} was read again: the question merges with the last token of its text")
-    job.tell(said_of(text_session.keep(cancel)))
-
-
-def _plan(job: SummaryJob, given: Sequence[InputDocument], plan: Plan, window: PlanWindow) -> list[str]:
-    from kvcli.commands.summarize.plan import plan_words
-
-    return plan_words(job, given, plan, window, job.screen.err.width) if job.tells else []
-
-
-def _tell_stopped(job: SummaryJob, view: SummaryView) -> None:
-    from kvcli.render.summarize.notes import stopped
-    from kvcli.render.turn.turn_summary import joined
-
-    err = job.screen.err
-    for line in joined([stopped(view.stopped, no_cache=job.no_cache)], err.width) if view.stopped and job.tells else ():
-        err.line((line, ""))
-
-
-def _finish(
-    job: SummaryJob, prepared: CheckedRun, text_session: TextSession, given: Sequence[InputDocument], view: SummaryView
-) -> None:
-    """Output the document, the notes and the figures, and log the memory."""
-    from kvcli.commands.common.turn_json import Run, turn_document
-    from kvcli.commands.summarize.documents import facts
-    from kvcli.render.summarize.notes import notes, totals
-    from kvcli.render.turn.turn_summary import joined
-    from kvcli.render.turn.turn_view import show_summary
-    from kvcli.summarize.document import summary_document
-
-    summary, profile = view.summary, prepared.profile
-    assert summary is not None
-    under = Run(profile.name, profile.spec.method, profile.hash, text_session.promise, cautions=text_session.cautions)
-    sources = facts(given, text_session.tokenizer)
-    made = summary_document(summary, sources, [turn_document(a.turn, text_session.info, under) for a in summary.turns])
-    if not job.each:
-        made.notes += [f"{name} is not in the summary: {error.message}" for name, error in job.documents.failed]
-    job.out.end(made, summary.points)
-    named = {name: one.document for name, one in zip(job.names(given), given, strict=True)}
-    for note in notes(summary, named, cited=job.request.cite):
-        if note not in view.told:
-            job.tell(note)
-    fresh = [answered.turn for answered in summary.turns if not answered.is_cached]
-    if job.tells and job.screen.stats != "off":
-        if len(fresh) == 1 and len(summary.turns) == 1:
-            show_summary(fresh[0], job.screen)
-        elif fresh:
-            for line in joined(totals(summary), job.screen.err.width, indent="  "):
-                job.screen.err.line((line, "dim"))
-    if any(answered.turn.finish == "loop" for answered in summary.turns):
-        job.status = job.status or ExitStatus.BAD_OUTPUT
-    for turn in fresh:
-        if note := prepared.record(profile, turn):
-            job.tell(note)
+    cache, machine = setup.world.paths.cache, machine_fingerprint(fitted.room.device, fitted.profile.load.threads)
+    key = fingerprint_in(fitted, outlook.subject, setup.name, cache)
+    known = load_calibration(cache, machine, key, outlook.notes.append)
+    if known is not None and known.model is not None and known.model.passes:
+        return list(known.model.passes)
+    return kept_times(cache, machine, key)

@@ -32,7 +32,7 @@ def html(document: BenchDocument) -> str:
     parts = [_warnings(document), _glance(document), _headline(document)]
     parts += [_block(document, rows) for rows in b.cases(document).values()]
     parts += [_over_contexts(document), quality.panel(document), _checks(document), _fine_print(document)]
-    return page(f"{document.model.id}: kvcli bench", "bench_report.css", title, *parts)
+    return page(f"{document.model.id}: kvcli bench", ["bench_report.css"], title, *parts)
 
 
 # ---- at a glance ----

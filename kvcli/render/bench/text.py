@@ -6,10 +6,10 @@ import csv
 import io
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcli.render import quality as q
-from kvcli.render.report import NONE, Block, Table, Text
+from kvcli.render.report import NONE, Block, ReportTable, Text
 from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.tables import fitting
 from kvcli.safe_output import escaped
@@ -22,6 +22,21 @@ if TYPE_CHECKING:
 DTYPES = {theirs: ours for ours, theirs in NUMBERS.items()}
 # columns to drop one after the other if the terminal is too narrow
 DROPPED = ("peak", "kv MiB", "read/s", "1st tok", "accept", "identical text")
+# column of CSV -> field of a row
+SEPARATED = {
+    **{name: name for name in ("profile", "ctx", "workload", "prompt", "new")},
+    **{
+        figure if kind == "median" else f"{figure}_{kind}": f"{kind}.{figure}"
+        for figure in ("tok_s", "read_tok_s", "first_token")
+        for kind in ("median", "low", "high", "mean", "sd")
+    },
+    "ratio": "ratio.tok_s.median",
+    **{f"ratio_{end}": f"ratio.tok_s.{end}" for end in ("low", "high")},
+    "verdict": "ratio.tok_s.verdict",
+    **{n: f"accept.{n}" for n in ("mean_acceptance_length", "drafted_share", "tokens_per_pass", "acceptance_rate")},
+    **{name: name for name in ("kv_bytes", "peak_bytes", "exactness", "ends")},
+    **{f"same_{n}": f"same.{n}" for n in ("tokens", "of", "share", "first_difference", "near_tie", "margin", "bound")},
+}
 BARS = "▁▂▃▄▅▆▇█"
 TREND = 12  # results in a sparkline
 
@@ -40,7 +55,7 @@ def blocks(document: BenchDocument, width: int | None = None) -> Iterator[Block]
         table = table if width is None else fitting(table, width, DROPPED)
         shown |= {*table[0]}
         yield Text("heading", f"{workload} · {ctx:,} tokens, {rows[0].new:,} of them new")
-        yield Table(table, is_split=False)
+        yield ReportTable(table, is_split=False)
         if said := ranges(rows):
             yield Text("caption", said)
     yield Text("paragraph", legend(document, shown))
@@ -254,37 +269,26 @@ def differences(document: BenchDocument) -> Iterator[str]:
 
 def separated(document: BenchDocument, tabs: bool = False) -> str:
     """Return all figures, one line per result, separated by commas, or by tabs for `--plain`."""
-    out = io.StringIO()
-    table = csv.DictWriter(out, list(_flat(document, None)), delimiter="\t" if tabs else ",", lineterminator="\n")
+    env, model, out = document.env, document.model, io.StringIO()
+    of_run = {
+        "baseline": document.baseline, "model": model.id, "dtype": model.dtype, "quant": model.quant,
+        "device": env.device, "cpu": env.cpu, "threads": env.threads, "torch": env.versions.get("torch"),
+        "kvcli": document.kvcli, "commit": env.commit, "date": env.date,
+    }  # fmt: skip
+    columns = [*SEPARATED, "reps", "error", *of_run]
+    table = csv.DictWriter(out, columns, delimiter="\t" if tabs else ",", lineterminator="\n")
     table.writeheader()
     for row in document.rows:
-        table.writerow(_flat(document, row))
+        figures = {column: _at(row, path) for column, path in SEPARATED.items()}
+        table.writerow({**figures, "reps": len(row.samples.tok_s), "error": row.error, **of_run})
     return out.getvalue()
 
 
-def _flat(document: BenchDocument, row: BenchRow | None) -> dict[str, object]:
-    """Return the figures of a result under plain names; without a result, the names with no values."""
-    flat: dict[str, object] = {}
-    for name in ("profile", "ctx", "workload", "prompt", "new"):
-        flat[name] = getattr(row, name, None)
-    for figure in ("tok_s", "read_tok_s", "first_token"):
-        for kind in ("median", "low", "high", "mean", "sd"):
-            flat[figure if kind == "median" else f"{figure}_{kind}"] = getattr(getattr(row, kind, None), figure, None)
-    ratio = row.ratio.tok_s if row else None
-    for column, name in (("ratio", "median"), ("ratio_low", "low"), ("ratio_high", "high"), ("verdict", "verdict")):
-        flat[column] = getattr(ratio, name, None)
-    for name in ("mean_acceptance_length", "drafted_share", "tokens_per_pass", "acceptance_rate"):
-        flat[name] = getattr(row.accept if row else None, name, None)
-    for name in ("kv_bytes", "peak_bytes", "exactness", "ends"):
-        flat[name] = getattr(row, name, None)
-    same = row.same if row else None
-    for name in ("tokens", "of", "share", "first_difference", "near_tie", "margin", "bound"):
-        flat[f"same_{name}"] = getattr(same, name, None)
-    flat |= {"reps": len(row.samples.tok_s) if row else None, "error": row.error if row else None}
-    env, model = document.env, document.model
-    flat |= {"baseline": document.baseline, "model": model.id, "dtype": model.dtype, "quant": model.quant}
-    flat |= {"device": env.device, "cpu": env.cpu, "threads": env.threads, "torch": env.versions.get("torch")}
-    return flat | {"kvcli": document.kvcli, "commit": env.commit, "date": env.date}
+def _at(value: Any, path: str) -> Any:
+    """Return the value at a dotted path; None if a part of it is."""
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def json_lines(document: BenchDocument) -> str:

@@ -5,14 +5,12 @@ The page has all figures as data and one script of kvcli; its policy allows only
 
 from __future__ import annotations
 
-import json
 from base64 import b64encode
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from kvcli.render.heads import cells as c
 from kvcli.render.heads.text import facts, next_step, top_table
-from kvcli.render.html import Markup, bullets, cards, data_table, file, head, plain, section, tag
+from kvcli.render.html import Markup, bullets, cards, data_table, file, page, plain, section, tag
 from kvcli.render.terminal.terminal import long_size
 
 if TYPE_CHECKING:
@@ -27,28 +25,19 @@ def html(document: HeadsDocument, strip: Strip | None, folder: str | None = None
 
     `strip` has the tokens of its prompt, which the document does not store. `folder` is the path of its map, as typed.
     """
-    script = file("heads_report.js")
-    digest = b64encode(sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    data = json.dumps(_data(document, strip), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    top = head(f"{document.model}: kvcli profile-heads", "bench_report.css", "heads_report.css", policy=policy)
-    body = tag(
-        "body",
-        tag(
-            "main",
-            _title(document),
-            bullets(document.notes, "warnings"),
-            _glance(document),
-            *_views(document, strip),
-            _list(document),
-            _words(),
-            _next(document, folder),
-        ),
-        # `<` is escaped, because a token may be `</script>`, which would end the element
-        tag("script", Markup(data.replace("<", "\\u003c")), type="application/json", id="data"),
-        tag("script", Markup(script)),
+    return page(
+        f"{document.model}: kvcli profile-heads",
+        ["bench_report.css", "heads_report.css"],
+        _title(document),
+        bullets(document.notes, "warnings"),
+        _glance(document),
+        *_views(document, strip),
+        _list(document),
+        _words(),
+        _next(document, folder),
+        script=file("heads_report.js"),
+        data=_data(document, strip),
     )
-    return f"<!doctype html>\n{tag('html', top, body, lang='en')}\n"
 
 
 def _title(document: HeadsDocument) -> Markup:

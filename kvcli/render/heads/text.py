@@ -125,7 +125,7 @@ def markdown(document: HeadsDocument) -> str:
             *(Text("note", note) for note in document.notes),
             Text("heading", c.WORDS[show]),
             Text("code", "\n".join(lines)),
-            report.Table(top_table(document, 20)),
+            report.ReportTable(top_table(document, 20)),
         ]
     )
 

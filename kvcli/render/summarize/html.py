@@ -18,7 +18,7 @@ def html(documents: Sequence[SummaryDocument]) -> str:
     alone = len(documents) == 1
     names = ", ".join(name for document in documents for name in _names(document, alone=alone))
     parts = [part for document in documents for part in _summary(document, alone=alone)]
-    return page(f"Summary of {names}", "summary_page.css", *parts, _footer(documents), lang="")
+    return page(f"Summary of {names}", ["summary_page.css"], *parts, _footer(documents), lang="")
 
 
 def _summary(document: SummaryDocument, *, alone: bool) -> Iterator[Markup]:

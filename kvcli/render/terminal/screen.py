@@ -174,8 +174,12 @@ class Screen:
     verbose: bool = False  # all figures after a turn instead of one line
 
     @classmethod
-    def of(cls, world: Environment, stats: StatsMode = "live") -> Screen:
-        """Create from the environment's streams, as `--quiet`, `--no-color`, NO_COLOR and TERM require."""
+    def of(cls, world: Environment, stats: StatsMode | None = None) -> Screen:
+        """Create from the environment's streams, as `--quiet`, `--no-color`, NO_COLOR and TERM require.
+
+        By default, figures are live on a terminal and printed after each turn elsewhere.
+        """
+        stats = stats or ("live" if world.is_tty("stderr") else "turn")
         out, err = Terminal.of(world, "stdout"), Terminal.of(world, "stderr")
         shared = out.live and err.live and same_device(world.stdout, world.stderr)
         keys = world.stdin if world.is_tty("stdin") else None

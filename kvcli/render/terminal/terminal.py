@@ -100,6 +100,11 @@ class Terminal:
         else:
             self.write(Styled(text + "\n"))
 
+    def lines(self, texts: Iterable[str], style: str = "") -> None:
+        """Print lines of one style."""
+        for text in texts:
+            self.line((text, style))
+
 
 # Wrap text at word ends as it arrives; each finished line is returned once.
 

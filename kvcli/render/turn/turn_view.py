@@ -58,8 +58,7 @@ def show_summary(turn: Turn, screen: Screen, *, always: bool = False) -> None:
     """Print a dim line on stderr, or all figures with -v, unless `--quiet`, `--stats off` or an empty turn."""
     if not always and (screen.quiet or screen.stats == "off" or not turn.stats.new):
         return
-    for line in (summary if always or screen.verbose else one_line_summary)(turn, screen.err.width):
-        screen.err.line((line, "dim"))
+    screen.err.lines((summary if always or screen.verbose else one_line_summary)(turn, screen.err.width), "dim")
 
 
 class TurnView:
