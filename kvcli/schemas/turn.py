@@ -15,7 +15,8 @@ from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.api import Turn
-    from kvcli.engine.stats import ModelInfo, Stats
+    from kvcli.engine.model_info import ModelInfo
+    from kvcli.engine.stats import Stats
     from kvcli.errors import KvcliError
 
 

@@ -12,7 +12,8 @@ from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.chat.text_session import TextSession
-    from kvcli.engine.stats import ModelInfo, Stats
+    from kvcli.engine.model_info import ModelInfo
+    from kvcli.engine.stats import Stats
     from kvcli.environment import Environment
     from kvcli.settings.profile import Profile
 
