@@ -20,7 +20,14 @@ from kvcli.summarize.claim_words import Unit, Word, units, words
 from kvcli.summarize.lexicon import Lexicon
 from kvcli.summarize.result import Cite, Quote
 
-MOST_PARTS = re.compile(r"[;.](?=\s)|,?\s\b(?:and|but|while|whereas|with)\b", re.IGNORECASE)
+MOST_PARTS = 12  # of a claim; longer statements are no claims
+WIDEST = 5  # pages; a wider range is too vague for a citation
+
+# Share of a claim's weight that a sentence must have: the middle one of the values in docs/benchmarks/citations.json
+# (`grid`) at which every generated claim was judged right.
+ENOUGH = 0.65
+
+_PARTS = re.compile(r"[;.](?=\s)|,?\s\b(?:and|but|while|whereas|with)\b", re.IGNORECASE)
 _QUOTED = re.compile(r"[\"“„«]([^\"“”„«»]{8,})[\"”“»]")
 ENDED = re.compile(r"[.!?:…\u3002\uff01\uff1f][\"')\]”’»]*\s*\Z")
 
