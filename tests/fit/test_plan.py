@@ -25,7 +25,7 @@ from kvcli.kernels.attention_mass.reference import SCORES
 from kvcli.kernels.quantize_kv import LANES, pack_keys, pack_values
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.capacity import EVERY
-from kvcli.kv.footprint import POSITION, STEP, full_bytes, quantized_bytes
+from kvcli.kv.footprint import POSITION, STEP, full_bytes
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import AttentionParams, LayerShape, nbytes, windows_of
@@ -182,11 +182,10 @@ def test_weights_are_what_loading_leaves(demo, quant):
 
 def test_the_largest_context_fits_and_one_token_more_does_not(demo):
     whole = planned(demo, context=8192)
-    room = whole.need.running - 5 * MIB
-    most = largest(demo.shape, whole.weights, whole.run, room, demo.shape.limit)
+    run = replace(whole.run, room=AvailableMemory("cpu", (whole.need.running - 5 * MIB) * 10 // 9))
+    most = largest(run)
     assert 0 < most < 8192
-    assert need(demo.shape, whole.weights, whole.run, most).least <= room
-    assert need(demo.shape, whole.weights, whole.run, most + 1).least > room
+    assert need(run, most).least <= run.room.usable < need(run, most + 1).least
 
 
 def test_a_policy_bounds_what_is_kept_and_a_chunk_comes_on_top(demo):
@@ -309,7 +308,7 @@ def test_the_program_takes_of_host_memory_too(demo):
     card = PROFILES["exact"].replace(memory={"host": "auto"})
     for base in (1 << 20, 1 << 30, 3 << 30):
         found = plan(demo, card, AvailableMemory("cuda:0", 8 * GIB, host=2 * GIB), 8192, MeasuredFacts(base=base))
-        assert found.run.caps.host == max(0, 2 * GIB - base)
+        assert found.run.host == max(0, 2 * GIB - base)
 
 
 def test_a_pass_has_as_many_rows_as_drafts_or_steps_ask_for(demo):
@@ -354,9 +353,9 @@ def test_a_kv_cache_holds_the_longest_text_that_is_planned_and_no_longer_one(dem
 
 def test_a_dtype_that_is_not_the_files_makes_a_second_copy_while_loading(demo):
     wide = planned(demo, PROFILES["exact"].replace(load={"dtype": "fp32"}))
-    assert wide.weights.loaded
+    assert wide.run.weights.loaded
     assert wide.need.loading - wide.need.base > wide.need.weights + demo.files * 0.99
-    assert not planned(demo).weights.loaded
+    assert not planned(demo).run.weights.loaded
 
 
 def test_mapped_files_count_in_the_peak_and_not_in_what_must_be_free(demo):
@@ -572,7 +571,7 @@ def test_a_slot_in_8_bits_has_its_scales():
     keys, values = pack_keys(x, 8, slots), pack_values(x, 8, slots)
     real = sum(t.nbytes for r in (keys, values) for t in (r.codes, r.scale, r.zero) if t is not None)
     kv = PROFILES["exact"].replace(kv={"k_bits": 8, "v_bits": 8}, exactness="approx").kv
-    assert slots * (quantized_bytes(kv, Kivi(), LayerShape(heads, dim, dim), 2) - POSITION) == heads * real
+    assert slots * (Kivi().nbytes(LayerShape(heads, dim, dim), kv, 2) - POSITION) == heads * real
 
 
 MOVED = {
@@ -633,7 +632,7 @@ def test_what_expands_latents_is_counted_twice_where_kernels_multiply_it_by_head
     assert len(found) == lm.n_layers
     plain = weigh(of_shape(shape, 4), shape, number=4, quant="none", device="cpu", given=False)
     whole = PlannedModel("latents", shape, of_shape(shape, 4), "float32", CheckpointFormat(), True, False, 1 << 20)
-    assert planned(whole, context=64).weights.memory == plain.memory + sum(found)
+    assert planned(whole, context=64).run.weights.memory == plain.memory + sum(found)
 
 
 def test_latents_whose_weights_stay_quantized_are_planned_as_they_are_stored(tmp_path):
