@@ -7,9 +7,9 @@ from statistics import median
 
 import torch
 
-from kvcli.calibrate.run import cache_of_length, once
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.resources import use_threads
+from kvcli.fit.calibrate import cache_of_length, once
 
 CONTEXT = 512  # tokens
 TURNS = 12

@@ -25,10 +25,9 @@ from kvcli.kernels.attend.cpu import MANY
 from kvcli.kv.cache.level import SLACK
 from kvcli.kv.cache.precision_budget import PLACED, WORTH
 from kvcli.kv.capacity import EVERY, CacheFootprint
-from kvcli.kv.footprint import STEP, full_bytes
+from kvcli.kv.footprint import STEP, Footprint, ModelSizes, full_bytes
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import AttentionParams, LayerShape, Window, windows_of
-from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.device_tables import MOST_ROWS
 from kvcli.settings.profile import TIERS
 from kvcli.settings.schema import size_of
@@ -231,6 +230,11 @@ class PlannedRun:
     order: Order = "chunks"  # chunked or layer-wise prefill
 
     @cached_property
+    def sizes(self) -> ModelSizes:
+        """Sizes of the model that footprints depend on."""
+        return sizes(self.shape, self.number, self.cache.number, self.room.kind)
+
+    @cached_property
     def policy(self) -> Method:
         """Policy of the cache whose tokens are the answer's."""
         return self.profile.verifying_profile.policy
@@ -285,15 +289,15 @@ class PlannedRun:
     def held(self, context: int) -> HeldSlots:
         """Return the slots per head of a sequence of `context` tokens."""
         chunk, every = min(self.chunk, context), self.policy.compression_interval
-        top = settled = kept = self.policy.slots(context)
+        of: Footprint = self.policy.footprint(context)
+        top = settled = of.slots
         if every is not None:  # new slots are stored before the policy evicts others
-            reading = self.policy.max_slots_in_prefill(context)
-            top = min(context, max(kept + max(chunk, every), reading + chunk))
-            settled = min(context, max(kept, reading))
+            top = min(context, max(of.slots + max(chunk, every), of.peak + chunk))
+            settled = min(context, max(of.slots, of.peak))
         fresh = max(chunk, every or EVERY)
         if self.profile.memory.demotes:  # all slots stay stored at a compression point
-            return HeldSlots(context, chunk, kept, top, top, fresh, context, context - kept)
-        return HeldSlots(context, chunk, kept, settled, top, fresh)
+            return HeldSlots(context, chunk, of.slots, top, top, fresh, context, context - of.slots)
+        return HeldSlots(context, chunk, of.slots, settled, top, fresh)
 
     def pass_bytes(self, held: HeldSlots, device: str) -> int:
         """Return the memory that a pass of the model's layers on a device of this kind computes with."""
@@ -339,7 +343,7 @@ class PlannedRun:
         """Return the bytes of oneDNN kernels on a CPU without native kernels."""
         if self.room.kind != "cpu" or self.number != 2 or self.is_native:
             return 0
-        is_uneven = self.policy.is_uneven and not self.cache.is_packed_by_age
+        is_uneven = self.policy.footprint(0).is_uneven and not self.cache.is_packed_by_age
         uneven = sum(of.kv_heads for of in self.shape.stores if of.numbers) if is_uneven else 0
         return product_bytes(self.rows, held.kept, uneven, is_packed=self.profile.load.quant != "none")
 
@@ -356,20 +360,19 @@ class PlannedRun:
 
     def draft_bytes(self, held: HeldSlots) -> int:
         """Return the bytes of a drafter: cache view, tables, draft model and its KV."""
-        spec, context = self.profile.spec, held.context
-        each = [full_bytes(of, self.cache.number) for of in self.cache.shapes]  # bytes of a slot, by layer
-        found: int = spec.view_slots(held.top) * sum(each)
-        found += spec.index_bytes(context) if self.room.kind == "cpu" else 0
+        context, spec = held.context, self.profile.spec
+        of: Footprint = spec.footprint(context, self.sizes)
+        found: int = of.beside + (of.host if self.room.kind == "cpu" else 0)
+        found += spec.view_slots(held.top) * sum(full_bytes(of, self.cache.number) for of in self.cache.shapes)
         if self.second is not None:
             found += self.second.stored(context)
         if self.draft_cache is not None:
             policy, chunk = self.profile.policy, self.profile.prefill.chunk
             fresh = max(chunk, policy.compression_interval or EVERY)
-            most = min(context, max(policy.slots(context) + fresh, policy.max_slots_in_prefill(context) + chunk))
+            kept = policy.footprint(context)
+            most = min(context, max(kept.slots + fresh, kept.peak + chunk))
             found += sum(self.draft_cache.layer_bytes(of, most, fresh) for of in self.draft_cache.shapes)
             found += self.draft_cache.index_bytes(most, fresh)
-        elif spec.second is None and (slots := spec.draft_slots(context, self.room.kind)):  # like the last layer
-            found += -(-slots // Dense.STEP) * Dense.STEP * next(filter(None, reversed(each)))
         return found
 
 
@@ -427,6 +430,12 @@ def stored(shape: Shape) -> tuple[tuple[LayerShape, int | None], ...]:
     return tuple((of, windows[i].size if i in windows else None) for i, of in enumerate(shapes))
 
 
+def sizes(shape: Shape, number: int, kv_number: int, kind: str) -> ModelSizes:
+    """Return the sizes of a model that footprints depend on. `kind`: type of the device."""
+    last = next((full_bytes(of, kv_number) for of, _ in reversed(stored(shape)) if of.numbers), 0)
+    return ModelSizes(shape.heads, shape.hidden, number, last, shape.folds.nbytes(number), kind)
+
+
 def cache_footprint(profile: Profile, shape: Shape, number: int, kind: str) -> CacheFootprint:
     """Return the footprint of a profile's KV cache on a device of this kind. `number`: bytes of an element."""
     of_model = [of for of, _ in stored(shape)], [AttentionParams(1.0, window=size) for size in shape.windows]
@@ -441,12 +450,11 @@ def need(run: PlannedRun, context: int) -> Need:
     below = 0 if run.on_card is None else shape.layers - run.on_card  # layers on the CPU
     here = slice(below, None)
     draft, working = run.draft_bytes(held), run.pass_bytes(held, device) + run.product_bytes(held)
-    weight = 2 if run.number == 2 else WIDE  # bytes of an attention weight
-    working += profile.policy.scoring_bytes(context, heads=shape.heads, device_type=device, number=weight)
+    working += profile.policy.footprint(context, run.sizes).scratch
     if run.second is not None:
         working = max(working, run.second.working(context))
     working += folds.nbytes(run.number) + folds.layers * folds.taped * run.rows * run.number  # new states of a pass
-    beside = profile.prune.n_deferred(context) * shape.hidden * run.number  # bytes beside the slots of the KV cache
+    beside = profile.prune.footprint(context, run.sizes).beside  # bytes beside the slots of the KV cache
     beside += folds.nbytes(run.number) * (1 + profile.memory.checkpoints)
     on_card, on_host = (weights.memory, 0) if run.on_card is None else weights.split(run.on_card, shape.is_tied)
     base = run.base + run.recorded_bytes(held)
@@ -454,14 +462,15 @@ def need(run: PlannedRun, context: int) -> Need:
     if run.spends is not None:
         working = max(working, PLACED * run.spends.heads * context)
         # KV of a running pass is added on top, once per sequence, as the cache plan does (kv/cache/plan.py)
-        each = (run.room.usable - base - on_card - draft - beside) // profile.memory.sequences - working - newest
-        budget = replace(run.spends, free=max(0, each)).most(context)
+        free = run.cache.fit_bytes(run.room.usable - base - on_card - draft - beside, working + newest)
+        budget = replace(run.spends, free=free).most(context)
         if not run.spends.is_late:
             most, short = budget, max(0, run.always * run.spends.of_token - budget)
         beside += WORTH * run.spends.heads * context
 
     def nbytes(slots: int) -> int:
-        found = run.top_bytes(here, slots, held) + run.cache.index_bytes(held.demoted or held.top, held.fresh)
+        indexed = held.demoted if profile.memory.demotes else held.top
+        found = run.top_bytes(here, slots, held) + run.cache.index_bytes(indexed, held.fresh)
         if profile.memory.demotes:  # with spare capacity, which grows as in the top tier
             found += (held.stored - held.top + 2 * STEP) * run.cache.demoted_slot
         return found if most is None else min(found, most + newest)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcli.assemble import may_split
@@ -13,7 +12,7 @@ from kvcli.errors import BadInput
 from kvcli.fit import cuda_overhead, memory, weights
 from kvcli.fit.memory import BASE, is_fused, is_native
 from kvcli.fit.run_log import NOTHING, Beyond
-from kvcli.kv.footprint import POSITION
+from kvcli.kv.footprint import POSITION, Footprint
 from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
@@ -224,7 +223,8 @@ def _second(
     target: PlannedModel, profile: Profile, room: AvailableMemory, facts: MeasuredFacts
 ) -> memory.DraftModelNeed | None:
     """Return the memory of the draft model; None = there is none."""
-    wanted: DraftModelRef | None = profile.spec.second or profile.reasoning_steps.second
+    method = profile.reasoning_steps if profile.spec.second is None else profile.spec
+    wanted: DraftModelRef | None = method.second
     if wanted is None or facts.find is None:
         return None
     subject = facts.find(wanted.model)
@@ -232,34 +232,31 @@ def _second(
     given = subject.packing.stays(room.kind)
     refuse_quant(subject.name, wanted.quant, room.kind, is_quantized=given)
     heavy = weights.weigh(subject.held, subject.shape, number=number, quant=wanted.quant, device=room.kind, given=given)
-    chunk, rows = wanted.takes.second_rows
     shape, is_shared = subject.shape, subject.path == target.path and wanted.quant == profile.load.quant
     loading, mapped = memory.loading_bytes(shape, heavy, number, room.kind, check=profile.load.verify)
-    working = partial(
-        working_bytes,
-        shape,
-        chunk=chunk,
-        rows=rows,
-        number=number,
-        kv_number=number,
-        device=room.kind,
-        is_native=is_native(shape, subject.dtype if profile.load.dtype == "auto" else profile.load.dtype, room.kind),
-        is_fused=is_fused(shape, number, room),
-    )
-
-    folds = shape.folds
-    states = wanted.takes.states * folds.nbytes(number) + folds.layers * folds.taped * rows * number
+    is_here = is_native(shape, subject.dtype if profile.load.dtype == "auto" else profile.load.dtype, room.kind)
+    folds, sizes = shape.folds, memory.sizes(shape, number, number, room.kind)
 
     def stored(n: int) -> int:
-        weight = 0 if is_shared else heavy.memory
-        return weight + states + memory.kv_bytes(shape, wanted.takes.draft_slots(n, room.kind), number)
+        of: Footprint = method.draft_footprint(n, sizes)
+        weight = (0 if is_shared else heavy.memory) + folds.layers * folds.taped * of.rows * number
+        return weight + of.beside + memory.kv_bytes(shape, of.slots, number)
 
-    return memory.DraftModelNeed(
-        stored,
-        lambda n: working(slots=wanted.takes.draft_slots(n, room.kind)),
-        0 if is_shared else loading,
-        0 if is_shared else mapped,
-    )
+    def working(n: int) -> int:
+        of: Footprint = method.draft_footprint(n, sizes)
+        return working_bytes(
+            shape,
+            chunk=of.chunk,
+            rows=of.rows,
+            slots=of.slots,
+            number=number,
+            kv_number=number,
+            device=room.kind,
+            is_native=is_here,
+            is_fused=is_fused(shape, number, room),
+        )
+
+    return memory.DraftModelNeed(stored, working, 0 if is_shared else loading, 0 if is_shared else mapped)
 
 
 def torch_dtype(subject: PlannedModel, profile: Profile) -> str:

@@ -27,14 +27,15 @@ def speed(
     is_split = parts is not None and parts.layers < parts.of
     if calibration is None or (is_split and host is None):
         return None
-    policy, again = plan.run.policy, plan.profile.policy.extra_rows(context)
-    held = context if plan.profile.memory.demotes else policy.slots(context)  # demoted slots are read in their tier
+    policy, again = plan.run.policy, plan.profile.policy.footprint(context).again
+    kept = policy.footprint(context)
+    held = context if plan.profile.memory.demotes else kept.slots  # demoted slots are read in their tier
     if calibration.model is not None and not is_split:
         grid = by_rows(calibration.model.passes)
         rows = max(grid)
         pieces = -(-context // rows)
-        first = sum(at(grid[rows], policy.max_slots_in_prefill(i * rows)) for i in range(pieces))
-        first += again / rows * at(grid[rows], policy.max_slots_in_prefill(context))
+        first = sum(at(grid[rows], policy.footprint(i * rows).peak) for i in range(pieces))
+        first += again / rows * at(grid[rows], kept.peak)
         step = at(grid[min(grid)], held)
         return FitSpeed(first_token=first + step, tok_s=1 / step, basis="model")
     rereading = again / context * rereading_flop(shape, context)

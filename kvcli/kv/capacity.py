@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.kv.cache.level import SLACK
 from kvcli.kv.cache.precision_budget import PrecisionBudget
-from kvcli.kv.footprint import FIRST, POSITION, STEP, full_bytes
+from kvcli.kv.footprint import FIRST, POSITION, STEP, IndexBytes, full_bytes
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import params_of_storing_layers
 from kvcli.kv.tiers.dense import Dense
@@ -178,9 +178,8 @@ class CacheFootprint:
     def layer_bytes(self, shape: LayerShape, slots: int, fresh: int) -> int:
         """Return the bytes of the slots of a layer, with the spare capacity of its top."""
         top = self._in_top(slots, fresh)
-        return -(-top // self._step) * self._step * full_bytes(shape, self.number) + (slots - top) * (
-            self.lower_slot(shape) if slots > top else 0
-        )
+        in_top = -(-top // self._step) * self._step * full_bytes(shape, self.number)
+        return in_top + (slots - top) * self.lower_slot(shape)
 
     def index_bytes(self, slots: int, fresh: int) -> int:
         """Return the bytes of the sparse attention index of all layers; layers that read all slots have none."""
@@ -190,7 +189,7 @@ class CacheFootprint:
     def capacity(self, chunk: int, free: int, host: int) -> CacheCapacity:
         """Compute the capacity. `chunk`: most tokens of a prefill pass; `free`, `host`: bytes if no size is set, of the
         device and of host memory, which a CPU does not have separately."""
-        near = sum(self.sparse.page_cache_bytes(self.shapes[i].numbers // 2, self.number) for i in self._read)
+        near = sum(self.sparse.index_bytes(self.shapes[i].numbers // 2, self.number).near for i in self._read)
         newest, is_cpu = max(chunk, EVERY), self.kind == "cpu"
         always = self.kv.sinks + (self.kv.residual if self.is_packed_by_age else 0)
         each = [full_bytes(shape, self.number) for shape in self.shapes]
@@ -210,8 +209,8 @@ class CacheFootprint:
         )
 
     def budget(self, free: int, *, has_more: bool, holds: int | None) -> PrecisionBudget:
-        """Return the precision budget of `memory.budget`. `free`: device bytes that all sequences share, without the
-        memory of a pass. `has_more`: slots can be offloaded, up to `holds` slots per head."""
+        """Return the precision budget of `memory.budget`. `free`: the bytes that "fit" stands for. `has_more`: slots
+        can be offloaded, up to `holds` slots per head."""
         return PrecisionBudget(
             self.memory.budget.replace(" %", "%"),
             free,
@@ -225,21 +224,24 @@ class CacheFootprint:
             self.memory.max_loss,
         )
 
+    def fit_bytes(self, spare: int, taken: int) -> int:
+        """Return the bytes that `memory.budget = "fit"` stands for: the share of a sequence in the spare bytes, without
+        the bytes that its passes take."""
+        return max(0, spare // self.memory.sequences - taken)
+
     def _far_slots(self, has_more: bool) -> tuple[list[float], list[float]]:
         """Return, by layer, the device bytes per offloaded slot of one head, and the constant device bytes per head;
         the second list is empty if no slot can be offloaded."""
         read = self._read if has_more else ()
-        slot = [self.sparse.per_slot(of.k_dim, self.number) if i in read else 0.0 for i, of in enumerate(self.shapes)]
-        if not has_more:
-            return slot, []
-        is_here = self.kind == "cpu"  # positions of a file are in memory too, and its extents double
-        near = [
-            2.0 * POSITION if is_here else self.sparse.page_cache_bytes(of.k_dim, self.number) * (i in read)
+        each = [
+            self.sparse.index_bytes(of.k_dim, self.number) if i in read else IndexBytes()
             for i, of in enumerate(self.shapes)
         ]
-        first = FIRST * POSITION if is_here else 0
-        head = [first + self.sparse.per_head(of.k_dim) * (i in read) for i, of in enumerate(self.shapes)]
-        return [a + b for a, b in zip(slot, near, strict=True)], head
+        if not has_more:
+            return [of.slot for of in each], []
+        if self.kind == "cpu":  # positions of a file are in memory too, and its extents double
+            return [of.slot + 2.0 * POSITION for of in each], [FIRST * POSITION + of.head for of in each]
+        return [of.slot + of.near for of in each], [of.head for of in each]
 
     def _in_top(self, slots: int, fresh: int) -> int:
         """Return how many slots are in full precision; all, if a policy chooses the slots to demote."""
@@ -259,6 +261,5 @@ class CacheFootprint:
     @cached_property
     def _index_slot(self) -> float:
         """Bytes of the index per slot, all heads of all layers."""
-        return sum(
-            self.shapes[i].n_kv_heads * self.sparse.per_slot(self.shapes[i].k_dim, self.number) for i in self._read
-        )
+        layers = [self.shapes[i] for i in self._read]
+        return sum(of.n_kv_heads * self.sparse.index_bytes(of.k_dim, self.number).slot for of in layers)

@@ -25,7 +25,7 @@ from kvcli.kernels.attention_mass.reference import SCORES
 from kvcli.kernels.quantize_kv import LANES, pack_keys, pack_values
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.capacity import EVERY
-from kvcli.kv.footprint import POSITION, STEP, full_bytes
+from kvcli.kv.footprint import NO_SIZES, POSITION, STEP, full_bytes
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import AttentionParams, LayerShape, nbytes, windows_of
@@ -280,7 +280,7 @@ def test_the_index_of_sparse_attention_is_in_memory_too(demo):
     plain = PROFILES["exact"].replace(exactness="approx")
     reads = plain.replace(sparse={"method": "sketch"})
     layers = demo.shape.layers - reads.sparse.dense_layers
-    index = int(4096 * layers * demo.shape.kv_heads * reads.sparse.per_slot(demo.shape.head_dim, 2))
+    index = int(4096 * layers * demo.shape.kv_heads * reads.sparse.index_bytes(demo.shape.head_dim, 2).slot)
     assert planned(demo, reads).need.kv == planned(demo, plain).need.kv + index
     kept = {"load.device": "cpu", "load.verify": False, "exactness": "approx", "sparse.method": "sketch"}
     with load("demo", "exact", set=kept) as model:
@@ -383,7 +383,7 @@ def test_a_policy_that_runs_a_prompt_again_answers_later(demo, is_timed):
     def first(**policy):
         profile = PROFILES["exact"].replace(exactness="approx", policy=policy)
         found = speed(planned(demo, profile, 4096), demo.shape, measured)
-        step = at(by_rows(passes)[512], profile.policy.slots(4096)) if is_timed else 1 / found.tok_s
+        step = at(by_rows(passes)[512], profile.policy.footprint(4096).slots) if is_timed else 1 / found.tok_s
         return found.first_token - step
 
     whole, evicting, again = first(name="none"), first(name="window"), first(name="kvzip")
@@ -550,7 +550,7 @@ def test_what_loading_takes_at_its_highest_must_be_free_too(demo):
 
 def test_what_a_drafter_remembers_is_in_host_memory(demo):
     drafts, plain = planned(demo, "ngram", 8000), planned(demo, "exact", 8000)
-    assert drafts.need.draft - plain.need.draft == PROFILES["ngram"].spec.index_bytes(8000) > 0
+    assert drafts.need.draft - plain.need.draft == PROFILES["ngram"].spec.footprint(8000, NO_SIZES).host > 0
     card = plan(demo, PROFILES["ngram"], AvailableMemory("cuda:0", 8 * GIB), 8000, MeasuredFacts())
     assert card.need.draft == 0
 

@@ -366,7 +366,7 @@ class Setup:
 
     def pass_times(self, model: Model, tell: Callable[[str], None] = log.info) -> list[PassTime]:
         """Return pass times of this model from `kvcli bench --calibrate`, or from a short measurement."""
-        from kvcli.calibrate.run import fingerprint_of, quick_costs
+        from kvcli.fit.calibrate import fingerprint_of, quick_costs
         from kvcli.fit.run_log import load_calibration, machine_fingerprint
 
         machine = machine_fingerprint(model.info.device)

@@ -70,7 +70,7 @@ def look(setup: Setup, profile: Profile, wanted: MemoryWishes) -> tuple[PlanWind
 
 def _passes(setup: Setup, outlook: Preflight, fitted: Fitted) -> list[PassTime]:
     """Return pass times measured by `kvcli bench --calibrate` or by an earlier run."""
-    from kvcli.calibrate.run import fingerprint_in, kept_times
+    from kvcli.fit.calibrate import fingerprint_in, kept_times
     from kvcli.fit.run_log import load_calibration, machine_fingerprint
 
     cache, machine = setup.world.paths.cache, machine_fingerprint(fitted.room.device, fitted.profile.load.threads)

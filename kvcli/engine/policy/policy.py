@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -127,60 +129,23 @@ class Policy(Protocol):
         It may request forward passes (kvcli.engine.forward_request).
         """
 
-    def slots(self, n: int) -> int:
-        """Return how many of n slots a head keeps at a compression point, averaged over heads. Memory is planned with
-        it."""
-
-    def max_slots_in_prefill(self, n: int) -> int:
-        """Return the most slots per head during a prefill of n tokens, not counting the chunk that is computed."""
-
-    def extra_rows(self, n: int) -> int:
-        """Return how many rows run again after the prefill of n tokens. The time estimate uses it.
-
-        0 = each row runs once. Each extra row attends to all slots stored by then. Computation by the policy itself
-        from its queries is not counted.
-        """
-
-    def scoring_bytes(self, n: int, heads: int, device_type: str, number: int) -> int:
-        """Return the bytes, besides those of a pass, for scoring n prompt tokens in a layer of `heads` query heads.
-
-        `number`: bytes of an attention weight.
-        """
-
-    @property
-    def is_uneven(self) -> bool:
-        """True if heads may keep different numbers of slots."""
-
-    @property
-    def describe_kept(self) -> str:
-        """Describe which tokens are kept of a sequence that is too long, in words; "" = all."""
+    def footprint(self, n: int, of: ModelSizes = NO_SIZES) -> Footprint:
+        """Return the slots that the policy keeps of n tokens, and what selecting them takes. Computation by the policy
+        itself from its queries is not counted."""
 
     def describe_result(self, policy_state: Any) -> str:
         """Describe the result for one sequence, from the policy's state for it, in words; "" = nothing to report."""
 
 
 class PolicyDefaults:
-    """Defaults of a policy: no requirements, no extra rows, the same number of slots in all heads."""
-
-    is_uneven = False
+    """Defaults of a policy: no requirements, and all slots."""
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         return PolicyRequirements()
 
-    def slots(self, n: int) -> int:
-        raise NotImplementedError
-
-    def max_slots_in_prefill(self, n: int) -> int:
-        """Return the slots kept at a compression point, because each chunk ends at one."""
-        return self.slots(n)
-
-    def extra_rows(self, n: int) -> int:
-        """No extra rows."""
-        return 0
-
-    def scoring_bytes(self, n: int, heads: int, device_type: str, number: int) -> int:
-        """Zero bytes."""
-        return 0
+    def footprint(self, n: int, of: ModelSizes = NO_SIZES) -> Footprint:
+        """All slots."""
+        return Footprint(n, n)
 
     def describe_result(self, policy_state: Any) -> str:
         """Nothing to report."""

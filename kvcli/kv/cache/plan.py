@@ -199,7 +199,7 @@ class CachePlan:
         """Precision budget of `memory.budget`."""
         # a prefill chunk before its slots are assigned to levels
         newest = self.chunk * sum(full_bytes(shape, self.dtype.itemsize) for shape in self.shapes)
-        free = max(0, self.spare // self.memory.sequences - self.working - newest)
+        free = self.footprint.fit_bytes(self.spare, self.working + newest)
         return self.footprint.budget(free, has_more=self.room.has_more, holds=self.room.elsewhere)
 
     def _packed(self, device: torch.device, bits: int | None = None) -> PageTier:

@@ -1,4 +1,4 @@
-"""Run one calibration and save it."""
+"""Calibrate a machine and save it: pass times by rows and tokens in the KV cache, bandwidths, launch cost."""
 
 from __future__ import annotations
 
@@ -255,8 +255,6 @@ Tell = Callable[[str], None]
 
 def calibrate(model: Model, cache: Path, tell: Tell = lambda _: None) -> CalibrationDocument:
     """Measure the machine that `model` runs on, and the model's pass times."""
-    import torch
-
     from kvcli.models import machine
 
     at = model.lm.device
@@ -276,7 +274,9 @@ def calibrate(model: Model, cache: Path, tell: Tell = lambda _: None) -> Calibra
         launch=launch(at),
         links=links(at),
         disk=disk(_weights_file(model)),
-        model=_times(model, tell),
+        model=ModelTimes.from_attributes(
+            model.info, fingerprint=fingerprint_of(model), passes=pass_times(model.lm, tell)
+        ),
     )
     save_calibration(cache, found.model_copy(update={"model": None}))
     save_calibration(cache, found)
@@ -310,12 +310,6 @@ def fingerprint_of(model: Model) -> str:
     info, hidden, lm = model.info, int(model.lm.model.config.get_text_config().hidden_size), model.lm
     weights = lm.hashes.of(lm.files["weights"]) if lm.files else ""
     return model_fingerprint(info.dtype, info.quant, info.layers, hidden, info.vocab, info.id, weights)
-
-
-def _times(model: Model, tell: Tell) -> ModelTimes:
-
-    passes = pass_times(model.lm, tell)
-    return ModelTimes.from_attributes(model.info, fingerprint=fingerprint_of(model), passes=passes)
 
 
 def _weights_file(model: Model) -> Path:
