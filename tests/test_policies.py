@@ -79,7 +79,7 @@ def test_what_is_not_kept_is_freed(policy: dict[str, object]) -> None:
 
 def s_slots(policy: dict[str, object]) -> int:
     settings: Policy = load_profile("exact").replace(exactness="approx", policy=policy).policy.settings
-    return settings.slots(10_000)
+    return settings.footprint(10_000).slots
 
 
 def test_a_conversation_goes_on_from_what_is_left_and_an_undo_reads_anew() -> None:

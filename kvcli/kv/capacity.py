@@ -20,7 +20,7 @@ from kvcli.settings.schema import size_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcli.kv.formats.format import KVFormat
+    from kvcli.kv.formats.block_format import BlockFormat
     from kvcli.kv.slots import AttentionParams, LayerShape
     from kvcli.kv.sparse.settings import SparseMethod
     from kvcli.settings.schema import Kv, Memory
@@ -145,7 +145,7 @@ class CacheFootprint:
     device ask this one object. `slots`: slots per head; `fresh`: of these, stored since the last compression point."""
 
     kv: Kv
-    form: KVFormat
+    form: BlockFormat
     memory: Memory
     sparse: SparseMethod
     shapes: Sequence[LayerShape]  # by layer

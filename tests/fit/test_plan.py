@@ -164,6 +164,7 @@ def test_a_kv_cache_that_drafts_is_planned_beside_the_full_one(demo, profile):
         found = planned(demo, model.profile, 1400).need
     assert held["cpu"] <= found.kv <= 1.2 * held["cpu"]
     assert held["draft"] <= found.draft <= 1.5 * held["draft"] + (1 << 20)
+    assert found.mapped == planned(demo, "exact", 1400).need.mapped, "what drafts is not loaded"
 
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])

@@ -1,10 +1,10 @@
-"""Eviction policies: the protocol for choosing the slots to keep."""
+"""Eviction policies: their base class, and what a policy knows of a layer at a compression point."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
 
@@ -105,22 +105,22 @@ class PolicyRequirements:
     policy_state: Callable[[], Snapshottable | None] = lambda: None  # makes the policy's state for a new sequence
 
 
-class Policy(Protocol):
-    """Protocol of an eviction policy, which selects the slots to keep. The KV cache or the cache view that it works on
-    evicts, demotes or hides the others.
+class Policy:
+    """Base of eviction policies, which select the slots to keep. The KV cache or the cache view that a policy works on
+    evicts, demotes or hides the others. By default a policy has no requirements and keeps all slots.
 
     A policy is the `[policy]` table of a profile: a frozen dataclass per method, shared by all sequences. What it knows
     of one sequence is in `LayerContext.policy_state`, which belongs to that sequence.
     """
 
-    @property
-    def compression_interval(self) -> int | None:
-        """Compression interval: tokens between two compression points while decoding; None = there are none
-        then. `assemble.session` installs no policy without an interval."""
+    # tokens between two compression points while decoding; None = there are none then, and `assemble.session` installs
+    # no policy
+    compression_interval: int | None
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Return the requirements for this model. Raises BadModel if the policy does not support the model, BadInput
         for an unreadable file."""
+        return PolicyRequirements()
 
     def select(self, at: CompressionPoint) -> Passes[Masks] | Masks:
         """Select the slots to keep at a compression point, by layer: bool [K, S], heads may keep different numbers;
@@ -128,31 +128,19 @@ class Policy(Protocol):
 
         It may request forward passes (kvcli.engine.forward_request).
         """
+        raise NotImplementedError
 
     def footprint(self, n: int, of: ModelSizes = NO_SIZES) -> Footprint:
         """Return the slots that the policy keeps of n tokens, and what selecting them takes. Computation by the policy
         itself from its queries is not counted."""
-
-    def describe_result(self, policy_state: Any) -> str:
-        """Describe the result for one sequence, from the policy's state for it, in words; "" = nothing to report."""
-
-
-class PolicyDefaults:
-    """Defaults of a policy: no requirements, and all slots."""
-
-    def requirements(self, lm: LM) -> PolicyRequirements:
-        return PolicyRequirements()
-
-    def footprint(self, n: int, of: ModelSizes = NO_SIZES) -> Footprint:
-        """All slots."""
         return Footprint(n, n)
 
     def describe_result(self, policy_state: Any) -> str:
-        """Nothing to report."""
+        """Describe the result for one sequence, from the policy's state for it, in words; "" = nothing to report."""
         return ""
 
 
-class PerLayerPolicy(PolicyDefaults):
+class PerLayerPolicy(Policy):
     """A policy that selects the slots of each layer independently, as a cache view of lookahead rows requires."""
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:

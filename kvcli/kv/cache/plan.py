@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvcli.kernels.rope import Rotary
-    from kvcli.kv.formats.format import KVFormat
+    from kvcli.kv.formats.block_format import BlockFormat
     from kvcli.kv.offload.host_access import Way
     from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Tier
     from kvcli.kv.sparse.page_source import PageTier
@@ -57,7 +57,7 @@ class CachePlan:
     chunk: int  # most tokens of one prefill pass
     held: int = 0  # device bytes of the KV cache that this one replaces
     working: int = 0  # device bytes of a forward pass, KV aside
-    form: KVFormat = field(default_factory=Kivi)  # format of quantized slots
+    form: BlockFormat = field(default_factory=Kivi)  # format of quantized slots
     # rotary embeddings of the layers, for formats that need them
     rotaries: Callable[[], Sequence[Rotary | None]] = tuple
     spare: int = 0  # device bytes shared by sequences whose budget is "fit"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from kvcli.kv.footprint import IndexBytes
 from kvcli.settings.schema import Exactness, Range
@@ -20,57 +20,46 @@ if TYPE_CHECKING:
 PER_PAGE = 11
 
 
-class SparseMethod(Protocol):
-    """A method of the table. `attention_params`: one entry per layer; None = the layer reads another layer's slots."""
+class SparseMethod:
+    """Base of the methods of the table: rows read the whole KV cache. `attention_params`: one entry per layer; None =
+    the layer reads another layer's slots."""
 
-    @property
-    def exactness_label(self) -> Exactness:
-        """The strictest `exactness` of a profile with this method."""
+    exactness_label: ClassVar[Exactness] = "exact"  # the strictest `exactness` of a profile with this method
 
     @property
     def selection_interval(self) -> int | None:
         """Tokens between two compression points while decoding; None = the method needs none."""
-
-    def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
-        """Return a KV cache of one tier that rows read by these settings; `source`: read access to its single slots."""
-
-    def bind_tier(self, tier: PageTier, attention_params: Sequence[AttentionParams | None]) -> CroppableTier:
-        """Return a lower tier of a tiered cache that rows read by these settings."""
+        return None
 
     @property
     def describe_read(self) -> str:
         """Share of a long sequence that a row reads, in words; "" = all of it."""
-
-    def layers(self, attention_params: Sequence[AttentionParams | None]) -> list[int]:
-        """Return the layers with sparse attention."""
-
-    def index_bytes(self, head_dim: int, number: int) -> IndexBytes:
-        """Return the bytes of index of one KV head, for the memory plan; `number`: bytes of one key element."""
-
-
-@dataclass(frozen=True)
-class FullAttention:
-    """Full attention (kvcli's own): rows read the whole KV cache. Not measured here: it is the baseline."""
-
-    exactness_label: ClassVar[Exactness] = "exact"
-    selection_interval: ClassVar[None] = None
-    describe_read: ClassVar[str] = ""
+        return ""
 
     def bind(self, store: KVCache, source: PageSource, attention_params: Sequence[AttentionParams | None]) -> KVCache:
+        """Return a KV cache of one tier that rows read by these settings; `source`: read access to its single slots."""
         return store
 
     def bind_tier(self, tier: PageTier, attention_params: Sequence[AttentionParams | None]) -> CroppableTier:
+        """Return a lower tier of a tiered cache that rows read by these settings."""
         return tier
 
     def layers(self, attention_params: Sequence[AttentionParams | None]) -> list[int]:
+        """Return the layers with sparse attention."""
         return []
 
     def index_bytes(self, head_dim: int, number: int) -> IndexBytes:
+        """Return the bytes of index of one KV head, for the memory plan; `number`: bytes of one key element."""
         return IndexBytes()
 
 
 @dataclass(frozen=True)
-class _PageSelection:
+class FullAttention(SparseMethod):
+    """Full attention (kvcli's own): rows read the whole KV cache. Not measured here: it is the baseline."""
+
+
+@dataclass(frozen=True)
+class _PageSelection(SparseMethod):
     """Settings of all sparse methods. Sparse attention applies to the only tier, or to all tiers below the first.
 
     Prompt tokens attend to the whole KV cache.

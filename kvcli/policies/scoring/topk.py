@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from kvcli.engine.policy.policy import PolicyDefaults, PolicyRequirements, ProtectedTokens
+from kvcli.engine.policy.policy import Policy, PolicyRequirements, ProtectedTokens
 from kvcli.errors import BadModel
 from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
 from kvcli.policies.scoring.headmap import head_rows
@@ -92,7 +92,7 @@ class ScoreState:
 
 
 @dataclass(frozen=True)
-class TopK(PolicyDefaults):
+class TopK(Policy):
     """Base class of score-based eviction policies; each subclass defines `score`."""
 
     keep: Annotated[float, Range(above=0, most=1)] = 0.5  # share of a prompt's tokens kept, averaged over heads

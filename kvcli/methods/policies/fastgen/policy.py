@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from kvcli.engine.policy.policy import PolicyDefaults, PolicyRequirements, ProtectedTokens
+from kvcli.engine.policy.policy import Policy, PolicyRequirements, ProtectedTokens
 from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
 from kvcli.settings.schema import Range
 
@@ -41,7 +41,7 @@ PAPER_ROWS = 1024  # of a longer prompt, so many rows at equal distances are mea
 
 
 @dataclass(frozen=True)
-class FastGen(PolicyDefaults):
+class FastGen(Policy):
     """FastGen (Ge et al., 2023, arXiv 2310.01801): keeps in each head special, newest, most attended, or all tokens.
 
     With 50% of the tokens, the demo model's accuracy is 0.955, as with all of them (measurements/policies.md).

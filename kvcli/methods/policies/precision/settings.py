@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.engine.policy.policy import PolicyDefaults
+from kvcli.engine.policy.policy import Policy
 from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
 from kvcli.settings.schema import Range
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PrecisionBudgetSettings(PolicyDefaults):
+class PrecisionBudgetSettings(Policy):
     """Precision budget (after More Tokens, 2024, arXiv 2412.12706): keeps more tokens in fewer bits, by importance.
 
     With 50% of the bytes, the demo model's accuracy is 0.955; dividing them takes 845 ms (measurements/policies.md).
