@@ -19,8 +19,7 @@ from kvcli.kv.cache.draft_and_full import DraftAndFullCache
 from kvcli.kv.cache.level import CroppableTier, TierLevel
 from kvcli.kv.cache.precision_budget import keys_in, unit
 from kvcli.kv.cache.tiered_cache import TieredCache
-from kvcli.kv.formats.block_format import BlockFormat
-from kvcli.kv.formats.format import FormatContext
+from kvcli.kv.formats.format import FormatContext, KVFormat
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.offload.host_access import AutoAccess, CpuAttention, StreamedCopy, Way, ZeroCopyKernel
 from kvcli.kv.offload.transfer import bus_of
@@ -59,7 +58,7 @@ LOADING = inspect.signature(LM.of).parameters.keys() - {"model"}
 INDEXES: dict[str, PageIndex] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
 INDEXES |= {"cluster": Clusters(6, 2), "lowrank": LowRank(3, 5), "chosen once": Sketch(3)}
 # old slots in other formats, in four bits, or in fewer numbers
-FORMS: dict[str, BlockFormat] = {
+FORMS: dict[str, KVFormat] = {
     "before": Kivi("before"),
     "zipcache": ZipCache(keys="separable"),
     "qaq": Qaq(outliers=0.1),
@@ -142,7 +141,7 @@ def cache(name: str, of: Of, dtype: torch.dtype | None = None) -> KVCache:
         host = HostTier(tier, device, WAYS[name], lambda _: bus)
         return TierLevel(host, attend_async=host.attend_async)
 
-    def coded(form: BlockFormat) -> CroppableTier:
+    def coded(form: KVFormat) -> CroppableTier:
         assert isinstance(of, LM), "a format is of a model"
         return form.tier(
             FormatContext(shapes, stored, of.attention_params, partial(rotaries, of)),

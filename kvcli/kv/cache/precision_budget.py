@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.kernels.quantize_kv import LANES, width_of
-from kvcli.kv.footprint import POSITION, STEP
+from kvcli.kv.footprint import POSITION, STEP, full_bytes
 from kvcli.kv.tiers.dense_ragged import room_of
 from kvcli.settings.schema import size_of
 
@@ -88,8 +88,7 @@ class PrecisionBudget:
 
     def whole(self, layer: int) -> int:
         """Return the bytes of a token in one layer, all heads, full precision."""
-        shape = self.shapes[layer]
-        return shape.numbers * self.number + POSITION if shape.numbers else 0
+        return full_bytes(self.shapes[layer], self.number)
 
     def each(self, layer: int) -> list[float]:
         """Return the bytes of a slot of one head, by level."""

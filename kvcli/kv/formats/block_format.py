@@ -1,4 +1,4 @@
-"""Base of KV formats, chosen by `kv_format.method`: each is a pair of functions over blocks of old slots."""
+"""KV formats of blocks: each is a pair of functions over blocks; tier and byte counts are shared."""
 
 from __future__ import annotations
 
@@ -43,11 +43,9 @@ class BlockFormat:
         raise NotImplementedError
 
     def is_active(self, kv: Kv) -> bool:
-        """True if these settings store slots in this format."""
         return True
 
     def unsupported_keys(self, kv: Kv) -> Mapping[str, str]:
-        """Return keys of `[kv]` that the format does not support, with reasons. `tier` checks the model."""
         is_wide = {f"kv.{key}": getattr(kv, key) == 16 for key in ("k_bits", "v_bits")}
         why = "which does not quantize: 8, 4 and 2 do" if self.rounds else "but this KV format does not quantize"
         bits = {key: why for key, is_16 in is_wide.items() if is_16 == self.rounds}
@@ -69,13 +67,11 @@ class BlockFormat:
                 )
 
     def tier(self, of: FormatContext, device: torch.device, kv: Kv) -> PageTier:
-        """Return an empty tier. Raises BadConfig or BadModel if the model is not supported."""
         from kvcli.kv.tiers.block_tier import BlockTier
 
         return BlockTier(self, of, device, kv)
 
     def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
-        """Return bytes of a slot of all heads with its position; `number`: bytes of an element in full precision."""
         from kvcli.kv.footprint import POSITION
         from kvcli.kv.tiers.block_tier import BlockCodec
 

@@ -1,8 +1,8 @@
-"""Quantization functions that KV formats share, and the properties of a model that a format may use."""
+"""KV format protocol: how old slots are stored, chosen by `kv_format.method`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
@@ -15,6 +15,7 @@ from kvcli.kernels.rope import Rotary
 from kvcli.kv.slots import AttentionParams, LayerShape
 
 if TYPE_CHECKING:
+    from kvcli.kv.sparse.page_source import PageTier
     from kvcli.settings.schema import Kv
 
 # Quantization functions that KV formats share (KIVI, arXiv 2402.02750).
@@ -138,6 +139,22 @@ class FormatContext:
     attention_params: Sequence[AttentionParams]  # by layer
     # rotary embeddings by layer; raises BadModel if they are not a fixed table
     turns: Callable[[], Sequence[Rotary | None]]
+
+
+class KVFormat(Protocol):
+    """A KV format: a frozen dataclass whose fields are the keys of `[kv_format]`."""
+
+    def is_active(self, kv: Kv) -> bool:
+        """True if these settings store slots in this format."""
+
+    def unsupported_keys(self, kv: Kv) -> Mapping[str, str]:
+        """Return keys of `[kv]` that the format does not support, with reasons. `tier` checks the model."""
+
+    def tier(self, of: FormatContext, device: torch.device, kv: Kv) -> PageTier:
+        """Return an empty tier. Raises BadConfig or BadModel if the model is not supported."""
+
+    def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
+        """Return bytes of a slot of all heads with its position; `number`: bytes of an element in full precision."""
 
 
 Codes: TypeAlias = tuple[Tensor, ...]  # [B, ..] each: B blocks, whose sizes depend on the settings and the model alone

@@ -9,7 +9,7 @@ index `is_bound`, else an estimate.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,31 +19,45 @@ from kvcli.kv.slots import AttentionParams
 Numbers = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class PageIndex:
-    """Base of methods to summarize and score pages. By default pages are read as a whole and share no values. All
-    functions are pure: `Pages` stores their results."""
+class PageIndex(Protocol):
+    """A method to summarize and score pages. All functions are pure: `Pages` stores their results."""
 
-    page: int  # slots in a page
-
-    is_bound: ClassVar[bool] = False  # True if no selection unit holds more softmax mass than its score
+    @property
+    def page(self) -> int:
+        """Number of slots in a page."""
 
     @property
     def selection_unit(self) -> int:
         """Number of slots that share a score and are read together, a divisor of `page`."""
-        return self.page
+
+    @property
+    def is_bound(self) -> bool:
+        """True if scores are upper bounds: no selection unit holds more softmax mass than its score."""
 
     def learn(self, k: Tensor) -> Numbers:
         """Compute the values that all pages of a layer share from its first keys [K, S, D]; empty for most indexes."""
-        return ()
 
     def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
         """Summarize the keys of whole pages k [K, P, page, D] as tensors [K, P, ..]."""
-        raise NotImplementedError
 
     def score(self, rows: Tensor, pages: Numbers, shared: Numbers, params: AttentionParams) -> Tensor:
         """Score units for rows [K, R, D] -> [K, R, P * page / unit], the log of the mass that each unit may hold."""
-        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ContiguousPageIndex:
+    """A page index whose pages are read as a whole and share no values."""
+
+    page: int
+
+    @property
+    def selection_unit(self) -> int:
+        """The whole page."""
+        return self.page
+
+    def learn(self, k: Tensor) -> Numbers:
+        """No shared values."""
+        return ()
 
 
 def scale_and_softcap(score: Tensor, params: AttentionParams) -> Tensor:

@@ -15,13 +15,13 @@ from torch import Tensor
 from kvcli.kernels.page_scores import QuantizedPages, page_scores, why_not
 from kvcli.kernels.quantized_key_scores import code_scores
 from kvcli.kv.slots import AttentionParams
-from kvcli.kv.sparse.index import Numbers, PageIndex, by_page, scale_and_softcap
+from kvcli.kv.sparse.index import ContiguousPageIndex, Numbers, by_page, scale_and_softcap
 
 FLOAT = 2.0**-22  # error of each summed product, as a share of |q| |k|: four roundings in float32
 
 
 @dataclass(frozen=True)
-class Certified(PageIndex):
+class Certified(ContiguousPageIndex):
     """Page index of int8 keys, with a scale and an error norm per token."""
 
     is_bound = True

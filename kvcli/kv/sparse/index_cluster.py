@@ -16,18 +16,24 @@ from torch.nn.functional import normalize
 from kvcli.kernels.page_bounds import page_bounds
 from kvcli.kernels.page_scores import Box, page_scores, why_not
 from kvcli.kv.slots import AttentionParams
-from kvcli.kv.sparse.index import Numbers, PageIndex, scale_and_softcap
+from kvcli.kv.sparse.index import Numbers, scale_and_softcap
 
 ROUNDS = 8  # iterations of k-means; few keys change their cluster after that
 AT_ONCE = 1 << 20  # key-cluster pairs of each head that are computed at a time
 
 
 @dataclass(frozen=True)
-class Clusters(PageIndex):
-    """Page index of cluster means, in the dtype of the keys, and the cluster of each slot; a page is a window."""
+class Clusters:
+    """Page index of cluster means, in the dtype of the keys, and the cluster of each slot."""
 
+    page: int  # slots in a window
     n: int  # clusters in a window
     selection_unit = 1
+    is_bound = False
+
+    def learn(self, k: Tensor) -> Numbers:
+        """No shared values."""
+        return ()
 
     def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
         """Cluster k [K, P, page, D] -> means [K, P, n, D], and the cluster of each slot, int16 [K, P, page]."""

@@ -15,15 +15,16 @@ from torch import Tensor
 
 from kvcli.kv.formats.format import eigenvectors
 from kvcli.kv.slots import AttentionParams
-from kvcli.kv.sparse.index import Numbers, PageIndex, by_page
+from kvcli.kv.sparse.index import ContiguousPageIndex, Numbers, by_page
 from kvcli.kv.sparse.index_cluster import mean_scores
 
 
 @dataclass(frozen=True)
-class LowRank(PageIndex):
+class LowRank(ContiguousPageIndex):
     """Page index of key coordinates, in the dtype of the keys."""
 
     rank: int
+    is_bound = False
 
     def learn(self, k: Tensor) -> Numbers:
         """Compute the top directions of k [K, S, D] -> [K, rank, D], at most D of them."""

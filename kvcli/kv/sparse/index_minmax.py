@@ -15,11 +15,11 @@ from torch import Tensor
 from kvcli.kernels.page_bounds import page_bounds
 from kvcli.kernels.page_scores import Box, page_scores, why_not
 from kvcli.kv.slots import AttentionParams
-from kvcli.kv.sparse.index import Numbers, PageIndex, scale_and_softcap
+from kvcli.kv.sparse.index import ContiguousPageIndex, Numbers, scale_and_softcap
 
 
 @dataclass(frozen=True)
-class MinMax(PageIndex):
+class MinMax(ContiguousPageIndex):
     """Page index of channel minima and maxima, in the dtype of the keys."""
 
     is_bound = True

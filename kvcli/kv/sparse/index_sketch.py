@@ -16,14 +16,16 @@ from torch import Tensor
 from kvcli.kernels.page_scores import QuantizedPages, page_scores, why_not
 from kvcli.kernels.quantized_key_scores import code_scores, pack2, unpack2
 from kvcli.kv.slots import AttentionParams
-from kvcli.kv.sparse.index import Numbers, PageIndex, by_page, scale_and_softcap
+from kvcli.kv.sparse.index import ContiguousPageIndex, Numbers, by_page, scale_and_softcap
 
 EDGE = 0.98  # threshold of the outer levels in standard deviations: least squared error for a normal distribution
 
 
 @dataclass(frozen=True)
-class Sketch(PageIndex):
+class Sketch(ContiguousPageIndex):
     """Page index of two-bit keys."""
+
+    is_bound = False
 
     def learn(self, k: Tensor) -> Numbers:
         """Compute the mean and spread of each channel of k [K, S, D] -> [K, 1, D]."""

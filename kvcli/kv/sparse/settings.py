@@ -21,7 +21,7 @@ PER_PAGE = 11
 
 
 class SparseMethod:
-    """Base of the methods of the table: rows read the whole KV cache. `attention_params`: one entry per layer; None =
+    """A method of the table; the defaults are those of full attention. `attention_params`: one entry per layer; None =
     the layer reads another layer's slots."""
 
     exactness_label: ClassVar[Exactness] = "exact"  # the strictest `exactness` of a profile with this method
