@@ -15,7 +15,6 @@ from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import merge_attention
 from kvcli.kv.capacity import CacheFootprint
-from kvcli.kv.footprint import full_bytes
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.slots import AttentionParams, LayerShape, Slots, alike, compact, last, nbytes
 from kvcli.kv.sparse.settings import FullAttention
@@ -444,5 +443,5 @@ def test_room_is_counted_layer_by_layer() -> None:
     found = CacheFootprint(
         kv, Kivi(), Memory(), FullAttention(), UNEVEN, [AttentionParams(1.0)] * len(UNEVEN), 2, "cpu"
     )
-    assert [full_bytes(shape, 2) for shape in UNEVEN] == [2 * 3 * 20 + 4, 2 * 20 + 4, 0, 2 * 60 + 4]
-    assert found.lower_slot(UNEVEN[0]) == full_bytes(UNEVEN[0], 2)
+    assert [shape.slot_bytes(2) for shape in UNEVEN] == [2 * 3 * 20 + 4, 2 * 20 + 4, 0, 2 * 60 + 4]
+    assert found.lower_slot(UNEVEN[0]) == UNEVEN[0].slot_bytes(2)

@@ -22,9 +22,8 @@ from kvcli.kernels.quantize_kv import pack_values
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.precision_budget import WORTH, PrecisionBudget, keys_in, unit
 from kvcli.kv.cache.tiered_cache import TieredCache
-from kvcli.kv.footprint import POSITION
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.slots import LayerShape, LevelSpan, Slots, alike, compact, nbytes
+from kvcli.kv.slots import POSITION, LayerShape, LevelSpan, Slots, alike, compact, nbytes
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.policies.precision.loss_limit import lost_share, price_for_loss

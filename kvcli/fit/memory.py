@@ -25,7 +25,7 @@ from kvcli.kernels.attend.cpu import MANY
 from kvcli.kv.cache.level import SLACK
 from kvcli.kv.cache.precision_budget import PLACED, WORTH
 from kvcli.kv.capacity import EVERY, CacheFootprint
-from kvcli.kv.footprint import STEP, Footprint, ModelSizes, full_bytes
+from kvcli.kv.footprint import STEP, Footprint, ModelSizes
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import AttentionParams, LayerShape, Window, windows_of
 from kvcli.kv.tiers.device_tables import MOST_ROWS
@@ -363,7 +363,7 @@ class PlannedRun:
         context, spec = held.context, self.profile.spec
         of: Footprint = spec.footprint(context, self.sizes)
         found: int = of.beside + (of.host if self.room.kind == "cpu" else 0)
-        found += spec.view_slots(held.top) * sum(full_bytes(of, self.cache.number) for of in self.cache.shapes)
+        found += spec.view_slots(held.top) * sum(of.slot_bytes(self.cache.number) for of in self.cache.shapes)
         if self.second is not None:
             found += self.second.stored(context)
         if self.draft_cache is not None:
@@ -432,7 +432,7 @@ def stored(shape: Shape) -> tuple[tuple[LayerShape, int | None], ...]:
 
 def sizes(shape: Shape, number: int, kv_number: int, kind: str) -> ModelSizes:
     """Return the sizes of a model that footprints depend on. `kind`: type of the device."""
-    last = next((full_bytes(of, kv_number) for of, _ in reversed(stored(shape)) if of.numbers), 0)
+    last = next((of.slot_bytes(kv_number) for of, _ in reversed(stored(shape)) if of.numbers), 0)
     return ModelSizes(shape.heads, shape.hidden, number, last, shape.folds.nbytes(number), kind)
 
 

@@ -12,7 +12,8 @@ from kvcli.errors import BadInput
 from kvcli.fit import cuda_overhead, memory, weights
 from kvcli.fit.memory import BASE, is_fused, is_native
 from kvcli.fit.run_log import NOTHING, Beyond
-from kvcli.kv.footprint import POSITION, Footprint
+from kvcli.kv.footprint import Footprint
+from kvcli.kv.slots import POSITION
 from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from kvcli.kv.cache.level import SLACK
 from kvcli.kv.cache.precision_budget import PrecisionBudget
-from kvcli.kv.footprint import FIRST, POSITION, STEP, IndexBytes, full_bytes
+from kvcli.kv.footprint import FIRST, STEP, IndexBytes
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.slots import params_of_storing_layers
+from kvcli.kv.slots import POSITION, params_of_storing_layers
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import parts_of
 from kvcli.settings.profile import is_there, tier_effects
@@ -161,12 +161,12 @@ class CacheFootprint:
     def lower_slot(self, shape: LayerShape) -> int:
         """Return the bytes of a slot of all heads of a layer below the top."""
         is_quantized = self.form.is_active(self.kv) and shape.numbers
-        return self.form.nbytes(shape, self.kv, self.number) if is_quantized else full_bytes(shape, self.number)
+        return self.form.nbytes(shape, self.kv, self.number) if is_quantized else shape.slot_bytes(self.number)
 
     @cached_property
     def old_slots(self) -> list[int]:
         """Bytes of a slot that is old, by layer: quantized if slots are quantized by age."""
-        return [self.lower_slot(of) if self.is_packed_by_age else full_bytes(of, self.number) for of in self.shapes]
+        return [self.lower_slot(of) if self.is_packed_by_age else of.slot_bytes(self.number) for of in self.shapes]
 
     @cached_property
     def demoted_slot(self) -> int:
@@ -178,7 +178,7 @@ class CacheFootprint:
     def layer_bytes(self, shape: LayerShape, slots: int, fresh: int) -> int:
         """Return the bytes of the slots of a layer, with the spare capacity of its top."""
         top = self._in_top(slots, fresh)
-        in_top = -(-top // self._step) * self._step * full_bytes(shape, self.number)
+        in_top = -(-top // self._step) * self._step * shape.slot_bytes(self.number)
         return in_top + (slots - top) * self.lower_slot(shape)
 
     def index_bytes(self, slots: int, fresh: int) -> int:
@@ -192,7 +192,7 @@ class CacheFootprint:
         near = sum(self.sparse.index_bytes(self.shapes[i].numbers // 2, self.number).near for i in self._read)
         newest, is_cpu = max(chunk, EVERY), self.kind == "cpu"
         always = self.kv.sinks + (self.kv.residual if self.is_packed_by_age else 0)
-        each = [full_bytes(shape, self.number) for shape in self.shapes]
+        each = [shape.slot_bytes(self.number) for shape in self.shapes]
         return CacheCapacity(
             memory=replace(self.memory, host="auto") if is_cpu else self.memory,
             layers=each,

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvcli.kv.slots import LayerShape
 
 STEP = 64  # slots by which the top of a tiered cache grows: it is short, or memory is scarce
-POSITION = 4  # bytes
 FIRST = 256  # slots of the first extent of a layer, in a file or on the host
 
 
@@ -54,8 +49,3 @@ class IndexBytes:
     slot: float = 0.0  # per slot
     head: float = 0.0  # whatever the number of slots is
     near: float = 0.0  # page cache, per offloaded slot
-
-
-def full_bytes(shape: LayerShape, number: int) -> int:
-    """Return the bytes of a dense slot of all heads of a layer; 0 if it reads another layer's slots."""
-    return shape.numbers * number + POSITION if shape.numbers else 0

@@ -21,7 +21,7 @@ from kvcli.fit.preflight import Preflight
 from kvcli.fit.report import document
 from kvcli.fit.speed import split
 from kvcli.fit.weights import of_shape
-from kvcli.kv.footprint import POSITION
+from kvcli.kv.slots import POSITION
 from kvcli.models import machine as this_machine
 from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.machine import DeviceInfo

@@ -25,10 +25,10 @@ from kvcli.kernels.attention_mass.reference import SCORES
 from kvcli.kernels.quantize_kv import LANES, pack_keys, pack_values
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.capacity import EVERY
-from kvcli.kv.footprint import NO_SIZES, POSITION, STEP, full_bytes
+from kvcli.kv.footprint import NO_SIZES, STEP
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.slots import AttentionParams, LayerShape, nbytes, windows_of
+from kvcli.kv.slots import POSITION, AttentionParams, LayerShape, nbytes, windows_of
 from kvcli.kv.tiers.dense import Dense
 from kvcli.models import machine, source
 from kvcli.models.checkpoint import CheckpointFormat, TensorHeader, WeightFile
@@ -106,7 +106,7 @@ def test_quantized_keys_and_values_are_planned_as_they_lie(demo, packs):
         )
         found = planned(demo, model.profile, 1400).need.kv
         number = model.lm.dtype.itemsize
-        unpacked = sum(full_bytes(shape, number) for shape in model.lm.shapes)
+        unpacked = sum(shape.slot_bytes(number) for shape in model.lm.shapes)
     # at most one chunk, one group and one step of growth are in full precision, unseen after a compression point
     assert most <= found <= most + (EVERY + model.profile.kv.group + STEP) * unpacked
 
@@ -597,7 +597,7 @@ def test_what_a_policy_moves_down_is_planned_where_it_lies(demo, name, policy):
             for _ in iterate_events(model.text_session.session.read([7] * 1400))
         ]
         number = model.lm.dtype.itemsize
-        whole = 1400 * sum(full_bytes(shape, number) for shape in model.lm.shapes)
+        whole = 1400 * sum(shape.slot_bytes(number) for shape in model.lm.shapes)
     assert set(found[-1]) == tiers
     need = planned(demo, own, 1400).need
     away = max(f.pop("disk", 0) for f in found)

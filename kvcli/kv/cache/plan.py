@@ -20,7 +20,7 @@ from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.precision_budget import PrecisionBudget, keys_in, unit
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.capacity import CacheCapacity, CacheFootprint
-from kvcli.kv.footprint import STEP, full_bytes
+from kvcli.kv.footprint import STEP
 from kvcli.kv.formats.format import FormatContext
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.slots import params_of_storing_layers, windows_of
@@ -198,7 +198,7 @@ class CachePlan:
     def spending(self) -> PrecisionBudget:
         """Precision budget of `memory.budget`."""
         # a prefill chunk before its slots are assigned to levels
-        newest = self.chunk * sum(full_bytes(shape, self.dtype.itemsize) for shape in self.shapes)
+        newest = self.chunk * sum(shape.slot_bytes(self.dtype.itemsize) for shape in self.shapes)
         free = self.footprint.fit_bytes(self.spare, self.working + newest)
         return self.footprint.budget(free, has_more=self.room.has_more, holds=self.room.elsewhere)
 

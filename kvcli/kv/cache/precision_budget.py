@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.kernels.quantize_kv import LANES, width_of
-from kvcli.kv.footprint import POSITION, STEP, full_bytes
+from kvcli.kv.footprint import STEP
+from kvcli.kv.slots import POSITION
 from kvcli.kv.tiers.dense_ragged import room_of
 from kvcli.settings.schema import size_of
 
@@ -88,7 +89,7 @@ class PrecisionBudget:
 
     def whole(self, layer: int) -> int:
         """Return the bytes of a token in one layer, all heads, full precision."""
-        return full_bytes(self.shapes[layer], self.number)
+        return self.shapes[layer].slot_bytes(self.number)
 
     def each(self, layer: int) -> list[float]:
         """Return the bytes of a slot of one head, by level."""

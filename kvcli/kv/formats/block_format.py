@@ -72,7 +72,7 @@ class BlockFormat:
         return BlockTier(self, of, device, kv)
 
     def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
-        from kvcli.kv.footprint import POSITION
+        from kvcli.kv.slots import POSITION
         from kvcli.kv.tiers.block_tier import BlockCodec
 
         codec = BlockCodec(self, kv, shape.parts, self.heads(shape.n_kv_heads))

@@ -45,7 +45,7 @@ class Kivi(BlockFormat):
         """Return bytes per slot: at 8 bits a 16-bit scale per key and value; at fewer or in halves, two per group."""
         if self.rope == "before":
             return super().nbytes(shape, kv, number)
-        from kvcli.kv.footprint import POSITION
+        from kvcli.kv.slots import POSITION
 
         bits = 0.0  # bits of all elements of a key and a value
         k_dim, v_dim = shape.parts
