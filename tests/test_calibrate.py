@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from kvcli import load
-from kvcli.calibrate import run
-from kvcli.calibrate.run import (
+from kvcli.commands.common.run_setup import Setup
+from kvcli.drafts.pacing.draft_controller import PassTimer
+from kvcli.errors import KvcliError
+from kvcli.fit import calibrate as run
+from kvcli.fit.calibrate import (
     calibrate,
     contexts,
     fingerprint_of,
@@ -21,9 +24,6 @@ from kvcli.calibrate.run import (
     quick_costs,
     quick_times,
 )
-from kvcli.commands.common.run_setup import Setup
-from kvcli.drafts.pacing.draft_controller import PassTimer
-from kvcli.errors import KvcliError
 from kvcli.fit.run_log import age_days, file_of, load_calibration, machine_fingerprint, save_calibration
 from kvcli.fit.speed import units
 from kvcli.render.fit.plans import calibration_lines
@@ -188,7 +188,7 @@ def test_a_drafter_starts_from_what_was_calibrated_until_it_has_timed_it_itself(
 
 
 def test_a_chat_starts_from_the_calibration_of_its_model_and_says_if_that_is_damaged(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvcli.calibrate.run.BUDGET", 600.0)  # however busy the machine is
+    monkeypatch.setattr("kvcli.fit.calibrate.BUDGET", 600.0)  # however busy the machine is
     world, told = Machine(tmp_path).world(), []
     times = [PassTime(rows=r, context=512, seconds=s, low=s, high=s) for r, s in ((1, 1.0), (4, 1.5))]
     about = {"id": "demo", "fingerprint": fingerprint_of(demo), "dtype": "bfloat16", "quant": "none", "device": "cpu"}
@@ -214,7 +214,7 @@ def test_costs_are_those_of_the_context():
 
 
 def test_a_short_look_is_kept_and_a_damaged_one_remade(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvcli.calibrate.run.BUDGET", 600.0)  # however busy the machine is
+    monkeypatch.setattr("kvcli.fit.calibrate.BUDGET", 600.0)  # however busy the machine is
     first = quick_costs(demo, tmp_path, lambda _: None)
     assert [p.rows for p in first if p.context == 512] == [1, 2, 4, 8, 16, 32, 256]
     told: list[str] = []
@@ -227,7 +227,7 @@ def test_a_short_look_is_kept_and_a_damaged_one_remade(demo, tmp_path, monkeypat
 
 
 def test_a_short_look_that_saw_nothing_is_not_taken_at_each_start(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvcli.calibrate.run.BUDGET", 0.0)
+    monkeypatch.setattr("kvcli.fit.calibrate.BUDGET", 0.0)
     told: list[str] = []
     assert quick_costs(demo, tmp_path, told.append) == []
     assert quick_costs(demo, tmp_path, told.append) == []
@@ -244,9 +244,9 @@ def test_a_short_look_ends_when_it_takes_too_long(demo):
 
 
 def test_a_short_look_times_reading_only_where_the_budget_has_room(demo, monkeypatch):
-    monkeypatch.setattr("kvcli.calibrate.run.BUDGET", 1e9)
+    monkeypatch.setattr("kvcli.fit.calibrate.BUDGET", 1e9)
     assert {one.rows for one in quick_times(demo.lm, lambda: 0.0)} == {1, 2, 4, 8, 16, 32, 256}
-    monkeypatch.setattr("kvcli.calibrate.run.BUDGET", 1e-9)
+    monkeypatch.setattr("kvcli.fit.calibrate.BUDGET", 1e-9)
     assert {one.rows for one in quick_times(demo.lm, lambda: 0.0)} == {1, 2, 4, 8, 16, 32}
 
 

@@ -16,6 +16,7 @@ from kvcli.demo import weights_dir
 from kvcli.errors import BadConfig, BadModel
 from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.plan import MeasuredFacts, plan, subject_of
+from kvcli.kv.footprint import NO_SIZES
 from kvcli.kv.slots import nbytes
 from kvcli.models import source
 from kvcli.models.retokenizer import spelling
@@ -158,13 +159,9 @@ def test_its_weights_and_its_store_are_planned_for() -> None:
     assert needed(whole, 8000) == weights + 8000 * per_token
     chosen = profile.replace(spec={"retrieval": "every:8", "recent": 64})  # and what could be chosen
     assert needed(chosen, 8000) == weights + (8000 + 768) * per_token
-    assert (
-        chosen.spec.draft_slots(8000, "cuda"),
-        chosen.replace(spec={"chunk_device": "host"}).spec.draft_slots(8000, "cuda"),
-    ) == (
-        8768,
-        768,
-    )
+    card = replace(NO_SIZES, device="cuda")
+    away = chosen.replace(spec={"chunk_device": "host"})
+    assert [one.spec.draft_footprint(8000, card).slots for one in (chosen, away)] == [8768, 768]
     assert needed(profile.replace(spec={"model": "itself"}), 100) == 100 * per_token  # loaded once
     need, without = (plan(demo, p, room, 100, MeasuredFacts(find=find)).need for p in (profile, exact))
     assert need.loading == weights + without.loading - without.base + need.base
@@ -204,4 +201,8 @@ def test_it_stores_no_more_than_was_planned_for(retrieval: str) -> None:
         for _ in iterate_events(session.stream(100)):
             most = max(most, sum(nbytes(session.drafter).values()))
         token = 2 * model.lm.n_layers * model.lm.n_kv_heads * model.lm.head_dim * 2
-        assert 128 * token < most <= model.profile.spec.draft_slots(3000) * (token + 4 * model.lm.n_layers)
+        assert (
+            128 * token
+            < most
+            <= model.profile.spec.draft_footprint(3000, NO_SIZES).slots * (token + 4 * model.lm.n_layers)
+        )

@@ -221,7 +221,7 @@ def test_positions_are_those_of_the_text_however_little_is_stored() -> None:
 
 def test_what_is_kept_is_described_for_each_way_to_choose_it() -> None:
     ways: list[dict[str, Any]] = [{"keep": 0.5}, {"keep": 0.0, "recovery": 0.9}, {"keep": 0.0, "recovery": "auto"}]
-    assert len({FastGen(**way).describe_kept for way in ways}) == len(ways)
+    assert len({FastGen(**way).footprint(0).says for way in ways}) == len(ways)
 
 
 @pytest.mark.parametrize("keep", [0.2, 0.35, 0.5, 0.75, 0.9])
@@ -462,7 +462,7 @@ def test_the_shipped_profiles_answer(name: str) -> None:
     s = assemble.session(lm("llama", torch.float32), profile)
     run_to_end(s.read(prompt()))
     list(iterate_events(s.stream(5)))
-    assert profile.policy.slots(1000) == (500 if name == "fastgen" else 1000)
+    assert profile.policy.footprint(1000).slots == (500 if name == "fastgen" else 1000)
 
 
 @pytest.mark.parametrize("recovery", ["auto", 0.3])

@@ -13,7 +13,7 @@ import torch
 
 from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses
 from kvcli.engine.engine import run_to_end
-from kvcli.kv.cache import plan
+from kvcli.kv.capacity import CacheFootprint
 from kvcli.kv.slots import AttentionParams, alike
 from kvcli.settings.profile import Profile
 from tests.bench.waits import opened
@@ -158,18 +158,8 @@ def test_the_bundled_model_is_given_room_for_a_part_of_the_report() -> None:
 
     chosen = Profile.load("exact").replace(memory=BEHIND)
     shapes, attention_params = alike(6, 2, 64), [AttentionParams(1.0)] * 6
-    free: dict[str, Any] = {"is_cpu": False, "free": 1 << 36, "host": 1 << 36}
-    room = plan.room(
-        chosen.kv,
-        chosen.kv_format.settings,
-        chosen.memory,
-        chosen.sparse.settings,
-        attention_params,
-        shapes,
-        4,
-        chunk=CHUNK,
-        **free,
-    )
+    tables = chosen.kv, chosen.kv_format.settings, chosen.memory, chosen.sparse.settings
+    room = CacheFootprint(*tables, shapes, attention_params, 4, "cuda").capacity(CHUNK, 1 << 36, 1 << 36)
     assert 0 < room.on_device < 2_000
     assert room.in_host > 4_400
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 import kvcli
-from kvcli.calibrate.run import fingerprint_in, fingerprint_of
 from kvcli.chat.document_pack import make, open_pack
 from kvcli.chat.model import Model
 from kvcli.engine.loading import weights as weights_of
 from kvcli.engine.loading.open_lm import open_lm
 from kvcli.errors import BadInput, BadModel
+from kvcli.fit.calibrate import fingerprint_in, fingerprint_of
 from kvcli.fit.plan import subject_of
 from kvcli.heads.auto_headmap import place
 from kvcli.models import catalog, source

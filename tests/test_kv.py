@@ -14,13 +14,15 @@ from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import merge_attention
-from kvcli.kv.footprint import full_bytes, quantized_bytes
+from kvcli.kv.capacity import CacheFootprint
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.slots import AttentionParams, LayerShape, Slots, alike, compact, last, nbytes
+from kvcli.kv.sparse.settings import FullAttention
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.dense_uniform import UniformLayer
 from kvcli.kv.views.view import CompactView
 from kvcli.settings.profile import load_profile
+from kvcli.settings.schema import Memory
 from tests import make
 from tests.policies import masks
 from tests.reference import GatheredView
@@ -439,5 +441,8 @@ def test_what_a_layout_cannot_hold_is_refused_by_the_key_that_asks_for_it() -> N
 
 def test_room_is_counted_layer_by_layer() -> None:
     kv = load_profile("exact").kv
-    assert [full_bytes(shape, 2) for shape in UNEVEN] == [2 * 3 * 20 + 4, 2 * 20 + 4, 0, 2 * 60 + 4]
-    assert quantized_bytes(kv, Kivi(), UNEVEN[0], 2) == full_bytes(UNEVEN[0], 2)
+    found = CacheFootprint(
+        kv, Kivi(), Memory(), FullAttention(), UNEVEN, [AttentionParams(1.0)] * len(UNEVEN), 2, "cpu"
+    )
+    assert [shape.slot_bytes(2) for shape in UNEVEN] == [2 * 3 * 20 + 4, 2 * 20 + 4, 0, 2 * 60 + 4]
+    assert found.lower_slot(UNEVEN[0]) == UNEVEN[0].slot_bytes(2)

@@ -19,7 +19,7 @@ from kvcli.kernels import dispatch, triton_support
 from kvcli.kv.cache import plan as tiers
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.tiered_cache import TieredCache
-from kvcli.kv.capacity import room
+from kvcli.kv.capacity import CacheFootprint
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.offload.host_access import AutoAccess
 from kvcli.kv.slots import AttentionParams, alike
@@ -113,8 +113,8 @@ def test_a_promised_context_is_reached_because_room_counts_a_pass(counts: bool) 
     sizes, bus = (lm.shapes, lm.dtype), FakeBus()
     per_slot = sum(shape.n_kv_heads * (shape.k_dim + shape.v_dim) * 8 + 4 for shape in lm.shapes)
     free, working, buffers = 600 * per_slot, pass_bytes(lm, 16, 1, lm.dtype), 2 << 20
-    given: dict[str, Any] = {"chunk": 16, "is_cpu": False, "host": GIB, "free": free if counts else free + working}
-    found = room(Kv(group=4, sinks=2), Kivi(), HOST, FullAttention(), lm.attention_params, lm.shapes, 8, **given)
+    of_kv = Kv(group=4, sinks=2), Kivi(), HOST, FullAttention(), lm.shapes, lm.attention_params
+    found = CacheFootprint(*of_kv, 8, "cuda").capacity(16, free if counts else free + working, GIB)
     host = HostTier(PinnedHostTier(*sizes, bus), "cpu", AutoAccess, lambda _: bus)
     below = [TierLevel(host, found.in_host, 4, attend_async=host.attend_async)]
     kv = TieredCache(Dense(*sizes, step=64), below, holds=found.on_device, group=4, sinks=2)

@@ -43,7 +43,7 @@ def test_a_window_keeps_the_first_and_the_newest() -> None:
 @pytest.mark.parametrize("policy", [StreamingLLM(sinks=2, window=5), Random(budget=7, sinks=2, window=3)])
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 23])
 def test_the_plan_of_memory_is_what_is_kept(policy: StreamingLLM | Random, n: int) -> None:
-    assert {len(pos) for pos in kept(policy, slots(n))} == {policy.slots(n)}
+    assert {len(pos) for pos in kept(policy, slots(n))} == {policy.footprint(n).slots}
 
 
 def test_lots_differ_by_head_layer_and_seed_and_spare_both_ends() -> None:
@@ -79,7 +79,7 @@ def test_what_is_not_kept_is_freed(policy: dict[str, object]) -> None:
 
 def s_slots(policy: dict[str, object]) -> int:
     settings: Policy = load_profile("exact").replace(exactness="approx", policy=policy).policy.settings
-    return settings.slots(10_000)
+    return settings.footprint(10_000).slots
 
 
 def test_a_conversation_goes_on_from_what_is_left_and_an_undo_reads_anew() -> None:
@@ -146,4 +146,4 @@ def test_settings_that_cannot_be_kept_are_refused_by_name() -> None:
 def test_streaming_forgets_the_middle_and_says_so() -> None:
     profile: Profile = load_profile("streaming")
     assert profile.exactness == "approx"
-    assert profile.policy.slots(100_000) == 1024
+    assert profile.policy.footprint(100_000).slots == 1024

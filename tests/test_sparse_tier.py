@@ -715,7 +715,7 @@ def test_the_plan_of_memory_counts_the_index(method: str) -> None:
     store.append(0, randn(K, 4000, D, dtype=torch.float32), randn(K, 4000, D, dtype=torch.float32), 0)
     kv.compress()
     kv.attend(0, rows(1, dtype=torch.float32), AttentionParams(0.25), [4000])
-    assert nbytes(kv)["index"] == pytest.approx(K * 4000 * chosen.per_slot(D, 4), rel=0.01)
+    assert nbytes(kv)["index"] == pytest.approx(K * 4000 * chosen.index_bytes(D, 4).slot, rel=0.01)
 
 
 def test_the_baseline_of_a_benchmark_attends_to_all() -> None:

@@ -107,7 +107,7 @@ def test_what_is_kept_is_what_the_plan_of_memory_says(name: str) -> None:
             settings = load_profile("exact").replace(
                 exactness="approx", policy={"name": name, **SMALL, **NAMES[name], **share}
             )
-            assert sum(len(head) for head in heads(s)) == L * K * settings.policy.slots(n)
+            assert sum(len(head) for head in heads(s)) == L * K * settings.policy.footprint(n).slots
 
 
 def test_kept_shares_free_memory() -> None:
@@ -372,12 +372,12 @@ def test_expected_attention_refuses_a_model_whose_rotary_embedding_it_does_not_f
 
 
 def test_what_stays_is_said_in_words() -> None:
-    assert Snap().describe_kept == "50% of a prompt, by attention from its end"
+    assert Snap().footprint(0).says == "50% of a prompt, by attention from its end"
     assert (
-        KeyDiff(budget=1024).describe_kept
+        KeyDiff(budget=1024).footprint(0).says
         == "1,024 tokens per head of a prompt, by how much its keys differ from the others"
     )
-    assert KVzip(keep=0.25).describe_kept == "25% of a prompt, by attention while the prompt is repeated"
+    assert KVzip(keep=0.25).footprint(0).says == "25% of a prompt, by attention while the prompt is repeated"
 
 
 @pytest.mark.parametrize("name", ["snap", "expected"])
@@ -385,7 +385,7 @@ def test_the_shipped_profiles_halve_a_prompt(name: str) -> None:
     profile = load_profile(name)
     assert profile.exactness == "approx"
     assert profile.policy.method == name
-    assert profile.policy.slots(10_000) == 5000
+    assert profile.policy.footprint(10_000).slots == 5000
     s = assemble.session(TINY, profile)
     run_to_end(s.read(families.prompt(301)))
     assert sum(len(head) for head in heads(s)) == L * K * 150

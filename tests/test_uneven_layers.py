@@ -20,10 +20,9 @@ from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel
 from kvcli.fit import weights
 from kvcli.fit.available_memory import AvailableMemory
-from kvcli.fit.memory import GIB, kv_bytes, stored
+from kvcli.fit.memory import GIB, cache_footprint, kv_bytes, stored
 from kvcli.fit.plan import MeasuredFacts, PlannedModel, plan
 from kvcli.kv.cache.level import TierLevel
-from kvcli.kv.footprint import layer_bytes
 from kvcli.kv.slots import nbytes
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.policies.streaming import StreamingLLM
@@ -201,12 +200,9 @@ def test_what_is_reported_is_held_and_foretold(name: str) -> None:
     session.cache = kv = make.dense(session.lm)  # windows that nobody gives back
     run_to_end(session.read(ids()))
     exact = Profile.load("exact")
-    foretold = [of for of, _ in stored(shape_of(families.config_of(name).to_dict(), name))]
-    assert foretold == list(session.lm.shapes)
-    fit = sum(
-        layer_bytes(exact.kv, exact.kv_format.settings, exact.memory, kv.dtype.itemsize, of, kv.n_slots(0), 0)
-        for of in foretold
-    )
+    foretold = cache_footprint(exact, shape_of(families.config_of(name).to_dict(), name), kv.dtype.itemsize, "cpu")
+    assert list(foretold.shapes) == list(session.lm.shapes)
+    fit = sum(foretold.layer_bytes(of, kv.n_slots(0), 0) for of in foretold.shapes)
     assert nbytes(kv)["cpu"] == held_bytes(kv) == fit
 
 

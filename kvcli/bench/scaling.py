@@ -7,11 +7,11 @@ from statistics import median
 
 import torch
 
-from kvcli.calibrate.run import cache_of_length, once
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.model_probe import quiet
 from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.resources import use_threads
+from kvcli.fit.calibrate import cache_of_length, once
 
 CONTEXT = 512  # tokens
 TURNS = 12

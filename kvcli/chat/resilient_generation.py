@@ -208,8 +208,8 @@ def _holds(session: GenerationSession, profile: Profile, changes: dict[str, obje
         changed = profile.replace(**changes)
         plan = assemble.plan(session.lm, changed, nbytes(session.cache).get(session.lm.device.type, 0))
         plan.store()
-        kept = n if changed.memory.demotes else max(changed.policy.slots(n), changed.policy.max_slots_in_prefill(n))
-        return plan.room.holds(kept)
+        of = changed.policy.footprint(n)
+        return plan.room.holds(n if changed.memory.demotes else max(of.slots, of.peak))
     return False
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def describe_losses(profile: Profile) -> dict[Loss, str]:
     """Describe each kind of loss that the profile can cause. Kinds that it cannot cause are left out."""
     words: dict[Loss, str] = {}
-    kv, held = profile.kv, profile.policy.describe_kept
+    kv, held = profile.kv, profile.policy.footprint(0).says
     demotes = bool(held) and profile.memory.demotes and not profile.memory.spends
     kept = "drops tokens beyond its capacity" if demotes else held and f"keeps {held}"
     outlives = profile.context.on_overflow == "compress" and "compresses tokens older than the context window"

@@ -157,7 +157,7 @@ def others_of(setup: Setup) -> Mapping[str, Profile]:
 
 def _calibrations(setup: Setup, outlook: Preflight, plans: Sequence[Plan]) -> Mapping[str, CalibrationDocument]:
     """Return the measurements of this machine for each profile; none for a described machine."""
-    from kvcli.calibrate.run import fingerprint_in
+    from kvcli.fit.calibrate import fingerprint_in
     from kvcli.fit.run_log import load_calibration, machine_fingerprint
 
     found: dict[str, CalibrationDocument] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.settings.schema import Range
 from kvcli.settings.values import WrongValue, check, keys_of
 
@@ -40,16 +41,13 @@ class DraftSettings:
         """Return the keys that have no effect under the present settings: key -> the key that disables it."""
         return {} if self.adaptive else dict.fromkeys(("min_speedup", "baseline_interval"), "adaptive")
 
-    def draft_slots(self, n: int, device: str = "cpu") -> int:
-        """Return how many of n tokens have KV on `device` in layers that are not the target model's."""
-        return 0
+    def footprint(self, n: int, of: ModelSizes) -> Footprint:
+        """Return the memory for n tokens of the drafter's index, and of layers that are not the target model's. Slots
+        that a cache view copies, and a separate draft model, are not counted."""
+        return Footprint()
 
     def view_slots(self, n: int) -> int:
         """Return how many of n slots per head a cache view copies: 0 without lookahead."""
-        return 0
-
-    def index_bytes(self, n: int) -> int:
-        """Return the bytes of host memory of the drafter's index of n tokens, for memory planning."""
         return 0
 
     def __post_init__(self) -> None:

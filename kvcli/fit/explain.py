@@ -47,7 +47,7 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
         levels=_levels(spent, need.context, need.budget),
         layers=[spent.whole(i) for i in range(len(spent.shapes))],
         by=policy.scorer.by,
-        again=plan.run.again(need.context),
+        again=policy.footprint(need.context).again,
         is_mapped=has_map if policy.headmap == "auto" else bool(policy.headmap),
         told=spent.describe,
         passes=TEXTS * (3 + spent.heads) if policy.headmap == "auto" else 0,

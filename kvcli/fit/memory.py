@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,11 +24,12 @@ from kvcli.fit.weights import BYTES
 from kvcli.kernels.attend.cpu import MANY
 from kvcli.kv.cache.level import SLACK
 from kvcli.kv.cache.precision_budget import PLACED, WORTH
-from kvcli.kv.capacity import EVERY
-from kvcli.kv.footprint import STEP
+from kvcli.kv.capacity import EVERY, CacheFootprint
+from kvcli.kv.footprint import STEP, Footprint, ModelSizes
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import AttentionParams, LayerShape, Window, windows_of
 from kvcli.kv.tiers.device_tables import MOST_ROWS
+from kvcli.settings.profile import TIERS
 from kvcli.settings.schema import size_of
 from kvcli.version import __version__
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from kvcli.kv.cache.precision_budget import PrecisionBudget
     from kvcli.kv.capacity import CacheCapacity
     from kvcli.models.shape import Shape
+    from kvcli.settings.profile import Method, Profile
     from kvcli.settings.schema import Order
 
 # Memory of the program without a model. It is measured, because builds of torch differ by hundreds of MiB.
@@ -160,51 +162,43 @@ class KVPlacement:
 
 @dataclass(frozen=True, slots=True)
 class HeldSlots:
-    """Slots per head, by tier."""
+    """Slots per head of a sequence at the peak."""
 
-    settled: int  # the most slots at a compression point
-    fresh: int  # slots added between two compression points
-    nbytes: Callable[[int], int]  # slots on the device -> bytes there
-    stored: int = 0  # slots in all tiers, if a policy demotes
-    moved: int = 0  # of `stored`: the most slots in lower tiers; this peak is later than the top tier's
-    drops: bool = False  # slots that fit no lower tier are evicted
-
-    @property
-    def most(self) -> int:
-        return self.settled + self.fresh
+    context: int  # tokens of the sequence
+    chunk: int  # tokens of a prefill pass, at most
+    kept: int  # slots that the policy keeps
+    settled: int  # the most slots of the top tier at a compression point
+    top: int  # the most slots of the top tier, with those stored between two compression points
+    fresh: int  # slots stored between two compression points, at most
+    stored: int = 0  # slots of all tiers, if a policy demotes
+    demoted: int = 0  # of these: the most below the top tier; this peak is later than the top tier's
 
 
-@dataclass(frozen=True, slots=True)
-class TierLimits:
-    """Capacity limits of the tiers, equal to those of a KV cache, so that a plan refuses what the cache refuses."""
+def place(room: CacheCapacity, held: HeldSlots, nbytes: Callable[[int], int], *, drops: bool) -> KVPlacement:
+    """Place the slots, on the device first, within the limits that the KV cache has.
 
-    room: Callable[[int, int], CacheCapacity]  # tokens of a pass, free bytes if no size is given -> capacity
-    free: int  # bytes of the device for the whole plan
-    host: int = 0  # bytes of host memory beside it
-
-    def spread(self, held: HeldSlots, chunk: int, beside: int) -> KVPlacement:
-        """Place the slots, on the device first; `beside`: bytes of all else that the plan needs on the device."""
-        room, whole = self.room(chunk, max(0, self.free - beside)), held.nbytes(held.most)
-        cap = size_of(room.memory.device) if room.memory.device != "auto" else room.free
-        try:
-            most = room.max_slots
-        except CacheFull:  # too small even for the slots between two compression points
-            return KVPlacement(min(whole, cap), over=max(1, whole - cap))
-        if most is None:
-            return KVPlacement(whole)
-        stored = max(held.settled, min(held.stored, most) if held.drops else held.stored)
-        over = max(0, stored - most) * room.narrow
-        here = (room.on_device or 0) * (SLACK + 1) // SLACK + room.between  # before the oldest slots are demoted
-        device = min(whole, cap, held.nbytes(room.always + here + STEP))
-        left = max(0, whole + (stored - held.settled) * room.narrow - device - over)  # in the size of lower tiers
-        left = max(left, min(held.moved, stored) * room.narrow)
-        host = min(left, room.in_host * room.narrow)
-        away = left // room.narrow * (room.far - room.index)
-        return KVPlacement(device + away, host, (left - host) * room.wide // room.narrow, over)
+    `nbytes`: slots on the device -> bytes there. `drops`: slots that fit no lower tier are evicted.
+    """
+    whole = nbytes(held.top)
+    cap = size_of(room.memory.device) if room.memory.device != "auto" else room.free
+    try:
+        most = room.max_slots
+    except CacheFull:  # too small even for the slots between two compression points
+        return KVPlacement(min(whole, cap), over=max(1, whole - cap))
+    if most is None:
+        return KVPlacement(whole)
+    stored = max(held.settled, min(held.stored, most) if drops else held.stored)
+    over = max(0, stored - most) * room.narrow
+    here = (room.on_device or 0) * (SLACK + 1) // SLACK + room.between  # before the oldest slots are demoted
+    device = min(whole, cap, nbytes(room.always + here + STEP))
+    left = max(0, whole + (stored - held.settled) * room.narrow - device - over)  # in the size of lower tiers
+    left = max(left, min(held.demoted, stored) * room.narrow)
+    host = min(left, room.in_host * room.narrow)
+    away = left // room.narrow * (room.far - room.index)
+    return KVPlacement(device + away, host, (left - host) * room.wide // room.narrow, over)
 
 
 GIB = 1 << 30
-POSITION = 4  # bytes of a slot's position
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,47 +211,169 @@ class DraftModelNeed:
     mapped: int = 0  # of `loading`: reclaimable pages
 
 
-@dataclass(frozen=True, slots=True)
-class RunShape:
-    """All that determines the memory of a run, beside the model."""
+@dataclass(frozen=True)
+class PlannedRun:
+    """A profile on a model and a device, for which `need` adds up the memory of any context."""
 
-    device: str  # cpu, cuda, mps
+    profile: Profile
+    shape: Shape
+    weights: Weights
+    room: AvailableMemory
     number: int  # bytes per number of the model's dtype
-    kv_number: int  # bytes per stored KV number, for the newest tokens
-    # bytes of a layer with so many slots per head, so many of them just stored
-    layer: Callable[[LayerShape, int, int], int]
-    index: Callable[[int, int], int]  # for the same slots: bytes of the sparse attention index of all layers
-    caps: TierLimits
-    chunk: int  # tokens per prefill chunk
-    rows: int  # rows of a decoding pass, at most
-    slots: Callable[[int], int]  # of n tokens, the slots per head that the policy keeps
-    reading: Callable[[int], int]  # of n tokens, the slots per head during prefill, not counting the running chunk
-    again: Callable[[int], int]  # of n tokens, the extra rows that run after prefill
-    judging: Callable[[int], int]  # of n tokens, the bytes for scoring them, beside a pass
-    between: int | None  # compression interval while answering, in tokens; None: the policy never evicts
-    answer: int  # most tokens of one answer: sliding layers evict slots below their window at the next prefill
-    tables: Callable[[int], int]  # bytes of host memory that the drafter's tables of n tokens take
-    copied: Callable[[int], int]  # of n slots, the slots per head that the drafter's view copies
-    second: DraftModelNeed | None  # the draft model
-    lower: int | None  # bytes on the device per demoted slot, all layers; None: slots are evicted instead
-    spends: PrecisionBudget | None  # precision budget of a policy; None: no budget
-    always: int  # protected tokens, in full precision whatever the budget is
-    texts: int  # sequences that share the free bytes
-    drops: bool  # slots that fit no lower tier are evicted
+    cache: CacheFootprint  # the KV cache whose tokens are the answer's
+    draft_cache: CacheFootprint | None  # the compressed KV cache that drafts beside a full one
+    second: DraftModelNeed | None
     base: int  # bytes of the program; on a GPU, the excess of earlier runs over their estimates
-    is_uneven: bool = False  # heads keep different numbers of slots, in full precision
-    is_packed: bool = False  # linear layers run on quantized weights
-    is_native: bool = False  # attention runs on native kernels
-    is_fused: bool = False  # the whole pass runs on fused GPU kernels
-    draws: bool = False  # the next token is sampled on the device
-    records: bool = False  # passes are captured and replayed
-    on_card: int | None = None  # decoder layers on a GPU, the last ones; None: all of the model
-    of_layers: int = 0  # decoder layers of the model
-    checkpoints: int = 0  # saved recurrent states, if layers have one
-    check: bool = True  # compare with the stock model after loading
+    host: int  # bytes of host memory beside a GPU
+    is_native: bool  # attention runs on native kernels
+    chunk: int  # tokens per prefill chunk
     order: Order = "chunks"  # chunked or layer-wise prefill
-    prunes: bool = False  # prompt tokens are pruned between layers
-    behind: Callable[[int], int] = lambda n: 0  # of n tokens, the deferred ones: one hidden state each instead of KV
+
+    @cached_property
+    def sizes(self) -> ModelSizes:
+        """Sizes of the model that footprints depend on."""
+        return sizes(self.shape, self.number, self.cache.number, self.room.kind)
+
+    @cached_property
+    def policy(self) -> Method:
+        """Policy of the cache whose tokens are the answer's."""
+        return self.profile.verifying_profile.policy
+
+    @property
+    def on_card(self) -> int | None:
+        """Decoder layers on a GPU, the last ones; None: all of the model."""
+        n = self.profile.load.layers_on_gpu
+        return None if n == "auto" else min(n, self.shape.layers)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a decoding pass, at most."""
+        rows: int = max(self.profile.spec.rows, self.profile.reasoning_steps.rows)
+        return rows
+
+    @property
+    def draws(self) -> bool:
+        """True if the next token is sampled on the device. The model's own sampling settings are not known here."""
+        return self.profile.sample.temperature == 0
+
+    @cached_property
+    def is_fused(self) -> bool:
+        """True if the whole pass runs on fused GPU kernels."""
+        return is_fused(self.shape, self.number, self.room)
+
+    @cached_property
+    def records(self) -> bool:
+        """True if passes are captured and replayed: the device must find the whole KV cache by itself."""
+        profile, lower = self.profile, (TIERS - {"caps"}) | {"selects"}
+        is_whole = not lower & profile.effects.keys() and not profile.is_checked
+        is_allowed = profile.load.graphs == "auto" and profile.load.layers_on_gpu == "auto"
+        return self.is_fused and not self.shape.folds.layers and is_whole and is_allowed
+
+    @property
+    def always(self) -> int:
+        """Protected tokens, in full precision whatever the budget is."""
+        return self.policy.sinks + self.policy.recent if self.profile.memory.spends else 0
+
+    @cached_property
+    def spends(self) -> PrecisionBudget | None:
+        """Precision budget of `memory.budget` without free bytes, which depend on the context; None: no budget."""
+        if not self.profile.memory.spends:
+            return None
+        room = self.cache.capacity(self.profile.prefill.chunk, self.room.usable, self.room.host)
+        try:
+            holds = room.elsewhere
+        except CacheFull:  # the plan reports it for the device
+            holds = 0
+        return self.cache.budget(0, has_more=room.has_more, holds=holds)
+
+    def held(self, context: int) -> HeldSlots:
+        """Return the slots per head of a sequence of `context` tokens."""
+        chunk, every = min(self.chunk, context), self.policy.compression_interval
+        of: Footprint = self.policy.footprint(context)
+        top = settled = of.slots
+        if every is not None:  # new slots are stored before the policy evicts others
+            top = min(context, max(of.slots + max(chunk, every), of.peak + chunk))
+            settled = min(context, max(of.slots, of.peak))
+        fresh = max(chunk, every or EVERY)
+        if self.profile.memory.demotes:  # all slots stay stored at a compression point
+            return HeldSlots(context, chunk, of.slots, top, top, fresh, context, context - of.slots)
+        return HeldSlots(context, chunk, of.slots, settled, top, fresh)
+
+    def pass_bytes(self, held: HeldSlots, device: str) -> int:
+        """Return the memory that a pass of the model's layers on a device of this kind computes with."""
+        is_here = device == self.room.kind
+        return working_bytes(
+            self.shape,
+            chunk=held.chunk,
+            rows=self.rows,
+            slots=held.stored or held.top,
+            number=self.number,
+            kv_number=self.cache.number,
+            device=device,
+            is_native=self.is_native,
+            is_fused=is_here and self.is_fused,
+            draws=is_here and self.draws,
+            largest=self.weights.largest if is_here and self.profile.load.quant != "none" else 0,
+            waiting=self._waiting(held) if self.order == "layers" else 0,
+        )
+
+    def recorded_bytes(self, held: HeldSlots) -> int:
+        """Return the bytes of captured passes on a GPU."""
+        if not self.records:
+            return 0
+        work = captured_bytes(
+            self.shape,
+            rows=self.rows,
+            slots=held.stored or held.top,
+            number=self.number,
+            kv_number=self.cache.number,
+            draws=self.draws,
+        )
+        return cuda_overhead.captured(self.shape.layers, len(captured_sizes(self.rows))) + work
+
+    def _waiting(self, held: HeldSlots) -> int:
+        """Return the rows that wait between layers in layer-wise prefill, without those that the last layer's KV
+        replaces: its input rows are freed as it stores KV, and the system allocates that KV only as it is written."""
+        of, window = stored(self.shape)[-1]
+        is_brought = self.room.kind == "cpu" and not self.profile.memory.demotes
+        last = of.numbers * min(held.top, window or held.top) * self.cache.number if is_brought else 0
+        return max(1, held.context - last // (self.shape.hidden * self.number))
+
+    def product_bytes(self, held: HeldSlots) -> int:
+        """Return the bytes of oneDNN kernels on a CPU without native kernels."""
+        if self.room.kind != "cpu" or self.number != 2 or self.is_native:
+            return 0
+        is_uneven = self.policy.footprint(0).is_uneven and not self.cache.is_packed_by_age
+        uneven = sum(of.kv_heads for of in self.shape.stores if of.numbers) if is_uneven else 0
+        return product_bytes(self.rows, held.kept, uneven, is_packed=self.profile.load.quant != "none")
+
+    def top_bytes(self, layers: slice, slots: int, held: HeldSlots) -> int:
+        """Return the bytes of KV in these layers for `slots` slots per head.
+
+        Sliding layers evict slots below their window at the next prefill, and hold the most slots that an answer needs.
+        """
+        found, spare = 0, MOST_ROWS if self.records else 0
+        for (of, window), n in Counter(stored(self.shape)[layers]).items():
+            most = window and Window(window).most(self.profile.sample.max_new_tokens, held.chunk)
+            found += n * self.cache.layer_bytes(of, min(slots, most or slots) + spare, held.fresh)
+        return found
+
+    def draft_bytes(self, held: HeldSlots) -> int:
+        """Return the bytes of a drafter: cache view, tables, draft model and its KV."""
+        context, spec = held.context, self.profile.spec
+        of: Footprint = spec.footprint(context, self.sizes)
+        found: int = of.beside + (of.host if self.room.kind == "cpu" else 0)
+        found += spec.view_slots(held.top) * sum(of.slot_bytes(self.cache.number) for of in self.cache.shapes)
+        if self.second is not None:
+            found += self.second.stored(context)
+        if self.draft_cache is not None:
+            policy, chunk = self.profile.policy, self.profile.prefill.chunk
+            fresh = max(chunk, policy.compression_interval or EVERY)
+            kept = policy.footprint(context)
+            most = min(context, max(kept.slots + fresh, kept.peak + chunk))
+            found += sum(self.draft_cache.layer_bytes(of, most, fresh) for of in self.draft_cache.shapes)
+            found += self.draft_cache.index_bytes(most, fresh)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,121 +430,82 @@ def stored(shape: Shape) -> tuple[tuple[LayerShape, int | None], ...]:
     return tuple((of, windows[i].size if i in windows else None) for i, of in enumerate(shapes))
 
 
-def _waiting(shape: Shape, run: RunShape, context: int, held: int) -> int:
-    """Return the rows that wait between layers in layer-wise prefill, without those that the last layer's KV replaces:
-    its input rows are freed as it stores KV, and the system allocates that KV only as it is written."""
-    of, window = stored(shape)[-1]
-    is_brought = run.device == "cpu" and run.lower is None
-    last = of.numbers * min(held, window or held) * run.kv_number if is_brought else 0
-    return max(1, context - last // (shape.hidden * run.number))
+def sizes(shape: Shape, number: int, kv_number: int, kind: str) -> ModelSizes:
+    """Return the sizes of a model that footprints depend on. `kind`: type of the device."""
+    last = next((of.slot_bytes(kv_number) for of, _ in reversed(stored(shape)) if of.numbers), 0)
+    return ModelSizes(shape.heads, shape.hidden, number, last, shape.folds.nbytes(number), kind)
 
 
-def need(shape: Shape, weights: Weights, run: RunShape, context: int) -> Need:
+def cache_footprint(profile: Profile, shape: Shape, number: int, kind: str) -> CacheFootprint:
+    """Return the footprint of a profile's KV cache on a device of this kind. `number`: bytes of an element."""
+    of_model = [of for of, _ in stored(shape)], [AttentionParams(1.0, window=size) for size in shape.windows]
+    tables = profile.kv, profile.kv_format.settings, profile.memory, profile.sparse.settings
+    return CacheFootprint(*tables, *of_model, number, kind)
+
+
+def need(run: PlannedRun, context: int) -> Need:
     """Return the memory that a sequence of `context` tokens needs."""
-    chunk = min(run.chunk, context)
-    held = settled = run.slots(context)
-    if run.between is not None:  # new slots are stored before the policy evicts others
-        held = min(context, max(held + max(chunk, run.between), run.reading(context) + chunk))
-        settled = min(context, max(settled, run.reading(context)))
-    fresh = max(chunk, run.between or EVERY)
-    moved, known = 0, held  # slots below the top tier at peak; slots in the sparse attention index
-    if run.lower is not None:
-        moved, known = context - held, context - run.slots(context)
-    below = shape.layers - (shape.layers if run.on_card is None else run.on_card)  # layers on the CPU
-    sizes = partial(
-        working_bytes,
-        shape,
-        chunk=chunk,
-        rows=run.rows,
-        slots=held + moved,
-        number=run.number,
-        kv_number=run.kv_number,
-        is_native=run.is_native,
-        waiting=_waiting(shape, run, context, held) if run.order == "layers" else 0,
-    )
-    working = sizes(
-        device=run.device, is_fused=run.is_fused, draws=run.draws, largest=weights.largest if run.is_packed else 0
-    )
-    if run.device == "cpu" and run.number == 2 and not run.is_native:
-        uneven = sum(of.kv_heads for of in shape.stores if of.numbers) if run.is_uneven else 0
-        working += product_bytes(run.rows, run.slots(context), uneven, is_packed=run.is_packed)
-    working += run.judging(context)
+    profile, shape, weights, device = run.profile, run.shape, run.weights, run.room.kind
+    held, folds = run.held(context), shape.folds
+    below = 0 if run.on_card is None else shape.layers - run.on_card  # layers on the CPU
+    here = slice(below, None)
+    draft, working = run.draft_bytes(held), run.pass_bytes(held, device) + run.product_bytes(held)
+    working += profile.policy.footprint(context, run.sizes).scratch
     if run.second is not None:
         working = max(working, run.second.working(context))
-    copied = run.copied(held)
-    view = kv_bytes(shape, copied, run.kv_number) + copied * sum(of.numbers > 0 for of in shape.stores) * POSITION
-    on_cpu = run.device == "cpu"
-    draft = view + (run.tables(context) if on_cpu else 0) + (run.second.stored(context) if run.second else 0)
+    working += folds.nbytes(run.number) + folds.layers * folds.taped * run.rows * run.number  # new states of a pass
+    beside = profile.prune.footprint(context, run.sizes).beside  # bytes beside the slots of the KV cache
+    beside += folds.nbytes(run.number) * (1 + profile.memory.checkpoints)
+    on_card, on_host = (weights.memory, 0) if run.on_card is None else weights.split(run.on_card, shape.is_tied)
+    base = run.base + run.recorded_bytes(held)
+    newest, budget, most, short = run.top_bytes(here, min(held.top, held.fresh + STEP), held), 0, None, 0
+    if run.spends is not None:
+        working = max(working, PLACED * run.spends.heads * context)
+        # KV of a running pass is added on top, once per sequence, as the cache plan does (kv/cache/plan.py)
+        free = run.cache.fit_bytes(run.room.usable - base - on_card - draft - beside, working + newest)
+        budget = replace(run.spends, free=free).most(context)
+        if not run.spends.is_late:
+            most, short = budget, max(0, run.always * run.spends.of_token - budget)
+        beside += WORTH * run.spends.heads * context
 
-    # a layer's capacity is limited to the most slots an answer needs, plus these
-    spare = MOST_ROWS if run.records else 0
-
-    def top(layers: Sequence[tuple[LayerShape, int | None]], here: int) -> int:
-        alike = Counter(layers).items()
-        each = ((n, of, window and Window(window).most(run.answer, chunk)) for (of, window), n in alike)
-        return sum(n * run.layer(of, min(here, most or here) + spare, fresh) for n, of, most in each)
-
-    def nbytes(here: int) -> int:
-        lower = (moved + 2 * STEP) * (run.lower or 0)  # with spare capacity, which grows as in the top tier
-        found = top(stored(shape)[below:], here) + lower + run.index(known, fresh)
+    def nbytes(slots: int) -> int:
+        indexed = held.demoted if profile.memory.demotes else held.top
+        found = run.top_bytes(here, slots, held) + run.cache.index_bytes(indexed, held.fresh)
+        if profile.memory.demotes:  # with spare capacity, which grows as in the top tier
+            found += (held.stored - held.top + 2 * STEP) * run.cache.demoted_slot
         return found if most is None else min(found, most + newest)
 
-    is_all = run.lower is not None  # all slots stay stored at a compression point
-    spread = (
-        HeldSlots(held, 0, nbytes, context, known, run.drops) if is_all else HeldSlots(settled, held - settled, nbytes)
-    )
-    state = shape.folds.nbytes(run.number)
-    working += state + shape.folds.layers * shape.folds.taped * run.rows * run.number  # new states of a pass
-    behind = run.behind(context) * shape.hidden * run.number + state * (1 + run.checkpoints)
-    remembered = 0 if run.spends is None else WORTH * run.spends.heads * context
-    if run.spends is not None:
-        behind += remembered
-        working = max(working, PLACED * run.spends.heads * context)
-    on_card, on_host = (weights.memory, 0) if run.on_card is None else weights.split(run.on_card, shape.is_tied)
-    base = run.base
-    if run.records:
-        number, kv_number = run.number, run.kv_number
-        base += cuda_overhead.captured(shape.layers, len(captured_sizes(run.rows))) + captured_bytes(
-            shape, rows=run.rows, slots=held + moved, number=number, kv_number=kv_number, draws=run.draws
-        )
-    beside = base + on_card + draft + working + behind
-    newest, budget = top(stored(shape)[below:], min(held, fresh + STEP)), 0
-    # KV of a running pass is added on top, once per sequence, as the cache plan does (kv/cache/plan.py)
-    if run.spends is not None:
-        each = (run.caps.free - (beside - working - remembered)) // run.texts - working - newest
-        budget = replace(run.spends, free=max(0, each)).most(context)
-    most = None if run.spends is None or run.spends.is_late else budget
-    short = 0 if most is None or run.spends is None else max(0, run.always * run.spends.of_token - most)
-    places = run.caps.spread(spread, chunk, beside)
+    left = max(0, run.room.usable - base - on_card - draft - working - beside)
+    places = place(run.cache.capacity(held.chunk, left, run.room.host), held, nbytes, drops=profile.memory.drops)
     # a growing layer is copied, so it exists twice; no pass computes then
-    if run.device == "cuda" and below < shape.layers:
+    if device == "cuda" and below < shape.layers:
         grown = places.device // (shape.layers - below)
-        working = max(working, new_kv_bytes(shape, chunk, run.kv_number) + grown)
-    of_host = top(stored(shape)[:below], spread.most), sizes(device="cpu") if below else 0
-    loading, mapped = loading_bytes(shape, weights, run.number, run.device, check=run.check)
+        working = max(working, new_kv_bytes(shape, held.chunk, run.cache.number) + grown)
+    host_kv, host_working = run.top_bytes(slice(below), held.top, held), run.pass_bytes(held, "cpu") if below else 0
+    loading, mapped = loading_bytes(shape, weights, run.number, device, check=profile.load.verify)
     loading -= on_host
     least = loading - mapped
     over = places.over + short
     if on_host:
-        over += max(0, on_host + sum(of_host) + places.host - run.caps.host)
+        over += max(0, on_host + host_kv + host_working + places.host - run.host)
     if run.second is not None:
-        beside = weights.memory + run.second.loading
-        loading, least = max(loading, beside), max(least, beside - run.second.mapped)
+        both = weights.memory + run.second.loading
+        loading, least = max(loading, both), max(least, both - run.second.mapped)
     return Need(
         context=context,
         base=base,
         weights=on_card,
-        kv=places.device + behind,
+        kv=places.device + beside,
         draft=draft,
         working=working,
         loading=run.base + loading,
         mapped=loading - least,
-        host=places.host + of_host[0],
+        host=places.host + host_kv,
         disk=places.disk,
         over=over,
         short=short,
         host_weights=on_host,
-        host_working=of_host[1],
+        host_working=host_working,
         budget=budget,
     )
 
@@ -443,16 +520,16 @@ def loading_bytes(shape: Shape, weights: Weights, number: int, device: str, *, c
     return whole + mapped + max(checked, weights.packing), mapped  # on a GPU too
 
 
-def largest(shape: Shape, weights: Weights, run: RunShape, room: int, most: int) -> int:
-    """Return the longest context, at most `most` tokens, whose need is within `room`; 0 = none fits."""
+def largest(run: PlannedRun) -> int:
+    """Return the longest context that fits, at most the model's limit; 0 = none fits."""
 
     def fits(n: int) -> bool:
-        found = need(shape, weights, run, n)
-        return found.least <= room and not found.over
+        found = need(run, n)
+        return found.least <= run.room.usable and not found.over
 
-    if not most or not fits(1):
+    if not fits(1):
         return 0
-    low, high = 1, most + 1  # the need grows with the context, so bisection finds the limit
+    low, high = 1, run.shape.limit + 1  # the need grows with the context, so bisection finds the limit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcli.assemble import may_split
-from kvcli.engine.resources import WIDE, working_bytes
+from kvcli.engine.resources import working_bytes
 from kvcli.errors import BadInput
 from kvcli.fit import cuda_overhead, memory, weights
-from kvcli.fit.memory import BASE, TierLimits, is_fused, is_native
+from kvcli.fit.memory import BASE, is_fused, is_native
 from kvcli.fit.run_log import NOTHING, Beyond
-from kvcli.kv import capacity as kv_room
-from kvcli.kv.cache.precision_budget import PrecisionBudget, spending
-from kvcli.kv.capacity import EVERY
-from kvcli.kv.footprint import full_bytes, index_bytes, layer_bytes, lower_bytes, packs_by_age, quantized_bytes
-from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.slots import POSITION, AttentionParams, params_of_storing_layers
+from kvcli.kv.footprint import Footprint
+from kvcli.kv.slots import POSITION
 from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
-from kvcli.settings.profile import TIERS
 from kvcli.settings.schema import NUMBERS, DraftModelRef, Memory
 from kvcli.settings.values import BY, DEFAULT
 
@@ -30,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvcli.fit.available_memory import AvailableMemory
+    from kvcli.kv.cache.precision_budget import PrecisionBudget
     from kvcli.models.source import Source
     from kvcli.settings.profile import Profile
 
@@ -73,15 +68,29 @@ class MeasuredFacts:
 class Plan:
     """The plan for one profile and one context."""
 
-    profile: Profile
+    run: memory.PlannedRun
     need: memory.Need
-    room: AvailableMemory
     facts: MeasuredFacts
     most: int  # the longest context that fits, at most the model's limit
-    limit: int  # context limit of the model
-    per_token: int  # bytes of KV
-    weights: weights.Weights
-    run: memory.RunShape
+
+    @property
+    def profile(self) -> Profile:
+        return self.run.profile
+
+    @property
+    def room(self) -> AvailableMemory:
+        return self.run.room
+
+    @property
+    def limit(self) -> int:
+        """Context limit of the model."""
+        return self.run.shape.limit
+
+    @property
+    def per_token(self) -> int:
+        """Bytes of KV of an old token."""
+        cache = self.run.cache
+        return sum(cache.old_slots) - POSITION * sum(of.numbers > 0 for of in cache.shapes)
 
     @property
     def total(self) -> int:
@@ -143,7 +152,6 @@ def plan(
 ) -> Plan:
     """Plan a model. `context` None: the profile's context window; if auto, the model's limit or the most that fits."""
     load, whole = profile.load, profile.verifying_profile
-    form = whole.kv_format.settings
     number = subject.number if load.dtype == "auto" else weights.BYTES[load.dtype]
     kv_number = number if profile.kv.dtype == "auto" else weights.BYTES[profile.kv.dtype]
     given, shape = subject.packing.stays(room.kind), subject.on(room.kind)
@@ -152,87 +160,30 @@ def plan(
     refuse_split(load.layers_on_gpu, room.kind, is_quantized=given, folds=bool(shape.folds.layers))
     by_kernels = is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind)
     heavy = heavy.beside(weights.panels(shape, number)) if by_kernels and room.kind == "cpu" else heavy
-    usable = room.usable
-    layers = [of for of, _ in memory.stored(shape)]
-    of_slot = partial(quantized_bytes, whole.kv, form) if packs_by_age(whole.kv, form, whole.memory) else full_bytes
-    below = sum(of_slot(of, kv_number) - POSITION for of in layers if of.numbers)
-    is_cpu = room.kind == "cpu"
-    lower = sum(lower_bytes(whole.kv, form, whole.memory, of, kv_number, is_cpu=is_cpu) for of in layers)
-    caps = replace(_caps(whole, shape, room, kv_number, usable), host=max(0, room.host - facts.base))
-    run = memory.RunShape(
-        device=room.kind,
-        number=number,
-        kv_number=kv_number,
-        layer=partial(layer_bytes, whole.kv, form, whole.memory, kv_number),
-        index=_index(whole, shape, kv_number),
-        caps=caps,
-        chunk=profile.prefill.chunk,
-        rows=max(profile.spec.rows, profile.reasoning_steps.rows),
-        slots=whole.policy.slots,
-        reading=whole.policy.max_slots_in_prefill,
-        again=profile.policy.extra_rows,
-        judging=partial(
-            profile.policy.scoring_bytes, heads=shape.heads, device_type=room.kind, number=2 if number == 2 else WIDE
-        ),
-        lower=lower if profile.memory.demotes else None,
-        spends=_spending(profile, shape, kv_number, room.kind, caps),
-        always=profile.policy.sinks + profile.policy.recent if profile.memory.spends else 0,
-        texts=profile.memory.sequences,
-        drops=profile.memory.drops,
-        between=whole.policy.compression_interval,
-        answer=profile.sample.max_new_tokens,
-        tables=profile.spec.index_bytes,
-        copied=profile.spec.view_slots,
-        second=_second(subject, profile, room, facts)
-        or _kept(profile, shape, kv_number)
-        or _own(profile, shape, number, room.kind),
+    run = memory.PlannedRun(
+        profile,
+        shape,
+        heavy,
+        room,
+        number,
+        cache=memory.cache_footprint(whole, shape, kv_number, room.kind),
+        draft_cache=replace(memory.cache_footprint(profile, shape, kv_number, room.kind), memory=Memory())
+        if profile.is_checked
+        else None,
+        second=_second(subject, profile, room, facts),
         base=max(0, _base(room, facts) + facts.beyond.middle),
-        is_uneven=whole.policy.is_uneven and not packs_by_age(whole.kv, form, whole.memory),
-        is_packed=load.quant != "none",
+        host=max(0, room.host - facts.base),
         is_native=by_kernels,
-        is_fused=is_fused(shape, number, room),
-        records=is_fused(shape, number, room) and not shape.folds.layers and _is_recorded(profile),
-        draws=profile.sample.temperature == 0,  # the model's own sampling settings are not known here
-        of_layers=shape.layers,
-        on_card=None if load.layers_on_gpu == "auto" else min(load.layers_on_gpu, shape.layers),
-        checkpoints=profile.memory.checkpoints,
-        check=load.verify,
-        prunes=bool(profile.prune.describe_read),
-        behind=profile.prune.n_deferred,
+        chunk=profile.prefill.chunk,
     )
     limit = profile.context.limit
     asked = context or (shape.limit if limit == "auto" else limit)
-    run = _by_room(profile, shape, heavy, run, room, asked)
-    run, most = _ordered(profile, shape, heavy, run, usable, asked)
+    run, most = _ordered(_by_room(run, asked), asked)
     if context is None:
         context = (most or shape.limit) if limit == "auto" else limit
     if context < 1:
         raise BadInput("a context has at least one token", code="bad_length")
-    return Plan(
-        profile=profile,
-        need=memory.need(shape, heavy, run, context),
-        room=room,
-        facts=facts,
-        most=most,
-        limit=shape.limit,
-        per_token=below,
-        weights=heavy,
-        run=run,
-    )
-
-
-def _spending(profile: Profile, shape: Shape, number: int, kind: str, caps: TierLimits) -> PrecisionBudget | None:
-    """Return the precision budget of `memory.budget`, or None; `free` is set later, for a context."""
-    if not profile.memory.spends:
-        return None
-    room = caps.room(profile.prefill.chunk, caps.free)
-    try:
-        holds = room.elsewhere
-    except CacheFull:  # the plan reports it for the device
-        holds = 0
-    layers = [of for of, _ in memory.stored(shape)]
-    of_kv = profile.memory, profile.kv, profile.sparse.settings, _attention_params(shape), layers, number
-    return spending(*of_kv, kind=kind, free=0, has_more=room.has_more, holds=holds)
+    return Plan(run, memory.need(run, context), facts, most)
 
 
 def _base(room: AvailableMemory, facts: MeasuredFacts) -> int:
@@ -242,40 +193,30 @@ def _base(room: AvailableMemory, facts: MeasuredFacts) -> int:
     return cuda_overhead.libraries(room.capability, room.total)
 
 
-def _is_recorded(profile: Profile) -> bool:
-    """True if passes are captured where kernels support it: the device must find the whole KV cache by itself."""
-    load, lower = profile.load, (TIERS - {"caps"}) | {"selects"}
-    is_whole = not lower & profile.effects.keys() and not profile.is_checked
-    return is_whole and load.graphs == "auto" and load.layers_on_gpu == "auto"
-
-
-def _by_room(
-    profile: Profile, shape: Shape, heavy: weights.Weights, run: memory.RunShape, room: AvailableMemory, asked: int
-) -> memory.RunShape:
+def _by_room(run: memory.PlannedRun, asked: int) -> memory.PlannedRun:
     """Return the run with the largest prefill chunk that a GPU has room for, if the profile leaves the chunk open."""
-    if room.kind != "cuda" or profile.origins["prefill.chunk"] != DEFAULT.name:
+    if run.room.kind != "cuda" or run.profile.origins["prefill.chunk"] != DEFAULT.name:
         return run
     tried = [replace(run, chunk=chunk) for chunk in (run.chunk, *cuda_overhead.CHUNKS) if chunk <= run.chunk]
-    most = cuda_overhead.working_most(room.available)
-    return next((one for one in tried if memory.need(shape, heavy, one, asked).working <= most), tried[-1])
+    most = cuda_overhead.working_most(run.room.available)
+    return next((one for one in tried if memory.need(one, asked).working <= most), tried[-1])
 
 
-def _ordered(
-    profile: Profile, shape: Shape, heavy: weights.Weights, run: memory.RunShape, usable: int, asked: int
-) -> tuple[memory.RunShape, int]:
+def _ordered(run: memory.PlannedRun, asked: int) -> tuple[memory.PlannedRun, int]:
     """Return the run with its prefill order, and the longest context that fits in this order.
 
     Neither order is faster (tests/bench/reading_order.py), and chunked prefill can continue after an interruption.
     Layer-wise prefill is chosen only if a pruner needs it, or if it lets `asked` tokens, or at least more tokens, fit.
     """
-    by_layers, order = replace(run, order="layers"), profile.prefill.order
+    by_layers, profile = replace(run, order="layers"), run.profile
+    order = "layers" if profile.prune.describe_read else profile.prefill.order
+    if order == "layers":
+        return by_layers, memory.largest(by_layers)
+    most = memory.largest(run)
     is_fixed = order == "chunks" or profile.policy.compression_interval is not None or run.on_card is not None
-    if run.prunes or order == "layers":
-        return by_layers, memory.largest(shape, heavy, by_layers, usable, shape.limit)
-    most = memory.largest(shape, heavy, run, usable, shape.limit)
-    if is_fixed or most >= min(asked, shape.limit):
+    if is_fixed or most >= min(asked, run.shape.limit):
         return run, most
-    more = memory.largest(shape, heavy, by_layers, usable, shape.limit)
+    more = memory.largest(by_layers)
     return (by_layers, more) if more > most else (run, most)
 
 
@@ -283,7 +224,8 @@ def _second(
     target: PlannedModel, profile: Profile, room: AvailableMemory, facts: MeasuredFacts
 ) -> memory.DraftModelNeed | None:
     """Return the memory of the draft model; None = there is none."""
-    wanted: DraftModelRef | None = profile.spec.second or profile.reasoning_steps.second
+    method = profile.reasoning_steps if profile.spec.second is None else profile.spec
+    wanted: DraftModelRef | None = method.second
     if wanted is None or facts.find is None:
         return None
     subject = facts.find(wanted.model)
@@ -291,96 +233,31 @@ def _second(
     given = subject.packing.stays(room.kind)
     refuse_quant(subject.name, wanted.quant, room.kind, is_quantized=given)
     heavy = weights.weigh(subject.held, subject.shape, number=number, quant=wanted.quant, device=room.kind, given=given)
-    chunk, rows = wanted.takes.second_rows
     shape, is_shared = subject.shape, subject.path == target.path and wanted.quant == profile.load.quant
     loading, mapped = memory.loading_bytes(shape, heavy, number, room.kind, check=profile.load.verify)
-    working = partial(
-        working_bytes,
-        shape,
-        chunk=chunk,
-        rows=rows,
-        number=number,
-        kv_number=number,
-        device=room.kind,
-        is_native=is_native(shape, subject.dtype if profile.load.dtype == "auto" else profile.load.dtype, room.kind),
-        is_fused=is_fused(shape, number, room),
-    )
-
-    folds = shape.folds
-    states = wanted.takes.states * folds.nbytes(number) + folds.layers * folds.taped * rows * number
+    is_here = is_native(shape, subject.dtype if profile.load.dtype == "auto" else profile.load.dtype, room.kind)
+    folds, sizes = shape.folds, memory.sizes(shape, number, number, room.kind)
 
     def stored(n: int) -> int:
-        weight = 0 if is_shared else heavy.memory
-        return weight + states + memory.kv_bytes(shape, wanted.takes.draft_slots(n, room.kind), number)
+        of: Footprint = method.draft_footprint(n, sizes)
+        weight = (0 if is_shared else heavy.memory) + folds.layers * folds.taped * of.rows * number
+        return weight + of.beside + memory.kv_bytes(shape, of.slots, number)
 
-    return memory.DraftModelNeed(
-        stored,
-        lambda n: working(slots=wanted.takes.draft_slots(n, room.kind)),
-        0 if is_shared else loading,
-        0 if is_shared else mapped,
-    )
-
-
-def _kept(profile: Profile, shape: Shape, number: int) -> memory.DraftModelNeed | None:
-    """Return the memory of the compressed KV cache that drafts beside the full one; None = there is none."""
-    if not profile.is_checked:
-        return None
-    policy, form = profile.policy, profile.kv_format.settings
-    fresh = max(profile.prefill.chunk, policy.compression_interval or EVERY)
-
-    def stored(n: int) -> int:
-        held = min(n, max(policy.slots(n) + fresh, policy.max_slots_in_prefill(n) + profile.prefill.chunk))
-        of_slots = sum(
-            layer_bytes(profile.kv, form, Memory(), number, of, held, fresh) for of, _ in memory.stored(shape)
-        )
-        return of_slots + _index(profile, shape, number)(held, fresh)
-
-    return memory.DraftModelNeed(stored, lambda n: 0, 0, 0)
-
-
-def _own(profile: Profile, shape: Shape, number: int, kind: str) -> memory.DraftModelNeed | None:
-    """Return the KV memory of the drafter's own layer, which is like the model's last layer; None = it has none."""
-    from kvcli.kv.tiers.dense import Dense
-
-    if profile.spec.second is not None or not profile.spec.draft_slots(1, kind):
-        return None
-    a_slot = [of.numbers for of in shape.stores if of.numbers][-1] * number + POSITION
-    return memory.DraftModelNeed(
-        lambda n: -(-profile.spec.draft_slots(n, kind) // Dense.STEP) * Dense.STEP * a_slot, lambda n: 0
-    )
-
-
-def _caps(profile: Profile, shape: Shape, room: AvailableMemory, number: int, free: int) -> TierLimits:
-    def found(chunk: int, left: int) -> kv_room.CacheCapacity:
-        return kv_room.room(
-            profile.kv,
-            profile.kv_format.settings,
-            profile.memory,
-            profile.sparse.settings,
-            _attention_params(shape),
-            [of for of, _ in memory.stored(shape)],
-            number,
-            chunk=chunk,
-            is_cpu=room.kind == "cpu",
-            free=left,
-            host=room.host,
+    def working(n: int) -> int:
+        of: Footprint = method.draft_footprint(n, sizes)
+        return working_bytes(
+            shape,
+            chunk=of.chunk,
+            rows=of.rows,
+            slots=of.slots,
+            number=number,
+            kv_number=number,
+            device=room.kind,
+            is_native=is_here,
+            is_fused=is_fused(shape, number, room),
         )
 
-    return TierLimits(found, free)
-
-
-def _attention_params(shape: Shape) -> list[AttentionParams]:
-    return [AttentionParams(1.0, window=window) for window in shape.windows]
-
-
-def _index(profile: Profile, shape: Shape, number: int) -> Callable[[int, int], int]:
-    """Return a function: slots per head, and of these the newly stored ones -> bytes of the sparse attention index."""
-    layers = [of for of, _ in memory.stored(shape)]
-    read = [layers[i] for i in profile.sparse.layers(params_of_storing_layers(_attention_params(shape), layers))]
-    per_slot = sum(of.n_kv_heads * profile.sparse.per_slot(of.k_dim, number) for of in read)
-    return lambda slots, fresh: index_bytes(
-        profile.kv, profile.kv_format.settings, profile.memory, per_slot, slots, fresh
-    )
+    return memory.DraftModelNeed(stored, working, 0 if is_shared else loading, 0 if is_shared else mapped)
 
 
 def torch_dtype(subject: PlannedModel, profile: Profile) -> str:
@@ -415,7 +292,11 @@ def plan_on(
     found = plan(subject, profile, room, context, facts)
     if room.kind == "cpu" and profile.load.quant != "none" and profile.origins["load.quant"].startswith("built-in "):
         kept = plan(subject, profile.changed({"load": {"quant": "none"}}, BY), room, context, facts)
-        return kept if any(h.stays for h in subject.held) and kept.weights.memory <= found.weights.memory else found
+        return (
+            kept
+            if any(h.stays for h in subject.held) and kept.run.weights.memory <= found.run.weights.memory
+            else found
+        )
     if room.kind != "cuda" or _is_enough(found, context):
         return found
     for other in _packed(subject, profile):
@@ -448,8 +329,9 @@ def told(found: Plan) -> list[str]:
         why = f"in full precision they do not fit on {device}"
         said.append(f"weights in {quant}: {why} (--quant none keeps full precision and runs some layers on the CPU)")
     if (n := found.run.on_card) is not None and "load.layers_on_gpu" in made:
-        below = found.run.of_layers - n
-        what = f"embeddings and the first {below} of {found.run.of_layers} layers" if below else "embeddings"
+        of = found.run.shape.layers
+        below = of - n
+        what = f"embeddings and the first {below} of {of} layers" if below else "embeddings"
         said.append(f"{what} run on the CPU, because more does not fit on {device}")
     if made.get("prefill.order"):
         said.append("prompts are read layer by layer, because less fits in chunks")
@@ -485,7 +367,7 @@ def _split(
     if window != "auto":
         context = context or window
     for asked in [context] if context else [min(limit, WINDOW), min(limit, profile.context.reserve + 1)]:
-        if not (whole := tried(layers, asked)).weights.layers:
+        if not (whole := tried(layers, asked)).run.weights.layers:
             return None
         if whole.fits:
             return tried(layers, context)

@@ -111,7 +111,7 @@ def notes_of(subject: PlannedModel, plan: Plan) -> list[str]:
 def _packing_notes(subject: PlannedModel, plan: Plan) -> list[str]:
     packing, kind, notes = subject.packing, plan.room.kind, []
     if packing.unpacks(kind):
-        sizes = f"{gib(subject.files)} GiB takes {gib(plan.weights.loaded)} GiB dequantized"
+        sizes = f"{gib(subject.files)} GiB takes {gib(plan.run.weights.loaded)} GiB dequantized"
         notes.append(f"its weights are quantized as {packing.method}: {sizes}")
     if not plan.room.is_described and (missing := packing.missing(kind)):
         notes.append(f"loading it needs packages that are not installed: {', '.join(missing)}")

@@ -27,18 +27,20 @@ def speed(
     is_split = parts is not None and parts.layers < parts.of
     if calibration is None or (is_split and host is None):
         return None
-    held = plan.run.slots(context) if plan.run.lower is None else context  # demoted slots are read in their tier
+    policy, again = plan.run.policy, plan.profile.policy.footprint(context).again
+    kept = policy.footprint(context)
+    held = context if plan.profile.memory.demotes else kept.slots  # demoted slots are read in their tier
     if calibration.model is not None and not is_split:
         grid = by_rows(calibration.model.passes)
         rows = max(grid)
         pieces = -(-context // rows)
-        first = sum(at(grid[rows], plan.run.reading(i * rows)) for i in range(pieces))
-        first += plan.run.again(context) / rows * at(grid[rows], plan.run.reading(context))
+        first = sum(at(grid[rows], policy.footprint(i * rows).peak) for i in range(pieces))
+        first += again / rows * at(grid[rows], kept.peak)
         step = at(grid[min(grid)], held)
         return FitSpeed(first_token=first + step, tok_s=1 / step, basis="model")
-    again = plan.run.again(context) / context * rereading_flop(shape, context)
-    first = (reading_flop(shape, context) + again) / _flops(plan, calibration)
-    step = (plan.weights.read + shape.kv_per_token * plan.run.kv_number * held) / calibration.bandwidth
+    rereading = again / context * rereading_flop(shape, context)
+    first = (reading_flop(shape, context) + rereading) / _flops(plan, calibration)
+    step = (plan.run.weights.read + shape.kv_per_token * plan.run.cache.number * held) / calibration.bandwidth
     if is_split and parts is not None and host is not None:
         above = parts.layers / parts.of
         first *= above + (1 - above) * _flops(plan, calibration) / _flops(plan, host)
@@ -54,13 +56,13 @@ def split(plan: Plan, host: CalibrationDocument | None) -> FitSplit | None:
     """Return the cost of the layers that the CPU runs beside a GPU, from its bandwidth; None if there are none."""
     if (layers := plan.run.on_card) is None:
         return None
-    heavy, below = plan.weights, plan.run.of_layers - layers
+    heavy, below = plan.run.weights, plan.run.shape.layers - layers
     share = heavy.read / heavy.memory  # of the experts, a token uses only a few
     read = int(share * sum(heavy.layers[:below])) + (plan.need.host if below else 0)
     bandwidth = host.bandwidth if host is not None else BANDWIDTH
     return FitSplit(
         layers=layers,
-        of=plan.run.of_layers,
+        of=plan.run.shape.layers,
         read=read,
         seconds=read / bandwidth,
         bandwidth=bandwidth,

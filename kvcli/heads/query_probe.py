@@ -30,7 +30,7 @@ class QueryProbe(PerLayerPolicy):
     hear: Hear
     recent: int = 0
 
-    compression_interval, describe_kept = None, ""
+    compression_interval = None
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         return PolicyRequirements(self.recent, self.rows, lasting=True, kinds=True)

@@ -1,7 +1,5 @@
-"""Capacity of a KV cache: slots per head that fit a device, host memory and a disk under the budgets of `[memory]`.
-
-Both the KV cache and the memory plan use this computation.
-"""
+"""Memory of a KV cache under the tables of a profile: bytes of its slots, and the slots that fit the budgets of
+`[memory]`."""
 
 from __future__ import annotations
 
@@ -10,10 +8,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvcli.kv.cache.level import SLACK
-from kvcli.kv.footprint import STEP, full_bytes, packs_by_age, quantized_bytes
+from kvcli.kv.cache.precision_budget import PrecisionBudget
+from kvcli.kv.footprint import FIRST, STEP, IndexBytes
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.slots import params_of_storing_layers
+from kvcli.kv.slots import POSITION, params_of_storing_layers
+from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import parts_of
+from kvcli.settings.profile import is_there, tier_effects
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
@@ -138,44 +139,127 @@ def _mib(nbytes: int) -> int:
     return -(-nbytes // (1 << 20))
 
 
-def room(
-    kv: Kv,
-    form: BlockFormat,
-    memory: Memory,
-    recall: SparseMethod,
-    attention_params: Sequence[AttentionParams],
-    shapes: Sequence[LayerShape],
-    number: int,
-    *,
-    chunk: int,
-    is_cpu: bool,
-    free: int,
-    host: int,
-) -> CacheCapacity:
-    """Compute the capacity of the KV cache under these tables.
+@dataclass(frozen=True)
+class CacheFootprint:
+    """Memory of a KV cache under the tables of a profile. The cache, the memory plan and the fallbacks for a full
+    device ask this one object. `slots`: slots per head; `fresh`: of these, stored since the last compression point."""
 
-    `number`: bytes of an element in full precision. `chunk`: most tokens of a prefill pass. `free`, `host`: bytes if no
-    size is set; on a CPU there is no separate host memory.
-    """
-    read = [shapes[layer] for layer in recall.layers(params_of_storing_layers(attention_params, shapes))]
-    each = [full_bytes(shape, number) for shape in shapes]
-    index = sum(shape.n_kv_heads * recall.per_slot(shape.k_dim, number) for shape in read)
-    near = sum(recall.page_cache_bytes(shape.numbers // 2, number) for shape in read)
-    newest, packs = max(chunk, EVERY), packs_by_age(kv, form, memory)
-    always = kv.sinks + (kv.residual if packs else 0)
-    return CacheCapacity(
-        memory=replace(memory, host="auto") if is_cpu else memory,
-        layers=each,
-        wide=sum(each),
-        narrow=sum(
-            (quantized_bytes(kv, form, shape, number) if packs else full_bytes(shape, number)) for shape in shapes
-        ),
-        index=round(index),
-        far=round(index if is_cpu else index + near),
-        between=always + kv.group + newest + STEP,
-        newest=newest,
-        always=always,
-        is_packed=packs,
-        free=free,
-        host=0 if is_cpu else host,
-    )
+    kv: Kv
+    form: BlockFormat
+    memory: Memory
+    sparse: SparseMethod
+    shapes: Sequence[LayerShape]  # by layer
+    attention_params: Sequence[AttentionParams]  # by layer
+    number: int  # bytes of an element in full precision
+    kind: str  # type of the device
+
+    @property
+    def is_packed_by_age(self) -> bool:
+        """True if slots are quantized by age, not chosen by a policy."""
+        return self.form.is_active(self.kv) and not self.memory.demotes
+
+    def lower_slot(self, shape: LayerShape) -> int:
+        """Return the bytes of a slot of all heads of a layer below the top."""
+        is_quantized = self.form.is_active(self.kv) and shape.numbers
+        return self.form.nbytes(shape, self.kv, self.number) if is_quantized else shape.slot_bytes(self.number)
+
+    @cached_property
+    def old_slots(self) -> list[int]:
+        """Bytes of a slot that is old, by layer: quantized if slots are quantized by age."""
+        return [self.lower_slot(of) if self.is_packed_by_age else of.slot_bytes(self.number) for of in self.shapes]
+
+    @cached_property
+    def demoted_slot(self) -> int:
+        """Device bytes of a slot of all layers that a policy demoted; 0 if it is offloaded."""
+        has_place = (self.kind != "cpu" and is_there(self.memory.host)) or is_there(self.memory.disk)
+        is_away = has_place and not self.form.is_active(self.kv)
+        return 0 if is_away else sum(map(self.lower_slot, self.shapes))
+
+    def layer_bytes(self, shape: LayerShape, slots: int, fresh: int) -> int:
+        """Return the bytes of the slots of a layer, with the spare capacity of its top."""
+        top = self._in_top(slots, fresh)
+        in_top = -(-top // self._step) * self._step * shape.slot_bytes(self.number)
+        return in_top + (slots - top) * self.lower_slot(shape)
+
+    def index_bytes(self, slots: int, fresh: int) -> int:
+        """Return the bytes of the sparse attention index of all layers; layers that read all slots have none."""
+        below = slots - self._in_top(slots, fresh) if self.is_packed_by_age else slots
+        return int(below * self._index_slot)
+
+    def capacity(self, chunk: int, free: int, host: int) -> CacheCapacity:
+        """Compute the capacity. `chunk`: most tokens of a prefill pass; `free`, `host`: bytes if no size is set, of the
+        device and of host memory, which a CPU does not have separately."""
+        near = sum(self.sparse.index_bytes(self.shapes[i].numbers // 2, self.number).near for i in self._read)
+        newest, is_cpu = max(chunk, EVERY), self.kind == "cpu"
+        always = self.kv.sinks + (self.kv.residual if self.is_packed_by_age else 0)
+        each = [shape.slot_bytes(self.number) for shape in self.shapes]
+        return CacheCapacity(
+            memory=replace(self.memory, host="auto") if is_cpu else self.memory,
+            layers=each,
+            wide=sum(each),
+            narrow=sum(self.old_slots),
+            index=round(self._index_slot),
+            far=round(self._index_slot if is_cpu else self._index_slot + near),
+            between=always + self.kv.group + newest + STEP,
+            newest=newest,
+            always=always,
+            is_packed=self.is_packed_by_age,
+            free=free,
+            host=0 if is_cpu else host,
+        )
+
+    def budget(self, free: int, *, has_more: bool, holds: int | None) -> PrecisionBudget:
+        """Return the precision budget of `memory.budget`. `free`: the bytes that "fit" stands for. `has_more`: slots
+        can be offloaded, up to `holds` slots per head."""
+        return PrecisionBudget(
+            self.memory.budget.replace(" %", "%"),
+            free,
+            self.shapes,
+            self.number,
+            self.memory.bits,
+            self.kv.group,
+            *self._far_slots(has_more),
+            not self.sparse.describe_read,
+            holds,
+            self.memory.max_loss,
+        )
+
+    def fit_bytes(self, spare: int, taken: int) -> int:
+        """Return the bytes that `memory.budget = "fit"` stands for: the share of a sequence in the spare bytes, without
+        the bytes that its passes take."""
+        return max(0, spare // self.memory.sequences - taken)
+
+    def _far_slots(self, has_more: bool) -> tuple[list[float], list[float]]:
+        """Return, by layer, the device bytes per offloaded slot of one head, and the constant device bytes per head;
+        the second list is empty if no slot can be offloaded."""
+        read = self._read if has_more else ()
+        each = [
+            self.sparse.index_bytes(of.k_dim, self.number) if i in read else IndexBytes()
+            for i, of in enumerate(self.shapes)
+        ]
+        if not has_more:
+            return [of.slot for of in each], []
+        if self.kind == "cpu":  # positions of a file are in memory too, and its extents double
+            return [of.slot + 2.0 * POSITION for of in each], [FIRST * POSITION + of.head for of in each]
+        return [of.slot + of.near for of in each], [of.head for of in each]
+
+    def _in_top(self, slots: int, fresh: int) -> int:
+        """Return how many slots are in full precision; all, if a policy chooses the slots to demote."""
+        most = self.kv.sinks + self.kv.residual + self.kv.group - 1 + fresh
+        return min(slots, most) if self.is_packed_by_age else slots
+
+    @cached_property
+    def _step(self) -> int:
+        """Slots by which the top grows."""
+        return STEP if tier_effects(self.kv, self.form, self.memory) else Dense.STEP
+
+    @cached_property
+    def _read(self) -> Sequence[int]:
+        """Layers with sparse attention."""
+        return self.sparse.layers(params_of_storing_layers(self.attention_params, self.shapes))
+
+    @cached_property
+    def _index_slot(self) -> float:
+        """Bytes of the index per slot, all heads of all layers."""
+        layers = [self.shapes[i] for i in self._read]
+        return sum(of.n_kv_heads * self.sparse.index_bytes(of.k_dim, self.number).slot for of in layers)

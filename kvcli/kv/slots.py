@@ -38,6 +38,10 @@ class LayerShape:
         """Count of elements quantized as a key and as a value; of a latent, its rotary part and the rest."""
         return (self.k_dim - self.rank, self.rank) if self.rank else (self.k_dim, self.v_dim)
 
+    def slot_bytes(self, number: int) -> int:
+        """Bytes of a dense slot of all heads with its position, by those of an element; 0 if the layer stores none."""
+        return self.numbers * number + POSITION if self.numbers else 0
+
 
 def alike(n_layers: int, n_kv_heads: int, head_dim: int) -> tuple[LayerShape, ...]:
     """Return n_layers equal layer shapes."""

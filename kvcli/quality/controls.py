@@ -45,11 +45,11 @@ class ControlBudget:
     @staticmethod
     def of(profiles: Sequence[Profile], lengths: Sequence[int]) -> ControlBudget:
         """Return the budget for texts of these lengths."""
-        return ControlBudget(tuple(p for p in profiles if any(p.policy.slots(n) < n for n in lengths)))
+        return ControlBudget(tuple(p for p in profiles if any(p.policy.footprint(n).slots < n for n in lengths)))
 
     def at(self, n: int) -> int:
         """Return the tokens kept of `n`; all `n` if the leanest profile keeps all of them."""
-        return min((p.policy.slots(n) for p in self.lean), default=max(1, int(SHARE * n)))
+        return min((p.policy.footprint(n).slots for p in self.lean), default=max(1, int(SHARE * n)))
 
     def words(self) -> str:
         """Describe the source of the budget in words."""

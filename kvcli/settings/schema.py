@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import tomli
 
@@ -88,21 +88,6 @@ class Range:
         most = "at most" if is_open else "to"
         limits = (("from", self.least), ("above", self.above), (most, self.most), ("below", self.below))
         return (" and " if is_open else " ").join(f"{word} {limit}" for word, limit in limits if limit is not None)
-
-
-class DraftModelCost(Protocol):
-    """Memory use of a second model. A method that names a second model declares it, for memory planning."""
-
-    @property
-    def second_rows(self) -> tuple[int, int]:
-        """Maximum rows of its passes: of a prefill pass, and of a pass with logits of all rows."""
-
-    @property
-    def states(self) -> int:
-        """Maximum recurrent states of the model: of its sequence, of draft tokens, and of a pass."""
-
-    def draft_slots(self, n: int, device: str = "cpu") -> int:
-        """Return the maximum of n tokens whose KV the model has on `device`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +230,6 @@ class DraftModelRef:
 
     model: str  # model id, folder or name, as after -m
     quant: Quant  # precision of its weights
-    takes: DraftModelCost = field(
-        compare=False, repr=False
-    )  # memory use, by the method that names the model; equal loading means the same model
     is_assistant: bool = False  # True for an assistant of the target model, which reads the KV cache of that model
 
 

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import kvcli
 from kvcli.bench.hf import HfSide
 from kvcli.bench.profile_side import ProfileSide
-from kvcli.calibrate.run import quick_times
 from kvcli.chat.model import Model
+from kvcli.fit.calibrate import quick_times
 from kvcli.fit.speed import units
 from tests.bench.harness import Floats, Rows, Words, in_turns, measurement, picked, quotients
 from tests.bench.random_model import build, ours_of

@@ -135,7 +135,7 @@ def _calibrate(folder: Path) -> tuple[int, str, str]:
         save_calibration(world.paths.cache, found)
         return found
 
-    with mock.patch("kvcli.calibrate.run.run_calibration", run):
+    with mock.patch("kvcli.fit.calibrate.run_calibration", run):
         return _patched(folder, "bench", "--calibrate")
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from kvcli.drafts.sources import logit_recycling
 from kvcli.drafts.tree import tree_drafter
+from kvcli.kv.footprint import NO_SIZES
 from kvcli.methods.drafts.mix import Mix
 from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.model_draft_settings import ModelDraftSettings
@@ -25,10 +26,11 @@ def test_without_lookahead_rows_neither_rows_nor_a_view_are_planned_for():
 
 def test_what_a_model_keeps_beside_its_drafts_is_planned_for_as_in_a_mix():
     beside = SeparateModelDraft(sources=("stand", "token-recycling"))
-    learned = Mix(sources=("stand", "token-recycling")).index_bytes(100)
+    learned = Mix(sources=("stand", "token-recycling")).footprint(100, NO_SIZES).host
     assert learned == 400 * logit_recycling.KEY_BYTES
-    assert beside.index_bytes(100) == SeparateModelDraft().index_bytes(100) + learned
-    assert SelfDraft(sources=("token-recycling",), copies=False).index_bytes(100) == 100 * logit_recycling.KEY_BYTES
+    assert beside.footprint(100, NO_SIZES).host == SeparateModelDraft().footprint(100, NO_SIZES).host + learned
+    alone = SelfDraft(sources=("token-recycling",), copies=False).footprint(100, NO_SIZES)
+    assert alone.host == 100 * logit_recycling.KEY_BYTES
 
 
 def test_a_mix_of_nothing_is_refused():

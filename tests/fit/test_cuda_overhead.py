@@ -59,8 +59,8 @@ def test_an_8b_model_fits_at_32k(name, gib):
     (said,) = document(Preflight(SUBJECT, "8B", None, {}), [found], {}, {}, 32768, []).plans
     assert said.places["cuda"] == said.total == said.weights + said.kv + said.draft + said.working + said.base
     weights = said.weights + said.places.get("host", 0) - found.need.host
-    assert weights == found.weights.memory, "every byte of them is somewhere"
-    assert found.weights.memory == pytest.approx(0.53125 * LLAMA_8B.linear + 4 * 128256 * 4096, rel=0.001)
+    assert weights == found.run.weights.memory, "every byte of them is somewhere"
+    assert found.run.weights.memory == pytest.approx(0.53125 * LLAMA_8B.linear + 4 * 128256 * 4096, rel=0.001)
 
 
 def test_scores_are_kept_where_no_fused_kernel_serves():
@@ -141,7 +141,7 @@ def test_as_many_layers_as_fit_are_on_the_card():
     assert (found.fits, 0 < n < 32) == (True, True)
     one_more = plan(SUBJECT, whole.replace(load={"layers_on_gpu": n + 1}), room(8), 32768, MeasuredFacts())
     assert not one_more.fits
-    assert found.need.weights + found.need.host_weights == found.weights.memory
+    assert found.need.weights + found.need.host_weights == found.run.weights.memory
     assert found.need.host == pytest.approx((32 - n) / 32 * 32768 * LLAMA_8B.kv_per_token * 2, rel=0.01)
     assert not planned(whole, 8, host=4).fits, "the host has no room for the others"
 
@@ -149,7 +149,7 @@ def test_as_many_layers_as_fit_are_on_the_card():
 def test_a_tied_head_is_there_twice_where_layers_are_split():
     tied = replace(LLAMA_8B, is_tied=True)
     found = planned(NGRAM.replace(load={"quant": "none"}), 8, subject=replace(SUBJECT, shape=tied, held=of_shape(tied)))
-    assert found.need.weights + found.need.host_weights == found.weights.memory + found.weights.embeddings
+    assert found.need.weights + found.need.host_weights == found.run.weights.memory + found.run.weights.embeddings
 
 
 def test_what_reads_parts_of_a_kv_cache_keeps_its_layers_together():

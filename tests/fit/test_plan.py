@@ -26,7 +26,7 @@ from kvcli.kernels.attention_mass.reference import SCORES
 from kvcli.kernels.quantize_kv import LANES, pack_keys, pack_values
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.capacity import EVERY
-from kvcli.kv.footprint import STEP, full_bytes, quantized_bytes
+from kvcli.kv.footprint import NO_SIZES, STEP
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import POSITION, AttentionParams, LayerShape, nbytes, windows_of
@@ -107,7 +107,7 @@ def test_quantized_keys_and_values_are_planned_as_they_lie(demo, packs):
         )
         found = planned(demo, model.profile, 1400).need.kv
         number = model.lm.dtype.itemsize
-        unpacked = sum(full_bytes(shape, number) for shape in model.lm.shapes)
+        unpacked = sum(shape.slot_bytes(number) for shape in model.lm.shapes)
     # at most one chunk, one group and one step of growth are in full precision, unseen after a compression point
     assert most <= found <= most + (EVERY + model.profile.kv.group + STEP) * unpacked
 
@@ -165,6 +165,7 @@ def test_a_kv_cache_that_drafts_is_planned_beside_the_full_one(demo, profile):
         found = planned(demo, model.profile, 1400).need
     assert held["cpu"] <= found.kv <= 1.2 * held["cpu"]
     assert held["draft"] <= found.draft <= 1.5 * held["draft"] + (1 << 20)
+    assert found.mapped == planned(demo, "exact", 1400).need.mapped, "what drafts is not loaded"
 
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
@@ -183,11 +184,10 @@ def test_weights_are_what_loading_leaves(demo, quant):
 
 def test_the_largest_context_fits_and_one_token_more_does_not(demo):
     whole = planned(demo, context=8192)
-    room = whole.need.running - 5 * MIB
-    most = largest(demo.shape, whole.weights, whole.run, room, demo.shape.limit)
+    run = replace(whole.run, room=AvailableMemory("cpu", (whole.need.running - 5 * MIB) * 10 // 9))
+    most = largest(run)
     assert 0 < most < 8192
-    assert need(demo.shape, whole.weights, whole.run, most).least <= room
-    assert need(demo.shape, whole.weights, whole.run, most + 1).least > room
+    assert need(run, most).least <= run.room.usable < need(run, most + 1).least
 
 
 def test_a_policy_bounds_what_is_kept_and_a_chunk_comes_on_top(demo):
@@ -282,7 +282,7 @@ def test_the_index_of_sparse_attention_is_in_memory_too(demo):
     plain = PROFILES["exact"].replace(exactness="approx")
     reads = plain.replace(sparse={"method": "sketch"})
     layers = demo.shape.layers - reads.sparse.dense_layers
-    index = int(4096 * layers * demo.shape.kv_heads * reads.sparse.per_slot(demo.shape.head_dim, 2))
+    index = int(4096 * layers * demo.shape.kv_heads * reads.sparse.index_bytes(demo.shape.head_dim, 2).slot)
     assert planned(demo, reads).need.kv == planned(demo, plain).need.kv + index
     kept = {"load.device": "cpu", "load.verify": False, "exactness": "approx", "sparse.method": "sketch"}
     with load("demo", "exact", set=kept) as model:
@@ -310,7 +310,7 @@ def test_the_program_takes_of_host_memory_too(demo):
     card = PROFILES["exact"].replace(memory={"host": "auto"})
     for base in (1 << 20, 1 << 30, 3 << 30):
         found = plan(demo, card, AvailableMemory("cuda:0", 8 * GIB, host=2 * GIB), 8192, MeasuredFacts(base=base))
-        assert found.run.caps.host == max(0, 2 * GIB - base)
+        assert found.run.host == max(0, 2 * GIB - base)
 
 
 def test_a_pass_has_as_many_rows_as_drafts_or_steps_ask_for(demo):
@@ -355,9 +355,9 @@ def test_a_kv_cache_holds_the_longest_text_that_is_planned_and_no_longer_one(dem
 
 def test_a_dtype_that_is_not_the_files_makes_a_second_copy_while_loading(demo):
     wide = planned(demo, PROFILES["exact"].replace(load={"dtype": "fp32"}))
-    assert wide.weights.loaded
+    assert wide.run.weights.loaded
     assert wide.need.loading - wide.need.base > wide.need.weights + demo.files * 0.99
-    assert not planned(demo).weights.loaded
+    assert not planned(demo).run.weights.loaded
 
 
 def test_mapped_files_count_in_the_peak_and_not_in_what_must_be_free(demo):
@@ -385,7 +385,7 @@ def test_a_policy_that_runs_a_prompt_again_answers_later(demo, is_timed):
     def first(**policy):
         profile = PROFILES["exact"].replace(exactness="approx", policy=policy)
         found = speed(planned(demo, profile, 4096), demo.shape, measured)
-        step = at(by_rows(passes)[512], profile.policy.slots(4096)) if is_timed else 1 / found.tok_s
+        step = at(by_rows(passes)[512], profile.policy.footprint(4096).slots) if is_timed else 1 / found.tok_s
         return found.first_token - step
 
     whole, evicting, again = first(name="none"), first(name="window"), first(name="kvzip")
@@ -552,7 +552,7 @@ def test_what_loading_takes_at_its_highest_must_be_free_too(demo):
 
 def test_what_a_drafter_remembers_is_in_host_memory(demo):
     drafts, plain = planned(demo, "ngram", 8000), planned(demo, "exact", 8000)
-    assert drafts.need.draft - plain.need.draft == PROFILES["ngram"].spec.index_bytes(8000) > 0
+    assert drafts.need.draft - plain.need.draft == PROFILES["ngram"].spec.footprint(8000, NO_SIZES).host > 0
     card = plan(demo, PROFILES["ngram"], AvailableMemory("cuda:0", 8 * GIB), 8000, MeasuredFacts())
     assert card.need.draft == 0
 
@@ -573,7 +573,7 @@ def test_a_slot_in_8_bits_has_its_scales():
     keys, values = pack_keys(x, 8, slots), pack_values(x, 8, slots)
     real = sum(t.nbytes for r in (keys, values) for t in (r.codes, r.scale, r.zero) if t is not None)
     kv = PROFILES["exact"].replace(kv={"k_bits": 8, "v_bits": 8}, exactness="approx").kv
-    assert slots * (quantized_bytes(kv, Kivi(), LayerShape(heads, dim, dim), 2) - POSITION) == heads * real
+    assert slots * (Kivi().nbytes(LayerShape(heads, dim, dim), kv, 2) - POSITION) == heads * real
 
 
 MOVED = {
@@ -598,7 +598,7 @@ def test_what_a_policy_moves_down_is_planned_where_it_lies(demo, name, policy):
             for _ in iterate_events(model.text_session.session.read([7] * 1400))
         ]
         number = model.lm.dtype.itemsize
-        whole = 1400 * sum(full_bytes(shape, number) for shape in model.lm.shapes)
+        whole = 1400 * sum(shape.slot_bytes(number) for shape in model.lm.shapes)
     assert set(found[-1]) == tiers
     need = planned(demo, own, 1400).need
     away = max(f.pop("disk", 0) for f in found)
@@ -634,7 +634,7 @@ def test_what_expands_latents_is_counted_twice_where_kernels_multiply_it_by_head
     assert len(found) == lm.n_layers
     plain = weigh(of_shape(shape, 4), shape, number=4, quant="none", device="cpu", given=False)
     whole = PlannedModel("latents", shape, of_shape(shape, 4), "float32", CheckpointFormat(), True, False, 1 << 20)
-    assert planned(whole, context=64).weights.memory == plain.memory + sum(found)
+    assert planned(whole, context=64).run.weights.memory == plain.memory + sum(found)
 
 
 def test_latents_whose_weights_stay_quantized_are_planned_as_they_are_stored(tmp_path):

@@ -247,13 +247,13 @@ def test_controls_have_the_memory_of_the_leanest_profile(model: Model, lean: Pro
     wide = lean.replace(name="wide", policy={"window": 200})
     table = rows([wide, lean], full, [20, 300])
     assert [row.name for row in table] == ["exact", "wide", "lean", "random", "streaming"]
-    assert [row.at(300).policy.slots(300) for row in table[3:]] == [61, 61]
-    assert [row.at(40).policy.slots(40) for row in table[3:]] == [40, 40]  # lean keeps all of so few
+    assert [row.at(300).policy.footprint(300).slots for row in table[3:]] == [61, 61]
+    assert [row.at(40).policy.footprint(40).slots for row in table[3:]] == [40, 40]  # lean keeps all of so few
     short = rows([wide, lean], full, [20, 40])  # it evicts nothing at all: a quarter
-    assert [row.at(40).policy.slots(40) for row in short[3:]] == [10, 10]
+    assert [row.at(40).policy.footprint(40).slots for row in short[3:]] == [10, 10]
     alone = rows([], full, [1000])
-    assert [row.at(1000).policy.slots(1000) for row in alone[1:]] == [250, 250]
-    assert all(row.at(n).policy.slots(n) < n for row in alone[1:] for n in (2, 3, 9))
+    assert [row.at(1000).policy.footprint(1000).slots for row in alone[1:]] == [250, 250]
+    assert all(row.at(n).policy.footprint(n).slots < n for row in alone[1:] for n in (2, 3, 9))
     assert alone[1].at(1000, 1) != alone[1].at(1000)  # other lots for another context
     assert alone[0].at(1000, 1) == alone[0].at(1000)
 

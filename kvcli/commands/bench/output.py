@@ -208,7 +208,7 @@ def print_dry_run(world: Environment, asked: BenchArguments) -> int:
 def print_calibration(setup: Setup) -> int:
     """Measure, and print a JSON object with --json, one line per figure with --plain, else sentences."""
     from kvcli.bench.run import refuse_unbuilt
-    from kvcli.calibrate.run import run_calibration
+    from kvcli.fit.calibrate import run_calibration
     from kvcli.render.bench.progress import progress
     from kvcli.render.terminal.screen import Screen
 

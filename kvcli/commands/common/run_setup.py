@@ -342,13 +342,9 @@ class Setup:
 
     def pass_times(self, model: Model, tell: Callable[[str], None] = log.info) -> list[PassTime]:
         """Return pass times of this model from `kvcli bench --calibrate`, or from a short measurement."""
-        from kvcli.calibrate.run import fingerprint_of, quick_costs
-        from kvcli.fit.run_log import load_calibration, machine_fingerprint
+        from kvcli.fit.calibrate import quick_costs
 
-        machine = machine_fingerprint(model.info.device)
-        known = load_calibration(self.world.paths.cache, machine, fingerprint_of(model), tell)
-        passes = known.model.passes if known is not None and known.model is not None else []
-        return passes or quick_costs(model, self.world.paths.cache, log.info)
+        return quick_costs(model, self.world.paths.cache, log.info, tell)
 
 
 def refuse_inexact(profile: Profile) -> None:

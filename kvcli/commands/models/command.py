@@ -161,7 +161,7 @@ def checked(setup: Setup, online: bool) -> CheckDocument:
         packed=subject.packing.method or None,
         unpacks=subject.packing.unpacks(kind),
         file_bytes=found.nbytes,
-        weight_bytes=plans[0].weights.memory,
+        weight_bytes=plans[0].run.weights.memory,
         device=plans[0].room.device,
         available_bytes=plans[0].room.available,
         profile=profile.name,

@@ -332,12 +332,9 @@ def look(setup: Setup, profile: Profile, wanted: MemoryWishes) -> tuple[PlanWind
 
 def _passes(setup: Setup, outlook: Preflight, fitted: Fitted) -> list[PassTime]:
     """Return pass times measured by `kvcli bench --calibrate` or by an earlier run."""
-    from kvcli.calibrate.run import fingerprint_in, kept_times
-    from kvcli.fit.run_log import load_calibration, machine_fingerprint
+    from kvcli.fit.calibrate import fingerprint_in, known_times
+    from kvcli.fit.run_log import machine_fingerprint
 
     cache, machine = setup.world.paths.cache, machine_fingerprint(fitted.room.device, fitted.profile.load.threads)
     key = fingerprint_in(fitted, outlook.subject, setup.name, cache)
-    known = load_calibration(cache, machine, key, outlook.notes.append)
-    if known is not None and known.model is not None and known.model.passes:
-        return list(known.model.passes)
-    return kept_times(cache, machine, key)
+    return known_times(cache, machine, key, outlook.notes.append) or []

@@ -1,10 +1,12 @@
-"""Eviction policies: the protocol for choosing the slots to keep, and their input at a compression point."""
+"""Eviction policies: their base class, and their input at a compression point."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,22 +105,22 @@ class PolicyRequirements:
     policy_state: Callable[[], Snapshottable | None] = lambda: None  # makes the policy's state for a new sequence
 
 
-class Policy(Protocol):
-    """Protocol of an eviction policy, which selects the slots to keep. The KV cache or the cache view that it works on
-    evicts, demotes or hides the others.
+class Policy:
+    """Base of eviction policies, which select the slots to keep. The KV cache or the cache view that a policy works on
+    evicts, demotes or hides the others. By default a policy has no requirements and keeps all slots.
 
     A policy is the `[policy]` table of a profile: a frozen dataclass per method, shared by all sequences. What it knows
     of one sequence is in `LayerContext.policy_state`, which belongs to that sequence.
     """
 
-    @property
-    def compression_interval(self) -> int | None:
-        """Compression interval: tokens between two compression points while decoding; None = there are none
-        then. `assemble.session` installs no policy without an interval."""
+    # tokens between two compression points while decoding; None = there are none then, and `assemble.session` installs
+    # no policy
+    compression_interval: int | None
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Return the requirements for this model. Raises BadModel if the policy does not support the model, BadInput
         for an unreadable file."""
+        return PolicyRequirements()
 
     def select(self, at: CompressionPoint) -> Passes[Masks] | Masks:
         """Select the slots to keep at a compression point, by layer: bool [K, S], heads may keep different numbers;
@@ -126,37 +128,28 @@ class Policy(Protocol):
 
         It may request forward passes (kvcli.engine.forward_request).
         """
+        raise NotImplementedError
 
-    def slots(self, n: int) -> int:
-        """Return how many of n slots a head keeps at a compression point, averaged over heads. Memory is planned with
-        it."""
-
-    def max_slots_in_prefill(self, n: int) -> int:
-        """Return the most slots per head during a prefill of n tokens, not counting the chunk that is computed."""
-
-    def extra_rows(self, n: int) -> int:
-        """Return how many rows run again after the prefill of n tokens. The time estimate uses it.
-
-        0 = each row runs once. Each extra row attends to all slots stored by then. Computation by the policy itself
-        from its queries is not counted.
-        """
-
-    def scoring_bytes(self, n: int, heads: int, device_type: str, number: int) -> int:
-        """Return the bytes, besides those of a pass, for scoring n prompt tokens in a layer of `heads` query heads.
-
-        `number`: bytes of an attention weight.
-        """
-
-    @property
-    def is_uneven(self) -> bool:
-        """True if heads may keep different numbers of slots."""
-
-    @property
-    def describe_kept(self) -> str:
-        """Describe which tokens are kept of a sequence that is too long, in words; "" = all."""
+    def footprint(self, n: int, of: ModelSizes = NO_SIZES) -> Footprint:
+        """Return the slots that the policy keeps of n tokens, and what selecting them takes. Computation by the policy
+        itself from its queries is not counted."""
+        return Footprint(n, n)
 
     def describe_result(self, policy_state: Any) -> str:
         """Describe the result for one sequence, from the policy's state for it, in words; "" = nothing to report."""
+        return ""
+
+
+class PerLayerPolicy(Policy):
+    """A policy that selects the slots of each layer independently, as a cache view of lookahead rows requires."""
+
+    def mask(self, s: Slots, at: LayerContext) -> Tensor:
+        """Return which slots of one layer to keep, bool [K, S]."""
+        raise NotImplementedError
+
+    def select(self, at: CompressionPoint) -> Masks:
+        """Select the slots layer by layer."""
+        return [self.mask(*at.layer(i)) if at.lm.shapes[i].shared_from is None else None for i in at.layers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,43 +201,3 @@ def _guarded(mask: Tensor, protected: Tensor) -> Tensor:
     from torch import bool as bool_
 
     return mask | protected if mask.dtype is bool_ else mask.masked_fill(protected, 0)
-
-
-class PolicyDefaults:
-    """Defaults of a policy: no requirements, no extra rows, the same number of slots in all heads."""
-
-    is_uneven = False
-
-    def requirements(self, lm: LM) -> PolicyRequirements:
-        return PolicyRequirements()
-
-    def slots(self, n: int) -> int:
-        raise NotImplementedError
-
-    def max_slots_in_prefill(self, n: int) -> int:
-        """Return the slots kept at a compression point, because each chunk ends at one."""
-        return self.slots(n)
-
-    def extra_rows(self, n: int) -> int:
-        """No extra rows."""
-        return 0
-
-    def scoring_bytes(self, n: int, heads: int, device_type: str, number: int) -> int:
-        """Zero bytes."""
-        return 0
-
-    def describe_result(self, policy_state: Any) -> str:
-        """Nothing to report."""
-        return ""
-
-
-class PerLayerPolicy(PolicyDefaults):
-    """A policy that selects the slots of each layer independently, as a cache view of lookahead rows requires."""
-
-    def mask(self, s: Slots, at: LayerContext) -> Tensor:
-        """Return which slots of one layer to keep, bool [K, S]."""
-        raise NotImplementedError
-
-    def select(self, at: CompressionPoint) -> Masks:
-        """Select the slots layer by layer."""
-        return [self.mask(*at.layer(i)) if at.lm.shapes[i].shared_from is None else None for i in at.layers]

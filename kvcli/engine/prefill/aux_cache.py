@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvcli.engine.policy.policy import ProtectedTokens
     from kvcli.kernels.attend_invariant import NewRows
     from kvcli.kernels.merge_attention import PartialAttention
+    from kvcli.kv.footprint import Footprint, ModelSizes
 
 # Protocol of prompt pruning: which tokens continue between layers, and the data to select them by.
 
@@ -72,8 +73,8 @@ class PromptPruning(Protocol):
     def revives_before_prompt(self) -> bool:
         """True if all deferred tokens are revived before the next prefill."""
 
-    def n_deferred(self, n: int) -> int:
-        """Return the most tokens, of n, that are deferred, each as one hidden state. Memory is planned with it."""
+    def footprint(self, n: int, of: ModelSizes) -> Footprint:
+        """Return the most bytes of hidden states of deferred tokens, of n."""
 
     @property
     def guard(self) -> ProtectedTokens:

@@ -17,10 +17,10 @@ import torch
 from kvcli.errors import BadConfig
 from kvcli.kernels import dispatch, triton_support
 from kvcli.kv.cache.level import TierLevel
-from kvcli.kv.cache.precision_budget import PrecisionBudget, keys_in, spending, unit
+from kvcli.kv.cache.precision_budget import PrecisionBudget, keys_in, unit
 from kvcli.kv.cache.tiered_cache import TieredCache
-from kvcli.kv.capacity import CacheCapacity, room
-from kvcli.kv.footprint import STEP, full_bytes, packs_by_age
+from kvcli.kv.capacity import CacheCapacity, CacheFootprint
+from kvcli.kv.footprint import STEP
 from kvcli.kv.formats.format import FormatContext
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.slots import params_of_storing_layers, windows_of
@@ -94,7 +94,7 @@ class CachePlan:
         cache = TieredCache(
             top,
             below,
-            holds=self.kv.residual if packs_by_age(self.kv, self.form, self.memory) else on_device,
+            holds=self.kv.residual if self.footprint.is_packed_by_age else on_device,
             group=self.kv.group if below and not self.memory.spends else 1,
             sinks=self.kv.sinks,
             demotes=self.memory.demotes and not self.memory.spends,
@@ -183,19 +183,13 @@ class CachePlan:
             free, card = map(int, torch.cuda.mem_get_info(self.device))
             reserved = self.working + 2 * PIECE  # a forward pass, and the buffers for offloaded slots
         free += self.held
-        return room(
-            self.kv,
-            self.form,
-            self.memory,
-            self.recall,
-            self.attention_params,
-            self.shapes,
-            self.dtype.itemsize,
-            chunk=self.chunk,
-            is_cpu=self.device.type == "cpu",
-            free=max(0, free - kept_free(free, card) - reserved),
-            host=host,
-        )
+        return self.footprint.capacity(self.chunk, max(0, free - kept_free(free, card) - reserved), host)
+
+    @cached_property
+    def footprint(self) -> CacheFootprint:
+        """Memory of the KV cache by slots."""
+        of_model = self.shapes, self.attention_params, self.dtype.itemsize, self.device.type
+        return CacheFootprint(self.kv, self.form, self.memory, self.recall, *of_model)
 
     def _dense(self, device: torch.device, step: int = Dense.STEP) -> Dense:
         return Dense(self.shapes, self.dtype, device, step=step, windows=windows_of(self.shapes, self.attention_params))
@@ -204,15 +198,9 @@ class CachePlan:
     def spending(self) -> PrecisionBudget:
         """Precision budget of `memory.budget`."""
         # a prefill chunk before its slots are assigned to levels
-        newest = self.chunk * sum(full_bytes(shape, self.dtype.itemsize) for shape in self.shapes)
-        of_kv = self.memory, self.kv, self.recall, self.attention_params, self.shapes, self.dtype.itemsize
-        return spending(
-            *of_kv,
-            kind=self.device.type,
-            free=max(0, self.spare // self.memory.sequences - self.working - newest),
-            has_more=self.room.has_more,
-            holds=self.room.elsewhere,
-        )
+        newest = self.chunk * sum(shape.slot_bytes(self.dtype.itemsize) for shape in self.shapes)
+        free = self.footprint.fit_bytes(self.spare, self.working + newest)
+        return self.footprint.budget(free, has_more=self.room.has_more, holds=self.room.elsewhere)
 
     def _packed(self, device: torch.device, bits: int | None = None) -> PageTier:
         """Return a quantized tier of `bits`; None = the bits of `[kv]`."""

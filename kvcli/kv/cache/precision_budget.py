@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.kernels.quantize_kv import LANES, width_of
-from kvcli.kv.footprint import STEP, far_slot_bytes
-from kvcli.kv.slots import POSITION, params_of_storing_layers
+from kvcli.kv.footprint import STEP
+from kvcli.kv.slots import POSITION
 from kvcli.kv.tiers.dense_ragged import room_of
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
-    from kvcli.kv.slots import AttentionParams, LayerShape
-    from kvcli.kv.sparse.settings import SparseMethod
-    from kvcli.settings.schema import Kv, Memory
+    from kvcli.kv.slots import LayerShape
 
 SCALE = 2  # bytes of a scale; a zero point takes as many
 NOTED = 24  # bytes of the tables that locate one head
@@ -91,8 +89,7 @@ class PrecisionBudget:
 
     def whole(self, layer: int) -> int:
         """Return the bytes of a token in one layer, all heads, full precision."""
-        shape = self.shapes[layer]
-        return shape.numbers * self.number + POSITION if shape.numbers else 0
+        return self.shapes[layer].slot_bytes(self.number)
 
     def each(self, layer: int) -> list[float]:
         """Return the bytes of a slot of one head, by level."""
@@ -157,27 +154,6 @@ class PrecisionBudget:
     def _full(self, layer: int) -> int:
         shape = self.shapes[layer]
         return shape.numbers // shape.n_kv_heads * self.number + POSITION
-
-
-def spending(
-    memory: Memory,
-    kv: Kv,
-    recall: SparseMethod,
-    attention_params: Sequence[AttentionParams],
-    shapes: Sequence[LayerShape],
-    number: int,
-    *,
-    kind: str,
-    free: int,
-    has_more: bool,
-    holds: int | None,
-) -> PrecisionBudget:
-    """Return the precision budget of `memory.budget` on a device of type `kind`. `has_more`: slots can be offloaded,
-    up to `holds` slots per head."""
-    read = recall.layers(params_of_storing_layers(attention_params, shapes)) if has_more else ()
-    index, apart = far_slot_bytes(recall, has_more, shapes, read, number, kind)
-    of_kv = shapes, number, memory.bits, kv.group, index, apart, not recall.describe_read
-    return PrecisionBudget(memory.budget.replace(" %", "%"), free, *of_kv, holds, memory.max_loss)
 
 
 def keys_in(bits: int) -> int:

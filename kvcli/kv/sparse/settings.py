@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from kvcli.kv.footprint import IndexBytes
 from kvcli.settings.schema import Exactness, Range
 
 if TYPE_CHECKING:
@@ -46,17 +47,9 @@ class SparseMethod:
         """Return the layers with sparse attention."""
         return []
 
-    def per_slot(self, head_dim: int, number: int) -> float:
-        """Return the bytes of index per slot of a KV head, for the memory plan; `number`: bytes of one key element."""
-        return 0.0
-
-    def per_head(self, head_dim: int) -> float:
-        """Return the bytes of index per KV head, independent of its slots."""
-        return 0.0
-
-    def page_cache_bytes(self, head_dim: int, number: int) -> float:
-        """Return the bytes of page cache on the compute device per offloaded slot of a KV head."""
-        return 0.0
+    def index_bytes(self, head_dim: int, number: int) -> IndexBytes:
+        """Return the bytes of index of one KV head, for the memory plan; `number`: bytes of one key element."""
+        return IndexBytes()
 
 
 @dataclass(frozen=True)
@@ -99,11 +92,16 @@ class _PageSelection(SparseMethod):
     def layers(self, attention_params: Sequence[AttentionParams | None]) -> list[int]:
         return [i for i, each in enumerate(attention_params) if i >= self.dense_layers and each and each.window is None]
 
-    def per_head(self, head_dim: int) -> float:
-        return 16.0  # counts of pages and of slots
+    def index_bytes(self, head_dim: int, number: int) -> IndexBytes:
+        near = 1.25 * self.fraction * 2 * head_dim * number  # with prefetched pages (sparse_tier.AHEAD)
+        return IndexBytes(self._per_slot(head_dim, number), 16.0 + self._per_head(head_dim), near)
 
-    def page_cache_bytes(self, head_dim: int, number: int) -> float:
-        return 1.25 * self.fraction * 2 * head_dim * number  # with prefetched pages (sparse_tier.AHEAD)
+    def _per_slot(self, head_dim: int, number: int) -> float:
+        raise NotImplementedError
+
+    def _per_head(self, head_dim: int) -> float:
+        """Return the bytes per head besides its counts of pages and of slots."""
+        return 0.0
 
     def index(self) -> PageIndex:
         """Return the page index."""
@@ -141,7 +139,7 @@ class MinMax(_PageSelection):
 
         return index_minmax.MinMax(self.page)
 
-    def per_slot(self, head_dim: int, number: int) -> float:
+    def _per_slot(self, head_dim: int, number: int) -> float:
         return (2 * head_dim * number + PER_PAGE) / self.page
 
 
@@ -159,11 +157,11 @@ class Sketch(_PageSelection):
 
         return index_sketch.Sketch(self.page)
 
-    def per_slot(self, head_dim: int, number: int) -> float:
+    def _per_slot(self, head_dim: int, number: int) -> float:
         return -(-head_dim // 4) + 2 + PER_PAGE / self.page
 
-    def per_head(self, head_dim: int) -> float:
-        return super().per_head(head_dim) + 2 * 4 * head_dim  # means and spreads
+    def _per_head(self, head_dim: int) -> float:
+        return 2 * 4 * head_dim  # means and spreads
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ class Certified(_PageSelection):
     def allowance(self) -> float | None:
         return self.epsilon
 
-    def per_slot(self, head_dim: int, number: int) -> float:
+    def _per_slot(self, head_dim: int, number: int) -> float:
         return head_dim + 4 + PER_PAGE / self.page
 
 
@@ -209,7 +207,7 @@ class Cluster(_PageSelection):
 
         return index_cluster.Clusters(self.window, self.window // self.size)
 
-    def per_slot(self, head_dim: int, number: int) -> float:
+    def _per_slot(self, head_dim: int, number: int) -> float:
         return head_dim * number / self.size + 2 + PER_PAGE
 
 
@@ -228,8 +226,8 @@ class LowRank(_PageSelection):
 
         return index_lowrank.LowRank(self.page, self.rank)
 
-    def per_slot(self, head_dim: int, number: int) -> float:
+    def _per_slot(self, head_dim: int, number: int) -> float:
         return min(self.rank, head_dim) * number + PER_PAGE / self.page
 
-    def per_head(self, head_dim: int) -> float:
-        return super().per_head(head_dim) + 4 * min(self.rank, head_dim) * head_dim  # directions
+    def _per_head(self, head_dim: int) -> float:
+        return 4 * min(self.rank, head_dim) * head_dim  # directions

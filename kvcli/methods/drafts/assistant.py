@@ -7,8 +7,9 @@ Tokens are sampled from the target model and compared with draft tokens afterwar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
+from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.methods.drafts.model_draft_settings import ModelDraftSettings
 from kvcli.settings.schema import DraftModelRef, Quant, Range
 
@@ -27,8 +28,6 @@ class AssistantDraft(ModelDraftSettings):
     quant: Quant = "none"  # precision of its weights
     depth: Annotated[int, Range(1, 64)] = 4  # draft tokens in a row, at most
 
-    states: ClassVar[int] = 0  # recurrent states of the draft model: none
-
     @property
     def second(self) -> DraftModelRef:
         """Draft model of these settings. Raises BadConfig if none is named."""
@@ -40,12 +39,11 @@ class AssistantDraft(ModelDraftSettings):
                 code="no_draft_model",
                 try_=["--draft ASSISTANT", "--set spec.model=ASSISTANT"],
             )
-        return DraftModelRef(self.model, self.quant, self, is_assistant=True)
+        return DraftModelRef(self.model, self.quant, is_assistant=True)
 
-    @property
-    def second_rows(self) -> tuple[int, int]:
-        """Maximum rows of its passes: of a prefill pass, and of a pass with logits of all rows."""
-        return 1, self.branches
+    def draft_footprint(self, n: int, of: ModelSizes) -> Footprint:
+        """Return the footprint of the assistant, which stores no KV and has no recurrent states."""
+        return Footprint(chunk=1, rows=self.branches)
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """Return a drafter without a sequence."""

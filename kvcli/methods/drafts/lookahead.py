@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.methods.drafts.view_settings import ViewSettings
 from kvcli.settings.schema import Range
 
@@ -41,11 +42,11 @@ class LookaheadSettings(ViewSettings):
         """Maximum rows of a pass: the pending token, draft tokens and lookahead rows."""
         return self.max + self.window * (self.ngram - 1)
 
-    def index_bytes(self, n: int) -> int:
+    def footprint(self, n: int, of: ModelSizes) -> Footprint:
         """Return the maximum bytes of the n-gram pool after n tokens."""
         from kvcli.drafts.sources.ngram_pool import KEY_BYTES, KEYS
 
-        return KEY_BYTES * min(KEYS, n * (self.window * self.key_max + self.seeded))
+        return Footprint(host=KEY_BYTES * min(KEYS, n * (self.window * self.key_max + self.seeded)))
 
     def window_and_pool(self, ends: Collection[int]) -> tuple[JacobiWindow, NgramPool]:
         """Return the Jacobi window and the n-gram pool that it fills."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvcli.drafts.draft_settings import DraftSettings
+from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.methods.drafts.lookahead import LookaheadSettings
 from kvcli.settings.schema import Range
 from kvcli.settings.values import keys_of
@@ -56,14 +57,14 @@ class Mix(LookaheadSettings):
         """Return how many of n slots per head the cache view copies: 0 without lookahead."""
         return super().view_slots(n) if "lookahead" in self.sources else 0
 
-    def index_bytes(self, n: int) -> int:
+    def footprint(self, n: int, of: ModelSizes) -> Footprint:
         """Return the maximum bytes that the sources hold for n tokens."""
         from kvcli.drafts.sources.logit_recycling import LENGTHS, learned_bytes
         from kvcli.drafts.sources.prompt_lookup import TOKEN_BYTES
 
-        each = {"prompt-lookup": TOKEN_BYTES * n, "lookahead": super().index_bytes(n)}
+        each = {"prompt-lookup": TOKEN_BYTES * n, "lookahead": super().footprint(n, of).host}
         each |= {name: learned_bytes([name], n) for name in LENGTHS}
-        return sum(each[name] for name in set(self.sources))
+        return Footprint(host=sum(each[name] for name in set(self.sources)))
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """Return a drafter without a sequence."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvcli.drafts.tree.growth import Rule, rule
+from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.methods.drafts.model_draft_settings import ModelDraftSettings
 from kvcli.settings.schema import DraftModelRef, Pattern, Quant, Range
 from kvcli.settings.values import keys_of
@@ -107,33 +108,23 @@ class SeparateModelDraft(ModelDraftSettings):
                 code="no_draft_model",
                 try_=["--draft MODEL", "--set spec.model=MODEL"],
             )
-        return DraftModelRef(self.model, self.quant, self)
+        return DraftModelRef(self.model, self.quant)
 
-    @property
-    def second_rows(self) -> tuple[int, int]:
-        """Maximum rows of its passes: of a prefill pass, and of a pass with logits of all rows."""
-        from kvcli.drafts.draft_models.separate_model import CHUNK
+    def footprint(self, n: int, of: ModelSizes) -> Footprint:
+        """Return the memory of the sources, and of the draft model's copy of the token ids."""
+        return super().footprint(n, of) + Footprint(host=8 * n)
+
+    def draft_footprint(self, n: int, of: ModelSizes) -> Footprint:
+        """Return the footprint of the draft model: the most of n tokens with KV on the device, in prefill and drafts,
+        when more exist than are kept; and recurrent states of the sequence, of draft tokens, and of a pass."""
+        from kvcli.drafts.draft_models.separate_model import CHECKPOINTS, CHUNK
         from kvcli.drafts.sources.model_draft import LOOK
 
-        return CHUNK, LOOK
-
-    def draft_slots(self, n: int, device: str = "cpu") -> int:
-        """Return the maximum of n tokens with KV on `device`, in prefill and drafts, when more exist than are kept."""
-        from kvcli.drafts.draft_models.separate_model import CHUNK
-
-        ready = n if self.retrieval != "off" and (self.chunk_device == "device" or device == "cpu") else 0
-        return ready + (min(n, max(self.working, self._far) + CHUNK) if self.working and self.prefill != "full" else n)
-
-    @property
-    def states(self) -> int:
-        """Maximum recurrent states of the draft model: of the sequence, of draft tokens, and of a pass."""
-        from kvcli.drafts.draft_models.separate_model import CHECKPOINTS
-
-        return 1 + CHECKPOINTS + self.depth + 1
-
-    def index_bytes(self, n: int) -> int:
-        """Return the bytes held for n tokens: by the sources, and by the draft model's copy of the token ids."""
-        return 8 * n + super().index_bytes(n)
+        ready = n if self.retrieval != "off" and (self.chunk_device == "device" or of.device == "cpu") else 0
+        kept = min(n, max(self.working, self._far) + CHUNK) if self.working and self.prefill != "full" else n
+        return Footprint(
+            ready + kept, ready + kept, beside=(1 + CHECKPOINTS + self.depth + 1) * of.state, chunk=CHUNK, rows=LOOK
+        )
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """Return a drafter without a sequence. Raises BadConfig if `working` exceeds the draft model's limit."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.methods.drafts.ngram import Ngram
 
 if TYPE_CHECKING:
@@ -39,11 +40,12 @@ class ModelDraftSettings(Ngram):
         """Return the keys that have no effect: key -> the key that disables it. Adds keys of unused prompt lookup."""
         return super().ignored_keys() | ({} if self.copies else dict.fromkeys(("min_match", "max_match"), "copies"))
 
-    def index_bytes(self, n: int) -> int:
+    def footprint(self, n: int, of: ModelSizes) -> Footprint:
         """Return the maximum bytes that the sources hold for n tokens."""
         from kvcli.drafts.sources.logit_recycling import learned_bytes
 
-        return (super().index_bytes(n) if self.copies else 0) + learned_bytes(self.sources, n)
+        learned = Footprint(host=learned_bytes(self.sources, n))
+        return super().footprint(n, of) + learned if self.copies else learned
 
     def mixer(self, chain: ModelDraft, copies: PromptLookup, **of: Any) -> TreeDrafter:
         """Return the drafter of a draft model and the other sources. `of`: as in `TreeDrafter`."""

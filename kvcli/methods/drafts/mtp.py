@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.methods.drafts.model_draft_settings import ModelDraftSettings
 from kvcli.settings.schema import Range
 
@@ -25,9 +26,11 @@ class MtpDraft(ModelDraftSettings):
 
     depth: Annotated[int, Range(1, 64)] = 3  # draft tokens in a row, at most
 
-    def draft_slots(self, n: int, device: str = "cpu") -> int:
-        """Return the maximum tokens with KV in the MTP layer: all n."""
-        return n
+    def footprint(self, n: int, of: ModelSizes) -> Footprint:
+        """Return the memory of the sources, and of the MTP layer's KV of all tokens, which is like the last layer's."""
+        from kvcli.kv.tiers.dense import Dense
+
+        return super().footprint(n, of) + Footprint(beside=-(-n // Dense.STEP) * Dense.STEP * of.last_slot)
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """Return a drafter without a sequence. Raises BadModel if the model's files have no usable MTP layer."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from kvcli.drafts.draft_settings import DraftSettings
+from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -30,11 +31,11 @@ class Ngram(DraftSettings):
         if self.max_match < self.min_match:
             raise ValueError(f"max_match = {self.max_match} is less than min_match = {self.min_match}")
 
-    def index_bytes(self, n: int) -> int:
+    def footprint(self, n: int, of: ModelSizes) -> Footprint:
         """Return the bytes of the index of n tokens."""
         from kvcli.drafts.sources.prompt_lookup import TOKEN_BYTES
 
-        return TOKEN_BYTES * n
+        return Footprint(host=TOKEN_BYTES * n)
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """Return a drafter without a sequence."""

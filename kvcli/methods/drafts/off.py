@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from kvcli.kv.footprint import Footprint, ModelSizes
+
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import Costs, DraftContext, ModelPair
     from kvcli.engine.forward_request import Draft
@@ -25,16 +27,11 @@ class Off:
     view: ClassVar[None] = None
     logits_hook: ClassVar[None] = None
 
-    def draft_slots(self, n: int, device: str = "cpu") -> int:
-        """Return 0 slots for memory planning: no draft model has KV."""
-        return 0
+    def footprint(self, n: int, of: ModelSizes) -> Footprint:
+        return Footprint()
 
     def view_slots(self, n: int) -> int:
-        """Return 0 slots for memory planning: there is no cache view."""
-        return 0
-
-    def index_bytes(self, n: int) -> int:
-        """Return 0 bytes of host memory for memory planning: the drafter has no index."""
+        """Return 0: there is no cache view."""
         return 0
 
     def ignored_keys(self) -> dict[str, str]:

@@ -19,10 +19,6 @@ class KeepAll(PerLayerPolicy):
     """No eviction (kvcli's own): keeps every token. Not measured here: it is the baseline of other policies."""
 
     compression_interval = None
-    describe_kept = ""
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
         return s.pos >= 0
-
-    def slots(self, n: int) -> int:
-        return n

@@ -12,10 +12,11 @@ and divided by that of the query's hidden state at the layer's input. Passes run
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.errors import BadModel, ContextOverflow
+from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
 from kvcli.policies.scoring.running_scores import RunningScores
 from kvcli.policies.scoring.topk import Alloc, TopK
 from kvcli.settings.schema import Range
@@ -54,9 +55,10 @@ class KVzip(TopK):
         if self.keep_new:
             raise ValueError(f"keep_new = {self.keep_new} is impossible: generated tokens are never repeated")
 
-    def extra_rows(self, n: int) -> int:
-        """Return n rows, plus `lead` rows for each piece but the first."""
-        return n + (-(-n // self.piece) - 1) * self.lead if n else 0
+    def footprint(self, n: int, of: ModelSizes = NO_SIZES) -> Footprint:
+        """Return the footprint, with the repetition of n rows, and `lead` rows for each piece but the first."""
+        again = n + (-(-n // self.piece) - 1) * self.lead if n else 0
+        return replace(super().footprint(n, of), again=again)
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Require no queries, because the repetition computes its own. The stored scores take 1/D of the KV cache."""

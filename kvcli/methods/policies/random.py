@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from kvcli.engine.policy.policy import PerLayerPolicy, ProtectedTokens
+from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -32,13 +33,9 @@ class Random(PerLayerPolicy):
         if self.budget < self.sinks + self.window:
             raise ValueError(f"budget = {self.budget} is less than sinks + window = {self.sinks + self.window}")
 
-    def slots(self, n: int) -> int:
-        """Return the budget, at most n."""
-        return min(n, self.budget)
-
-    @property
-    def describe_kept(self) -> str:
-        return f"{self.budget:,} tokens per head, chosen at random"
+    def footprint(self, n: int, of: ModelSizes = NO_SIZES) -> Footprint:
+        kept = min(n, self.budget)
+        return Footprint(kept, kept, says=f"{self.budget:,} tokens per head, chosen at random")
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
         """Select by a random number fixed by position, so that a token evicted early would not be kept later either."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from kvcli.engine.policy.policy import PerLayerPolicy, ProtectedTokens
+from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -30,13 +31,9 @@ class StreamingLLM(PerLayerPolicy):
     window: Annotated[int, Range(1)] = 1020  # newest tokens kept
     compression_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
 
-    def slots(self, n: int) -> int:
-        """Return the sinks plus the window, at most n."""
-        return min(n, self.sinks + self.window)
-
-    @property
-    def describe_kept(self) -> str:
-        return f"the first {self.sinks} tokens and the newest {self.window:,}"
+    def footprint(self, n: int, of: ModelSizes = NO_SIZES) -> Footprint:
+        kept = min(n, self.sinks + self.window)
+        return Footprint(kept, kept, says=f"the first {self.sinks} tokens and the newest {self.window:,}")
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
         """Select positions below `sinks` and the last `window` positions, in every layer and head."""

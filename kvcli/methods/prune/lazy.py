@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.methods.prune.layer_pruner import LayerPruner, attention_mass, highest, pooled
 from kvcli.methods.prune.schedule import Schedule
 from kvcli.settings.profile import KV_OF_ALL, NOT_WHOLE, Needs
@@ -80,9 +81,11 @@ class LazyLLM(Schedule):
         """Number of last layers without pruning before them."""
         return SPARED if self.compression_interval is not None else 0
 
-    def n_deferred(self, n: int) -> int:
-        """Return how many of n tokens the schedule defers, 0 if they cannot be revived."""
-        return 0 if self.compression_interval is None or n < self.min_prompt else n - math.ceil(self.last * n)
+    def footprint(self, n: int, of: ModelSizes) -> Footprint:
+        """Return the hidden states of the tokens that the schedule defers, if they can be revived."""
+        is_deferred = self.compression_interval is not None and n >= self.min_prompt
+        deferred = n - math.ceil(self.last * n) if is_deferred else 0
+        return Footprint(beside=deferred * of.hidden * of.number)
 
     def describe(self, lm: LM) -> str:
         """Describe the schedule, and whether a deferred token's hidden state takes more memory than the KV it saves."""

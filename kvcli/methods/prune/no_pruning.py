@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvcli.kv.footprint import Footprint, ModelSizes
+
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
 
@@ -16,9 +18,8 @@ class NoPruning:
     describe_read = ""
     compression_interval = None
 
-    def n_deferred(self, n: int) -> int:
-        """Return 0."""
-        return 0
+    def footprint(self, n: int, of: ModelSizes) -> Footprint:
+        return Footprint()
 
     def describe(self, lm: LM) -> str:
         """Return "": no pruning."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from kvcli.errors import BadModel
+from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ class PruneSettings:
         """False: pruned tokens are not revived."""
         return False
 
-    def n_deferred(self, n: int) -> int:
-        """Return 0: no hidden states of pruned tokens are kept."""
-        return 0
+    def footprint(self, n: int, of: ModelSizes) -> Footprint:
+        """Return nothing: no hidden states of pruned tokens are kept."""
+        return Footprint()
 
     def group_size(self, n: int, chunk: int) -> int:
         """Return how many of the n remaining prompt tokens are prefilled and scored together."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.settings.profile import Needs
 from kvcli.settings.schema import DraftModelRef, Quant, Range
 
@@ -38,8 +39,6 @@ class LookaheadReasoning:
     rate: Annotated[float, Range(above=0, most=1)] = 0.1  # step size of adapting `likely`
 
     needs: ClassVar[Needs] = Needs(frozenset({"drafts", "evicts", "prunes"}), "passes and KV of its own steps alone")
-    # maximum rows of the smaller model's passes: of a prefill pass, and of a pass with logits of all rows
-    second_rows: ClassVar[tuple[int, int]] = (2048, 1)
 
     def __post_init__(self) -> None:
         if self.alpha and self.judge != "likely":
@@ -56,7 +55,7 @@ class LookaheadReasoning:
                 code="no_draft_model",
                 try_=["--set reasoning_steps.model=MODEL", "--set reasoning_steps.method=none"],
             )
-        return DraftModelRef(self.model, self.quant, self)
+        return DraftModelRef(self.model, self.quant)
 
     @property
     def takes(self) -> str:
@@ -69,11 +68,7 @@ class LookaheadReasoning:
         """Maximum rows of a pass; for memory planning."""
         return 1 + self.ahead * self.tokens
 
-    @property
-    def states(self) -> int:
-        """Maximum recurrent states of the smaller model: of the sequence, and of a pass."""
-        return 1 + CHECKPOINTS + 1
-
-    def draft_slots(self, n: int, device: str = "cpu") -> int:
-        """Return how many of n tokens have KV in the smaller model: all."""
-        return n
+    def draft_footprint(self, n: int, of: ModelSizes) -> Footprint:
+        """Return the footprint of the smaller model: KV of all n tokens; recurrent states of the sequence and of a
+        pass."""
+        return Footprint(n, n, beside=(1 + CHECKPOINTS + 1) * of.state, chunk=2048, rows=1)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
+from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
 from kvcli.policies.scoring.topk import TopK
 from kvcli.settings.schema import Range
 
@@ -36,9 +37,9 @@ class QueryScored(TopK):
             lm.recurrent_layers.refuse(lm.info.id, why, ["--set policy.lookahead=0"])
         return self.want(lm)
 
-    def extra_rows(self, n: int) -> int:
-        """Return one row per token of the provisional answer."""
-        return self.lookahead if n else 0
+    def footprint(self, n: int, of: ModelSizes = NO_SIZES) -> Footprint:
+        """Return the footprint, with one row per token of the provisional answer."""
+        return replace(super().footprint(n, of), again=self.lookahead if n else 0)
 
     def select(self, at: CompressionPoint) -> Passes[Masks]:
         """Select as all score policies do; after prefill, first record the queries of a provisional answer."""

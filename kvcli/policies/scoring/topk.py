@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from kvcli.engine.policy.policy import PolicyDefaults, PolicyRequirements, ProtectedTokens
+from kvcli.engine.policy.policy import Policy, PolicyRequirements, ProtectedTokens
 from kvcli.errors import BadModel
+from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
 from kvcli.policies.scoring.headmap import head_rows
 from kvcli.settings.schema import Range
 
@@ -38,6 +39,13 @@ Unit = Literal["sentence", "shot"] | Annotated[int, Range(1)]
 Post = Literal["none", "critical", "graph", "crush", "fair"]
 
 SCORE = 6  # bytes per score while tokens are scored by attention: the score, its mask, and spare capacity
+
+
+def _scoring_bytes(n: int, heads: int) -> int:
+    """Return the bytes of one float32 block of attention; scores from keys alone need less at most lengths."""
+    from kvcli.kernels.attention_mass.reference import ROWS, SCORES  # late, because it imports torch
+
+    return SCORE * min(SCORES, ROWS * heads * n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +92,7 @@ class ScoreState:
 
 
 @dataclass(frozen=True)
-class TopK(PolicyDefaults):
+class TopK(Policy):
     """Base class of score-based eviction policies; each subclass defines `score`."""
 
     keep: Annotated[float, Range(above=0, most=1)] = 0.5  # share of a prompt's tokens kept, averaged over heads
@@ -238,28 +246,17 @@ class TopK(PolicyDefaults):
         step = (self.grow_new - self.recent) // (self.keep_new - self.recent)
         return min(self.keep_new, self.recent + max(0, written - self.recent) // step)
 
-    def slots(self, n: int) -> int:
-        """Return the slots per head kept of a prompt of n tokens, after prefill."""
-        return min(n, self.budget or max(self.share(n), self.sinks + self.recent))
-
-    def max_slots_in_prefill(self, n: int) -> int:
-        """Return n, unless the prompt is compressed after each chunk."""
-        return self.slots(n) if self.per_chunk else n
-
-    def scoring_bytes(self, n: int, heads: int, device_type: str, number: int) -> int:
-        """Return the bytes of one float32 attention block; scores from keys alone need less at most lengths."""
-        from kvcli.kernels.attention_mass.reference import ROWS, SCORES
-
-        return SCORE * min(SCORES, ROWS * heads * n)
-
-    @property
-    def is_uneven(self) -> bool:  # type: ignore[override]
-        return self.alloc != "uniform"
-
-    @property
-    def describe_kept(self) -> str:
+    def footprint(self, n: int, of: ModelSizes = NO_SIZES) -> Footprint:
+        """Return the footprint: all slots until the prompt is compressed, which is after each chunk or at its end."""
+        kept = min(n, self.budget or max(self.share(n), self.sinks + self.recent))
         share = f"{self.budget:,} tokens per head of a prompt" if self.budget else f"{self.keep:.0%} of a prompt"
-        return f"{share}, by {self.by}"
+        return Footprint(
+            kept,
+            kept if self.per_chunk else n,
+            scratch=_scoring_bytes(n, of.heads) if of.heads else 0,
+            says=f"{share}, by {self.by}",
+            is_uneven=self.alloc != "uniform",
+        )
 
     def _round(self, at: CompressionPoint, done: int) -> Selection | None:
         """Return the competing slots and their budget, or None if no slot competes now."""

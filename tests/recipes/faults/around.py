@@ -264,9 +264,9 @@ FAULTS = [
     ),
     Fault(
         "M1",
-        "kvcli/fit/plan.py",
-        "rows=max(profile.spec.rows, profile.reasoning_steps.rows)",
-        "rows=profile.spec.rows",
+        "kvcli/fit/memory.py",
+        "rows: int = max(self.profile.spec.rows, self.profile.reasoning_steps.rows)",
+        "rows: int = self.profile.spec.rows",
         "tests/fit/test_plan.py::test_a_pass_has_as_many_rows_as_drafts_or_steps_ask_for",
     ),
     Fault(

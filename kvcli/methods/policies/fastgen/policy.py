@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.engine.policy.policy import PolicyDefaults, PolicyRequirements, ProtectedTokens
+from kvcli.engine.policy.policy import Policy, PolicyRequirements, ProtectedTokens
+from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
 from kvcli.methods.policies.fastgen.settings import FastGenSettings
 
 if TYPE_CHECKING:
@@ -26,13 +27,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FastGen(FastGenSettings, PolicyDefaults):
+class FastGen(FastGenSettings, Policy):
     """FastGen (Ge et al., 2023, arXiv 2310.01801): keeps in each head special, newest, most attended, or all tokens.
 
     With 50% of the tokens, the demo model's accuracy is 0.955, as with all of them (measurements/policies.md).
     """
-
-    is_uneven = True
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Return the policy's requirements. Raises BadInput for a head map that cannot be read or is of another model,
@@ -64,26 +63,22 @@ class FastGen(FastGenSettings, PolicyDefaults):
         found: Masks = yield from at.policy_state.choose(at)
         return found
 
-    def slots(self, n: int) -> int:
-        """Return the slots per head after prefill of n tokens; without `keep` they depend on the text, so n."""
-        return min(n, max(round(self.keep * n), self.sinks + self.guarded)) if self.keep else n
-
-    def max_slots_in_prefill(self, n: int) -> int:
-        """Return n, because heads are measured after prefill."""
-        return n
-
-    def scoring_bytes(self, n: int, heads: int, device_type: str, number: int) -> int:
-        """Return the bytes of the measured rows' attention, at most `max_profile_mb`."""
-        seen = sum(row + 1 for row in self.on(device_type).probes(n))
-        return min(int(self.max_profile_mb * 2**20), number * heads * seen)
+    def footprint(self, n: int, of: ModelSizes = NO_SIZES) -> Footprint:
+        """Return the footprint: all slots until heads are measured, after prefill, and then, without `keep`, as many as
+        the text needs, so all; and the attention of the measured rows, at most `max_profile_mb`."""
+        share = f"{self.keep:.0%} of the tokens" if self.keep else "the tokens that predict the newest ones"
+        if not self.keep and self.recovery != "auto":
+            share = f"tokens with {self.recovery:.0%} of the attention"
+        attended = sum(row + 1 for row in self.on(of.device).probes(n))
+        weights = of.heads * attended * (2 if of.number == 2 else 4)
+        return Footprint(
+            min(n, max(round(self.keep * n), self.sinks + self.guarded)) if self.keep else n,
+            n,
+            scratch=min(int(self.max_profile_mb * 2**20), weights),
+            says=f"{share} in each head, by its attention pattern",
+            is_uneven=True,
+        )
 
     def describe_result(self, policy_state: FastGenState) -> str:
         """Return the T that was found, in words."""
         return f"by T = {policy_state.recovery:.2f}" if self.recovery == "auto" else ""
-
-    @property
-    def describe_kept(self) -> str:
-        share = f"{self.keep:.0%} of the tokens" if self.keep else "the tokens that predict the newest ones"
-        if not self.keep and self.recovery != "auto":
-            share = f"tokens with {self.recovery:.0%} of the attention"
-        return f"{share} in each head, by its attention pattern"

@@ -10,10 +10,11 @@ compression point, the price rises, and slots are demoted further by their store
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.engine.policy.policy import PolicyDefaults
+from kvcli.engine.policy.policy import Policy
+from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PrecisionBudgetSettings(PolicyDefaults):
+class PrecisionBudgetSettings(Policy):
     """Precision budget (after More Tokens, 2024, arXiv 2412.12706): keeps more tokens in fewer bits, by importance.
 
     With 50% of the bytes, the demo model's accuracy is 0.955; dividing them takes 845 ms (measurements/policies.md).
@@ -34,8 +35,6 @@ class PrecisionBudgetSettings(PolicyDefaults):
     protect: bool = True  # always keep the system prompt and tool results in full precision
     compression_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
 
-    is_uneven = True
-
     @property
     def scorer(self) -> TopK:
         """The scoring method."""
@@ -47,22 +46,8 @@ class PrecisionBudgetSettings(PolicyDefaults):
         kinds: dict[str, Callable[..., TopK]] = {"kvzip": KVzip, "expected": Expected, "snap": Snap, "keydiff": KeyDiff}
         return kinds[self.score](sinks=self.sinks, recent=self.recent, protect=self.protect)
 
-    def slots(self, n: int) -> int:
-        """Return n: how many tokens are dropped depends on the text."""
-        return n
-
-    def max_slots_in_prefill(self, n: int) -> int:
-        """Return n."""
-        return n
-
-    def extra_rows(self, n: int) -> int:
-        """Return the extra rows of the scoring method."""
-        return self.scorer.extra_rows(n)
-
-    def scoring_bytes(self, n: int, heads: int, device_type: str, number: int) -> int:
-        """Return the bytes that the scoring method needs."""
-        return self.scorer.scoring_bytes(n, heads, device_type, number)
-
-    @property
-    def describe_kept(self) -> str:
-        return f"the tokens that fit a budget of bytes, by {self.scorer.by}"
+    def footprint(self, n: int, of: ModelSizes = NO_SIZES) -> Footprint:
+        """Return the footprint of the scoring method, with all slots: how many tokens are dropped depends on the
+        text."""
+        says = f"the tokens that fit a budget of bytes, by {self.scorer.by}"
+        return replace(self.scorer.footprint(n, of), slots=n, peak=n, says=says, is_uneven=True)

@@ -1,4 +1,4 @@
-"""Run one calibration and save it."""
+"""Calibrate a machine and save it: pass times by rows and tokens in the KV cache, bandwidths, launch cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from kvcli.engine.engine import run
 from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.files import private_folder, write_private
-from kvcli.fit.run_log import digest, file_of, folder_of, machine_fingerprint, save_calibration
+from kvcli.fit.run_log import digest, file_of, folder_of, load_calibration, machine_fingerprint, save_calibration
 from kvcli.kv.recurrent_state import RecurrentStates
 from kvcli.kv.tiers.dense import Dense
 from kvcli.models.catalog import Hashes, Stamped, releases
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from kvcli.environment import Environment
     from kvcli.fit.plan import Plan, PlannedModel
     from kvcli.settings.profile import Profile
+
+Tell = Callable[[str], None]
 
 # Measure the machine without a model: bandwidths, matrix products, launch cost.
 
@@ -127,7 +129,7 @@ def contexts(limit: int) -> list[int]:
     return found
 
 
-def pass_times(lm: LM, tell: Callable[[str], None]) -> list[PassTime]:
+def pass_times(lm: LM, tell: Tell) -> list[PassTime]:
     """Time the whole grid. Row counts alternate at each context, so that a machine that slows down affects all."""
     found: list[PassTime] = []
     for context in contexts(lm.limit):
@@ -195,15 +197,17 @@ BUDGET = 1.0  # seconds
 RETRY = 24 * 3600  # seconds after which an empty measurement is repeated
 
 
-def quick_costs(model: Model, cache: Path, tell: Callable[[str], None]) -> list[PassTime]:
-    """Return this model's pass times on this machine, saved or measured now. A cache folder that fails is ignored."""
-    name = fingerprint_of(model)
-    file = file_of(cache, machine_fingerprint(model.info.device), f"{name}-quick")
-    if (kept := _kept(file)) is not None:
-        return kept
-    tell("measuring a few forward passes")
+def quick_costs(model: Model, cache: Path, busy: Tell, tell: Tell = lambda _: None) -> list[PassTime]:
+    """Return this model's pass times on this machine, saved or measured now. A cache folder that fails is ignored.
+
+    `busy` is told what takes a second, `tell` that a file is damaged.
+    """
+    name, machine = fingerprint_of(model), machine_fingerprint(model.info.device)
+    if (known := known_times(cache, machine, name, tell)) is not None:
+        return known
+    busy("measuring a few forward passes")
     # empty for a model that is too slow, and saved, so that it is not tried at each start
-    passes = quick_times(model.lm)
+    passes, file = quick_times(model.lm), _quick_file(cache, machine, name)
     times = QuickTimes.from_attributes(model.info, fingerprint=name, passes=passes)
     with suppress(OSError):  # measured again the next time, which costs a second
         private_folder(file.parent)
@@ -211,18 +215,22 @@ def quick_costs(model: Model, cache: Path, tell: Callable[[str], None]) -> list[
     return passes
 
 
-def kept_times(cache: Path, machine: str, model: str) -> list[PassTime]:
-    """Return the saved pass times for these fingerprints, or an empty list."""
-    return _kept(file_of(cache, machine, f"{model}-quick")) or []
-
-
-def _kept(file: Path) -> list[PassTime] | None:
-    """Return saved pass times, or None to measure again: the file is missing, damaged, or empty and old."""
+def known_times(cache: Path, machine: str, model: str, tell: Tell) -> list[PassTime] | None:
+    """Return the saved pass times for these fingerprints, or None to measure: the file is missing, damaged, or empty
+    and old."""
+    known = load_calibration(cache, machine, model, tell)
+    if known is not None and known.model is not None and known.model.passes:
+        return known.model.passes
+    file = _quick_file(cache, machine, model)
     try:
         passes = QuickTimes.model_validate_json(file.read_bytes()).passes
         return passes if passes or time.time() - file.stat().st_mtime < RETRY else None
     except (OSError, ValueError):
         return None
+
+
+def _quick_file(cache: Path, machine: str, model: str) -> Path:
+    return file_of(cache, machine, f"{model}-quick")
 
 
 def quick_times(lm: LM, clock: Callable[[], float] = time.perf_counter) -> list[PassTime]:
@@ -250,13 +258,8 @@ def quick_times(lm: LM, clock: Callable[[], float] = time.perf_counter) -> list[
     return found
 
 
-Tell = Callable[[str], None]
-
-
 def calibrate(model: Model, cache: Path, tell: Tell = lambda _: None) -> CalibrationDocument:
     """Measure the machine that `model` runs on, and the model's pass times."""
-    import torch
-
     from kvcli.models import machine
 
     at = model.lm.device
@@ -276,7 +279,9 @@ def calibrate(model: Model, cache: Path, tell: Tell = lambda _: None) -> Calibra
         launch=launch(at),
         links=links(at),
         disk=disk(_weights_file(model)),
-        model=_times(model, tell),
+        model=ModelTimes.from_attributes(
+            model.info, fingerprint=fingerprint_of(model), passes=pass_times(model.lm, tell)
+        ),
     )
     save_calibration(cache, found.model_copy(update={"model": None}))
     save_calibration(cache, found)
@@ -310,12 +315,6 @@ def fingerprint_of(model: Model) -> str:
     info, hidden, lm = model.info, int(model.lm.model.config.get_text_config().hidden_size), model.lm
     weights = lm.hashes.of(lm.files["weights"]) if lm.files else ""
     return model_fingerprint(info.dtype, info.quant, info.layers, hidden, info.vocab, info.id, weights)
-
-
-def _times(model: Model, tell: Tell) -> ModelTimes:
-
-    passes = pass_times(model.lm, tell)
-    return ModelTimes.from_attributes(model.info, fingerprint=fingerprint_of(model), passes=passes)
 
 
 def _weights_file(model: Model) -> Path:

@@ -1,1 +1,0 @@
-"""Measure a machine once: pass times by rows and tokens in the KV cache, bandwidths, launch cost."""
