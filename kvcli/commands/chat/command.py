@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from os.path import expanduser
@@ -19,10 +19,9 @@ from kvcli.models.grammar import Grammar
 from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
-    from kvcli.api import Event, Turn
-    from kvcli.chat.conversation import Chat
+    from kvcli.api import Turn
     from kvcli.chat.document_pack import Pack
-    from kvcli.chat.model import Model
+    from kvcli.chat.model import Chat, Model
     from kvcli.chat.saved_chats import SavedChat
     from kvcli.commands.chat.repl import Repl
     from kvcli.commands.common.inputs import Question
@@ -256,14 +255,14 @@ def answer(
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
     setup.reuses = setup.keeps_chats  # --no-save saves nothing, but uses the prefix cache
     run, text_session = load_model(setup, profile, wanted, screen)
-    from kvcli.chat.conversation import Chat
+    from kvcli.chat.model import Chat
 
     talk = Chat(text_session, saved_chats=saved_chats_of(world), is_locked=True, called=setup.lasting_name)
     with ExitStack() as ends:
         ends.callback(lambda: talk.text_session.close())  # /model may have changed the session
         ends.callback(talk.close)
         if packed is not None:
-            packed.refuse_other(text_session)
+            packed.refuse_other(text_session.session, text_session.profile)
             text_session.pack = packed
         begin(world, talk, question, opened, saves)
         again = text_session.why_again() if opened else ()
@@ -332,22 +331,15 @@ def ask_once(
             from kvcli.render.turn.status_row import RowOptions
             from kvcli.render.turn.turn_view import show_turn
 
-            turn = show_turn(with_notes(events, talk, screen), screen, RowOptions(profile.name, stopping=cancel))
+            for note in talk.notes:
+                screen.note(note)
+            talk.tell = screen.note
+            turn = show_turn(events, screen, RowOptions(profile.name, stopping=cancel))
     missed = answer_constraint.missed(turn) if answer_constraint is not None else ""
     for note in filter(None, (turn.stats.approx, missed, run.record(profile, turn))):
         tell(world, note)
     usual = ExitStatus.BAD_OUTPUT if missed else ExitStatus.OK
     return {"interrupted": ExitStatus.INTERRUPTED, "loop": ExitStatus.BAD_OUTPUT}.get(turn.finish, usual)
-
-
-def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[Event]:
-    """Yield the events, and show notes on the prompt before the next event."""
-    said = 0
-    for event in events:
-        for note in talk.notes[said:]:
-            screen.note(note)
-        said = len(talk.notes)
-        yield event
 
 
 def converse(

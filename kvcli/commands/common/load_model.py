@@ -10,7 +10,7 @@ from kvcli.errors import BadConfig, BadModel, DoesNotFit, KvcliError
 
 if TYPE_CHECKING:
     from kvcli.api import Turn
-    from kvcli.chat.text_session import TextSession
+    from kvcli.chat.model import TextSession
     from kvcli.commands.common.run_setup import Setup
     from kvcli.fit.preflight import Preflight
     from kvcli.models.source import Source

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from kvcli.api import Turn
-    from kvcli.chat.text_session import TextSession
+    from kvcli.chat.model import TextSession
     from kvcli.commands.common.exits import Interrupt
     from kvcli.commands.common.load_model import CheckedRun
     from kvcli.commands.summarize.documents import InputDocument
@@ -93,7 +93,7 @@ def _summarize(job: SummaryJob) -> int:
     cancel = Interrupt(job.setup.world.clock)  # active while the model works; before that Ctrl-C ends the command
     with text_session:
         if job.packed is not None:
-            job.packed.refuse_other(text_session)
+            job.packed.refuse_other(text_session.session, text_session.profile)
             text_session.pack = job.packed
         for note in (*prepared.notes, *text_session.cautions, *text_session.info.notes):
             job.tell(note)
