@@ -88,6 +88,12 @@ class FakeModel:
     thought: str = ""  # before its answer
     idled: int = 0  # how often it could do what it had left
 
+    def is_compressed_prefix(self, ids: Sequence[int]) -> bool:
+        return False  # it has no KV cache to condense
+
+    def condense(self, end: int, most: int, cancel: Cancel) -> None:
+        return None
+
     def stream(
         self,
         prompt: str | Sequence[int],

@@ -13,8 +13,7 @@ import torch
 
 import kvcli
 from kvcli.bench.workloads import facts_in
-from kvcli.chat.conversation import Chat
-from kvcli.chat.model import Model
+from kvcli.chat.model import Chat, Model
 from kvcli.chat.transcript import Message
 from kvcli.demo.report import write_report
 from kvcli.engine.engine import iterate_events, run_to_end

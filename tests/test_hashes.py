@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import kvcli
-from kvcli.chat.document_pack import make, open_pack
+from kvcli.chat.document_pack import open_pack
 from kvcli.chat.model import Model
 from kvcli.engine.loading import weights as weights_of
 from kvcli.engine.loading.open_lm import open_lm
@@ -270,7 +270,7 @@ def test_twins_share_nothing(demo: Path, tmp_path: Path, settled: None) -> None:
         first = {kind: say(model) for kind, say in kinds.items()}
         chat = model.chat()
         chat.attach(kvcli.Document("a.md", "The depot opens at nine. " * 40, "0" * 64))
-        make(chat, tmp_path / "one.kvs")
+        chat.pack(tmp_path / "one.kvs")
     assert {kind: say(model) for kind, say in kinds.items()} == first
     same = tmp_path / "elsewhere"
     shutil.copytree(folder, same)
@@ -288,7 +288,7 @@ def test_twins_share_nothing(demo: Path, tmp_path: Path, settled: None) -> None:
             differs = {kind for kind, say in kinds.items() if say(model) != first[kind]}
             assert differs == set(kinds) - ({"times"} if name == "tokenizer.json" else set())
             with pytest.raises(BadInput) as caught:
-                open_pack(tmp_path / "one.kvs").refuse_other(model.chat().text_session)
+                open_pack(tmp_path / "one.kvs").refuse_other(model.text_session.session, model.profile)
             assert caught.value.detail["fields"] == ["weights" if name == "model.safetensors" else "files"]
         put(folder / name, files[name])
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 import kvcli
-from kvcli.chat.conversation import Chat
 from kvcli.chat.database import LEFT_OUT
+from kvcli.chat.model import Chat
 from kvcli.chat.overflow import ASKED, HEAD, KEPT
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.documents import document_of

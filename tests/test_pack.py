@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import kvcli
-from kvcli.chat.conversation import Chat
-from kvcli.chat.document_pack import CHAT, MANIFEST, PAST, make, open_pack
-from kvcli.chat.model import Model
+from kvcli.chat.document_pack import CHAT, MANIFEST, PAST, Pack, open_pack
+from kvcli.chat.model import Chat, Model
 from kvcli.documents import read_document
 from kvcli.errors import BadInput
 from kvcli.prefix_cache import snapshot_file
@@ -63,7 +62,7 @@ def packs(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     def pack(name: str) -> Path:
         path = folder / f"{name}.kvs"
         if not path.exists():
-            make(talk(model, name), path)
+            talk(model, name).pack(path)
         return path
 
     return pack
@@ -72,7 +71,7 @@ def packs(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 def asking(model: Model, name: str, path: Path) -> Chat:
     """A chat about a pack, as `kvcli chat --pack` opens it."""
     pack, chat = open_pack(path), talk(model, name)
-    pack.refuse_other(chat.text_session)
+    refuse(pack, chat)
     chat.text_session.pack, chat.system, chat.pending = pack, pack.chat.system, pack.documents
     return chat
 
@@ -88,7 +87,7 @@ def test_the_answer_is_that_of_the_document_itself(model: Model, packs: Callable
 @pytest.mark.parametrize("name", [name for name in SETS if name != "exact"])
 def test_a_compressed_pack_goes_on_as_the_text_that_made_it(model: Model, tmp_path: Path, name: str) -> None:
     live = talk(model, name)
-    about = make(live, tmp_path / "one.kvs")
+    about = live.pack(tmp_path / "one.kvs")
     asked = asking(model, name, tmp_path / "one.kvs")
     for question in (QUESTION, "And then?"):
         turn, want = asked.send(question, **OPTIONS), live.send(question, **OPTIONS)
@@ -112,7 +111,7 @@ def test_a_question_that_begins_oddly_is_answered_too(model: Model, packs: Calla
 
 
 def test_a_pack_has_its_system_text(model: Model, tmp_path: Path) -> None:
-    make(talk(model, "exact", "Answer in one word."), tmp_path / "one.kvs")
+    talk(model, "exact", "Answer in one word.").pack(tmp_path / "one.kvs")
     chat = asking(model, "exact", tmp_path / "one.kvs")
     assert chat.system == "Answer in one word."
     assert chat.send(QUESTION, **OPTIONS).stats.cached == open_pack(tmp_path / "one.kvs").about.tokens
@@ -135,7 +134,7 @@ def test_one_that_is_stopped_leaves_nothing(model: Model, tmp_path: Path, reads:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make(talk(model, "exact"), tmp_path / "one.kvs", stop)
+        talk(model, "exact").pack(tmp_path / "one.kvs", stop)
     assert not list(tmp_path.iterdir())
 
 
@@ -145,8 +144,12 @@ def test_a_full_disk_leaves_nothing(model: Model, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("kvcli.chat.document_pack.snapshot_file.write", full)
     with pytest.raises(BadInput, match="No space left"):
-        make(talk(model, "exact"), tmp_path / "one.kvs")
+        talk(model, "exact").pack(tmp_path / "one.kvs")
     assert not list(tmp_path.iterdir())
+
+
+def refuse(pack: Pack, chat: Chat) -> None:
+    pack.refuse_other(chat.text_session.session, chat.text_session.profile)
 
 
 def test_each_field_in_which_it_differs_is_named_with_what_to_type(model: Model, packs: Callable[[str], Path]) -> None:
@@ -155,13 +158,13 @@ def test_each_field_in_which_it_differs_is_named_with_what_to_type(model: Model,
     for field in right:
         pack.about.fingerprint = right | {field: "another"}
         with pytest.raises(BadInput) as caught:
-            pack.refuse_other(talk(model, "snap").text_session)
+            refuse(pack, talk(model, "snap"))
         assert caught.value.code == "other_pack"
         assert caught.value.lines == (f"{field} was another, is {right[field]}",)
         assert caught.value.try_
     pack.about.fingerprint = right
     with pytest.raises(BadInput) as caught:
-        pack.refuse_other(talk(model, "kvzip").text_session)
+        refuse(pack, talk(model, "kvzip"))
     assert "policy.name was snap, is kvzip" in caught.value.lines
     assert caught.value.try_[0].startswith("leave out -P and --set")
 

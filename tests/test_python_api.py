@@ -11,9 +11,8 @@ import torch
 
 import kvcli
 from kvcli.api import End, Live, Read, Text
-from kvcli.chat.model import Model
+from kvcli.chat.model import Model, TextSession
 from kvcli.chat.saved_chats import SavedChats
-from kvcli.chat.text_session import TextSession
 from kvcli.demo import weights_dir
 from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow, DoesNotFit, ExitStatus

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvcli.chat import database
-from kvcli.chat.conversation import Chat
 from kvcli.chat.database import NAME, VERSION, Database
+from kvcli.chat.model import Chat
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.commands.common.run_setup import Setup
 from kvcli.documents import Document
@@ -450,13 +450,16 @@ def fuzz(library: Path, folder: Path, seeds: range, flips: int) -> tuple[int, in
             n_found = sum(map(len, kept.values()))
             asides = [path.read_bytes() for path in sessions.folder.glob(f"{NAME}.damaged-*")]
             assert (before in asides) == bool(told), seed
+            n_told = len(told)
             for name in kept:  # what continues one that has gaps takes no turn away
                 chat = Chat(model(), saved_chats=sessions).load(name)
                 chat.send("more")
                 chat.save()
                 assert "more" in asked(sessions, name), seed
             after = {text for entry in sessions.entries() for text in asked(sessions, entry.id)}
-            assert {text for texts in kept.values() for text in texts if text.startswith("question")} <= after, seed
+            assert {text for texts in kept.values() for text in texts if text.startswith("question")} <= after or (
+                len(told) > n_told  # damage that only a write meets
+            ), seed
             sessions.search("question")
             hold_talk(sessions, "one more")
             assert sessions.search("one more"), seed

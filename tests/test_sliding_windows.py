@@ -195,7 +195,7 @@ def test_a_fork_goes_back_by_itself() -> None:
 
 
 def test_a_kv_cache_that_moves_to_another_knows_what_it_lacks() -> None:
-    from kvcli.chat.resilient_generation import move
+    from kvcli.chat.turn import move
 
     session = opened(MODEL, dense(MODEL))
     written(session)

@@ -123,9 +123,13 @@ def _document(db: sqlite3.Connection, session: int, about: Sequence[str]) -> Cha
         messages.append({"role": "user", "text": question, "documents": documents[n], "finish": None})
         more = {"finish": ended, "figures": figures, "thinking": thinking}
         messages.append({"role": "assistant", "text": answer, "documents": [], **more})
-    left = [{"messages": int(notes["name"]), "notes": notes["text"]} for notes in documents[LEFT_OUT]]
     made = dict(zip(ABOUT, about, strict=True)) | {"messages": messages, "pending": documents[PENDING]}
-    return ChatDocument.model_validate({"schema": SCHEMA, **made, "left_out": left[0] if left else None})
+    saved = ChatDocument.model_validate({"schema": SCHEMA, **made})
+    for notes in documents[LEFT_OUT]:
+        with suppress(ValueError):  # no number, or more messages than there are
+            left = {"messages": int(notes["name"]), "notes": notes["text"]}
+            saved = ChatDocument.model_validate({"schema": SCHEMA, **made, "left_out": left})
+    return saved
 
 
 def write(db: sqlite3.Connection, name: str, made: ChatDocument, had: ChatDocument) -> int:
@@ -354,11 +358,11 @@ def _salvage(old: Path, db: sqlite3.Connection) -> int:
             for row in _rows(source, f"SELECT {', '.join(types)} FROM {table}"):
                 if not db.execute(put, row).rowcount and table == "turns":  # nothing refers to their ids
                     db.execute(put, (None, *row[1:]))  # two rows have one id, and either may be damaged
-    # turns of a lost chat become a chat, and what refers to a lost row goes, as do notes that may be damaged
-    db.executescript(f"""
+    # turns of a lost chat become a chat, and what refers to a lost row goes
+    db.executescript("""
         INSERT OR IGNORE INTO sessions SELECT DISTINCT session, 'found-' || session, NULL, '', NULL, '', 0
             FROM turns WHERE session NOT IN (SELECT id FROM sessions);
-        DELETE FROM documents WHERE text NOT IN (SELECT id FROM texts) OR n = {LEFT_OUT};
+        DELETE FROM documents WHERE text NOT IN (SELECT id FROM texts);
         DELETE FROM files WHERE session NOT IN (SELECT id FROM sessions);
         INSERT INTO words (words) VALUES ('rebuild');
     """)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,18 +22,15 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from kvcli import assemble
-from kvcli.api import Read
-from kvcli.chat.conversation import Chat
-from kvcli.chat.text_session import TextSession
-from kvcli.chat.transcript import as_document, documents_of
+from kvcli.chat.transcript import documents_of
 from kvcli.documents import Document
 from kvcli.engine.sequence.session import GenerationSession
-from kvcli.errors import BadInput, writing
+from kvcli.errors import BadInput
 from kvcli.files import replacing_folder, write_private
 from kvcli.kv.snapshot import SnapshotMismatch
 from kvcli.prefix_cache import snapshot_file
 from kvcli.prefix_cache.block_tree import CorruptFile
-from kvcli.prefix_cache.prefix_cache import FEW, cache_key, fields_of
+from kvcli.prefix_cache.prefix_cache import cache_key, fields_of
 from kvcli.prefix_cache.tensor_codec import coded_state, decoded_state
 from kvcli.schemas.pack import PackDocument, PackedFile
 from kvcli.schemas.turn import ChatDocument
@@ -80,13 +77,13 @@ class Pack:
             raise _bad(self.folder, f"{PAST} belongs to another text")
         session.resume(ids)  # as at the start of every question
 
-    def differs(self, text_session: TextSession) -> list[str]:
+    def differs(self, session: GenerationSession, profile: Profile) -> list[str]:
         """Return the fields in which the model or its KV cache settings differ from those of the pack."""
-        return _unlike(fingerprint(text_session, cache_key(text_session.model.lm)), self.about.fingerprint)
+        return _unlike(_fingerprint(session, profile), self.about.fingerprint)
 
-    def refuse_other(self, text_session: TextSession) -> None:
-        """Raise BadInput if this text session cannot use the pack."""
-        self._refuse(fingerprint(text_session, cache_key(text_session.model.lm)), self.about.fingerprint)
+    def refuse_other(self, session: GenerationSession, profile: Profile) -> None:
+        """Raise BadInput if a session of this profile cannot use the pack."""
+        self._refuse(_fingerprint(session, profile), self.about.fingerprint)
 
     def refuse_under(self, profile: Profile) -> None:
         """Raise BadInput if settings differ; needs no model. `OF_MODEL` is skipped: loading resolves its "auto"."""
@@ -140,47 +137,33 @@ def open_pack(folder: Path) -> Pack:
     return Pack(folder, about, chat)
 
 
-def make(talk: Chat, folder: Path, on_read: Callable[[Read], None] = lambda _: None) -> PackDocument:
-    """Prefill the documents attached to a chat, and save them with their KV cache in `folder`.
+def write_pack(
+    folder: Path,
+    chat: ChatDocument,
+    session: GenerationSession,
+    profile: Profile,
+    promise: str,
+    made_by: Mapping[str, str],
+) -> PackDocument:
+    """Write the pack of a chat without questions, whose documents `session` has prefilled.
 
-    `on_read` receives the progress of the prefill. The folder gets its name once it is complete. Raises BadInput for
-    documents so short that a pack saves no time.
+    `promise`: exactness of the profile on this model. `made_by`: the cache key of the model from before the prefill.
     """
-    (ids, contents), made_by = talk.begins(), cache_key(talk.text_session.model.lm)
-    if len(ids) < FEW:
-        raise BadInput(
-            "these documents are too short for a pack",
-            code="too_short",
-            lines=[f"they have {len(ids):,} tokens"],
-            try_=["kvcli chat -f FILE"],
-        )
-    on_read(Read(0, len(ids), 0, 0.0))
-    # one token is generated, because that pass commits the last prompt token
-    for event in talk.text_session.stream(ids, messages=contents, max_new_tokens=1, ignore_eos=True):
-        if isinstance(event, Read):
-            on_read(event)
-    with writing(folder.name, try_=["-o NAME.kvs in another folder"]):
-        return _write(talk, folder, ids, made_by)
-
-
-def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, str]) -> PackDocument:
-    """Write the pack. `made_by`: the cache key of the model from before the prefill."""
-    text_session = talk.text_session
-    assert text_session.session.ids[: text_session.session.committed] == list(ids), "something else was read"
-    shaping, values = assemble.cache_conditions(text_session.profile), text_session.profile.values
+    ids = session.ids[: session.committed]
+    shaping, values = assemble.cache_conditions(profile), profile.values
     with replacing_folder(folder) as made:
-        snapshot_file.write(made / PAST, coded_state(text_session.session.state(), shaping.codec))
-        write_private(made / CHAT, json.dumps(as_document(talk).document(), ensure_ascii=False))
+        snapshot_file.write(made / PAST, coded_state(session.state(), shaping.codec))
+        write_private(made / CHAT, json.dumps(chat.document(), ensure_ascii=False))
         about = PackDocument(
             schema="kvcli.pack/1",
             made=datetime.now(UTC).isoformat(timespec="seconds"),
-            model=talk.called or text_session.info.id,
-            profile=text_session.profile.name,
-            promise=text_session.promise,
-            documents=[document.name for document in talk.pending],
+            model=chat.model,
+            profile=profile.name,
+            promise=promise,
+            documents=[document.name for document in chat.pending],
             tokens=len(ids),
             ids=snapshot_file.digest(ids),
-            fingerprint=fingerprint(text_session, made_by),
+            fingerprint=fields_of(made_by, session, shaping),
             settings={key: set_value(values[key]) for key in (*OF_MODEL, *shaping.settings)},
             files={name: _packed(made / name) for name in (CHAT, PAST)},
         )
@@ -188,9 +171,9 @@ def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, s
     return about
 
 
-def fingerprint(text_session: TextSession, made_by: Mapping[str, str]) -> dict[str, str]:
-    """Return everything that the KV cache of a text session depends on, by field."""
-    return fields_of(made_by, text_session.session, assemble.cache_conditions(text_session.profile))
+def _fingerprint(session: GenerationSession, profile: Profile) -> dict[str, str]:
+    """Return everything that the KV cache of a session depends on, by field."""
+    return fields_of(cache_key(session.lm), session, assemble.cache_conditions(profile))
 
 
 def _unlike(mine: Mapping[str, str], its: Mapping[str, str]) -> list[str]:

@@ -8,14 +8,12 @@ is freed at once, because the shown part then begins differently and needs a new
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from kvcli.api import Cancel, End, Event, Text, Thought
 from kvcli.chat.transcript import Message
 from kvcli.documents import split_pages
 from kvcli.errors import BadInput, ContextOverflow
@@ -24,8 +22,7 @@ from kvcli.models.text import encode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.chat.conversation import Chat
-    from kvcli.schemas.turn import LeftOut
+    from kvcli.documents import Document
 
 # The context window: tokens that a prompt leaves for its answer, and advice when they are too few.
 
@@ -108,17 +105,6 @@ class VisibleMessages:
         return [replace(first, text=text, documents=documents), *rest[1:]]
 
 
-def shown_of(chat: Chat, saved: LeftOut | None) -> VisibleMessages:
-    """Return the part of a saved chat that the model was shown; the whole chat if it now fits the context window."""
-    if saved is None:
-        return VisibleMessages()
-    if chat.messages and len(chat.rendered(chat.messages, VisibleMessages()).ids) <= KEPT * chat.text_session.limit:
-        return VisibleMessages()
-    kept = "it has its notes on them" if saved.notes else "it does not know them"
-    chat.note(f"the chat exceeds the context window; questions 1–{saved.messages // 2} are not sent; {kept}")
-    return VisibleMessages(saved.messages, saved.notes)
-
-
 def shorter(
     shown: VisibleMessages, n: int, size: Callable[[VisibleMessages], int], room: int
 ) -> VisibleMessages | None:
@@ -133,61 +119,16 @@ def shorter(
     return None
 
 
-def fitting(chat: Chat, question: Message, detail: dict[str, Any]) -> list[str]:
-    """Return commands to type if the question's documents are too long: pages that fit, or `kvcli summarize`."""
-    tokens = {d.name: d.tokens(chat.text_session.tokenizer) for d in question.documents}
+def fitting(
+    documents: Sequence[Document], detail: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model: str
+) -> list[str]:
+    """Return commands to type if documents of a question are too long: pages that fit, or `kvcli summarize`."""
+    tokens = {d.name: d.tokens(tokenizer) for d in documents}
     if not tokens or (over := detail["prompt"] + detail["reserve"] - detail["limit"]) <= 0:
         return []
-    longest = max(question.documents, key=lambda d: tokens[d.name])
+    longest = max(documents, key=lambda d: tokens[d.name])
     name, room, pages = quote(split_pages(longest.name)[0]), tokens[longest.name] - over, longest.sections
-    sizes = accumulate(len(encode(chat.text_session.tokenizer, section.text)) + PAGE_MARK for section in pages)
+    sizes = accumulate(len(encode(tokenizer, section.text)) + PAGE_MARK for section in pages)
     n = bisect_right([*sizes], room) if longest.unit == "page" else 0
     ways = [f"-f {name}:{pages[0].number}-{pages[n - 1].number}, pages that fit"] if n else []
-    model = quote(chat.called or chat.text_session.info.id)
-    return [*ways, f"kvcli summarize {name} -m {model}, which reads it in parts"]
-
-
-def leave_out(
-    chat: Chat, question: Message, detail: dict[str, Any], options: dict[str, Any]
-) -> Generator[Event, None, bool]:
-    """Show the model less of the chat from here on; False if that cannot make the prompt fit.
-
-    `detail`: of the ContextOverflow error, with the lengths. `options`: the options of the question.
-    """
-    if (how := chat.text_session.on_overflow) == "error":
-        return False
-    asked = [*chat.messages, question]
-    cancel: Cancel = options.get("cancel") or (lambda: False)
-    if how == "compress":
-        fewer_tokens = chat.prompt_tokens.condensed(chat.text_session, chat.rendered(asked).text, detail, cancel)
-        if fewer_tokens is not None:
-            n, fewer = fewer_tokens.begins.ids, len(chat.prompt_tokens.ids) - len(fewer_tokens.ids)
-            chat.prompt_tokens = fewer_tokens
-            chat.note(f"the chat exceeds the context window; {n + fewer:,} tokens shrink to {n:,}; facts may be lost")
-            return True
-    of_notes = int(detail["limit"] * NOTES) if how == "summarize" else 0
-    room = detail["limit"] - detail["reserve"] - of_notes
-    now = shorter(chat.visible_messages, len(chat.messages), lambda shown: len(chat.rendered(asked, shown).ids), room)
-    if now is None:
-        return False
-    notes = (yield from _notes(chat, now.left, of_notes, options)) if of_notes else ""
-    chat.visible_messages = replace(now, notes=notes)
-    kept = "it wrote notes on them" if notes else "it does not know them any more"
-    if how == "compress":
-        kept += ", because their KV cache could not be compressed"
-    if not cancel():  # after a cancel nothing is answered or changed
-        chat.note(f"the chat exceeds the context window; questions 1–{now.left // 2} are not sent; {kept}")
-    return True
-
-
-def _notes(chat: Chat, left: int, n: int, options: dict[str, Any]) -> Generator[Event, None, str]:
-    """Generate notes of at most n tokens on the first `left` messages. Their KV in the cache is reused."""
-    asked = chat.rendered([*chat.messages[:left], Message("user", ASKED)])
-    own = {"max_new_tokens": n, "cancel": options.get("cancel")}
-    with suppress(ContextOverflow):  # the messages left out fill the window alone
-        for event in chat.text_session.stream(asked.ids, messages=asked.contents, **own):
-            if isinstance(event, End):
-                return "" if event.turn.finish == "interrupted" else event.turn.text.strip()
-            if not isinstance(event, Text | Thought):
-                yield event
-    return ""
+    return [*ways, f"kvcli summarize {name} -m {quote(model)}, which reads it in parts"]

@@ -6,9 +6,8 @@ import json
 import re
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from itertools import takewhile
 from os.path import expanduser
 from pathlib import Path
@@ -22,14 +21,12 @@ from kvcli.files import write_private
 from kvcli.models.control_words import OPEN
 from kvcli.models.template import Layout
 from kvcli.models.text import Messages, decode, encode, encode_with_places, lay_out, special_ids
-from kvcli.schemas.turn import SCHEMA, ChatDocument, Figures, LeftOut, SavedDocument, SavedMessage
+from kvcli.schemas.turn import ChatDocument, Figures, SavedDocument, SavedMessage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.api import Cancel, Turn
-    from kvcli.chat.conversation import Chat
-    from kvcli.chat.text_session import TextSession
+    from kvcli.api import Turn
     from kvcli.engine.stats import Stats
 
 # Token kinds: the kind of each id of a tokenizer, and the spans of template text and system text in a chat.
@@ -197,29 +194,36 @@ class PromptTokens:
         begins = before.begins if shares(before.begins) else PromptMark(0, 0)
         return replace(self, marks=(*marks, PromptMark(len(prompt), n)), begins=begins)
 
-    def of(self, text: str, model: TextSession) -> tuple[str, Sequence[int]]:
+    def of(self, text: str, is_compressed_prefix: Callable[[Sequence[int]], bool]) -> tuple[str, Sequence[int]]:
         """Return the known beginning of `text` and its ids."""
-        if self.begins.ids and not model.is_compressed_prefix(self.ids[: self.begins.ids]):
+        if self.begins.ids and not is_compressed_prefix(self.ids[: self.begins.ids]):
             return "", ()  # the condensed KV is no longer in the cache
         if text.startswith(self.text):
             return self.text, self.ids
         return self.text[: self.begins.text], self.ids[: self.begins.ids]
 
-    def condensed(self, model: TextSession, text: str, detail: dict[str, Any], cancel: Cancel) -> PromptTokens | None:
+    def condensed(
+        self,
+        text: str,
+        detail: Mapping[str, Any],
+        can_condense: Callable[[Sequence[int]], bool],
+        condense: Callable[[int, int], list[int] | None],
+    ) -> PromptTokens | None:
         """Condense more of the beginning, so that a prompt of this text fits the context window; None = impossible.
 
-        `detail`: of the ContextOverflow error, with the lengths.
+        `detail`: of the ContextOverflow error, with the lengths. `condense`: from the first so many tokens to so many
+        slots per head, which get the returned ids; None = impossible.
         """
         room = detail["limit"] - detail["reserve"]
         left = {mark: round(room * FILLED) - (detail["prompt"] - mark.ids) for mark in self.marks}
         shared = [m for m in self.marks if text.startswith(self.text[: m.text])]
-        able = [m for m in shared if LEAST <= left[m] < m.ids and model.can_condense(self.ids[: m.ids])]
+        able = [m for m in shared if LEAST <= left[m] < m.ids and can_condense(self.ids[: m.ids])]
         newest = [m for m in able if detail["prompt"] - m.ids >= room * NEWEST]
         if not able:
             return None
         mark = newest[-1] if newest else able[0]
         n = left[mark]
-        if (ids := model.condense(mark.ids, n, cancel)) is None:
+        if (ids := condense(mark.ids, n)) is None:
             return None
         later = tuple(PromptMark(m.text, m.ids - mark.ids + n) for m in self.marks if m.ids > mark.ids)
         return replace(self, ids=[*ids, *self.ids[mark.ids :]], marks=later, begins=PromptMark(mark.text, n))
@@ -281,22 +285,6 @@ def figures_of(stats: Stats) -> Figures:
     )
 
 
-def save_chat(chat: Chat, title: str | None = None) -> str:
-    """Save `chat`, the first time as a new saved chat, and return its name. An unchanged chat is not written."""
-    chat.title = title or chat.title or first_words(chat.messages)
-    made, saved_chat = as_document(chat), chat.saved_chat
-    if chat.is_saved and saved_chat and made == saved_chat.saved.model_copy(update={"saved": made.saved}):
-        return saved_chat.name
-    saved_chat = saved_chat or chat.saved_chats.begin(is_locked=chat.is_locked)
-    try:
-        chat.saved_chats.write(saved_chat, made)
-        chat.saved_chat = saved_chat
-    finally:
-        if chat.saved_chat is None:
-            saved_chat.close()
-    return saved_chat.name
-
-
 def export_chat(saved: ChatDocument, path: Path, *, overwrite: bool = False) -> Path:
     """Write the chat to `path`, in the format of its suffix."""
     path = Path(expanduser(path))
@@ -314,25 +302,6 @@ def export_chat(saved: ChatDocument, path: Path, *, overwrite: bool = False) -> 
     with writing(path):
         write_private(path, write(saved))
     return path
-
-
-def as_document(chat: Chat) -> ChatDocument:
-    """Return the chat as a document that can be continued later, with its attached documents."""
-    return ChatDocument(
-        schema=SCHEMA,
-        title=chat.title,
-        model=chat.called or chat.text_session.info.id,
-        saved=datetime.now().astimezone().isoformat(timespec="seconds"),
-        system=chat.system,
-        messages=[
-            SavedMessage.from_attributes(m, documents=[SavedDocument.from_attributes(d) for d in m.documents])
-            for m in chat.messages
-        ],
-        pending=[SavedDocument.from_attributes(d) for d in chat.pending],
-        left_out=LeftOut(messages=chat.visible_messages.left, notes=chat.visible_messages.notes)
-        if chat.visible_messages.left
-        else None,
-    )
 
 
 def json_lines(saved: ChatDocument) -> str:

@@ -1,32 +1,44 @@
-"""A turn: the prefill of a prompt and the generation of an answer, as events with measured figures."""
+"""A turn: the prefill of a prompt and the generation of an answer, as events with measured figures.
+
+Both survive a lack of memory: the broken pass is undone, and the next fallback step is applied. No token is lost: ids
+are always kept, and keys and values that cannot be saved are computed again from the ids.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvcli import environment
+from kvcli import assemble, environment
 from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, Turn
-from kvcli.chat.resilient_generation import ResilientGeneration
-from kvcli.engine.forward_request import Coroutine
+from kvcli.engine.forward_request import Coroutine, Passes, await_passes
+from kvcli.engine.policy.policy import Phase
 from kvcli.engine.resources import peak_bytes, used_bytes
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.sequence.state import RepetitionDetector
 from kvcli.engine.stats import Stats
-from kvcli.kv.out_of_memory import CacheFull, catch_cache_full
-from kvcli.kv.slots import hit_rate, nbytes
+from kvcli.errors import KvcliError
+from kvcli.kv.out_of_memory import CacheFull, catch_cache_full, free_caches
+from kvcli.kv.slots import KVCache, hit_rate, nbytes
 from kvcli.models.channels import Channels, Piece
 from kvcli.models.text import StopStrings
+from kvcli.settings.config import set_value
+from kvcli.settings.profile import Profile
+from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
-    from kvcli.chat.text_session import TextSession
+    from transformers import PreTrainedTokenizerBase
+
     from kvcli.engine.sequence.constraint import Constraint
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.state import KindSpan
     from kvcli.kv.slots import Loss
-    from kvcli.settings.profile import Profile
+    from kvcli.methods.steps.step_writer import Writer
 
 # Notes for the user about KV that an approximate profile evicts, quantizes or skips.
 
@@ -82,7 +94,125 @@ def approximation_note(profile: Profile, lost: Collection[Loss], found: str = ""
     return f"approximate answer: profile {by} {', '.join(words)}, so facts may be missing; {exact} uses the full text"
 
 
+# Memory: repair after a broken pass, and fallback steps.
+
+
+def repair_session(session: GenerationSession) -> bool:
+    """Make KV cache and ids agree after a broken pass; True if a compression point was reached but not processed.
+
+    A pass breaks before anything is stored, between two layers, or after its last token. Slots that only some layers
+    stored are removed, and a prompt in prefill then ends with the last token that all layers stored.
+    """
+    session.committed = min(session.committed, max(0, len(session.ids) - 1))
+    is_due = session.committed > 0 and session.committed == session.next_compression_at
+    session.rewind(session.committed + 1)
+    return is_due
+
+
+def next_fallback(profile: Profile, limit: int) -> Profile:
+    """Return the profile after its next fallback step, such as "kv.v_bits=2" or "context.limit=-25%"."""
+    step, *rest = profile.memory.fallbacks
+    key, _, value = step.partition("=")
+    number: object = int(value) if value.isdigit() else value
+    if value.endswith("%"):
+        now: Any = limit if key == "context.limit" else profile.values[key]
+        number = max(1, int(now * (1 + int(value[:-1]) / 100)))
+    return profile.replace(**{"memory.fallbacks": rest, key: number})
+
+
+def _apply(session: GenerationSession, old: Profile, new: Profile) -> bool:
+    """Apply profile `new` to the session. False, with nothing changed, if there is no memory for its KV cache."""
+    if _storage(old) != _storage(new):
+        with catch_cache_full() as lacks:
+            store = assemble.store(session.lm, new, nbytes(session.cache).get(session.lm.device.type, 0))
+        if lacks:
+            return False
+        session.compression_interval = assemble.compression_interval(new)
+        with catch_cache_full() as lacks:
+            move(session.cache, store, session.lm.storing)
+            session.replace_cache(store)
+            session.rewind(session.committed + 1)  # the next compression point may differ
+        if lacks:
+            _restart(session, new)
+    session.chunk_rows = assemble.chunk(session.lm, new)
+    return True
+
+
+def move(old: KVCache, new: KVCache, layers: Sequence[int]) -> None:
+    """Move slots of these layers from `old` to `new`, one layer at a time, so that only one layer is stored twice."""
+    for layer in layers:
+        slots = old.slots(layer)
+        new.take(layer, slots)
+        old.evict_except(layer, slots.pos < 0)
+
+
+def _storage(profile: Profile) -> tuple[object, ...]:
+    """Return all settings that decide how keys and values are stored."""
+    return profile.kv, dataclasses.replace(profile.memory, fallbacks=())
+
+
+def _is_ready(session: GenerationSession, is_due: bool, phase: Phase) -> Passes[bool]:
+    """Process the compression point that the failure preceded, and restart the drafter; False if memory ran out."""
+    with catch_cache_full() as lacks:
+        if is_due and session.committed:
+            yield from session.compress_cache(phase)
+        yield from await_passes(session.drafter.start(session.ids, session.sampler))
+    return not lacks
+
+
+def _restart(session: GenerationSession, profile: Profile) -> None:
+    """Replace the KV cache by an empty one, because the old cache may be inconsistent."""
+    session.committed = 0
+    session.rewind(0)  # first: if there is no memory for a new cache, nothing refers to inconsistent slots
+    session.replace_cache(assemble.store(session.lm, profile))
+
+
+def _larger(session: GenerationSession, profile: Profile) -> Iterator[dict[str, object]]:
+    """Yield changes of the profile that may free memory."""
+    if profile.memory.device != "auto":
+        yield {"memory.device": "auto"}
+    if profile.kv.k_bits == profile.kv.v_bits == 16:
+        rounding = {"exactness": "approx"} if profile.exactness != "approx" else {}
+        yield {**rounding, "kv.k_bits": 8, "kv.v_bits": 8}
+    if not size_of(profile.memory.disk):
+        yield {"memory.disk": "8GiB"}
+    if (chunk := assemble.chunk(session.lm, profile) // 4) >= 1:
+        yield {"prefill.chunk": chunk}
+
+
+def _holds(session: GenerationSession, profile: Profile, changes: dict[str, object], n: int) -> bool:
+    """True if a KV cache under the changed profile can be made and has room for n tokens."""
+    with suppress(KvcliError), catch_cache_full():
+        changed = profile.replace(**changes)
+        plan = assemble.plan(session.lm, changed, nbytes(session.cache).get(session.lm.device.type, 0))
+        plan.store()
+        of = changed.policy.footprint(n)
+        return plan.room.holds(n if changed.memory.demotes else max(of.slots, of.peak))
+    return False
+
+
+def _shorter(most: int, prompt: int, profile: Profile) -> list[str]:
+    """Suggest a context window of `most` tokens, if it leaves room for an answer."""
+    room = most - prompt
+    if room < 1:
+        return []
+    enough = room >= min(profile.context.reserve, profile.sample.max_new_tokens)
+    return [f"--ctx {most}" if enough else f"--ctx {most} --max-new-tokens {room}"]
+
+
+# The answer.
+
+
 MEASURE_EVERY = 0.1  # seconds between two memory measurements
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Settings of a running answer, which a lack of memory may change."""
+
+    profile: Profile
+    limit: int  # tokens of the context window
+    writer: Writer | None  # generates by reasoning steps, if the profile asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,62 +233,62 @@ class TurnRequest:
 class TurnRun:
     """A running answer."""
 
-    def __init__(self, text_session: TextSession, asked: TurnRequest) -> None:
-        self._text_session, self._asked = text_session, asked
-        self._stats = Stats(prompt=len(asked.ids), limit=text_session.limit, load=text_session.info.load_seconds)
+    def __init__(
+        self,
+        session: GenerationSession,
+        asked: TurnRequest,
+        terms: Terms,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        load_seconds: float,
+        fetch: Callable[[Sequence[int]], int],
+        switch: Callable[[Profile], Terms],
+    ) -> None:
+        """`fetch`: loads saved KV of the prompt, and returns how many tokens need no prefill. `switch`: returns the
+        terms under another profile of the same weights.
+        """
+        self.session, self.terms, self._asked, self._fetch, self._switch = session, terms, asked, fetch, switch
+        self._stats = Stats(prompt=len(asked.ids), limit=terms.limit, load=load_seconds)
         self._stats.sampling = asdict(asked.sampler)
-        self._steady = ResilientGeneration(text_session, len(asked.ids), asked.new, self._stats)
+        self._words = Channels(tokenizer, asked.ids, asked.strings, is_split=asked.constraint is None)
+        self._said: list[str] = []  # text of the answer so far, which an error returns
+        self._end = len(asked.ids) + asked.new  # most tokens of prompt and answer
         self._cancel = _latched(asked.cancel)
         self._measured = 0.0  # time of the last memory measurement
-        self._fetched = 0.0  # seconds to load KV from the pack and the prefix cache
 
     def events(self) -> Coroutine[Event, Turn]:
-        """Yield Live and Read first, then Thought and Text pieces. The session stays usable however the answer ends."""
-        session, asked = self._text_session.session, self._asked
-        try:
-            with catch_cache_full():  # without room, matching spans are prefilled
-                session.copy_reusable_spans(asked.ids)
-            session.start_answer(asked.ids, asked.sampler, asked.constraint, asked.kind_spans)
-            began = time.perf_counter()
-            self._stats.cached = self._text_session.fetch(asked.ids)
-            self._fetched = time.perf_counter() - began
-            self._stats.order = session.order
-            yield Live(self._stats)
-            with environment.return_large_blocks():
-                yield from self._read()
-            return (yield from self._write())
-        except (GeneratorExit, CacheFull):  # the session stays usable after a lack of memory
-            raise
-        except BaseException:
-            session.rewind(0)  # after any other error, the next question starts with an empty KV cache
-            raise
-
-    def _read(self) -> Coroutine[Event, None]:
-        stats, began = self._stats, time.perf_counter()
-        while (yield from self._steady.chunk(self._asked.ids)):
-            stats.read, stats.reused = time.perf_counter() - began, self._text_session.session.reused
-            self._measure()
-            yield Read(self._text_session.session.progress, stats.prompt, stats.cached, stats.read)
-            if self._cancel():
-                return
-        stats.read = time.perf_counter() - began
-        self._measure(at_once=True)
-        yield Read(stats.prompt, stats.prompt, stats.cached, stats.read)
-
-    def _write(self) -> Coroutine[Event, Turn]:
-        stats, asked = self._stats, self._asked
-        words = Channels(self._text_session.tokenizer, asked.ids, asked.strings, is_split=asked.constraint is None)
+        """Yield Live and Read first, then Thought and Text pieces. A pass that ran out of memory is repeated after a
+        fallback step: its tokens are computed again, and tokens added before it are kept, with their KV.
+        """
+        session, asked, stats, words = self.session, self._asked, self._stats, self._words
+        with catch_cache_full():  # without room, matching spans are prefilled
+            session.copy_reusable_spans(asked.ids)
+        session.start_answer(asked.ids, asked.sampler, asked.constraint, asked.kind_spans)
+        began = time.perf_counter()
+        stats.cached = self._fetch(asked.ids)
+        fetched, stats.order = time.perf_counter() - began, session.order
+        yield Live(stats)
+        with environment.return_large_blocks():
+            yield from self._read()
         ids, answer = list(asked.ids), list[int]()
-        before = self._text_session.session.drafter.report()
+        before = session.drafter.report()
         loops, loop = RepetitionDetector(asked.stop_loops, asked.ids), None
         finish: Finish = "length"
         shown = 0  # tokens of the answer that were already sent with a piece
-        while len(answer) < asked.new and not self._cancel():
-            added = yield from self._steady.step(ids, asked.stops)
-            if not added:
-                break
+        while len(answer) < asked.new and len(ids) < self._end and not self._cancel():
+            with catch_cache_full() as lacks:
+                if len(session.ids) < len(ids):  # the KV cache was lost; afterwards the last token is pending again
+                    while (yield from session.prefill_chunk(ids)):
+                        pass
+                most, stops, writer = self._end - len(ids), asked.stops, self.terms.writer
+                step = yield from session.step(stops, most) if writer is None else writer.step(session, stops, most)
+                stats.add_step(step)
+            added = session.ids[len(ids) :] if lacks else step.new  # a broken pass may have added some
+            if lacks and added:
+                stats.passes += 1
+                stats.new += len(added)
             ids += added
-            stats.first_token = stats.first_token or self._fetched + stats.read + stats.decode
+            stats.first_token = stats.first_token or fetched + stats.read + stats.decode
             self._measure()
             pieces = list[Piece]()
             for i in added:  # one by one: tokens after a stop string do not count, even those of the same pass
@@ -170,38 +300,97 @@ class TurnRun:
             if pieces:
                 yield from self._tell(pieces, answer[shown:])
                 shown = len(answer)
-            if asked.strings.is_hit or loop or answer[-1] in asked.stops:
+            if asked.strings.is_hit or loop or (answer and answer[-1] in asked.stops):
                 finish = "loop" if loop else "stop"
                 break
-        if finish == "length" and len(answer) < min(asked.new, self._text_session.limit - stats.prompt):
+            if lacks and len(answer) < asked.new:
+                yield from self._relieve(lacks[0], "answering")
+                self._end = min(self._end, self.terms.limit)
+        if finish == "length" and len(answer) < min(asked.new, self.terms.limit - stats.prompt):
             finish = "interrupted"
         yield from self._tell(words.finish(), answer[shown:])
         self._measure(at_once=True)
-        if (foretell := self._text_session.foretell) is not None:
-            stats.estimate, stats.available = foretell(self._text_session.profile, stats.context)
-        if (report := self._text_session.session.drafter.report()) is not None and before is not None:
+        if (report := session.drafter.report()) is not None and before is not None:
             stats.add_draft_report(before, report)
         return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip())
+
+    def _read(self) -> Coroutine[Event, None]:
+        session, stats, ids, began = self.session, self._stats, self._asked.ids, time.perf_counter()
+        is_more = True
+        while is_more:
+            with catch_cache_full() as lacks:
+                is_more = yield from session.prefill_chunk(ids)
+            if lacks:
+                yield from self._relieve(lacks[0], "read" if session.committed == len(ids) - 1 else "reading")
+                if len(ids) >= self.terms.limit:
+                    raise self._explained(lacks[0])
+                continue
+            stats.read = time.perf_counter() - began
+            if is_more:
+                stats.reused = session.reused
+            self._measure(at_once=not is_more)
+            yield Read(session.progress if is_more else stats.prompt, stats.prompt, stats.cached, stats.read)
+            if is_more and self._cancel():
+                return
+
+    def _relieve(self, lack: CacheFull, phase: Phase) -> Passes[None]:
+        """Repair the session, then apply steps of `memory.fallbacks` until it is ready for a forward pass.
+
+        If the KV cache could not be saved, the session is empty, and its ids are prefilled again. Raises the error,
+        explained, if no step is left.
+        """
+        session, is_due, steps, is_ready = self.session, False, list[str](), False
+        at = session.committed if phase == "reading" else len(session.ids)
+        free_caches()
+        with catch_cache_full() as lacks:
+            is_due = repair_session(session)
+        if lacks:
+            _restart(session, self.terms.profile)
+        while not is_ready and self.terms.profile.memory.on_oom == "degrade" and self.terms.profile.memory.fallbacks:
+            before = self.terms
+            self.terms = self._switch(next_fallback(before.profile, before.limit))
+            if _apply(session, before.profile, self.terms.profile):
+                steps.append(before.profile.memory.fallbacks[0])
+                is_ready = yield from _is_ready(session, is_due, phase)
+        self._stats.limit = self.terms.limit
+        if steps:
+            self._stats.shortages.append(f"out of memory at {at:,} tokens; continuing with {', '.join(steps)}")
+        if not is_ready:
+            raise self._explained(lack)
+
+    def _explained(self, lack: CacheFull) -> CacheFull:
+        """Return the error with the memory that the KV takes, and settings with room for the whole answer."""
+        session, profile = self.session, self.terms.profile
+        held = sum(nbytes(session.cache, session.view).values())
+        lines = list(lack.lines)
+        if session.committed:
+            lines.append(f"the KV cache of {session.committed:,} tokens takes {held / (1 << 20):,.1f} MiB")
+        detail = {**lack.detail, "tokens": session.committed, "kv_bytes": held, "answer": "".join(self._said)}
+        ways = _shorter(lack.most or session.committed, len(self._asked.ids), profile)
+        for changes in _larger(session, profile):
+            if _holds(session, profile, changes, self._end):
+                ways.append(" ".join(f"--set {key}={set_value(value)}" for key, value in changes.items()))
+        return CacheFull(lack.message, lines=lines, detail=detail, try_=lack.try_ or ways)
 
     def _tell(self, pieces: Sequence[Piece], ids: Sequence[int]) -> Iterator[Event]:
         """Yield neighbouring pieces of one channel as one event. The ids belong to the first event."""
         for thinks, group in groupby(pieces, key=lambda piece: piece[0]):
             piece = "".join(text for _, text in group)
-            self._steady.said += [] if thinks else [piece]
+            self._said += [] if thinks else [piece]
             yield (Thought if thinks else Text)(piece, tuple(ids))
             ids = ()
 
     def _measure(self, at_once: bool = False) -> None:
         """Measure memory, at most each `MEASURE_EVERY` seconds: it takes a tenth of a small model's pass time."""
-        stats, session = self._stats, self._text_session.session
-        lm, writer = session.lm, self._text_session.writer
+        stats, session = self._stats, self.session
+        lm, writer = session.lm, self.terms.writer
         stats.context = len(session.ids)
         if not at_once and time.perf_counter() - self._measured < MEASURE_EVERY:
             return
         self._measured = time.perf_counter()
         if at_once:
             found = session.policy.describe_result(session.policy_state) if session.policy is not None else ""
-            stats.approx = approximation_note(self._text_session.profile, session.approximations, found)
+            stats.approx = approximation_note(self.terms.profile, session.approximations, found)
         held = (session.cache, session.states, session.view, session.aux_cache, session.drafter, writer)
         stats.kv, stats.page_hit_rate = nbytes(*held), hit_rate(held)
         stats.host_access = next((use.how for use in session.cache.usage() if use.how), "")

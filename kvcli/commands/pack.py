@@ -19,7 +19,7 @@ from kvcli.errors import BadInput, ExitStatus, writing
 from kvcli.files import try_output
 
 if TYPE_CHECKING:
-    from kvcli.chat.conversation import Chat
+    from kvcli.chat.model import Chat
     from kvcli.render.terminal.screen import Screen
     from kvcli.schemas.pack import PackDocument
 
@@ -63,7 +63,7 @@ def pack(world: Environment, options: PackOptions) -> int:
         tell_notes(world, document)
     screen = Screen.of(world)
     run, text_session = load_model(setup, profile, MemoryWishes(options.force, options.ctx == "max"), screen)
-    from kvcli.chat.conversation import Chat
+    from kvcli.chat.model import Chat
 
     system = read_system(world, options.system, options.system_file)
     with text_session, closing(Chat(text_session, system, called=setup.lasting_name)) as talk:
@@ -92,7 +92,6 @@ def output_folder(world: Environment, typed: str) -> Path:
 def packed(talk: Chat, folder: Path, screen: Screen) -> PackDocument:
     """Make the pack, with a progress bar during the prefill."""
     from kvcli.api import Read
-    from kvcli.chat.document_pack import make
     from kvcli.render.turn.status_row import reading_bar
     from kvcli.render.turn.turn_view import busy_word
 
@@ -103,7 +102,7 @@ def packed(talk: Chat, folder: Path, screen: Screen) -> PackDocument:
         at = event
 
     with busy_word(screen, f"prefilling {folder.name}", lambda since, width: reading_bar(at, width, since)):
-        return make(talk, folder, on_read)
+        return talk.pack(folder, on_read)
 
 
 def show(world: Environment, folder: Path, about: PackDocument) -> None:

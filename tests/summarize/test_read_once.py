@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 import kvcli
-from kvcli.chat.conversation import Chat
-from kvcli.chat.document_pack import MANIFEST, Pack, make, open_pack
-from kvcli.chat.model import Model
-from kvcli.chat.text_session import TextSession
+from kvcli.chat.document_pack import MANIFEST, Pack, open_pack
+from kvcli.chat.model import Chat, Model, TextSession
 from kvcli.commands.summarize.documents import of_pack
 from kvcli.documents import Document, document_of, read_document, with_documents
 from kvcli.errors import ContextOverflow, UsageError
@@ -102,7 +100,7 @@ def test_a_pack_is_summarised_as_its_document_is(model: Model, report: Document,
     text = model.open(profile)
     talk = Chat(text, called="demo")
     talk.attach(report)
-    about = make(talk, tmp_path / "one.kvs")
+    about = talk.pack(tmp_path / "one.kvs")
     pack = open_pack(tmp_path / "one.kvs")
     (given,) = of_pack(pack).documents
     assert (given.unit, given.text, len(given.sections)) == ("page", report.text, len(report.sections))

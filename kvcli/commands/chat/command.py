@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from os.path import expanduser
@@ -21,11 +21,10 @@ from kvcli.models.grammar import Grammar
 from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
-    from kvcli.api import Event, Turn
-    from kvcli.chat.conversation import Chat
+    from kvcli.api import Turn
     from kvcli.chat.document_pack import Pack
+    from kvcli.chat.model import Chat, TextSession
     from kvcli.chat.saved_chats import SavedChat
-    from kvcli.chat.text_session import TextSession
     from kvcli.commands.chat.repl import Repl
     from kvcli.commands.common.inputs import Question
     from kvcli.commands.common.load_model import CheckedRun
@@ -271,7 +270,7 @@ class ChatRun:
 
     def answer(self, question: Question) -> int:
         """Load the model and answer one question, or start the interactive chat."""
-        from kvcli.chat.conversation import Chat
+        from kvcli.chat.model import Chat
         from kvcli.commands.chat.save_chat import about, save_kv_cache, saved_chats_of, try_save
 
         wanted = MemoryWishes(self.options.run.force, self.options.run.ctx == "max")
@@ -282,7 +281,7 @@ class ChatRun:
             ends.callback(lambda: chat.text_session.close())  # /model may have changed the session
             ends.callback(chat.close)
             if self.packed is not None:
-                self.packed.refuse_other(text_session)
+                self.packed.refuse_other(text_session.session, text_session.profile)
                 text_session.pack = self.packed
             self.begin(question)
             for note in (*self.run.notes, *(text_session.why_again() if self.opened else ())):
@@ -350,21 +349,15 @@ class ChatRun:
                 from kvcli.render.turn.status_row import RowOptions
                 from kvcli.render.turn.turn_view import show_turn
 
-                turn = show_turn(self.with_notes(events), self.screen, RowOptions(profile.name, stopping=cancel))
+                for note in chat.notes:
+                    self.screen.note(note)
+                chat.tell = self.screen.note
+                turn = show_turn(events, self.screen, RowOptions(profile.name, stopping=cancel))
         missed = self.held.missed(turn) if self.held is not None else ""
         for note in filter(None, (turn.stats.approx, missed, self.run.record(profile, turn))):
             tell(self.world, note)
         usual = ExitStatus.BAD_OUTPUT if missed else ExitStatus.OK
         return {"interrupted": ExitStatus.INTERRUPTED, "loop": ExitStatus.BAD_OUTPUT}.get(turn.finish, usual)
-
-    def with_notes(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Yield the events, and show notes on the prompt before the next event."""
-        said = 0
-        for event in events:
-            for note in self.chat.notes[said:]:
-                self.screen.note(note)
-            said = len(self.chat.notes)
-            yield event
 
     def converse(self) -> int:
         """Run the interactive chat."""

@@ -14,7 +14,7 @@ from threading import Event as Flag
 from typing import TYPE_CHECKING
 
 from kvcli.api import Cancel, Event, Turn
-from kvcli.chat.conversation import Chat
+from kvcli.chat.model import Chat
 from kvcli.commands.chat import line_editor
 from kvcli.commands.chat.save_chat import save_kv_cache, try_save
 from kvcli.commands.chat.slash_table import SlashTable
@@ -191,7 +191,7 @@ class Repl:
         before = self.chat.text_session
         changed = before.with_profile(self.profiles.resolve(name, [*self.given, *said]))
         is_kept = changed.take_cache(before)
-        if before.pack is not None and not before.pack.differs(changed):
+        if before.pack is not None and not before.pack.differs(changed.session, changed.profile):
             changed.pack = before.pack
         self.chat.text_session = changed
         before.close()  # its remaining KV cannot be used under the other profile

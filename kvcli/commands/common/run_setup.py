@@ -311,7 +311,7 @@ class Setup:
         # transformers reads it when imported; kvcli itself checks what its warnings are about
         self.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         with insisting():
-            from kvcli.chat.model import load
+            from kvcli.chat.open_model import load
 
             model = load(found, profile, tell=tell, cache=self.world.paths.cache, find=partial(self.draft, tell=tell))
         info = model.info = replace(model.info, id=self.name)

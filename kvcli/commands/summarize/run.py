@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from kvcli.api import Turn
     from kvcli.chat.document_pack import Pack
-    from kvcli.chat.text_session import TextSession
+    from kvcli.chat.model import TextSession
     from kvcli.commands.common.load_model import CheckedRun
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.summarize.documents import InputDocument, InputDocuments
@@ -136,7 +136,7 @@ class SummaryRun:
         session = self.text_session
         with session:
             if self.packed is not None:
-                self.packed.refuse_other(session)
+                self.packed.refuse_other(session.session, session.profile)
                 session.pack = self.packed
             for note in self.run.notes:
                 self.tell(note)

@@ -6,8 +6,8 @@ FAULTS = [
     Fault(
         "C2",
         "kvcli/chat/database.py",
-        "DELETE FROM documents WHERE text NOT IN (SELECT id FROM texts) OR",
-        "DELETE FROM documents WHERE",
+        "        DELETE FROM documents WHERE text NOT IN (SELECT id FROM texts);\n",
+        "",
         "tests/test_saved_chats.py::test_of_a_document_whose_text_is_lost_no_name_is_left",
     ),
     Fault(

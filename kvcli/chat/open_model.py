@@ -1,0 +1,118 @@
+"""Opening of a model: its files, tokenizer and weights, and those of a draft model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvcli.chat.model import Model
+from kvcli.engine.drafting.drafter import ModelPair
+from kvcli.errors import BadModel
+from kvcli.models.refusals import is_assistant
+from kvcli.models.retokenizer import spelling
+from kvcli.models.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+    from kvcli.engine.hf.lm import LM
+    from kvcli.models.source import Source
+    from kvcli.settings.profile import Profile
+    from kvcli.settings.schema import DraftModelRef, Load
+
+# Loading of a draft model: found by name, and paired with the target model by the tokens that both know.
+
+
+Tell = Callable[[str], None]
+
+
+def load_draft_model(
+    target: LM,
+    wanted: DraftModelRef,
+    words: PreTrainedTokenizerBase,
+    load: Load,
+    find: Callable[[str], Source],
+    cache: Path,
+    tell: Tell | None = None,
+) -> ModelPair:
+    """Load a draft model beside `target`, whose tokenizer is `words` and whose settings are `load`.
+
+    A model that drafts for itself is loaded once. Raises BadModel if the model cannot draft. Its code and pickle files
+    are never trusted, even if those of the target are, because a profile may name the draft model.
+    """
+    from kvcli.engine.drafting.gemma4_assistant import load_assistant
+    from kvcli.engine.loading.open_lm import open_lm
+    from kvcli.engine.loading.weights import keeps_quantized
+    from kvcli.models.gguf import convert
+
+    untrusted = replace(load, quant=wanted.quant, allow_pickle=False, trust_remote_code=False)
+    wants = replace(untrusted, layers_on_gpu="auto")  # the user's choice counts layers of the target
+    found = convert.convert_if_needed(find(wanted.model), wants.dtype, cache, packs=keeps_quantized(wants), tell=tell)
+    if is_assistant(found.config) != wanted.is_assistant:
+        raise _of_another_method(wanted)
+    if untrusted == load and (str(found.path), found.revision) == (target.info.path, target.info.revision):
+        return ModelPair(target, target)
+    if wanted.is_assistant:
+        return ModelPair(target, load_assistant(target, found, wants))
+    respelled = spelling(words, load_tokenizer(found, wants.trust_remote_code))
+    return ModelPair(target, open_lm(found, **asdict(wants)), respelled)
+
+
+def _of_another_method(wanted: DraftModelRef) -> BadModel:
+    what, other = ("no assistant of a Gemma 4", "model") if wanted.is_assistant else ("an assistant", "assistant")
+    return BadModel(
+        f"{wanted.model} is {what}",
+        code="draft_head",
+        lines=["a complete model drafts with spec.method = model, an assistant with spec.method = assistant"],
+        try_=[f"--set spec.method={other} --set spec.model={wanted.model}, instead of --draft", "--spec ngram"],
+    )
+
+
+def load(
+    model: str | Source,
+    profile: Profile,
+    *,
+    cache: Path,
+    find: Callable[[str], Source] | None = None,
+    offline: bool = False,
+    tell: Callable[[str], None] | None = None,
+) -> Model:
+    """Load `demo`, a folder, a GGUF file, a hub id, or files already found; config files of the user are not read.
+
+    A hub id is downloaded only with `offline=False` and a `tell` for messages. A GGUF file is converted below `cache`.
+    `find`: finds the files of a draft model by name; default: as for `model`. Raises KvcliError subclasses.
+    """
+    from kvcli.engine.hf import model_settings
+    from kvcli.engine.loading.open_lm import open_lm
+    from kvcli.engine.loading.weights import keeps_quantized
+    from kvcli.models import source
+    from kvcli.models.catalog import Hashes, recommended
+    from kvcli.models.channels import ends
+    from kvcli.models.gguf import convert
+
+    began, wants = time.perf_counter(), profile.load
+    named = partial(source.find, offline=offline, tell=tell)
+    found = named(model, allow_pickle=wants.allow_pickle) if isinstance(model, str) else model
+    packs = keeps_quantized(wants)
+    given, found = found, convert.convert_if_needed(found, wants.dtype, cache, packs=packs, tell=tell)
+    # first: its errors show at once, and its chat template is compiled while the weights are loaded
+    tokenizer = load_tokenizer(found, wants.trust_remote_code)
+    lm = open_lm(found, **asdict(wants))  # the keys of [load] are the parameters
+    ids, strings = ends(tokenizer, lm.vocab)
+    lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
+    lm.hashes = Hashes(cache, tell)
+    told, usual = convert.conversion_notes(given, packs, lm.info.dtype), recommended(given.text_config, given.id)
+    if lm.generation != (sampling := model_settings.generation_defaults(lm.model, lm.info.id, usual)):
+        told += (f"the model has no sampling settings; kvcli uses {', '.join(f'{k} {v:g}' for k, v in usual.items())}",)
+    notes = lm.info.notes
+    if not given.is_gguf and any(given.path.glob("adapter_*")):
+        notes = (*notes, "the model folder has an adapter, which is not applied; merge it into the weights first")
+    lm.generation, lm.info = sampling, replace(lm.info, details=told, notes=notes)
+    find = find or partial(named, may_assist=True)
+    second = partial(load_draft_model, words=tokenizer, load=wants, find=find, cache=cache, tell=tell)
+    return Model(lm, tokenizer, profile, load_seconds=time.perf_counter() - began, second=second)
