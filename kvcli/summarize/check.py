@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from kvcli.documents.document import SIGNS
-from kvcli.summarize.citations import Bracket, Place, clean, same, write
+from kvcli.summarize.citations import Place, clean, same, write
 from kvcli.summarize.claim_words import Unit, Word, units, words
 from kvcli.summarize.lexicon import Lexicon
 from kvcli.summarize.result import Cite, Quote
@@ -63,14 +63,6 @@ class Claim:
         return cls(text, tuple(found), tuple(filter(None, parts)), tuple(q for q in quoted if q.count(" ") >= 2))
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A citation after the check, and its new spelling."""
-
-    cites: tuple[Cite, ...]
-    text: str
-
-
 class Checker:
     """Compares claims with the passages of one part."""
 
@@ -82,34 +74,28 @@ class Checker:
         every = [unit for passage in passages for unit in passage.units]
         self.lexicon = Lexicon.of([p.text for p in passages], every + seam_units)
 
-    def judge(self, claim: str, bracket: Bracket, *, quotes: bool = False) -> Judged:
-        """Check the places of one citation: each is confirmed, corrected or doubtful."""
+    def judge(self, claim: str, places: Sequence[Place], *, quotes: bool = False) -> tuple[Cite, ...]:
+        """Check the places of one citation: each is confirmed or doubtful, or one other place is put for all."""
         said = Claim.of(claim)
-        cited = [self.at(place) for place in bracket.places]
+        cited = [self.at(place) for place in places]
         good = [bool(at) and self._is_good(said, at, cited) for at in cited]
         if not any(good) and (right := self._only_place(said)) is not None:
-            place = self.passages[right].place
-            doubted = write(bracket.places)[1:-1]
             quote = self.quote(claim, [right]) if quotes else None
-            return Judged((Cite(place, True, doubted, quote),), write([place]))
-        places = [self._own(place, at) for place, at in zip(bracket.places, cited, strict=True)]
-        found = [
-            Cite(place, ok, None, self.quote(claim, at) if quotes and ok else None)
+            return (Cite(self.passages[right].place, True, write(places)[1:-1], quote),)
+        return tuple(
+            Cite(self._own(place, at), ok, None, self.quote(claim, at) if quotes and ok else None)
             for place, ok, at in zip(places, good, cited, strict=True)
-        ]
-        doubtful = [place for place, ok in zip(places, good, strict=True) if not ok]
-        return Judged(tuple(found), write(places, doubtful))
+        )
 
-    def place(self, claim: str, *, quotes: bool = False) -> Judged | None:
+    def place(self, claim: str, *, quotes: bool = False) -> tuple[Cite, ...]:
         """Return a citation for a claim without one: the only place that has it.
 
-        Otherwise all places of the part are cited as doubtful, or the result is None if they are too many.
+        Otherwise all places of the part are cited as doubtful, or none if they are too many.
         """
         if (right := self._only_place(Claim.of(claim))) is not None:
-            place = self.passages[right].place
-            return Judged((Cite(place, True, None, self.quote(claim, [right]) if quotes else None),), write([place]))
-        every = list(dict.fromkeys(passage.place for passage in self.passages))
-        return Judged(tuple(Cite(one, False) for one in every), write(every, every)) if len(every) < WIDEST else None
+            return (Cite(self.passages[right].place, True, None, self.quote(claim, [right]) if quotes else None),)
+        every = dict.fromkeys(passage.place for passage in self.passages)
+        return tuple(Cite(one, False) for one in every) if len(every) < WIDEST else ()
 
     def at(self, place: Place) -> list[int]:
         """Return the indices of the passages that a citation names; [] if it names none of this part."""

@@ -53,10 +53,7 @@ def summary_document(
         sources=list(sources),
         parts=summary.n_parts,
         text=summary.markdown(),
-        points=[
-            PointFacts.from_attributes(point, cites=[_cite(cite, summary.checked) for cite in point.cites])
-            for point in summary.points
-        ],
+        points=[PointFacts.from_attributes(point, cites=[*map(_cite, point.cites)]) for point in summary.points],
         turns=told,
     )
 
@@ -95,13 +92,12 @@ def source_facts(document: Document, path: str, tokens: int | None = None, *, na
     )
 
 
-def _cite(cite: Cite, checked: bool) -> CiteFacts:
+def _cite(cite: Cite) -> CiteFacts:
     return CiteFacts.from_attributes(
         cite,
         cite.place,
         page=_page(cite.place),
         document=cite.place.document or None,
-        confirmed=cite.confirmed if checked else None,
         quote=cite.quote.text if cite.quote else None,
         chars=(cite.quote.start, cite.quote.end) if cite.quote else None,
     )

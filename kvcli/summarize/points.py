@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvcli.summarize.check import Checker, Judged
-from kvcli.summarize.citations import Bracket, Place, find, same, without, write
+from kvcli.summarize.check import Checker
+from kvcli.summarize.citations import Bracket, Place, find, same, without
 from kvcli.summarize.claim_words import words
 from kvcli.summarize.events import PointReady
 from kvcli.summarize.result import Cite, Point
@@ -55,26 +55,19 @@ def point_of(
     """
     brackets = find(raw.text, documents)
     if places and checker is not None and not brackets and (found := checker.place(raw.text, quotes=quotes)):
-        return Point(raw.text, f"{raw.text} {found.text}", found.cites, raw.kind, raw.level, raw.opens)
-    cites: list[Cite] = []
+        return Point((f"{raw.text} ", *found), raw.kind, raw.level, raw.opens)
     # each verdict is computed once: many citations without words of their own all stand for the whole point
-    verdicts: dict[tuple[str, tuple[Place, ...]], Judged] = {}
-    marked, at = [], 0
+    verdicts: dict[tuple[str, tuple[Place, ...]], tuple[Cite, ...]] = {}
+    said: list[str | Cite] = []
+    at = 0
     for bracket, claim in zip(brackets, pieces(raw.text, brackets), strict=True):
-        if checker is None:
-            cites += [Cite(place, False) for place in bracket.places]
-            text = write(bracket.places)
-        else:
-            key = claim, bracket.places
-            if key not in verdicts:
-                verdicts[key] = checker.judge(claim, bracket, quotes=quotes)
-            judged = verdicts[key]
-            cites += judged.cites
-            text = judged.text
-        marked.append(raw.text[at : bracket.start] + text)
+        if (key := (claim, bracket.places)) not in verdicts:
+            unchecked = tuple(Cite(place, None) for place in bracket.places)
+            verdicts[key] = checker.judge(claim, bracket.places, quotes=quotes) if checker is not None else unchecked
+        said += [raw.text[at : bracket.start], *verdicts[key]]
         at = bracket.end
-    marked.append(raw.text[at:])
-    return Point(without(raw.text, brackets), "".join(marked), tuple(cites), raw.kind, raw.level, raw.opens)
+    said = [one for one in (*said, raw.text[at:]) if one]
+    return Point(tuple(said), raw.kind, raw.level, raw.opens)
 
 
 # Points of an answer during generation: each is emitted once, as soon as no later line can change it.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal
+
+from kvcli.summarize.citations import Place, write
 
 if TYPE_CHECKING:
     from kvcli.api import Turn
-    from kvcli.summarize.citations import Place
 
 Mode = Literal["whole", "parts"]
 PointKind = Literal["bullet", "sentence", "heading"]
@@ -28,7 +30,7 @@ class Cite:
     """One place that a point cites, after the check."""
 
     place: Place
-    confirmed: bool
+    confirmed: bool | None  # None: not checked
     instead_of: str | None = None  # the model's citation, if it was corrected: "p. 3"
     quote: Quote | None = None
 
@@ -39,18 +41,39 @@ class Cite:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One statement of a summary."""
+    """One statement of a summary: its words, and the citations among them. Adjacent citations share their brackets."""
 
-    text: str  # without its citations
-    marked: str  # with its citations, as displayed: doubtful ones with "?"
-    cites: tuple[Cite, ...] = ()
+    said: tuple[str | Cite, ...]
     kind: PointKind = "bullet"
     level: int = 0  # depth in an outline
     opens: bool = False  # begins a paragraph
 
     @property
+    def cites(self) -> tuple[Cite, ...]:
+        return tuple(one for one in self.said if isinstance(one, Cite))
+
+    @property
+    def text(self) -> str:
+        """The point without its citations and the spaces before them."""
+        before_cite = [isinstance(after, Cite) for after in self.said[1:]] + [False]
+        words = zip(self.said, before_cite, strict=True)
+        return "".join(one.rstrip(" ") if cuts else one for one, cuts in words if isinstance(one, str)).strip()
+
+    @property
+    def marked(self) -> str:
+        """The point with its citations, as displayed: doubtful ones with "?"."""
+        runs = [list(run) for _, run in groupby(self.said, key=type)]
+        return "".join(marks([one for one in run if isinstance(one, Cite)]) or "".join(map(str, run)) for run in runs)
+
+    @property
     def n_words(self) -> int:
         return len(self.text.split())
+
+
+def marks(cites: Sequence[Cite]) -> str:
+    """Return one bracket for adjacent citations; "" for none."""
+    doubtful = [cite.place for cite in cites if cite.confirmed is False]
+    return write([cite.place for cite in cites], doubtful) if cites else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +95,6 @@ class Summary:
     n_parts: int
     turns: tuple[Answered, ...]
     notes: tuple[str, ...] = ()
-    checked: bool = True  # False: citations were not compared with pages
 
     @property
     def cites(self) -> list[Cite]:
@@ -80,7 +102,7 @@ class Summary:
 
     @property
     def unconfirmed(self) -> int:
-        return sum(not cite.confirmed for cite in self.cites) if self.checked else 0
+        return sum(cite.confirmed is False for cite in self.cites)
 
     @property
     def corrected(self) -> int:

@@ -112,7 +112,6 @@ class _Run:
                 len(self.plan.parts),
                 tuple(self.turns),
                 tuple(self.notes),
-                checked=self.request.cite and self.request.check,
             )
         )
 

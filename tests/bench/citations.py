@@ -23,7 +23,7 @@ import tomli
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.summarize.check import ENOUGH, Checker, Claim
-from kvcli.summarize.citations import Bracket, Place
+from kvcli.summarize.citations import Place
 from kvcli.summarize.parts import Part, pieces_of
 from tests.bench.harness import Rows, measurement
 from tests.bench.wordings import documents
@@ -38,8 +38,7 @@ CHANGED = (1, 2)  # words
 def judged(case: Case, enough: float = ENOUGH) -> tuple[Wanted, str]:
     """What becomes of the citation, and the page it names then."""
     checker = Checker(case.pages, enough=enough)
-    bracket = Bracket(0, 0, (Place("page", case.page),))
-    (cite,) = checker.judge(case.claim, bracket).cites
+    (cite,) = checker.judge(case.claim, [Place("page", case.page)])
     return ("corrected" if cite.corrected else "confirmed" if cite.confirmed else "doubtful"), cite.place.label
 
 

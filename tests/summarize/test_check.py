@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcli.summarize.check import Checker, Claim, Passage
-from kvcli.summarize.citations import Bracket, Place, find, write
+from kvcli.summarize.citations import Place, find, write
 from kvcli.summarize.claim_words import units, words
 from kvcli.summarize.lexicon import replaced_by
+from kvcli.summarize.result import marks
 from kvcli.summarize.units import heads
 from tests.bench.citations import is_right, judged
 from tests.summarize.cases import KINDS, SURE, cases
@@ -34,7 +35,7 @@ def pages(*texts: str) -> list[Passage]:
 def shown(texts: list[str], said: str) -> str:
     """The citation at the end of `said` as it is written after the check."""
     (bracket,) = find(said)
-    return Checker(pages(*texts)).judge(said[: bracket.start], bracket).text
+    return marks(Checker(pages(*texts)).judge(said[: bracket.start], bracket.places))
 
 
 REVENUE = "Revenue rose by 12 % in the third quarter, carried by river-freight contracts. The board met twice."
@@ -84,9 +85,9 @@ def test_one_page_number_of_two_documents_is_two_places():
     ]
     said = "Revenue rose by 12 % in the third quarter [a p. 4]"
     (bracket,) = find(said)
-    assert Checker(passages).judge(said[: bracket.start], bracket).text == "[a p. 4?]"
+    assert marks(Checker(passages).judge(said[: bracket.start], bracket.places)) == "[a p. 4?]"
     passages[2] = Passage(Place("page", "3", "b"), BRIDGE)
-    assert Checker(passages).judge(said[: bracket.start], bracket).text == "[a p. 3]"
+    assert marks(Checker(passages).judge(said[: bracket.start], bracket.places)) == "[a p. 3]"
 
 
 @pytest.mark.parametrize(("last", "mark"), [(7, ""), (8, "?"), (9, "?")])
@@ -116,9 +117,9 @@ def test_a_citation_must_name_its_document():
     checker = Checker(passages)
     said = "Revenue rose by 12 % in the third quarter"
     for wrong in (Place("page", "1"), Place("page", "1", "b.pdf")):
-        judged = checker.judge(said, Bracket(0, 0, (wrong,)))
-        assert judged.text == "[a.pdf p. 1]"
-        assert judged.cites[0].instead_of == write([wrong])[1:-1]
+        (cite,) = checker.judge(said, [wrong])
+        assert marks([cite]) == "[a.pdf p. 1]"
+        assert cite.instead_of == write([wrong])[1:-1]
 
 
 def test_headings_and_lines():
@@ -132,11 +133,7 @@ def test_a_quote_is_the_sentence_as_it_stands():
     text = "Nothing here.\n\nRevenue rose by 12 % in the\nthird quarter. The board met."
     section = f"Gone before. {text}"
     passage = Passage(Place("page", "1"), text, offset=len("Gone before. "))
-    (cite,) = (
-        Checker([passage])
-        .judge("In the third quarter revenue rose 12 %", Bracket(0, 0, (passage.place,)), quotes=True)
-        .cites
-    )
+    (cite,) = Checker([passage]).judge("In the third quarter revenue rose 12 %", [passage.place], quotes=True)
     assert cite.quote is not None
     assert cite.quote.text == "Revenue rose by 12 % in the\nthird quarter."
     assert section[cite.quote.start : cite.quote.end] == cite.quote.text
@@ -161,8 +158,7 @@ texts = st.text() | st.text('Aa1 .,;?\n[p]"“and12%') | st.just(REVENUE)
 @given(st.lists(texts, min_size=1, max_size=4), texts, st.lists(st.integers(0, 9), min_size=1, max_size=3))
 def test_no_text_breaks_it(passages: list[str], claim: str, cited: list[int]):
     checker = Checker(pages(*passages))
-    judged = checker.judge(claim, Bracket(0, 0, tuple(Place("page", str(n)) for n in cited)), quotes=True)
-    for cite in judged.cites:
+    for cite in checker.judge(claim, [Place("page", str(n)) for n in cited], quotes=True):
         if cite.confirmed:
             assert checker.at(cite.place)
         if cite.quote:
@@ -213,10 +209,9 @@ def test_a_heading_is_the_one_that_is_spelt_so():
 
 
 def test_a_chapter_is_cited_as_the_document_has_it():
-    judged = Checker([Passage(Place("chapter", "Debt"), DEBT)]).judge(
-        "Debt cover was 1.8 in September", Bracket(0, 0, (Place("heading", "debt"),))
-    )
-    assert (judged.cites[0].place, judged.text) == (Place("chapter", "Debt"), "[§ Debt]")
+    checker = Checker([Passage(Place("chapter", "Debt"), DEBT)])
+    (cite,) = checker.judge("Debt cover was 1.8 in September", [Place("heading", "debt")])
+    assert (cite.place, marks([cite])) == (Place("chapter", "Debt"), "[§ Debt]")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +245,7 @@ def test_a_claim_of_numbers_and_names_alone_is_confirmed():
 def test_a_quote_goes_by_all_words_numbers_and_names_included():
     text = "The plant grew. The plant grew by 12 %."
     place = Place("page", "1")
-    (cite,) = Checker(pages(text)).judge("Plant grew by 12 %", Bracket(0, 0, (place,)), quotes=True).cites
+    (cite,) = Checker(pages(text)).judge("Plant grew by 12 %", [place], quotes=True)
     assert cite.quote is not None
     assert cite.quote.text == "The plant grew by 12 %."
 
@@ -322,5 +317,5 @@ def test_a_sentence_ends_where_its_document_ends():
     for documents, confirmed in ((("a.pdf", "a.pdf"), True), (("a.pdf", "b.pdf"), False)):
         places = [Place("page", str(i), name) for i, name in enumerate(documents, 1)]
         checker = Checker([Passage(place, text) for place, text in zip(places, texts, strict=True)])
-        (cite,) = checker.judge(claim, Bracket(0, 0, (places[0],))).cites
+        (cite,) = checker.judge(claim, places[:1])
         assert cite.confirmed == confirmed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcli.summarize.check import Checker, Passage
-from kvcli.summarize.citations import Bracket, Place
+from kvcli.summarize.citations import Place
 from kvcli.summarize.claim_words import units, words
 from kvcli.summarize.units import heads
 
@@ -15,7 +15,7 @@ TEXT = "The patients of the trial at Stultov got {} each morning, as Adler said.
 def is_confirmed(page: str, claim: str) -> bool:
     """Of two sentences, or of those about the trial where these are only amounts."""
     place = Place("page", "1")
-    (cite,) = Checker([Passage(place, page)]).judge(claim, Bracket(0, 0, (place,))).cites
+    (cite,) = Checker([Passage(place, page)]).judge(claim, [place])
     return cite.confirmed
 
 

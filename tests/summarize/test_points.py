@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcli.summarize.check import Checker, Judged, Passage
-from kvcli.summarize.citations import Bracket, Place, find
+from kvcli.summarize.check import Checker, Passage
+from kvcli.summarize.citations import Place, find
 from kvcli.summarize.points import MOST, pieces, point_of
-from kvcli.summarize.result import written
+from kvcli.summarize.result import Cite, written
 from kvcli.summarize.split import Raw, split
 
 
@@ -211,9 +211,9 @@ class Counting(Checker):
 
     n_judged = 0
 
-    def judge(self, claim: str, bracket: Bracket, *, quotes: bool = False) -> Judged:
+    def judge(self, claim: str, places: Sequence[Place], *, quotes: bool = False) -> tuple[Cite, ...]:
         self.n_judged += bool(claim)
-        return super().judge(claim, bracket, quotes=quotes)
+        return super().judge(claim, places, quotes=quotes)
 
 
 @pytest.mark.parametrize(("places", "n"), [([1, 2], 2), (range(1, 100), MOST)])

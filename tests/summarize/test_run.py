@@ -205,7 +205,7 @@ def test_quotes_stand_under_their_points():
 
 def test_without_the_check_nothing_is_marked():
     summary = summary_of(Scribe(lambda _: "- More [p. 77].", limit=20_000), [TEN], Request(check=False))
-    assert (summary.markdown(), summary.unconfirmed, summary.checked) == ("- More [p. 77].\n", 0, False)
+    assert (summary.markdown(), summary.unconfirmed) == ("- More [p. 77].\n", 0)
 
 
 def test_without_citations_there_are_no_marks():

@@ -37,7 +37,7 @@ class SummaryOutput:
     world: Environment
     form: Form
     file: Path | None = None
-    held: list[SummaryDocument] = field(default_factory=list)  # of an HTML page
+    held: list[tuple[SummaryDocument, Sequence[Point]]] = field(default_factory=list)  # of an HTML page
     texts: list[str] = field(default_factory=list)  # of a text file
     head: str = ""  # heading of the next text in the file
     has_any: bool = False  # there is some requested output, perhaps incomplete; errors alone replace no file
@@ -80,7 +80,7 @@ class SummaryOutput:
         """Add a complete summary."""
         self.has_any = True
         if self.form == "html":
-            self.held.append(document)
+            self.held.append((document, points))
         elif self.form == "json":
             self.json(document)
         elif self.file is not None and self.writer is not None:

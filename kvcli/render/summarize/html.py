@@ -7,26 +7,27 @@ from collections.abc import Iterator, Sequence
 from kvcli.documents.document import SIGNS
 from kvcli.render.html import Markup, data_table, join, page, tag
 from kvcli.render.summarize.notes import scanned
-from kvcli.schemas.summary import CiteFacts, PointFacts, SummaryDocument
-from kvcli.summarize.citations import find
+from kvcli.schemas.summary import SummaryDocument
+from kvcli.summarize.result import Cite, Point
 
 _DEEPEST = 2  # levels of indented points
 
 
-def html(documents: Sequence[SummaryDocument]) -> str:
-    """Return the page of one or more summaries."""
-    alone = len(documents) == 1
+def html(summaries: Sequence[tuple[SummaryDocument, Sequence[Point]]]) -> str:
+    """Return the page of one or more summaries, each with its points."""
+    alone = len(summaries) == 1
+    documents = [document for document, _ in summaries]
     names = ", ".join(name for document in documents for name in _names(document, alone=alone))
-    parts = [part for document in documents for part in _summary(document, alone=alone)]
+    parts = [part for document, points in summaries for part in _summary(document, points, alone=alone)]
     return page(f"Summary of {names}", ["summary_page.css"], *parts, _footer(documents), lang="")
 
 
-def _summary(document: SummaryDocument, *, alone: bool) -> Iterator[Markup]:
+def _summary(document: SummaryDocument, points: Sequence[Point], *, alone: bool) -> Iterator[Markup]:
     names = _names(document, alone=alone)
     titled = [f"{s.title} ({name})" if s.title else name for s, name in zip(document.sources, names, strict=True)]
     yield tag("h1" if alone else "h2", ", ".join(titled))
     yield tag("p", " · ".join(_facts(document)), class_="sub")
-    yield from _points(document.points)
+    yield from _points(points)
     notes = [*_check(document), *(f"{s.path}: {note}" for s in document.sources for note in s.notes), *document.notes]
     if notes:
         yield tag("ul", [tag("li", note) for note in notes], class_="notes")
@@ -35,7 +36,7 @@ def _summary(document: SummaryDocument, *, alone: bool) -> Iterator[Markup]:
         yield data_table(["", "pages or sections", "tokens"], rows)
 
 
-def _points(points: Sequence[PointFacts]) -> Iterator[Markup]:
+def _points(points: Sequence[Point]) -> Iterator[Markup]:
     """Yield a list for consecutive bullets; sentences form paragraphs, as the model wrote them."""
     for block in _blocks(points):
         first = block[0]
@@ -47,9 +48,9 @@ def _points(points: Sequence[PointFacts]) -> Iterator[Markup]:
         yield from (quote for point in block for quote in _quotes(point))
 
 
-def _blocks(points: Sequence[PointFacts]) -> list[list[PointFacts]]:
+def _blocks(points: Sequence[Point]) -> list[list[Point]]:
     """Group points into lists, paragraphs and headings. A quotation ends a paragraph."""
-    blocks: list[list[PointFacts]] = []
+    blocks: list[list[Point]] = []
     for point in points:
         before = blocks[-1][-1] if blocks else None
         if before is None or before.kind != point.kind or point.kind == "heading":
@@ -63,38 +64,30 @@ def _blocks(points: Sequence[PointFacts]) -> list[list[PointFacts]]:
     return blocks
 
 
-def _item(point: PointFacts) -> Markup:
+def _item(point: Point) -> Markup:
     level = min(point.level, _DEEPEST)
     return tag("li", _body(point), *_quotes(point), class_=f"deep{level}" if level else None)
 
 
-def _quotes(point: PointFacts) -> list[Markup]:
-    return [tag("blockquote", cite.quote) for cite in point.cites if cite.quote]
+def _quotes(point: Point) -> list[Markup]:
+    return [tag("blockquote", cite.quote.text) for cite in point.cites if cite.quote]
 
 
-def _body(point: PointFacts) -> Markup:
+def _body(point: Point) -> Markup:
     """Return the text with each citation in its place."""
-    brackets = find(point.marked, [cite.document_ for cite in point.cites if cite.document_])
-    cites = iter(point.cites)
-    if sum(len(bracket.places) for bracket in brackets) != len(point.cites):  # the text itself has similar brackets
-        return join([point.text, *map(_cite, cites)])
-    parts: list[str] = []
-    at = 0
-    for bracket in brackets:
-        parts += [point.marked[at : bracket.start].rstrip(" "), *(_cite(next(cites)) for _ in bracket.places)]
-        at = bracket.end
-    return join([*parts, point.marked[at:]])
+    return join([_cite(one) if isinstance(one, Cite) else one.rstrip(" ") for one in point.said])
 
 
-def _cite(cite: CiteFacts) -> Markup:
-    name = f"{cite.document_} " if cite.document_ else ""
-    sign = SIGNS[cite.unit] + ("\N{NO-BREAK SPACE}" if SIGNS[cite.unit] == "§" else " ")
-    words = f"{name}{sign}{cite.label}".strip() if cite.label else "no place"
+def _cite(cite: Cite) -> Markup:
+    place = cite.place
+    name = f"{place.document} " if place.document else ""
+    sign = SIGNS[place.unit] + ("\N{NO-BREAK SPACE}" if SIGNS[place.unit] == "§" else " ")
+    words = f"{name}{sign}{place.label}".strip() if place.label else "no place"
     kind = {True: "confirmed", False: "doubtful", None: ""}[cite.confirmed]
     title = {"confirmed": "has the words of this point", "doubtful": "could not be confirmed", "": "not checked"}[kind]
     if cite.instead_of:
         title += f"; the model cited {cite.instead_of}"
-    is_long = bool(cite.document_) or SIGNS[cite.unit] == "§"
+    is_long = bool(place.document) or SIGNS[place.unit] == "§"
     classes = " ".join(filter(None, ["cite", kind, "long" if is_long else ""]))
     return join([" ", tag("span", words + "?" * (kind == "doubtful"), class_=classes, title=title)])
 
