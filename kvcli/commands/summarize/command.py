@@ -26,7 +26,7 @@ def summarize(world: Environment, options: SummarizeOptions) -> int:
     from kvcli.commands.chat.command import pack_of, packed_model, profile_of
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.models.suggest_model import find_model
-    from kvcli.commands.summarize.documents import ReadOptions, of_pack, password_of, read_all
+    from kvcli.commands.summarize.documents import of_pack, read_all
     from kvcli.commands.summarize.output import outlet
     from kvcli.commands.summarize.run import SummaryRun
     from kvcli.render.terminal.screen import Screen
@@ -61,7 +61,6 @@ def summarize(world: Environment, options: SummarizeOptions) -> int:
     profile = profile_of(setup, packed)
     if not given.extract_only:
         setup.look(profile)
-    how = ReadOptions(given.pages, given.type_, password_of(world, given.password_file))
-    documents = of_pack(packed) if packed is not None else read_all(world, files, how)
+    documents = of_pack(packed) if packed is not None else read_all(world, files, given)
     run = SummaryRun(options, setup, profile, request, documents, out, screen, packed)
     return run.print_text() if given.extract_only else run.start()
