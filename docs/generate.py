@@ -90,7 +90,7 @@ def commands(_: str) -> str:
     from typer.main import get_command
 
     from kvcli.cli import COMMANDS, HOMES
-    from kvcli.commands.common.options import show_rare, take_common, take_model
+    from kvcli.commands.common.common_options import show_rare, take_common, take_model
 
     @typer.Typer().command()
     def none() -> None: ...

@@ -19,8 +19,8 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
+from kvcli.commands.common.common_options import NARROW, take_common
 from kvcli.commands.common.exits import press_again, start_log
-from kvcli.commands.common.options import NARROW, take_common
 from kvcli.environment import Environment
 from kvcli.errors import ExitStatus, KvcliError, UsageError
 from kvcli.safe_output import LibraryStream

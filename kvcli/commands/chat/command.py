@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvcli.commands.common.inputs import Question
     from kvcli.commands.common.load_model import CheckedRun
     from kvcli.commands.common.run_setup import Setup
+    from kvcli.commands.summarize.options import SummarizeOptions
     from kvcli.engine.sequence.constraint import Constraint
     from kvcli.settings.profile import Profile
 
@@ -98,11 +99,30 @@ def pack_of(world: Environment, typed: str | None, others: Sequence[object], fla
     return open_pack(world.cwd / expanduser(typed))
 
 
-def packed_model(world: Environment, packed: Pack) -> str:
-    """Return the model that made the pack. Raises BadInput if the model is not known here."""
-    from kvcli.commands.chat.save_chat import known_here
+def setup_of(
+    world: Environment, options: ChatOptions | SummarizeOptions, packed: Pack | None, opened: OpenedChat | None = None
+) -> Setup:
+    """Return the setup of a run. If no model is typed, it is that of the pack or of the saved chat.
 
-    return known_here(world, packed.about.model, packed.folder.name, "packs")
+    Raises BadInput if that model is not known here.
+    """
+    from kvcli.commands.chat.save_chat import known_here, model_of
+    from kvcli.commands.common.run_setup import Setup
+
+    model = options.model
+    if model is None and packed is not None:
+        model = known_here(world, packed.about.model, packed.folder.name, "packs")
+    if model is None and opened is not None:
+        model = model_of(world, opened)
+    return Setup(
+        world,
+        model,
+        o.profile_flags(options.values()),
+        options.run.exact,
+        is_typed=options.model is not None,
+        reuses=True,  # --no-save saves nothing, but uses the prefix cache
+        pack=packed.about if packed is not None else None,
+    )
 
 
 def profile_of(setup: Setup, packed: Pack | None) -> Profile:
@@ -175,7 +195,6 @@ def chat(world: Environment, options: ChatOptions) -> int:
     is the KV cache: keys and values of all tokens, computed only once.
     """
     from kvcli.commands.common.inputs import STDIN, files_of, read_question
-    from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.models.suggest_model import find_model, tell_toy
 
     asked, wanted = options.question, options.answer
@@ -185,23 +204,7 @@ def chat(world: Environment, options: ChatOptions) -> int:
     packed = pack_of(world, asked.pack, others, ALONE)
     files = files_of(world, asked.file or [])
     with open_saved_chat(world, asked) as opened:
-        named = options.model
-        if named is None and packed is not None:
-            named = packed_model(world, packed)
-        if named is None and opened is not None:
-            from kvcli.commands.chat.save_chat import model_of
-
-            named = model_of(world, opened)
-        setup = Setup(
-            world,
-            named,
-            o.profile_flags(options.values()),
-            options.run.exact,
-            is_typed=options.model is not None,
-            reuses=True,  # --no-save saves nothing, but uses the prefix cache
-            pack=packed.about if packed is not None else None,
-        )
-        setup = find_model(setup, files)
+        setup = find_model(setup_of(world, options, packed, opened), files)
         grammar = read_grammar(world, wanted.schema, wanted.grammar, wanted.json_object)
         profile = profile_of(setup, packed)
         if options.dry_run:

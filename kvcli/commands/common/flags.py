@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvcli.commands.common.options import MODEL, Options, choice, flag, option
-from kvcli.commands.common.options import ModelOption as ModelOption
+from kvcli.commands.common.options import Options, choice, flag, option
 from kvcli.errors import UsageError
 from kvcli.settings.schema import registries, tokens_of
 from kvcli.settings.values import Settings
@@ -17,6 +16,7 @@ from kvcli.settings.values import Settings
 _ask = partial(option, panel="The question")
 _model = partial(option, panel="The model")
 
+MODEL = "demo, a name from kvcli models suggest or your config, a folder, a GGUF file, or a Hugging Face id."
 _FIGURES = "Show figures while generating (live), after the answer (turn), or never (off)."
 _BUDGET = "Limit the KV cache to 6GiB, 25% of its full size, or free memory (fit). Approximate: tokens get fewer bits."
 _EXACT = "Refuse settings that can change the text (also drafting, on models that are not batch invariant)."
@@ -30,6 +30,7 @@ System = Annotated[str | None, _ask("--system", "-s", metavar="TEXT", help="Syst
 SystemFile = Annotated[str | None, _ask("--system-file", metavar="PATH", help="System message from a file.", rare=True)]
 
 ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
+ModelOption = Annotated[str | None, _model("--model", "-m", metavar="MODEL", help=MODEL)]
 Ctx = Annotated[str | None, _model("--ctx", metavar="N|auto|max", help="Context window in tokens; 32k = 32768.")]
 Budget = Annotated[str | None, _model("--budget", metavar="SIZE", help=_BUDGET)]
 Draft = Annotated[str | None, _model("--draft", metavar="MODEL", help=_DRAFT)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import typer
 
-from kvcli.commands.common.flags import profile_flags
 from kvcli.commands.common.options import command
 from kvcli.commands.summarize.options import SummarizeOptions
 from kvcli.environment import Environment
@@ -23,10 +22,9 @@ def summarize(world: Environment, options: SummarizeOptions) -> int:
     could not be confirmed ends in "?". Finished parts are saved: after Ctrl-C
     the same command continues with the next part.
     """
-    from kvcli.commands.chat.command import pack_of, packed_model, profile_of
-    from kvcli.commands.common.run_setup import Setup
+    from kvcli.commands.chat.command import pack_of, profile_of, setup_of
     from kvcli.commands.models.suggest_model import find_model
-    from kvcli.commands.summarize.documents import ReadOptions, of_pack, password_of, read_all
+    from kvcli.commands.summarize.documents import of_pack, read_all
     from kvcli.commands.summarize.output import outlet
     from kvcli.commands.summarize.run import SummaryRun
     from kvcli.render.terminal.screen import Screen
@@ -46,22 +44,12 @@ def summarize(world: Environment, options: SummarizeOptions) -> int:
     others: list[object] = [files, given.pages, given.type_, given.password_file, given.extract_only, given.each]
     others += [parts.mode != "auto", parts.chunk, parts.overlap]
     packed = pack_of(world, given.pack, others, ALONE)
-    named = packed_model(world, packed) if packed is not None and options.model is None else options.model
-    setup = Setup(
-        world,
-        named,
-        profile_flags(options.values()),
-        options.run.exact,
-        is_typed=options.model is not None,
-        reuses=True,
-        pack=packed.about if packed is not None else None,
-    )
+    setup = setup_of(world, options, packed)
     if not given.extract_only:  # extraction needs no model
         setup = find_model(setup, files)
     profile = profile_of(setup, packed)
     if not given.extract_only:
         setup.look(profile)
-    how = ReadOptions(given.pages, given.type_, password_of(world, given.password_file))
-    documents = of_pack(packed) if packed is not None else read_all(world, files, how)
+    documents = of_pack(packed) if packed is not None else read_all(world, files, given)
     run = SummaryRun(options, setup, profile, request, documents, out, screen, packed)
     return run.print_text() if given.extract_only else run.start()

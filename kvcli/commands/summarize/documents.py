@@ -14,18 +14,10 @@ from kvcli.errors import BadInput, KvcliError, UsageError
 
 if TYPE_CHECKING:
     from kvcli.chat.document_pack import Pack
+    from kvcli.commands.summarize.options import DocumentOptions
     from kvcli.documents.document import Counter
     from kvcli.environment import Environment
     from kvcli.schemas.summary import SourceFacts
-
-
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """Options for reading files."""
-
-    pages: str | None = None
-    type: str | None = None
-    password: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +45,10 @@ class InputDocuments:
         return [one.document for one in self.given]
 
 
-def read_all(world: Environment, names: Sequence[str], how: ReadOptions) -> InputDocuments:
+def read_all(world: Environment, names: Sequence[str], options: DocumentOptions) -> InputDocuments:
     """Read all files in the order typed. A single unreadable file raises BadInput; else errors are collected."""
-    check_type(how.type)
+    password = password_of(world, options.password_file)
+    check_type(options.type_)
     if not names:
         raise UsageError(
             "no file is named",
@@ -65,7 +58,7 @@ def read_all(world: Environment, names: Sequence[str], how: ReadOptions) -> Inpu
     documents = InputDocuments()
     for name in names:
         try:
-            documents.given.append(InputDocument(name, _read(world, name, how)))
+            documents.given.append(InputDocument(name, _read(world, name, options, password)))
         except BadInput as error:
             documents.failed.append((name, error))
     if not documents.given and len(documents.failed) == 1:
@@ -109,10 +102,10 @@ def _file_of(world: Environment, name: str) -> object:
     return name
 
 
-def _read(world: Environment, name: str, how: ReadOptions) -> Document:
+def _read(world: Environment, name: str, options: DocumentOptions, password: str | None) -> Document:
     if name == "-":
-        return document_of(read_stdin(world), STDIN, pages=how.pages, type=how.type, password=how.password)
-    return read_file(world, name, pages=how.pages, type=how.type, password=how.password)
+        return document_of(read_stdin(world), STDIN, pages=options.pages, type=options.type_, password=password)
+    return read_file(world, name, pages=options.pages, type=options.type_, password=password)
 
 
 def facts(given: Sequence[InputDocument], tokenizer: Counter | None = None) -> list[SourceFacts]:
