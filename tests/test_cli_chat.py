@@ -216,6 +216,14 @@ def test_no_save_reads_what_is_kept_and_keeps_nothing(machine, monkeypatch):
     assert (reads, keeps) == ([True, True], [True])
 
 
+def test_what_exact_sets_is_said_to_come_from_it(machine):
+    plan = json.loads(machine("chat", "--dry-run", "--json", "--exact").out)
+    assert {key for key, origin in plan["origins"].items() if origin == "--exact"} == {
+        "load.quant",
+        "spec.require_batch_invariance",
+    }
+
+
 def test_dry_run_loads_nothing(machine, monkeypatch):
     monkeypatch.setattr(Setup, "load", None)
     done = machine("chat", "--dry-run", "-f", "demo:report")

@@ -368,8 +368,8 @@ def _profile(resolved: Resolved, name: str, chain: tuple[str, ...], rules: Rules
 
 def clash_problems(profile: Profile) -> list[Problem]:
     """Conflicts of a profile as problems, each at the line of its key and naming the line of the other."""
-    found = profile.rules.clashes(profile) if profile.rules.clashes is not None else ()
-    return [_clash_problem(clash, profile.settings) for clash in found]
+    clashes = profile.rules.clashes
+    return [_clash_problem(clash, profile.settings) for clash in clashes(profile)] if clashes is not None else []
 
 
 def _clash_problem(clash: Conflict, settings: Settings) -> Problem:

@@ -18,7 +18,6 @@ from kvcli.demo import BUNDLED
 from kvcli.errors import BadConfig, BadModel, KvcliError, UsageError
 from kvcli.files import free_bytes
 from kvcli.models import source
-from kvcli.models import source as hub
 from kvcli.models.catalog import BY_NAME, stands_for
 from kvcli.settings.config import Config, Sources, from_environ, from_sets, load_config, set_value
 from kvcli.settings.profile import LOSSY, SMALLER, Profile, load_profile
@@ -102,7 +101,7 @@ def find(
         if error.code == "model_not_found":
             listed = [f"kvcli models get {one.name}" for one in BY_NAME.values() if one.id == entry.path]
             here = [f.parent.name for f in world.cwd.glob("*/config.json")]
-            near = get_close_matches(entry.path, {*BUNDLED, *config.models, *BY_NAME, *hub.cached_ids(), *here}, 2)
+            near = get_close_matches(entry.path, {*BUNDLED, *config.models, *BY_NAME, *source.cached_ids(), *here}, 2)
             error.try_ = (*listed, *(f"did you mean {one}?" for one in near), *error.try_)
         raise
 
@@ -207,7 +206,7 @@ class Setup:
             changes: dict[str, object] = {"load.quant": "none"}  # set explicitly, so that no other value is chosen
             if profile.spec.method != "off":
                 changes["spec.require_batch_invariance"] = True
-            profile = profile.replace(**changes)
+            profile = profile.changed(changes, "--exact")
         profile = self.suited(profile)
         log.info("profile %s, hash %s", profile.name, profile.hash)
         for key, value in profile.values.items():
@@ -274,7 +273,7 @@ class Setup:
         try:
             self.fetch(profile)
         except BadModel as error:
-            if self.world.options.offline or not hub.may_fetch(self.entry.path, error):
+            if self.world.options.offline or not source.may_fetch(self.entry.path, error):
                 raise
 
     def fetch(self, profile: Profile, tell: Callable[[str], None] | None = None) -> source.Source:
