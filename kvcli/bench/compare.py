@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from kvcli.engine.stats import Stats
@@ -77,17 +78,10 @@ def verdict(low: float, high: float, n: int) -> Verdict:
 
 def acceptance(runs: Sequence[TimedSample], method: str) -> Accept | None:
     """Drafting statistics over all repetitions together; None for a side that does not draft."""
-    total = Stats()
     known = [run.stats for run in runs if run.stats is not None]
     if not known:
         return None
-    for stats in known:
-        total.new += stats.new
-        total.passes += stats.passes
-        total.drafted_passes += stats.drafted_passes
-        total.draft_tokens += stats.draft_tokens
-        total.accepted_tokens += stats.accepted_tokens
-        total.histogram.extend([0] * (len(stats.histogram) - len(total.histogram)))
-        for i, n in enumerate(stats.histogram):
-            total.histogram[i] += n
+    counts = ("new", "passes", "drafted_passes", "draft_tokens", "accepted_tokens")
+    total = Stats(**{name: sum(getattr(stats, name) for stats in known) for name in counts})
+    total.histogram = [sum(column) for column in zip_longest(*(stats.histogram for stats in known), fillvalue=0)]
     return Accept.from_attributes(total, method=method)
