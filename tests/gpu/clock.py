@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvcli.engine.cuda_graphs.captured_pass import Graphs
+from kvcli.engine.cuda_graphs.captured_pass import CudaGraphs
 
 ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
@@ -97,7 +97,7 @@ def runtime_calls(do: Callable[[], object]) -> dict[str, int]:
 class Watched:
     """A device that records, and how long the host waited for it: `waited`, seconds, one for each time."""
 
-    def __init__(self, graphs: Graphs, waited: list[float] | None = None) -> None:
+    def __init__(self, graphs: CudaGraphs, waited: list[float] | None = None) -> None:
         self._graphs, self.waited = graphs, [] if waited is None else waited
 
     def apart(self) -> Watched:
