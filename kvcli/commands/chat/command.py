@@ -100,7 +100,7 @@ def pack_of(world: Environment, typed: str | None, others: Sequence[object], fla
 
 
 def setup_of(
-    world: Environment, options: ChatOptions | SummarizeOptions, packed: Pack | None, opened: OpenedChat | None = None
+    world: Environment, options: ChatOptions | SummarizeOptions, packed: Pack | None, opened: SavedChat | None = None
 ) -> Setup:
     """Return the setup of a run. If no model is typed, it is that of the pack or of the saved chat.
 
