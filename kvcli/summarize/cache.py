@@ -11,8 +11,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvcli.api import Turn
 from kvcli.engine.stats import Stats
@@ -46,33 +49,16 @@ class Cache:
         if self.is_fresh:
             return None
         try:
-            saved = json.loads(self._file(messages, most).read_text(encoding="utf-8"))
-            if saved["schema"] != SCHEMA:
-                return None
-            text, thinking, ids, stats = saved["text"], saved["thinking"], saved["ids"], Stats(**saved["stats"])
-            if not type(text) is type(thinking) is str or not _is_whole(stats):
-                return None
-            if saved["finish"] not in ("stop", "length", "loop"):
-                return None
-            if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-                return None
-            # a lone surrogate cannot be written to any output
-            json.dumps([text, thinking, saved["stats"]], ensure_ascii=False).encode()
-            return Turn(text, tuple(ids), saved["finish"], stats, thinking=thinking)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # missing, damaged, or of another version
+            saved = _entry_type().model_validate_json(self._file(messages, most).read_bytes())
+        except (OSError, ValueError):  # missing, damaged, or of another version
             return None
+        return Turn(saved.text, saved.ids, saved.finish, saved.stats, thinking=saved.thinking)
 
     def put(self, messages: Sequence[Mapping[str, str]], most: int, turn: Turn) -> str:
         """Save a finished answer; return the reason if that failed, or else ""."""
         file = self._file(messages, most)
-        entry: dict[str, Any] = {
-            "schema": SCHEMA,
-            "text": turn.text,
-            "thinking": turn.thinking,
-            "ids": list(turn.ids),
-            "finish": turn.finish,
-            "stats": dataclasses.asdict(turn.stats),
-        }
+        entry = {"schema": SCHEMA, "stats": dataclasses.asdict(turn.stats)}
+        entry |= {name: getattr(turn, name) for name in ("text", "thinking", "ids", "finish")}
         try:
             private_folder(file.parent)
             write_private(file, json.dumps(entry, ensure_ascii=False))
@@ -86,24 +72,24 @@ class Cache:
         return self.folder / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
 
 
-def _is_whole(stats: Stats) -> bool:
-    """True if each figure has the type of a new Stats object's figure."""
-    fresh = Stats()
-    for one in dataclasses.fields(Stats):
-        value, wanted = getattr(stats, one.name), getattr(fresh, one.name)
-        if isinstance(wanted, dict):
-            kinds: tuple[type, ...] = (int, float) if one.name == "sampling" else (int,)
-            is_good = isinstance(value, dict) and all(type(n) in kinds for n in value.values())
-        elif isinstance(wanted, list):
-            kinds = {"shortages": (str,), "plain": (float, int)}.get(one.name, (int,))
-            is_good = isinstance(value, list) and all(type(item) in kinds for item in value)
-        elif isinstance(wanted, float):
-            is_good = type(value) in (int, float)
-        else:
-            is_good = type(value) is type(wanted) or (wanted is None and type(value) is int)
-        if not is_good:
-            return False
-    return stats.order in get_args(Order)
+class _Entry(BaseModel):
+    """A saved answer."""
+
+    model_config = ConfigDict(strict=True)
+
+    schema_: Literal["kvcli.part/2"] = Field(alias="schema")
+    text: str
+    thinking: str
+    ids: tuple[int, ...]
+    finish: Literal["stop", "length", "loop"]
+    stats: Stats
+
+
+@cache
+def _entry_type() -> type[_Entry]:
+    """The type of entries, complete: the module of Stats imports some types for type checkers only."""
+    _Entry.model_rebuild(_types_namespace={"Order": Order, "Stats": Stats})
+    return _Entry
 
 
 def fingerprint(info: ModelInfo, hashes: Hashes) -> str:

@@ -8,11 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Literal
 
 from kvcli.summarize.claim_words import Unit, Word, n_words, words
-
-Kind = Literal["number", "name", "word"]
 
 MOST_CAPITALS = 0.25  # share of words inside sentences; above it (German, titles) capitals do not indicate names
 UNSEEN = 2.0  # weight of a word that no sentence has, often the model's own word: less than that of a rare word
@@ -98,7 +95,7 @@ class Lexicon:
 
     def wanted(self, said: Sequence[Word]) -> Wanted:
         weights = {word.key: self.weight(word.key) for word in said}
-        musts = {word.key for word in said if self.kind(word) != "word"}
+        musts = {word.key for word in said if self.is_must(word)}
         return Wanted(
             said,
             musts={key: weight for key, weight in weights.items() if key in musts},
@@ -111,12 +108,10 @@ class Lexicon:
         """Return ln(1 + sentences / sentences with the key)."""
         return math.log(1 + self.n / self.counts[key]) if self.counts[key] else UNSEEN
 
-    def kind(self, word: Word) -> Kind:
-        if word.is_number:
-            return "number"
-        if not self._capitals_name or word.key in self._small:
-            return "word"
-        return "name" if word.stands_out or (word.leads and word.key in self._capital) else "word"
+    def is_must(self, word: Word) -> bool:
+        """True for numbers and names."""
+        is_name = self._capitals_name and word.key not in self._small
+        return word.is_number or (is_name and (word.stands_out or (word.leads and word.key in self._capital)))
 
     @cached_property
     def _names(self) -> frozenset[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvcli.documents.document import SIGNS
 from kvcli.render.html import Markup, data_table, join, page, tag
-from kvcli.render.summarize.notes import scanned
+from kvcli.render.summarize.notes import checked, scanned
 from kvcli.schemas.summary import SummaryDocument
 from kvcli.summarize.result import Cite, Point
 
@@ -106,12 +106,7 @@ def _facts(document: SummaryDocument) -> Iterator[str]:
 
 
 def _check(document: SummaryDocument) -> Iterator[str]:
-    cites = [cite for point in document.points for cite in point.cites]
-    if document.unconfirmed:
-        yield f'{document.unconfirmed} of {len(cites)} citations could not be confirmed, marked "?"'
-    if document.corrected:
-        moved = "was" if document.corrected == 1 else "were"
-        yield f"{document.corrected} of {len(cites)} citations {moved} moved to the place that has the words"
+    yield from checked(document.unconfirmed, document.corrected, sum(len(point.cites) for point in document.points))
     for source in document.sources:
         if source.pages_without_text:
             yield scanned(source.path, source.pages_without_text, source.kind)

@@ -129,13 +129,7 @@ def notes(summary: Summary, documents: Mapping[str, Document], *, cited: bool) -
     n = len(summary.cites)
     if cited and not n:
         yield "the model cited no pages, so nothing could be verified"
-    if summary.unconfirmed:
-        yield f'{summary.unconfirmed} of {f.plural(n, "citation")} could not be confirmed, marked "?"'
-    if summary.corrected:
-        yield (
-            f"{summary.corrected} of {f.plural(n, 'citation')} named a wrong place and "
-            f"{'was' if summary.corrected == 1 else 'were'} moved to the place that has the words"
-        )
+    yield from checked(summary.unconfirmed, summary.corrected, n)
     if any(answered.is_cached for answered in summary.turns):
         kept = sum(answered.is_cached for answered in summary.turns)
         which = "the answer is" if len(summary.turns) == 1 else f"{kept} of {len(summary.turns)} answers are"
@@ -145,6 +139,15 @@ def notes(summary: Summary, documents: Mapping[str, Document], *, cited: bool) -
             left = "they are" if len(document.without_text) > 1 else "it is"
             mend = "; ocrmypdf IN.pdf OUT.pdf adds text" if document.kind == "pdf" else ""
             yield f"{scanned(name, document.without_text, document.kind)}; {left} not in the summary{mend}"
+
+
+def checked(unconfirmed: int, corrected: int, n: int) -> Iterator[str]:
+    """Yield what the check did to `n` citations."""
+    if unconfirmed:
+        yield f'{unconfirmed} of {f.plural(n, "citation")} could not be confirmed, marked "?"'
+    if corrected:
+        moved = f"{'was' if corrected == 1 else 'were'} moved to the place that has the words"
+        yield f"{corrected} of {f.plural(n, 'citation')} named a wrong place and {moved}"
 
 
 def totals(summary: Summary) -> list[str]:
