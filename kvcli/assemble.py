@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadConfig
-from kvcli.settings.profile import NOT_WHOLE, TIERS
+from kvcli.settings.profile import ALTERED, TIERS
 from kvcli.settings.resolve import method_class
 from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory, registries
 
@@ -62,7 +62,7 @@ def store(lm: LM, profile: Profile, held: int = 0) -> KVCache:
 def may_split(profile: Profile) -> bool:
     """True if the layers of a KV cache of this profile may be on two devices: one tier, without selection or
     rotation."""
-    return not profile.effects.keys() & (NOT_WHOLE | {"prunes", "reuses", "condenses", "views"})
+    return not profile.effects.keys() & (ALTERED | {"condenses", "views"})
 
 
 def adapted_profile(lm: LM, profile: Profile) -> Profile:
@@ -119,7 +119,7 @@ def exactness_label(lm: LM, profile: Profile) -> str:
 
 def is_lossless(profile: Profile) -> bool:
     """True if the KV cache keeps all keys and values as computed, so that other sequences may continue from them."""
-    return not profile.effects.keys() & (NOT_WHOLE | {"prunes", "reuses"})
+    return not profile.effects.keys() & ALTERED
 
 
 def cache_conditions(profile: Profile) -> CacheConditions:

@@ -21,6 +21,7 @@ from kvcli.engine.sequence.state import Repetition
 from kvcli.engine.stats import Stats
 from kvcli.schemas.documents import DOCUMENTS, json_schema
 from kvcli.schemas.turn import Run, TurnDocument
+from kvcli.settings import config
 from kvcli.settings.conflicts import cautions
 from tests.demo_model.example import SAMPLES
 from tests.fake_model import fake_info
@@ -214,6 +215,14 @@ def test_no_save_reads_what_is_kept_and_keeps_nothing(machine, monkeypatch):
     for more in ((), ("--no-save",)):
         assert machine("chat", "-p", "Hi", "-n", "2", *more).exit == 0
     assert (reads, keeps) == ([True, True], [True])
+
+
+@pytest.mark.parametrize("more", [(), ("--exact",), ("--draft", "demo-small"), ("-P", "lean")])
+def test_a_run_reads_its_config_files_once(machine, monkeypatch, more):
+    reads, read = [], config.read_files
+    monkeypatch.setattr(config, "read_files", lambda sources: reads.append(sources) or read(sources))
+    assert machine("chat", "-p", "Hi", *more).exit == 0
+    assert len(reads) == 1
 
 
 def test_what_exact_sets_is_said_to_come_from_it(machine):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvcli.settings.profile import EFFECTS, KV_OF_ALL, LOSSY, NOT_WHOLE, SMALLER, WORDS, Conflict, Needs
+from kvcli.settings.profile import ALTERED, EFFECTS, KV_OF_ALL, LOSSY, SMALLER, WORDS, Conflict, Needs
 from kvcli.settings.schema import METHOD_TABLES
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _needs(profile: Profile) -> Iterator[tuple[str, Needs]]:
         if needs is not None:
             yield f"{table}.{needs.key or key}", needs
     if "condenses" in profile.effects:
-        yield "context.on_overflow", Needs(NOT_WHOLE | {"degrades", "prunes", "reuses"}, KV_OF_ALL)
+        yield "context.on_overflow", Needs(ALTERED | {"degrades"}, KV_OF_ALL)
     if profile.is_checked:  # the compressed cache and the full one have separate budgets; neither may change
         yield "exactness", Needs(frozenset({"demotes", "degrades"}), "a full KV cache that verifies drafts")
 

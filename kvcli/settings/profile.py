@@ -75,6 +75,7 @@ WORDS: Mapping[Effect, str] = {  # of the setting that has the effect
 TIERS: frozenset[Effect] = frozenset({"quantizes", "offloads", "caps", "demotes", "spends"})  # more than one dense tier
 # with any of these, rows do not read the KV of all tokens, as computed, in one tier
 NOT_WHOLE: frozenset[Effect] = TIERS | {"evicts", "selects"}
+ALTERED: frozenset[Effect] = NOT_WHOLE | {"prunes", "reuses"}  # other texts cannot continue from such KV
 SMALLER: frozenset[Effect] = frozenset({"quantizes", "evicts", "selects"})  # drafts from such a cache may be verified
 
 KV_OF_ALL = "the KV of all tokens as computed, in one place"
