@@ -42,7 +42,7 @@ from kvcli.chat.transcript import (
     messages_of,
     tokens_of_turn,
 )
-from kvcli.chat.turn import Terms, TurnRequest, TurnRun
+from kvcli.chat.turn import AnswerSettings, TurnRequest, TurnRun
 from kvcli.documents import Document
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import iterate_events, run_to_end
@@ -336,9 +336,9 @@ class TextSession:
         self.drafts_by = model.drafts_by
         self.on_overflow = model.profile.context.on_overflow
 
-    def _degrade(self, profile: Profile) -> Terms:
+    def _degrade(self, profile: Profile) -> AnswerSettings:
         self.switch_profile(self.model.under(profile))
-        return Terms(self.profile, self.limit, self.writer)
+        return AnswerSettings(self.profile, self.limit, self.writer)
 
     def fetch(self, ids: Sequence[int]) -> int:
         """Load KV of the prompt from the pack and the prefix cache; returns how many tokens need no prefill."""
@@ -495,7 +495,7 @@ class TextSession:
         run = TurnRun(
             self.session,
             asked,
-            Terms(self.profile, self.limit, self.writer),
+            AnswerSettings(self.profile, self.limit, self.writer),
             tokenizer=self.tokenizer,
             load_seconds=self.info.load_seconds,
             fetch=self.fetch,
