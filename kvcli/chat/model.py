@@ -29,7 +29,6 @@ from kvcli import assemble
 from kvcli.api import Cancel, End, Event, Events, Finish, Prompt, Read, Text, Thought, Turn, turn_of
 from kvcli.chat.engine_thread import EngineThread
 from kvcli.chat.overflow import ASKED, KEPT, NOTES, ContextWindow, VisibleMessages, fitting, refuse_longer, shorter
-from kvcli.chat.saved_chats import SavedChat, SavedChats
 from kvcli.chat.transcript import (
     Message,
     PromptTokens,
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.chat.document_pack import Pack
+    from kvcli.chat.saved_chats import SavedChat, SavedChats
     from kvcli.engine.drafting.drafter import Costs
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.constraint import Constraint, Vocabulary
@@ -421,6 +421,8 @@ class TextSession:
 
     def chat(self, system: str | None = None) -> Chat:
         """Start a chat in this session."""
+        from kvcli.chat.saved_chats import SavedChats  # late: sqlite3 is not needed without chats
+
         return Chat(self, system, saved_chats=SavedChats(self.model.data) if self.model.data else None)
 
     def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:
