@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import shutil
 import sqlite3
@@ -396,6 +398,19 @@ def test_what_is_kept_can_be_read_where_nothing_can_be_written(machine: Machine,
     assert "KVCLI_HOME=FOLDER" in done.err
     monkeypatch.undo()
     assert asked(sessions, sessions.find(None)) == ["How deep?"]
+
+
+def test_a_chat_that_cannot_be_locked_is_refused_with_what_to_type(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    """As on a read-only disk."""
+    machine("chat", "-p", "How deep?")
+
+    def fails(_: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(database, "private_folder", fails)
+    done = machine("chat", "-c", "-p", "And now?")
+    assert (done.exit, "Read-only file system" in done.err, "--no-save" in done.err) == (3, True, True)
+    assert machine("chat", "-c", "-p", "And now?", "--no-save").out == f"{ANSWER}\n"
 
 
 def test_a_database_that_is_a_link_is_one_where_it_leads(sessions: SavedChats, tmp_path: Path, told: list[str]):

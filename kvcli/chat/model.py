@@ -29,7 +29,6 @@ from kvcli import assemble
 from kvcli.api import Cancel, End, Event, Events, Finish, Prompt, Read, Text, Thought, Turn, turn_of
 from kvcli.chat.engine_thread import EngineThread
 from kvcli.chat.overflow import ASKED, KEPT, NOTES, ContextWindow, VisibleMessages, fitting, refuse_longer, shorter
-from kvcli.chat.saved_chats import SavedChat, SavedChats
 from kvcli.chat.transcript import (
     Message,
     PromptTokens,
@@ -42,7 +41,7 @@ from kvcli.chat.transcript import (
     messages_of,
     tokens_of_turn,
 )
-from kvcli.chat.turn import Terms, TurnRequest, TurnRun
+from kvcli.chat.turn import AnswerSettings, TurnRequest, TurnRun
 from kvcli.documents import Document
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import iterate_events, release, run_to_end
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.chat.document_pack import Pack
+    from kvcli.chat.saved_chats import SavedChat, SavedChats
     from kvcli.engine.drafting.drafter import Costs
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.constraint import Constraint, Vocabulary
@@ -337,9 +337,9 @@ class TextSession:
         self.drafts_by = model.drafts_by
         self.on_overflow = model.profile.context.on_overflow
 
-    def _degrade(self, profile: Profile) -> Terms:
+    def _degrade(self, profile: Profile) -> AnswerSettings:
         self.switch_profile(self.model.under(profile))
-        return Terms(self.profile, self.limit, self.writer)
+        return AnswerSettings(self.profile, self.limit, self.writer)
 
     def fetch(self, ids: Sequence[int]) -> int:
         """Load KV of the prompt from the pack and the prefix cache; returns how many tokens need no prefill."""
@@ -422,6 +422,8 @@ class TextSession:
 
     def chat(self, system: str | None = None) -> Chat:
         """Start a chat in this session."""
+        from kvcli.chat.saved_chats import SavedChats  # late: sqlite3 is not needed without chats
+
         return Chat(self, system, saved_chats=SavedChats(self.model.data) if self.model.data else None)
 
     def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:
@@ -496,7 +498,7 @@ class TextSession:
         run = TurnRun(
             self.session,
             asked,
-            Terms(self.profile, self.limit, self.writer),
+            AnswerSettings(self.profile, self.limit, self.writer),
             tokenizer=self.tokenizer,
             load_seconds=self.info.load_seconds,
             fetch=self.fetch,

@@ -207,7 +207,7 @@ MEASURE_EVERY = 0.1  # seconds between two memory measurements
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class AnswerSettings:
     """Settings of a running answer, which a lack of memory may change."""
 
     profile: Profile
@@ -237,12 +237,12 @@ class TurnRun:
         self,
         session: GenerationSession,
         asked: TurnRequest,
-        terms: Terms,
+        terms: AnswerSettings,
         *,
         tokenizer: PreTrainedTokenizerBase,
         load_seconds: float,
         fetch: Callable[[Sequence[int]], int],
-        switch: Callable[[Profile], Terms],
+        switch: Callable[[Profile], AnswerSettings],
     ) -> None:
         """`fetch`: loads saved KV of the prompt, and returns how many tokens need no prefill. `switch`: returns the
         terms under another profile of the same weights.

@@ -40,6 +40,8 @@ def reopen(saved_chats: SavedChats, world: Environment, wanted: str | None, *, i
     except BadInput as error:
         if error.code == "chat_in_use":
             error.try_ = ("close it there", "--no-save, for a copy that is not saved", "kvcli chat, for a new chat")
+        elif error.code == "file_unwritable":  # a read-only home
+            error.try_ = ("--no-save, for a copy that is not saved", "KVCLI_HOME=FOLDER, for another folder")
         raise
 
 
