@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.chat.model import Chat, Model
+    from kvcli.chat.conversation import Chat
+    from kvcli.chat.model import Model
     from kvcli.documents import Document, read_document
     from kvcli.door import load
     from kvcli.engine.engine import generate_together
@@ -27,7 +28,7 @@ _HOMES = {
     "load": "kvcli.door",
     "Model": "kvcli.chat.model",
     "generate_together": "kvcli.engine.engine",
-    "Chat": "kvcli.chat.model",
+    "Chat": "kvcli.chat.conversation",
     "Document": "kvcli.documents",
     "read_document": "kvcli.documents",
     "Grammar": "kvcli.models.grammar",

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from kvcli.chat.model import Chat
+from kvcli.chat.conversation import Chat
 from kvcli.commands.common.exits import Interrupt
 from kvcli.environment import Environment
 from kvcli.errors import KvcliError

@@ -17,8 +17,8 @@ import pytest
 
 from kvcli.chat import database
 from kvcli.chat import database as chat_tables
+from kvcli.chat.conversation import Chat
 from kvcli.chat.database import NAME, chat_lock
-from kvcli.chat.model import Chat
 from kvcli.chat.saved_chats import SavedChats, read_chat
 from kvcli.chat.transcript import messages_of
 from kvcli.commands.chat.repl import Repl
@@ -470,7 +470,7 @@ def test_a_full_disk_costs_no_turn(talk, monkeypatch):
 OTHER = """
 import sys
 from pathlib import Path
-from kvcli.chat.model import Chat
+from kvcli.chat.conversation import Chat
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.errors import BadInput
 from tests.fake_model import FakeModel

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import kvcli
-from kvcli.chat.model import Chat
+from kvcli.chat.conversation import Chat
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.cli import COMMANDS
 from kvcli.commands.common.run_setup import Setup

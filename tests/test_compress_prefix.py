@@ -13,7 +13,8 @@ import torch
 
 import kvcli
 from kvcli.bench.workloads import facts_in
-from kvcli.chat.model import Chat, Model
+from kvcli.chat.conversation import Chat
+from kvcli.chat.model import Model
 from kvcli.chat.transcript import Message
 from kvcli.demo.report import write_report
 from kvcli.engine.engine import iterate_events, run_to_end
@@ -148,7 +149,7 @@ def demo() -> Model:
 def chat_of(how: str) -> Chat:
     """Three windows long: of each question's report, far more facts than are asked for."""
     over = {"context.limit": LIMIT, "context.reserve": RESERVE, "context.on_overflow": how}
-    return demo().open(set={**over, "sample.max_new_tokens": RESERVE}).chat()
+    return Chat(demo().open(set={**over, "sample.max_new_tokens": RESERVE}))
 
 
 def told(chat: Chat, turns: int, seed: int = 3) -> list[tuple[str, str]]:
@@ -259,7 +260,7 @@ def test_where_the_model_has_no_room_to_judge_the_chat_goes_on_without() -> None
     assert fits_repetition(limit, limit - 200)
     assert not fits_repetition(limit, limit - 40)
     over = {"context.limit": "auto", "context.reserve": 1024, "context.on_overflow": "compress"}
-    chat = demo().open(set={**over, "sample.max_new_tokens": 4}).chat()
+    chat = Chat(demo().open(set={**over, "sample.max_new_tokens": 4}))
     fills = (
         bisect_right(range(limit), limit - 4, key=lambda n: len(chat.rendered([Message("user", "well " * n)]).ids)) - 1
     )

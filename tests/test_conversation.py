@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvcli.api import End, Read, Text, Turn
-from kvcli.chat.model import Chat
+from kvcli.chat.conversation import Chat
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.chat.transcript import tokens_of_turn
 from kvcli.documents import Document, document_of

@@ -93,7 +93,7 @@ def test_one_that_cannot_be_loaded_for_want_of_memory_or_by_a_fault_is_done_with
     def fails(*_: object, **__: object) -> None:
         raise fault
 
-    monkeypatch.setattr("kvcli.chat.open_model.load_draft_model", fails)
+    monkeypatch.setattr("kvcli.chat.model.load_draft_model", fails)
     with (
         kvcli.load("demo", "exact", set={"load.verify": False, "sample.temperature": 0.0}) as plain,
         kvcli.load("demo", "draft", set=ITSELF | {"sample.temperature": 0.0}) as model,

@@ -52,7 +52,7 @@ ONLY = {
 
 # Number of files that are in an import cycle, imports for types included, by folder. A number may only fall, and one
 # that is too high fails too. In `engine` and `chat` the cycles pass through one class, LM or TextSession.
-CYCLES = {"chat": 8}
+CYCLES: dict[str, int] = {}
 
 # Lines of the package without methods: every .py, .c and .h below kvcli/ and kernels/ but kvcli/methods. The number may
 # only fall; a commit that has to raise it says here why.

@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from kvcli.__main__ import main
-from kvcli.chat import open_model
+from kvcli.chat import model as model_module
 from kvcli.commands.common import load_model as memory_check
 from kvcli.commands.common.exits import Interrupt, insisting, interrupted, press_again
 from kvcli.commands.common.load_model import load_model
@@ -82,13 +82,13 @@ def test_where_a_shell_has_it_ignored_it_stays_so() -> None:
 
 @pytest.mark.parametrize("command", ["chat -p hi", "bench --ctx 512", "spec doctor", "spec tune", "profile-heads"])
 def test_every_command_that_loads_hears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    real = open_model.load
+    real = model_module.load
 
     def load(*args: Any, **options: Any) -> Any:
         swallow()
         return real(*args, **options)
 
-    monkeypatch.setattr(open_model, "load", load)
+    monkeypatch.setattr(model_module, "load", load)
     done = Machine(tmp_path)(*command.split(), "-m", "demo")
     assert (done.exit, done.out) == (ExitStatus.INTERRUPTED, "")
     done = Machine(tmp_path)(*command.split(), "-m", "demo", "--json")

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from kvcli.api import End, Event, Text
-from kvcli.chat.model import Model, TextSession
+from kvcli.chat.model import Model
+from kvcli.chat.text_session import TextSession
 from kvcli.chat.turn import next_fallback, repair_session
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 import kvcli
+from kvcli.chat.conversation import Chat
 from kvcli.chat.database import LEFT_OUT
-from kvcli.chat.model import Chat
 from kvcli.chat.overflow import ASKED, HEAD, KEPT
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.documents import document_of
@@ -188,7 +188,7 @@ def test_a_model_goes_on_beyond_its_window(how):
         context={"limit": 240, "reserve": 16, "on_overflow": how}, sample={"max_new_tokens": 24}, exactness="approx"
     )
     with kvcli.load("demo", profile) as model, model.open() as text:
-        chat = text.chat("Answer briefly.")
+        chat = kvcli.Chat(text, "Answer briefly.")
         for i in range(12):
             turn = chat.send(f"What is the depth of well number {i}?")
             assert turn.stats.prompt <= 240

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import kvcli
+from kvcli.chat.conversation import Chat
 from kvcli.chat.document_pack import CHAT, MANIFEST, PAST, Pack, open_pack
-from kvcli.chat.model import Chat, Model
+from kvcli.chat.model import Model
 from kvcli.documents import read_document
 from kvcli.errors import BadInput
 from kvcli.prefix_cache import snapshot_file

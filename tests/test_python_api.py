@@ -11,8 +11,9 @@ import torch
 
 import kvcli
 from kvcli.api import End, Live, Read, Text
-from kvcli.chat.model import Model, TextSession
+from kvcli.chat.model import Model
 from kvcli.chat.saved_chats import SavedChats
+from kvcli.chat.text_session import TextSession
 from kvcli.demo import weights_dir
 from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow, DoesNotFit, ExitStatus
@@ -487,7 +488,7 @@ def test_an_error_says_all_of_it_where_nobody_prints_its_parts() -> None:
 
 
 def test_a_chat_that_nobody_gave_a_place_is_kept_nowhere() -> None:
-    chat = model().chat()
+    chat = kvcli.Chat(model())
     chat.send("hi", max_new_tokens=2)
     with pytest.raises(BadInput) as caught:
         chat.save()

@@ -14,7 +14,7 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document as Typed
 
 from kvcli.api import Text
-from kvcli.chat.model import Chat
+from kvcli.chat.conversation import Chat
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.commands.chat import line_editor
 from kvcli.commands.chat.repl import HINT, Repl, in_background

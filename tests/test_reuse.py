@@ -126,7 +126,7 @@ def test_rewound_before_what_was_taken_over_the_text_is_its_own_again(model):
 def test_a_conversation_that_lost_its_beginning_is_not_read_again():
     changes = {"context": {"limit": 400, "reserve": 16, "on_overflow": "drop"}}
     with kvcli.load("demo", pie(**changes)) as model, model.open() as text:
-        chat = text.chat("Answer briefly.")
+        chat = kvcli.Chat(text, "Answer briefly.")
         said = []
         for i in range(25):
             turn = chat.send(f"What is the depth of well number {i}?")

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvcli.chat import database
+from kvcli.chat.conversation import Chat
 from kvcli.chat.database import NAME, VERSION, Database
-from kvcli.chat.model import Chat
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.commands.common.run_setup import Setup
 from kvcli.documents import Document

@@ -17,7 +17,8 @@ import pytest
 
 import kvcli
 from kvcli.api import End, Event, Live, Read, Text, Turn
-from kvcli.chat.model import Model, TextSession
+from kvcli.chat.model import Model
+from kvcli.chat.text_session import TextSession
 from kvcli.engine.engine import Engine, iterate_events, run
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, DoesNotFit

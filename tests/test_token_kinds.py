@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.chat.model import Chat, Model
+from kvcli.chat.conversation import Chat
+from kvcli.chat.model import Model
 from kvcli.chat.transcript import LONG, chat_spans, kind_of, kinds_by_id
 from kvcli.engine.sequence.state import (
     END,

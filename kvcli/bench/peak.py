@@ -53,7 +53,7 @@ def _answer(name: str, status: int, out: str, err: str) -> int:
 def measure(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Make the side, run it once, and return the peak memory of the process."""
     from kvcli.bench.profile_side import Models
-    from kvcli.chat.open_model import load
+    from kvcli.chat.model import load
     from kvcli.engine.resources import peak_bytes
 
     recipe = Recipe(**asked["recipe"])

@@ -19,7 +19,7 @@ from kvcli.errors import BadInput, ExitStatus, writing
 from kvcli.files import try_output
 
 if TYPE_CHECKING:
-    from kvcli.chat.model import Chat
+    from kvcli.chat.conversation import Chat
     from kvcli.render.terminal.screen import Screen
     from kvcli.schemas.pack import PackDocument
 
@@ -63,7 +63,7 @@ def pack(world: Environment, options: PackOptions) -> int:
         tell_notes(world, document)
     screen = Screen.of(world)
     run, text_session = load_model(setup, profile, MemoryWishes(options.force, options.ctx == "max"), screen)
-    from kvcli.chat.model import Chat
+    from kvcli.chat.conversation import Chat
 
     system = read_system(world, options.system, options.system_file)
     with text_session, closing(Chat(text_session, system, called=setup.lasting_name)) as talk:

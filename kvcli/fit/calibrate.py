@@ -25,7 +25,7 @@ from kvcli.schemas.fit import CalibrationDocument, ModelTimes, PassTime, QuickTi
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.chat.model import Model
+    from kvcli.chat.loaded_model import LoadedModel
     from kvcli.engine.hf.lm import LM
     from kvcli.environment import Environment
     from kvcli.fit.plan import Plan, PlannedModel
@@ -197,7 +197,7 @@ BUDGET = 1.0  # seconds
 RETRY = 24 * 3600  # seconds after which an empty measurement is repeated
 
 
-def quick_costs(model: Model, cache: Path, busy: Tell, tell: Tell = lambda _: None) -> list[PassTime]:
+def quick_costs(model: LoadedModel, cache: Path, busy: Tell, tell: Tell = lambda _: None) -> list[PassTime]:
     """Return this model's pass times on this machine, saved or measured now. A cache folder that fails is ignored.
 
     `busy` is told what takes a second, `tell` that a file is damaged.
@@ -258,7 +258,7 @@ def quick_times(lm: LM, clock: Callable[[], float] = time.perf_counter) -> list[
     return found
 
 
-def calibrate(model: Model, cache: Path, tell: Tell = lambda _: None) -> CalibrationDocument:
+def calibrate(model: LoadedModel, cache: Path, tell: Tell = lambda _: None) -> CalibrationDocument:
     """Measure the machine that `model` runs on, and the model's pass times."""
     from kvcli.models import machine
 
@@ -289,7 +289,7 @@ def calibrate(model: Model, cache: Path, tell: Tell = lambda _: None) -> Calibra
 
 
 def run_calibration(
-    world: Environment, load: Callable[[Profile], Model], profile: Profile, tell: Tell = lambda _: None
+    world: Environment, load: Callable[[Profile], LoadedModel], profile: Profile, tell: Tell = lambda _: None
 ) -> CalibrationDocument:
     """Run `kvcli bench --calibrate`: load the model with `load` (of a setup), measure, save in the cache folder."""
     with load(profile) as model:
@@ -310,14 +310,14 @@ def fingerprint_in(plan: Plan, subject: PlannedModel, name: str, cache: Path) ->
     return model_fingerprint(dtype, plan.profile.load.quant, shape.layers, shape.hidden, shape.vocab, name, weights)
 
 
-def fingerprint_of(model: Model) -> str:
+def fingerprint_of(model: LoadedModel) -> str:
     """Return the fingerprint of a loaded model."""
     info, hidden, lm = model.info, int(model.lm.model.config.get_text_config().hidden_size), model.lm
     weights = lm.hashes.of(lm.files["weights"]) if lm.files else ""
     return model_fingerprint(info.dtype, info.quant, info.layers, hidden, info.vocab, info.id, weights)
 
 
-def _weights_file(model: Model) -> Path:
+def _weights_file(model: LoadedModel) -> Path:
     return max(Path(model.info.path).glob("*.safetensors"), key=lambda f: f.stat().st_size, default=Path())
 
 

@@ -17,7 +17,8 @@ from kvcli.summarize.wording import Messages, Wording, merge_messages, part_mess
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.chat.model import Model, TextSession
+    from kvcli.chat.model import Model
+    from kvcli.chat.text_session import TextSession
     from kvcli.documents import Document, Unit
     from kvcli.schemas.fit import PassTime
     from kvcli.settings.profile import Profile

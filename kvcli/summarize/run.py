@@ -36,7 +36,8 @@ from kvcli.summarize.split import Raw
 from kvcli.summarize.wording import FEWEST, Messages, merge_messages, part_messages, wording_of
 
 if TYPE_CHECKING:
-    from kvcli.chat.model import Model, TextSession
+    from kvcli.chat.model import Model
+    from kvcli.chat.text_session import TextSession
     from kvcli.documents import Document
     from kvcli.summarize.cache import Cache
     from kvcli.summarize.parts import Part

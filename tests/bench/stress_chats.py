@@ -29,7 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.api import Turn
-from kvcli.chat.model import Chat
+from kvcli.chat.conversation import Chat
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.cli import run
 from kvcli.commands.chat.save_chat import try_save

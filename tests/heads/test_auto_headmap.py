@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcli.bench.text_agreement import tie_at
-from kvcli.chat.model import Model
-from kvcli.chat.open_model import load
+from kvcli.chat.model import Model, load
 from kvcli.errors import BadConfig
 from kvcli.heads.auto_headmap import auto_headmap, place
 from kvcli.heads.request import ProbeRequest

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 import kvcli
+from kvcli.chat.conversation import Chat
 from kvcli.chat.document_pack import MANIFEST, Pack, open_pack
-from kvcli.chat.model import Chat, Model, TextSession
+from kvcli.chat.model import Model
+from kvcli.chat.text_session import TextSession
 from kvcli.commands.summarize.documents import of_pack
 from kvcli.documents import Document, document_of, read_document, with_documents
 from kvcli.errors import ContextOverflow, UsageError
@@ -63,7 +65,7 @@ def on(prefix_cache: PrefixCache | None, model: Model) -> TextSession:
 def test_after_a_chat_about_the_document_and_the_second_time(model: Model, report: Document, tmp_path: Path) -> None:
     shelf = PrefixCache(tmp_path / "kv", 1 << 30, model.lm, min_work=0)
     plain, read = summed(on(None, model), report), report.tokens(model.tokenizer)
-    chat = on(shelf, model).chat()
+    chat = Chat(on(shelf, model))
     chat.attach(report)
     chat.send("What is the depth of well Bethden?", max_new_tokens=4)
     chat.text_session.keep()

@@ -22,9 +22,10 @@ from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
     from kvcli.api import Turn
+    from kvcli.chat.conversation import Chat
     from kvcli.chat.document_pack import Pack
-    from kvcli.chat.model import Chat, TextSession
     from kvcli.chat.saved_chats import SavedChat
+    from kvcli.chat.text_session import TextSession
     from kvcli.commands.chat.repl import Repl
     from kvcli.commands.common.inputs import Question
     from kvcli.commands.common.load_model import CheckedRun
@@ -273,7 +274,7 @@ class ChatRun:
 
     def answer(self, question: Question) -> int:
         """Load the model and answer one question, or start the interactive chat."""
-        from kvcli.chat.model import Chat
+        from kvcli.chat.conversation import Chat
         from kvcli.commands.chat.save_chat import about, save_kv_cache, saved_chats_of, try_save
 
         wanted = MemoryWishes(self.options.run.force, self.options.run.ctx == "max")

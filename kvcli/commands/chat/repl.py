@@ -14,7 +14,7 @@ from threading import Event as Flag
 from typing import TYPE_CHECKING
 
 from kvcli.api import Cancel, Event, Turn
-from kvcli.chat.model import Chat
+from kvcli.chat.conversation import Chat
 from kvcli.commands.chat import line_editor
 from kvcli.commands.chat.save_chat import save_kv_cache, try_save
 from kvcli.commands.chat.slash_table import SlashTable

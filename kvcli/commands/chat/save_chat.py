@@ -13,8 +13,9 @@ from kvcli.render.terminal.terminal import Terminal, long_size, plural
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcli.chat.model import Chat, TextSession
+    from kvcli.chat.conversation import Chat
     from kvcli.chat.saved_chats import SavedChat
+    from kvcli.chat.text_session import TextSession
     from kvcli.environment import Environment
     from kvcli.prefix_cache.prefix_cache import SaveResult as Read
     from kvcli.schemas.chats import ChatEntry

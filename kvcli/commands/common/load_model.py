@@ -12,7 +12,7 @@ from kvcli.settings.values import BY, DEFAULT
 
 if TYPE_CHECKING:
     from kvcli.api import Turn
-    from kvcli.chat.model import TextSession
+    from kvcli.chat.text_session import TextSession
     from kvcli.commands.common.run_setup import Setup
     from kvcli.fit.preflight import Preflight
     from kvcli.models.source import Source

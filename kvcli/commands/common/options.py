@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import Parameter, Signature, signature
-from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform, get_origin, get_type_hints
 
 import typer
 import typer.main
@@ -109,6 +109,8 @@ def _parameters(found: Parameter) -> Iterator[Parameter]:
         yield found.replace(kind=Parameter.KEYWORD_ONLY)
         return
     for each, kind in _fields(found.annotation):
+        if not each.metadata and not _is_group(kind) and get_origin(kind) is not Annotated:
+            raise TypeError(f"{found.annotation.__name__}.{each.name} is no choice; is its class decorated?")
         if each.metadata:
             names, shown = each.metadata["names"], {"panel": found.annotation.panel} | each.metadata["shown"]
             if not any(name.startswith("--") for name in names):

@@ -24,6 +24,7 @@ from kvcli.settings.profile import LOSSY, SMALLER, Profile, load_profile
 from kvcli.settings.schema import METHOD_TABLES, Kv, Load, plain_value
 
 if TYPE_CHECKING:
+    from kvcli.chat.loaded_model import LoadedModel
     from kvcli.chat.model import Model
     from kvcli.engine.drafting.drafter import Costs
     from kvcli.environment import Environment
@@ -310,7 +311,7 @@ class Setup:
         # transformers reads it when imported; kvcli itself checks what its warnings are about
         self.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         with insisting():
-            from kvcli.chat.open_model import load
+            from kvcli.chat.model import load
 
             model = load(found, profile, tell=tell, cache=self.world.paths.cache, find=partial(self.draft, tell=tell))
         info = model.info = replace(model.info, id=self.name)
@@ -332,14 +333,14 @@ class Setup:
 
         return auto_headmap(model, self.world.paths.data / "heads", tell)
 
-    def costs(self, model: Model, tell: Callable[[str], None] = log.info) -> Costs | None:
+    def costs(self, model: LoadedModel, tell: Callable[[str], None] = log.info) -> Costs | None:
         """Return initial pass times for drafters; None = they could not be measured."""
         from kvcli.fit.speed import units
 
         passes = self.pass_times(model, tell)
         return (lambda context: units(passes, context)) if passes else None
 
-    def pass_times(self, model: Model, tell: Callable[[str], None] = log.info) -> list[PassTime]:
+    def pass_times(self, model: LoadedModel, tell: Callable[[str], None] = log.info) -> list[PassTime]:
         """Return pass times of this model from `kvcli bench --calibrate`, or from a short measurement."""
         from kvcli.fit.calibrate import quick_costs
 

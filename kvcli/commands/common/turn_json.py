@@ -11,7 +11,7 @@ from kvcli.schemas.turn import EndEvent, ModelFacts, ReadEvent, Run, Start, Stat
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.chat.model import TextSession
+    from kvcli.chat.text_session import TextSession
     from kvcli.engine.model_info import ModelInfo
     from kvcli.engine.stats import Stats
     from kvcli.environment import Environment

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from kvcli.api import Turn
     from kvcli.chat.document_pack import Pack
-    from kvcli.chat.model import TextSession
+    from kvcli.chat.text_session import TextSession
     from kvcli.commands.common.load_model import CheckedRun
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.summarize.documents import InputDocument, InputDocuments

@@ -1,0 +1,291 @@
+"""A token sequence with its own KV cache and profile, over the weights of a loaded model; one answer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from inspect import GEN_RUNNING, getgeneratorstate
+from typing import TYPE_CHECKING, Any
+
+from kvcli import assemble
+from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
+from kvcli.chat.loaded_model import LoadedModel
+from kvcli.chat.overflow import ContextWindow
+from kvcli.chat.transcript import chat_spans
+from kvcli.chat.turn import AnswerSettings, TurnRequest, TurnRun
+from kvcli.engine.engine import iterate_events, release, run_to_end
+from kvcli.engine.forward_request import Coroutine, run_until_cancelled
+from kvcli.engine.sequence.state import QUESTION, KindSpan
+from kvcli.errors import BadInput, BadModel
+from kvcli.kv.out_of_memory import CacheFull, catch_cache_full
+from kvcli.models.text import Messages, StopStrings
+from kvcli.prefix_cache.prefix_cache import SaveResult
+from kvcli.settings.schema import ORDER
+
+if TYPE_CHECKING:
+    from kvcli.chat.document_pack import Pack
+    from kvcli.engine.sequence.constraint import Constraint
+    from kvcli.settings.profile import Profile
+
+
+class TextSession:
+    """A generation session with tokenizer, profile and KV cache. A context manager, also `async`; closing frees it.
+
+    Prompt tokens in the cache are not prefilled again. One answer runs at a time: a new answer ends the one before it.
+    """
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.switch_profile(model)
+        self.session = model.new_session(by_steps=True)
+        self._answer: Coroutine[Event, Turn | None] | None = None  # the answer that began last
+        self.pack: Pack | None = None  # the pack of the documents that questions are about
+        self._has_save_failed = False  # the last save to the prefix cache failed
+        self.has_begun = False  # an answer has begun: the session owns a share of memory.budget = "fit"
+        model.texts.add(self)
+
+    def __enter__(self) -> TextSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> TextSession:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close without blocking the event loop while a forward pass ends."""
+        await self.model.engine.apart(self.close)
+
+    def close(self) -> None:
+        """End the running answer, and free the KV cache."""
+        self._end()
+        self.has_begun = False
+        self.session = self.model.new_session(by_steps=True)
+        release(self.session.lm)
+
+    def switch_profile(self, model: LoadedModel) -> None:
+        """Take another profile over the same weights. The caller changes the generation session to match."""
+        self.model, self.profile, self.limit = model, model.profile, model.limit
+        self.info, self.tokenizer = model.info, model.tokenizer
+        self.cautions, self.promise, self.foretell = model.cautions, model.exactness_label, model.foretell
+        self.writer = model.new_writer()
+        self.drafts_by = model.drafts_by
+        self.on_overflow = model.profile.context.on_overflow
+
+    def _degrade(self, profile: Profile) -> AnswerSettings:
+        self.switch_profile(self.model.under(profile))
+        return AnswerSettings(self.profile, self.limit, self.writer)
+
+    def fetch(self, ids: Sequence[int]) -> int:
+        """Load KV of the prompt from the pack and the prefix cache; returns how many tokens need no prefill."""
+        if self.pack is not None:
+            self.pack.fetch(self.session, ids)
+        if (prefixes := self.model.prefix_cache) is not None and not self.session.condensed:
+            with catch_cache_full():  # without room, the prompt is prefilled
+                for conditions in (ways := assemble.loadable_conditions(self.profile)):
+                    prefixes.load_prefix(self.session, ids, conditions)
+                if self.session.reusable_spans is not None and ways[-1].is_intact:
+                    self.session.reusable_spans.add(prefixes.find_spans(self.session, ids, ways[-1]))
+        return self.session.committed
+
+    def has_read(self, ids: Sequence[int]) -> bool:
+        """True if the KV cache begins with these ids."""
+        n, session = len(ids), self.session
+        return n <= session.committed and session.ids[:n] == list(ids)
+
+    def is_compressed_prefix(self, ids: Sequence[int]) -> bool:
+        """True if these ids are the condensed beginning in this KV cache, which stands for more tokens."""
+        return self.session.condensed == len(ids) and self.has_read(ids)
+
+    def can_condense(self, ids: Sequence[int]) -> bool:
+        """True if the KV cache begins with these ids and memory has room to score their slots."""
+        return self.has_read(ids) and assemble.can_condense(self.session, len(ids))
+
+    def condense(self, end: int, most: int, cancel: Cancel) -> list[int] | None:
+        """Condense the first `end` tokens to `most` slots per head; returns the ids that then stand for them. None = it
+        is impossible, or `cancel()` returned True."""
+        self._end()
+        with catch_cache_full():
+            if run_to_end(run_until_cancelled(assemble.condense(self.session, end, most), cancel)):
+                return self.session.ids[:most]
+        return None
+
+    def keep(self, cancel: Cancel = lambda: False) -> SaveResult:
+        """Save the KV cache to the prefix cache, if there is one, for later runs. Call it between answers.
+
+        The reason of a failure is returned once, until a save succeeds.
+        """
+        if self.model.prefix_cache is None or self.session.condensed:  # condensed ids are the prefix of no prompt
+            return SaveResult()
+        ways = assemble.loadable_conditions(self.profile)
+        conditions = ways[0 if "reused" in self.session.approximations else -1]
+        result = self.model.prefix_cache.save(self.session, cancel, conditions)
+        was, self._has_save_failed = self._has_save_failed, bool(result.why_not)
+        return replace(result, why_not="") if was else result
+
+    def idle(self, cancel: Cancel) -> None:
+        """Revive deferred tokens between answers, if the profile asks for it, until `cancel()` returns True."""
+        session = self.session
+        with catch_cache_full():  # without room, the next prompt has fewer revived tokens
+            run_to_end(run_until_cancelled(session.aux_cache.before_prompt(session.cache, session.ids), cancel))
+
+    def why_again(self) -> list[str]:
+        """Explain why saved KV of this model cannot be used, if it was computed under other settings; [] otherwise."""
+        if (prefixes := self.model.prefix_cache) is None:
+            return []
+        fields = prefixes.mismatch(self.session, assemble.cache_conditions(self.profile))
+        return [f"the saved KV cache cannot be used, because settings differ: {', '.join(fields)}"] if fields else []
+
+    def with_profile(self, profile: Profile) -> TextSession:
+        """Open a session with an empty KV cache under another profile. Refuses a change of `load`."""
+        return TextSession(self.model.chosen(profile))
+
+    def take_cache(self, other: TextSession) -> bool:
+        """Take over the KV cache of `other`, if both profiles fill and store it alike; `other` is then empty."""
+        leaves = ("spec", "reasoning_steps", "sample", "context")  # tables that do not change the KV cache
+        tables = [table for table in ORDER if table not in leaves]
+        mine, its = self.profile, other.profile
+        if other.model.lm is not self.model.lm or any(getattr(mine, table) != getattr(its, table) for table in tables):
+            return False
+        if other.session.condensed and (mine.exactness != "approx" or mine.context.on_overflow != "compress"):
+            return False
+        for text in (self, other):
+            text._end()
+        self.session.take_over(other.session)
+        self.has_begun, other.has_begun = self.has_begun or other.has_begun, False
+        return True
+
+    def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:
+        """Return one answer. Options are those of `answer`."""
+        return turn_of(self.stream(prompt, max_new_tokens=max_new_tokens, **options))
+
+    def stream(self, prompt: Prompt, **options: Any) -> Events:
+        """Yield one answer as events: Live and Read first, then Text pieces, End last."""
+        return iterate_events(self.answer(prompt, **options))
+
+    def astream(self, prompt: Prompt, **options: Any) -> AsyncGenerator[Event]:
+        """Yield one answer as events in a coroutine, batched with other sessions of the model used by event loops.
+
+        Passes run in a thread of the model. Leaving the loop by `aclose()`, or cancelling its task, ends the answer.
+        """
+        return self.model.engine.events(self.answer(prompt, **options))
+
+    def answer(
+        self,
+        prompt: Prompt,
+        *,
+        ignore_eos: bool = False,
+        stop: Sequence[str] = (),
+        cancel: Cancel | None = None,
+        messages: Messages = (),
+        constraint: Constraint | None = None,
+        **sample: object,
+    ) -> Coroutine[Event, Turn]:
+        """Return one answer as a coroutine for an engine, alone or with other sequences (`kvcli.generate_together`).
+
+        `sample`: settings of the `[sample]` table for this answer alone, such as `temperature=0.2, seed=7`; None keeps
+        the profile's value. Raises BadConfig for an unknown setting or an invalid value. `messages`: the messages that
+        the ids of `prompt` were rendered from, so that a policy can tell system text from the rest.
+        `constraint`: structured output, as from `model.constraint`; it decides where the answer may end.
+        Raises ContextOverflow before the prefill.
+        """
+        if constraint is not None and ignore_eos:
+            raise BadInput(
+                "a constrained answer needs its end, and ignore_eos ignores it",
+                code="needs_end",
+                try_=["ignore_eos=False"],
+            )
+        model, ids = self.model, self.model.encode(prompt)
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
+        if outside := [i for i in ids if not 0 <= i < model.lm.vocab]:
+            kind = BadModel if messages else BadInput  # ids of messages come from the tokenizer
+            raise kind(f"token {outside[0]} is outside the vocabulary of {model.lm.vocab:,}", code="no_such_token")
+        profile = self.profile
+        if profile.memory.budget == "fit" and not self.has_begun:
+            self._refuse_crowd(profile.memory.sequences)
+        if changes := {key: value for key, value in sample.items() if value is not None}:
+            profile = profile.changed({"sample": changes}, "options of the answer")
+        fits = partial(model.fits, self.profile) if model.fits is not None else None
+        window = ContextWindow(self.limit, model.lm.limit, profile.context.reserve, fits)
+        asks, kind_spans = self.session.pruning is not None or bool(model.lm.recurrent_layers), list[KindSpan]()
+        marks = self.session.marks | ({QUESTION} if asks else set())
+        if messages and (asks or self.session.policy is not None or self.on_overflow == "compress"):
+            kind_spans = chat_spans(model.tokenizer, messages, ids, marks)
+        asked = TurnRequest(
+            ids,
+            kind_spans,
+            window.room(len(ids), profile.sample.max_new_tokens),
+            () if ignore_eos else model.lm.stop_ids,
+            StopStrings([*([stop] if isinstance(stop, str) else stop), *(() if ignore_eos else model.lm.stop_strings)]),
+            cancel or (lambda: False),
+            assemble.sampler(model.lm, profile),
+            0 if ignore_eos else profile.sample.stop_loops,
+            constraint,
+        )
+        self.has_begun = True  # before the prefill, as other sessions check it meanwhile
+        run = TurnRun(
+            self.session,
+            asked,
+            AnswerSettings(self.profile, self.limit, self.writer),
+            tokenizer=self.tokenizer,
+            load_seconds=self.info.load_seconds,
+            fetch=self.fetch,
+            switch=self._degrade,
+        )
+        return self._only(run.events())
+
+    def _refuse_crowd(self, most: int) -> None:
+        """Raise CacheFull if as many sessions as `memory.sequences` allows already share the free memory."""
+        n = sum(one.has_begun and one.profile.memory.budget == "fit" for one in self.model.texts)
+        if n + 1 > most:
+            raise CacheFull(
+                f'memory.budget = "fit" divides memory among {most} sequences (memory.sequences), and {n} are open',
+                try_=[f"--set memory.sequences={n + 1}", "--set memory.budget=1GiB, each", "close a session"],
+            )
+
+    def kv_table(self) -> list[dict[str, object]]:
+        """Return slots and bytes by layer and tier. The cache view of lookahead rows is one more tier."""
+        view = self.session.view.usage() if self.session.view is not None else []
+        table = [asdict(use) for use in [*self.session.cache.usage(), *view]]
+        return [{key: value for key, value in row.items() if key != "lost"} for row in table]
+
+    def _only(self, answer: Coroutine[Event, Turn | None]) -> Coroutine[Event, Turn]:
+        """Run the session's only answer. If another answer begins, this one ends with an error.
+
+        The session stays usable however the answer ends.
+        """
+        self._end()
+        self._answer = answer
+        try:
+            turn = yield from answer
+        except (GeneratorExit, CacheFull):
+            raise
+        except BaseException:
+            self.session.rewind(0)  # the next question starts with an empty KV cache
+            raise
+        if turn is None:  # it was closed
+            raise BadInput("the session was closed or another answer began before this one ended", code="interleaved")
+        if self.foretell is not None:
+            turn.stats.estimate, turn.stats.available = self.foretell(self.profile, turn.stats.context)
+        yield End(turn)
+        return turn
+
+    def _end(self) -> None:
+        """End the running answer. Its committed KV is kept."""
+        if self._answer is not None:
+            self.model.engine.between_rounds(partial(_close, self._answer))
+
+
+def _close(answer: Coroutine[Event, Turn | None]) -> None:
+    if getgeneratorstate(answer) == GEN_RUNNING:  # called by the answer's own `cancel`
+        raise BadInput(
+            "this session is still generating an answer; close it from outside the event loop of the answer",
+            code="interleaved",
+            try_=["return True from cancel"],
+        )
+    answer.close()
