@@ -47,8 +47,8 @@ class SnapshotReader:
         return name in self.tree
 
     def part(self, name: str) -> SnapshotReader:
-        """Return a subtree; an empty one if missing, because files do not store empty trees."""
-        found = self.tree.get(name, {})
+        """Return a subtree, which may be empty but not missing."""
+        found = self.tree.get(name)
         return SnapshotReader(found, self.n, self._named(name)) if isinstance(found, Mapping) else self._lacks(name)
 
     def parts(self, most: int) -> list[SnapshotReader]:
@@ -107,10 +107,10 @@ class SnapshotReader:
 
 
 def leaves(state: State, where: str = "") -> Iterator[tuple[str, Leaf]]:
-    """Yield all leaves of a tree with their names joined by "/"."""
+    """Yield all leaves of a tree with their names joined by "/"; of an empty subtree its name and "/"."""
     for name, found in state.items():
         if isinstance(found, Mapping):
-            yield from leaves(found, f"{where}{name}/")
+            yield from leaves(found, f"{where}{name}/") if found else [(f"{where}{name}/", 0)]
         else:
             yield where + name, found
 
@@ -129,5 +129,6 @@ def tree_of(found: Mapping[str, Leaf]) -> State:
                 raise SnapshotMismatch(f"{path} is in no tree")
         if name in at:
             raise SnapshotMismatch(f"{path} is there twice")
-        at[name] = leaf
+        if name:  # else an empty subtree
+            at[name] = leaf
     return tree  # type: ignore[return-value]
