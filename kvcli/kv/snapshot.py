@@ -42,14 +42,17 @@ class SnapshotReader:
     tree: State
     n: int  # every position is below n
     where: str = ""
+    lacks_empty: bool = False  # it was written when empty subtrees were left out
 
     def __contains__(self, name: str) -> bool:
         return name in self.tree
 
     def part(self, name: str) -> SnapshotReader:
         """Return a subtree, which may be empty but not missing."""
-        found = self.tree.get(name)
-        return SnapshotReader(found, self.n, self._named(name)) if isinstance(found, Mapping) else self._lacks(name)
+        found = self.tree.get(name, {} if self.lacks_empty else None)
+        if not isinstance(found, Mapping):
+            self._lacks(name)
+        return SnapshotReader(found, self.n, self._named(name), self.lacks_empty)
 
     def parts(self, most: int) -> list[SnapshotReader]:
         """Return the subtrees "0", "1", .., at most `most`."""

@@ -83,9 +83,9 @@ class QueryRecorder:
     def restore(self, given: SnapshotReader, lm: LM, dtype: torch.dtype) -> None:
         """Restore a snapshot of a sequence of this model, in the cache's dtype. Raises SnapshotMismatch."""
         self.clear()
-        pos = given.positions("pos", None)
+        pos, of_layers = given.positions("pos", None), given.part("q")
         for layer, (heads, shape) in enumerate(zip(lm.heads, lm.shapes, strict=True) if len(pos) else ()):
-            q = given.part("q").tensor(str(layer), dtype, heads, len(pos), shape.k_dim)
+            q = of_layers.tensor(str(layer), dtype, heads, len(pos), shape.k_dim)
             self._q.append(q.to(lm.device))
         self.pos, self._any = pos.tolist(), bool(given.number("any", 1))
 

@@ -267,7 +267,7 @@ class SequenceState:
         parts |= {"kv": self.cache.snapshot(), "states": self.states.state()}
         ids = torch.tensor(self.ids[: self.committed], dtype=torch.int32)
         policy_state: State = self.policy_state.snapshot() if self.policy_state is not None else {}
-        return {**fields, **parts, "ids": ids, "policy_state": policy_state}
+        return {**fields, **parts, "ids": ids, "policy_state": policy_state, "has_empty": True}
 
     def restore(self, state: State, pending: int) -> None:
         """Restore a snapshot, with another pending token. The sampler is kept.
@@ -286,13 +286,14 @@ class SequenceState:
         ids = SnapshotReader(state, self.lm.vocab).positions("ids", None).tolist()
         if not 1 <= len(ids) < self.lm.limit:
             raise SnapshotMismatch("its length does not fit the context window")
-        given = SnapshotReader(state, len(ids))
+        given = SnapshotReader(state, len(ids), lacks_empty="has_empty" not in state)
         self.cache.restore(given.part("kv"))
         self.states.restore(given.part("states"))
         self.query_recorder.restore(given.part("query_recorder"), self.lm, self.cache.dtype)
         self.aux_cache.restore(given.part("aux_cache"))
+        of_policy = given.part("policy_state")
         if self.policy_state is not None:
-            self.policy_state.restore(given.part("policy_state"))
+            self.policy_state.restore(of_policy)
         self.ids, self.committed, self._n_prompt = [*ids, pending], len(ids), given.number("n_prompt", len(ids))
         self._is_whole, self._has_deferred = (bool(given.number(name, 1)) for name in ("is_whole", "has_deferred"))
         own = given.number("own", len(ids))
