@@ -81,7 +81,7 @@ def _apply(session: GenerationSession, old: Profile, new: Profile) -> bool:
         session.compression_interval = assemble.compression_interval(new)
         with catch_cache_full() as lacks:
             move(session.cache, store, session.lm.storing)
-            session.replace_cache(store)
+            session.stored_kv.replace(store)
             session.rewind(session.committed + 1)  # the next compression point may differ
         if lacks:
             _restart(session, new)
@@ -115,7 +115,7 @@ def _restart(session: GenerationSession, profile: Profile) -> None:
     """Replace the KV cache by an empty one, because the old cache may be inconsistent."""
     session.committed = 0
     session.rewind(0)  # first: if there is no memory for a new cache, nothing refers to inconsistent slots
-    session.replace_cache(assemble.store(session.lm, profile))
+    session.stored_kv.replace(assemble.store(session.lm, profile))
 
 
 class ResilientGeneration:
@@ -177,7 +177,7 @@ class ResilientGeneration:
     def _explained(self, lack: CacheFull) -> CacheFull:
         """Return the error with the memory that the KV takes, and settings with room for the whole answer."""
         session, profile = self._text_session.session, self._text_session.profile
-        held = sum(nbytes(session.cache, session.view).values())
+        held = sum(nbytes(session.stored_kv).values())
         lines = list(lack.lines)
         if session.committed:
             lines.append(f"the KV cache of {session.committed:,} tokens takes {held / (1 << 20):,.1f} MiB")

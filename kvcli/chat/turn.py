@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from kvcli import environment
+from kvcli import assemble, environment
 from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, Turn
 from kvcli.chat.resilient_generation import ResilientGeneration
 from kvcli.engine.forward_request import Coroutine
 from kvcli.engine.resources import peak_bytes, used_bytes
 from kvcli.engine.sequence.state import RepetitionDetector
 from kvcli.engine.stats import Stats
-from kvcli.kv.out_of_memory import CacheFull, catch_cache_full
+from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import hit_rate, nbytes
 from kvcli.models.channels import Channels, Piece
 from kvcli.models.text import StopStrings
@@ -116,13 +116,13 @@ class TurnRun:
         """Yield Live and Read first, then Thought and Text pieces. The session stays usable however the answer ends."""
         session, asked = self._text_session.session, self._asked
         try:
-            with catch_cache_full():  # without room, matching spans are prefilled
-                session.copy_reusable_spans(asked.ids)
             session.start_answer(asked.ids, asked.sampler, asked.constraint, asked.kind_spans)
             began = time.perf_counter()
             self._stats.cached = self._text_session.fetch(asked.ids)
             self._fetched = time.perf_counter() - began
-            self._stats.order = session.order
+            profile = self._text_session.profile
+            by_layers = profile.prune.describe_read or profile.prefill.order == "layers"
+            self._stats.order = "layers" if by_layers else "chunks"
             yield Live(self._stats)
             with environment.return_large_blocks():
                 yield from self._read()
@@ -136,7 +136,9 @@ class TurnRun:
     def _read(self) -> Coroutine[Event, None]:
         stats, began = self._stats, time.perf_counter()
         while (yield from self._steady.chunk(self._asked.ids)):
-            stats.read, stats.reused = time.perf_counter() - began, self._text_session.session.reused
+            stats.read = time.perf_counter() - began
+            if (reuse := assemble.span_reuse(self._text_session.session, self._text_session.profile)) is not None:
+                stats.reused = reuse.reused
             self._measure()
             yield Read(self._text_session.session.progress, stats.prompt, stats.cached, stats.read)
             if self._cancel():
@@ -200,9 +202,10 @@ class TurnRun:
             return
         self._measured = time.perf_counter()
         if at_once:
-            found = session.policy.describe_result(session.policy_state) if session.policy is not None else ""
+            found = session.policy.describe_result(session.policy_record.state) if session.policy is not None else ""
             stats.approx = approximation_note(self._text_session.profile, session.approximations, found)
-        held = (session.cache, session.states, session.view, session.aux_cache, session.drafter, writer)
+        stored_first = sorted(session.companions, key=lambda one: one is not session.stored_kv)
+        held = (*stored_first, session.drafter, writer)
         stats.kv, stats.page_hit_rate = nbytes(*held), hit_rate(held)
         stats.host_access = next((use.how for use in session.cache.usage() if use.how), "")
         stats.kv_fp16 = 2 * sum(of.numbers for of in lm.shapes) * session.committed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from torch import bool as bool_
 
 from kvcli.engine.forward_request import Passes, await_passes
-from kvcli.engine.policy.policy import LayerContext, Phase, Policy, ProtectedTokens
+from kvcli.engine.policy.policy import LayerContext, Phase, Policy, PolicyRequirements, ProtectedTokens
 from kvcli.errors import BadModel
+from kvcli.kv.companion import Companion
 from kvcli.kv.slots import KVCache, Masks, Slots
 from kvcli.kv.snapshot import SnapshotReader, State
 
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
 # Recorder of the queries of accepted rows that a policy needs at compression points.
 
 
-class QueryRecorder:
+class QueryRecorder(Companion):
     """Queries by layer, of the newest `recent_queries` accepted rows and of probed positions of the last prompt."""
 
-    def __init__(self, recent_queries: int, probes: Callable[[int], Iterable[int]]) -> None:
-        self.recent_queries, self.probes = recent_queries, probes
+    def __init__(self, lm: LM, dtype: torch.dtype, wants: PolicyRequirements) -> None:
+        """`dtype`: that of the KV cache."""
+        self._lm, self._dtype, self._wants = lm, dtype, wants
         self.pos: list[int] = []  # positions of the recorded queries, rising
         self._q: list[Tensor] = []  # per layer [H, len(pos), D]
         self._probed: set[int] = set()
@@ -40,33 +42,47 @@ class QueryRecorder:
     def clear(self) -> None:
         self.pos, self._q, self._any = [], [], False
 
+    def reaches(self, n: int, of: int) -> int:
+        """Return n, or 0 if queries would have to be recorded again."""
+        return n if n == of or not self else 0
+
+    def rewind(self, n: int, of: int) -> None:
+        """Drop all queries of a sequence that begins anew."""
+        if not n:
+            self.clear()
+
+    def compress(self, point: CompressionPoint) -> None:
+        """Drop probed queries once the prompt is read."""
+        if point.phase == "read" and not self._wants.lasting:
+            self.forget()
+
     def forget(self) -> None:
         """Drop the probed queries, except those of the newest `recent_queries` rows."""
-        first = max(0, len(self.pos) - self.recent_queries)
+        first = max(0, len(self.pos) - self._wants.recent_queries)
         self._q = [q[:, first:].clone() for q in self._q] if first < len(self.pos) else []
         self.pos, self._probed = self.pos[first:], set()
 
     def begin(self, n: int) -> None:
         """Prepare for a prefill after which the sequence has n tokens stored."""
-        self._probed = set(self.probes(n))
+        self._probed = set(self._wants.probes(n))
 
     def rows_to_record_in_chunk(self, start: int, n: int) -> list[int]:
         """Return which of n rows from position `start` on to record."""
-        first = max(0, n - self.recent_queries)
+        first = max(0, n - self._wants.recent_queries)
         return sorted({p - start for p in self._probed if start <= p < start + first} | set(range(first, n)))
 
     def rows_to_record_in_tree(self, tree: int) -> range:
         """Return which rows of a draft tree to record: all of them, because any may be accepted."""
-        return range(tree if self.recent_queries else 0)
+        return range(tree if self._wants.recent_queries else 0)
 
     def take(self, rows: Rows, recorded_rows: Sequence[int], queries: Sequence[Tensor], path: Sequence[int]) -> None:
         """Store the queries of accepted rows among `recorded_rows`; `queries`: per layer [H, len(recorded_rows), D]."""
-        if not recorded_rows or not (self.recent_queries or self._probed):
+        if not recorded_rows or not (self._wants.recent_queries or self._probed):
             return
         at = {row: i for i, row in enumerate(recorded_rows)}
         accepted = [row for row in path if row in at]
         pos = self.pos + [rows.pos[row] for row in accepted]
-        late = len(pos) - self.recent_queries
+        late = len(pos) - self._wants.recent_queries
         stay = [i for i, at_pos in enumerate(pos) if i >= late or at_pos in self._probed]
         rows_accepted, rows_stay = _run([at[row] for row in accepted]), _run(stay)
         new = [q[:, rows_accepted] for q in queries]
@@ -75,19 +91,21 @@ class QueryRecorder:
         self.pos = [pos[i] for i in stay]
         self._any = self._any or bool(pos)
 
-    def state(self) -> State:
-        """Return a snapshot of the recorded queries."""
+    def snapshot(self) -> State:
+        """Return the recorded queries."""
         of_layers: State = {str(layer): q for layer, q in enumerate(self._q)}
-        return {"any": self._any, "pos": torch.tensor(self.pos, dtype=torch.int32), "q": of_layers}
+        pos = torch.tensor(self.pos, dtype=torch.int32)
+        return {"query_recorder": {"any": self._any, "pos": pos, "q": of_layers}}
 
-    def restore(self, given: SnapshotReader, lm: LM, dtype: torch.dtype) -> None:
-        """Restore a snapshot of a sequence of this model, in the cache's dtype. Raises SnapshotMismatch."""
+    def restore(self, given: SnapshotReader) -> None:
+        """Restore a snapshot. Raises SnapshotMismatch."""
         self.clear()
-        pos, of_layers = given.positions("pos", None), given.part("q")
+        lm, mine = self._lm, given.part("query_recorder")
+        pos, of_layers = mine.positions("pos", None), mine.part("q")
         for layer, (heads, shape) in enumerate(zip(lm.heads, lm.shapes, strict=True) if len(pos) else ()):
-            q = of_layers.tensor(str(layer), dtype, heads, len(pos), shape.k_dim)
+            q = of_layers.tensor(str(layer), self._dtype, heads, len(pos), shape.k_dim)
             self._q.append(q.to(lm.device))
-        self.pos, self._any = pos.tolist(), bool(given.number("any", 1))
+        self.pos, self._any = pos.tolist(), bool(mine.number("any", 1))
 
     def of(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries q [H, w, D] of a layer and their positions [w]; an empty q like `like` [.., D] if there
@@ -163,7 +181,7 @@ def _weight(module: Any, width: int, dtype: torch.dtype, device: torch.device) -
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompressionPoint:
     """The input of a policy at a compression point: a sequence between two passes, with the slots to choose from."""
 
@@ -177,6 +195,9 @@ class CompressionPoint:
     n_prompt: int  # as in LayerContext
     is_whole: bool  # no policy has evicted or moved a slot so far, and no pruner has deferred a token
     policy_state: Any  # the policy's state for this sequence
+    pending: int = 0  # id of the pending token
+    end: int = 0  # lowest position of later rows
+    masks: Masks = ()  # what the policy selected
     _protected: dict[int, Tensor] = field(default_factory=dict)  # by layer, of those requested so far
 
     @property

@@ -10,8 +10,11 @@ from kvcli.errors import BadModel
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
+    from kvcli.engine.forward_request import Passes, Rows
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.policy import ProtectedTokens
+    from kvcli.engine.prefill.layerwise import Pruner
+    from kvcli.kv.slots import KVCache
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,6 @@ class PruneSettings:
         """None: pruned tokens are not revived."""
         return None
 
-    @property
-    def revives_before_prompt(self) -> bool:
-        """False: pruned tokens are not revived."""
-        return False
-
     def n_deferred(self, n: int) -> int:
         """Return 0: no hidden states of pruned tokens are kept."""
         return 0
@@ -45,6 +43,19 @@ class PruneSettings:
     def group_size(self, n: int, chunk: int) -> int:
         """Return how many of the n remaining prompt tokens are prefilled and scored together."""
         return n
+
+    def describe(self, lm: LM) -> str:
+        """Describe the effect on prompts of this model, in words. Raises BadModel if the model is not supported."""
+        raise NotImplementedError
+
+    def bind(
+        self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int
+    ) -> Passes[Pruner | None] | Pruner | None:
+        """Return the pruner for a prefill of these rows, perhaps after a scoring pass; None = all rows continue.
+
+        `must`: rows that run through every layer: protected and recorded ones. `part`: most rows of a pass.
+        """
+        raise NotImplementedError
 
     @property
     def guard(self) -> ProtectedTokens:

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Passes, Rows
-from kvcli.engine.prefill.span_reuse import KVOverlay
 from kvcli.engine.sequence.commit import commit
 from kvcli.kv.slots import layer_groups
 from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.views.uncaptured import KVOverlay
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.span_reuse import Held, MatchingSpan, SpanSource
     from kvcli.kv.slots import CacheReader, KVCache
     from kvcli.methods.reuse.cacheblend import CacheBlend
+    from kvcli.prefix_cache.matching_spans import Held, MatchingSpan, SpanSource
 
 PART = 1024  # tokens of a source sequence per pass through its first layer
 

@@ -57,11 +57,12 @@ def ahead(at: CompressionPoint, most: int) -> Passes[CompressionPoint]:
 
     from kvcli.engine.forward_request import ForwardRequest, Rows
     from kvcli.engine.policy.compression_point import QueryRecorder
-    from kvcli.engine.prefill.span_reuse import KVOverlay
+    from kvcli.engine.policy.policy import PolicyRequirements
+    from kvcli.kv.views.uncaptured import KVOverlay
     from kvcli.policies.scoring.replay import SlotsBeforeView
 
     lm, n = at.lm, len(at.ids)
-    recorder, token = QueryRecorder(most, lambda n: ()), at.ids[-1]
+    recorder, token = QueryRecorder(lm, at.kv.dtype, PolicyRequirements(most)), at.ids[-1]
     held: dict[int, tuple[Tensor, Tensor]] = {}
     pos: Sequence[int] = ()
     for where in range(n - 1, min(n - 1 + most, lm.limit)):

@@ -320,7 +320,7 @@ FAULTS = [
     ),
     Fault(
         "W1",
-        "kvcli/methods/prune/revival.py",
+        "kvcli/methods/prune/aux_cache.py",
         "lazy.revive_max + 1 - len(on)",
         "lazy.revive_max - len(on)",
         "tests/test_revival.py::test_the_caps_hold",
@@ -462,7 +462,7 @@ FAULTS = [
     ),
     Fault(
         "A19",
-        "kvcli/methods/prune/revival.py",
+        "kvcli/methods/prune/aux_cache.py",
         "float(mass[waiting].sum()) < lazy.revive_min_mass",
         "False",
         "tests/test_revival.py::test_the_caps_hold",
