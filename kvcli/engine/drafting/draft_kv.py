@@ -18,16 +18,18 @@ from kvcli.engine.forward_request import ForwardRequest, ForwardResult, LogitsHo
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.recurrent_state import RecurrentStates, StateCheckpoint
-from kvcli.kv.tiers.device_tables import DeviceCache
+from kvcli.kv.views.uncaptured import UncapturedReader
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.sampler import SamplingContext
-    from kvcli.kv.slots import AttentionParams, CacheReader, KVCache, Usage
+    from kvcli.kv.slots import AttentionParams, CacheReader, KVCache
 
 
-class DraftTreeKV:
+class DraftTreeKV(UncapturedReader):
     """The KV of a draft tree. It grows by passes, whose rows attend to `cache` and to their ancestors in the tree."""
+
+    why_not = "draft tokens are stored outside the KV cache"
 
     def __init__(self, lm: LM, cache: CacheReader, at: int, states: RecurrentStates | None = None) -> None:
         """`cache`: KV that all rows attend to, at positions below `at`; it may not change while the tree grows.
@@ -102,10 +104,6 @@ class DraftTreeKV:
         self._above, self._stored = above, self._grown
         return result
 
-    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
-        """Return the reason why passes over this cache are not captured."""
-        return DeviceCache(why_not="draft tokens are stored outside the KV cache")
-
     def attend(
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
@@ -169,7 +167,3 @@ class DraftTreeKV:
             kv.append(layer, k, v, at)
         if self._states is not None and path:
             self._states.advance(self._known(path[-1]))
-
-    def usage(self) -> list[Usage]:
-        """No lasting memory."""
-        return []
