@@ -23,10 +23,9 @@ from kvcli.kernels.native import native
 from kvcli.kv.cache.tiered_cache import TierLevel
 from kvcli.kv.slots import AttentionParams, KVCache, alike
 from kvcli.kv.tiers.quantized import QuantizedTier
-from kvcli.kv.views.uncaptured import KVOverlay
 from kvcli.methods.reuse.cacheblend import CacheBlend
 from kvcli.methods.reuse.pie import Pie
-from kvcli.methods.reuse.selective_recompute import First
+from kvcli.methods.reuse.selective_recompute import First, KVOverlay
 from kvcli.settings.profile import Profile
 from tests import all_families, families, make
 from tests.covering import pinned

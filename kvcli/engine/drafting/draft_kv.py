@@ -69,8 +69,10 @@ class DraftTreeKV(UncapturedReader):
         layers: Sequence[range] = (),
         hidden: Tensor | None = None,
         shows: bool = False,
+        record_queries: Sequence[int] = (),
     ) -> Passes[ForwardResult]:
-        """Run a pass of further rows. `hidden`, `shows`: `hidden` and `record_hidden_states` of the request."""
+        """Run a pass of further rows. `hidden`, `shows`, `record_queries`: `hidden`, `record_hidden_states` and
+        `record_queries` of the request."""
         n_before, n, above = len(self), len(ids), list(self._above)
         tree_mask = np.zeros((n, n_before + n), dtype=np.bool_)
         for row, parent in enumerate(parents):
@@ -95,6 +97,7 @@ class DraftTreeKV(UncapturedReader):
             layers=last,
             hidden=hidden,
             record_hidden_states=shows,
+            record_queries=record_queries,
             states=states,
         )
         if states is not None and result.fold is not None:
