@@ -165,6 +165,17 @@ def test_a_fault_in_a_restore_leaves_an_empty_sequence(kind: str, i: int, late: 
     assert answer(s, text) == answer(whole, text)
 
 
+def test_kv_saved_without_span_reuse_is_restored_with_it() -> None:
+    whole, s = begun("plain"), new("reused")
+    s.restore(whole.state(), whole.ids[-1])
+    assert s.approximations == set()
+    text = [*whole.ids, *SECOND]
+    assert answer(s, text) == answer(whole, text)
+    reused = begun("reused")
+    s.restore(reused.state(), reused.ids[-1])
+    assert s.approximations == {"reused"}
+
+
 def test_the_example_in_the_docs_follows_its_sequence() -> None:
     page = Path(__file__).parents[1] / "docs/design/engine.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)

@@ -111,8 +111,9 @@ class SpanReuse(Companion):
         return {"own": -1 if math.isinf(self._foreign_from) else int(self._foreign_from)}
 
     def restore(self, given: SnapshotReader) -> None:
-        """Restore a snapshot. Raises SnapshotMismatch."""
-        own = given.number("own", given.n, -1)
+        """Restore a snapshot, also one of a sequence without span reuse, whose KV is all its own. Raises
+        SnapshotMismatch."""
+        own = given.number("own", given.n, -1) if "own" in given else -1
         self._foreign_from = own if 0 <= own < given.n else math.inf
 
 
