@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.kv.cache.plan import CachePlan
+    from kvcli.kv.companion import Companion
     from kvcli.kv.slots import KVCache, Slots
     from kvcli.kv.views.view import CompactView
+    from kvcli.methods.reuse.span_reuse import SpanReuse
     from kvcli.methods.steps.step_writer import Writer
     from kvcli.prefix_cache.prefix_cache import CacheConditions
     from kvcli.settings.profile import Profile
@@ -221,12 +223,24 @@ def session(
         policy=policy(lm, profile) if profile.policy.compression_interval is not None else None,
         chunk=chunk(lm, profile),
         every=compression_interval(profile),
+        companions=companions(lm, profile),
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,
-        pruning=profile.prune.settings if profile.prune.describe_read else None,
-        by_layers=profile.prefill.order == "layers",
-        reusing=profile.reuse.settings if profile.reuse.describe_reused else None,
         checkpoints=profile.memory.checkpoints,
     )
+
+
+def companions(lm: LM, profile: Profile) -> list[Companion]:
+    """Return the companions of a sequence that the profile's methods need, in the order of their effects."""
+    from kvcli.engine.prefill.layer_by_layer import LayerByLayer
+
+    found: list[Companion] = []
+    if profile.reuse.describe_reused:
+        found.append(profile.reuse.companion(lm))
+    if profile.prune.describe_read:
+        found.append(profile.prune.companion(lm))
+    elif profile.prefill.order == "layers":
+        found.append(LayerByLayer(lm))
+    return found
 
 
 def policy(lm: LM, profile: Profile) -> Policy:
@@ -280,6 +294,15 @@ def condense(session: GenerationSession, end: int, most: int) -> Passes[bool]:
     from kvcli.methods.policies.compress_prefix import compress_prefix
 
     return compress_prefix(session, end, most)
+
+
+def span_reuse(session: GenerationSession, profile: Profile) -> SpanReuse | None:
+    """Return the spans of other sequences that the current prompt loads; None = spans are not reused."""
+    if not profile.reuse.describe_reused:
+        return None
+    from kvcli.methods.reuse.span_reuse import SpanReuse
+
+    return session.find(SpanReuse)
 
 
 def view(lm: LM, kv: KVCache, drafter: Drafter) -> CompactView | None:

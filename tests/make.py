@@ -14,6 +14,7 @@ from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
+from kvcli.engine.prefill.layer_by_layer import LayerByLayer
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.cache.draft_and_full import DraftAndFullCache
@@ -88,9 +89,17 @@ def model(name: str = "llama", dtype: torch.dtype = torch.float32, *, kernels: b
 def session(
     lm: LM, kv: KVCache | None = None, drafter: Drafter | None = None, sampler: Sampler | None = None, **options: Any
 ) -> GenerationSession:
-    """An empty session: over a dense cache, without drafts, greedy, and with the view that the drafter asks for."""
+    """An empty session: over a dense cache, without drafts, greedy, and with the view that the drafter asks for.
+
+    `reusing`, `pruning`: settings of methods; `by_layers`: layer-wise prefill.
+    """
     kv, drafter = dense(lm) if kv is None else kv, Off() if drafter is None else drafter
-    return GenerationSession(lm, kv, drafter, sampler or Sampler(), **{"view": view(lm, kv, drafter), **options})
+    methods = [options.pop(name, None) for name in ("reusing", "pruning")]
+    by_layers = options.pop("by_layers", False) and methods[1] is None
+    companions = [*(of.companion(lm) for of in methods if of is not None), *([LayerByLayer(lm)] if by_layers else [])]
+    companions += options.pop("companions", [])
+    options = {"view": view(lm, kv, drafter), **options}
+    return GenerationSession(lm, kv, drafter, sampler or Sampler(), companions=companions, **options)
 
 
 def _sizes(of: Of, dtype: torch.dtype | None) -> tuple[Sequence[LayerShape], torch.dtype, torch.device]:

@@ -15,7 +15,6 @@ from kvcli.engine.engine import run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.loading.open_lm import wrap_lm
-from kvcli.engine.prefill.span_reuse import KVOverlay, ReuseMethod
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel
@@ -27,7 +26,7 @@ from kvcli.kv.slots import AttentionParams, KVCache, alike
 from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.reuse.cacheblend import CacheBlend
 from kvcli.methods.reuse.pie import Pie
-from kvcli.methods.reuse.selective_recompute import First
+from kvcli.methods.reuse.selective_recompute import First, KVOverlay
 from kvcli.settings.profile import Profile
 from tests import all_families, families, make
 from tests.covering import pinned
@@ -45,13 +44,12 @@ def lm_of(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> LM:
 
 
 def read(
-    lm: LM, how: ReuseMethod | None, old: Sequence[int] = OLD, new: Sequence[int] = NEW, **more: object
+    lm: LM, how: Pie | None, old: Sequence[int] = OLD, new: Sequence[int] = NEW, **more: object
 ) -> GenerationSession:
     """A text that was read, and another one behind it."""
     kv: KVCache = more.pop("kv", None) or make.dense(lm)  # type: ignore[assignment]
     session = make.session(lm, kv, chunk=50, reusing=how, **more)  # type: ignore[arg-type]
     run_to_end(session.read(old))
-    session.copy_reusable_spans(new)
     session.start_answer(new, Sampler())
     while run_to_end(session.prefill_chunk(new)):
         pass
@@ -176,7 +174,6 @@ def test_what_is_held_as_no_number_is_read_again(bad: float) -> None:
     with torch.inference_mode():
         for layer in range(1, lm.n_layers):
             session.cache.slots(layer).k[:, len(A) + 40] = bad
-    session.copy_reusable_spans(NEW)
     session.start_answer(NEW, Sampler())
     while run_to_end(session.prefill_chunk(NEW)):
         pass
@@ -210,7 +207,6 @@ def test_what_breaks_on_the_way_is_made_again(select: str) -> None:
     for at in range(3):
         session = make.session(lm, chunk=50, reusing=how)
         run_to_end(session.read(OLD))
-        session.copy_reusable_spans(NEW)
         session.start_answer(NEW, Sampler())
         n, stored = 0, session.committed
         while True:

@@ -26,7 +26,7 @@ from kvcli.engine.sequence.state import SYSTEM, KindSpan
 from kvcli.errors import BadConfig
 from kvcli.kernels.rope import rotate, unrotate
 from kvcli.kv.slots import Slots
-from kvcli.methods.policies.compress_prefix import compress_prefix, fits_repetition
+from kvcli.methods.policies.compress_prefix import CondensedPrefix, compress_prefix, fits_repetition
 from kvcli.prefix_cache.prefix_cache import PrefixCache
 from kvcli.settings.profile import Profile
 from tests import make
@@ -46,6 +46,12 @@ def session(ids: list[int], name: str = "llama") -> GenerationSession:
     s = make.session(model, chunk=16)
     run_to_end(s.read(ids))
     return s
+
+
+def record(s: GenerationSession) -> CondensedPrefix:
+    found = s.find(CondensedPrefix)
+    assert found is not None
+    return found
 
 
 def places(whole: Slots, part: Slots) -> torch.Tensor:
@@ -83,15 +89,15 @@ def test_what_was_condensed_before_competes_by_what_it_was_worth() -> None:
     text = [*s.ids[:MOST], *[*range(7 + N, 30 + N)]]
     while run_to_end(s.prefill_chunk(text)):
         pass
-    worth, before = dict(s.condensed_scores), [s.cache.slots(layer).v.clone() for layer in range(3)]
+    worth, before = dict(record(s).scores), [s.cache.slots(layer).v.clone() for layer in range(3)]
     assert run_to_end(compress_prefix(s, MOST + 20, MOST))
     for layer in range(3):
         now = s.cache.slots(layer)
         for head in range(now.v.shape[0]):
             kept = (now.v[head].unsqueeze(1) == before[layer][head, :MOST]).all(-1)  # [n, MOST]
             old, lost = worth[layer][head][kept.any(0)], worth[layer][head][~kept.any(0)]
-            torch.testing.assert_close(s.condensed_scores[layer][head][kept.any(1)], old)
-            assert not len(lost) or lost.max() <= s.condensed_scores[layer][head][:-1].min(), (
+            torch.testing.assert_close(record(s).scores[layer][head][kept.any(1)], old)
+            assert not len(lost) or lost.max() <= record(s).scores[layer][head][:-1].min(), (
                 "the newest stays in any case"
             )
 

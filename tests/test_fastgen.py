@@ -126,7 +126,7 @@ def test_the_table_above_does_evict_and_heads_do_differ(name: str) -> None:
     s = session(SETTINGS[name], lm())
     run_to_end(s.read(prompt()))
     assert sum(count(s)) < 0.9 * s.committed * 2 * 3
-    policy = s.policy_state
+    policy = s.policy_record.state
     assert len({choice for layer in policy.chosen().values() for choice in layer}) > 1
 
 
@@ -265,7 +265,7 @@ def test_special_tokens_system_text_and_the_newest_stay_in_every_head() -> None:
     s.kind_spans = [KindSpan(30, 40, SYSTEM)]
     run_to_end(s.read([*ids[:50], 2, *ids[50:]]))
     list(iterate_events(s.stream(12)))
-    policy = s.policy_state
+    policy = s.policy_record.state
     assert policy.chosen() == {i: ["special"] * 2 for i in range(3)}
     for i in range(3):
         for pos in s.cache.slots(i).pos:
@@ -293,7 +293,7 @@ def test_punctuation_of_the_answer_stays_where_heads_keep_punctuation() -> None:
 def test_a_long_later_prompt_is_measured_and_a_short_one_is_not() -> None:
     s = session(SMALL, lm())
     run_to_end(s.read(prompt()))
-    policy = s.policy_state
+    policy = s.policy_record.state
     first = policy.chosen()
     list(iterate_events(s.stream(6)))
     run_to_end(s.read(families.prompt(5, seed=8)))
@@ -435,7 +435,7 @@ def test_heads_of_a_head_map_keep_everything(tmp_path: Path, name: str, keep: fl
     own = dataclasses.replace(SMALL, headmap=heads_file(tmp_path, rows, name), recovery=0.0, keep=keep)
     s = session(own, lm())
     run_to_end(s.read(prompt()))
-    policy = s.policy_state
+    policy = s.policy_record.state
     full = {(i, j) for i, layer in policy.chosen().items() for j, choice in enumerate(layer) if choice == "full"}
     assert full >= {(0, 1), (1, 1)}
     assert keep > 0 or full == {(0, 1), (1, 1)}
@@ -470,7 +470,7 @@ def test_a_prompt_inside_the_guard_is_no_evidence_and_its_answer_stays_whole(rec
     own = dataclasses.replace(SMALL, recent=24, recovery=recovery, kl_max=1e9, replay=8)
     s = session(own, lm())
     run_to_end(s.read(prompt(20)))
-    policy = s.policy_state
+    policy = s.policy_record.state
     list(iterate_events(s.stream(60)))
     assert policy.chosen() == {}
     assert count(s) == [2 * s.committed] * 3, "nobody was judged, so nobody forgets"
@@ -485,5 +485,5 @@ def test_what_no_head_may_forget_is_no_evidence() -> None:
         s = session(dataclasses.replace(SMALL, recent=24), lm())
         s.kind_spans = [KindSpan(0, end, SYSTEM)]
         run_to_end(s.read([*families.prompt(60), 5]))
-        measured.append(set(s.policy_state.chosen()))
+        measured.append(set(s.policy_record.state.chosen()))
     assert measured == [{0, 1, 2}, set()]

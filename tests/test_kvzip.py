@@ -28,7 +28,7 @@ def session(lm: LM = TINY, **more: object) -> GenerationSession:
 
 
 def scored(s: GenerationSession) -> dict[int, Tensor]:
-    found: dict[int, Tensor] = s.policy_state.own.total
+    found: dict[int, Tensor] = s.policy_record.state.own.total
     return found
 
 

@@ -24,8 +24,7 @@ from kvcli.engine.loading import open_lm
 from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.policy.policy import CompressionPoint, Policy
 from kvcli.engine.policy.policy_inputs import QueryRecorder
-from kvcli.engine.prefill.aux_cache import ActiveRows, AuxCache
-from kvcli.engine.prefill.layerwise import LayerwisePrefill
+from kvcli.engine.prefill.layerwise import ActiveRows, LayerwisePrefill
 from kvcli.engine.sequence.session import commit
 from kvcli.engine.sequence.state import kinds_of
 from kvcli.errors import BadModel, ExitStatus
@@ -34,12 +33,20 @@ from kvcli.kv.slots import AttentionParams, KVCache, LayerShape
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.policies.knorm import KNorm
 from kvcli.methods.policies.streaming import StreamingLLM
+from kvcli.methods.prune.aux_cache import AuxCache
 from kvcli.methods.prune.lazy import LazyLLM
 from tests import families, make
 from tests.test_tiered_cache import LADDERS
 
 N = 33  # rows of a prompt: three windows
 HEAR = [28, 32]
+
+
+class Anywhere(LazyLLM):
+    """Settings for models of few layers, none of which LazyLLM would prune."""
+
+    def describe(self, lm: LM) -> str:
+        return ""
 
 
 class Plan:
@@ -147,7 +154,8 @@ def test_rows_that_stop_are_rows_hidden_by_a_mask(name: str, name_of_plan: str, 
 def test_rows_that_go_on_later_are_rows_that_others_did_not_see(name: str) -> None:
     """They see all that is older, and are seen from then on."""
     model, by = lm(name), plan()
-    kv, behind = past(model, 20), AuxCache(model, None)
+    kv, behind = past(model, 20), Anywhere(scope="prefill+decode").companion(model)
+    assert isinstance(behind, AuxCache)
     ids = [*families.prompt(20, seed=3), *families.prompt(N)]
     masked = hidden(ForwardRequest(model, Rows.chain(ids[20:], 20), past(model, 20)), by)
     run_to_end(to_its_end(prompt := narrowed(kv, model, 20, by, may_revive=True)))
@@ -417,7 +425,7 @@ def test_a_policy_judges_layers_of_any_shape_that_store_something(policy: Policy
         n_layers=len(SHAPES), shapes=SHAPES, attention_params=attention_params, sinks=[None] * len(SHAPES)
     )
     wants, nothing = policy.requirements(lm), kinds_of([], None, [])
-    past = lm, kv, QueryRecorder(0, lambda n: ()), wants.guard, range(n), nothing
+    past = lm, kv, QueryRecorder(lm, kv.dtype), wants.guard, range(n), nothing
     masks = run_to_end(CompressionPoint(*past, "read", n, True, wants.policy_state()).ask(policy))
     assert [layer for layer, mask in enumerate(masks) if mask is None] == [2]
     assert kv.compress(masks)

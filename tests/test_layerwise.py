@@ -16,8 +16,8 @@ from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Rows
 from kvcli.engine.hf.layer_gates import Gate
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.loading.open_lm import install_kernels
-from kvcli.engine.prefill.aux_cache import ActiveRows
-from kvcli.engine.prefill.layerwise import LayerwisePrefill
+from kvcli.engine.prefill.layer_by_layer import LayerByLayer
+from kvcli.engine.prefill.layerwise import ActiveRows, LayerwisePrefill
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession, commit
 from kvcli.kernels.attend.reference import attend
@@ -202,7 +202,8 @@ def test_what_is_interrupted_did_not_happen(name: str, pruning: LazyLLM | None, 
     one, other = session(model, 7), session(model, 7)
     for s in (one, other):
         said(s, first, 5)
-        s.pruning = pruning  # of what comes now
+        if pruning is not None:  # of what comes now
+            s.companions = [pruning.companion(model) if type(one) is LayerByLayer else one for one in s.companions]
     before, committed, text = held(one.cache, model.n_layers), one.committed, list(one.ids)
     turn = [*text, *families.prompt(N, seed=5)]
     one.start_answer(turn, Sampler())

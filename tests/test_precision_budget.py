@@ -386,7 +386,7 @@ def test_a_small_file_takes_what_it_has_room_for_and_the_note_counts_no_more(
         session = assemble.session(model(), profile(policy={"score": "keydiff"}, memory=memory, **more))
         run_to_end(session.read(families.prompt(400, seed=3)))
         list(iterate_events(session.stream(40)))
-        return there(session), float((session.policy_state.said or "with 100%").split()[1].rstrip("%"))
+        return there(session), float((session.policy_record.state.said or "with 100%").split()[1].rstrip("%"))
 
     found = [kept(disk) for disk in ("0GiB", "0.1MiB", "0.2MiB", "1GiB")]
     assert found == sorted(found)
@@ -402,7 +402,7 @@ def test_a_quality_moves_to_a_file_that_is_read_in_full_what_may_not_be_lost() -
         run_to_end(session.read(families.prompt(400, seed=3)))
         used = nbytes(session.cache)
         held[disk] = sum(used.values()) - used.get("disk", 0)
-        assert float(session.policy_state.said.split()[1].rstrip("%")) >= 99
+        assert float(session.policy_record.state.said.split()[1].rstrip("%")) >= 99
     assert held["1GiB"] < 0.5 * held["0GiB"]
     assert held["1GiB"] < held["0.1MiB"]
 
@@ -422,7 +422,7 @@ def test_what_was_lost_stays_lost_however_a_slot_goes_on(monkeypatch: pytest.Mon
     monkeypatch.setattr(PrecisionBudgetPolicy, "_levels", placed)
     run_to_end(session.read(families.prompt(400, seed=3)))
     list(iterate_events(session.stream(200)))
-    assert session.policy_state.faded.total
+    assert session.policy_record.state.faded.total
     assert len(seen) > 20
     assert all(after >= before * (1 - 1e-5) for before, after in itertools.pairwise(seen))
 
@@ -452,7 +452,9 @@ def test_a_text_loses_no_more_of_its_worth_than_was_asked(score: str) -> None:
     for lose in (0.01, 0.05, 0.2):
         session = assemble.session(model(), profile(policy={"score": score}, memory={"budget": "", "max_loss": lose}))
         run_to_end(session.read(families.prompt(400, seed=3)))
-        kept, bytes_ = (float(word.rstrip("%")) / 100 for word in session.policy_state.said.split() if "%" in word)
+        kept, bytes_ = (
+            float(word.rstrip("%")) / 100 for word in session.policy_record.state.said.split() if "%" in word
+        )
         assert kept >= 1 - lose - 0.001
         held = sum(nbytes(session.cache).values()) / (session.committed * 3 * 264)
         assert held - 0.01 <= bytes_ <= held + 0.08  # of short texts much is room to grow
@@ -471,7 +473,7 @@ def test_what_a_pruned_prompt_left_behind_is_worth_nothing() -> None:
         session = assemble.session(model(), profile(policy=policy, memory=memory, prune=lazy))
         run_to_end(session.read(families.prompt(400, seed=3)))
         held.append(sum(nbytes(session.cache).values()))
-        worth = session.policy_state.worth.total[model().n_layers - 1]
+        worth = session.policy_record.state.worth.total[model().n_layers - 1]
         assert ((worth > 0).sum(1) < 300).all()
         assert (worth.sum(1) <= 1.001).all()  # shares of a head's sum
     assert held[1] < 0.8 * held[0]
@@ -491,7 +493,7 @@ def test_a_share_that_what_stays_exceeds_says_so_in_numbers() -> None:
     chosen = profile(memory={"budget": "1%"})
     session = assemble.session(model(), chosen)
     run_to_end(session.read(families.prompt(200, seed=4)))
-    said = assemble.policy(model(), chosen).describe_result(session.policy_state)
+    said = assemble.policy(model(), chosen).describe_result(session.policy_record.state)
     assert said.startswith("beyond memory.budget = 1%, 0.0 MiB: protected tokens take 0.")
     assert said in approximation_note(chosen, session.approximations, said)
     assert approximation_note(chosen, (), said).endswith(f"{said}; no tokens were lost")

@@ -20,7 +20,7 @@ def hear(query_recorder: QueryRecorder, start: int, n: int) -> None:
 @pytest.mark.parametrize("size", [1, 4, 7])
 @pytest.mark.parametrize("probed", [(), (0, 2, 11), (16,)])
 def test_the_latest_and_the_probed_are_held_and_nothing_else(recent: int, size: int, probed: tuple[int, ...]) -> None:
-    heard, n = QueryRecorder(recent, lambda n: probed), 17
+    heard, n = QueryRecorder(None, torch.float64, recent, lambda n: probed), 17  # type: ignore[arg-type]
     heard.begin(n)
     for start in range(0, n, size):
         hear(heard, start, min(size, n - start))

@@ -15,7 +15,6 @@ import torch
 from kvcli.engine.engine import Engine, generate_together, iterate_events, run, run_to_end
 from kvcli.engine.forward_request import ForwardRequest, Rows
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.prefill.aux_cache import PromptPruning
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession, commit
 from kvcli.engine.sequence.state import PUNCT, QUESTION, SPECIAL, SYSTEM, KindSpan
@@ -28,6 +27,7 @@ from kvcli.methods.prune import layer_pruner
 from kvcli.methods.prune.chunked import Chunked
 from kvcli.methods.prune.cut import SingleCut
 from kvcli.methods.prune.lazy import LazyLLM
+from kvcli.methods.prune.protected_tokens import PruneSettings
 from kvcli.methods.prune.random import Random
 from kvcli.settings.profile import Profile
 from tests import families, make
@@ -49,7 +49,7 @@ def store(model: LM, n: int) -> Dense:
     return kv
 
 
-def session(model: LM, pruning: PromptPruning | None, chunk: int = 16, **more: object) -> GenerationSession:
+def session(model: LM, pruning: PruneSettings | None, chunk: int = 16, **more: object) -> GenerationSession:
     return make.session(model, chunk=chunk, pruning=pruning, **more)  # type: ignore[arg-type]
 
 

@@ -93,12 +93,12 @@ def test_the_lowest_t_that_predicts_well_enough_is_found(paper: bool, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(Replay, "loss", noting(Replay.loss, lambda found: lost.append(found)))  # noqa: B023
             run_to_end(s.read(prompt()))
-        assert min(lost) <= most or s.policy_state.recovery == 1.0
+        assert min(lost) <= most or s.policy_record.state.recovery == 1.0
         kept.append(sum(count(s)))
     assert kept == sorted(kept, reverse=True)
     assert kept[0] == s.committed * s.lm.n_layers * s.lm.n_kv_heads, "nothing may be lost, so nothing is"
     assert kept[-1] < kept[0] / 2
-    assert s.policy_state.recovery == 2.0**-6, "anything may be lost: as low as six halves go"
+    assert s.policy_record.state.recovery == 2.0**-6, "anything may be lost: as low as six halves go"
 
 
 def noting(inner: Any, note: Any) -> Any:
@@ -112,7 +112,7 @@ def noting(inner: Any, note: Any) -> Any:
 
 def test_what_is_tried_is_what_is_kept_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     s = session(dataclasses.replace(AUTO, kl_max=0.05), lm())
-    heads, seen = s.policy_state, dict[int, Tensor]()
+    heads, seen = s.policy_record.state, dict[int, Tensor]()
     tried = heads._tried
 
     def noted(slots: Slots, at: LayerContext) -> Tensor:
@@ -218,7 +218,7 @@ def test_fastgen_judges_by_the_sinks_of_the_layer() -> None:
     for model in (sinking(), _deaf(sinking())):
         s = session(dataclasses.replace(SMALL, recovery=0.6), model)
         run_to_end(s.read(prompt()))
-        value.append(s.policy_state._layers[1].value)
+        value.append(s.policy_record.state._layers[1].value)
     aware, deaf = value
     assert bool((aware >= deaf - 1e-9).all())
     assert float((aware - deaf).max()) > 0.01

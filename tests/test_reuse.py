@@ -12,9 +12,9 @@ import kvcli
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.forward_request import Rows
 from kvcli.engine.hf.rope import rotaries
-from kvcli.engine.prefill.span_reuse import MatchingSpan, find_matching_spans
 from kvcli.kv.slots import Window
 from kvcli.methods.reuse.pie import Pie
+from kvcli.prefix_cache.matching_spans import MatchingSpan, find_matching_spans
 from kvcli.settings.profile import Profile
 from tests import families, make
 
@@ -155,7 +155,7 @@ def test_at_memory_that_has_no_room_it_is_read(model, monkeypatch):
     a = ids_of(model, 1, 300)
     with model.open() as text:
         text.generate([*a, 11])
-        monkeypatch.setattr("kvcli.engine.prefill.span_reuse._at", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        monkeypatch.setattr("kvcli.methods.reuse.span_reuse._at", lambda *_: (_ for _ in ()).throw(MemoryError()))
         assert not text.generate([*a[:90], 5, *a[100:], 12]).stats.approx
 
 
@@ -189,7 +189,6 @@ def test_what_a_window_no_longer_holds_is_read():
     )
     for session in (one, plain):
         run_to_end(session.read(ids))
-        session.copy_reusable_spans(more)
         run_to_end(session.read(more[len(ids) :]))
     for layer in range(lm.n_layers):
         assert torch.equal(one.cache.slots(layer).pos, plain.cache.slots(layer).pos)
@@ -201,6 +200,6 @@ def test_what_was_saved_for_a_prompt_that_was_given_up_serves_no_other(model, mo
         text.generate([*a, 11], max_new_tokens=1)
         text.generate([*b, *a, 12], max_new_tokens=1, cancel=lambda: True)
         monkeypatch.setattr(
-            "kvcli.engine.prefill.span_reuse.find_matching_spans", lambda *_: (_ for _ in ()).throw(MemoryError())
+            "kvcli.methods.reuse.span_reuse.find_matching_spans", lambda *_: (_ for _ in ()).throw(MemoryError())
         )
         assert not text.generate([*c, 13], max_new_tokens=1).stats.approx

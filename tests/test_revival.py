@@ -16,11 +16,12 @@ from kvcli.engine.engine import generate_together, iterate_events, run, run_to_e
 from kvcli.engine.forward_request import ForwardRequest, Rows, run_until_cancelled
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.loading.open_lm import install_kernels
-from kvcli.engine.prefill.aux_cache import PositionMaskedCache
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession, commit
 from kvcli.kv.slots import Slots, Window
 from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.views.uncaptured import PositionMaskedCache
+from kvcli.methods.prune.aux_cache import AuxCache
 from kvcli.methods.prune.chunked import Chunked
 from kvcli.methods.prune.lazy import LazyLLM
 from tests import drafters, families, make
@@ -84,15 +85,21 @@ def read(s: GenerationSession, ids: list[int], sampler: Sampler | None = None) -
     return s
 
 
+def aux(s: GenerationSession) -> AuxCache:
+    found = s.find(AuxCache)
+    assert found is not None
+    return found
+
+
 def agrees(s: GenerationSession) -> None:
     """The invariants: a prefix of the layers, and a vector for each that has not got to the last."""
-    depth = s.aux_cache.depth
+    depth = aux(s).depth
     for layer in range(s.lm.n_layers):
         held = sorted(s.cache.slots(layer).pos[0].tolist())
         assert held == [p for p in range(s.committed) if layer < depth.get(p, s.lm.n_layers)]
     for p, layer in depth.items():
         assert 0 < layer <= s.lm.n_layers - 4
-        assert s.aux_cache.hidden(layer, [p]).shape == (1, s.lm.model.config.hidden_size)
+        assert aux(s).hidden(layer, [p]).shape == (1, s.lm.model.config.hidden_size)
 
 
 @pytest.mark.parametrize("seed", [*range(60), *(pytest.param(n, marks=pytest.mark.slow) for n in range(60, 200))])
@@ -124,19 +131,19 @@ def test_a_token_has_a_prefix_of_the_layers_and_each_once(seed: int) -> None:
             run_to_end(s.step())
             agrees(s)
         ids = [*s.ids, *families.prompt(dice.randint(2, 20), seed=seed + 1000 * turn)]
-    run_to_end(s.aux_cache.revive_all(s.cache, s.ids))
+    run_to_end(aux(s).revive_all(s.cache, s.ids))
     agrees(s)
-    assert not s.aux_cache
+    assert not aux(s)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
 def test_together_or_one_by_one_they_become_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for at_once in (1, 5, 256):
-        monkeypatch.setattr("kvcli.engine.prefill.aux_cache.AT_ONCE", at_once)
+        monkeypatch.setattr("kvcli.methods.prune.aux_cache.AT_ONCE", at_once)
         s = read(session(lm(name), lazy()), families.prompt(N + 1))
-        assert len(s.aux_cache) > 5
-        run_to_end(s.aux_cache.revive_all(s.cache, s.ids))
+        assert len(aux(s)) > 5
+        run_to_end(aux(s).revive_all(s.cache, s.ids))
         found.append([sorted_by_position(s, layer) for layer in range(LAYERS)])
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
@@ -178,7 +185,7 @@ def test_who_is_looked_at_changes_the_answer() -> None:
     some, none = (read(session(lm(), lazy(revive_interval=1, revive_max=n)), ids) for n in (8, 0))
     a, b = ([run_to_end(s.step()).logits for _ in range(2)][1] for s in (some, none))  # they came back after the first
     assert (a - b).abs().max() > 1e-3
-    assert len(some.aux_cache) < len(none.aux_cache)
+    assert len(aux(some)) < len(aux(none))
 
 
 def test_the_caps_hold() -> None:
@@ -193,9 +200,9 @@ def test_the_caps_hold() -> None:
             most = max(most, *grown)
         assert most == n + 1, "as many come back as may"
     s = read(session(lm(), lazy(revive_interval=1, revive_min_mass=1.0)), ids)
-    n_behind = len(s.aux_cache)
+    n_behind = len(aux(s))
     run_to_end(s.step())
-    assert len(s.aux_cache) == n_behind
+    assert len(aux(s)) == n_behind
 
 
 def test_the_next_prompt_finds_all_of_them_or_those_that_came_back() -> None:
@@ -204,23 +211,21 @@ def test_the_next_prompt_finds_all_of_them_or_those_that_came_back() -> None:
         s = read(session(lm(), lazy(idle_complete=completes, min_prompt=30)), ids)
         list(iterate_events(s.stream(5)))
         read(s, [*s.ids, *families.prompt(9, seed=8)])
-        assert bool(s.aux_cache) is not completes
+        assert bool(aux(s)) is not completes
         agrees(s)
 
 
 def test_while_nobody_asks_they_go_on_until_somebody_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """And end as if nobody had come between."""
-    monkeypatch.setattr("kvcli.engine.prefill.aux_cache.AT_ONCE", 5)
+    monkeypatch.setattr("kvcli.methods.prune.aux_cache.AT_ONCE", 5)
     left, found = [], []
     for n_passes in (0, 20, 10_000):
         s = read(session(lm(), lazy()), families.prompt(N))
         told = iter(range(n_passes))
-        run_to_end(
-            run_until_cancelled(s.aux_cache.before_prompt(s.cache, s.ids), lambda told=told: next(told, None) is None)
-        )  # type: ignore[misc]
+        run_to_end(run_until_cancelled(s.complete(), lambda told=told: next(told, None) is None))  # type: ignore[misc]
         agrees(s)
-        left.append(len(s.aux_cache))
-        run_to_end(s.aux_cache.before_prompt(s.cache, s.ids))
+        left.append(len(aux(s)))
+        run_to_end(s.complete())
         found.append(torch.stack([sorted_by_position(s, layer) for layer in range(LAYERS)]))
     assert left[0] > left[1] > left[2] == 0
     assert torch.equal(found[0], found[1])
@@ -237,7 +242,7 @@ def test_windows_keep_what_those_who_come_back_will_see() -> None:
     for s in (whole, short):
         read(s, ids)
         said.append(torch.stack([run_to_end(s.step()).logits[0] for _ in range(6)]))
-        assert s.aux_cache
+        assert aux(s)
     torch.testing.assert_close(said[1], said[0], rtol=0, atol=1e-9)
 
 
@@ -248,7 +253,7 @@ def test_a_pass_that_breaks_ends_in_a_text_that_is_read_anew() -> None:
     with breaking(s.cache, LAYERS + 2), pytest.raises(MemoryError):
         run_to_end(s.step())
     assert s.rewind(len(s.ids)) == 0
-    assert not s.aux_cache
+    assert not aux(s)
     assert not any(s.cache.n_slots(layer) for layer in range(LAYERS))
 
 
@@ -256,7 +261,7 @@ def test_a_text_takes_along_who_waits_behind() -> None:
     ids, model = families.prompt(N), lm()
     s, other = read(session(model, lazy()), ids), session(model, lazy())
     other.take_over(s.fork())
-    assert other.aux_cache.depth == s.aux_cache.depth
+    assert aux(other).depth == aux(s).depth
     for each in (s, other):
         list(iterate_events(each.stream(20)))
     assert s.ids == other.ids
@@ -265,13 +270,13 @@ def test_a_text_takes_along_who_waits_behind() -> None:
 def test_beside_other_texts_they_come_back_as_alone() -> None:
     ids, alone = families.prompt(N), read(session(lm(), lazy()), families.prompt(N))
     list(iterate_events(alone.stream(20)))
-    run_to_end(alone.aux_cache.revive_all(alone.cache, alone.ids))
+    run_to_end(aux(alone).revive_all(alone.cache, alone.ids))
     many = [session(lm(), lazy()), session(lm(), None), session(lm(), lazy(revive_interval=3))]
 
     def work(s: GenerationSession, ids: list[int]):  # type: ignore[no-untyped-def]
         yield from s.read(ids)
         yield from s.stream(20)
-        yield from s.aux_cache.revive_all(s.cache, s.ids)
+        yield from aux(s).revive_all(s.cache, s.ids)
 
     generate_together(*(work(s, text) for s, text in zip(many, [ids, families.prompt(12, seed=5), ids], strict=True)))
     assert many[0].ids == alone.ids
@@ -303,9 +308,9 @@ SAMPLERS = {
 @cache
 def plain(dtype: torch.dtype, every: int, sampler: str) -> GenerationSession:
     s = read(session(lm(dtype=dtype), lazy(revive_interval=every)), families.prompt(N), SAMPLERS[sampler])
-    begun = len(s.aux_cache)
+    begun = len(aux(s))
     list(iterate_events(s.stream(40)))
-    assert len(s.aux_cache) < begun, "somebody came back"
+    assert len(aux(s)) < begun, "somebody came back"
     return s
 
 
@@ -326,7 +331,7 @@ def test_drafts_change_nothing(dtype: torch.dtype, every: int, sampler: str, dra
     s = read(session(lm(dtype=dtype), lazy(revive_interval=every), guesses), families.prompt(N), SAMPLERS[sampler])
     list(iterate_events(s.stream(40)))
     assert s.ids == alone.ids
-    assert s.aux_cache.depth == alone.aux_cache.depth
+    assert aux(s).depth == aux(alone).depth
     if drafter is drafters.Right and every > 2:
         assert sum(step.n_accepted for step in guesses.steps) > 10
     for layer in range(LAYERS):

@@ -253,7 +253,7 @@ def test_of_a_text_that_is_one_unit_as_much_stays_as_of_any(unit: str) -> None:
 
 def test_a_text_that_is_forked_weighs_values_by_the_same_weights() -> None:
     s = session(post="critical")
-    assert s.fork().policy_state.outward is s.policy_state.outward  # type: ignore[union-attr]
+    assert s.fork().policy_record.state.outward is s.policy_record.state.outward  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("unit", ["shot", "sentence"])

@@ -137,7 +137,7 @@ def test_lookahead_rows_read_what_the_drafters_policy_keeps() -> None:
     found = {}
     for policy in (None, KeepAll(), Recent(last=3)):
         s = session(Scouting())
-        s.view = policy and assemble.compact_view(s.lm, s.cache, policy, 8)
+        s.stored_kv.view = policy and assemble.compact_view(s.lm, s.cache, policy, 8)
         run_to_end(s.read(families.prompt(40)))
         step = run_to_end(s.step())
         assert step.path == [0]

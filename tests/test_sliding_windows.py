@@ -201,7 +201,7 @@ def test_a_kv_cache_that_moves_to_another_knows_what_it_lacks() -> None:
     written(session)
     new = ladder(MODEL)
     move(session.cache, new, MODEL.storing)
-    session.replace_cache(new)
+    session.stored_kv.replace(new)
     assert not new.reaches(100)
     assert session.rewind(101) == 0
 

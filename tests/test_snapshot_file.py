@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,68 @@ def test_a_text_goes_on_from_a_file_as_if_it_had_never_been_saved(
     assert torch.equal(logits, same)
     assert said == heard
     assert len(said) == AGAIN
+
+
+def without(state: State, path: tuple[str, ...]) -> State:
+    """The tree without the part at this path."""
+    name, *rest = path
+    if not rest:
+        return {key: part for key, part in state.items() if key != name}
+    return {**state, name: without(state[name], tuple(rest))}  # type: ignore[arg-type]
+
+
+def parts(state: State, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The paths of all leaves and subtrees; of empty subtrees only those at the top."""
+    below = [part for name, of in state.items() if isinstance(of, Mapping) for part in parts(of, (*above, name))]
+    return [*((*above, name) for name, of in state.items() if not above or not isinstance(of, Mapping) or of), *below]
+
+
+@contextmanager
+def naming(path: tuple[str, ...]) -> Iterator[None]:
+    """Fail, with the path, if nothing is raised."""
+    yield
+    pytest.fail(f"{'/'.join(path)} is not missed")
+
+
+def keyed_by_name(path: tuple[str, ...]) -> bool:
+    """Not an entry of a list, which is shorter without its last one, and not the mark of a snapshot of today."""
+    return not path[-1].isdigit() and path != ("has_empty",)
+
+
+@pytest.mark.parametrize(
+    ("model", "store", "policy"),
+    [
+        ("llama", "dense", "snap"),
+        ("llama", "packed 8 4", "none"),
+        ("llama", "dense", "expected"),
+        ("deep", "dense", "lazy revived"),
+    ],
+    ids=lambda each: each,
+)
+def test_a_saved_state_that_lacks_a_part_is_refused(
+    models: Callable[[str], LM], model: str, store: str, policy: str
+) -> None:
+    s = answered(models(model), store, policy)
+    state, again = s.state(), session(s.lm, store, policy)
+    paths = [path for path in parts(state) if keyed_by_name(path)]
+    assert len(paths) > 15
+    for path in paths:
+        with pytest.raises(SnapshotMismatch), naming(path):
+            again.restore(without(state, path), s.ids[-1])
+        assert (again.ids, again.committed) == ([], 0)
+
+
+def test_a_state_saved_before_empty_parts_were_written_goes_on(models: Callable[[str], LM], tmp_path: Path) -> None:
+    s = answered(models("llama"), "dense", "snap")
+    found = {name: leaf for name, leaf in leaves(s.state()) if not name.endswith("/") and name != "has_empty"}
+    snapshot_file.write(tmp_path / "one", tree_of(found))
+    again, state = session(s.lm, "dense", "snap"), snapshot_file.read(tmp_path / "one")
+    assert "aux_cache" not in state
+    again.restore(state, s.ids[-1])
+    logits, said = goes_on(s, MORE)
+    same, heard = goes_on(again, MORE)
+    assert torch.equal(logits, same)
+    assert said == heard
 
 
 def test_slots_behind_a_window_keep_their_places(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ import kvcli
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
-from kvcli.engine.prefill.span_reuse import ReuseMethod
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.methods.reuse.cacheblend import CacheBlend
 from kvcli.methods.reuse.pie import Pie
+from kvcli.methods.reuse.span_reuse import SpanReuse
 from kvcli.prefix_cache import span_lookup as finding
 from kvcli.prefix_cache.block_tree import LENGTH, Block, BlockTree
 from kvcli.prefix_cache.block_tree import read as read_block
@@ -42,9 +42,15 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> LM:
     return lm
 
 
-def session(lm: LM, how: ReuseMethod | None = None) -> GenerationSession:
+def session(lm: LM, how: Pie | None = None) -> GenerationSession:
     kv = make.dense(lm, windows=make.windows(lm))
     return make.session(lm, kv, chunk=200, reusing=how)
+
+
+def spans(s: GenerationSession) -> SpanReuse:
+    found = s.find(SpanReuse)
+    assert found is not None
+    return found
 
 
 def shelf_of(folder: Path, lm: LM, *texts: Sequence[int]) -> PrefixCache:
@@ -57,20 +63,17 @@ def shelf_of(folder: Path, lm: LM, *texts: Sequence[int]) -> PrefixCache:
     return PrefixCache(folder, 1 << 30, lm, min_work=0)
 
 
-def read(
-    lm: LM, prefix_cache: PrefixCache, how: ReuseMethod | None, ids: Sequence[int] = NEW
-) -> tuple[GenerationSession, int]:
+def read(lm: LM, prefix_cache: PrefixCache, how: Pie | None, ids: Sequence[int] = NEW) -> tuple[GenerationSession, int]:
     """A prompt behind what lies on a prefix cache; how many of its tokens were taken over."""
     one, took = session(lm, how), 0
-    one.copy_reusable_spans(ids)
     one.start_answer(ids, Sampler())
     prefix_cache.load_prefix(one, ids)
-    if one.reusable_spans is not None:
-        one.reusable_spans.add(prefix_cache.find_spans(one, ids, INTACT))
+    if (reuse := one.find(SpanReuse)) is not None:
+        reuse.add(prefix_cache.find_spans(one, ids, INTACT, LEAST))
     while True:
         before, is_run = (
             one.committed,
-            one.reusable_spans is not None and one.reusable_spans.next(one.committed) == one.committed,
+            reuse is not None and any(run.new <= one.committed < run.end for run, _ in reuse._found),
         )
         if not run_to_end(one.prefill_chunk(ids)):
             return one, took
@@ -107,10 +110,8 @@ def test_what_this_text_had_goes_first_and_gaps_are_filled_from_others(lm: LM, t
     one = session(lm, Pie(LEAST))
     run_to_end(one.read([9, 9, *A, *B[:100], 9]))
     new = [3, *A, 7, *B, 8]
-    one.copy_reusable_spans(new)
     one.start_answer(new, Sampler())
-    assert one.reusable_spans is not None
-    one.reusable_spans.add(shelf.find_spans(one, new, INTACT))
+    spans(one).add(shelf.find_spans(one, new, INTACT, LEAST))
     before = one.committed
     while run_to_end(one.prefill_chunk(new)):
         pass
@@ -138,10 +139,8 @@ def test_a_block_that_is_no_longer_what_it_was_is_read(lm: LM, tmp_path: Path, h
     (folder,) = tmp_path.iterdir()
     path = [path for path, _ in BlockTree(folder).places(text[:-1])][1]
     one = session(lm, Pie(LEAST))
-    one.copy_reusable_spans(NEW)
     one.start_answer(NEW, Sampler())
-    assert one.reusable_spans is not None
-    one.reusable_spans.add(shelf.find_spans(one, NEW, INTACT))
+    spans(one).add(shelf.find_spans(one, NEW, INTACT, LEAST))
     data = bytearray(path.read_bytes())
     if how == "numbers":
         data[-1] ^= 1
@@ -177,7 +176,7 @@ def test_names_that_do_not_fit_and_tokens_of_no_vocabulary_are_passed_over(lm: L
     assert read(lm, shelf, Pie(LEAST))[1] == len(C)
     was, lm.vocab = lm.vocab, 4
     try:
-        assert list(shelf_of(tmp_path, lm).find_spans(session(lm, Pie(LEAST)), NEW, INTACT)) == []
+        assert list(shelf_of(tmp_path, lm).find_spans(session(lm, Pie(LEAST)), NEW, INTACT, LEAST)) == []
     finally:
         lm.vocab = was
 
@@ -196,14 +195,14 @@ def test_no_more_is_looked_at_than_so_many_blocks_and_texts(
     whole = finding.read_tokens
     monkeypatch.setattr(finding, "read_tokens", lambda path: (opened.append(path), whole(path))[1])
     one = session(lm, Pie(LEAST))
-    found = list(shelf.find_spans(one, NEW, INTACT))
+    found = list(shelf.find_spans(one, NEW, INTACT, LEAST))
     assert len({id(source) for _, source in found}) == finding.TEXTS
     n = len(opened)
-    assert list(shelf.find_spans(one, NEW, INTACT))
+    assert list(shelf.find_spans(one, NEW, INTACT, LEAST))
     assert len(opened) == n, "files never change"
     monkeypatch.setattr(finding, "MOST", 5)
     fresh = PrefixCache(tmp_path, 1 << 30, lm, min_work=0)
-    list(fresh.find_spans(one, NEW, INTACT))
+    list(fresh.find_spans(one, NEW, INTACT, LEAST))
     assert len(opened) == n + 5
 
 

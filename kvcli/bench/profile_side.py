@@ -103,7 +103,7 @@ class ProfileSide:
         for step in iterate_events(session.stream(new)):
             at += [self.clock() - began] * len(step.new)
             stats.add_step(step)
-        kv_bytes = sum(nbytes(session.cache, session.view, session.drafter).values())
+        kv_bytes = sum(nbytes(session.stored_kv, session.drafter).values())
         drafts = self.model.profile.spec.method != "off"
         return TimedSample(
             tuple(session.ids[len(prompt) :]), tuple(at), len(prompt), kv_bytes, stats if drafts else None

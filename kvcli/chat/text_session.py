@@ -88,8 +88,8 @@ class TextSession:
             with catch_cache_full():  # without room, the prompt is prefilled
                 for conditions in (ways := assemble.loadable_conditions(self.profile)):
                     prefixes.load_prefix(self.session, ids, conditions)
-                if self.session.reusable_spans is not None and ways[-1].is_intact:
-                    self.session.reusable_spans.add(prefixes.find_spans(self.session, ids, ways[-1]))
+                if (reuse := assemble.span_reuse(self.session, self.profile)) is not None and ways[-1].is_intact:
+                    reuse.add(prefixes.find_spans(self.session, ids, ways[-1], reuse.min_span))
         return self.session.committed
 
     def has_read(self, ids: Sequence[int]) -> bool:
@@ -129,9 +129,8 @@ class TextSession:
 
     def idle(self, cancel: Cancel) -> None:
         """Revive deferred tokens between answers, if the profile asks for it, until `cancel()` returns True."""
-        session = self.session
         with catch_cache_full():  # without room, the next prompt has fewer revived tokens
-            run_to_end(run_until_cancelled(session.aux_cache.before_prompt(session.cache, session.ids), cancel))
+            run_to_end(run_until_cancelled(self.session.complete(), cancel))
 
     def why_again(self) -> list[str]:
         """Explain why saved KV of this model cannot be used, if it was computed under other settings; [] otherwise."""
@@ -212,7 +211,7 @@ class TextSession:
             profile = profile.changed({"sample": changes}, "options of the answer")
         fits = partial(model.fits, self.profile) if model.fits is not None else None
         window = ContextWindow(self.limit, model.lm.limit, profile.context.reserve, fits)
-        asks, kind_spans = self.session.pruning is not None or bool(model.lm.recurrent_layers), list[KindSpan]()
+        asks, kind_spans = bool(self.profile.prune.describe_read) or bool(model.lm.recurrent_layers), list[KindSpan]()
         marks = self.session.marks | ({QUESTION} if asks else set())
         if messages and (asks or self.session.policy is not None or self.on_overflow == "compress"):
             kind_spans = chat_spans(model.tokenizer, messages, ids, marks)
@@ -250,8 +249,7 @@ class TextSession:
 
     def kv_table(self) -> list[dict[str, object]]:
         """Return slots and bytes by layer and tier. The cache view of lookahead rows is one more tier."""
-        view = self.session.view.usage() if self.session.view is not None else []
-        table = [asdict(use) for use in [*self.session.cache.usage(), *view]]
+        table = [asdict(use) for use in self.session.stored_kv.usage()]
         return [{key: value for key, value in row.items() if key != "lost"} for row in table]
 
     def _only(self, answer: Coroutine[Event, Turn | None]) -> Coroutine[Event, Turn]:

@@ -130,7 +130,7 @@ def _apply(session: GenerationSession, old: Profile, new: Profile) -> bool:
         session.compression_interval = assemble.compression_interval(new)
         with catch_cache_full() as lacks:
             move(session.cache, store, session.lm.storing)
-            session.replace_cache(store)
+            session.stored_kv.replace(store)
             session.rewind(session.committed + 1)  # the next compression point may differ
         if lacks:
             _restart(session, new)
@@ -164,7 +164,7 @@ def _restart(session: GenerationSession, profile: Profile) -> None:
     """Replace the KV cache by an empty one, because the old cache may be inconsistent."""
     session.committed = 0
     session.rewind(0)  # first: if there is no memory for a new cache, nothing refers to inconsistent slots
-    session.replace_cache(assemble.store(session.lm, profile))
+    session.stored_kv.replace(assemble.store(session.lm, profile))
 
 
 def _larger(session: GenerationSession, profile: Profile) -> Iterator[dict[str, object]]:
@@ -261,12 +261,12 @@ class TurnRun:
         fallback step: its tokens are computed again, and tokens added before it are kept, with their KV.
         """
         session, asked, stats, words = self.session, self._asked, self._stats, self._words
-        with catch_cache_full():  # without room, matching spans are prefilled
-            session.copy_reusable_spans(asked.ids)
         session.start_answer(asked.ids, asked.sampler, asked.constraint, asked.kind_spans)
         began = time.perf_counter()
         stats.cached = self._fetch(asked.ids)
-        fetched, stats.order = time.perf_counter() - began, session.order
+        fetched, profile = time.perf_counter() - began, self.terms.profile
+        by_layers = profile.prune.describe_read or profile.prefill.order == "layers"
+        stats.order = "layers" if by_layers else "chunks"
         yield Live(stats)
         with environment.return_large_blocks():
             yield from self._read()
@@ -326,8 +326,8 @@ class TurnRun:
                     raise self._explained(lacks[0])
                 continue
             stats.read = time.perf_counter() - began
-            if is_more:
-                stats.reused = session.reused
+            if is_more and (reuse := assemble.span_reuse(session, self.terms.profile)) is not None:
+                stats.reused = reuse.reused
             self._measure(at_once=not is_more)
             yield Read(session.progress if is_more else stats.prompt, stats.prompt, stats.cached, stats.read)
             if is_more and self._cancel():
@@ -361,7 +361,7 @@ class TurnRun:
     def _explained(self, lack: CacheFull) -> CacheFull:
         """Return the error with the memory that the KV takes, and settings with room for the whole answer."""
         session, profile = self.session, self.terms.profile
-        held = sum(nbytes(session.cache, session.view).values())
+        held = sum(nbytes(session.stored_kv).values())
         lines = list(lack.lines)
         if session.committed:
             lines.append(f"the KV cache of {session.committed:,} tokens takes {held / (1 << 20):,.1f} MiB")
@@ -389,9 +389,10 @@ class TurnRun:
             return
         self._measured = time.perf_counter()
         if at_once:
-            found = session.policy.describe_result(session.policy_state) if session.policy is not None else ""
+            found = session.policy.describe_result(session.policy_record.state) if session.policy is not None else ""
             stats.approx = approximation_note(self.terms.profile, session.approximations, found)
-        held = (session.cache, session.states, session.view, session.aux_cache, session.drafter, writer)
+        stored_first = sorted(session.companions, key=lambda one: one is not session.stored_kv)
+        held = (*stored_first, session.drafter, writer)
         stats.kv, stats.page_hit_rate = nbytes(*held), hit_rate(held)
         stats.host_access = next((use.how for use in session.cache.usage() if use.how), "")
         stats.kv_fp16 = 2 * sum(of.numbers for of in lm.shapes) * session.committed

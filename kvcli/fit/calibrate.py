@@ -26,6 +26,7 @@ from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.chat.loaded_model import LoadedModel
+    from kvcli.chat.model import Model
     from kvcli.engine.hf.lm import LM
     from kvcli.environment import Environment
     from kvcli.fit.plan import Plan, PlannedModel
@@ -289,7 +290,7 @@ def calibrate(model: LoadedModel, cache: Path, tell: Tell = lambda _: None) -> C
 
 
 def run_calibration(
-    world: Environment, load: Callable[[Profile], LoadedModel], profile: Profile, tell: Tell = lambda _: None
+    world: Environment, load: Callable[[Profile], Model], profile: Profile, tell: Tell = lambda _: None
 ) -> CalibrationDocument:
     """Run `kvcli bench --calibrate`: load the model with `load` (of a setup), measure, save in the cache folder."""
     with load(profile) as model:

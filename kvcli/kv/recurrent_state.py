@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvcli.kv.companion import Companion
 from kvcli.kv.slots import Usage
 from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
 
@@ -102,7 +104,7 @@ def _alone(t: Tensor) -> Tensor:
     return t if t.untyped_storage().nbytes() == t.nbytes else t.clone()
 
 
-class RecurrentStates:
+class RecurrentStates(Companion):
     """Recurrent state of a sequence and its checkpoints. A model without such layers can rewind to any length."""
 
     def __init__(self, like: StateCheckpoint = NOTHING, most: int = 8) -> None:
@@ -144,19 +146,24 @@ class RecurrentStates:
         gaps = [(at[i + 2] - at[i]) / (at[-1] - at[i]) for i in range(len(self._marks))]
         return gaps.index(min(gaps))
 
-    def reaches(self, n: int) -> int:
+    def reaches(self, n: int, of: int = 0) -> int:
         """Return the longest length up to n from which the sequence can continue."""
         if not self._has_any or n >= self.now.at:
             return n
         return max((mark.at for mark in self._marks if mark.at <= n), default=0)
 
-    def crop(self, n: int) -> None:
+    def rewind(self, n: int, of: int = 0) -> None:
         """Rewind to n tokens, a result of `reaches`."""
         if n >= self.now.at:
             return self.mark()
         self._marks = [mark for mark in self._marks if mark.at <= n]
         self.now = self._marks[-1] if n else NOTHING
         assert self.now.at == n, "no checkpoint is at this position"
+
+    def compress(self, point: Any) -> None:
+        """Save a checkpoint at the end of a chunk of the prompt."""
+        if point.phase != "answering":
+            self.mark()
 
     def usage(self) -> list[Usage]:
         """Return the bytes of state and checkpoints by layer, each tensor counted once."""
@@ -166,14 +173,14 @@ class RecurrentStates:
                 storages.setdefault(layer, {})[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return [Usage(layer, "state", 0, sum(of.values())) for layer, of in sorted(storages.items())]
 
-    def state(self) -> State:
+    def snapshot(self) -> State:
         """Return a snapshot: checkpoints, then the current state."""
-        marks = [mark for mark in self._marks if mark.at != self.now.at]
-        return {str(i): _tree(known) for i, known in enumerate((*marks, self.now))} if self.now.at else {}
+        knowns = [*(mark for mark in self._marks if mark.at != self.now.at), self.now] if self.now.at else []
+        return {"states": {str(i): _tree(known) for i, known in enumerate(knowns)}}
 
     def restore(self, given: SnapshotReader) -> None:
         """Restore a snapshot, with at most as many checkpoints as allowed here. Raises SnapshotMismatch."""
-        knowns = [self._known(part) for part in given.parts(given.n)]
+        knowns = [self._known(part) for part in given.part("states").parts(given.n)]
         ends = [known.at for known in knowns]
         if ends != sorted({*ends}) or ends[-1:] != [given.n] * self._has_any:
             raise SnapshotMismatch("its recurrent states do not match its tokens")

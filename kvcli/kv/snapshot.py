@@ -42,14 +42,17 @@ class SnapshotReader:
     tree: State
     n: int  # every position is below n
     where: str = ""
+    lacks_empty: bool = False  # it was written when empty subtrees were left out
 
     def __contains__(self, name: str) -> bool:
         return name in self.tree
 
     def part(self, name: str) -> SnapshotReader:
-        """Return a subtree; an empty one if missing, because files do not store empty trees."""
-        found = self.tree.get(name, {})
-        return SnapshotReader(found, self.n, self._named(name)) if isinstance(found, Mapping) else self._lacks(name)
+        """Return a subtree, which may be empty but not missing."""
+        found = self.tree.get(name, {} if self.lacks_empty else None)
+        if not isinstance(found, Mapping):
+            self._lacks(name)
+        return SnapshotReader(found, self.n, self._named(name), self.lacks_empty)
 
     def parts(self, most: int) -> list[SnapshotReader]:
         """Return the subtrees "0", "1", .., at most `most`."""
@@ -107,10 +110,10 @@ class SnapshotReader:
 
 
 def leaves(state: State, where: str = "") -> Iterator[tuple[str, Leaf]]:
-    """Yield all leaves of a tree with their names joined by "/"."""
+    """Yield all leaves of a tree with their names joined by "/"; of an empty subtree its name and "/"."""
     for name, found in state.items():
         if isinstance(found, Mapping):
-            yield from leaves(found, f"{where}{name}/")
+            yield from leaves(found, f"{where}{name}/") if found else [(f"{where}{name}/", 0)]
         else:
             yield where + name, found
 
@@ -129,5 +132,6 @@ def tree_of(found: Mapping[str, Leaf]) -> State:
                 raise SnapshotMismatch(f"{path} is in no tree")
         if name in at:
             raise SnapshotMismatch(f"{path} is there twice")
-        at[name] = leaf
+        if name:  # else an empty subtree
+            at[name] = leaf
     return tree  # type: ignore[return-value]

@@ -36,8 +36,8 @@ from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill import span_reuse
     from kvcli.engine.sequence.session import GenerationSession
+    from kvcli.prefix_cache.matching_spans import Found
 
 # Cache key: the fields besides the token ids on which KV depends. All fields must match to use saved KV.
 FORMAT = "kvcli.block/3"
@@ -148,12 +148,12 @@ class PrefixCache:
         return session.committed
 
     def find_spans(
-        self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions
-    ) -> Iterator[span_reuse.Found]:
+        self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions, min_span: int
+    ) -> Iterator[Found]:
         """Yield spans of `ids` after the session's tokens that match other saved sequences, with their KV."""
-        if self._fields and session.reusing is not None:
+        if self._fields:
             here, dtype, start = self._folder(session, shaping), session.cache.dtype, session.committed
-            yield from find_spans(here, self._lm, dtype, ids[:-1], start, session.reusing.min_span, self._seen)
+            yield from find_spans(here, self._lm, dtype, ids[:-1], start, min_span, self._seen)
 
     def save(
         self, session: GenerationSession, cancel: Callable[[], bool] = lambda: False, shaping: CacheConditions = INTACT

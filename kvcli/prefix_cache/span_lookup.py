@@ -20,15 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.engine.prefill.span_reuse import (
+from kvcli.prefix_cache.block_tree import ENDS, LENGTH, ROOT, BlockTree, CorruptFile, name_of, read, read_tokens
+from kvcli.prefix_cache.matching_spans import (
     Found,
     Held,
     MatchingSpan,
+    SpanSource,
     SpanSourceGone,
     find_matching_spans,
     rolling_hashes,
 )
-from kvcli.prefix_cache.block_tree import ENDS, LENGTH, ROOT, BlockTree, CorruptFile, name_of, read, read_tokens
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
@@ -88,7 +89,6 @@ class BlockChain:
     """Blocks of a sequence from its beginning on."""
 
     blocks: Sequence[BlockIndexEntry]
-    ids: Sequence[int]  # of all blocks
     lm: LM
     dtype: torch.dtype
 
@@ -154,7 +154,8 @@ def find_spans(
         way.reverse()
         first, last = len(way) - 1 - there[-1], len(way) - there[0]
         shown = [one.shown for one in way[first:last]]
-        chain = BlockChain(way, np.concatenate([one.ids for one in way]).tolist(), lm, dtype)
+        its_ids = np.concatenate([one.ids for one in way]).tolist()
+        chain = SpanSource(its_ids, BlockChain(way, lm, dtype).held)
         for run in find_matching_spans(np.concatenate(shown).astype(np.int64), ids, start, least):
             yield MatchingSpan(first * LENGTH + run.old, run.new, run.n), chain
 

@@ -211,7 +211,7 @@ def published(answer: Answer, share: float) -> Row:
     low, high = 0.0, 1.0  # too little; enough
     while high - low > FINE:
         middle = (low + high) / 2
-        low, high = (low, middle) if session.policy_state.kept_at(middle) >= share else (middle, high)
+        low, high = (low, middle) if session.policy_record.state.kept_at(middle) >= share else (middle, high)
     outcome, _ = answer({"policy": policy | {"recovery": high}})
     return outcome | {"t": high}
 

@@ -329,7 +329,6 @@ def opened(
     )
     if storage == "blend":
         run_to_end(session.read([*families.prompt(6, seed=7), *prompt()[2:], 5]))
-        session.copy_reusable_spans(prompt())
         session.start_answer(prompt(), SAMPLERS[sampler])
     if sampler == "held":
         session.start_answer(prompt(storage), SAMPLERS[sampler], Half(97, seed))

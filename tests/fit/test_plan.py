@@ -123,7 +123,7 @@ def test_a_budget_is_planned_with_what_a_pass_adds(demo, budget, chunk, monkeypa
     with load("demo", "budget", set={"load.device": "cpu", "load.verify": False, **asked}) as model:
         ids = torch.randint(model.lm.vocab, (1400,), generator=torch.Generator().manual_seed(0))
         run_to_end(model.text_session.session.read(ids.tolist()))
-        remembered = sum(of.numel() for of in model.text_session.session.policy_state.worth.total.values()) * 8
+        remembered = sum(of.numel() for of in model.text_session.session.policy_record.state.worth.total.values()) * 8
     found = planned(demo, model.profile, 1400).need.kv
     assert max(held) + remembered <= found <= 1.1 * (max(held) + 8 * 12 * 1400) + STEP * planned(demo).per_token
 
@@ -260,7 +260,7 @@ def test_what_may_come_back_is_planned_as_a_vector_a_token(demo):
         with load("demo", profile, set={"load.device": "cpu", "load.verify": False}) as model:
             session = model.text_session.session
             run_to_end(session.read(torch.arange(n).remainder(model.lm.vocab).tolist()))
-            held = nbytes(session.aux_cache).get("deferred", 0)
+            held = nbytes(*session.companions).get("deferred", 0)
         more = planned(demo, profile, n).need.kv - planned(demo, "exact", n).need.kv
         assert held <= more <= 1.2 * held, "the first, the newest and the template's are not behind"
         assert bool(held) == (scope == "prefill+decode")

@@ -108,7 +108,7 @@ def test_choices_are_those_of_the_policy_itself(model, changes):
     settings = FastGen(**{"recent": 32, "probe_rows": 24, **changes})
     made, session = said_and_done(model, settings)
     names = [[made.policy.candidates[c] for c in row] for row in made.policy.chosen]
-    assert names == [session.policy_state.chosen()[layer] for layer in range(model.lm.n_layers)]
+    assert names == [session.policy_record.state.chosen()[layer] for layer in range(model.lm.n_layers)]
 
 
 def test_what_it_says_is_kept_is_what_is_kept(model):

@@ -20,7 +20,7 @@ from kvcli.drafts.draft_models.mtp_head import recompute_hidden_states
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.gemma4_assistant import kv_source_layers
 from kvcli.engine.forward_request import ForwardRequest, Passes, Rows
-from kvcli.kv.tiers.device_tables import DeviceCache
+from kvcli.kv.views.uncaptured import UncapturedReader
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 _WIDER = 2  # tokens; the assistant's window is inclusive and counted from the newest slot, one before its rows
 
 
-class BorrowedCache:
+class BorrowedCache(UncapturedReader):
     """KV cache of the target model as read by another model: each layer reads one target layer, and no new KV."""
+
+    why_not = "the assistant reads the KV cache of the target model"
 
     def __init__(self, kv: KVCache, layers: Sequence[int]) -> None:
         self._kv, self._layers, self.dtype = kv, layers, kv.dtype
@@ -44,14 +46,6 @@ class BorrowedCache:
         """Return partial attention of q [H, N, D] at positions pos [N] over the target layer that this layer reads."""
         window = None if params.window is None else params.window + _WIDER
         return self._kv.attend(self._layers[layer], q, replace(params, window=window, is_draft=True), pos)
-
-    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
-        """Return the reason why the assistant cannot run as a captured pass."""
-        return DeviceCache(why_not="the assistant reads the KV cache of the target model")
-
-    def usage(self) -> list[Usage]:
-        """No memory of its own: the KV cache belongs to the target model."""
-        return []
 
 
 class AssistantHead(HiddenStateHead):

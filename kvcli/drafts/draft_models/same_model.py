@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
-from kvcli.kv.tiers.device_tables import DeviceCache
+from kvcli.kv.views.uncaptured import UncapturedReader
 
 if TYPE_CHECKING:
     import torch
@@ -110,22 +110,16 @@ class SelfDraftModel:
         return (yield from self._ahead.grow(ids, [parent + 1 for parent in parents], top, self._skipping.runs))
 
 
-class DraftCacheView:
+class DraftCacheView(UncapturedReader):
     """Cache view for draft rows: the cache may show them fewer bits or slots, because they are verified later."""
+
+    why_not = "self-drafting reads a part of the KV cache"
 
     def __init__(self, cache: Attendable, dtype: torch.dtype) -> None:
         self.dtype, self._cache = dtype, cache
-
-    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
-        """Return the reason why drafting cannot run as a captured pass."""
-        return DeviceCache(why_not="self-drafting reads a part of the KV cache")
 
     def attend(
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N], marked as draft rows."""
         return self._cache.attend(layer, q, replace(params, is_draft=True), pos, own)
-
-    def usage(self) -> list[Usage]:
-        """No memory beyond the cache's."""
-        return []

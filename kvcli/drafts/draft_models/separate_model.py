@@ -124,7 +124,7 @@ class SeparateDraftModel:
             n = self._states.reaches(n)
             self._n = n if n >= self._solid else 0
             self._kv.crop(self._n and self._n - self._gap)
-            self._states.crop(self._n)
+            self._states.rewind(self._n)
             if not self._n:
                 self._solid = self._gap = 0
         self._guessed = None

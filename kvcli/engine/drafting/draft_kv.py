@@ -18,16 +18,18 @@ from kvcli.engine.forward_request import ForwardRequest, ForwardResult, LogitsHo
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.recurrent_state import RecurrentStates, StateCheckpoint
-from kvcli.kv.tiers.device_tables import DeviceCache
+from kvcli.kv.views.uncaptured import UncapturedReader
 
 if TYPE_CHECKING:
     from kvcli.engine.forward_request import SamplingContext
     from kvcli.engine.hf.lm import LM
-    from kvcli.kv.slots import AttentionParams, CacheReader, KVCache, Usage
+    from kvcli.kv.slots import AttentionParams, CacheReader, KVCache
 
 
-class DraftTreeKV:
+class DraftTreeKV(UncapturedReader):
     """The KV of a draft tree. It grows by passes, whose rows attend to `cache` and to their ancestors in the tree."""
+
+    why_not = "draft tokens are stored outside the KV cache"
 
     def __init__(self, lm: LM, cache: CacheReader, at: int, states: RecurrentStates | None = None) -> None:
         """`cache`: KV that all rows attend to, at positions below `at`; it may not change while the tree grows.
@@ -67,8 +69,10 @@ class DraftTreeKV:
         layers: Sequence[range] = (),
         hidden: Tensor | None = None,
         shows: bool = False,
+        record_queries: Sequence[int] = (),
     ) -> Passes[ForwardResult]:
-        """Run a pass of further rows. `hidden`, `shows`: `hidden` and `record_hidden_states` of the request."""
+        """Run a pass of further rows. `hidden`, `shows`, `record_queries`: `hidden`, `record_hidden_states` and
+        `record_queries` of the request."""
         n_before, n, above = len(self), len(ids), list(self._above)
         tree_mask = np.zeros((n, n_before + n), dtype=np.bool_)
         for row, parent in enumerate(parents):
@@ -93,6 +97,7 @@ class DraftTreeKV:
             layers=last,
             hidden=hidden,
             record_hidden_states=shows,
+            record_queries=record_queries,
             states=states,
         )
         if states is not None and result.fold is not None:
@@ -101,10 +106,6 @@ class DraftTreeKV:
         self.parents += parents
         self._above, self._stored = above, self._grown
         return result
-
-    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
-        """Return the reason why passes over this cache are not captured."""
-        return DeviceCache(why_not="draft tokens are stored outside the KV cache")
 
     def attend(
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
@@ -169,7 +170,3 @@ class DraftTreeKV:
             kv.append(layer, k, v, at)
         if self._states is not None and path:
             self._states.advance(self._known(path[-1]))
-
-    def usage(self) -> list[Usage]:
-        """No lasting memory."""
-        return []

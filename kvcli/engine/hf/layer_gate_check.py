@@ -14,11 +14,12 @@ from kvcli.engine.forward import ForwardPass
 from kvcli.engine.forward_request import ForwardRequest, Passes, Rows
 from kvcli.engine.hf.cache_shim import call
 from kvcli.engine.hf.model_probe import WITHIN, relative_rms
-from kvcli.engine.prefill.aux_cache import AuxCache
 from kvcli.engine.prefill.layerwise import LayerwisePrefill
+from kvcli.engine.sequence.commit import commit
 from kvcli.errors import BadModel
 from kvcli.kv.slots import AttentionParams, layer_groups
 from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.views.uncaptured import PositionMaskedCache
 from kvcli.models.refusals import blame_files
 
 if TYPE_CHECKING:
@@ -80,13 +81,16 @@ class _Hiding(ForwardPass):
 
 def _stopping(lm: LM, rows: Rows, want: range, stop: int, on: Sequence[int]) -> Passes[Tensor]:
     """Return the logits of the wanted rows after layer-wise prefill of the other rows."""
-    kv, aux_cache = Dense(lm.shapes, lm.dtype, lm.device), AuxCache(lm, None)
+    kv = Dense(lm.shapes, lm.dtype, lm.device)
     read = rows.only(range(want.start))
     prompt = LayerwisePrefill(lm, kv, read, read.n_rows, (), lambda at, _: on if at == stop else None, may_revive=True)
     while not prompt.is_over:
         yield from prompt.step()
-    aux_cache.add(prompt.stopped)
-    yield from aux_cache.revive_all(kv, rows.ids)
+    late, hidden = rows.only(prompt.stopped[stop][0]), prompt.stopped[stop][1]
+    for layers in (each for each in layer_groups(lm.shapes) if each.start >= stop):
+        made = yield ForwardRequest(lm, late, PositionMaskedCache(kv), layers=layers, hidden=hidden)
+        commit(kv, late, made, range(late.n_rows))
+        hidden = hidden if made.hidden is None else made.hidden
     result = yield ForwardRequest(lm, rows.only(want), kv, want=range(len(want)))
     return result.logits
 

@@ -152,7 +152,7 @@ class PerLayerPolicy(Policy):
         return [self.mask(*at.layer(i)) if at.lm.shapes[i].shared_from is None else None for i in at.layers]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompressionPoint:
     """The input of a policy at a compression point: a sequence between two passes, with the slots to choose from."""
 
@@ -166,6 +166,9 @@ class CompressionPoint:
     n_prompt: int  # as in LayerContext
     is_whole: bool  # no policy has evicted or moved a slot so far, and no pruner has deferred a token
     policy_state: Any  # the policy's state for this sequence
+    pending: int = 0  # id of the pending token
+    end: int = 0  # lowest position of later rows
+    masks: Masks = ()  # what the policy selected
     _protected: dict[int, Tensor] = field(default_factory=dict)  # by layer, of those requested so far
 
     @property

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import BadModel
+from kvcli.kv.companion import Companion
 from kvcli.kv.snapshot import SnapshotReader, State
 
 if TYPE_CHECKING:
@@ -18,11 +19,21 @@ if TYPE_CHECKING:
 # Recorder of the queries of accepted rows that a policy needs at compression points.
 
 
-class QueryRecorder:
+class QueryRecorder(Companion):
     """Queries by layer, of the newest `recent_queries` accepted rows and of probed positions of the last prompt."""
 
-    def __init__(self, recent_queries: int, probes: Callable[[int], Iterable[int]]) -> None:
-        self.recent_queries, self.probes = recent_queries, probes
+    def __init__(
+        self,
+        lm: LM,
+        dtype: torch.dtype,
+        recent_queries: int = 0,
+        probes: Callable[[int], Iterable[int]] = lambda n: (),
+        *,
+        lasting: bool = False,
+    ) -> None:
+        """`dtype`: that of the KV cache. `recent_queries`, `probes`, `lasting`: as in `PolicyRequirements`."""
+        self._lm, self._dtype = lm, dtype
+        self.recent_queries, self._probes, self._lasting = recent_queries, probes, lasting
         self.pos: list[int] = []  # positions of the recorded queries, rising
         self._q: list[Tensor] = []  # per layer [H, len(pos), D]
         self._probed: set[int] = set()
@@ -35,6 +46,20 @@ class QueryRecorder:
     def clear(self) -> None:
         self.pos, self._q, self._any = [], [], False
 
+    def reaches(self, n: int, of: int) -> int:
+        """Return n, or 0 if queries would have to be recorded again."""
+        return n if n == of or not self else 0
+
+    def rewind(self, n: int, of: int) -> None:
+        """Drop all queries of a sequence that begins anew."""
+        if not n:
+            self.clear()
+
+    def compress(self, point: Any) -> None:
+        """Drop probed queries once the prompt is read."""
+        if point.phase == "read" and not self._lasting:
+            self.forget()
+
     def forget(self) -> None:
         """Drop the probed queries, except those of the newest `recent_queries` rows."""
         first = max(0, len(self.pos) - self.recent_queries)
@@ -43,7 +68,7 @@ class QueryRecorder:
 
     def begin(self, n: int) -> None:
         """Prepare for a prefill after which the sequence has n tokens stored."""
-        self._probed = set(self.probes(n))
+        self._probed = set(self._probes(n))
 
     def rows_to_record_in_chunk(self, start: int, n: int) -> list[int]:
         """Return which of n rows from position `start` on to record."""
@@ -70,19 +95,21 @@ class QueryRecorder:
         self.pos = [pos[i] for i in stay]
         self._any = self._any or bool(pos)
 
-    def state(self) -> State:
-        """Return a snapshot of the recorded queries."""
+    def snapshot(self) -> State:
+        """Return the recorded queries."""
         of_layers: State = {str(layer): q for layer, q in enumerate(self._q)}
-        return {"any": self._any, "pos": torch.tensor(self.pos, dtype=torch.int32), "q": of_layers}
+        pos = torch.tensor(self.pos, dtype=torch.int32)
+        return {"query_recorder": {"any": self._any, "pos": pos, "q": of_layers}}
 
-    def restore(self, given: SnapshotReader, lm: LM, dtype: torch.dtype) -> None:
-        """Restore a snapshot of a sequence of this model, in the cache's dtype. Raises SnapshotMismatch."""
+    def restore(self, given: SnapshotReader) -> None:
+        """Restore a snapshot. Raises SnapshotMismatch."""
         self.clear()
-        pos = given.positions("pos", None)
+        lm, mine = self._lm, given.part("query_recorder")
+        pos, of_layers = mine.positions("pos", None), mine.part("q")
         for layer, (heads, shape) in enumerate(zip(lm.heads, lm.shapes, strict=True) if len(pos) else ()):
-            q = given.part("q").tensor(str(layer), dtype, heads, len(pos), shape.k_dim)
+            q = of_layers.tensor(str(layer), self._dtype, heads, len(pos), shape.k_dim)
             self._q.append(q.to(lm.device))
-        self.pos, self._any = pos.tolist(), bool(given.number("any", 1))
+        self.pos, self._any = pos.tolist(), bool(mine.number("any", 1))
 
     def of(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries q [H, w, D] of a layer and their positions [w]; an empty q like `like` [.., D] if there

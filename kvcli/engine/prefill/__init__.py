@@ -1,1 +1,1 @@
-"""Ways to compute the KV of a prompt: layer by layer, pruned, with deferred tokens, from matching spans."""
+"""Layer-wise prefill: the whole prompt through one layer, then the next."""

@@ -8,29 +8,37 @@ Deferred rows are no longer computed, and rows that continue do not attend to th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvcli.engine.forward_request import ForwardRequest, Passes
-from kvcli.engine.prefill.aux_cache import ActiveRows, PromptPruning, Pruner, Stopped
 from kvcli.engine.sequence.commit import commit
 from kvcli.kv.slots import layer_groups
 
 if TYPE_CHECKING:
-    from kvcli.engine.forward_request import Rows
+    from kvcli.engine.forward_request import NewKV, Rows
     from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import KVCache
 
 
-def check_model(lm: LM, pruning: PromptPruning | None) -> None:
-    """Raise BadModel if rows cannot be stopped between layers, or if pruning does not support the model."""
-    if pruning is not None:
-        pruning.describe(lm)
-    if lm.direct_forward is None:
-        lm.check_layer_gates()
+@dataclass(frozen=True, slots=True)
+class ActiveRows:
+    """The rows that reached a layer, all of which ran through the layer below."""
+
+    rows: Sequence[int]  # rising
+    fresh: NewKV | None  # new KV of the layer below; None before the first layer, or if it is committed already
+    queries: Tensor | None  # [H, n, D], queries of the recorded rows there
+
+
+# For one prompt: a layer and the rows that reached it -> the rows that continue, at least one and all recorded ones;
+# None = all. A deferred row runs through none of the later layers (LazyLLM, arXiv 2407.14057).
+Pruner = Callable[[int, ActiveRows], Sequence[int] | None]
+
+Stopped = dict[int, tuple[list[int], Tensor]]  # layer before which they stopped -> positions, hidden states [n, E]
 
 
 class LayerwisePrefill:
@@ -52,7 +60,7 @@ class LayerwisePrefill:
         """
         self.rows, self.recorded_rows, self.pruner = rows, recorded_rows, pruner
         self.queries: list[Tensor] = []  # per finished layer [H, len(recorded_rows), D]
-        self._lm, self._kv, self._part = lm, kv, part
+        self.kv, self._lm, self._part = kv, lm, part
         self._may_revive, self.stopped = may_revive, Stopped()  # deferred rows so far, if they may be revived
         self._left = layer_groups(lm.shapes)  # layers left, the current ones first; a group runs together
         self._recorded_set = frozenset(recorded_rows)
@@ -97,13 +105,13 @@ class LayerwisePrefill:
         recorded = [i for i, row in enumerate(active) if row in self._recorded_set] if self._recorded_set else []
         inputs, left = _first(self._inputs, len(active))
         result = yield ForwardRequest(
-            self._lm, rows, self._kv, record_queries=recorded, is_prompt=True, layers=layers, hidden=inputs
+            self._lm, rows, self.kv, record_queries=recorded, is_prompt=True, layers=layers, hidden=inputs
         )
         # evict slots that windows hide from later rows: before the commit to make room, and after it
         end = 0 if self._may_revive else rows.pos[-1] + 1
-        self._kv.compress((), end, [layer for layer in self._lm.sliding if layer in layers])
-        commit(self._kv, rows, result, range(rows.n_rows))
-        self._kv.compress((), end, layers)
+        self.kv.compress((), end, [layer for layer in self._lm.sliding if layer in layers])
+        commit(self.kv, rows, result, range(rows.n_rows))
+        self.kv.compress((), end, layers)
         if recorded:
             self._chunk_queries.append(result.queries)
         self._inputs, self._n_done_rows = left, chunk.stop
@@ -131,7 +139,7 @@ class LayerwisePrefill:
                 self._inputs[k] = part[at]
             self._active = [self._active[i] for i in go]
         here = [layer for layer in self._lm.storing if layer in layers]
-        self._kv.reserve(max(map(self._kv.n_slots, here)) + len(self._active), here)
+        self.kv.reserve(max(map(self.kv.n_slots, here)) + len(self._active), here)
 
 
 def _first(parts: Sequence[Tensor], n: int) -> tuple[Tensor | None, list[Tensor]]:

@@ -5,33 +5,32 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvcli.engine.forward_request import SeenTokens
-from kvcli.engine.hf.rope import rotaries
-from kvcli.engine.policy.policy import Policy, PolicyRequirements
 from kvcli.engine.policy.policy_inputs import QueryRecorder
-from kvcli.engine.prefill.aux_cache import AuxCache
-from kvcli.engine.prefill.layerwise import LayerwisePrefill, check_model
+from kvcli.engine.policy.policy_record import PolicyRecord
 from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.stored_kv import StoredKV
+from kvcli.kv.companion import Companion
 from kvcli.kv.recurrent_state import RecurrentStates
-from kvcli.kv.slots import KVCache, Loss
-from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, Snapshottable, State
-from kvcli.kv.views.view import CompactView
+from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import Drafter
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.aux_cache import PromptPruning
-    from kvcli.engine.prefill.span_reuse import ReusableSpans, ReuseMethod
+    from kvcli.engine.policy.policy import Policy
     from kvcli.engine.sequence.constraint import Constraint
-    from kvcli.settings.schema import Order
+    from kvcli.kv.slots import KVCache, Loss
+    from kvcli.kv.views.view import CompactView
+
+C = TypeVar("C", bound=Companion)
 
 # Kinds of tokens, which policies distinguish: by id, and by position in the prompt.
 
@@ -122,7 +121,7 @@ class RepetitionDetector:
 
 
 class SequenceState:
-    """The state of one sequence: ids, of which `committed` are in the KV cache and the last is pending.
+    """The state of one sequence: ids, of which `committed` are in the KV cache and the last is pending, and companions.
     `GenerationSession` extends it."""
 
     def __init__(
@@ -134,55 +133,61 @@ class SequenceState:
         *,
         view: CompactView | None = None,
         policy: Policy | None = None,
+        companions: Iterable[Companion] = (),
         chunk: int = 2048,
         every: int | None = None,
         kinds: Tensor | None = None,
-        pruning: PromptPruning | None = None,
-        by_layers: bool = False,
-        reusing: ReuseMethod | None = None,
         checkpoints: int = 8,
     ) -> None:
-        """`chunk`: rows per prefill pass. `every`: committed tokens between two compression points (None: none).
-
-        `kinds` [V] int8: the kind of each id, for policies that distinguish kinds (kvcli.engine.sequence.state).
-        `pruning`: chooses the prompt rows that are deferred between layers. `by_layers`: layer-wise prefill in chunks
-        of `chunk` rows, always used with `pruning`; the policy then runs once, after prefill. Raises BadModel if the
-        model cannot stop rows between layers, or `pruning` does not support it. `reusing`: span reuse; raises BadModel
-        if the model's keys cannot be rotated to new positions. `checkpoints`: most saved recurrent states.
+        """`companions`: those of methods, in the order of their effects. They act after the policy has chosen slots and
+        before the KV cache evicts the others. `chunk`: rows per prefill pass. `every`: committed tokens between two
+        compression points (None: none). `kinds` [V] int8: the kind of each id, for policies that distinguish kinds.
+        `checkpoints`: most saved recurrent states.
         """
-        self.lm, self.cache, self.drafter, self.sampler = lm, kv, drafter, sampler
-        self.states = RecurrentStates(lm.recurrent_layers.like, checkpoints)
-        self.view, self.policy, self.pruning, self.reusing = view, policy, pruning, reusing
+        self.lm, self.drafter, self.sampler = lm, drafter, sampler
+        self.states, self.stored_kv = RecurrentStates(lm.recurrent_layers.like, checkpoints), StoredKV(kv, view)
+        self.policy_record = PolicyRecord(lm, policy, self.stored_kv)
+        wants = self.policy_record.wants
+        self.query_recorder = QueryRecorder(lm, kv.dtype, wants.recent_queries, wants.probes, lasting=wants.lasting)
+        # in the order in which they are rewound and take effect at a compression point
+        self.companions = [self.states, self.policy_record, *companions, self.stored_kv, self.query_recorder]
         self.chunk_rows, self.compression_interval = chunk, every
         self.ids: list[int] = []
         self.committed = 0
         self._n_prompt = 0  # tokens committed at the end of the last prefill
-        self.aux_cache = AuxCache(lm, pruning)  # deferred prompt tokens
         self.next_compression_at = self._next_compression()
         self.seen = SeenTokens(lm.vocab, "cpu" if lm.device.type == "mps" else lm.device)  # the device that samples
         self.constraint: Constraint | None = None  # constraint of the answer, which starts at `answer_at`
         self.answer_at = 0
         self.kinds = kinds  # token kinds by id
         self.kind_spans: Sequence[KindSpan] = ()  # token kinds by position
-        self._wants = policy.requirements(lm) if policy is not None else PolicyRequirements()
-        self.marks = self._wants.marks  # kinds that the policy needs to be marked in prompts
-        self.query_recorder = QueryRecorder(self._wants.recent_queries, self._wants.probes)
-        self.policy_state: Snapshottable | None = self._wants.policy_state()  # the policy's state for this sequence
-        self._is_whole = True  # no policy has evicted or moved a slot, and no pruner has deferred a token
-        self._has_deferred = False  # tokens of a prompt were deferred
-        self.order: Order = "layers" if by_layers or pruning is not None else "chunks"  # layer-wise or chunked prefill
-        self._under_way: LayerwisePrefill | None = None  # running layer-wise prefill
-        if self.order == "layers":
-            check_model(lm, pruning)
-        if reusing is not None:
-            rotaries(lm)  # reused keys are rotated to other positions
-            if reusing.recompute:
-                check_model(lm, None)
-        self.reusable_spans: ReusableSpans | None = None  # spans of other sequences, for the current prompt
-        self.reused = 0  # tokens whose KV was reused
-        self._foreign_from = math.inf  # first position whose KV was computed with another prefix; inf = none
-        self.condensed = 0  # first tokens that stand for a longer text; each head keeps different tokens of it
-        self.condensed_scores: Mapping[int, Tensor] = {}  # by layer [K, condensed]: scores that chose these tokens
+        self.marks = wants.marks  # kinds that the policy needs to be marked in prompts
+
+    def find(self, kind: type[C]) -> C | None:
+        """Return the companion of this class, for the method that it belongs to; None = the sequence has none."""
+        return next((one for one in self.companions if type(one) is kind), None)
+
+    @property
+    def cache(self) -> KVCache:
+        return self.stored_kv.cache
+
+    @property
+    def view(self) -> CompactView | None:
+        """The view that lookahead rows read; None = they read the KV cache."""
+        return self.stored_kv.view
+
+    @property
+    def policy(self) -> Policy | None:
+        return self.policy_record.policy
+
+    @policy.setter
+    def policy(self, policy: Policy | None) -> None:
+        self.policy_record.policy = policy
+
+    @property
+    def condensed(self) -> int:
+        """Number of first tokens that stand for a longer text."""
+        return max(one.condensed for one in self.companions)
 
     def rewind(self, n: int) -> int:
         """Rewind to the first n ids. Returns how many of them still have their KV stored:
@@ -191,49 +196,35 @@ class SequenceState:
         - with recurrent layers, as many as a checkpoint of the states covers;
         - none, if an eviction or a recorded query cannot be undone.
         """
-        keep = self.states.reaches(max(0, min(self.committed, n - 1)))
-        is_back, is_cut = keep < self.committed, self._under_way is not None
-        must_restart = is_back and (self._forgot or bool(self.query_recorder))  # neither can be undone in part
-        must_restart |= self.aux_cache.is_torn or keep < self.condensed
-        if must_restart or ((is_back or is_cut) and not self.cache.reaches(keep)):
-            keep = 0
-        elif is_back and not self._is_whole:  # no slot is missing, but the policy chose levels by later tokens
-            self.policy_state = self._wants.policy_state()
-        self.cache.crop(keep)
-        self.states.crop(keep)
-        self._under_way, self._n_prompt = None, min(self._n_prompt, keep)
-        self._foreign_from = self._foreign_from if keep > self._foreign_from else math.inf
+        of = self.committed
+        keep = max(0, min(of, n - 1))
+        for companion in self.companions:
+            keep = companion.reaches(keep, of)
+        self.committed = 0  # if a companion fails, nothing is left to go on from
+        for companion in self.companions:
+            companion.rewind(keep, of)
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
-        if not keep:
-            self._is_whole, self._has_deferred, self._n_prompt = True, False, 0
-            self.condensed, self.condensed_scores = 0, {}
-            self.query_recorder.clear()
-            self.aux_cache.clear()
-            self.policy_state = self._wants.policy_state()
+        self._n_prompt = min(self._n_prompt, keep)
         self.seen.clear()
         self.seen.add(self.ids)
         self.next_compression_at = self._next_compression()
         return keep
 
     def take_over(self, other: SequenceState) -> None:
-        """Continue the sequence and KV cache of `other`, which becomes empty. Both must store KV in the same way.
+        """Continue the sequence and KV cache of `other`, which becomes empty. Both must have been made alike.
 
         Each keeps its own cache view, which belongs to the drafter. `chunk_rows` becomes the smaller of both, because
         the cache was planned for chunks of `other`.
         """
         other.rewind(len(other.ids))  # a prompt in layer-wise prefill is discarded
         self.chunk_rows = min(self.chunk_rows, other.chunk_rows)
-        own_cache = self.cache
-        self.replace_cache(other.cache)
-        other.replace_cache(own_cache)
-        self.states, other.states = other.states, self.states
-        self.query_recorder, other.query_recorder = other.query_recorder, self.query_recorder
-        self.policy_state, other.policy_state = other.policy_state, self.policy_state
-        self._is_whole, self._has_deferred = other._is_whole, other._has_deferred
-        self.aux_cache, other.aux_cache = other.aux_cache, self.aux_cache
-        self._n_prompt, self._foreign_from = other._n_prompt, other._foreign_from
-        self.condensed, self.condensed_scores = other.condensed, other.condensed_scores
-        self.ids, self.committed = other.ids, other.committed
+        mine, its = self.stored_kv, other.stored_kv
+        mine.view, its.view = its.view, mine.view
+        for name in ("companions", "states", "policy_record", "stored_kv", "query_recorder"):
+            vars(self)[name], vars(other)[name] = vars(other)[name], vars(self)[name]
+        for stored_kv in (mine, its):
+            stored_kv.replace(stored_kv.cache)
+        self.ids, self.committed, self._n_prompt = other.ids, other.committed, other._n_prompt
         self.rewind(len(self.ids))
         other.rewind(0)
 
@@ -243,16 +234,16 @@ class SequenceState:
         `past`: per layer, keys [K, M, D] and values [K, M, E] of tokens not yet stored, and the position of the first.
         """
         assert self.committed < n < len(ids), "no token would be added, or none would be pending"
-        self._append(past, n)
+        self.append(past, n)
         self.seen.add(ids[len(self.ids) : n + 1])
         self.ids = list(ids[: n + 1])
         self.next_compression_at = self._next_compression()
 
-    def _append(self, past: Iterable[tuple[int, Tensor, Tensor, int]], n: int) -> None:
+    def append(self, past: Iterable[tuple[int, Tensor, Tensor, int]], n: int) -> None:
         """Store the KV of the tokens up to n, or nothing if that fails."""
         assert not self.lm.recurrent_layers, "the model has recurrent layers, whose states are not given"
         try:
-            self.cache.reserve(n)
+            self.cache.reserve(max(n, len(self.ids)))
             for layer, k, v, start in past:
                 self.cache.append(layer, k, v, start)
         except BaseException:
@@ -263,13 +254,11 @@ class SequenceState:
     def state(self) -> State:
         """Return a snapshot of everything that later tokens depend on, without settings and sampling; between passes
         only."""
-        fields = {"n_prompt": self._n_prompt, "is_whole": self._is_whole, "has_deferred": self._has_deferred}
-        fields |= {"own": int(min(self._foreign_from, self.committed))}
-        parts = {"query_recorder": self.query_recorder.state(), "aux_cache": self.aux_cache.state()}
-        parts |= {"kv": self.cache.snapshot(), "states": self.states.state()}
         ids = torch.tensor(self.ids[: self.committed], dtype=torch.int32)
-        policy_state: State = self.policy_state.snapshot() if self.policy_state is not None else {}
-        return {**fields, **parts, "ids": ids, "policy_state": policy_state}
+        found: dict[str, Any] = {"ids": ids, "n_prompt": self._n_prompt, "has_empty": True}
+        for companion in self.companions:
+            found |= companion.snapshot()
+        return found
 
     def restore(self, state: State, pending: int) -> None:
         """Restore a snapshot, with another pending token. The sampler is kept.
@@ -288,26 +277,13 @@ class SequenceState:
         ids = SnapshotReader(state, self.lm.vocab).positions("ids", None).tolist()
         if not 1 <= len(ids) < self.lm.limit:
             raise SnapshotMismatch("its length does not fit the context window")
-        given = SnapshotReader(state, len(ids))
-        self.cache.restore(given.part("kv"))
-        self.states.restore(given.part("states"))
-        self.query_recorder.restore(given.part("query_recorder"), self.lm, self.cache.dtype)
-        self.aux_cache.restore(given.part("aux_cache"))
-        if self.policy_state is not None:
-            self.policy_state.restore(given.part("policy_state"))
+        given = SnapshotReader(state, len(ids), lacks_empty="has_empty" not in state)
+        for companion in self.companions:
+            companion.restore(given)
         self.ids, self.committed, self._n_prompt = [*ids, pending], len(ids), given.number("n_prompt", len(ids))
-        self._is_whole, self._has_deferred = (bool(given.number(name, 1)) for name in ("is_whole", "has_deferred"))
-        own = given.number("own", len(ids))
-        self._foreign_from = own if own < len(ids) else math.inf
         self.seen.clear()
         self.seen.add(self.ids)
         self.next_compression_at = self._next_compression()
-
-    def replace_cache(self, kv: KVCache) -> None:
-        """Continue with the KV in the cache `kv`."""
-        self.cache = kv
-        if self.view is not None:
-            self.view = self.view.rebind(kv)
 
     def fork(self) -> Self:
         """Return a second session with the same sequence and a separate KV cache. The weights are shared."""
@@ -315,13 +291,13 @@ class SequenceState:
 
     def resume(self, ids: Sequence[int]) -> int:
         """Rewind to the prefix shared with `ids`. Returns how many of `ids` need no prefill."""
-        shared = self._shared(ids)
+        shared = self.shared(ids)
         if shared == self.committed < len(ids):  # the pending token has no stored KV, so any token may replace it
             self.ids[shared:] = ids[shared : shared + 1]
             shared += 1
         return self.rewind(shared)
 
-    def _shared(self, ids: Sequence[int]) -> int:
+    def shared(self, ids: Sequence[int]) -> int:
         """Return how many first tokens the sequence and `ids` share."""
         shared = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), None)
         return min(len(self.ids), len(ids)) if shared is None else shared
@@ -330,28 +306,13 @@ class SequenceState:
     def approximations(self) -> set[Loss]:
         """Losses of the KV cache so far, which make the answer approximate."""
         found: set[Loss] = {use.lost for use in self.cache.usage() if use.lost is not None}
-        if self._forgot or self.condensed:
-            found.add("forgotten")
+        found |= {loss for one in self.companions if (loss := one.loss(self.committed)) is not None}
         if self.committed and self.cache.dtype != self.lm.dtype and self.cache.dtype.itemsize <= self.lm.dtype.itemsize:
             found.add("rounded")
-        if self._foreign_from < self.committed:
-            found.add("reused")
         return found
 
-    @property
-    def _forgot(self) -> bool:
-        """True if a policy evicted KV for good, or a pruner ever deferred a token, even one that was revived later."""
-        return self._has_deferred or (not self._is_whole and self.cache.forgets)
-
     def _next_compression(self) -> float:
-        """Return the token count of the next compression point: a multiple of the compression interval, or of that for
-        revivals counted from the start of the answer."""
-        n = self.committed
-        return n + min(
-            _until(n, self.compression_interval), _until(n - self._n_prompt, self.aux_cache.compression_interval)
-        )
-
-
-def _until(n: int, every: int | None) -> float:
-    """Return the tokens from n to the next larger multiple of `every`."""
-    return math.inf if every is None else every - n % every
+        """Return the token count of the next compression point."""
+        n, every = self.committed, self.compression_interval
+        by_interval = math.inf if every is None else n + every - n % every
+        return min(by_interval, *(one.next_point(n, self._n_prompt) for one in self.companions))

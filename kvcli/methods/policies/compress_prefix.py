@@ -9,9 +9,11 @@ prefill.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvcli.kv.companion import Companion
 from kvcli.methods.policies.kvzip import KVzip
 from kvcli.policies.scoring.running_scores import RunningScores
 from kvcli.policies.scoring.topk import ScoreState
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from kvcli.engine.forward_request import Passes
     from kvcli.engine.sequence.state import SequenceState
     from kvcli.kernels.rope import Rotary
+    from kvcli.kv.slots import Loss
 
 
 PIECE = 64  # least tokens repeated per pass; with fewer, a long sequence would take hundreds of passes
@@ -30,6 +33,26 @@ PIECE = 64  # least tokens repeated per pass; with fewer, a long sequence would 
 def fits_repetition(limit: int, end: int) -> bool:
     """Return True if `end` tokens can be repeated after themselves within a context window of `limit` tokens."""
     return limit - end >= KVzip().lead + PIECE
+
+
+class CondensedPrefix(Companion):
+    """First tokens of a sequence that stand for a longer text. Each head keeps different tokens of it."""
+
+    def __init__(self) -> None:
+        self.scores: Mapping[int, Tensor] = {}  # by layer [K, condensed]: scores that chose these tokens
+
+    def reaches(self, n: int, of: int) -> int:
+        """Return n, or 0 within the condensed tokens."""
+        return n if n >= self.condensed else 0
+
+    def rewind(self, n: int, of: int) -> None:
+        """Forget the condensed tokens of a sequence that begins anew."""
+        if not n:
+            self.condensed, self.scores = 0, {}
+
+    def loss(self, n: int) -> Loss | None:
+        """Return "forgotten" if tokens are condensed."""
+        return "forgotten" if self.condensed else None
 
 
 def compress_prefix(text: SequenceState, end: int, most: int) -> Passes[bool]:
@@ -47,15 +70,17 @@ def compress_prefix(text: SequenceState, end: int, most: int) -> Passes[bool]:
     from kvcli.engine.sequence.state import kinds_of
 
     lm, zipped = text.lm, KVzip(budget=most, alloc="uniform", recent=1)
+    if (record := text.find(CondensedPrefix)) is None:
+        text.companions.insert(0, record := CondensedPrefix())
     turns, guard = rotaries(lm), zipped.requirements(lm).guard
     if not text.cache.reaches(end):
         return False
     text.rewind(end + 1)
     assert text.committed == end > most, "it is stored"
-    sums, ids = RunningScores(lm, dict(text.condensed_scores)), text.ids[: end + 1]
+    sums, ids = RunningScores(lm, dict(record.scores)), text.ids[: end + 1]
     kinds = kinds_of(ids[:end], text.kinds, text.kind_spans)
-    past = lm, text.cache, QueryRecorder(0, lambda n: ()), guard, ids[:end], kinds
-    at = CompressionPoint(*past, "read", end, True, ScoreState(done=text.condensed, own=sums))
+    past = lm, text.cache, QueryRecorder(lm, text.cache.dtype), guard, ids[:end], kinds
+    at = CompressionPoint(*past, "read", end, True, ScoreState(done=record.condensed, own=sums))
     masks = yield from at.ask(zipped)
     kept = {i: mask for i, mask in enumerate(masks) if mask is not None}
     if not all(bool((mask.sum(1) == most).all()) for mask in kept.values()):
@@ -83,7 +108,7 @@ def compress_prefix(text: SequenceState, end: int, most: int) -> Passes[bool]:
     stand = sorted(votes.argsort(descending=True, stable=True)[:most].tolist())
     text.rewind(0)
     text.adopt([*(ids[p] for p in stand), ids[end]], most, moved)
-    text.condensed, text.condensed_scores = most, worth
+    record.condensed, record.scores = most, worth
     return True
 
 

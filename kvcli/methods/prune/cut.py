@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
     from kvcli.engine.forward_request import Passes, Rows
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.aux_cache import ActiveRows, Pruner
+    from kvcli.engine.prefill.layerwise import ActiveRows, Pruner
     from kvcli.kv.slots import KVCache
+    from kvcli.methods.prune.pruned_prefill import PrunedPrefill
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,12 @@ class SingleCut(PruneSettings):
     def at(self, lm: LM) -> int:
         """Return the first layer run with fewer tokens."""
         return nearest(below_all(lm), self.layer * lm.n_layers)
+
+    def companion(self, lm: LM) -> PrunedPrefill:
+        """Return the companion of a sequence that prunes its prompts."""
+        from kvcli.methods.prune.pruned_prefill import PrunedPrefill
+
+        return PrunedPrefill(lm, self)
 
     def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> Passes[Pruner | None]:
         """Return the pruner, or None for a short prompt. Raises BadModel if no layer can score tokens."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.aux_cache import ActiveRows
+    from kvcli.engine.prefill.layerwise import ActiveRows
     from kvcli.kv.slots import KVCache
 
 # (layer below a cut, its active rows) -> score per active row. No closure: a copied sequence has its own KV cache

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
     from kvcli.engine.forward_request import Rows
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.aux_cache import ActiveRows, AuxCache, Choose
+    from kvcli.engine.prefill.layerwise import ActiveRows
     from kvcli.kv.slots import KVCache
+    from kvcli.methods.prune.aux_cache import AuxCache
+    from kvcli.methods.prune.pruned_prefill import PrunedPrefill
 
 SPARED = 4  # last layers without pruning: the KV saved there is smaller than the hidden state of a deferred token
 
@@ -72,11 +74,6 @@ class LazyLLM(Schedule):
         return self.revive_interval if self.scope == "prefill+decode" else None
 
     @property
-    def revives_before_prompt(self) -> bool:
-        """True if all deferred tokens are revived before the next prompt."""
-        return self.compression_interval is not None and self.idle_complete
-
-    @property
     def spared(self) -> int:
         """Number of last layers without pruning before them."""
         return SPARED if self.compression_interval is not None else 0
@@ -108,9 +105,14 @@ class LazyLLM(Schedule):
         scores = attention_mass(lm, cache, layer, live, rows.pos, min(self.score_queries, rows.n_rows))
         return pooled(scores[[rows.pos[row] for row in live.rows]], self.pool)
 
-    def bind_revival(self, lm: LM, cache: KVCache, aux_cache: AuxCache) -> Choose:
-        """Return the function that selects tokens to revive by the attention of the newest token."""
-        return Revival(self, lm, cache, aux_cache)
+    def companion(self, lm: LM) -> PrunedPrefill:
+        """Return the companion of a sequence that prunes its prompts, and with `scope` revives tokens."""
+        from kvcli.methods.prune.aux_cache import AuxCache
+
+        if self.compression_interval is None:
+            return super().companion(lm)
+        revival, is_complete = partial(Revival, self), self.idle_complete
+        return AuxCache(lm, self, self.revive_interval, revival, revives_before_prompt=is_complete)
 
 
 class Revival:

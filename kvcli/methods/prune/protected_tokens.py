@@ -11,8 +11,11 @@ from kvcli.kv.footprint import Footprint, ModelSizes
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
+    from kvcli.engine.forward_request import Passes, Rows
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.policy import ProtectedTokens
+    from kvcli.engine.prefill.layerwise import Pruner
+    from kvcli.kv.slots import KVCache
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,6 @@ class PruneSettings:
         """None: pruned tokens are not revived."""
         return None
 
-    @property
-    def revives_before_prompt(self) -> bool:
-        """False: pruned tokens are not revived."""
-        return False
-
     def footprint(self, n: int, of: ModelSizes) -> Footprint:
         """Return nothing: no hidden states of pruned tokens are kept."""
         return Footprint()
@@ -46,6 +44,19 @@ class PruneSettings:
     def group_size(self, n: int, chunk: int) -> int:
         """Return how many of the n remaining prompt tokens are prefilled and scored together."""
         return n
+
+    def describe(self, lm: LM) -> str:
+        """Describe the effect on prompts of this model, in words. Raises BadModel if the model is not supported."""
+        raise NotImplementedError
+
+    def bind(
+        self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int
+    ) -> Passes[Pruner | None] | Pruner | None:
+        """Return the pruner for a prefill of these rows, perhaps after a scoring pass; None = all rows continue.
+
+        `must`: rows that run through every layer: protected and recorded ones. `part`: most rows of a pass.
+        """
+        raise NotImplementedError
 
     @property
     def guard(self) -> ProtectedTokens:

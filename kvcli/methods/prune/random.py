@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kvcli.engine.forward_request import Rows
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.aux_cache import ActiveRows
+    from kvcli.engine.prefill.layerwise import ActiveRows
     from kvcli.kv.slots import KVCache
 
 

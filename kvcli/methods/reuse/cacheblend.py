@@ -13,6 +13,7 @@ answer, is not implemented, because the stored KV must not change during an answ
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvcli.methods.reuse.pie import Pie
@@ -20,7 +21,7 @@ from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.span_reuse import ReusableSpans
+    from kvcli.methods.reuse.span_reuse import SpanReuse
 
 FEWER = 0.25  # the second layer recomputes this share of `recompute` more tokens, the last this share fewer
 
@@ -39,15 +40,15 @@ class CacheBlend(Pie):
     def describe_reused(self) -> str:
         return f"{super().describe_reused}, {100 * self.recompute:.3g} % of them recomputed"
 
-    def bind(self, lm: LM) -> ReusableSpans:
-        """Return the re-rotated spans, with selective recompute of some of their tokens."""
-        from kvcli.methods.reuse.rerotated_spans import RerotatedSpans
+    def companion(self, lm: LM) -> SpanReuse:
+        """Return the companion of a sequence that loads spans, with selective recompute of some of their tokens."""
         from kvcli.methods.reuse.selective_recompute import SelectiveRecompute
+        from kvcli.methods.reuse.span_reuse import SpanReuse
 
         if not self.recompute:
-            return RerotatedSpans(lm, self.min_span)
+            return SpanReuse(lm, self.min_span)
         by_hidden, chooses = self.select == "hidden", self.recompute < 1
-        return RerotatedSpans(lm, self.min_span, SelectiveRecompute(lm, self.shares, by_hidden, chooses))
+        return SpanReuse(lm, self.min_span, partial(SelectiveRecompute, lm, self.shares, by_hidden, chooses))
 
     def shares(self, n: int) -> list[float]:
         """Return the share of a span that is recomputed in each of n layers (or layers sharing KV) above the first."""

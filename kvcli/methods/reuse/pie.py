@@ -16,7 +16,7 @@ from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.span_reuse import ReusableSpans
+    from kvcli.methods.reuse.span_reuse import SpanReuse
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,11 @@ class Pie:
     needs: ClassVar[Needs] = Needs(frozenset({"evicts", "prunes", "selects"}), "the KV of all tokens, read in full")
 
     @property
-    def recompute(self) -> float:
-        """Share of a span that is recomputed: none."""
-        return 0.0
-
-    @property
     def describe_reused(self) -> str:
         return f"reuses KV of spans of {self.min_span} tokens or more from other texts"
 
-    def bind(self, lm: LM) -> ReusableSpans:
-        """Return the re-rotated spans, without recompute."""
-        from kvcli.methods.reuse.rerotated_spans import RerotatedSpans
+    def companion(self, lm: LM) -> SpanReuse:
+        """Return the companion of a sequence that loads spans, without recompute."""
+        from kvcli.methods.reuse.span_reuse import SpanReuse
 
-        return RerotatedSpans(lm, self.min_span)
+        return SpanReuse(lm, self.min_span)

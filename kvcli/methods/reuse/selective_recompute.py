@@ -6,7 +6,8 @@ to each other. The new KV replaces the reused KV, and the whole span is committe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -14,15 +15,18 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Passes, Rows
-from kvcli.engine.prefill.span_reuse import KVOverlay
 from kvcli.engine.sequence.commit import commit
-from kvcli.kv.slots import layer_groups
+from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_invariant import WIDEST, NewRows
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.slots import AttentionParams, LayerShape, attend_new_only, layer_groups
 from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.views.uncaptured import UncapturedReader
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.span_reuse import Held, MatchingSpan, SpanSource
     from kvcli.kv.slots import CacheReader, KVCache
+    from kvcli.prefix_cache.matching_spans import Held, MatchingSpan, SpanSource
 
 PART = 1024  # tokens of a source sequence per pass through its first layer
 
@@ -134,3 +138,42 @@ def _off(now: Tensor, was: Tensor, over: tuple[int, ...]) -> Tensor:
     """Return the mean squared difference of each token, relative to the mean square of all."""
     wide = now.float()
     return (wide - was.float()).square().mean(over) / wide.square().mean().clamp_min(1e-30)
+
+
+class KVOverlay(UncapturedReader):
+    """A KV cache with extra KV. Rows attend to all slots of the cache, and to the extra tokens older than themselves as
+    if their pass had computed them."""
+
+    why_not = "reused KV is read outside the KV cache"
+
+    def __init__(
+        self,
+        store: KVCache,
+        shapes: Sequence[LayerShape],
+        extra: Mapping[int, tuple[Tensor, Tensor]],
+        pos: Sequence[int],
+    ) -> None:
+        """`extra`: by layer that stores KV, k [K, M, D] and v [K, M, E] of tokens at positions pos [M]."""
+        self._store, self.dtype = store, store.dtype
+        self._shapes, self._extra, self._pos = shapes, extra, list(pos)
+
+    def attend(
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
+        """Return partial attention of q [H, N, D] at positions pos [N] over the cache, and over the extra KV with the
+        new KV."""
+        shares = self._shapes[layer].shared_from
+        k, v = self._extra[layer if shares is None else shares]
+        if own is None:
+            at, rows = torch.tensor(self._pos).view(1, -1), torch.tensor(pos).view(-1, 1)
+            mask = (at <= rows) & (at > rows - (params.window or WIDEST))
+            over_extra = attend(q, k, v, params.scale, softcap=params.softcap, mask=mask.to(q.device))
+            return [*self._store.attend(layer, q, params, pos), over_extra]
+        every = [*self._pos, *own.pos]
+        at, rows = torch.tensor(every).view(1, -1), torch.tensor(own.pos).view(-1, 1)
+        tree_mask = at <= rows  # [N, M + N]
+        mask = tree_mask if params.window is None else tree_mask & (at > rows - params.window)
+        k, v = torch.cat([k, own.k], 1), torch.cat([v, own.v], 1)
+        both = replace(own, k=k, v=v, pos=every, tree_mask=tree_mask, mask=mask.to(q.device))
+        # separate: combined with the cache, rows with gaps between them would each be computed alone, which is slow
+        return [*self._store.attend(layer, q, params, pos), *attend_new_only(q, params, both)]

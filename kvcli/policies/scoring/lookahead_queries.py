@@ -7,7 +7,6 @@ rows, the kept slots would depend on the drafter. Its first row recomputes the n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,8 +15,6 @@ from kvcli.policies.scoring.topk import TopK
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.policy import CompressionPoint, PolicyRequirements
@@ -53,27 +50,20 @@ def ahead(at: CompressionPoint, most: int) -> Passes[CompressionPoint]:
 
     If the context window has no capacity for further tokens, only the query of the newest token is recorded.
     """
-    import torch
-
+    from kvcli.engine.drafting.draft_kv import DraftTreeKV
     from kvcli.engine.forward_request import ForwardRequest, Rows
     from kvcli.engine.policy.policy_inputs import QueryRecorder
-    from kvcli.engine.prefill.span_reuse import KVOverlay
     from kvcli.policies.scoring.replay import SlotsBeforeView
 
     lm, n = at.lm, len(at.ids)
-    recorder, token = QueryRecorder(most, lambda n: ()), at.ids[-1]
-    held: dict[int, tuple[Tensor, Tensor]] = {}
-    pos: Sequence[int] = ()
-    for where in range(n - 1, min(n - 1 + most, lm.limit)):
-        rows = Rows.chain([token], where)
-        past = KVOverlay(at.kv, lm.shapes, held, pos) if held else at.kv if where >= n else SlotsBeforeView(at, n - 1)
-        made = yield ForwardRequest(lm, rows, past, want=[0], record_queries=[0])
-        recorder.take(rows, [0], made.queries, [0])
+    recorder, tree = QueryRecorder(lm, at.kv.dtype, most), DraftTreeKV(lm, at.kv, n)
+    # the keys of the newest stored token are already in the KV cache
+    newest = Rows.chain(at.ids[-1:], n - 1)
+    made = yield ForwardRequest(lm, newest, SlotsBeforeView(at, n - 1), want=[0], record_queries=[0])
+    recorder.take(newest, [0], made.queries, [0])
+    for where in range(n, min(n - 1 + most, lm.limit)):
         if (token := int(made.logits[0].argmax())) in lm.stop_ids:
             break
-        if where >= n:  # the keys of the newest stored token are already in the KV cache
-            fresh = {layer: (f.k, f.v) for layer, f in made.fresh.items()}
-            held = {i: tuple(torch.cat(p, 1) for p in zip(held[i], f, strict=True)) if held else f  # type: ignore[misc]
-                    for i, f in fresh.items()}  # fmt: skip
-            pos = [*pos, where]
+        made = yield from tree.add([token], [len(tree) - 1], record_queries=[0])
+        recorder.take(Rows.chain([token], where), [0], made.queries, [0])
     return replace(at, query_recorder=recorder)

@@ -13,8 +13,8 @@ from kvcli.engine.policy.policy import LayerContext
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
-from kvcli.kv.slots import AttentionParams, Slots, Usage, attend_new_only, compact, visible
-from kvcli.kv.tiers.device_tables import DeviceCache
+from kvcli.kv.slots import AttentionParams, Slots, attend_new_only, compact, visible
+from kvcli.kv.views.uncaptured import UncapturedReader
 
 if TYPE_CHECKING:
     from kvcli.engine.policy.policy import CompressionPoint
@@ -50,16 +50,14 @@ class Replay:
         return made.logits.to(torch.promote_types(made.logits.dtype, torch.float32)).log_softmax(-1)
 
 
-class SlotsBeforeView:
+class SlotsBeforeView(UncapturedReader):
     """Cache view of the slots before position `end` that `pick` selects (default: all). Such passes never commit."""
+
+    why_not = "the policy cannot select tokens to replay"
 
     def __init__(self, at: CompressionPoint, end: int, pick: Pick = lambda s, at: s.pos >= 0) -> None:
         self.dtype = at.kv.dtype
         self._at, self._end, self._pick = at, end, pick
-
-    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
-        """Return why captured passes cannot read this view."""
-        return DeviceCache(why_not="the policy cannot select tokens to replay")
 
     def attend(
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
@@ -72,6 +70,3 @@ class SlotsBeforeView:
         v = few.k if self._at.lm.shapes[layer].rank else few.v  # new rows of MLA layers return latents, too
         part = attend(q, few.k, v, params.scale, softcap=params.softcap, mask=shown)
         return [part, *attend_new_only(q, params, own)]
-
-    def usage(self) -> list[Usage]:
-        return []

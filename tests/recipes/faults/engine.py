@@ -158,7 +158,7 @@ FAULTS = [
     ),
     Fault(
         "E13",
-        "kvcli/engine/sequence/state.py",
+        "kvcli/methods/prune/aux_cache.py",
         'given.part("aux_cache")',
         'given.part("aux")',
         "tests/test_snapshot_file.py::test_a_text_goes_on_from_a_file_as_if_it_had_never_been_saved",

@@ -1,0 +1,50 @@
+"""Readers of a KV cache whose passes are not captured, such as those of rows between stored tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.slots import AttentionParams, KVCache, Usage, attend_new_only
+from kvcli.kv.tiers.device_tables import DeviceCache
+
+
+class UncapturedReader:
+    """Base of readers of another object's slots, whose passes are not captured."""
+
+    why_not: str  # reason why its passes are not captured
+
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
+        """Return the reason why passes over it are not captured."""
+        return DeviceCache(why_not=self.why_not)
+
+    def usage(self) -> list[Usage]:
+        """No memory of its own."""
+        return []
+
+
+class PositionMaskedCache(UncapturedReader):
+    """A KV cache for rows that may be older than stored slots: each row attends only to positions before its own."""
+
+    why_not = "revived tokens are older than stored ones"
+
+    def __init__(self, store: KVCache) -> None:
+        self._store, self.dtype = store, store.dtype
+
+    def attend(
+        self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
+        """Return partial attention of q [H, N, D] at positions pos [N]: one part over the cache, the others over the
+        new KV."""
+        s = self._store.slots(layer)
+        rows = torch.tensor(pos, dtype=s.pos.dtype, device=s.pos.device).view(1, -1, 1)
+        at = s.pos.unsqueeze(1)  # [K, 1, S]
+        mask = (at >= 0) & (at < rows)
+        if params.window is not None:
+            mask &= at > rows - params.window
+        return [attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=mask), *attend_new_only(q, params, own)]
