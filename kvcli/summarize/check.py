@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from kvcli.documents.document import SIGNS
-from kvcli.summarize.citations import Place, clean, same, write
+from kvcli.documents.document import SIGNS, clean
+from kvcli.summarize.citations import Place, same, write
 from kvcli.summarize.claim_words import Unit, Word, units, words
 from kvcli.summarize.lexicon import Lexicon
 from kvcli.summarize.result import Cite, Quote

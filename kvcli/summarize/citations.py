@@ -13,11 +13,6 @@ from itertools import groupby
 
 from kvcli.documents.document import SIGNS, Unit, clean
 
-# Parse the text inside citation brackets: documents, pages, lines and headings, in any spelling of a model.
-#
-# The text is read from sign to sign ("p.", "page", "l.", "§"): a document name precedes a sign, and labels follow it.
-
-
 DASH = "-\N{EN DASH}\N{EM DASH}\N{NON-BREAKING HYPHEN}\N{HYPHEN}"
 
 _SIGN = re.compile(
@@ -89,8 +84,9 @@ class _Group:
 
 
 class Reader:
-    """Parser of bracket contents. `documents` are their names, also accepted without the file suffix.
+    """Parser of the text inside citation brackets, from sign to sign ("p.", "page", "l.", "§").
 
+    A document name precedes a sign, and labels follow it. `documents` are names, also accepted without the file suffix.
     If "" is among them, there is only one document. Its places have no document name, whatever text precedes them.
     """
 
@@ -236,8 +232,6 @@ def _numbered(group: _Group) -> list[Place]:
     labels = group.labels or (clean(group.rest).rstrip(", "),)
     return [Place("page" if _is_page(group.sign) else "line", label, group.name) for label in labels]
 
-
-__all__ = ["Bracket", "Place", "clean", "find", "same", "without", "write"]
 
 LONGEST = 300  # characters of a bracket; longer brackets are text
 

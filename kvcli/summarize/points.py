@@ -70,11 +70,8 @@ def point_of(
     return Point(tuple(said), raw.kind, raw.level, raw.opens)
 
 
-# Points of an answer during generation: each is emitted once, as soon as no later line can change it.
-
-
 class PointStream:
-    """Incremental parser of an answer's points; final points are emitted at once.
+    """Incremental parser of an answer's points: each is emitted once, as soon as no later line can change it.
 
     `documents` are their names in citations. `take` extracts the part of an answer that is used.
     """

@@ -106,15 +106,8 @@ class _Run:
         except _Cancelled:
             yield Stopped(len(found), len(self.plan.parts), self.cache is not None and not self.unkept)
             return
-        yield Done(
-            Summary(
-                tuple(points),
-                self.plan.mode,
-                len(self.plan.parts),
-                tuple(self.turns),
-                tuple(self.notes),
-            )
-        )
+        parts, turns = len(self.plan.parts), tuple(self.turns)
+        yield Done(Summary(tuple(points), self.plan.mode, parts, turns, tuple(self.notes)))
 
     def _part(self, part: Part) -> Generator[Event, None, list[Point]]:
         plan, of, began = self.plan, len(self.plan.parts), time.perf_counter()

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from kvcli.summarize.parts import Part
     from kvcli.summarize.request import Request, Style
 
-# Select the one sentence of a small model's answer that is used: the first statement about the passage.
-
-
 # Share of a sentence's words that the passage has. Below it, nearly all sentences that SmolLM2-135M wrote about 57
 # passages, with four wordings, were about itself or "the text above", or made up.
 LEAST = 0.6
@@ -38,7 +35,7 @@ _STATED = re.compile(r"[.!…\u3002\uff01][\"')\]”’»]*\Z")  # no heading, n
 
 
 def sentence_of(answer: str, passage: str) -> str:
-    """Return the sentence as a list item, or "" if no whole sentence is about the passage."""
+    """Return the one sentence of a small model's answer about the passage, as a list item; "" if none is."""
     there = {word.key for word in words(passage)}
     for start, end in sentences(answer):
         sentence = answer[start:end]

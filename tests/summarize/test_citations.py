@@ -10,8 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvcli.documents import mark
+from kvcli.documents.document import clean
 from kvcli.summarize.check import named
-from kvcli.summarize.citations import Place, clean, find, without, write
+from kvcli.summarize.citations import Place, find, without, write
 
 
 def pages(*labels: str, document: str = "") -> tuple[Place, ...]:
