@@ -19,6 +19,7 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadConfig, BadInput
 from kvcli.kernels.native import native, why_not
+from kvcli.kv.footprint import ModelSizes
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.steps.judge import Judge
 from kvcli.methods.steps.lookahead_reasoning import CHECKPOINTS, LookaheadReasoning
@@ -115,9 +116,10 @@ def test_states_of_a_smaller_hybrid_count_and_are_those_that_were_planned() -> N
     one = dict.fromkeys(layer, 0)
     for (of, _), t in draft.recurrent_layers.like.tensors:
         one[of] += t.nbytes
+    planned = LookaheadReasoning().draft_footprint(0, ModelSizes(state=1)).beside
     assert layer
-    assert all(one[of] <= layer[of] <= (LookaheadReasoning().states - 1) * one[of] for of in layer)
-    assert CHECKPOINTS == LookaheadReasoning().states - 2 == by._draft.states._most
+    assert all(one[of] <= layer[of] <= (planned - 1) * one[of] for of in layer)
+    assert CHECKPOINTS == planned - 2 == by._draft.states._most
 
 
 def test_texts_side_by_side_do_not_know_of_each_other() -> None:
