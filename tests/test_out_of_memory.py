@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvcli.api import End, Event, Text
+from kvcli.chat.conversation import Chat
 from kvcli.chat.model import Model
 from kvcli.chat.text_session import TextSession
 from kvcli.chat.turn import next_fallback, repair_session
@@ -281,7 +282,7 @@ def test_a_shorter_window_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_conversation_keeps_what_was_said_before_memory_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
     m = model()
-    chat = m.chat()
+    chat = Chat(m)
     failing(m, monkeypatch, 40, times=10**6)
     said: list[str] = []
     with pytest.raises(DoesNotFit):

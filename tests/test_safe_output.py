@@ -11,16 +11,19 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import TextIO
 
 import pytest
 
+from kvcli.chat.saved_chats import SavedChats
 from kvcli.cli import run
 from kvcli.environment import Environment, Paths
 from kvcli.models.source import find
 from kvcli.render.terminal.terminal import text_width
 from kvcli.safe_output import LibraryStream, SafeStream, Styled, escaped, neutralise
+from kvcli.schemas.turn import ChatDocument
 from tests.fakes import Stream
 
 ROOT = Path(__file__).parents[1]
@@ -342,14 +345,13 @@ def test_no_command_lets_others_steer_the_terminal(what: str, live: str, reposit
         "HF_HUB_OFFLINE": "1",
         "COLUMNS": "100",
     }
-    kept = tmp_path / "data" / "chats"
-    kept.mkdir(parents=True)
     asked = {"role": "user", "text": f"evil {EVIL}", "documents": [{"name": EVIL, "sha256": EVIL, "text": EVIL}]}
     said = {"role": "assistant", "text": EVIL, "documents": []}
     chat = {"schema": "kvcli.chat/1", "title": EVIL, "model": EVIL, "saved": EVIL, "system": EVIL, "pending": []}
     chat["messages"] = [{**message, "finish": None} for message in (asked, said)]
-    (kept / "chat.json").write_text(json.dumps(chat))
-    (kept / f"{EVIL}.json").write_text(EVIL)
+    chats = SavedChats(Paths.of(environ).data)
+    with closing(chats.begin(is_locked=False)) as saved_chat:
+        chats.write(saved_chat, ChatDocument.model_validate(chat))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(repository)
         run([*COMMANDS[what], "--offline"], Environment(*terminal.streams, environ, repository, Paths.of(environ)))

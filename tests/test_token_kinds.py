@@ -164,7 +164,7 @@ def test_a_conversation_tells_the_session_where_its_system_text_stands() -> None
     lm = make.model("llama", vocab_size=len(demo()), max_position_embeddings=1024)
     policy = {"name": "fastgen", "recovery": 0.0, "recent": 3, "sinks": 0}
     model = Model(lm, demo(), load_profile("exact").replace(exactness="approx", policy=policy))
-    chat = Chat(model, "Answer in one word, always.")
+    chat = Chat(model.text_session, "Answer in one word, always.")
     chat.send("What is deep? " * 20, max_new_tokens=3)
     session = model.text_session.session
     assert session.kinds is not None

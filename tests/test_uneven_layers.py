@@ -197,7 +197,7 @@ def held_bytes(kv: Dense) -> int:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_reported_is_held_and_foretold(name: str) -> None:
     session = opened(name)
-    session.cache = kv = make.dense(session.lm)  # windows that nobody gives back
+    session.stored_kv.replace(kv := make.dense(session.lm))  # windows that nobody gives back
     run_to_end(session.read(ids()))
     exact = Profile.load("exact")
     foretold = cache_footprint(exact, shape_of(families.config_of(name).to_dict(), name), kv.dtype.itemsize, "cpu")
