@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.commands.common import flags as o
-from kvcli.commands.common.load_model import MemoryWishes
 from kvcli.commands.common.options import Options, choice, command
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, ExitStatus, writing
@@ -48,7 +47,7 @@ def pack(world: Environment, options: PackOptions) -> int:
     profile sets the compression. The folder contains the text, so keep it private.
     """
     from kvcli.commands.common.inputs import read_file, read_system, tell_notes
-    from kvcli.commands.common.load_model import load_model
+    from kvcli.commands.common.load_model import MemoryWishes, load_model
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.models.suggest_model import find_model
     from kvcli.render.terminal.screen import Screen

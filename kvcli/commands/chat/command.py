@@ -13,7 +13,6 @@ import typer
 
 from kvcli.commands.common import flags as o
 from kvcli.commands.common.inputs import tell
-from kvcli.commands.common.load_model import MemoryWishes
 from kvcli.commands.common.options import Options, choice, command, flag
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, DoesNotFit, ExitStatus, UsageError
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from kvcli.chat.text_session import TextSession
     from kvcli.commands.chat.repl import Repl
     from kvcli.commands.common.inputs import Question
-    from kvcli.commands.common.load_model import CheckedRun
+    from kvcli.commands.common.load_model import CheckedRun, MemoryWishes
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.summarize.options import SummarizeOptions
     from kvcli.engine.sequence.constraint import Constraint
@@ -276,6 +275,7 @@ class ChatRun:
         """Load the model and answer one question, or start the interactive chat."""
         from kvcli.chat.conversation import Chat
         from kvcli.commands.chat.save_chat import about, save_kv_cache, saved_chats_of, try_save
+        from kvcli.commands.common.load_model import MemoryWishes
 
         wanted = MemoryWishes(self.options.run.force, self.options.run.ctx == "max")
         text_session = self.load(self.setup, self.profile, wanted)
@@ -421,6 +421,7 @@ class ChatRun:
 
     def change_model(self, repl: Repl, name: str) -> None:
         """Continue the interactive chat with another model. If it cannot be loaded, nothing has changed."""
+        from kvcli.commands.common.load_model import MemoryWishes
         from kvcli.commands.models.suggest_model import find_model
 
         wanted = replace(self.setup, model=name, is_typed=True)
