@@ -141,7 +141,8 @@ class LoadedModel:
         if (pair := self._draft()) is None:
             return ""
         name = "itself" if pair.draft is self.lm else pair.draft.info.id
-        how = [*(["by re-encoding"] if pair.spelling is not None else []), *_elsewhere(pair)]
+        how = ["by re-encoding"] if pair.spelling is not None else []
+        how += [f"on {pair.draft.device}"] if pair.draft.device.type != pair.target.device.type else []
         return f"{name} ({', '.join(how)})" if how else name
 
     def prepare(self) -> None:
@@ -154,11 +155,6 @@ class LoadedModel:
         """Tokens of the context window in use: the profile's, at most the model's."""
         asked = self.profile.context.limit
         return self.lm.limit if asked == "auto" else min(int(asked), self.lm.limit)
-
-    @property
-    def on_overflow(self) -> str:
-        """Treatment of a chat that is longer than the context window."""
-        return self.profile.context.on_overflow
 
     @property
     def cautions(self) -> list[str]:
@@ -216,11 +212,6 @@ class LoadedModel:
 
         refuse_longer(prompt, self.tokenizer, self.limit)
         return render_prompt(self.tokenizer, [{"role": "user", "content": prompt}])
-
-
-def _elsewhere(pair: ModelPair) -> list[str]:
-    """Return the device of the draft model, if it is not the target's."""
-    return [f"on {pair.draft.device}"] if pair.draft.device.type != pair.target.device.type else []
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, lm: LM) -> Vocabulary:

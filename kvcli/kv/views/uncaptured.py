@@ -13,6 +13,8 @@ from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.slots import AttentionParams, KVCache, Usage, attend_new_only
 from kvcli.kv.tiers.device_tables import DeviceCache
 
+ROWS = 64  # rows whose masks over all slots are made at once
+
 
 class UncapturedReader:
     """Base of readers of another object's slots, whose passes are not captured."""
@@ -42,9 +44,14 @@ class PositionMaskedCache(UncapturedReader):
         """Return partial attention of q [H, N, D] at positions pos [N]: one part over the cache, the others over the
         new KV."""
         s = self._store.slots(layer)
-        rows = torch.tensor(pos, dtype=s.pos.dtype, device=s.pos.device).view(1, -1, 1)
-        at = s.pos.unsqueeze(1)  # [K, 1, S]
-        mask = (at >= 0) & (at < rows)
-        if params.window is not None:
-            mask &= at > rows - params.window
-        return [attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=mask), *attend_new_only(q, params, own)]
+        outs, masses = [], []
+        for first in range(0, len(pos), ROWS):
+            rows = torch.tensor(pos[first : first + ROWS], dtype=s.pos.dtype, device=s.pos.device).view(1, -1, 1)
+            at = s.pos.unsqueeze(1)  # [K, 1, S]
+            mask = (at >= 0) & (at < rows)
+            if params.window is not None:
+                mask &= at > rows - params.window
+            part = attend(q[:, first : first + ROWS], s.k, s.v, params.scale, softcap=params.softcap, mask=mask)
+            outs.append(part.out)
+            masses.append(part.lse)
+        return [PartialAttention(torch.cat(outs, 1), torch.cat(masses, 1)), *attend_new_only(q, params, own)]
