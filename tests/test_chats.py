@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -586,6 +587,26 @@ def test_a_long_stress_test_of_kills_and_pairs_damages_nothing():
 
 
 # --- what is damaged
+
+
+def test_a_database_that_cannot_be_made_leaves_no_empty_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """SQLite makes a file when it opens one to read; the next run would call it damaged."""
+
+    def full(*_: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(database, "temporary_folder", full)
+    chats = SavedChats(tmp_path)
+    with pytest.raises(BadInput, match="No space left"):
+        chats.write(chats.begin(is_locked=False), chats.begin(is_locked=False).saved)
+    assert not (tmp_path / database.NAME).exists()
+
+
+def test_a_new_database_is_whole_without_a_wal_file(tmp_path: Path):
+    """It is renamed alone: pages that a full disk left in the -wal file of its temporary name would be lost."""
+    database.Database(tmp_path, print)._renew(None)
+    assert (tmp_path / database.NAME).read_bytes()[18:20] == b"\1\1"  # versions of the format; 2 = WAL
+
 
 WHOLE = {
     "schema": "kvcli.chat/1", "title": "t", "model": "demo", "saved": "", "system": None, "pending": [],

@@ -300,7 +300,7 @@ class Database:
     def _read_only(self) -> sqlite3.Connection:
         if (wal := Path(f"{self.path}-wal")).exists() and wal.stat().st_size:
             raise sqlite3.OperationalError("its last changes are in a separate file")
-        return connect(f"{self.path.as_uri()}?immutable=1")
+        return connect(f"{self.path.as_uri()}?mode=ro&immutable=1")
 
     def _inode(self) -> int | None:
         return self.path.stat().st_ino if self.path.exists() else None
@@ -317,8 +317,8 @@ class Database:
             if self._inode() != seen:
                 return
             new = ends.enter_context(temporary_folder(self.path.parent)) / NAME
+            # not in WAL mode yet: closing keeps pages in the -wal file if they cannot be moved, and says nothing
             with closing(connect(new)) as db:
-                prepare(db)
                 db.executescript(f"BEGIN; {FORM} PRAGMA user_version = {VERSION}; COMMIT")
                 if seen is not None:
                     n = _salvage(self.path, db)

@@ -9,7 +9,7 @@ Confirmation means that the page has the words of the claim; it does not prove t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -114,7 +114,7 @@ class Checker:
         lines = [unit.line for unit in sentences]
         if not all(any(f" {quoted} " in line for line in lines) for quoted in claim.quoted):
             return False
-        if self._any_has(claim.words, [unit for unit in sentences if _touches_all(claim, unit)]):
+        if any(_touches_all(claim, unit) for unit in self._having(claim.words, sentences)):
             return True
         return 1 < len(claim.parts) <= MOST_PARTS and self._has_parts(claim, sentences)
 
@@ -144,7 +144,7 @@ class Checker:
         """Return the only passage that has the claim. A sentence across pages belongs to the page where it begins."""
         found = [i for i in range(len(self.passages)) if self.supports(claim, [i])]
         if len(found) == 2 and found[1] == found[0] + 1 and self.seams[found[0]] is not None:
-            own = [i for i in found if self._any_has(claim.words, self.passages[i].units)]
+            own = [i for i in found if any(self._having(claim.words, self.passages[i].units))]
             found = own if len(own) == 1 else found[:1] if not own else found
         if len(found) > 1:  # several have most of it: prefer one with every word
             found = [i for i in found if _has_it(claim.words, self.passages[i].units)]
@@ -169,16 +169,19 @@ class Checker:
                 if n == end - start:  # the whole claim was checked before
                     continue
                 telling = _telling(piece, claim.text)
-                stands = self._any_has(piece, sentences) if telling >= 3 else telling == 2 and _has_it(piece, sentences)
+                stands = (
+                    any(self._having(piece, sentences)) if telling >= 3 else telling == 2 and _has_it(piece, sentences)
+                )
                 if stands:
                     reached.add(end)
                     break
         return n in reached
 
-    def _any_has(self, said: Sequence[Word], sentences: Sequence[Unit]) -> bool:
-        """True if one of these sentences has all numbers and names, and enough of the other words."""
+    def _having(self, said: Sequence[Word], sentences: Sequence[Unit]) -> Iterator[Unit]:
+        """Yield those of these sentences that have all numbers and names, and enough of the other words."""
         wanted = self.lexicon.wanted(said)
-        return any(wanted.musts.keys() <= unit.keys and wanted.share(unit) >= self.enough for unit in sentences)
+        having = (unit for unit in sentences if wanted.musts.keys() <= unit.keys)
+        return (unit for unit in having if wanted.has_enough(unit, self.enough))
 
 
 def named(asked: Place, places: Sequence[Place]) -> list[int]:

@@ -29,23 +29,27 @@ class Wanted:
     names: frozenset[str]  # names of the text
     known: frozenset[str]  # words that some sentence of the text has
 
-    def share(self, unit: Unit) -> float:
-        """Return the share of the other words that the sentence has. A known word in place of its own weighs more.
+    def has_enough(self, unit: Unit, enough: float) -> bool:
+        """True if the sentence has this share of the other words. A known word in place of its own weighs more.
 
-        Numbers and names are excluded, because their weight would confirm words that no sentence has. The share is 0
-        if a word with a capital letter stands where the sentence has a name.
+        Numbers and names are excluded, because their weight would confirm words that no sentence has. No share is
+        enough if a word with a capital letter stands where the sentence has a name.
         """
         had = _inside(self.others, unit)
-        if had == sum(self.others.values()):
-            return 1.0
+        if had == self._every or had < enough * self._every:  # words in place of its own can only lower the share
+            return had == self._every
         replaced = replaced_by(self.said, unit)
         capitals = {word.key for word in self.said if word.is_capital}
         if any(key in capitals and not gone.isdisjoint(self.names) for key, gone in replaced.items()):
-            return 0.0
+            return False
         worse = replaced.keys() & self.known
         absent = self.others.keys() - unit.keys
         lost = sum(self.others[key] * (INSTEAD if key in worse else 1.0) for key in absent)
-        return had / (had + lost)
+        return had >= enough * (had + lost)
+
+    @cached_property
+    def _every(self) -> float:
+        return sum(self.others.values())
 
     def overlap(self, unit: Unit) -> float:
         """Return the weight of all words that the sentence has."""

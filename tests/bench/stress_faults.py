@@ -66,6 +66,7 @@ class Case:
     codes: tuple[int, ...] = (0,)  # beside that of the undisturbed run
     usual: int = 0
     same: tuple[str, ...] = ()  # files that are the same in each run, not only whole
+    had: Callable[[Path], object] = lambda _: None  # writes what else a user had before
 
 
 # --- the cases
@@ -191,15 +192,23 @@ def _disk(folder: Path) -> tuple[int, str, str]:
     return 0, "", ""
 
 
-OLD = """{"schema": "kvcli.chat/1", "title": "Older", "model": "demo", "system": null, "pending": [], "messages": [
- {"role": "user", "text": "one", "documents": [], "finish": null},
- {"role": "assistant", "text": "two", "documents": [], "finish": "stop"}]}
-"""
-OF_SQLITE = ("-wal", "-shm")
+def _saved_chat(folder: Path) -> None:
+    from kvcli.chat.saved_chats import SavedChats
+    from kvcli.schemas.turn import SCHEMA, ChatDocument
+
+    said = {"user": "one", "assistant": "two"}
+    messages = [{"role": role, "text": text, "documents": [], "finish": None} for role, text in said.items()]
+    about = {"schema": SCHEMA, "title": "Older", "model": "demo", "system": None, "pending": []}
+    chats = SavedChats(folder / "home/data")
+    older = chats.begin("20260101-000000-abcdef", is_locked=False)
+    chats.write(older, ChatDocument.model_validate(about | {"messages": messages}))
+
+
+DATABASE, OF_SQLITE = "home/data/kvcli.db", ("-wal", "-shm")
 CASES = {
     "chat -p": Case(_chat, (3,)),
     "chat": Case(_talk),
-    "chat -c": Case(lambda folder: _patched(folder, "chat", "-c", "-p", "And now?"), (3,)),
+    "chat -c": Case(lambda folder: _patched(folder, "chat", "-c", "-p", "And now?"), (3,), had=_saved_chat),
     "summarize": Case(_summarize),
     "summarize -o": Case(lambda folder: _summarize(folder, "-o", "out.md"), (1, 3), same=("out.md",)),
     "profiles new": Case(
@@ -232,7 +241,6 @@ def furnish(folder: Path) -> None:
         "home/cache/calibration/program-a build": f"{500 << 20}\n",
         "home/config/profiles/old.toml": 'extends = "exact"\n',
         "home/data/runs.jsonl": "{}\n",
-        "home/data/chats/20260101-000000-abcdef.json": OLD,
         "home/state/kvcli.log": "an older traceback\n",
     }
     for name, text in held.items():
@@ -263,6 +271,10 @@ def wrong(case: Case, before: dict[str, bytes], usual: Ended, got: Ended, *, is_
             yield f"{name} is gone"
         elif now is not None and not (now == data or now.startswith(data) or whole(name, now, usual, got.files)):
             yield f"{name} is damaged: {now[:80]!r}"
+    if (chats := before.get(DATABASE)) is not None:
+        now = _turns(got.files.get(DATABASE, b""), got.files.get(f"{DATABASE}-wal", b"")) or set()
+        if lost := (_turns(chats, b"") or set()) - now:
+            yield f"{DATABASE} has lost {lost}"
     for name, data in got.files.items():
         if name not in before and ".part" not in name and not whole(name, data, usual, got.files):
             yield f"{name} is not whole: {data[:80]!r}"
@@ -275,8 +287,8 @@ def wrong(case: Case, before: dict[str, bytes], usual: Ended, got: Ended, *, is_
 
 def whole(name: str, data: bytes, usual: Ended, files: dict[str, bytes]) -> bool:
     """Whether a file has all of its content: as in the undisturbed run, or, where times stand in it, its last line."""
-    if name.startswith("home/data/kvcli.db"):
-        return name.endswith(OF_SQLITE) or _is_sound(data, files.get(f"{name}-wal", b""))
+    if name.startswith(DATABASE):
+        return name.endswith(OF_SQLITE) or _turns(data, files.get(f"{name}-wal", b"")) is not None
     if name.endswith(".json"):
         try:
             json.loads(data)
@@ -288,21 +300,23 @@ def whole(name: str, data: bytes, usual: Ended, files: dict[str, bytes]) -> bool
     return data == usual.files.get(name) or (name.endswith(".md") and data.endswith(b"\n"))
 
 
-def _is_sound(data: bytes, wal: bytes) -> bool:
-    """Whether a database is whole by SQLite's own check, with what was written to it last."""
+def _turns(data: bytes, wal: bytes) -> set[tuple[str, str]] | None:
+    """Questions and answers in a database, with what was written to it last; None if SQLite's own check fails."""
     with tempfile.TemporaryDirectory() as folder, suppress(sqlite3.DatabaseError):
         (Path(folder) / "a.db").write_bytes(data)
         (Path(folder) / "a.db-wal").write_bytes(wal)
         with closing(sqlite3.connect(Path(folder) / "a.db")) as db:
-            return list(db.execute("PRAGMA integrity_check")) == [("ok",)]
-    return False
+            if list(db.execute("PRAGMA integrity_check")) == [("ok",)]:
+                return set(db.execute("SELECT question, answer FROM turns"))
+    return None
 
 
 def storm(names: list[str], step: int) -> Tally:
     """All faults in these cases: of the calls beyond the eighth every `step`-th."""
-    tally, before = Tally(), usual_before()
+    tally = Tally()
     for name in names:
         case = CASES[name]
+        before = had_before(case)
         usual, again, _ = in_a_folder(case, (0, 0, False, False))
         assert usual.code == case.usual, usual
         for what, (number, lasting, half) in FAULTS.items():
@@ -322,9 +336,10 @@ def storm(names: list[str], step: int) -> Tally:
     return tally
 
 
-def usual_before() -> dict[str, bytes]:
+def had_before(case: Case) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as made:
         furnish(Path(made))
+        case.had(Path(made))
         return {p.relative_to(made).as_posix(): p.read_bytes() for p in Path(made).rglob("*") if p.is_file()}
 
 
@@ -335,6 +350,7 @@ def in_a_folder(case: Case, fault: tuple[int, int, bool, bool]) -> tuple[Ended, 
     here = Path.cwd()
     try:
         furnish(folder)
+        case.had(folder)
         os.chdir(folder)
         libc.faults_arm(str(folder).encode(), *fault)
         got = ended(case, folder)
