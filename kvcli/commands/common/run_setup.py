@@ -100,7 +100,7 @@ def find(
         )
     except BadModel as error:
         if error.code == "model_not_found":
-            listed = [f"kvcli models get {one.name}" for one in BY_NAME.values() if one.id == entry.path]
+            listed = [f"kvcli models get {one.name}" for one in BY_NAME.values() if entry.path in (one.id, one.source)]
             here = [f.parent.name for f in world.cwd.glob("*/config.json")]
             near = get_close_matches(entry.path, {*BUNDLED, *config.models, *BY_NAME, *source.cached_ids(), *here}, 2)
             error.try_ = (*listed, *(f"did you mean {one}?" for one in near), *error.try_)

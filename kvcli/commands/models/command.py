@@ -61,7 +61,8 @@ def suggest(world: Environment) -> None:
     free = f"{long_size(found.available)} of {long_size(whole)} are free on {found.device}"
     tell(world, f"{free}; memory: with {count(TOKENS)} tokens; *: recommended")
     if now := [e.name for e in entries if e.fits and e.needs_bytes > found.usable]:
-        tell(world, f"too little free memory for {', '.join(now)} now: close other programs first")
+        more = f" and {len(now) - 1} more" if now[1:] else ""
+        tell(world, f"too little free memory for {now[0]}{more} now: close other programs first")
     rows, group = [["model", "download", "memory", "context", "good for", "licence", "command"]], ""
     for e in entries:
         if e.group != group and not world.options.plain:
@@ -76,7 +77,7 @@ def suggest(world: Environment) -> None:
 
 def ranked(world: Environment, usable: int) -> list[Suggestion]:
     """Return suggestions by group, the largest first. The first one without terms to accept is recommended."""
-    entries = [_suggestion(world, known, usable) for known in BY_NAME.values()]
+    entries = [_suggestion(world, known, usable) for known in BY_NAME.values() if known.is_offered]
     entries.sort(key=lambda e: (GROUPS.index(e.group), -e.parameters))
     for e in [e for e in entries if e.fits and not e.terms][:1]:
         e.recommended = True
@@ -86,10 +87,12 @@ def ranked(world: Environment, usable: int) -> list[Suggestion]:
 def _suggestion(world: Environment, known: CatalogModel, usable: int) -> Suggestion:
     from kvcli.schemas.listings import Suggestion
 
-    fitting = [quant for quant in ("none", "int8") if known.needs(quant) <= usable]
+    fitting = [quant for quant in known.quants(("none", "int8")) if known.needs(quant) <= usable]
     quant = (fitting or ["none"])[0]
     # in the hub's cache, any file counts; `get` downloads the rest
-    fetched = file_of(known, world.paths.data).exists() if known.package else known.id in cached_ids()
+    fetched = (
+        file_of(known, world.paths.data).exists() if known.package else known.source.partition(":")[0] in cached_ids()
+    )
     use = f"kvcli chat {known.name}" + (f" --quant {quant}" if quant != "none" else "")
     return Suggestion.from_attributes(
         known,
