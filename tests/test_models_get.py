@@ -491,6 +491,8 @@ def hub(machine: Machine, monkeypatch: pytest.MonkeyPatch):
         assert (name, revision) == ("someone/tiny", "abc")
         return SimpleNamespace(mismatches=asked.wrong, verified_path=folder / "snapshots" / revision)
 
+    said = SimpleNamespace(siblings=[SimpleNamespace(rfilename=path.name) for path in weights_dir().iterdir()])
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: said)
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     monkeypatch.setattr("huggingface_hub.HfApi.verify_repo_checksums", checksums)
     return asked
@@ -535,6 +537,7 @@ def test_a_cache_that_cannot_be_written_is_no_missing_model(machine: Machine, mo
     def snapshot(name: str, local_files_only: bool = False, **_: object) -> str:
         raise OSError(number, os.strerror(number))
 
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=()))
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     done = machine("models", "get", "someone/tiny", "--json")
     said = json.loads(done.out)

@@ -34,6 +34,7 @@ from kvcli.errors import BadModel, reading, writing
 from kvcli.files import append, check_room, private_folder, replacing, temporary_folder
 from kvcli.models.checkpoint import sizes_of
 from kvcli.models.gguf.header import BY_ARCH
+from kvcli.models.hub_names import hub_id
 from kvcli.models.refusals import GEMMA, GEMMA_TERMS, SMOLLM2, PackagedFile, Wheel
 from kvcli.models.shape import Shape, shape_of
 from kvcli.settings.small_file import Unfit, open_regular, read_small
@@ -376,10 +377,13 @@ def terms_of(known: CatalogModel, data: Path) -> Path:
 
 
 def stands_for(name: str, data: Path) -> str:
-    """Resolve a catalog name to its downloaded file or hub id; any other name is returned unchanged."""
+    """Resolve a catalog name to its downloaded file or hub id, and a hub id of other programs to ours; any other name
+    is returned unchanged."""
     known = BY_NAME.get(name)
-    if known is None or exists(expanduser(name)):
+    if exists(expanduser(name)):
         return name
+    if known is None:
+        return hub_id(name)
     if known.package is None:
         return known.source
     return str(file_of(known, data)) if file_of(known, data).exists() else name

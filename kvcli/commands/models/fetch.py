@@ -12,6 +12,7 @@ from kvcli.environment import Environment
 from kvcli.errors import BadModel, UsageError
 from kvcli.files import check_room
 from kvcli.models.catalog import BY_NAME, CatalogModel, Fetching, file_of, is_whole, terms_of
+from kvcli.models.hub_names import hub_id
 from kvcli.models.source import cached_folder, cached_ids, may_fetch, verify
 from kvcli.render.terminal.terminal import long_size
 
@@ -119,6 +120,6 @@ def parts_of(world: Environment, name: str) -> list[Path]:
         found = [file_of(known, world.paths.data), terms_of(known, world.paths.data)]
     else:
         # config files are ignored: they may be of somebody else, and the paths are removed
-        id = (known.source if known else name).partition(":")[0]  # without the name of one of several files
+        id = (known.source if known else hub_id(name)).partition(":")[0]  # without the name of one of several files
         found = [cached_folder(id)] if id in cached_ids() else []
     return [path for path in found if path.exists()]
