@@ -19,7 +19,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from hashlib import sha256
 from importlib.util import find_spec
@@ -248,6 +248,16 @@ class CatalogModel:
         """True if kvcli runs the model."""
         return not self.gguf_only or self.file is not None
 
+    def refuse_unread(self) -> None:
+        """Raise BadModel for a model that is offered as a GGUF file whose architecture kvcli does not read."""
+        if not self.is_offered and self.gguf is not None:
+            raise BadModel(
+                f"kvcli does not run {self.name} yet",
+                code="model_unsupported",
+                lines=[f"it does not read GGUF files of the architecture {self.gguf.arch}", f"and {self.gguf_only}"],
+                try_=["kvcli models suggest"],
+            )
+
     @property
     def source(self) -> str:
         """Name on the hub of the files to download."""
@@ -387,6 +397,16 @@ def stands_for(name: str, data: Path) -> str:
     if known.package is None:
         return known.source
     return str(file_of(known, data)) if file_of(known, data).exists() else name
+
+
+def listed(path: str) -> CatalogModel | None:
+    """Return the entry of a model by its name, its hub id or the name of its file; None for other models."""
+    for known in BY_NAME.values():
+        if path in (known.name, known.source):
+            return known
+        if path == known.id:
+            return replace(known, gguf=None)
+    return None
 
 
 def is_whole(packed: PackagedFile, path: Path) -> bool:

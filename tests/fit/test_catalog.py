@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 from datetime import date
@@ -17,6 +18,7 @@ from kvcli.models.gguf.header import BY_ARCH
 from kvcli.models.machine import kept_free
 from kvcli.settings.profile import Profile
 from kvcli.settings.schema import Sample
+from tests.fakes import Machine
 
 GIB = 1 << 30
 
@@ -113,3 +115,46 @@ def test_quantized_weights_are_offered_where_more_then_fits():
 
 def test_nothing_is_offered_where_nothing_fits():
     assert choices(GIB // 2) == []
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return Machine(tmp_path)
+
+
+def test_fit_and_check_answer_by_the_list_before_anything_is_downloaded(machine):
+    for name in ("qwen3-0.6b", "Qwen/Qwen3-0.6B", "smollm2-135m"):
+        done = machine("fit", name, "--ctx", "512", "--json")
+        said = json.loads(done.out)
+        assert done.exit == 0
+        assert any("is not on this machine; its sizes are those of kvcli's list" in note for note in said["notes"])
+        check = json.loads(machine("models", "check", name, "--json").out)
+        assert (check["is_decided"], check["path"], check["context"]) == (
+            False,
+            "",
+            BY_NAME[name.split("/")[-1].lower()].shape.limit,
+        )
+        assert any("kvcli's list" in note for note in check["notes"])
+    plan = json.loads(machine("fit", "qwen3-0.6b", "--ctx", "512", "--json").out)["plans"][0]
+    assert plan["weights"] == pytest.approx(2 * BY_NAME["qwen3-0.6b"].parameters, rel=0.001)
+    assert machine("fit", "nobody/else").exit == 4
+    both = machine("fit", "qwen3-0.6b", "--online", "--offline")
+    assert "exclude each other" in both.err
+
+
+def test_a_model_that_is_offered_as_an_unread_file_is_neither_offered_nor_fetched(machine, monkeypatch):
+    known = BY_NAME["gpt-oss-20b"]
+    monkeypatch.delitem(BY_ARCH, known.gguf.arch, raising=False)
+    assert not known.is_offered
+    assert known.name not in machine("models", "suggest", "--plain").out
+    for words in (("models", "get", known.name), ("models", "check", known.name)):
+        done = machine(*words)
+        assert (done.exit, "does not read GGUF files of the architecture gpt-oss" in " ".join(done.err.split())) == (
+            4,
+            True,
+        )
+    monkeypatch.setitem(BY_ARCH, known.gguf.arch, None)
+    assert known.is_offered
+    assert known.source == "ggml-org/gpt-oss-20b-GGUF:MXFP4"
+    assert known.name in machine("models", "suggest", "--plain").out

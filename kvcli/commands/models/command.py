@@ -13,16 +13,16 @@ from kvcli.commands.common.flags import ModelName
 from kvcli.commands.common.inputs import agrees, tell
 from kvcli.commands.common.options import Options, command, flag, option
 from kvcli.commands.common.output import print_json, print_table
-from kvcli.commands.common.run_setup import Setup, at_hand, config_of, find
+from kvcli.commands.common.run_setup import Setup, at_hand, config_of, find, find_or_look_up, in_list
 from kvcli.commands.models.draft_candidates import drafted, siblings
 from kvcli.commands.models.fetch import ensure_model, parts_of
 from kvcli.commands.models.model_names import known
 from kvcli.demo import BUNDLED
 from kvcli.environment import Environment
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
-from kvcli.models import source
 from kvcli.models.catalog import BY_NAME, TOKENS, CatalogModel, file_of
 from kvcli.models.checkpoint import CheckpointFormat
+from kvcli.models.refusals import refuse
 from kvcli.models.shape import of_source
 from kvcli.models.source import Source, cached_ids
 from kvcli.models.tokenizer import refuse_wordless
@@ -113,7 +113,7 @@ class CheckOptions(Options):
     model: o.ModelName = None
     weights: o.Weights
     allow_pickle: o.Pickle = False
-    online: bool = flag(help="Download missing file headers from the Hugging Face hub.")
+    online: bool = flag(help=o.ONLINE)
 
 
 @command(app)
@@ -121,11 +121,10 @@ def check(world: Environment, options: CheckOptions) -> int:
     """Check whether a model runs here: precision, drafting and memory.
 
     Reads only config.json, the headers of the weight files and the names of
-    the tokenizer. Uses the network only with --online, for these files. Exit
-    code 4: the model is not supported; 5: it is supported, but does not fit.
+    the tokenizer. Uses the network only with --online, for these files. A
+    model that is not downloaded is answered by kvcli's list, if it is there.
+    Exit code 4: the model is not supported; 5: it is, but does not fit.
     """
-    if options.online and world.options.offline:
-        raise UsageError("--online and --offline exclude each other", try_=["only one of them"])
     document = checked(Setup(world, options.model, o.profile_flags(options.values())), options.online)
     if world.options.json:
         print_json(world, document)
@@ -137,6 +136,7 @@ def check(world: Environment, options: CheckOptions) -> int:
 def checked(setup: Setup, online: bool) -> CheckDocument:
     """Check the model. Raises BadModel if it would not load."""
     from kvcli.commands.common.load_model import outlook_of
+    from kvcli.commands.fit import look
     from kvcli.engine.hf.meta_check import check_on_meta_device
     from kvcli.fit.available_memory import choose
     from kvcli.fit.plan import torch_dtype
@@ -144,48 +144,42 @@ def checked(setup: Setup, online: bool) -> CheckDocument:
     from kvcli.models.draft_heads import found_in
     from kvcli.schemas.listings import CheckDocument, CheckMemory
 
-    profile = setup.profile
-    found = _found(setup, profile.load.allow_pickle, online)
-    refuse_wordless(found)
-    outlook = outlook_of(setup, found)
+    profile, notes, found = setup.profile, list[str](), None
+    try:
+        found = find_or_look_up(setup, profile.load.allow_pickle, online)
+        refuse_wordless(found)
+        outlook, family = outlook_of(setup, found), found.family
+    except BadModel as error:
+        if (known := in_list(setup, error, notes)) is None:
+            raise
+        known.refuse_unread()
+        outlook, family = look(setup, profile, None, None, []), str(known.config["model_type"])
+        refuse(dict(known.config), setup.name)
     kind = choose(dict(outlook.found), profile.load.device).kind
-    said = check_on_meta_device(found, kind, profile.load.trust_remote_code)
+    said = check_on_meta_device(found, kind, profile.load.trust_remote_code) if found else notes[0]
     subject = outlook.subject
     limit = subject.shape.limit
     plans = [outlook.plan(profile, n) for n in sorted({min(n, limit) for n in CONTEXTS})]
     return CheckDocument(
         model=setup.name,
-        path=str(found.path),
-        family=found.family,
+        path=str(found.path) if found else "",
+        family=family,
         is_decided=not said,
         context=None if subject.shape.is_endless else limit,
         numbers=torch_dtype(subject, profile),
         quant=plans[0].profile.load.quant,
         packed=subject.packing.method or None,
         unpacks=subject.packing.unpacks(kind),
-        file_bytes=found.nbytes,
+        file_bytes=subject.files,
         weight_bytes=plans[0].run.weights.memory,
         device=plans[0].room.device,
         available_bytes=plans[0].room.available,
         profile=profile.name,
         memory=[CheckMemory(ctx=p.need.context, bytes=p.least, fits=p.fits) for p in plans],
-        drafts=siblings(found, at_hand(setup.world)),
-        heads=found_in(found),
+        drafts=siblings(found, at_hand(setup.world)) if found else [],
+        heads=found_in(found) if found else [],
         notes=[note for note in (said, *notes_of(outlook.subject, plans[0]), *dict.fromkeys(outlook.notes)) if note],
     )
-
-
-def _found(setup: Setup, allow_pickle: bool, online: bool) -> Source:
-    """Return the files of the model on this machine, or else with `online` those of the hub."""
-    try:
-        return find(setup.world, setup.name, allow_pickle)
-    except BadModel as error:
-        if not source.may_fetch(setup.entry.path, error):
-            raise
-        if not online:
-            error.try_ = (f"kvcli models check {setup.name} --online downloads the headers", *error.try_)
-            raise
-    return source.look_up(setup.entry.path, setup.entry.revision or None)
 
 
 def check_rows(document: CheckDocument) -> list[list[str]]:

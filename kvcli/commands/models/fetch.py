@@ -25,6 +25,8 @@ def ensure_model(world: Environment, name: str, *, accepts: bool = False) -> Pat
     if not name:
         raise UsageError("no model is named", try_=["kvcli models suggest"])
     known = BY_NAME.get(name)
+    if known is not None:
+        known.refuse_unread()
     if known is None or known.package is None:
         return _of_hub(world, name, known)
     target = file_of(known, world.paths.data)
