@@ -635,7 +635,7 @@ def test_what_runs_with_ease_stands_first_and_what_does_not_fit_last(suggested):
     fits = [e["fits"] for e in found]
     assert fits == sorted(fits, reverse=True)
     first = found[0]["name"]
-    of = [e["parameters"] for e in found if e["group"] == "with ease"]
+    of = [BY_NAME[e["name"]].linear for e in found if e["group"] == "with ease"]
     assert of == sorted(of, reverse=True)  # of what takes half at most, the largest
     assert found[0]["command"] == f"kvcli models get {first}"
     assert all(e["context"] > 0 and e["needs_bytes"] < 10 << 30 for e in found if e["fits"])

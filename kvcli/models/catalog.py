@@ -353,7 +353,7 @@ def choices(usable: int, quants: Sequence[str] = ("none", "int8")) -> list[tuple
             if known.needs(quant) <= share * usable
         ]
         if fitting:
-            known, quant = max(fitting, key=lambda one: (one[0].parameters, one[1] == "none"))
+            known, quant = max(fitting, key=lambda one: (one[0].linear, one[1] == "none"))
             found.setdefault(known.id, (known, quant))
     return list(found.values())
 

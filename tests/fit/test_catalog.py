@@ -91,7 +91,7 @@ def test_what_is_offered_fits_as_fit_plans_it(gib):
     available = int(gib * GIB)
     found = choices(available - kept_free(available))
     assert 1 <= len(found) <= 3
-    assert [known.parameters for known, _ in found] == sorted({known.parameters for known, _ in found})
+    assert [known.linear for known, _ in found] == sorted({known.linear for known, _ in found})
     for known, quant in found:
         needed = planned(known, quant, available)
         assert needed.fits

@@ -77,8 +77,9 @@ def suggest(world: Environment) -> None:
 
 def ranked(world: Environment, usable: int) -> list[Suggestion]:
     """Return suggestions by group, the largest first. The first one without terms to accept is recommended."""
-    entries = [_suggestion(world, known, usable) for known in BY_NAME.values() if known.is_offered]
-    entries.sort(key=lambda e: (GROUPS.index(e.group), -e.parameters))
+    offered = sorted((known for known in BY_NAME.values() if known.is_offered), key=lambda known: -known.linear)
+    entries = [_suggestion(world, known, usable) for known in offered]
+    entries.sort(key=lambda e: GROUPS.index(e.group))
     for e in [e for e in entries if e.fits and not e.terms][:1]:
         e.recommended = True
     return entries
