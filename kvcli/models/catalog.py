@@ -191,6 +191,11 @@ class Terms:
     text: PackagedFile
 
 
+def reads(arch: str) -> bool:
+    """True if kvcli reads GGUF files of an architecture."""
+    return arch in BY_ARCH
+
+
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
     """A model's file on the hub with weights of about 4 bits."""
@@ -241,7 +246,7 @@ class CatalogModel:
     @property
     def file(self) -> GGUFFile | None:
         """The file in 4 bits, if kvcli reads its architecture."""
-        return self.gguf if self.gguf is not None and self.gguf.arch in BY_ARCH else None
+        return self.gguf if self.gguf is not None and reads(self.gguf.arch) else None
 
     @property
     def is_offered(self) -> bool:

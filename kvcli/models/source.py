@@ -486,11 +486,8 @@ def _checked_gguf(name: str, path: Path, commit: str) -> Source:
     found = header.read(path)
     said = describe(found, name)
     _refuse(said.config, name, path)
-    held = said.tensors(found)
-    files = tuple(
-        WeightFile(one.path, one.size, {name: t for name, t in held.items() if said.pieces[name].stored in one.stored})
-        for one in (found, *found.others)
-    )
+    others = (WeightFile(one.path, one.size, {}) for one in found.others)
+    files = (WeightFile(found.path, found.size, said.tensors(found)), *others)  # the first holds all their headers
     hold(said.config, said.config, files, name)
     return Source(name, found.path, commit, said.config, files, is_pickle=False, is_gguf=True)
 

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.plan import MeasuredFacts, listed, plan
+from kvcli.models import catalog
 from kvcli.models.catalog import _DATA, BY_NAME, CATALOG, TOKENS, choices
-from kvcli.models.gguf.header import BY_ARCH
 from kvcli.models.machine import kept_free
 from kvcli.settings.profile import Profile
 from kvcli.settings.schema import Sample
@@ -33,9 +33,7 @@ def planned(known, quant, available):
 @pytest.fixture
 def all_read(monkeypatch):
     """As if the architecture of every GGUF file were read."""
-    for known in CATALOG:
-        if known.gguf:
-            monkeypatch.setitem(BY_ARCH, known.gguf.arch, None)
+    monkeypatch.setattr(catalog, "reads", lambda arch: True)
 
 
 # a mixture of experts has tens of thousands of tensors
@@ -145,7 +143,7 @@ def test_fit_and_check_answer_by_the_list_before_anything_is_downloaded(machine)
 
 def test_a_model_that_is_offered_as_an_unread_file_is_neither_offered_nor_fetched(machine, monkeypatch):
     known = BY_NAME["gpt-oss-20b"]
-    monkeypatch.delitem(BY_ARCH, known.gguf.arch, raising=False)
+    monkeypatch.setattr(catalog, "reads", lambda arch: False)
     assert not known.is_offered
     assert known.name not in machine("models", "suggest", "--plain").out
     for words in (("models", "get", known.name), ("models", "check", known.name)):
@@ -154,7 +152,7 @@ def test_a_model_that_is_offered_as_an_unread_file_is_neither_offered_nor_fetche
             4,
             True,
         )
-    monkeypatch.setitem(BY_ARCH, known.gguf.arch, None)
+    monkeypatch.setattr(catalog, "reads", lambda arch: True)
     assert known.is_offered
     assert known.source == "ggml-org/gpt-oss-20b-GGUF:MXFP4"
     assert known.name in machine("models", "suggest", "--plain").out

@@ -71,11 +71,6 @@ class Header:
     tensors: Mapping[str, Stored]  # of a split model, those of all files
     others: tuple[Header, ...] = ()  # headers of the other files of a split model
 
-    @property
-    def stored(self) -> set[str]:
-        """Names of the tensors in this file."""
-        return self.tensors.keys() - {name for one in self.others for name in one.tensors}
-
     def file_of(self, name: str) -> Path:
         """Path of the file that holds a tensor."""
         return next((one.path for one in self.others if name in one.tensors), self.path)
