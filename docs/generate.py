@@ -521,15 +521,19 @@ def catalog(_: str) -> str:
 
     rows = [
         f"| `{k.name}` | {k.parameters / 1e9:.2f} | {long_size(k.download)} | {long_size(k.needs())} "
-        f"| {long_size(k.needs('int8'))} | {count(k.shape.limit)} | {k.about} | {k.licence} | {_whence(k)} |"
+        f"| {'–' if k.file else long_size(k.needs('int8'))} | {count(k.shape.limit)} | {k.about} | {k.licence} "
+        f"| {_whence(k)} |"
         for k in CATALOG
+        if k.is_offered
     ]
     head = "| name | billion parameters | download | takes | with `--quant int8` | window | good for | licence | from |"
-    return "\n".join([head, "|---" * 9 + "|", *rows])
+    unread = [f"`{k.name}` ({k.gguf.arch})" for k in CATALOG if not k.is_offered and k.gguf]
+    later = ["", f"Listed, but of an architecture that kvcli does not read yet: {', '.join(unread)}."] if unread else []
+    return "\n".join([head, "|---" * 9 + "|", *rows, *later])
 
 
 def _whence(known: Any) -> str:
-    packages = [wheel.package for wheel in known.package.wheels] if known.package else [known.id]
+    packages = [wheel.package for wheel in known.package.wheels] if known.package else [known.source]
     return f"`{packages[0]}`" + (f" and {len(packages) - 1} more" if packages[1:] else "")
 
 

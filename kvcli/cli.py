@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -67,11 +68,16 @@ HABITS = {  # word of other programs -> command
     "templates": "profiles list",
     "prompt": "chat -p",
 }
-ABSENT = {  # command names of other programs
-    **dict.fromkeys(("serve", "server", "start"), "there is no server: each command loads its own model"),
-    **dict.fromkeys(("ps", "status", "load", "unload", "stop"), "no model stays loaded between commands"),
-    **dict.fromkeys(("push", "cp"), "kvcli does not copy or upload models"),
-    "embed": "kvcli has no embeddings",
+_ONE = "kvcli chat MODEL, which loads the model for as long as the chat lasts"
+ABSENT: dict[str, tuple[str, ...]] = {  # command names of other programs -> why there is none, and what to type instead
+    **dict.fromkeys(("serve", "server", "start"), ("there is no server yet: each command loads its own model", _ONE)),
+    **dict.fromkeys(
+        ("ps", "status", "load", "unload", "stop"),
+        ("no model stays loaded between commands yet", "kvcli models list", _ONE),
+    ),
+    **dict.fromkeys(("push", "cp"), ("kvcli does not copy or upload models", "kvcli models path MODEL")),
+    "search": ("kvcli does not search the hub", "kvcli models suggest", "kvcli chats search WORDS"),
+    "embed": ("kvcli has no embeddings", "kvcli --help"),
 }
 
 SHORT_HELP = """\
@@ -110,12 +116,15 @@ class Tree(TyperGroup):
         name = args[0]
         if name in self.commands or name.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
-        near = [HABITS[name]] if name in HABITS else get_close_matches(name, self.commands)
-        usual = ["kvcli models list", "kvcli --help"] if name in ABSENT else [f"kvcli chat {name}", "kvcli --help"]
+        why, *instead = ABSENT.get(name, ("",))
+        if name in HABITS:
+            rest = [] if HABITS[name].endswith("list") else args[1:]
+            instead = [f"kvcli {HABITS[name]} {shlex.join(rest)}".rstrip()]
+        near = [f"kvcli {command}" for command in get_close_matches(name, self.commands)]
         raise UsageError(
             f"there is no command {name!r}",
-            lines=[ABSENT[name]] if name in ABSENT else [],
-            try_=[f"kvcli {command}" for command in near if name not in ABSENT] or usual,
+            lines=[why] if why else [],
+            try_=instead or near or [f"kvcli chat {name}", "kvcli --help"],
         )
 
 

@@ -44,12 +44,13 @@ def write(
     drop: tuple[str, ...] = (),
     words: int = VOCAB,
     ends: str = "Q8_0",
+    split: int = 0,
     **changes: Any,
 ) -> PreTrainedModel:
     """Write a file and return transformers' model with the numbers that its blocks stand for, in float32.
 
     `kinds` are those of linear layers in turn, `ends` that of embedding and head. `keys` and `tensors` come on top;
-    what is in `drop`, of either, is left out.
+    what is in `drop`, of either, is left out. `split`: tensors of a file, if there are to be several.
     """
     model = build(family, **{**_SIZES, **SETTINGS[family], **changes})
     c, arch = model.config, ARCHS[family]
@@ -59,7 +60,7 @@ def write(
         next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), c.num_hidden_layers
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     said = {**_keys(arch, c), **vocabulary(arch, words), **keys}
     for key, value in said.items():
         if key not in drop:

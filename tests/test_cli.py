@@ -492,22 +492,23 @@ def test_what_is_wrong_with_the_config_does_not_disturb_the_tab_key(tmp_path):
 @pytest.mark.parametrize(
     ("typed", "advice"),
     [
-        ("pull", "kvcli models get"),
-        ("rm", "kvcli models remove"),
-        ("show", "kvcli models show"),
+        ("pull", "kvcli models get 'a b'"),
+        ("rm", "kvcli models remove 'a b'"),
+        ("show", "kvcli models show 'a b'"),
         ("list", "kvcli models list"),
+        ("ls", "kvcli models list"),
         ("logs", "kvcli chats list"),
-        ("run", "kvcli chat"),
-        ("create", "kvcli profiles new"),
+        ("run", "kvcli chat 'a b'"),
+        ("create", "kvcli profiles new 'a b'"),
         ("templates", "kvcli profiles list"),
     ],
 )
 def test_a_verb_of_another_program_is_answered_by_ours(machine, typed, advice):
-    done = machine(typed, "x", "--json")
+    done = machine("--json", typed, "a b")
     assert json.loads(done.out)["try"] == [advice]
 
 
-@pytest.mark.parametrize("typed", ["serve", "server", "ps", "stop", "load", "push", "cp", "embed"])
+@pytest.mark.parametrize("typed", ["serve", "server", "ps", "stop", "load", "push", "cp", "embed", "search"])
 def test_what_others_do_and_we_do_not_is_said(machine, typed):
     found = json.loads(machine(typed, "--json").out)
     assert found["exit"] == ExitStatus.USAGE

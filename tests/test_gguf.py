@@ -9,6 +9,7 @@ import shutil
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from kvcli.installing import pip
 from kvcli.kernels.linear_quantized import PackedLinear
 from kvcli.models import source
 from kvcli.models.catalog import CATALOG, CatalogModel, recommended
-from kvcli.models.gguf import convert
+from kvcli.models.gguf import convert, header
 from kvcli.models.gguf.config import DIGITS, SPLITS
 from kvcli.models.gguf.convert import KEPT
 from kvcli.models.gguf.header import TYPES
@@ -116,7 +117,6 @@ def test_the_table_of_types_is_ggmls():
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"keys": {"general.architecture": "bert"}}, "bert is none of llama, qwen2"),
     "kind": ({"keys": {"general.type": "adapter"}}, "type adapter"),
-    "split": ({"keys": {"split.count": 3}}, "one of 3 files"),
     "yarn": ({"keys": {"llama.rope.scaling.type": "yarn"}}, "rope.scaling.type is yarn"),
     "experts": ({"keys": {"llama.expert_count": 8}}, "llama.expert_count = 8"),
     "scale": ({"keys": {"llama.attention.scale": 0.5}}, "llama.attention.scale = 0.5"),
@@ -323,6 +323,76 @@ def test_a_folder_with_one_file_is_that_model(tmp_path: Path):
     assert error.try_ == (str(tmp_path / "model" / "other.gguf"),)
 
 
+# ---- split over several files ----
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> list[Path]:
+    """The files of one model, of three tensors and more each."""
+    write(tmp_path / "tiny.gguf", split=14)
+    files = sorted(tmp_path.glob("*.gguf"))
+    assert len(files) == 3
+    return files
+
+
+def test_a_split_model_is_the_model_of_one_file_by_any_of_its_names(tmp_path: Path, split: list[Path]):
+    write(tmp_path / "whole" / "tiny.gguf")
+    whole = header.read(tmp_path / "whole" / "tiny.gguf")
+    for file in split:
+        found = source.find(str(file))
+        assert (found.path, [f.path for f in found.files]) == (split[0], split)
+    assert source.find(str(tmp_path)).path == split[0]
+    read = header.read(split[1])
+    assert read.meta == whole.meta
+    assert {n: (t.kind, t.shape) for n, t in read.tensors.items()} == {
+        n: (t.kind, t.shape) for n, t in whole.tensors.items()
+    }
+    assert sorted(n for f in found.files for n in f.tensors) == sorted(
+        n for f in source.find(str(whole.path)).files for n in f.tensors
+    )
+    one, other = (loaded(path).model.state_dict() for path in (split[2], whole.path))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _renumbered(files: list[Path]) -> None:
+    files[1].write_bytes(files[2].read_bytes())
+
+
+def _of_another(files: list[Path]) -> None:
+    write(files[0].parent / "other" / "tiny.gguf", split=14, num_hidden_layers=5)
+    other = sorted((files[0].parent / "other").glob("*.gguf"))
+    files[2].write_bytes(other[2].read_bytes())
+
+
+def _cut(files: list[Path]) -> None:
+    files[2].write_bytes(files[2].read_bytes()[:-1])
+
+
+def _alone(files: list[Path]) -> None:
+    for file in files[1:]:
+        file.unlink()
+    files[0].rename(files[0].with_name("tiny.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "said"),
+    [
+        (lambda files: files[1].unlink(), "model_incomplete", "tiny-00002-of-00003.gguf"),
+        (_renumbered, "model_corrupt", "split.no is 2, not 1"),
+        (_of_another, "model_corrupt", "it is not of the other files' model"),
+        (_cut, "model_corrupt", "1 bytes are missing"),
+        (_alone, "model_incomplete", "its name does not say which"),
+    ],
+)
+def test_files_that_are_no_whole_model_are_named(tmp_path: Path, split: list[Path], spoil, code: str, said: str):
+    spoil(split)
+    error = refused(lambda: source.find(str(next(iter(sorted(tmp_path.glob("*.gguf")))))))
+    assert error.code == code
+    assert said in " ".join([error.message, *error.lines])
+    assert error.try_
+
+
 def test_safetensors_go_before_gguf_in_one_folder(tmp_path: Path):
     build("llama").save_pretrained(tmp_path)
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
@@ -337,6 +407,8 @@ def test_a_file_of_a_hub_repository_is_downloaded_alone(tmp_path: Path, monkeypa
         write(tmp_path / "snapshots" / "abc" / "sub" / "tiny.gguf")
         return str(tmp_path / "snapshots" / "abc")
 
+    listed = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in ("sub/tiny.gguf", "b.gguf")])
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: listed)
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     told: list[str] = []
     found = source.find("some-one/tiny-GGUF:sub/tiny.gguf", tell=told.append)

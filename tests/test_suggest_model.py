@@ -14,10 +14,16 @@ from kvcli.commands.common.run_setup import Setup
 from kvcli.demo import weights_dir
 from kvcli.fit import available_memory
 from kvcli.models import source
+from kvcli.models.catalog import BY_NAME, CATALOG, choices
 from tests.fakes import Machine
 
 ROOT = Path(__file__).parents[1]
 TTY = ("stdin", "stdout", "stderr")
+
+
+def offered(gib):
+    """The models that this memory has room for."""
+    return [known for known, _ in choices(available_memory.AvailableMemory("cpu", gib << 30).usable)]
 
 
 @pytest.fixture
@@ -58,8 +64,9 @@ def test_a_document_is_not_answered_by_a_model_that_nobody_named(new, args):
     assert (done.exit, done.out, new.loaded) == (2, "", [])
     said = " ".join(done.err.split())
     assert "the bundled demo model knows only its own reports [no_model]" in said
-    assert "kvcli models get qwen3-8b 15.3 GiB, needs 17.7 GiB, Apache-2.0" in said
-    assert "try: kvcli models get qwen3-4b, then -m qwen3-4b" in said
+    _, medium, large = offered(24)
+    assert f"kvcli models get {large.name} " in said
+    assert f"try: kvcli models get {medium.name}, then -m {medium.name}" in said
     assert "-m demo, to use the demo model anyway" in said
 
 
@@ -80,7 +87,7 @@ def test_a_chat_with_the_unnamed_demo_goes_on_without_a_document_it_cannot_know(
 def test_the_refusal_is_an_error_object_with_the_models(new):
     error = json.loads(new("chat", "-f", "a.md", "-p", "Where?", "--json", tty=TTY).out)
     assert (error["schema"], error["code"], error["exit"]) == ("kvcli.error/1", "no_model", 2)
-    assert error["detail"]["models"][-1] == "-m qwen3-8b"
+    assert error["detail"]["models"][-1].startswith(f"-m {offered(24)[-1].name}")
 
 
 @pytest.mark.parametrize("args", [["-m", "demo"], ["demo"]])
@@ -119,7 +126,7 @@ def test_names_of_the_config_come_first_if_their_model_is_there_and_fits(new, tm
 @pytest.mark.parametrize(
     ("said", "loaded"),
     [
-        (b"3\n", [("qwen3-8b", "none")]),
+        (b"2\n", [(offered(24)[1].name, "none")]),
         (b"d\n", [("demo", "none")]),
         (b"\n", []),
         (b"", []),
@@ -135,6 +142,9 @@ def test_on_a_terminal_it_is_asked(new, said, loaded):
 
 
 def test_the_choice_brings_its_quantized_weights(new, monkeypatch):
+    """Those of a model without a file in 4 bits."""
+    some = [known for known in CATALOG if known is BY_NAME["qwen3-4b"] or known.parameters < 1e9]
+    monkeypatch.setattr("kvcli.models.catalog.CATALOG", some)
     monkeypatch.setattr(available_memory, "look", lambda: available_memory.AvailableMemory("cpu", 9 << 30))
     done = new("chat", "-f", "a.md", "-p", "Where?", stdin=b"3\n", tty=TTY)
     assert "kvcli models get qwen3-4b 7.5 GiB, needs 6.5 GiB, Apache-2.0, --quant int8" in " ".join(done.err.split())

@@ -39,14 +39,16 @@ class FitOptions(Options):
     budget: o.Budget = None
     draft: o.Draft = None
     allow_pickle: o.Pickle = False
+    online: bool = flag(help=o.ONLINE)
 
 
 @command(app)
 def fit(world: Environment, options: FitOptions) -> int:
     """Estimate memory before loading: model, profile and context.
 
-    Reads only config.json and the headers of the weight files. Exit code 0:
-    at least one combination fits; 5: none fits.
+    Reads only config.json and the headers of the weight files, with --online
+    from the hub. A model that is not downloaded is estimated by kvcli's list.
+    Exit code 0: at least one combination fits; 5: none fits.
     """
     from kvcli.commands.common.run_setup import Setup
 
@@ -60,7 +62,7 @@ def fit(world: Environment, options: FitOptions) -> int:
     from kvcli.render.turn.turn_view import busy_word
 
     with busy_word(Screen.of(world), f"reading the headers of {setup.name}"):
-        outlook = look(setup, next(iter(chosen.values())), options.vram, options.ram, notes)
+        outlook = look(setup, next(iter(chosen.values())), options.vram, options.ram, notes, options.online)
         plans = _plans(outlook, chosen, contexts, notes if options.all_ else None)
     return _print(setup, outlook, plans, contexts[0], notes, options.explain)
 
@@ -90,9 +92,11 @@ def _plans(
     return plans
 
 
-def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, notes: list[str]) -> Preflight:
+def look(
+    setup: Setup, profile: Profile, vram: str | None, ram: str | None, notes: list[str], online: bool = False
+) -> Preflight:
     """Return the sizes of the model and of this machine, or of the machine described by --vram and --ram."""
-    subject = _subject(setup, profile, notes)  # before large imports: a typing error shows at once
+    subject = _subject(setup, profile, notes, online)  # before large imports: a typing error shows at once
     from kvcli.fit import memory
     from kvcli.fit.available_memory import rooms, size
     from kvcli.fit.cuda_overhead import CONTEXT
@@ -105,14 +109,18 @@ def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, note
     return Preflight(subject, setup.name, paths.data, found, memory.elsewhere(paths.cache), find=setup.sizes())
 
 
-def _subject(setup: Setup, profile: Profile, notes: list[str]) -> PlannedModel:
-    """Return the model's sizes from its files, or from config.json alone if the weights are missing."""
-    from kvcli.commands.common.run_setup import find
+def _subject(setup: Setup, profile: Profile, notes: list[str], online: bool) -> PlannedModel:
+    """Return the model's sizes from its files, from config.json alone if the weights are missing, or from the list."""
+    from kvcli.commands.common.run_setup import find_or_look_up, in_list
     from kvcli.models.source import Source, read_config
 
     try:
-        found = find(setup.world, setup.name, profile.load.allow_pickle)
+        found = find_or_look_up(setup, profile.load.allow_pickle, online)
     except BadModel as error:
+        if known := in_list(setup, error, notes):
+            from kvcli.fit.plan import listed
+
+            return listed(known)
         folder = Path(expanduser(setup.entry.path))
         if error.code != "model_incomplete" or not (folder / "config.json").is_file():
             raise

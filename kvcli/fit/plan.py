@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from kvcli.assemble import may_split
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from kvcli.fit.available_memory import AvailableMemory
     from kvcli.kv.cache.precision_budget import PrecisionBudget
+    from kvcli.models.catalog import CatalogModel
     from kvcli.models.source import Source
     from kvcli.settings.profile import Profile
 
@@ -145,6 +147,30 @@ def subject_of(source: Source) -> PlannedModel:
     is_expanded = weights.expands_packed(source)
     about = not held, is_guess, files, str(source.path), is_expanded, tuple(str(file.path) for file in source.files)
     return PlannedModel(source.id, shape, assumed, dtype, packing, *about)
+
+
+def listed(known: CatalogModel) -> PlannedModel:
+    """Describe a model of the catalog by the sizes in its entry, for a model that is not on this machine."""
+    shape, held = known.shape, list(weights.of_shape(known.shape))
+    vocab = shape.vocab * shape.hidden * (1 if shape.is_tied else 2)
+
+    def beside(numbers: int, packs: bool) -> None:
+        """Add tensors that `of_shape` does not know: recurrent layers, shared experts, embeddings per layer."""
+        rows = max(0, numbers) // shape.hidden // shape.layers
+        one = weights.CheckpointTensor((rows, shape.hidden), 2 * rows * shape.hidden, packs)
+        held.extend(replace(one, layer=i if packs else None) for i in range(shape.layers if rows else 0))
+
+    experts = [h for h in held if h.of_experts]
+    over = sum(prod(h.shape) for h in held) - known.linear - vocab
+    for h in experts[: max(0, over) // experts[0].matrix if experts else 0]:
+        held.remove(h)  # the first layers of some models have no experts
+    beside(known.linear + vocab - sum(prod(h.shape) for h in held), True)
+    beside(known.parameters - known.linear - vocab, False)
+    if known.file or known.package:
+        stays = known.file is not None or (known.package is not None and known.package.each < weights.BYTES["bfloat16"])
+        held = [replace(h, is_gguf=True, stays=stays and h.packs, of_experts=False) for h in held]
+    about = True, False, known.download
+    return PlannedModel(known.id, shape, tuple(held), "bfloat16", CheckpointFormat(), *about)
 
 
 def plan(

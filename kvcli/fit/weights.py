@@ -195,7 +195,7 @@ def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tupl
         yield held(2, d, False)
 
     ends = [held(shape.vocab, shape.hidden, False)] * (1 if shape.is_tied else 2)
-    layers = (replace(one, layer=i) for i, of in enumerate(shape.stores) for one in layer(of))
+    layers = (replace(one, layer=i) for i, of in enumerate(shape.stores) for one in layer(of) if one.matrix)
     return (replace(ends[0], embeds=True), *ends[1:], *layers)
 
 

@@ -19,8 +19,8 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from hashlib import sha256
 from importlib.util import find_spec
 from os.path import exists, expanduser
@@ -28,11 +28,15 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import tomli
+
 from kvcli.errors import BadModel, reading, writing
 from kvcli.files import append, check_room, private_folder, replacing, temporary_folder
 from kvcli.models.checkpoint import sizes_of
+from kvcli.models.gguf.header import BY_ARCH
+from kvcli.models.hub_names import hub_id
 from kvcli.models.refusals import GEMMA, GEMMA_TERMS, SMOLLM2, PackagedFile, Wheel
-from kvcli.models.shape import Shape
+from kvcli.models.shape import Shape, shape_of
 from kvcli.settings.small_file import Unfit, open_regular, read_small
 from kvcli.version import __version__
 
@@ -170,9 +174,11 @@ def code_hash(packages: Sequence[str] = ("", "kernels")) -> str:
 TOKENS = 8192  # tokens of context for which a suggested model must have memory
 PROGRAM = 640 << 20  # bytes of the Python process and its libraries
 PASSES = 0.6  # bytes of activations of a forward pass per byte of KV: both grow with heads and tokens
+AHEAD = 3584  # tokens that a layer with a sliding window holds beyond it, with the passes over them
+STATES = 14  # copies of the recurrent state: the current one, checkpoints, and one of a pass
 PACKED = {"none": 2.0, "int8": 1.0, "int4": 0.6}  # bytes per weight of a linear layer, scales included
 TOGETHER = 9  # bytes per weight of one projection of a layer's experts while they are stacked, at most
-PENALTY = {"repetition_penalty": 1.1}  # SmolLM2-135M: its model card reports repetition loops over documents
+FOUR_BITS = 0.7  # bytes per weight of a linear layer of a GGUF file of the catalog, the 6-bit ones among them included
 SHARES = (1 / 4, 1 / 2, 1)  # shares of the memory: fast, medium and largest model
 
 
@@ -185,113 +191,156 @@ class Terms:
     text: PackagedFile
 
 
+def reads(arch: str) -> bool:
+    """True if kvcli reads GGUF files of an architecture."""
+    return arch in BY_ARCH
+
+
 @dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """A model's file on the hub with weights of about 4 bits."""
+
+    name: str  # OWNER/NAME:QUANT
+    arch: str  # its architecture, in llama.cpp's words
+    bytes: int
+
+
+_PLAIN = ("name", "id", "parameters", "about", "licence", "sampling", "thinking", "gguf_only")
+
+
+@dataclass(frozen=True)
 class CatalogModel:
-    """A model of the catalog."""
+    """A model of the catalog: the facts in its entry of catalog.toml."""
 
     name: str  # the name to type
-    id: str  # hub id
+    id: str  # hub id of the original weights
     parameters: int
     about: str
-    shape: Shape
+    config: Mapping[str, Any]  # sizes of the text decoder, as in config.json
     licence: str = "Apache-2.0"
     package: PackagedFile | None = None  # a GGUF file, downloaded instead of the files on the hub
     terms: Terms | None = None
-    # sampling settings of its model card, where its files state none
+    # sampling settings of its model card, where its files state none, by the keys of [sample]
     sampling: Mapping[str, float] = field(default_factory=dict)
+    gguf: GGUFFile | None = None
+    thinking: str = ""  # thinks before it answers: "on" or "off" by default, "switch" = it can; "" = not read
+    gguf_only: str = ""  # why the original weights are not offered; "" = they are
+    date: str = ""  # day on which the facts were read
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> CatalogModel:
+        """Read an entry of the data file."""
+        config, gguf = dict(entry["config"]), entry.get("gguf")
+        if pattern := config.pop("layer_pattern", ()):
+            config["layer_types"] = [pattern[i % len(pattern)] for i in range(config["num_hidden_layers"])]
+        own = {key: entry[key] for key in _PLAIN if key in entry}
+        package, terms = _PACKAGES.get(entry["name"], (None, None))
+        return cls(
+            **own, config=config, package=package, terms=terms, gguf=gguf and GGUFFile(**gguf), date=str(entry["date"])
+        )
+
+    @cached_property
+    def shape(self) -> Shape:
+        return shape_of(self.config, self.name)
+
+    @property
+    def file(self) -> GGUFFile | None:
+        """The file in 4 bits, if kvcli reads its architecture."""
+        return self.gguf if self.gguf is not None and reads(self.gguf.arch) else None
+
+    @property
+    def is_offered(self) -> bool:
+        """True if kvcli runs the model."""
+        return not self.gguf_only or self.file is not None
+
+    def refuse_unread(self) -> None:
+        """Raise BadModel for a model that is offered as a GGUF file whose architecture kvcli does not read."""
+        if not self.is_offered and self.gguf is not None:
+            raise BadModel(
+                f"kvcli does not run {self.name} yet",
+                code="model_unsupported",
+                lines=[f"it does not read GGUF files of the architecture {self.gguf.arch}", f"and {self.gguf_only}"],
+                try_=["kvcli models suggest"],
+            )
+
+    @property
+    def source(self) -> str:
+        """Name on the hub of the files to download."""
+        return self.file.name if self.file else self.id
 
     @property
     def download(self) -> int:
         """Bytes to download."""
-        return self.package.download if self.package else self.weights()
+        return self.package.download if self.package else self.file.bytes if self.file else self.weights()
+
+    @property
+    def linear(self) -> int:
+        """Weights of the linear layers: all but the embeddings."""
+        shape, of = self.shape, self.config
+        per_layer = int(of.get("hidden_size_per_layer_input", 0)) * int(of.get("vocab_size_per_layer_input", 0))
+        embedding = shape.vocab * shape.hidden
+        return self.parameters - embedding * (1 if shape.is_tied else 2) - per_layer * shape.layers
+
+    def quants(self, among: Sequence[str]) -> Sequence[str]:
+        """Values of `load.quant` to choose from: none other for a file that is quantized already."""
+        return ("none",) if self.file else among
 
     def weights(self, quant: str = "none") -> int:
         """Bytes in memory. Weights that are not quantized count 16 bits each."""
-        linear = self.shape.linear
-        each = self.package.each if self.package and quant == "none" else PACKED[quant]
-        return int(2 * (self.parameters - linear) + each * linear)
+        is_stated = self.package if quant == "none" else None
+        each = is_stated.each if is_stated else FOUR_BITS if self.file else PACKED[quant]
+        return int(2 * (self.parameters - self.linear) + each * self.linear)
 
     def needs(self, quant: str = "none", tokens: int = TOKENS) -> int:
         """Bytes of a run over `tokens` tokens, loading included. While loading, a layer's experts are stacked before
         they are quantized, and the other linear layers are quantized after all weights are read."""
         weights, shape = self.weights(quant), self.shape
+        if self.file:
+            return needs(weights, shape, tokens)
         of_layer = shape.hidden * shape.inner * shape.experts
-        others = shape.linear - 3 * shape.layers * of_layer if quant != "none" and shape.experts else 0
+        others = max(0, self.linear - 3 * shape.layers * of_layer) if quant != "none" and shape.experts else 0
         loading = PROGRAM + weights + TOGETHER * of_layer + int((2 - PACKED[quant]) * others)
         return max(needs(weights, shape, tokens), loading)
 
     def room(self, usable: int, quant: str = "none") -> int:
         """Tokens that fit into `usable` bytes, at most the context window."""
-        each = needs(0, self.shape, 1) - PROGRAM
-        return max(0, min(self.shape.limit, (usable - PROGRAM - self.weights(quant)) // each))
+        tokens, step = 0, 1 << (self.shape.limit.bit_length())
+        while step:
+            grown = tokens + step
+            tokens = grown if grown <= self.shape.limit and self.needs(quant, grown) <= usable else tokens
+            step //= 2
+        return tokens
 
 
 def needs(weights: int, shape: Shape, tokens: int = TOKENS) -> int:
     """Bytes of a run over `tokens` tokens of a model whose weights take `weights` bytes."""
-    return PROGRAM + weights + int((1 + PASSES) * 2 * shape.kv_per_token * min(tokens, shape.limit))
+    n = min(tokens, shape.limit)
+    slots = [n if window is None else min(n, window + AHEAD) for window in shape.windows]
+    kv = 2 * sum(of.numbers * n for of, n in zip(shape.stores, slots, strict=True))
+    return PROGRAM + weights + int((1 + PASSES) * kv) + STATES * shape.folds.nbytes(2)
 
 
-def _known(
-    name: str, id: str, parameters: int, about: str, *sizes: int, tied: bool = True, experts: tuple[int, int] = (0, 0),
-    window: tuple[int, int] = (0, 1), **more: Any,
-) -> CatalogModel:  # fmt: skip
-    """Build a catalog entry. `window`: sliding window of most layers in tokens, and layers per full-attention layer."""
-    layers, hidden, heads, kv_heads, head_dim, inner, vocab, limit = sizes
-    windows = tuple(None if (i + 1) % window[1] == 0 else window[0] for i in range(layers))
-    shape = Shape(layers, hidden, heads, kv_heads, head_dim, inner, vocab, limit, windows, tied, *experts)
-    return CatalogModel(name, id, parameters, about, shape, **more)
-
-
-_SMOLLM2 = {"temperature": 0.2, "top_p": 0.9}
 _GEMMA = Terms("the Gemma Terms of Use, with the uses that they prohibit", "ai.google.dev/gemma/terms", GEMMA_TERMS)
+_PACKAGES = {"smollm2-135m": (SMOLLM2, None), "gemma-3-270m": (GEMMA, _GEMMA)}
+_DATA = tomli.loads((Path(__file__).parent / "catalog.toml").read_text(encoding="utf-8"))
 
-CATALOG = (  # columns: layers, hidden size, heads, KV heads, head size, inner size, vocabulary, context window
-    _known("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008, "to try things out, English",
-           30, 576, 9, 3, 64, 1536, 49152, 8192, package=SMOLLM2, sampling=PENALTY),
-    _known("gemma-3-270m", "google/gemma-3-270m", 268_098_176, "continues a text, follows no instructions",
-           18, 640, 4, 1, 256, 2048, 262144, 32768, window=(512, 6), licence="Gemma", package=GEMMA, terms=_GEMMA),
-    _known("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct", 361_821_120, "short answers, English",
-           32, 960, 15, 5, 64, 2560, 49152, 8192, sampling=_SMOLLM2),
-    _known("qwen3-0.6b", "Qwen/Qwen3-0.6B", 596_049_920, "short answers, many languages",
-           28, 1024, 16, 8, 128, 3072, 151936, 40960),
-    _known("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct", 1_711_376_384, "questions about a few pages, English",
-           24, 2048, 32, 32, 64, 8192, 49152, 8192, sampling=_SMOLLM2),
-    _known("qwen3-1.7b", "Qwen/Qwen3-1.7B", 1_720_574_976, "questions about a few pages, many languages",
-           28, 2048, 16, 8, 128, 6144, 151936, 40960),
-    _known("granite-3.3-2b", "ibm-granite/granite-3.3-2b-instruct", 2_533_539_840, "long documents, for its size",
-           40, 2048, 32, 8, 64, 8192, 49159, 131072),
-    _known("smollm3-3b", "HuggingFaceTB/SmolLM3-3B", 3_075_098_624, "summaries, six European languages",
-           36, 2048, 16, 4, 128, 11008, 128256, 65536),
-    _known("phi-4-mini", "microsoft/Phi-4-mini-instruct", 3_836_021_760, "reasoning about long documents",
-           32, 3072, 24, 8, 128, 8192, 200064, 131072, licence="MIT"),
-    _known("qwen3-4b", "Qwen/Qwen3-4B-Instruct-2507", 4_022_468_096, "summaries of long documents, many languages",
-           36, 2560, 32, 8, 128, 9728, 151936, 262144),
-    _known("granite-3.3-8b", "ibm-granite/granite-3.3-8b-instruct", 8_170_864_640, "summaries of long documents",
-           40, 4096, 32, 8, 128, 12800, 49159, 131072),
-    _known("qwen3-8b", "Qwen/Qwen3-8B", 8_190_735_360, "careful answers, many languages",
-           36, 4096, 32, 8, 128, 12288, 151936, 40960, tied=False),
-    _known("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B-Instruct-2507", 30_532_122_624,
-           "the largest; 3B parameters per token", 48, 2048, 32, 4, 128, 768, 151936, 262144,
-           tied=False, experts=(128, 8)),
-)  # fmt: skip
+CATALOG = tuple(CatalogModel.of(entry) for entry in _DATA["model"])
 BY_NAME = {known.name: known for known in CATALOG}
-# sampling that model cards recommend for a family, or for models of a family with this vocabulary size
-_OF_FAMILY: Mapping[tuple[str, int], Mapping[str, float]] = {
-    ("gemma3_text", 0): {"temperature": 1.0, "top_k": 64, "top_p": 0.95},
-    ("llama", 128256): {"temperature": 0.6, "top_p": 0.9},  # Llama 3
-    ("qwen2", 0): {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},
-    ("qwen3", 0): {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
-    ("qwen3_moe", 0): {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
-    ("smollm3", 0): {"temperature": 0.6, "top_p": 0.95},
-}
 
 
 def recommended(config: Mapping[str, Any], name: str) -> Mapping[str, float]:
     """Return the sampling for a model whose files state none: of the catalog model of its sizes, else of its family."""
-    sizes, family = sizes_of(config, name), str(config.get("model_type"))
-    keys = ("layers", "hidden", "heads", "inner", "vocab")
-    alike = [k.sampling for k in CATALOG if k.sampling and all(getattr(k.shape, key) == sizes[key] for key in keys)]
-    return next(iter(alike), _OF_FAMILY.get((family, sizes["vocab"]), _OF_FAMILY.get((family, 0), {})))
+    sizes, family = sizes_of(config, name), config.get("model_type")
+    keys = ("layers", "hidden", "heads", "vocab")
+    for known in CATALOG:
+        if known.sampling and [sizes[key] for key in keys] == [sizes_of(known.config, name)[key] for key in keys]:
+            return known.sampling
+    of_family = [
+        one["sampling"]
+        for one in _DATA["family"]
+        if one["model_type"] == family and one.get("vocab_size", sizes["vocab"]) == sizes["vocab"]
+    ]
+    return of_family[0] if of_family else {}
 
 
 def choices(usable: int, quants: Sequence[str] = ("none", "int8")) -> list[tuple[CatalogModel, str]]:
@@ -300,12 +349,16 @@ def choices(usable: int, quants: Sequence[str] = ("none", "int8")) -> list[tuple
     Models with terms to accept are left out.
     """
     found: dict[str, tuple[CatalogModel, str]] = {}
-    free = [known for known in CATALOG if not known.terms]
+    free = [known for known in CATALOG if known.is_offered and not known.terms]
     for share in SHARES:
-        packings = quants if share == 1 else quants[:1]
-        fitting = [(known, quant) for known in free for quant in packings if known.needs(quant) <= share * usable]
+        fitting = [
+            (known, quant)
+            for known in free
+            for quant in known.quants(quants)[: None if share == 1 else 1]
+            if known.needs(quant) <= share * usable
+        ]
         if fitting:
-            known, quant = max(fitting, key=lambda one: (one[0].parameters, one[1] == "none"))
+            known, quant = max(fitting, key=lambda one: (one[0].linear, one[1] == "none"))
             found.setdefault(known.id, (known, quant))
     return list(found.values())
 
@@ -315,7 +368,7 @@ def choices(usable: int, quants: Sequence[str] = ("none", "int8")) -> list[tuple
 # No package is installed and none of its code runs. A wheel is a zip file, and one named member of it is read.
 
 
-CHUNK = 1 << 20
+CHUNK = 512 << 20
 NAME = "models"  # folder below kvcli's data folder
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that pip prints in the middle of a traceback
 # pip, ending when its standard input closes: it ends with this process, however this process ends
@@ -339,13 +392,26 @@ def terms_of(known: CatalogModel, data: Path) -> Path:
 
 
 def stands_for(name: str, data: Path) -> str:
-    """Resolve a catalog name to its downloaded file or hub id; any other name is returned unchanged."""
+    """Resolve a catalog name to its downloaded file or hub id, and a hub id of other programs to ours; any other name
+    is returned unchanged."""
     known = BY_NAME.get(name)
-    if known is None or exists(expanduser(name)):
+    if exists(expanduser(name)):
         return name
+    if known is None:
+        return hub_id(name)
     if known.package is None:
-        return known.id
+        return known.source
     return str(file_of(known, data)) if file_of(known, data).exists() else name
+
+
+def listed(path: str) -> CatalogModel | None:
+    """Return the entry of a model by its name, its hub id or the name of its file; None for other models."""
+    for known in BY_NAME.values():
+        if path in (known.name, known.source):
+            return known
+        if path == known.id:
+            return replace(known, gguf=None)
+    return None
 
 
 def is_whole(packed: PackagedFile, path: Path) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import fstat
 from os.path import (  # unlike Path's methods, False for an impossible name
@@ -21,34 +22,40 @@ from kvcli.errors import BadModel, writing
 from kvcli.models.checkpoint import CheckpointFormat, TensorHeader, WeightFile, hold, read_header
 from kvcli.models.gguf import header
 from kvcli.models.gguf.config import describe
+from kvcli.models.hub_names import DEFAULTS, ID, hub_id, select, shards
 from kvcli.models.refusals import refuse
 from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_small
 
 # Models of the Hugging Face hub: the local cache, and downloads into it.
 
 
-# hub id: OWNER/NAME, or OWNER/NAME:FILE.gguf for one of its files
-ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(:(?P<file>(?!.*\.\.)[\w-][\w./-]*\.gguf))?")
 _CACHED = "models--"  # prefix of a model's folder in the cache, whose / is written --
 _DOWNLOAD = ["model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md"]
 
 
 def cached(name: str, file: str, revision: str | None, at: str, offline: bool) -> tuple[Path, str]:
-    """Snapshot folder of a hub id in the cache, or `file` in it, and its commit, without network access."""
+    """Snapshot folder of a hub id in the cache, or the file in it that `file` selects, and its commit, without network
+    access."""
     if not isdir(cached_folder(name)):  # before half a second of imports
         raise _not_cached(name, at, offline)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        path = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        # no pattern: the library would miss files that nobody asked for, and ours are checked below
+        path = Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=[]))
     except HFValidationError as error:
         raise _no_name(name, error) from error
     except LocalEntryNotFoundError as error:
         raise _not_cached(name, at, offline) from error
-    if file and not exists(path / file):
-        raise _not_cached(name, at, offline)
-    return path / file, path.name
+    if file:
+        try:
+            return path / select((f.relative_to(path).as_posix() for f in path.rglob("*.gguf")), file, at), path.name
+        except BadModel as error:
+            if error.code != "model_not_found":
+                raise
+            raise _not_cached(name, at, offline) from error
+    return path, path.name
 
 
 def _not_cached(name: str, at: str, offline: bool) -> BadModel:
@@ -57,7 +64,7 @@ def _not_cached(name: str, at: str, offline: bool) -> BadModel:
         f"{at} is neither a folder nor in the Hugging Face cache",
         code="model_not_found",
         lines=["offline: the network was not used"] if offline else [] if is_id else ["a hub id is OWNER/NAME"],
-        try_=["kvcli models list", f"hf download {name}", "a folder: ./NAME"],
+        try_=["kvcli models list", f"kvcli models get {at}" if is_id else "kvcli models suggest", "a folder: ./NAME"],
     )
 
 
@@ -67,13 +74,24 @@ def _no_name(name: str, error: Exception) -> BadModel:
 
 
 def download(name: str, file: str, revision: str | None, at: str) -> tuple[Path, str]:
-    """Download the snapshot of a hub id, or `file` of it; return its path and commit. Raises BadModel."""
-    path = _fetched(name, revision, at, [file] if file else _DOWNLOAD)
-    if file and not exists(path / file):
-        raise BadModel(
-            f"{name} has no file {file}", code="model_not_found", try_=["look for its name at huggingface.co"]
-        )
+    """Download the snapshot of a hub id, or the GGUF model that `file` selects; return its path and commit.
+
+    Of a repository with GGUF files alone, one model is downloaded. Raises BadModel.
+    """
+    listed = _listed(name, revision, at)
+    has_others = any(f.endswith((".safetensors", ".bin")) for f in listed)
+    if file or (not has_others and any(f.endswith(".gguf") for f in listed)):
+        file = select(listed, file, at)
+    path = _fetched(name, revision, at, shards(file) if file else _DOWNLOAD)
     return path / file, path.name
+
+
+def _listed(name: str, revision: str | None, at: str) -> list[str]:
+    """Return the names of the files of a repository on the hub. Raises BadModel."""
+    from huggingface_hub import HfApi
+
+    with _hub_errors(name, at):
+        return [file.rfilename for file in HfApi().model_info(name, revision=revision).siblings or ()]
 
 
 def headers(name: str, revision: str | None, at: str) -> tuple[Path, str, tuple[WeightFile, ...]]:
@@ -103,13 +121,22 @@ def _announced(file: Path, tensors: Iterable[tuple[str, Any]]) -> WeightFile:
 
 def _fetched(name: str, revision: str | None, at: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
+
+    with _hub_errors(name, at):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
+@contextmanager
+def _hub_errors(name: str, at: str) -> Iterator[None]:
+    """Raise errors of the hub's library, of the network and of the disk as BadModel."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        yield
     except HFValidationError as error:
         raise _no_name(name, error) from error
-    except LocalEntryNotFoundError as error:  # the error of the hub's library for a failed connection
+    # the errors of the hub's library for a failed connection, and for HF_HUB_OFFLINE
+    except (LocalEntryNotFoundError, ConnectionError) as error:
         raise _no_network(f"{at} is not on this machine", error) from error
     except (HfHubHTTPError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # an error of the disk, not of the hub
@@ -121,6 +148,8 @@ def _fetched(name: str, revision: str | None, at: str, patterns: list[str]) -> P
             lines=[_first(error)],
             try_=["check the name at huggingface.co", f"hf auth login, then hf download {name}"],
         ) from error
+    except _wire() as error:
+        raise _no_network(f"{at} is not on this machine", error) from error
 
 
 def _no_network(why: str, error: Exception) -> BadModel:
@@ -396,6 +425,8 @@ def find(
     is far more often a typing error than one of the few models without an owner. `may_assist`: accept a Gemma 4
     assistant too.
     """
+    if not exists(expanduser(name)):
+        name = hub_id(name)
     at = f"{name} at {revision}" if revision else name
     if name in BUNDLED:
         return _checked(name, _bundled(name, demo_dir), "", allow_pickle, may_assist)
@@ -434,7 +465,7 @@ def look_up(name: str, revision: str | None = None) -> Source:
 
 
 def _checked(name: str, path: Path, commit: str, allow_pickle: bool, may_assist: bool) -> Source:
-    if file := _only_gguf(path, name) if path.is_dir() else path:
+    if file := _only_gguf(path, name, DEFAULTS if commit else ()) if path.is_dir() else path:
         return _checked_gguf(name, file, commit)
     config = read_config(path, name)
     _refuse(config, name, path, may_assist=may_assist)
@@ -455,9 +486,10 @@ def _checked_gguf(name: str, path: Path, commit: str) -> Source:
     found = header.read(path)
     said = describe(found, name)
     _refuse(said.config, name, path)
-    files = (WeightFile(path, found.size, said.tensors(found)),)
+    others = (WeightFile(one.path, one.size, {}) for one in found.others)
+    files = (WeightFile(found.path, found.size, said.tensors(found)), *others)  # the first holds all their headers
     hold(said.config, said.config, files, name)
-    return Source(name, path, commit, said.config, files, is_pickle=False, is_gguf=True)
+    return Source(name, found.path, commit, said.config, files, is_pickle=False, is_gguf=True)
 
 
 def _refuse(config: Config, name: str, path: Path, *, may_assist: bool = False) -> None:
@@ -472,19 +504,17 @@ def _refuse(config: Config, name: str, path: Path, *, may_assist: bool = False) 
         ) from error
 
 
-def _only_gguf(path: Path, name: str) -> Path | None:
-    """Return the GGUF file of a folder with exactly one and no other weights."""
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
+def _only_gguf(path: Path, name: str, defaults: Sequence[str]) -> Path | None:
+    """Return the GGUF file of a folder without other weights, by `defaults` if it holds several models."""
+    files = [file.name for file in path.iterdir() if file.suffix.lower() == ".gguf"]
     if not files or any(any(path.glob(other)) for other in ("model*.safetensors*", "pytorch_model*.bin*")):
         return None
-    if len(files) > 1:
-        raise BadModel(
-            f"{name} holds {len(files)} GGUF files, and a model is one file",
-            code="gguf_several",
-            lines=[f.name for f in files[:8]],
-            try_=[f"{name}:{files[0].name}" if ID.fullmatch(name) else f"{path / files[0].name}"],
-        )
-    return files[0]
+    try:
+        return path / select(files, "", name, defaults)
+    except BadModel as error:
+        if not ID.fullmatch(name):
+            error.try_ = (str(path / min(files)),)
+        raise
 
 
 # ---- locations ----

@@ -35,6 +35,7 @@ Ctx = Annotated[str | None, _model("--ctx", metavar="N|auto|max", help="Context 
 Budget = Annotated[str | None, _model("--budget", metavar="SIZE", help=_BUDGET)]
 Draft = Annotated[str | None, _model("--draft", metavar="MODEL", help=_DRAFT)]
 Force = Annotated[bool, _model("--force", help="Load even if the memory estimate does not fit.", rare=True)]
+ONLINE = "Download missing file headers from the Hugging Face hub."
 Pickle = Annotated[bool, _model("--allow-pickle", help=_PICKLE, rare=True)]
 
 

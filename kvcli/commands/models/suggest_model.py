@@ -123,7 +123,7 @@ def suggest_models(setup: Setup) -> tuple[AvailableMemory, list[ModelSuggestion]
     quants = (str(typed[0]),) if typed and typed[0] in catalog.PACKED else ("none", "int8")
     offers = here[:FEW]
     for known, quant in catalog.choices(usable, quants):
-        if not {known.id, known.name} & {offer.model for offer in here}:
+        if not {known.id, known.source, known.name} & {offer.model for offer in here}:
             size = f"{long_size(known.download)}, needs {long_size(known.needs(quant))}"
             offers.append(
                 ModelSuggestion(known.name, "none" if typed else quant, f"{size}, {known.licence}", is_here=False)

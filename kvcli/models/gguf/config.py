@@ -191,12 +191,10 @@ class _Metadata:
     def __init__(self, header: Header, name: str) -> None:
         self.header, self.name = header, name
         arch = header.meta.get("general.architecture")
-        kind, parts = header.meta.get("general.type", "model"), header.meta.get("split.count", 0)
+        kind = header.meta.get("general.type", "model")
         if arch not in BY_ARCH or kind != "model":
             what = f"architecture {str(arch)[:60]}" + (f", type {str(kind)[:60]}" if kind != "model" else "")
             raise self.refused(f"its {what} is none of {', '.join(BY_ARCH)}")
-        if parts not in (0, 1):
-            raise self.refused(f"it is one of {parts} files of a split model", "llama-gguf-split --merge makes it one")
         self.layout: Layout = BY_ARCH[str(arch)]
         self._left = {k.removeprefix(f"{arch}."): v for k, v in header.meta.items() if k.startswith(f"{arch}.")}
 

@@ -151,7 +151,9 @@ def convert_if_needed(
     if not folder.exists():
         _make(folder, found, file, header, described, plan, dtype, tell)
     use(folder)
-    return replace(source.find(str(folder)), id=found.id, revision=found.revision, made_of=(found.path,))
+    return replace(
+        source.find(str(folder)), id=found.id, revision=found.revision, made_of=tuple(file.path for file in found.files)
+    )
 
 
 def conversion_notes(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
@@ -236,7 +238,7 @@ def _rows(header: Header, piece: TensorSource) -> Iterator[Bytes]:
     """Blocks of a tensor [rows, bytes], some rows at a time, in transformers' row order."""
     stored = header.tensors[piece.stored]
     n = prod(stored.shape[:-1])
-    held = np.memmap(header.path, np.uint8, "r", stored.at, (n, stored.nbytes // n))
+    held = np.memmap(header.file_of(piece.stored), np.uint8, "r", stored.at, (n, stored.nbytes // n))
     order = np.arange(n)
     if piece.heads:  # from pairs that llama.cpp rotates together to halves
         order = order.reshape(piece.heads, -1, 2).swapaxes(1, 2).reshape(-1)

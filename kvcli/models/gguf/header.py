@@ -6,11 +6,14 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from os.path import lexists
 from pathlib import Path
 from typing import IO
 
+from kvcli.errors import BadModel
 from kvcli.models.checkpoint import corrupt
+from kvcli.models.hub_names import shards
 from kvcli.settings.small_file import Unfit, open_regular
 
 MAGIC = b"GGUF"
@@ -60,12 +63,17 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Header of a file whose tensors all are inside it and do not overlap."""
+    """Header of a file, or of all files of a split model. All tensors are inside their file and do not overlap."""
 
     path: Path
     size: int
     meta: Mapping[str, str | int | float | bool | Listed]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, Stored]  # of a split model, those of all files
+    others: tuple[Header, ...] = ()  # headers of the other files of a split model
+
+    def file_of(self, name: str) -> Path:
+        """Path of the file that holds a tensor."""
+        return next((one.path for one in self.others if name in one.tensors), self.path)
 
 
 def is_gguf(file: Path) -> bool:
@@ -80,7 +88,55 @@ def is_gguf(file: Path) -> bool:
 
 
 def read(file: Path) -> Header:
-    """Read the header of a file of version 2 or 3. Raises BadModel quickly and in little memory, for any other file."""
+    """Read the header of a file of version 2 or 3, and those of the other files if it is one of a split model.
+
+    Raises BadModel quickly and in little memory, for any other file.
+    """
+    names = shards(file.name)
+    if missing := [name for name in names if not lexists(file.parent / name)]:
+        raise BadModel(
+            f"{file.name} is one of {len(names)} files of a model, and {len(missing)} of them are missing",
+            code="model_incomplete",
+            lines=[f"not in {file.parent}:", *missing[:4], *([f"and {len(missing) - 4} more"] if missing[4:] else [])],
+            detail={"missing": missing},
+            try_=["download the missing files into the same folder"],
+        )
+    first, *others = (_read_file(file.parent / name) for name in names)
+    if not others and (count := first.meta.get("split.count", 0)) not in (0, 1):
+        raise BadModel(
+            f"{file.name} is one of {str(count)[:20]} files of a model, and its name does not say which",
+            code="model_incomplete",
+            lines=[f"the names of such files end with -00001-of-{str(count)[:20]:0>5}.gguf and so on"],
+            try_=["download all files under their original names"],
+        )
+    return _joined(first, tuple(others)) if others else first
+
+
+def _joined(first: Header, others: tuple[Header, ...]) -> Header:
+    """Return the header of a split model. Raises BadModel for files that do not belong together."""
+    every = (first, *others)
+    total = sum(len(one.tensors) for one in every)
+    for key, values in (
+        ("split.count", [len(every)] * len(every)),
+        ("split.no", range(len(every))),
+        ("split.tensors.count", [total] * len(every)),
+    ):
+        for one, value in zip(every, values, strict=True):
+            if (said := one.meta.get(key)) != value:
+                raise corrupt(
+                    one.path, f"{key} is {str(said)[:40]}, not {value:,}: it is not of the other files' model"
+                )
+    meta = {key: value for key, value in first.meta.items() if not key.startswith("split.")}
+    for one in others:
+        if other := {key for key, value in one.meta.items() if meta.get(key, value) != value}:
+            raise corrupt(one.path, f"its {min(other)[:60]} is not that of {first.path.name}")
+    tensors = {name: t for one in every for name, t in one.tensors.items()}
+    if len(tensors) != total:
+        raise corrupt(first.path, "a tensor is in two files of the model")
+    return replace(first, meta=meta, tensors=tensors, others=others)
+
+
+def _read_file(file: Path) -> Header:
     try:
         with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -94,7 +150,7 @@ def floats(header: Header, name: str) -> tuple[float, ...]:
     tensor = header.tensors[name]
     if tensor.kind != "F32" or tensor.nbytes > 4 * _SHORT:
         raise corrupt(header.path, f"its tensor {name} is {tensor.kind} of {list(tensor.shape)}")
-    with open_regular(header.path) as stream:
+    with open_regular(header.file_of(name)) as stream:
         stream.seek(tensor.at)
         return struct.unpack(f"<{tensor.nbytes // 4}f", stream.read(tensor.nbytes))
 
