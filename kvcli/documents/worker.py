@@ -25,15 +25,16 @@ def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
     """Read the file behind the descriptor, as the job on standard input asks."""
     set_limits(parent, limits)
     asked = json.loads(sys.stdin.buffer.readline())
-    job = ParseJob(**asked | {"spans": tuple((first, last) for first, last in asked["spans"])})
+    spans = tuple((first, last) for first, last in asked["spans"])
+    job = ParseJob(**asked | {"spans": spans, "progress": lambda *page: tell("page", page)})
     try:
         with os.fdopen(descriptor, "rb") as file:
-            missing = prepare(job.kind)
+            missing = prepare(job)
             enter_sandbox()
             file.seek(0)
             parsed = parse(file, job, missing)
         for section in parsed.sections:
-            tell("section", (section.number, section.label, section.text))
+            tell("section", (section.number, section.label, section.text, section.is_ocr))
         tell("end", asdict(replace(parsed, sections=[])))
     except MemoryError:
         tell_error(too_heavy(job, "much memory", f"{limits['memory'] / 2**20:,.0f} MiB"))
@@ -46,12 +47,13 @@ def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
     return 0
 
 
-def prepare(kind: str) -> dict[str, str]:
+def prepare(job: ParseJob) -> dict[str, str]:
     """Import all modules that the reader may need, as later opens fail. Return reader -> missing module."""
     missing = {}
-    for reader in ("epub", "docx") if kind == "zip" else {kind} & {*READERS}:
+    readers = ("epub", "docx") if job.kind == "zip" else [job.kind] if job.kind in READERS else []
+    for reader in (*readers, *(["ocr"] if job.ocr != "off" else [])):
         try:
-            import_module(f"kvcli.documents.{READERS[reader]}")
+            import_module(f"kvcli.documents.{READERS.get(reader, reader)}")
         except ModuleNotFoundError as error:
             missing[reader] = str(error.name)
     preload("encodings")
