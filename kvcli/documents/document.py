@@ -97,7 +97,7 @@ class ParseJob:
     spans: tuple[Span, ...] = ()  # none: all pages
     password: str | None = None
     typed: bool = False  # True if the user named the kind
-    ocr: Ocr = "auto"
+    ocr: Ocr = "off"
     progress: Callable[[int, int], None] | None = None  # gets page i of n while text is recognized
 
 

@@ -63,7 +63,7 @@ class _Answer:
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
             raise crashed(self.job.name, f"its parser answered nonsense: {error!r}"[:200]) from None
 
-    def _section(self, number: int, label: str, text: str, is_ocr: bool) -> Section:
+    def _section(self, number: int, label: str, text: str, is_ocr: bool = False) -> Section:
         """Return a valid section that can be cited and imitates no other; a lone surrogate is a ValueError."""
         section = Section(int(number), str(label), unmarked(str(text)), bool(is_ocr))
         section.text.encode()

@@ -119,7 +119,7 @@ def read(file: IO[bytes], job: ParseJob) -> Parsed:
     empty = [page for page in asked if page.number not in with_text]
     parsed.without_text = [page.number for page in empty if page.is_picture or page.is_broken]
     if not sections and not any(page.is_picture for page in empty):
-        raise _nothing(job, asked)
+        raise _nothing(job, asked, recognized)
     if tried := [n for n in recognized if n in with_text]:
         parsed.notes.append(f"text recognized by OCR, which may have errors: page {listed(tried)}")
     if tried := [n for n in recognized if n not in with_text]:
@@ -166,7 +166,9 @@ def _sections(pages: Sequence[Page]) -> Iterator[Section]:
             yield Section(page.number, str(page.number), whole)
 
 
-def _nothing(job: ParseJob, pages: Sequence[Page]) -> BadInput:
+def _nothing(job: ParseJob, pages: Sequence[Page], recognized: Sequence[int]) -> BadInput:
+    if recognized:
+        return no_text(job.name, f"OCR found no text on page {listed(recognized)}")
     if all(page.is_broken for page in pages):
         return damaged(job.name, "a PDF", "none of its pages can be read")
     if any(page.is_hidden or page.is_cut for page in pages):

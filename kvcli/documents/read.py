@@ -186,7 +186,7 @@ def _with_ocr(file: IO[bytes], job: ParseJob, parsed: Parsed, limits: Limits | N
         return parsed
     if job.ocr == "off" or not _has_ocr():
         if job.ocr == "on":
-            missing = f"{job.name} was not read: the packages of text recognition (OCR) are not installed"
+            missing = "--ocr on needs rapidocr and onnxruntime, which are not installed"
             raise BadInput(missing, code="missing_extra", try_=[_way_to_ocr(job.ocr)])
         parsed.notes.append(f"for text of scanned pages: {_way_to_ocr(job.ocr)}")
         return parsed
@@ -196,7 +196,12 @@ def _with_ocr(file: IO[bytes], job: ParseJob, parsed: Parsed, limits: Limits | N
             code="document_too_heavy",
             try_=[f"its pages {1}-{MAX_OCR}: {job.name}:1-{MAX_OCR}", "--ocr off"],
         )
-    return parse_outside(file, job, limits or Limits(OCR_MEMORY, OCR_SECONDS * (n + 1), 2.0 * OCR_SECONDS * (n + 1)))
+    seconds = OCR_SECONDS * (n + 1)
+    try:
+        return parse_outside(file, job, limits or Limits(OCR_MEMORY, seconds, 2.0 * seconds))
+    except BadInput as error:
+        error.try_ = (*error.try_, "--ocr off, without the text of scanned pages")
+        raise
 
 
 def _has_ocr() -> bool:

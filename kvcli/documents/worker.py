@@ -43,7 +43,8 @@ def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
     except KvcliError as error:
         tell_error(error)
     except Exception as error:  # a parser may raise anything; the parent still reports it in the user's words
-        tell_error(crashed(job.name, f"its parser failed: {type(error).__name__}: {error}"[:300]))
+        last = str(error).strip().rpartition("\n")[2]  # onnxruntime puts a whole traceback before it
+        tell_error(crashed(job.name, f"its parser failed: {type(error).__name__}: {last}"[:300]))
     return 0
 
 
@@ -65,13 +66,15 @@ def parse(file: IO[bytes], job: ParseJob, missing: Mapping[str, str] | None = No
     kind = kind_of(file, job.name) if job.kind == "zip" else job.kind
     if kind not in READERS:
         raise BadInput(f"there is no reader for {kind}", code="unknown_type")
-    if missing and kind in missing:
-        raise BadInput(
-            f"{job.name} is {WORDS[kind]}, and the package that reads it is not installed",
-            code="missing_extra",
-            lines=[f"there is no module {missing[kind]}"],
-            try_=[pip(*EXTRAS["docs"])],
-        )
+    for reader, extra in ((kind, "docs"), ("ocr", "ocr")):
+        if missing and reader in missing:
+            what = WORDS[kind] if reader == kind else "scanned"
+            raise BadInput(
+                f"{job.name} is {what}, and the package that reads it is not installed",
+                code="missing_extra",
+                lines=[f"there is no module {missing[reader]}"],
+                try_=[pip(*EXTRAS[extra])],
+            )
     if kind != "pdf":
         refuse_pages(job.name, job.spans, f"it is {WORDS[kind]}")
     parsed: Parsed = import_module(f"kvcli.documents.{READERS[kind]}").read(file, replace(job, kind=kind))
