@@ -19,6 +19,8 @@ from pydantic import TypeAdapter
 from kvcli.api import Text
 from kvcli.commands.common.exits import Interrupt
 from kvcli.commands.common.run_setup import Setup
+from kvcli.documents import read
+from kvcli.documents.document import Parsed, Section
 from kvcli.schemas.documents import DOCUMENTS
 from tests.demo_model.sample import write_sample
 from tests.documents import made
@@ -361,6 +363,18 @@ def test_pages_without_text_are_said_in_the_same_words(office):
     assert said in office("gap.pdf", "--extract-only", *off).err
     office("gap.pdf", "-o", "gap.html", *off)
     assert said in (office.folder / "gap.html").read_text()
+
+
+def test_recognized_pages_are_marked_in_citations(office, monkeypatch):
+    sections = [Section(i, str(i), text, is_ocr=i == 2) for i, text in enumerate(PAGES, 1)]
+    monkeypatch.setattr(read, "parse_outside", lambda *_: Parsed("pdf", "page", sections, n_pages=3))
+    (office.folder / "scan.pdf").write_bytes(b"%PDF-1.7\n")
+    for more in ((), ("--no-check",)):
+        assert office("scan.pdf", *more).out == "\n".join(POINTS).replace("[p. 2]", "[p. 2, OCR]") + "\n"
+    found = json.loads(office("scan.pdf", "--json").out)
+    assert (found["points"][1]["cites"][0]["is_ocr"], found["source"]["recognized"]) == (True, [2])
+    office("scan.pdf", "-o", "scan.html")
+    assert "p. 2, OCR" in (office.folder / "scan.html").read_text()
 
 
 def test_an_empty_page_of_a_text_was_not_scanned(office):

@@ -99,15 +99,16 @@ def _get(address: str) -> tuple[bytes, Any]:
     with opener.open(asked, timeout=SILENCE) as answer:
         if (packed := answer.headers.get("Content-Encoding", "identity")) != "identity":
             raise _failed(address, f"the server sent it compressed ({packed}), which was not asked for")
-        data = bytearray(answer.read(HEAD))
-        most = most_bytes(bytes(data), address)
+        chunk = answer.read(HEAD)
+        data, most = bytearray(), most_bytes(chunk, address)
         promised = answer.headers.get("Content-Length", "")
         if promised.isdecimal() and int(promised) > most:
             raise too_large(address, int(promised), most)
-        while chunk := answer.read(CHUNK):
+        while chunk:
             data += chunk
             if len(data) > most:
                 raise too_large(address, len(data), most)
+            chunk = answer.read(CHUNK)
         return bytes(data), answer
 
 

@@ -230,7 +230,7 @@ def too_large(name: str, size: int, limit: int) -> BadInput:
 
 
 def _address(shown: str) -> BadInput:
-    why = "kvcli.documents.fetch.read_address fetches http and https addresses; other kinds are not fetched"
+    why = "only http:// and https:// addresses are fetched (from Python by kvcli.documents.fetch.read_address)"
     return BadInput(f"{shown} is an address, not a file", code="not_a_file", lines=[why], try_=["save it as a file"])
 
 

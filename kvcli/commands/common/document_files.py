@@ -156,9 +156,7 @@ def read_file(world: Environment, name: str, how: ReadOptions = PLAIN) -> Docume
     with busy_word(Screen.of(world), word, lambda since, width: busy(word, since, width)):
         if is_address(name):
             if world.options.offline:
-                raise BadInput(
-                    f"{name} was not fetched: --offline is set", code="offline", try_=["leave out --offline"]
-                )
+                raise BadInput(f"cannot fetch {name}: --offline is set", code="not_fetched", try_=["leave it out"])
             from kvcli.documents.fetch import read_address
 
             return read_address(name, **asdict(how), on_page=on_page)
