@@ -49,9 +49,10 @@ def recognize(document: Any, number: int) -> list[LinePiece]:
         scale = PIXELS / max(page.get_size())
         picture = page.render(scale=scale, may_draw_forms=False).to_numpy()[..., :3]
     found = _read(picture)
-    # a page scanned sideways or upside down: the direction whose text is read with the most confidence
     if found is not None and (_is_sideways(found) or np.mean(found.scores) < SURE):
-        found = max((_read(np.rot90(picture, k)) or found for k in range(4)), key=_confidence)
+        # perhaps scanned sideways or upside down: read it in the direction whose words are surest, in half the size
+        turns = max(range(4), key=lambda k: _confidence(_read(np.rot90(picture[::2, ::2], k))))
+        found = _read(np.rot90(picture, turns)) if turns else found
     pieces = []
     for box, text in zip(found.boxes, found.txts, strict=True) if found is not None else ():
         (x0, top, x1, bottom), words = _edges(box) / scale, clean(text).strip()
@@ -79,5 +80,7 @@ def _is_sideways(found: Any) -> bool:
 
 
 def _confidence(found: Any) -> float:
+    if found is None:
+        return 0.0
     upright = 0.1 if _is_sideways(found) else 1.0
     return upright * float(sum(score * len(text) for score, text in zip(found.scores, found.txts, strict=True)))
