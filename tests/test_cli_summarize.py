@@ -467,7 +467,7 @@ def test_extract_only_asks_no_model(office, monkeypatch):
     done = office("a.txt:2-3", "--extract-only")
     assert (done.exit, done.out) == (0, f"[p. 2]\n{PAGES[1]}\n\n[p. 3]\n{PAGES[2]}\n")
     document = json.loads(office("a.txt", "--pages", "3", "--extract-only", "--json").out)
-    assert document["documents"][0]["sections"] == [{"number": 3, "label": "3", "text": PAGES[2]}]
+    assert document["documents"][0]["sections"] == [{"number": 3, "label": "3", "is_ocr": False, "text": PAGES[2]}]
 
 
 def test_a_terminal_gets_no_escapes_of_a_file(office):

@@ -86,7 +86,6 @@ def _why(job: ParseJob, error: int) -> BadInput:
 
 SHOWN = 8  # names of attached files in a note
 NOTES = {  # attribute of a page -> note
-    "is_garbled": "a font on page {} does not name its letters, so parts are unreadable",
     "is_broken": "page {} is damaged and could not be read",
     "is_hidden": "page {}: invisible text was skipped (invisible, in the page colour, or covered)",
     "is_cut": "page {}: text outside the page was skipped",
@@ -118,8 +117,8 @@ def read(file: IO[bytes], job: ParseJob) -> Parsed:
     with_text = {section.number for section in sections}
     empty = [page for page in asked if page.number not in with_text]
     parsed.without_text = [page.number for page in empty if page.is_picture or page.is_broken]
-    if not sections and not any(page.is_picture for page in empty):
-        raise _nothing(job, asked, recognized)
+    if not sections and not recognized and not any(page.is_picture for page in empty):
+        raise _nothing(job, asked)
     if tried := [n for n in recognized if n in with_text]:
         parsed.notes.append(f"text recognized by OCR, which may have errors: page {listed(tried)}")
     if tried := [n for n in recognized if n not in with_text]:
@@ -166,9 +165,7 @@ def _sections(pages: Sequence[Page]) -> Iterator[Section]:
             yield Section(page.number, str(page.number), whole)
 
 
-def _nothing(job: ParseJob, pages: Sequence[Page], recognized: Sequence[int]) -> BadInput:
-    if recognized:
-        return no_text(job.name, f"OCR found no text on page {listed(recognized)}")
+def _nothing(job: ParseJob, pages: Sequence[Page]) -> BadInput:
     if all(page.is_broken for page in pages):
         return damaged(job.name, "a PDF", "none of its pages can be read")
     if any(page.is_hidden or page.is_cut for page in pages):

@@ -7,7 +7,6 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from stat import S_ISREG
 from typing import IO
@@ -16,17 +15,14 @@ from kvcli.documents.decode import HEAD, check_type, decode, disagreement, sniff
 from kvcli.documents.document import Document, Ocr, Parsed, ParseJob, Span, marked, no_text, parse_pages, split_pages
 from kvcli.documents.parse_in_process import parse_outside
 from kvcli.documents.plain import parse_plain, prompt_text
+from kvcli.documents.scanned_pages import way_to_ocr, with_ocr
 from kvcli.errors import BadInput, UsageError, reading
-from kvcli.installing import EXTRAS, pip
 from kvcli.worker_process import Limits
 
 MAX_BYTES = 64 * 2**20  # of a text; an HTML page or an archive has the same limit
 MAX_PDF = 512 * 2**20  # pictures are not read, so a PDF may be large
 BUNDLED = ("demo:report", "demo:pdf")  # the example documents, by name
 CHUNK = 1 << 20
-MAX_OCR = 200  # pages of a document whose text is recognized
-OCR_MEMORY = 4 << 30  # bytes of address space; most of it is reserved for threads and not used
-OCR_SECONDS = 60  # of processor time for a page, at most
 Progress = Callable[[int, int], None]
 
 
@@ -166,51 +162,16 @@ def _text(data: bytes, job: ParseJob) -> tuple[str, Parsed]:
 
 
 def _outside(file: IO[bytes], job: ParseJob, limits: Limits | None) -> tuple[str, Parsed]:
-    parsed = _with_ocr(file, job, parse_outside(file, replace(job, ocr="off"), limits), limits)
+    parsed = parse_outside(file, replace(job, ocr="off"), limits)
+    parsed = with_ocr(job, parsed, limits, lambda job, limits: parse_outside(file, job, limits))
     if not parsed.sections and parsed.without_text:
         n = len(parsed.without_text)
-        raise no_text(job.name, f"its {n:,} page{'s' * (n > 1)} seem to be scanned", _way_to_ocr(job.ocr))
+        raise no_text(job.name, f"its {n:,} page{'s' * (n > 1)} seem to be scanned", way_to_ocr(job))
     if not parsed.sections:
-        raise no_text(job.name, "its parser found none")
+        raise no_text(job.name, "; ".join(parsed.notes) or "its parser found none")
     if parsed.unit == "page":
         return marked("page", parsed.sections), parsed
     return "\n\n".join(s.text.strip("\n") for s in parsed.sections) + "\n", parsed
-
-
-def _with_ocr(file: IO[bytes], job: ParseJob, parsed: Parsed, limits: Limits | None) -> Parsed:
-    """Return a PDF with the text of its scanned pages recognized, if that is wanted and installed; else with a hint."""
-    n = len({*parsed.without_text, *parsed.unreadable})
-    if job.ocr == "on" and parsed.kind == "pdf":
-        n = len(parsed.sections) + len(parsed.without_text) + parsed.blank
-    if not n or parsed.kind != "pdf":
-        return parsed
-    if job.ocr == "off" or not _has_ocr():
-        if job.ocr == "on":
-            missing = "--ocr on needs rapidocr and onnxruntime, which are not installed"
-            raise BadInput(missing, code="missing_extra", try_=[_way_to_ocr(job.ocr)])
-        parsed.notes.append(f"for text of scanned pages: {_way_to_ocr(job.ocr)}")
-        return parsed
-    if n > MAX_OCR:
-        raise BadInput(
-            f"{job.name} has {n:,} pages to recognize (OCR), and at most {MAX_OCR} are recognized at once",
-            code="document_too_heavy",
-            try_=[f"its pages {1}-{MAX_OCR}: {job.name}:1-{MAX_OCR}", "--ocr off"],
-        )
-    seconds = OCR_SECONDS * (n + 1)
-    try:
-        return parse_outside(file, job, limits or Limits(OCR_MEMORY, seconds, 2.0 * seconds))
-    except BadInput as error:
-        error.try_ = (*error.try_, "--ocr off, without the text of scanned pages")
-        raise
-
-
-def _has_ocr() -> bool:
-    return all(find_spec(package) for package in EXTRAS["ocr"])
-
-
-def _way_to_ocr(ocr: Ocr) -> str:
-    """Return what to type, so that scanned pages are recognized."""
-    return pip(*EXTRAS["ocr"]) if not _has_ocr() else "--ocr auto" if ocr == "off" else ""
 
 
 def _bundled(name: str) -> Path:

@@ -66,15 +66,14 @@ def parse(file: IO[bytes], job: ParseJob, missing: Mapping[str, str] | None = No
     kind = kind_of(file, job.name) if job.kind == "zip" else job.kind
     if kind not in READERS:
         raise BadInput(f"there is no reader for {kind}", code="unknown_type")
-    for reader, extra in ((kind, "docs"), ("ocr", "ocr")):
-        if missing and reader in missing:
-            what = WORDS[kind] if reader == kind else "scanned"
-            raise BadInput(
-                f"{job.name} is {what}, and the package that reads it is not installed",
-                code="missing_extra",
-                lines=[f"there is no module {missing[reader]}"],
-                try_=[pip(*EXTRAS[extra])],
-            )
+    reader = next((one for one in (kind, "ocr") if missing and one in missing), None)
+    if missing and reader is not None:
+        raise BadInput(
+            f"{job.name} is {WORDS[kind]}, and a package that reads it is not installed",
+            code="missing_extra",
+            lines=[f"there is no module {missing[reader]}"],
+            try_=[pip(*EXTRAS["ocr" if reader == "ocr" else "docs"])],
+        )
     if kind != "pdf":
         refuse_pages(job.name, job.spans, f"it is {WORDS[kind]}")
     parsed: Parsed = import_module(f"kvcli.documents.{READERS[kind]}").read(file, replace(job, kind=kind))

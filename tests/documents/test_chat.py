@@ -33,7 +33,7 @@ def test_pages_of_a_pdf_stand_under_their_marks(machine):
     assert pages[2] in " ".join(prompt.split())
     assert pages[0] not in " ".join(prompt.split())
     assert "paper.pdf: no text on page 4, perhaps scanned" in done.err
-    assert "for text of scanned pages: " in done.err
+    assert "text recognition (OCR) reads such pages" in done.err
 
 
 def test_a_piped_pdf_and_a_page_under_another_name(machine, tmp_path):

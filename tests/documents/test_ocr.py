@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvcli.documents import document_of, read
+from kvcli.documents import document_of, read, scanned_pages
 from kvcli.documents.document import Parsed, Section
 from kvcli.errors import BadInput
 from tests.documents import made
@@ -26,7 +26,7 @@ def asked(monkeypatch):
         return Parsed("pdf", "page", [*sections, Section(3, "3", "scan", True)], n_pages=3)
 
     monkeypatch.setattr(read, "parse_outside", parse)
-    monkeypatch.setattr(read, "find_spec", lambda name: True)
+    monkeypatch.setattr(scanned_pages, "find_spec", lambda name: True)
     return jobs
 
 
@@ -39,20 +39,17 @@ def test_pages_without_readable_text_are_recognized_or_all_or_none(asked, ocr, j
     assert [job for job, _ in asked] == jobs
     assert document.recognized == recognized
     assert document.without_text == ((3,) if ocr == "off" else ())
-    assert ("for text of scanned pages: --ocr auto" in document.notes) == (ocr == "off")
-    assert [limits.cpu // read.OCR_SECONDS for _, limits in asked[1:]] == [len(recognized) + 1] * (ocr != "off")
+    assert ("text recognition (OCR) reads such pages: --ocr auto" in document.notes) == (ocr == "off")
+    assert [limits.cpu // scanned_pages.SECONDS for _, limits in asked[1:]] == [len(recognized) + 1] * (ocr != "off")
 
 
 def test_without_the_packages_the_note_says_what_to_install(asked, monkeypatch):
-    monkeypatch.setattr(read, "find_spec", lambda name: None)
+    monkeypatch.setattr(scanned_pages, "find_spec", lambda name: None)
     assert document_of(b"%PDF-1.4\n", "a.pdf").notes[-1].endswith("-m pip install rapidocr onnxruntime")
-    with pytest.raises(BadInput, match="rapidocr") as caught:
-        document_of(b"%PDF-1.4\n", "a.pdf", ocr="on")
-    assert caught.value.code == "missing_extra"
 
 
 def test_too_many_scanned_pages_are_refused_with_their_number(asked, monkeypatch):
-    monkeypatch.setattr(read, "MAX_OCR", 1)
+    monkeypatch.setattr(scanned_pages, "MOST", 1)
     with pytest.raises(BadInput, match="has 2 pages to recognize"):
         document_of(b"%PDF-1.4\n", "a.pdf")
 
@@ -79,7 +76,7 @@ def scan(data: bytes, turn: float = 0, dpi: int = 150) -> bytes:
         (made.plain, 0.7),
         (made.plain, 90),
         (made.plain, 180),
-        (made.columns(60, across=False), 0),
+        (made.columns(2, across=False), 0),
         (made.running, 0),
     ],
     ids=["plain", "inclined", "sideways", "upside down", "columns", "running heads"],
