@@ -607,11 +607,15 @@ def test_words_without_an_option_are_documents_or_the_question(machine):
         (machine.folder / name).write_text(f"words of {name}")
     done = machine("chat", "-f", *names, "What", "is it?")
     assert done.exit == 0, done.err
-    assert "attached: b.md, c 9.md, c 10.md" in done.err
+    assert "documents: b.md, c 9.md, c 10.md" in done.err
     assert re.findall(r"words of (.*)|(What is it\?)", asked(machine)) == [
         *((n, "") for n in names),
         ("", "What is it?"),
     ]
+    (machine.folder / "sub").mkdir()
+    done = machine("chat", "-f", "a.md", "b.md", "sub", "What?", "-m", "demo")
+    assert "not read: sub (a folder)" in done.err
+    assert "words of b.md" in asked(machine)
     assert machine("chat", "demo", "Hello you").exit == 0
     assert "Hello you" in asked(machine)
 
@@ -620,6 +624,7 @@ def test_words_without_an_option_are_documents_or_the_question(machine):
     ("args", "code"),
     [
         (["demo", "Hello", "-p", "you"], "usage"),
+        (["here", "-m", "demo", "-p", "Hi"], "usage"),
         (["demo", "notes/no.md"], "file_missing"),
         (["demo", "no.pdf"], "file_missing"),
     ],

@@ -207,13 +207,13 @@ def chat(world: Environment, options: ChatOptions) -> int:
     model, said, named = sort_words(world, options.model, options.words or [])
     if said and asked.prompt is not None:
         raise UsageError(f"there are two questions, {said!r} and that of -p", try_=["only one of them"])
-    asked = replace(asked, prompt=said or asked.prompt, file=[*(asked.file or []), *named] or None)
+    asked = replace(asked, prompt=said or asked.prompt)
     options = replace(options, model=model, question=asked)
     if wanted.stream and not world.options.json:
         raise UsageError("--stream needs --json", try_=["--json --stream"])
-    others = [asked.file, asked.system, asked.system_file, asked.continue_, asked.resume, options.dry_run]
+    others = [asked.file or named, asked.system, asked.system_file, asked.continue_, asked.resume, options.dry_run]
     packed = pack_of(world, asked.pack, others, ALONE)
-    files = find_files(world, asked.file or [])
+    files = find_files(world, asked.file or [], named)
     with open_saved_chat(world, asked) as opened:
         setup = find_model(setup_of(world, options, packed, opened), [file.name for file in files])
         grammar = read_grammar(world, wanted.schema, wanted.grammar, wanted.json_object)

@@ -31,7 +31,7 @@ def sort_words(world: Environment, model: str | None, more: Sequence[str]) -> tu
         raise BadInput(f"no such file: {questions[0]}", code="file_missing", try_=[hint])
     if files:
         more_files = f" and {len(files) - SHOWN:,} more" if len(files) > SHOWN else ""
-        tell(world, f"attached: {', '.join(files[:SHOWN])}{more_files}")
+        tell(world, f"documents: {', '.join(files[:SHOWN])}{more_files}")
     return model, " ".join(questions) or None, files
 
 

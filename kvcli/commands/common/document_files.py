@@ -44,13 +44,15 @@ class ReadOptions:
 PLAIN = ReadOptions()
 
 
-def find_files(world: Environment, names: Sequence[str]) -> list[DocumentFile]:
+def find_files(world: Environment, names: Sequence[str], many: Sequence[str] = ()) -> list[DocumentFile]:
     """Return the files of names. A folder stands for its documents, a pattern for its matches, in natural order.
 
-    Files that are left out are named in a note. Raises BadInput for a name without documents, and for too many.
+    `many` are more names, of which the shell may have made a pattern. Files that are left out are named in a note.
+    Raises BadInput for a name without documents, and for too many.
     """
-    found: list[DocumentFile] = []
-    for name in names:
+    found, matched = list[DocumentFile](), many if len(many) > 1 else ()
+    matched = [name for name in matched if os.path.lexists(world.cwd / os.path.expanduser(name))]
+    for name in (*names, *(name for name in many if name not in matched)):
         path = world.cwd / os.path.expanduser(name)
         if is_address(name) or name in BUNDLED:
             found.append(DocumentFile(name))
@@ -65,6 +67,8 @@ def find_files(world: Environment, names: Sequence[str]) -> list[DocumentFile]:
                 found.append(DocumentFile(name))
                 continue
         found += [DocumentFile(file, is_typed=False) for file in _documents(world, name, inside)]
+    if matched:
+        found += [DocumentFile(file, is_typed=False) for file in _documents(world, "attached files", matched)]
     if len(found) > MOST:
         raise _too_many(f"{len(found):,} documents are named", f"{MOST} documents")
     return found
