@@ -7,6 +7,7 @@ import sys
 
 EXTRAS = {  # as in pyproject.toml
     "docs": ("beautifulsoup4", "lxml", "markdownify"),
+    "ocr": ("rapidocr", "onnxruntime"),
     "schema": ("llguidance",),
     "llama": ("llama-cpp-python",),
 }

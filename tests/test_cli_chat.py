@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from kvcli.api import End, Turn
+from kvcli.commands.common import document_files
 from kvcli.commands.common.run_setup import Setup
 from kvcli.demo import weights_dir
 from kvcli.engine.sequence.state import Repetition
@@ -263,7 +265,7 @@ def test_stats_modes(machine, mode, shown):
         (["-p", ""], b"", "empty_prompt", "the prompt is empty"),
         (["-p", "-"], b"", "empty_prompt", "the prompt is empty"),
         (["-p", "Hi", "-f", "missing.md"], b"", "file_missing", "no such file: missing.md"),
-        (["-p", "Hi", "-f", "no/*.md"], b"", "file_count", "no/*.md has 0 documents"),
+        (["-p", "Hi", "-f", "no/*.md"], b"", "file_count", "no/*.md: no documents"),
         (["-p", "Hi", "-f", "zero"], b"", "not_text", "zero byte at offset 2"),
         (["-p", "Hi", "-f", "latin"], b"", "bad_encoding", "byte 1, line 1"),
         (["-p", "Hi", "-f", "empty"], b"", "empty_file", "empty is empty"),
@@ -598,6 +600,59 @@ def test_a_folder_and_a_pattern_attach_what_is_in_them(machine, typed):
     assert asked(machine).index("note 1") < asked(machine).index("note 2")
 
 
-def test_names_that_a_shell_made_of_a_pattern_are_told_how_to_type_it(machine):
-    done = machine("chat", "-f", "a.md", "b.md", "c.md", "-p", "Hi", "--json")
-    assert "-f FOLDER, for the documents in it" in json.loads(done.out)["try"]
+def test_words_without_an_option_are_documents_or_the_question(machine):
+    """The shell makes the words `-f a.md b.md ...` of `-f *.md`."""
+    names = ("a.md", "b.md", "c 9.md", "c 10.md")
+    for name in names:
+        (machine.folder / name).write_text(f"words of {name}")
+    done = machine("chat", "-f", *names, "What", "is it?")
+    assert done.exit == 0, done.err
+    assert "documents: b.md, c 9.md, c 10.md" in done.err
+    assert re.findall(r"words of (.*)|(What is it\?)", asked(machine)) == [
+        *((n, "") for n in names),
+        ("", "What is it?"),
+    ]
+    (machine.folder / "sub").mkdir()
+    done = machine("chat", "-f", "a.md", "b.md", "sub", "What?", "-m", "demo")
+    assert "not read: sub (a folder)" in done.err
+    assert "words of b.md" in asked(machine)
+    assert machine("chat", "demo", "Hello you").exit == 0
+    assert "Hello you" in asked(machine)
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["demo", "Hello", "-p", "you"], "usage"),
+        (["here", "-m", "demo", "-p", "Hi"], "usage"),
+        (["demo", "notes/no.md"], "file_missing"),
+        (["demo", "no.pdf"], "file_missing"),
+    ],
+)
+def test_words_without_an_option_that_are_neither(machine, args, code):
+    assert json.loads(machine("chat", *args, "--json").out)["code"] == code
+
+
+def test_unreadable_files_of_a_folder_are_left_out_by_name(machine):
+    (machine.folder / "notes").mkdir()
+    for name, data in (("10.txt", b"ten"), ("9.txt", b"nine"), ("bad.txt", b"\xe9 is Latin-1"), (".swp", b"x")):
+        (machine.folder / "notes" / name).write_bytes(data)
+    done = machine("chat", "-p", "Hi", "-f", "notes")
+    assert done.exit == 0
+    assert "notes: not read: .swp (hidden)" in done.err
+    assert "not attached: notes/bad.txt is not valid UTF-8" in done.err
+    assert asked(machine).index("nine") < asked(machine).index("ten")
+    assert machine("chat", "-p", "Hi", "-f", "notes/bad.txt").exit == 3
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "words"), [("MOST", 1, "2 documents"), ("MOST_BYTES", 4, "MiB of documents")]
+)
+def test_a_folder_has_bounds(machine, monkeypatch, limit, most, words):
+    monkeypatch.setattr(document_files, limit, most)
+    (machine.folder / "notes").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (machine.folder / "notes" / name).write_text("note")
+    done = machine("chat", "-p", "Hi", "-f", "notes")
+    assert "[file_count]" in done.err
+    assert words in done.err

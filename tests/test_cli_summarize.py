@@ -19,6 +19,8 @@ from pydantic import TypeAdapter
 from kvcli.api import Text
 from kvcli.commands.common.exits import Interrupt
 from kvcli.commands.common.run_setup import Setup
+from kvcli.documents import read
+from kvcli.documents.document import Parsed, Section
 from kvcli.schemas.documents import DOCUMENTS
 from tests.demo_model.sample import write_sample
 from tests.documents import made
@@ -356,10 +358,23 @@ def test_a_name_that_is_not_utf8_makes_valid_json(office):
 def test_pages_without_text_are_said_in_the_same_words(office):
     (office.folder / "gap.pdf").write_bytes(made.partly_scanned(Random(1)).data)
     said = "gap.pdf: no text on pages 2, 4, perhaps scanned"
-    assert f"{said}; they are not in the summary; ocrmypdf" in " ".join(office("gap.pdf").err.split())
-    assert said in office("gap.pdf", "--extract-only").err
-    office("gap.pdf", "-o", "gap.html")
+    off = ("--ocr", "off")
+    assert f"{said}; they are not in the summary" in " ".join(office("gap.pdf", *off).err.split())
+    assert said in office("gap.pdf", "--extract-only", *off).err
+    office("gap.pdf", "-o", "gap.html", *off)
     assert said in (office.folder / "gap.html").read_text()
+
+
+def test_recognized_pages_are_marked_in_citations(office, monkeypatch):
+    sections = [Section(i, str(i), text, is_ocr=i == 2) for i, text in enumerate(PAGES, 1)]
+    monkeypatch.setattr(read, "parse_outside", lambda *_: Parsed("pdf", "page", sections, n_pages=3))
+    (office.folder / "scan.pdf").write_bytes(b"%PDF-1.7\n")
+    for more in ((), ("--no-check",)):
+        assert office("scan.pdf", *more).out == "\n".join(POINTS).replace("[p. 2]", "[p. 2, OCR]") + "\n"
+    found = json.loads(office("scan.pdf", "--json").out)
+    assert (found["points"][1]["cites"][0]["is_ocr"], found["source"]["recognized"]) == (True, [2])
+    office("scan.pdf", "-o", "scan.html")
+    assert "p. 2, OCR" in (office.folder / "scan.html").read_text()
 
 
 def test_an_empty_page_of_a_text_was_not_scanned(office):
@@ -452,7 +467,7 @@ def test_extract_only_asks_no_model(office, monkeypatch):
     done = office("a.txt:2-3", "--extract-only")
     assert (done.exit, done.out) == (0, f"[p. 2]\n{PAGES[1]}\n\n[p. 3]\n{PAGES[2]}\n")
     document = json.loads(office("a.txt", "--pages", "3", "--extract-only", "--json").out)
-    assert document["documents"][0]["sections"] == [{"number": 3, "label": "3", "text": PAGES[2]}]
+    assert document["documents"][0]["sections"] == [{"number": 3, "label": "3", "is_ocr": False, "text": PAGES[2]}]
 
 
 def test_a_terminal_gets_no_escapes_of_a_file(office):
@@ -591,7 +606,7 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
         (["~nobody-here/x.pdf", "-o", "x.md"], "file_missing", "no such file: ~nobody-here/x.pdf"),
         (["a.txt", "-o", "~nobody-here/x.md"], "file_unwritable", "its folder does not exist"),
         (["a.txt", "--password-file", "~nobody-here/pw"], "file_unreadable", "No such file"),
-        (["."], "is_a_folder", "is a folder"),
+        (["home"], "file_count", "home: no documents in it"),
         (["empty.pdf"], "empty_file", "is empty"),
         (["a.txt", "a.txt"], "usage", "named twice"),
         (["a.txt", "--extract-only", "--quotes"], "usage", "--extract-only excludes --quotes"),

@@ -46,7 +46,7 @@ ONLY = {
     "triton": {"kernels"},
     "bitsandbytes": {"engine"},
     "gguf": {"bench", "models"},
-    **{parser: {"documents"} for parser in ("pypdfium2", "bs4", "lxml", "markdownify", "docx")},
+    **{parser: {"documents"} for parser in ("pypdfium2", "bs4", "lxml", "markdownify", "docx", "rapidocr", "cv2")},
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import kvcli
 from kvcli.chat.conversation import Chat
 from kvcli.chat.database import LEFT_OUT
-from kvcli.chat.overflow import ASKED, HEAD, KEPT
+from kvcli.chat.overflow import ASKED, HEAD, KEPT, ContextWindow
 from kvcli.chat.saved_chats import SavedChats
 from kvcli.documents import document_of
 from kvcli.errors import ContextOverflow
@@ -49,6 +49,13 @@ def test_by_default_it_is_refused_and_the_way_out_is_named(tmp_path):
     with pytest.raises(ContextOverflow):
         ask(chat, 50)
     assert not chat.visible_messages.left
+
+
+@pytest.mark.parametrize(("prompt", "models"), [(900, []), (20_000, ["qwen3-0.6b"]), (9_000_000, [])])
+def test_models_whose_window_is_long_enough_are_named(prompt, models):
+    with pytest.raises(ContextOverflow) as caught:
+        ContextWindow(limit=500, most=1000, reserve=10).room(prompt, 10)
+    assert [hint.split()[1] for hint in caught.value.try_ if hint.startswith("-m ")] == models
 
 
 @pytest.mark.parametrize("long", [60, 110, 170, 600])

@@ -315,7 +315,7 @@ def test_a_folder_and_a_pattern_attach_what_is_in_them(talk, tmp_path):
         (tmp_path / "notes" / name).write_bytes(data)
     said = talk.type("/file notes")
     assert [document.name for document in talk.chat.documents] == ["a.md", "b.txt"]
-    assert "not used: c.png" in said
+    assert "not read: .hidden (hidden), below (a folder), c.png (no document)" in said
     assert "as 2 of /files" in talk.type("/file notes/*.txt")
     assert "[file_count]" in talk.type("/file notes/*.pdf")
     assert "[file_count]" in talk.type("/file notes/below")

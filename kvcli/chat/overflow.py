@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.chat.transcript import Message
 from kvcli.documents import split_pages
 from kvcli.errors import BadInput, ContextOverflow
+from kvcli.models.catalog import CATALOG
 from kvcli.models.text import encode
 
 if TYPE_CHECKING:
@@ -62,7 +63,16 @@ class ContextWindow:
             ways.append(f"--ctx {most} --max-new-tokens {most - prompt}")
         if prompt < self.limit:
             ways.append(f"--max-new-tokens {self.limit - prompt}")
+        if prompt + reserve > self.most:
+            ways += with_longer_windows(prompt + reserve)
         return [*ways, "attach a shorter document", "in a chat /drop or /undo, or --set context.on_overflow=drop"]
+
+
+def with_longer_windows(tokens: int) -> list[str]:
+    """Return the option for the smallest models of the list whose context window has room for `tokens`."""
+    fits = [one for one in CATALOG if one.shape.limit >= tokens and not one.terms]
+    names = [one.name for one in sorted(fits, key=lambda one: one.parameters)[:3]]
+    return [f"-m {' or -m '.join(names)}: a longer context window"] if names else []
 
 
 def refuse_longer(text: str, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
@@ -73,7 +83,11 @@ def refuse_longer(text: str, tokenizer: PreTrainedTokenizerBase, limit: int) -> 
         "the chat is longer than the context window",
         lines=[f"{len(text):,} characters, at least {least:,} tokens > {limit:,}"],
         detail={"prompt": least, "reserve": 0, "limit": limit},
-        try_=["attach a shorter document", "kvcli summarize FILE, which reads it in parts"],
+        try_=[
+            "kvcli summarize FILE, which reads it in parts",
+            *with_longer_windows(least),
+            "attach a shorter document",
+        ],
     )
 
 

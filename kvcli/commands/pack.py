@@ -28,7 +28,8 @@ ENDS = ".kvs"
 
 
 class PackOptions(Options):
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Documents; paper.pdf:3-9 selects pages.")]
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Documents or folders; paper.pdf:3-9: pages.")]
+    ocr: o.OcrMode = "auto"
     output: str = choice("-o", default=MISSING, metavar="NAME.kvs", help="Output folder; its name ends in .kvs.")
     model: o.ModelOption = None
     system: o.System = None
@@ -46,7 +47,7 @@ def pack(world: Environment, options: PackOptions) -> int:
     Later questions (kvcli chat --pack NAME.kvs) start without prefill. The
     profile sets the compression. The folder contains the text, so keep it private.
     """
-    from kvcli.commands.common.inputs import read_file, read_system, tell_notes
+    from kvcli.commands.common.document_files import ReadOptions, find_files, read_files, read_system
     from kvcli.commands.common.load_model import MemoryWishes, load_model
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.models.suggest_model import find_model
@@ -54,12 +55,11 @@ def pack(world: Environment, options: PackOptions) -> int:
 
     folder = output_folder(world, options.output)
     setup = Setup(world, options.model, o.profile_flags(options.values()), is_typed=options.model is not None)
-    setup = find_model(setup, options.files)
+    files = find_files(world, options.files)
+    setup = find_model(setup, [file.name for file in files])
     profile = setup.profile
     setup.look(profile)
-    documents = [read_file(world, name) for name in options.files]
-    for document in documents:
-        tell_notes(world, document)
+    documents = read_files(world, files, ReadOptions(ocr=options.ocr))
     screen = Screen.of(world)
     run, text_session = load_model(setup, profile, MemoryWishes(options.force, options.ctx == "max"), screen)
     from kvcli.chat.conversation import Chat

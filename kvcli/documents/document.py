@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -43,6 +43,11 @@ def split_pages(path: str) -> tuple[str, str | None]:
     return (found[1], found[2]) if found else (path, None)
 
 
+def is_address(name: str) -> bool:
+    """True for the name of a web page, `http://...` or `https://...`, instead of a file."""
+    return name[:8].casefold().startswith(("http://", "https://"))
+
+
 def present(spans: Sequence[Span], numbers: Sequence[int], name: str) -> set[int]:
     """Return the pages of a file that the spans name. A range is never enumerated."""
     for first, last in spans:
@@ -77,6 +82,8 @@ def listed(pages: Sequence[int]) -> str:
 # Parse jobs (input of a document reader) and parsed files (its result).
 
 
+# pages of a PDF whose text is recognized (OCR): pictures without text and pages with unreadable fonts, none, or all
+Ocr = Literal["auto", "off", "on"]
 MAX_SECTIONS = 100_000
 MAX_CHARACTERS = 64 * 2**20  # of all sections together
 
@@ -90,6 +97,8 @@ class ParseJob:
     spans: tuple[Span, ...] = ()  # none: all pages
     password: str | None = None
     typed: bool = False  # True if the user named the kind
+    ocr: Ocr = "off"
+    progress: Callable[[int, int], None] | None = None  # gets page i of n while text is recognized
 
 
 @dataclass(slots=True)
@@ -102,6 +111,7 @@ class Parsed:
     title: str | None = None
     n_pages: int | None = None
     without_text: list[int] = field(default_factory=list)
+    unreadable: list[int] = field(default_factory=list)  # pages whose fonts do not name their letters
     blank: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -161,6 +171,7 @@ class Section:
     number: int  # page number, or else 1, 2, .. in order
     label: str  # label in a citation: "12", "Methods", "41-80"
     text: str  # without marks
+    is_ocr: bool = False  # True if the text was recognized in a picture of the page
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +194,11 @@ class Document:
     title: str | None = None
     notes: tuple[str, ...] = ()  # decisions and omissions of the reader, one sentence each
     _counts: dict[int, tuple[Counter, int]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def recognized(self) -> tuple[int, ...]:
+        """Numbers of the sections whose text was recognized in a picture."""
+        return tuple(section.number for section in self.sections if section.is_ocr)
 
     @property
     def lines(self) -> int:

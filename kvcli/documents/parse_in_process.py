@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import IO, Any
 
 from kvcli.documents.dehyphenate import unmarked
@@ -24,7 +24,7 @@ def parse_outside(file: IO[bytes], job: ParseJob, limits: Limits | None = None) 
     reader = WorkerProcess("kvcli.documents.worker", limits, file.fileno())
     answer = _Answer(job)
     try:
-        for line in reader.ask(json.dumps(asdict(job)).encode(), limits.wall):
+        for line in reader.ask(json.dumps(asdict(replace(job, progress=None))).encode(), limits.wall):
             answer.take(line)
     except TooSlow:
         raise too_heavy(job, "long", f"{limits.wall:g} seconds") from None
@@ -55,14 +55,17 @@ class _Answer:
                 refuse_too_much(self.job.name, self.characters, len(self.sections), paged=self.job.kind == "pdf")
             elif word == "error":
                 raise _error(value)
+            elif word == "page":
+                if self.job.progress is not None:
+                    self.job.progress(*map(int, value))
             else:
                 self.parsed = self._end(value)
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
             raise crashed(self.job.name, f"its parser answered nonsense: {error!r}"[:200]) from None
 
-    def _section(self, number: int, label: str, text: str) -> Section:
+    def _section(self, number: int, label: str, text: str, is_ocr: bool = False) -> Section:
         """Return a valid section that can be cited and imitates no other; a lone surrogate is a ValueError."""
-        section = Section(int(number), str(label), unmarked(str(text)))
+        section = Section(int(number), str(label), unmarked(str(text)), bool(is_ocr))
         section.text.encode()
         if not section.text.strip() or section.number <= (self.sections[-1].number if self.sections else 0):
             raise ValueError("a section without text, or out of order")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import IO, Any
 
 import pypdfium2 as pdfium
@@ -85,7 +86,6 @@ def _why(job: ParseJob, error: int) -> BadInput:
 
 SHOWN = 8  # names of attached files in a note
 NOTES = {  # attribute of a page -> note
-    "is_garbled": "a font on page {} does not name its letters, so parts are unreadable",
     "is_broken": "page {} is damaged and could not be read",
     "is_hidden": "page {}: invisible text was skipped (invisible, in the page colour, or covered)",
     "is_cut": "page {}: text outside the page was skipped",
@@ -107,13 +107,23 @@ def read(file: IO[bytes], job: ParseJob) -> Parsed:
     around = {n for end in (min(wanted), max(wanted)) for n in range(end - NEAR, end + NEAR + 1) if n in numbers}
     pages = list(_pages(document, sorted(around | wanted), job.name, seen))
     asked = [page for page in pages if page.number in wanted]
-    sections = [section for section in _sections(pages) if section.number in wanted]
-    if not sections:
-        raise _nothing(job, asked)
+    recognized = _recognize(document, asked, job)
+    sections = [
+        replace(section, is_ocr=section.number in recognized)
+        for section in _sections(pages)
+        if section.number in wanted
+    ]
     parsed = Parsed("pdf", "page", sections, title=_title(document), n_pages=n_pages)
     with_text = {section.number for section in sections}
     empty = [page for page in asked if page.number not in with_text]
     parsed.without_text = [page.number for page in empty if page.is_picture or page.is_broken]
+    if not sections and not recognized and not any(page.is_picture for page in empty):
+        raise _nothing(job, asked)
+    if tried := [n for n in recognized if n in with_text]:
+        parsed.notes.append(f"text recognized by OCR, which may have errors: page {listed(tried)}")
+    if tried := [n for n in recognized if n not in with_text]:
+        parsed.notes.append(f"OCR found no text on page {listed(tried)}")
+    parsed.unreadable = [page.number for page in asked if page.is_garbled]
     parsed.blank = len(empty) - len(parsed.without_text)
     parsed.notes += _notes(asked)
     if not seen.is_complete:
@@ -160,11 +170,21 @@ def _nothing(job: ParseJob, pages: Sequence[Page]) -> BadInput:
         return damaged(job.name, "a PDF", "none of its pages can be read")
     if any(page.is_hidden or page.is_cut for page in pages):
         return no_text(job.name, f"all text of its {len(pages):,} pages is invisible or outside the page")
-    if not any(page.is_picture for page in pages):
-        return no_text(job.name, f"none of {len(pages):,} pages has text or a picture of text")
-    error = no_text(job.name, f"none of {len(pages):,} pages has a text layer: they seem to be scanned")
-    error.try_ = ("add text by OCR first: ocrmypdf IN.pdf OUT.pdf",)
-    return error
+    return no_text(job.name, f"none of {len(pages):,} pages has text or a picture of text")
+
+
+def _recognize(document: Any, pages: Sequence[Page], job: ParseJob) -> list[int]:
+    """Replace the text of pages by what OCR reads, as `job.ocr` says; return their numbers."""
+    chosen = [p for p in pages if job.ocr == "on" or (job.ocr == "auto" and (p.is_picture or p.is_garbled))]
+    if not chosen:
+        return []
+    from kvcli.documents.ocr import recognize  # the worker imported it before it entered the sandbox
+
+    for i, page in enumerate(chosen, 1):
+        if job.progress is not None:
+            job.progress(i, len(chosen))
+        page.pieces, page.is_garbled, page.is_picture = recognize(document, page.number), False, False
+    return [page.number for page in chosen]
 
 
 def _title(document: Any) -> str | None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 from stat import S_ISREG
 from typing import IO
 
 from kvcli.documents.decode import HEAD, check_type, decode, disagreement, sniff
-from kvcli.documents.document import Document, Parsed, ParseJob, Span, marked, no_text, parse_pages, split_pages
+from kvcli.documents.document import Document, Ocr, Parsed, ParseJob, Span, marked, no_text, parse_pages, split_pages
 from kvcli.documents.parse_in_process import parse_outside
 from kvcli.documents.plain import parse_plain, prompt_text
+from kvcli.documents.scanned_pages import way_to_ocr, with_ocr
 from kvcli.errors import BadInput, UsageError, reading
 from kvcli.worker_process import Limits
 
@@ -22,6 +23,7 @@ MAX_BYTES = 64 * 2**20  # of a text; an HTML page or an archive has the same lim
 MAX_PDF = 512 * 2**20  # pictures are not read, so a PDF may be large
 BUNDLED = ("demo:report", "demo:pdf")  # the example documents, by name
 CHUNK = 1 << 20
+Progress = Callable[[int, int], None]
 
 
 def read_document(
@@ -33,19 +35,22 @@ def read_document(
     password: str | None = None,
     type: str | None = None,
     limits: Limits | None = None,
+    ocr: Ocr = "auto",
+    on_page: Progress | None = None,
 ) -> Document:
     """Read a PDF, HTML, EPUB, DOCX, mail, notebook or text file, or a bundled example: `demo:report`, `demo:pdf`.
 
     `paper.pdf:3-9` reads those pages, as `pages` does, unless a file of that full name exists. The kind of a file is
     detected from its content first; `type` overrides it. Messages use `name`, as the user typed it; the document is
-    named by its file name. `limit` is the most bytes to read, and `limits` bound the parser process.
+    named by its file name. `limit` is the most bytes to read, and `limits` bound the parser process. `ocr`: recognize
+    text of scanned pages, of all pages ("on") or of none ("off"); `on_page` then gets "page i of n" as two numbers.
     """
     shown = name or str(path)
     file, spans = _place(path, pages, shown)
     if spans and not pages:
         shown = split_pages(shown)[0]
     kind = check_type(type)
-    job = ParseJob(shown, kind or "", spans, password, typed=kind is not None)
+    job = ParseJob(shown, kind or "", spans, password, typed=kind is not None, ocr=ocr, progress=on_page)
     called = file if file in BUNDLED else Path(file).name
     found = _bundled(file) if file in BUNDLED else Path(os.path.expanduser(file))
     with reading(shown):
@@ -73,10 +78,12 @@ def document_of(
     password: str | None = None,
     type: str | None = None,
     limits: Limits | None = None,
+    ocr: Ocr = "auto",
+    on_page: Progress | None = None,
 ) -> Document:
     """Return a document from bytes already read, for example standard input."""
     kind, spans = check_type(type), parse_pages(pages) if pages else ()
-    job = ParseJob(name, kind or sniff(data[:HEAD], name), spans, password, typed=kind is not None)
+    job = ParseJob(name, kind or sniff(data[:HEAD], name), spans, password, kind is not None, ocr, on_page)
     with reading(name), tempfile.SpooledTemporaryFile(MAX_BYTES) as copy:
         copy.write(data)
         return _document(copy, job, limits)
@@ -155,9 +162,13 @@ def _text(data: bytes, job: ParseJob) -> tuple[str, Parsed]:
 
 
 def _outside(file: IO[bytes], job: ParseJob, limits: Limits | None) -> tuple[str, Parsed]:
-    parsed = parse_outside(file, job, limits)
+    parsed = parse_outside(file, replace(job, ocr="off"), limits)
+    parsed = with_ocr(job, parsed, limits, lambda job, limits: parse_outside(file, job, limits))
+    if not parsed.sections and parsed.without_text:
+        n = len(parsed.without_text)
+        raise no_text(job.name, f"its {n:,} page{'s' * (n > 1)} seem to be scanned", way_to_ocr(job))
     if not parsed.sections:
-        raise no_text(job.name, "its parser found none")
+        raise no_text(job.name, "; ".join(parsed.notes) or "its parser found none")
     if parsed.unit == "page":
         return marked("page", parsed.sections), parsed
     return "\n\n".join(s.text.strip("\n") for s in parsed.sections) + "\n", parsed
@@ -180,8 +191,8 @@ def too_large(name: str, size: int, limit: int) -> BadInput:
 
 
 def _address(shown: str) -> BadInput:
-    fetch = f"curl -L -o page{'.pdf' if 'pdf' in shown else '.html'} {quote(shown)}"
-    return BadInput(f"{shown} is a web address, and kvcli reads only files", code="not_a_file", try_=[fetch])
+    why = "only http:// and https:// addresses are fetched (from Python by kvcli.documents.fetch.read_address)"
+    return BadInput(f"{shown} is an address, not a file", code="not_a_file", lines=[why], try_=["save it as a file"])
 
 
 def changed(name: str) -> BadInput:

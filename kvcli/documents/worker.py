@@ -25,15 +25,16 @@ def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
     """Read the file behind the descriptor, as the job on standard input asks."""
     set_limits(parent, limits)
     asked = json.loads(sys.stdin.buffer.readline())
-    job = ParseJob(**asked | {"spans": tuple((first, last) for first, last in asked["spans"])})
+    spans = tuple((first, last) for first, last in asked["spans"])
+    job = ParseJob(**asked | {"spans": spans, "progress": lambda *page: tell("page", page)})
     try:
         with os.fdopen(descriptor, "rb") as file:
-            missing = prepare(job.kind)
+            missing = prepare(job)
             enter_sandbox()
             file.seek(0)
             parsed = parse(file, job, missing)
         for section in parsed.sections:
-            tell("section", (section.number, section.label, section.text))
+            tell("section", (section.number, section.label, section.text, section.is_ocr))
         tell("end", asdict(replace(parsed, sections=[])))
     except MemoryError:
         tell_error(too_heavy(job, "much memory", f"{limits['memory'] / 2**20:,.0f} MiB"))
@@ -42,16 +43,18 @@ def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
     except KvcliError as error:
         tell_error(error)
     except Exception as error:  # a parser may raise anything; the parent still reports it in the user's words
-        tell_error(crashed(job.name, f"its parser failed: {type(error).__name__}: {error}"[:300]))
+        last = str(error).strip().rpartition("\n")[2]  # onnxruntime puts a whole traceback before it
+        tell_error(crashed(job.name, f"its parser failed: {type(error).__name__}: {last}"[:300]))
     return 0
 
 
-def prepare(kind: str) -> dict[str, str]:
+def prepare(job: ParseJob) -> dict[str, str]:
     """Import all modules that the reader may need, as later opens fail. Return reader -> missing module."""
     missing = {}
-    for reader in ("epub", "docx") if kind == "zip" else {kind} & {*READERS}:
+    readers = ("epub", "docx") if job.kind == "zip" else [job.kind] if job.kind in READERS else []
+    for reader in (*readers, *(["ocr"] if job.ocr != "off" else [])):
         try:
-            import_module(f"kvcli.documents.{READERS[reader]}")
+            import_module(f"kvcli.documents.{READERS.get(reader, reader)}")
         except ModuleNotFoundError as error:
             missing[reader] = str(error.name)
     preload("encodings")
@@ -63,12 +66,13 @@ def parse(file: IO[bytes], job: ParseJob, missing: Mapping[str, str] | None = No
     kind = kind_of(file, job.name) if job.kind == "zip" else job.kind
     if kind not in READERS:
         raise BadInput(f"there is no reader for {kind}", code="unknown_type")
-    if missing and kind in missing:
+    reader = next((one for one in (kind, "ocr") if missing and one in missing), None)
+    if missing and reader is not None:
         raise BadInput(
-            f"{job.name} is {WORDS[kind]}, and the package that reads it is not installed",
+            f"{job.name} is {WORDS[kind]}, and a package that reads it is not installed",
             code="missing_extra",
-            lines=[f"there is no module {missing[kind]}"],
-            try_=[pip(*EXTRAS["docs"])],
+            lines=[f"there is no module {missing[reader]}"],
+            try_=[pip(*EXTRAS["ocr" if reader == "ocr" else "docs"])],
         )
     if kind != "pdf":
         refuse_pages(job.name, job.spans, f"it is {WORDS[kind]}")

@@ -21,6 +21,7 @@ class SourceFacts(Json):
     unit: Unit = Field(description="unit of citations")
     pages: Count | None = Field(description="pages of the file; null: it has no pages")
     pages_without_text: list[int]
+    recognized: list[int] = Field(default=[], description="pages whose text was recognized in a picture (OCR)")
     sections: Count = Field(description="number of pages, headings, chapters or blocks of lines read")
     tokens: Count | None = Field(description="tokens of the text; null: not counted")
     notes: list[str]
@@ -32,6 +33,7 @@ class CiteFacts(Json):
     label: str = Field(description='place in a citation: "12", "Methods", "41-80"; "" = none')
     document_: str | None = Field(alias="document", description="null: only one document")
     confirmed: bool | None = Field(description="true: the place contains the words of the claim; null with --no-check")
+    is_ocr: bool = Field(default=False, description="true: the text of the place was recognized in a picture (OCR)")
     corrected: bool = Field(description="true: the model cited another place, and the citation was moved to this one")
     instead_of: str | None = Field(description="place that the model cited, if corrected")
     quote: str | None = Field(description="confirming sentence, with --quotes")
@@ -100,6 +102,7 @@ class SummaryPlanDocument(Json):
 class SectionFacts(Json):
     number: Count = Field(description="page number, else 1, 2, ...")
     label: str = Field(description="label in citations")
+    is_ocr: bool = Field(default=False, description="true: the text was recognized in a picture (OCR)")
     text: str
 
 

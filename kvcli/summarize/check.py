@@ -18,7 +18,7 @@ from kvcli.documents.document import SIGNS, clean
 from kvcli.summarize.citations import Place, same, write
 from kvcli.summarize.claim_words import Unit, Word, units, words
 from kvcli.summarize.lexicon import Lexicon
-from kvcli.summarize.result import Cite, Quote
+from kvcli.summarize.result import Cite, Point, Quote
 
 MOST_PARTS = 12  # of a claim; longer statements are no claims
 WIDEST = 5  # pages; a wider range is too vague for a citation
@@ -39,6 +39,7 @@ class Passage:
     place: Place
     text: str
     offset: int = 0
+    is_ocr: bool = False  # recognized in a picture
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -61,6 +62,15 @@ class Claim:
         parts = [tuple(w for w in found if a <= w.start < b) for a, b in pairwise(cuts)]
         quoted = [" ".join(w.key for w in words(match[1])) for match in _QUOTED.finditer(text)]
         return cls(text, tuple(found), tuple(filter(None, parts)), tuple(q for q in quoted if q.count(" ") >= 2))
+
+
+def with_ocr(point: Point, passages: Sequence[Passage]) -> Point:
+    """Return the point with citations of recognized text marked as such."""
+    places = [passage.place for passage in passages if passage.is_ocr]
+    marked = (
+        replace(one, is_ocr=bool(named(one.place, places))) if isinstance(one, Cite) else one for one in point.said
+    )
+    return replace(point, said=tuple(marked)) if places else point
 
 
 class Checker:

@@ -281,14 +281,14 @@ def find(text: str, documents: Sequence[str] = ()) -> list[Bracket]:
     return [_joined(row) for row in found]
 
 
-def write(places: Sequence[Place], doubtful: Collection[Place] = ()) -> str:
-    """Return one bracket for all places, with a question mark after doubtful ones."""
+def write(places: Sequence[Place], doubtful: Collection[Place] = (), recognized: Collection[Place] = ()) -> str:
+    """Return one bracket for all places, with a question mark after doubtful ones, and OCR after recognized ones."""
     groups = []
-    for (document, sign), group in groupby(places, key=lambda p: (p.document, SIGNS[p.unit])):
+    for (document, sign, is_ocr), group in groupby(places, key=lambda p: (p.document, SIGNS[p.unit], p in recognized)):
         labels = [clean(p.label) + "?" * (p in doubtful or not p.label) for p in group]
         name = f"{clean(document)} " if document else ""
         joined = ", ".join(labels) if sign != "§" else "; § ".join(labels)
-        groups.append(f"{name}{sign} {joined}")
+        groups.append(f"{name}{sign} {joined}" + ", OCR" * is_ocr)
     return f"[{'; '.join(groups)}]"
 
 

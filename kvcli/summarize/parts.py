@@ -64,7 +64,7 @@ class Part:
     @property
     def passages(self) -> list[Passage]:
         """Passages that citations are compared with."""
-        return [Passage(p.place, p.section.text[p.start : p.end], p.start) for p in self.pieces]
+        return [Passage(p.place, p.section.text[p.start : p.end], p.start, p.section.is_ocr) for p in self.pieces]
 
     @property
     def span(self) -> tuple[Place, Place]:

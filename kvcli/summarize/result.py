@@ -33,6 +33,7 @@ class Cite:
     confirmed: bool | None  # None: not checked
     instead_of: str | None = None  # the model's citation, if it was corrected: "p. 3"
     quote: Quote | None = None
+    is_ocr: bool = False  # the text of the place was recognized in a picture
 
     @property
     def corrected(self) -> bool:
@@ -73,7 +74,8 @@ class Point:
 def marks(cites: Sequence[Cite]) -> str:
     """Return one bracket for adjacent citations; "" for none."""
     doubtful = [cite.place for cite in cites if cite.confirmed is False]
-    return write([cite.place for cite in cites], doubtful) if cites else ""
+    recognized = [cite.place for cite in cites if cite.is_ocr]
+    return write([cite.place for cite in cites], doubtful, recognized) if cites else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvcli.api import Cancel, End, Text, Turn
 from kvcli.models.channels import Channels
 from kvcli.models.text import render_prompt
-from kvcli.summarize.check import Checker, Passage
+from kvcli.summarize.check import Checker, Passage, with_ocr
 from kvcli.summarize.claim_words import sentences
 from kvcli.summarize.events import (
     CacheWriteFailed,
@@ -265,7 +265,7 @@ class _Run:
         request, names = self.request, self.names
         checker = Checker(passages) if request.cite and request.check else None
         return PointStream(
-            lambda raw: point_of(raw, checker, names, quotes=request.quotes, places=places),
+            lambda raw: with_ocr(point_of(raw, checker, names, quotes=request.quotes, places=places), passages),
             names,
             is_final=is_final,
             take=lambda answer: self.plan.wording.taken(answer, "\n".join(p.text for p in passages)),

@@ -26,13 +26,14 @@ def asked(machine):
 
 def test_pages_of_a_pdf_stand_under_their_marks(machine):
     pages = made.partly_scanned(Random(1)).pages
-    done = machine("chat", "-p", "What?", "-f", "paper.pdf:3-4")
+    done = machine("chat", "-p", "What?", "-f", "paper.pdf:3-4", "--ocr", "off")
     assert done.exit == 0
     prompt = asked(machine)
     assert "[p. 3]\n" in prompt
     assert pages[2] in " ".join(prompt.split())
     assert pages[0] not in " ".join(prompt.split())
     assert "paper.pdf: no text on page 4, perhaps scanned" in done.err
+    assert "text recognition (OCR) reads such pages" in done.err
 
 
 def test_a_piped_pdf_and_a_page_under_another_name(machine, tmp_path):
@@ -61,7 +62,7 @@ def test_what_cannot_be_read_exits_3_before_a_model_loads(machine, tmp_path, mon
     (tmp_path / "cut.pdf").write_bytes(made.plain(Random(1)).data[:2000])
     (tmp_path / "folder").mkdir()
     monkeypatch.setattr(Setup, "load", None)
-    done = machine("chat", "-p", "What?", "-f", file)
+    done = machine("chat", "-p", "What?", "-f", file, "--ocr", "off")
     assert (done.exit, done.out) == (3, "")
     assert f"[{code}]" in done.err
     assert words in done.err

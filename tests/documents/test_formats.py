@@ -230,20 +230,22 @@ def test_a_type_that_is_said_overrides():
 
 
 def test_without_the_extra_the_command_that_installs_it(tmp_path):
-    for blocked in ("bs4", "lxml", "docx"):
+    for blocked in ("bs4", "lxml", "docx", "rapidocr"):
         (tmp_path / f"{blocked}.py").write_text(f"raise ModuleNotFoundError('no', name='{blocked}')")
     code = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"
         "from kvcli.documents import document_of\nfrom kvcli.errors import KvcliError\n"
         "import tests.documents.books as b\n"
         "word = b.zipped({'word/document.xml': ''})\n"
-        "for name, data in (('p.html', b'<html><p>x'), ('b.epub', b.epub()), ('d.docx', word)):\n"
-        "    try:\n        document_of(data, name)\n"
+        "from tests.documents.made import plain, Random\n"
+        "more = ('b.epub', b.epub()), ('d.docx', word), ('a.pdf', plain(Random(1)).data)\n"
+        "for name, data in (('p.html', b'<html><p>x'), *more):\n"
+        "    try:\n        document_of(data, name, ocr='on')\n"
         "    except KvcliError as e:\n        print(e.exit, e.code, *e.try_)\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), str(ROOT)], capture_output=True, text=True, check=False
     )
-    assert run.stdout.splitlines() == [f"3 missing_extra {pip('beautifulsoup4', 'lxml', 'markdownify')}"] * 3, (
-        run.stderr
-    )
+    *docs, ocr = run.stdout.splitlines()
+    assert docs == [f"3 missing_extra {pip('beautifulsoup4', 'lxml', 'markdownify')}"] * 3, run.stderr
+    assert ocr.startswith(f"3 missing_extra {pip('rapidocr', 'onnxruntime')}")

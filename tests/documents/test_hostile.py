@@ -72,7 +72,7 @@ def test_an_encryption_nobody_knows():
 
 
 def test_pictures_only():
-    error = refused(made.scanned(Random(1)), "a.pdf")
+    error = refused(made.scanned(Random(1)), "a.pdf", ocr="off")
     assert error.code == "no_text"
     assert "scanned" in error.lines[0]
 

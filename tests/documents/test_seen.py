@@ -17,6 +17,7 @@ from pypdf.generic import (
     create_string_object,
 )
 
+from kvcli.documents import document_of
 from kvcli.documents.document import Parsed, ParseJob
 from kvcli.documents.worker import parse
 from kvcli.errors import BadInput
@@ -193,4 +194,5 @@ def test_a_font_that_does_not_say_its_letters_is_said():
         }
     )
     writer.pages[0]["/Resources"]["/Font"][NameObject("/F1")] = font
-    assert "does not name its letters" in read(made.written(writer)).notes[0]
+    assert read(made.written(writer)).unreadable == [1]
+    assert "does not name its letters" in document_of(made.written(writer), "a.pdf", ocr="off").notes[0]

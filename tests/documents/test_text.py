@@ -69,8 +69,7 @@ def test_an_archive_is_named_with_what_unpacks_it(tmp_path, monkeypatch, name):
 def test_an_address_is_no_file(address):
     error = refused(address)
     assert error.code == "not_a_file"
-    assert error.try_[0].startswith("curl -L -o page")
-    assert error.try_[0].endswith(address.removesuffix(":3-9"))
+    assert "read_address fetches" in error.lines[0]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])

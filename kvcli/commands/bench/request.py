@@ -14,8 +14,8 @@ from kvcli.bench.grid import Vary, check_keys, contexts, variants
 from kvcli.bench.history import read
 from kvcli.bench.side_factory import BASELINES, Recipe, baseline_of, drawing
 from kvcli.bench.workloads import NAMES, usual
+from kvcli.commands.common.document_files import read_file
 from kvcli.commands.common.flags import listed, tokens
-from kvcli.commands.common.inputs import read_file
 from kvcli.errors import UsageError
 from kvcli.schemas.bench import BenchArgs
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from os.path import expanduser
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvcli.commands.common.load_model import CheckedRun, MemoryWishes
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.summarize.options import SummarizeOptions
+    from kvcli.documents import Document
     from kvcli.engine.sequence.constraint import Constraint
     from kvcli.settings.profile import Profile
 
@@ -141,7 +142,8 @@ def profile_of(setup: Setup, packed: Pack | None) -> Profile:
 app = typer.Typer(add_completion=False)
 
 ALONE = "--file, --system, --continue, --resume and --dry-run"
-_FILE = "Attach a file, a folder of files or a quoted '*.txt'; paper.pdf:3-9 for pages of it. Repeatable."
+_FILE = "Attach a file, a folder, '*.txt' or an https:// address; paper.pdf:3-9 for pages. Repeatable."
+_WORDS = "A question, as -p, and files to attach, as -f."
 
 _PROMPT = "Ask this question and exit; - reads it from standard input."
 _TOP_P = "Nucleus sampling: the smallest set of tokens with total probability F."
@@ -153,6 +155,7 @@ class QuestionOptions(Options, panel="The question"):
         "-p", metavar="TEXT", help="Ask this question and exit; - reads it from standard input."
     )
     file: list[str] | None = choice("-f", metavar="PATH", help=_FILE)
+    ocr: o.OcrMode = "auto"
     pack: str | None = choice(metavar="NAME.kvs", help="Ask about documents that kvcli pack saved.")
     system: o.System = None
     system_file: o.SystemFile = None
@@ -181,6 +184,7 @@ class AnswerOptions(Options, panel="The answer"):
 
 class ChatOptions(Options, panel="The model"):
     model: o.ModelName = None
+    words: Annotated[list[str] | None, typer.Argument(metavar="QUESTION", help=_WORDS)] = None
     question: QuestionOptions
     answer: AnswerOptions
     run: o.RunOptions
@@ -194,25 +198,33 @@ def chat(world: Environment, options: ChatOptions) -> int:
     The answer goes to stdout, everything else to stderr. "KV" in the figures
     is the KV cache: keys and values of all tokens, computed only once.
     """
-    from kvcli.commands.common.inputs import STDIN, files_of, read_question
+    from kvcli.commands.chat.words import sort_words
+    from kvcli.commands.common.document_files import ReadOptions, find_files, read_files, read_system
+    from kvcli.commands.common.inputs import STDIN, read_question
     from kvcli.commands.models.suggest_model import find_model, tell_toy
 
-    asked, wanted = options.question, options.answer
+    asked, wanted, how = options.question, options.answer, ReadOptions(ocr=options.question.ocr)
+    model, said, named = sort_words(world, options.model, options.words or [])
+    if said and asked.prompt is not None:
+        raise UsageError(f"there are two questions, {said!r} and that of -p", try_=["only one of them"])
+    asked = replace(asked, prompt=said or asked.prompt)
+    options = replace(options, model=model, question=asked)
     if wanted.stream and not world.options.json:
         raise UsageError("--stream needs --json", try_=["--json --stream"])
-    others = [asked.file, asked.system, asked.system_file, asked.continue_, asked.resume, options.dry_run]
+    others = [asked.file or named, asked.system, asked.system_file, asked.continue_, asked.resume, options.dry_run]
     packed = pack_of(world, asked.pack, others, ALONE)
-    files = files_of(world, asked.file or [])
+    files = find_files(world, asked.file or [], named)
     with open_saved_chat(world, asked) as opened:
-        setup = find_model(setup_of(world, options, packed, opened), files)
+        setup = find_model(setup_of(world, options, packed, opened), [file.name for file in files])
         grammar = read_grammar(world, wanted.schema, wanted.grammar, wanted.json_object)
         profile = profile_of(setup, packed)
         if options.dry_run:
             from kvcli.commands.chat.dry_run import print_plan
 
-            return print_plan(setup, profile, files)
+            return print_plan(setup, profile, read_files(world, files, how))
         setup.look(profile)
-        question = read_question(world, asked.prompt, files, asked.system, asked.system_file)
+        documents, system = read_files(world, files, how), read_system(world, asked.system, asked.system_file)
+        question = read_question(world, asked.prompt, documents, system)
         if packed is not None:
             question = about_pack(question, packed)
         setup = find_model(setup, [d.name for d in question.documents if d.name == STDIN])
@@ -368,7 +380,6 @@ class ChatRun:
         """Run the interactive chat."""
         from kvcli.commands.chat.repl import Repl
         from kvcli.commands.chat.slash import SLASH
-        from kvcli.commands.models.suggest_model import find_model
 
         if not self.screen.quiet:
             self.screen.err.lines(self.opening())
@@ -385,7 +396,7 @@ class ChatRun:
             after_turn=self.after_turn,
             constraint=self.constraint,
             change_model=self.change_model,
-            before_file=lambda name: find_model(self.setup, [name], may_ask=False),
+            read=self.read,
         )
         return repl.run()
 
@@ -419,6 +430,14 @@ class ChatRun:
         if turn is not None:
             self.screen.note(self.held.missed(turn) if self.held is not None else "")
             self.screen.note(self.run.record(self.chat.text_session.profile, turn))
+
+    def read(self, name: str) -> list[Document]:
+        """Return the documents of a name that /file gets, with the options of the command line."""
+        from kvcli.commands.common.document_files import ReadOptions, find_files, read_files
+        from kvcli.commands.models.suggest_model import find_model
+
+        find_model(self.setup, [name], may_ask=False)
+        return read_files(self.world, find_files(self.world, [name]), ReadOptions(ocr=self.options.question.ocr))
 
     def change_model(self, repl: Repl, name: str) -> None:
         """Continue the interactive chat with another model. If it cannot be loaded, nothing has changed."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.commands.common.inputs import read_file
 from kvcli.commands.common.load_model import outlook_of
 from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import refuse_beyond
@@ -16,14 +15,15 @@ from kvcli.schemas.listings import PlanDocument
 
 if TYPE_CHECKING:
     from kvcli.commands.common.run_setup import Setup
+    from kvcli.documents import Document
     from kvcli.fit.plan import Plan
     from kvcli.models.source import Source
     from kvcli.settings.profile import Profile
 
 
-def print_plan(setup: Setup, profile: Profile, files: Sequence[str]) -> int:
+def print_plan(setup: Setup, profile: Profile, documents: Sequence[Document]) -> int:
     """Print the plan in words, or as `kvcli.plan/1`."""
-    document = plan(setup, profile, files)
+    document = plan(setup, profile, documents)
     if setup.world.options.json:
         print_json(setup.world, document)
         return ExitStatus.OK
@@ -46,10 +46,9 @@ def print_plan(setup: Setup, profile: Profile, files: Sequence[str]) -> int:
     return ExitStatus.OK
 
 
-def plan(setup: Setup, profile: Profile, files: Sequence[str]) -> PlanDocument:
-    """Return the plan, from files and settings only."""
+def plan(setup: Setup, profile: Profile, documents: Sequence[Document]) -> PlanDocument:
+    """Return the plan, from documents and settings only."""
     world = setup.world
-    documents = [read_file(world, name) for name in files]
     entry = look_at(world, setup.name, kind_of(world, setup.name), profile.load.allow_pickle, strict=True)
     found = setup.fetch(profile)
     refuse_beyond(profile, entry.context or 0, setup.name)

@@ -18,8 +18,10 @@ from kvcli.chat.conversation import Chat
 from kvcli.commands.chat import line_editor
 from kvcli.commands.chat.save_chat import save_kv_cache, try_save
 from kvcli.commands.chat.slash_table import SlashTable
+from kvcli.commands.common.document_files import find_files, read_files
 from kvcli.commands.common.exits import Interrupt, machine_gave_out
 from kvcli.commands.common.inputs import well_formed
+from kvcli.documents import Document
 from kvcli.documents.decode import decode
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, ExitStatus, KvcliError
@@ -52,22 +54,23 @@ class Repl:
         sets: Sequence[str] = (),
         after_turn: Callable[[Turn | None], None] | None = None,
         memory: Callable[[], ProcessMemory | None] | None = None,
-        before_file: Callable[[str], object] | None = None,
+        read: Callable[[str], list[Document]] | None = None,
         change_model: Callable[[Repl, str], None] | None = None,
         history: Path | None = None,
         saves: bool = False,
         constraint: Constraint | None = None,
     ) -> None:
-        """`before_file` may refuse a document; `change_model` changes the model of the chat; `after_turn` receives the
-        last turn. `saves`: save the chat before each prompt. `memory` is shown in the live row (default: the process's
-        RSS). `constraint` restricts every answer.
+        """`read` returns the documents of a name (default: as files are read); `change_model` changes the model of the
+        chat; `after_turn` receives the last turn. `saves`: save the chat before each prompt. `memory` is shown in the
+        live row (default: the process's RSS). `constraint` restricts every answer.
         """
         self.saves, self.constraint = saves, constraint
         self.chat, self.screen, self.world, self.commands = chat, screen, world, commands
         self.profiles, self.profile_name = profiles, profile
         self.given, self.said = list(sets), list[str]()  # KEY=VALUE of the command line, and of /set
         self.memory, self.change_model = memory, change_model
-        self.after_turn, self.before_file = after_turn, before_file
+        self.after_turn = after_turn
+        self.read = read or (lambda name: read_files(world, find_files(world, [name])))
         self.reader = line_editor.reader(world, commands, self._words(), history)
         self.last: Turn | None = None
         self.is_over = False

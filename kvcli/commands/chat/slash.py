@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from kvcli.commands.chat.save_chat import FEW, about, choices, reopen
 from kvcli.commands.chat.slash_table import SlashTable
-from kvcli.commands.common.inputs import files_of, notes_of, read_file
 from kvcli.errors import BadConfig, BadInput, UsageError
 from kvcli.render.summarize.notes import size
 from kvcli.render.terminal import tables
@@ -16,6 +15,7 @@ from kvcli.render.turn.turn_view import show_summary
 
 if TYPE_CHECKING:
     from kvcli.commands.chat.repl import Repl
+    from kvcli.documents import Document
     from kvcli.schemas.chats import ChatEntry
 
 SLASH = SlashTable()
@@ -85,27 +85,25 @@ def _edit(repl: Repl, _: str) -> None:
 
 
 @SLASH.add(
-    "file", "PATH", "attach a file, a folder or *.txt to the next question; paper.pdf:3-9 for pages", completes="path"
+    "file",
+    "PATH",
+    "attach a file, folder, *.txt or https://... to the next question; paper.pdf:3-9 for pages",
+    completes="path",
 )
 def _file(repl: Repl, argument: str) -> None:
     path = argument.strip("\"'")
     if not path:
         raise UsageError("which file?", try_=["/file report.md", "/file paper.pdf:3-9", "/file demo:report"])
-    if repl.before_file is not None:
-        repl.before_file(path)
-    for file in files_of(repl.world, [path]):
-        _attach(repl, file)
+    for document in repl.read(path):
+        _attach(repl, document)
 
 
-def _attach(repl: Repl, path: str) -> None:
-    document = read_file(repl.world, path)
+def _attach(repl: Repl, document: Document) -> None:
     name = document.name
     if (place := repl.chat.place(document)) is not None:
         repl.say(f"{name} is attached already, as {place + 1} of /files")
         return
     repl.chat.attach(document)
-    for note in notes_of(document):
-        repl.warn(note)
     tokens = document.tokens(repl.chat.text_session.tokenizer)
     repl.say(f"attached {name} · {size(document)} · {f.plural(tokens, 'token')}")
     if repl.limit and tokens > repl.limit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from functools import cache, partial
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,8 @@ def take_model(command: Any) -> None:
         (named,) = params_of(NamedModel)
         named.expose_value, named.callback, model.callback = False, _note_model, _one_model
         command.params.append(named)
+        for words in [param for param in command.params if param.opts == ["words"]]:
+            words.callback = _more_words
 
 
 def _complete(command: Any) -> None:
@@ -118,9 +121,18 @@ def _note_model(context: Any, param: Any, value: Any) -> None:
 def _one_model(context: Any, param: Any, value: Any) -> Any:
     """Return the model of the argument MODEL or of --model, which must not differ."""
     named = context.meta.get("model")
+    is_word = value and (" " in value.strip() or "://" in value or (context.obj.cwd / expanduser(value)).is_file())
+    if named and is_word and any(one.opts == ["words"] for one in context.command.params):
+        context.meta["words"] = (value,)
+        return named
     if value and named and value != named:
         raise UsageError(f"two models are named: {value} and --model {named}", try_=["only one of them"])
     return value or named
+
+
+def _more_words(context: Any, param: Any, value: Any) -> list[str]:
+    """Return the words without an option, the first of which stood in the place of a model."""
+    return [*context.meta.get("words", ()), *(value or ())]
 
 
 def _take(context: Any, param: Any, value: Any) -> None:

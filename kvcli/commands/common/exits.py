@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import _thread
 import errno
-import json
 import logging
-import re
 import signal
 import sys
 import threading
@@ -193,7 +191,6 @@ def write_traceback(world: Environment, error: BaseException) -> Path | None:
 # The base class of the option parser's errors. Typer has its own copy of Click; older versions use the real Click.
 UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
-FILES = ["-f FOLDER, for the documents in it", "-f 'notes/*.txt', in quotes"]
 # error numbers of a disk that is full, failing, over quota, or read-only
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EBADF)
 CROWDED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)  # too many open files or processes
@@ -212,16 +209,7 @@ def report_usage_error(world: Environment, args: Sequence[str], problem: Any) ->
     known = {name for param in params for name in param.opts}
     former = {old: new for old, new in FORMER.items() if f" {old} " in typed and new.split()[0] in known}
     nearest = _nearest(problem.option_name, params) if is_option else []
-    question = re.search(r"extra arguments?(?:\(s\))? \((.*)\)$", message) if path.endswith(" chat") else None
-    asks = [f"{path} MODEL -p {json.dumps(question[1], ensure_ascii=False)}"] if question else []
-    # the shell expanded -f notes/* to many names, and the option takes one
-    is_many = "extra argument" in message and any(param.name == "file" for param in params)
-    try_ = [
-        *asks,
-        *(FILES if is_many else ()),
-        *(former.values() or [f"did you mean {option}?" for option in nearest]),
-        f"{path} --help-all",
-    ]
+    try_ = [*(former.values() or [f"did you mean {option}?" for option in nearest]), f"{path} --help-all"]
     lines = [f"{old} is now {new}" for old, new in former.items()]
     return report_error(world, args, UsageError(message[:1].lower() + message[1:], lines=lines, try_=try_))
 

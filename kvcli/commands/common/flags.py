@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from kvcli.commands.common.options import Options, choice, flag, option
+from kvcli.documents.document import Ocr
 from kvcli.errors import UsageError
 from kvcli.settings.schema import registries, tokens_of
 from kvcli.settings.values import Settings
@@ -24,10 +25,14 @@ _PICKLE = "Allow weights in pickle files, which can run code."
 _DRAFT = "Draft model for speculative decoding, or auto (same text, fewer passes)."
 _SPEC = "Drafting method for speculative decoding (same text, fewer passes)."
 
+_OCR = "Recognize text of scanned pages (auto), of all pages of a PDF (on), or of none (off)."
+
 StatsMode = Literal["live", "turn", "off"]
 Figures = Annotated[StatsMode | None, option("--stats", help=_FIGURES, panel="The answer", rare=True)]
 System = Annotated[str | None, _ask("--system", "-s", metavar="TEXT", help="System message.")]
 SystemFile = Annotated[str | None, _ask("--system-file", metavar="PATH", help="System message from a file.", rare=True)]
+
+OcrMode = Annotated[Ocr, option("--ocr", help=_OCR, rare=True)]
 
 ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)]
 ModelOption = Annotated[str | None, _model("--model", "-m", metavar="MODEL", help=MODEL)]

@@ -1,4 +1,4 @@
-"""Inputs of a command: question and documents from flags, files and standard input, checked before a model loads."""
+"""Inputs of a command: the question, from a flag or standard input, and what it asks and tells on the terminal."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import select
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
-from glob import glob
 
-from kvcli.documents import BUNDLED, MAX_BYTES, Document, decode, document_of, read_document, split_pages, too_large
-from kvcli.documents.decode import HEAD, looks_readable
+from kvcli.documents import MAX_BYTES, Document, decode, document_of, too_large
+from kvcli.documents.decode import HEAD
 from kvcli.documents.read import most_bytes
 from kvcli.environment import Environment
-from kvcli.errors import BadInput, UsageError, reading
+from kvcli.errors import BadInput
 
 STDIN = "standard input"
-MOST = 200  # documents in a folder or pattern, at most
-FEW = 5  # similar names that an error lists
 PATIENCE = 1.0  # seconds of waiting for standard input before a message
 
 
@@ -31,13 +28,10 @@ class Question:
 
 
 def read_question(
-    world: Environment, prompt: str | None, files: Sequence[str], system: str | None, system_file: str | None
+    world: Environment, prompt: str | None, documents: Sequence[Document], system: str | None
 ) -> Question:
-    """Read question and documents. Documents come first, so that a wrong name does not wait for standard input."""
-    documents = [read_file(world, name) for name in files]
-    for document in documents:
-        tell_notes(world, document)
-    system_text = read_system(world, system, system_file)
+    """Return the question about documents that are read already, from the flag or from standard input."""
+    documents = [*documents]
     if prompt is not None and prompt != "-":
         if has_piped_input(world) and (data := read_stdin(world)).strip():
             documents.append(document_of(data, STDIN))
@@ -52,50 +46,7 @@ def read_question(
         raise empty_prompt()
     if text is not None and not text.strip():
         raise empty_prompt()
-    return Question(text, tuple(documents), system_text)
-
-
-def read_file(
-    world: Environment, name: str, *, pages: str | None = None, type: str | None = None, password: str | None = None
-) -> Document:
-    """Read a document by its path, relative to the user's folder, or the bundled one; `paper.pdf:3-9` selects pages."""
-    if name == "-":
-        hint = "leave out -f -: with -p, standard input is attached automatically"
-        raise UsageError("--file takes a path, not -", try_=[hint, "./- for a file of that name"])
-    bundled = split_pages(name)[0] in BUNDLED
-    from kvcli.render.terminal.screen import Screen
-    from kvcli.render.turn.turn_view import busy_word
-
-    with busy_word(Screen.of(world), f"reading {name}"):
-        path = name if bundled else world.cwd / os.path.expanduser(name)
-        return read_document(path, name=name, pages=pages, type=type, password=password)
-
-
-def files_of(world: Environment, names: Sequence[str]) -> list[str]:
-    """Return files by name. A folder stands for its documents, a pattern like `notes/*.txt` for its matches."""
-    found: list[str] = []
-    for name in names:
-        path = world.cwd / os.path.expanduser(name)
-        with reading(name):
-            if path.is_dir():
-                inside = [file for file in sorted(path.iterdir()) if file.is_file() and not file.name.startswith(".")]
-                left = [file.name for file in inside if not looks_readable(file)]
-                more = [os.path.join(name, file.name) for file in inside if file.name not in left]
-                if left:
-                    tell(world, f"{name}: no documents; not used: {', '.join(left[:FEW])}{', ...' * (len(left) > FEW)}")
-            elif set(name) & set("*?[") and not os.path.lexists(path):
-                matching = sorted(glob(os.path.expanduser(name), root_dir=world.cwd, recursive=True))
-                more = [file for file in matching if (world.cwd / file).is_file()]
-            else:
-                more = [name]
-        if not 0 < len(more) <= MOST:
-            raise BadInput(
-                f"{name} has {len(more):,} documents, and at most {MOST} can be attached at once",
-                code="file_count",
-                try_=["-f FILE", "-f FOLDER", "-f 'FOLDER/*.txt'"],
-            )
-        found += more
-    return found
+    return Question(text, tuple(documents), system)
 
 
 def notes_of(document: Document) -> list[str]:
@@ -109,15 +60,6 @@ def notes_of(document: Document) -> list[str]:
 def tell_notes(world: Environment, document: Document) -> None:
     for note in notes_of(document):
         tell(world, note)
-
-
-def read_system(world: Environment, text: str | None, file: str | None) -> str | None:
-    """Return the system message from the flag or from a file."""
-    if text is not None and file is not None:
-        raise UsageError("--system and --system-file exclude each other", try_=["only one of them"])
-    if file is not None:
-        return read_file(world, file).text.rstrip("\n")
-    return well_formed(text, "the system text") if text else None
 
 
 def well_formed(text: str, what: str) -> str:

@@ -49,7 +49,7 @@ def profile_heads(world: Environment, options: HeadsOptions) -> None:
 def _request(setup: Setup, profile: Profile, options: HeadsOptions) -> ProbeRequest:
     """Return the checked options, before anything is loaded."""
     from kvcli.bench.grid import contexts
-    from kvcli.commands.common.inputs import read_file
+    from kvcli.commands.common.document_files import read_file
     from kvcli.heads.request import ProbeRequest
     from kvcli.schemas.heads import TEXTS
 

@@ -23,30 +23,31 @@ def summarize(world: Environment, options: SummarizeOptions) -> int:
     the same command continues with the next part.
     """
     from kvcli.commands.chat.command import pack_of, profile_of, setup_of
+    from kvcli.commands.common.document_files import find_files
     from kvcli.commands.models.suggest_model import find_model
     from kvcli.commands.summarize.documents import of_pack, read_all
     from kvcli.commands.summarize.output import outlet
     from kvcli.commands.summarize.run import SummaryRun
     from kvcli.render.terminal.screen import Screen
 
-    files, given, parts, result = options.files or [], options.documents, options.parts, options.result
+    names, given, parts, result = options.files or [], options.documents, options.parts, options.result
     if given.extract_only:
-        kept = {"files", "pages", "type_", "password_file", "extract_only", "output", "format"}
+        kept = {"files", "pages", "type_", "password_file", "extract_only", "output", "format", "ocr"}
         options.refuse_others("--extract-only", kept)
     if options.dry_run and result.output not in (None, "-"):
         raise UsageError("--dry-run prints the plan and writes no file", try_=["leave out -o"])
     request = options.request()
-    inputs = [*files, *([given.password_file] if given.password_file else [])]
+    inputs = [*names, *([given.password_file] if given.password_file else [])]
     out = outlet(world, result.format, result.output, inputs)
     if out.form == "html" and (given.extract_only or options.dry_run):
         raise UsageError("only summaries can be written as HTML", try_=["--format md", "--format json"])
     screen = Screen.of(world, options.stats)
-    others: list[object] = [files, given.pages, given.type_, given.password_file, given.extract_only, given.each]
+    others: list[object] = [names, given.pages, given.type_, given.password_file, given.extract_only, given.each]
     others += [parts.mode != "auto", parts.chunk, parts.overlap]
     packed = pack_of(world, given.pack, others, ALONE)
-    setup = setup_of(world, options, packed)
+    setup, files = setup_of(world, options, packed), find_files(world, names)
     if not given.extract_only:  # extraction needs no model
-        setup = find_model(setup, files)
+        setup = find_model(setup, [file.name for file in files])
     profile = profile_of(setup, packed)
     if not given.extract_only:
         setup.look(profile)

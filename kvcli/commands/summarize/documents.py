@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from os.path import expanduser
 from typing import TYPE_CHECKING
 
-from kvcli.commands.common.inputs import STDIN, read_file, read_stdin
+from kvcli.commands.common.document_files import DocumentFile, ReadOptions, read_file
+from kvcli.commands.common.inputs import STDIN, read_stdin
 from kvcli.documents import BUNDLED, Document, document_of, split_pages
 from kvcli.documents.decode import HEAD, check_type, sniff
 from kvcli.errors import BadInput, KvcliError, UsageError
@@ -45,10 +46,10 @@ class InputDocuments:
         return [one.document for one in self.given]
 
 
-def read_all(world: Environment, names: Sequence[str], options: DocumentOptions) -> InputDocuments:
+def read_all(world: Environment, files: Sequence[DocumentFile], options: DocumentOptions) -> InputDocuments:
     """Read all files in the order typed. A single unreadable file raises BadInput; else errors are collected."""
-    password = password_of(world, options.password_file)
-    check_type(options.type_)
+    password, names = password_of(world, options.password_file), [file.name for file in files]
+    how = ReadOptions(options.pages, check_type(options.type_), password, options.ocr)
     if not names:
         raise UsageError(
             "no file is named",
@@ -58,7 +59,7 @@ def read_all(world: Environment, names: Sequence[str], options: DocumentOptions)
     documents = InputDocuments()
     for name in names:
         try:
-            documents.given.append(InputDocument(name, _read(world, name, options, password)))
+            documents.given.append(InputDocument(name, _read(world, name, how)))
         except BadInput as error:
             documents.failed.append((name, error))
     if not documents.given and len(documents.failed) == 1:
@@ -102,10 +103,10 @@ def _file_of(world: Environment, name: str) -> object:
     return name
 
 
-def _read(world: Environment, name: str, options: DocumentOptions, password: str | None) -> Document:
+def _read(world: Environment, name: str, how: ReadOptions) -> Document:
     if name == "-":
-        return document_of(read_stdin(world), STDIN, pages=options.pages, type=options.type_, password=password)
-    return read_file(world, name, pages=options.pages, type=options.type_, password=password)
+        return document_of(read_stdin(world), STDIN, **asdict(how))
+    return read_file(world, name, how)
 
 
 def facts(given: Sequence[InputDocument], tokenizer: Counter | None = None) -> list[SourceFacts]:

@@ -13,7 +13,10 @@ from kvcli.summarize.request import Request, Style, Wish, length_of
 Form = Literal["md", "txt", "json", "html"]
 Citing = Literal["page", "none"]
 
-_FILES = "PDF, HTML, EPUB, DOCX, mail, text, ...; - = standard input, paper.pdf:3-9 = pages, demo:pdf = an example."
+_FILES = (
+    "PDF, HTML, EPUB, DOCX, mail, text, ...: files, folders, '*.txt', https:// addresses; - = standard input, "
+    "paper.pdf:3-9 = pages, demo:pdf = an example."
+)
 _CITE = "Cite pages (sections or lines in files without pages), or nothing."
 _MODE = "Read everything in one part (whole), summarize parts and merge (map-reduce), or whole if it fits (auto)."
 _OUTPUT = "Write the complete summary to FILE instead of stdout; - = stdout."
@@ -35,6 +38,7 @@ class DocumentOptions(Options, panel="The documents"):
     pack: str | None = choice(metavar="NAME.kvs", help="Documents that kvcli pack has saved, instead of files.")
     pages: str | None = choice(metavar="1-20,35", help="Read only these pages.")
     type_: str | None = choice(metavar="NAME", help=_TYPE, rare=True)
+    ocr: o.OcrMode = "auto"
     password_file: str | None = choice(metavar="FILE", help=_PASSWORD, rare=True)
     extract_only: bool = flag(help="Print the extracted text with page marks; no model is used.", rare=True)
     each: bool = flag(help="Write one summary per file instead of one for all files.")

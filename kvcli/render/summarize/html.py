@@ -83,6 +83,7 @@ def _cite(cite: Cite) -> Markup:
     name = f"{place.document} " if place.document else ""
     sign = SIGNS[place.unit] + ("\N{NO-BREAK SPACE}" if SIGNS[place.unit] == "§" else " ")
     words = f"{name}{sign}{place.label}".strip() if place.label else "no place"
+    words += ", OCR" * cite.is_ocr
     kind = {True: "confirmed", False: "doubtful", None: ""}[cite.confirmed]
     title = {"confirmed": "has the words of this point", "doubtful": "could not be confirmed", "": "not checked"}[kind]
     if cite.instead_of:

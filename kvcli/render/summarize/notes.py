@@ -137,8 +137,7 @@ def notes(summary: Summary, documents: Mapping[str, Document], *, cited: bool) -
     for name, document in documents.items():
         if document.without_text:
             left = "they are" if len(document.without_text) > 1 else "it is"
-            mend = "; ocrmypdf IN.pdf OUT.pdf adds text" if document.kind == "pdf" else ""
-            yield f"{scanned(name, document.without_text, document.kind)}; {left} not in the summary{mend}"
+            yield f"{scanned(name, document.without_text, document.kind)}; {left} not in the summary"
 
 
 def checked(unconfirmed: int, corrected: int, n: int) -> Iterator[str]:
