@@ -63,7 +63,7 @@ def write(
     said = {**_keys(arch, c), **vocabulary(arch, words), **keys}
     for key, value in said.items():
         if key not in drop:
-            _put(writer, key, value)
+            put(writer, key, value)
     turn = 0
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
@@ -171,7 +171,7 @@ def vocabulary(arch: str, count: int) -> dict[str, object]:
     return {f"tokenizer.ggml.{key}": value for key, value in said.items()} | ids
 
 
-def _put(writer: Any, key: str, value: object) -> None:
+def put(writer: Any, key: str, value: object) -> None:
     if isinstance(value, list):
         writer.add_array(key, value)
     else:

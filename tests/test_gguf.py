@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"keys": {"llama.block_count": 1 << 31}}, "2,147,483,648 layers"),
     "a number that is none": ({"keys": {"llama.rope.freq_base": math.nan}}, "rope.freq_base is nan"),
     "no base": ({"keys": {"llama.rope.freq_base": 0.0}}, "its rope frequencies"),
-    "heads": ({"keys": {"llama.attention.head_count": 7}}, "not a multiple of 7 heads"),
+    "heads": ({"keys": {"llama.attention.head_count": 7}}, "not a multiple of 7 x 2"),
 }  # fmt: skip
 
 
@@ -403,7 +403,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr("kvcli.models.gguf.convert.numbers", full)
+        broken.setattr("kvcli.models.gguf.pieces.numbers", full)
         with pytest.raises(BadInput, match=r"cannot write .*/cache/gguf/.*: No space"):
             loaded(tmp_path / "tiny.gguf")
     assert list((tmp_path / "cache" / "gguf").iterdir()) == []

@@ -23,7 +23,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from kvcli.errors import BadModel, writing
@@ -33,9 +32,10 @@ from kvcli.kernels.linear_quantized import PackedLinear, QuantizedWeight, refere
 from kvcli.models import source
 from kvcli.models.catalog import Hashes, Stamped, releases
 from kvcli.models.control_words import spelled
-from kvcli.models.gguf.blocks import Bytes, numbers, packed, stays_packed, stretches
+from kvcli.models.gguf.blocks import Bytes, packed, stays_packed
 from kvcli.models.gguf.config import DIGITS, WHOLE, Described, TensorSource, describe
 from kvcli.models.gguf.header import BLOCKS, Header, read
+from kvcli.models.gguf.pieces import raw_rows, values
 from kvcli.models.refusals import blame_files, no_tokenizer
 from kvcli.settings.schema import NUMBERS
 
@@ -128,7 +128,7 @@ def _used(copy: Path) -> int:
     return file.stat().st_atime_ns if file.exists() else 0
 
 
-VERSION = 2  # version of the output format
+VERSION = 3  # version of the output format
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors' name
 
 
@@ -219,33 +219,21 @@ class _Out:
 def _plan(header: Header, described: Described, dtype: str, packs: bool) -> Iterator[_Out]:
     number = getattr(torch, dtype)
     for name, piece in described.pieces.items():
-        stored = header.tensors[piece.stored]
-        rows = partial(_rows, header, piece)
-        if packs and stays_packed(name, stored.kind, stored.shape):
-            module, (n, k) = name.removesuffix(".weight"), stored.shape
+        stored = header.tensors[piece.parts[0].stored]
+        rows = partial(raw_rows, header, piece)
+        if packs and piece.is_plain and stays_packed(name, stored.kind, piece.shape):
+            module, (n, k) = name.removesuffix(".weight"), piece.shape
             data = partial(_nibbles, rows, stored.kind)
             yield _Out(f"{module}.data", "U8", (n, k // 2), n * k // 2, data)
             scale, size = partial(_scales, rows, stored.kind, number), (k // GROUP, n, 2)
             yield _Out(f"{module}.scale", _KINDS[dtype], size, prod(size) * number.itemsize, scale)
         else:
-            plain = partial(_numbers, rows, stored.kind, piece.plus, number)
-            yield _Out(name, _KINDS[dtype], stored.shape, prod(stored.shape) * number.itemsize, plain)
+            plain = partial(_numbers, header, piece, number)
+            yield _Out(name, _KINDS[dtype], piece.shape, prod(piece.shape) * number.itemsize, plain)
 
 
-def _rows(header: Header, piece: TensorSource) -> Iterator[Bytes]:
-    """Blocks of a tensor [rows, bytes], some rows at a time, in transformers' row order."""
-    stored = header.tensors[piece.stored]
-    n = prod(stored.shape[:-1])
-    held = np.memmap(header.path, np.uint8, "r", stored.at, (n, stored.nbytes // n))
-    order = np.arange(n)
-    if piece.heads:  # from pairs that llama.cpp rotates together to halves
-        order = order.reshape(piece.heads, -1, 2).swapaxes(1, 2).reshape(-1)
-    for part in stretches(n, stored.shape[-1]):
-        yield held[order[part]]
-
-
-def _numbers(rows: Callable[[], Iterator[Bytes]], kind: str, plus: float, dtype: torch.dtype) -> Iterator[Tensor]:
-    return ((numbers(raw, kind) - plus).to(dtype) for raw in rows())
+def _numbers(header: Header, piece: TensorSource, dtype: torch.dtype) -> Iterator[Tensor]:
+    return (part.to(dtype) for part in values(header, piece))
 
 
 def _nibbles(rows: Callable[[], Iterator[Bytes]], kind: str) -> Iterator[Tensor]:
