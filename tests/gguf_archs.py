@@ -137,7 +137,7 @@ def _gemma4(name: str, w: Tensor, c: Any) -> Tensors:
         name += ".weight"
     if ".experts." in name and not name.endswith(".weight"):
         name += ".weight"
-    bid = (name.split(".") + [""])[2]
+    bid = [*name.split("."), ""][2]
     if name.endswith("router.scale"):
         name = f"blk.{bid}.ffn_gate_inp.scale"
     elif ".per_expert_scale" in name:
@@ -159,7 +159,7 @@ def _mamba2(name: str, w: Tensor, c: Any) -> Tensors:
 
 
 def _granite_hybrid(name: str, w: Tensor, c: Any) -> Tensors:
-    bid = (name.split(".") + [""])[2]
+    bid = [*name.split("."), ""][2]
     exps, shared = ("_exps", "_shexp") if c.num_local_experts else ("", "")
     if name.endswith("experts.gate_up_proj"):
         gate, up = w.chunk(2, dim=-2)
@@ -442,7 +442,16 @@ _LONGROPE = {
     "long_factor": [1.0, 2.0, 3.0, 4.5],
     "short_factor": [1.0, 1.25, 1.5, 1.75],
 }
-_MINISTRAL = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "beta_fast": 32.0}
+_MINISTRAL = {
+    "head_dim": 16,
+    "rope_parameters": {
+        **_YARN,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+        "beta_fast": 32.0,
+    },
+}
 _HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
 _ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -481,7 +490,7 @@ KINDS = {
     "lfm2": Kind("lfm2", "lfm2", _moe, _lfm2_keys),
     "lfm2moe": Kind("lfm2_moe", "lfm2moe", _moe, _lfm2_keys),
     "mistral3": Kind("mistral_full", "mistral3", _llama, _mistral3_keys),
-    "ministral3": Kind("ministral3", "mistral3", _llama, _mistral3_keys, {"rope_parameters": _MINISTRAL, "head_dim": 16}),
+    "ministral3": Kind("ministral3", "mistral3", _llama, _mistral3_keys, {**_MINISTRAL}),
     "smollm3": Kind("smollm3", "smollm3", _llama, _llama_keys, {"no_rope_layers": None, "num_hidden_layers": 5}),
     "olmo2": Kind("olmo2", "olmo2"),
     "starcoder2": Kind("starcoder2", "starcoder2", config={"sliding_window": None}),
@@ -514,7 +523,7 @@ def write(path: Path, name: str) -> PreTrainedModel:
     c = SimpleNamespace(**model.config.to_dict())
     _base(writer, c)
     kind.keys(writer, c)
-    for key, value in vocabulary("gemma" if "gemma" in name else kind.arch, VOCAB).items():
+    for key, value in vocabulary(kind.arch, VOCAB).items():
         put(writer, key, value)
     for ours, numbers in converted(model, name):
         writer.add_tensor(ours, numbers.float().contiguous().numpy())

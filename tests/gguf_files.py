@@ -158,6 +158,9 @@ def vocabulary(arch: str, count: int) -> dict[str, object]:
         kinds += [1] * (len(tokens) - len(kinds))
         said: dict[str, object] = {"model": "llama", "pre": "default", "add_space_prefix": False}
         said["scores"] = [-float(i) for i in range(count)]
+        if arch == "gemma4":
+            said |= {"model": "gemma4", "merges": ["t h", "▁ a"], "add_bos_token": True}
+            del said["pre"]
     else:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 

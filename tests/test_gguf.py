@@ -28,9 +28,9 @@ from kvcli.kernels.linear_quantized import PackedLinear
 from kvcli.models import source
 from kvcli.models.catalog import CATALOG, CatalogModel, recommended
 from kvcli.models.gguf import convert
-from kvcli.models.gguf.config import DIGITS, SPLITS
 from kvcli.models.gguf.convert import KEPT
 from kvcli.models.gguf.header import TYPES
+from kvcli.models.gguf.words import splits
 from kvcli.models.text import decode, render_prompt
 from kvcli.models.tokenizer import load_tokenizer
 from kvcli.settings.profile import Profile
@@ -196,12 +196,12 @@ def test_words_come_from_the_file_alone(tmp_path: Path):
         assert model.lm.stop_ids == {0, 2}  # the end it states, and the other that everybody ends at
 
 
-def test_rules_of_cutting_are_known_to_transformers():
-    """For any other it would take GPT-2's, and say nothing."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as KNOWN
+def test_rules_of_cutting_are_transformers_own_where_it_has_them():
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as THEIRS
 
-    assert KNOWN.keys() >= SPLITS
-    assert not DIGITS & KNOWN.keys()  # else what convert.py adds would come twice
+    assert {name: rule["cuts"] for name, rule in splits().items() if name in THEIRS} == {
+        name: [cut] for name, cut in THEIRS.items() if name in splits()
+    }
 
 
 def test_a_word_that_no_merges_lead_to_is_taken_whole_where_llama_cpp_does(tmp_path: Path):

@@ -114,7 +114,7 @@ def _plan(found: Source, config: Any, layout: Architecture) -> Iterator[_Weight]
     for names, before, below in groups:
         for name, (piece,) in spelled(names):
             theirs, (part,) = before + name, piece.parts
-            if theirs not in where and piece.is_optional or (theirs == HEAD and config.tie_word_embeddings):
+            if (theirs not in where and piece.is_optional) or (theirs == HEAD and config.tie_word_embeddings):
                 continue
             yield _weight(found, where, theirs, below + part.stored, getattr(config, str((*part.view, "")[0]), 0))
     # unused: the second copy of a tied head, and frequencies that are computed

@@ -82,6 +82,7 @@ class Architecture:
     keys: Mapping[str, tuple[Setting, ...]]  # beside SETTINGS
     fixed: Mapping[str, Any] = field(default_factory=dict)  # settings that hold for each file
     shows: Mapping[str, str] = field(default_factory=dict)  # setting -> tensor of a layer that a file has if it holds
+    lacks: Mapping[str, str] = field(default_factory=dict)  # setting -> tensor that some layer lacks if it holds
     implied: tuple[str, ...] = ()  # keys that state what the tensors show
     when: str = ""  # key that files of this class state, with a value other than 0
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")  # key, setting
@@ -91,6 +92,9 @@ class Architecture:
     log_mul: float = 0.0  # yarn_log_multiplier of mscale 1; 0 = the architecture has no such key
     period: int = 0  # every `period`-th layer has full attention, the others a window; 0 = all have full attention
     has_two_ropes: bool = False  # layers with a window have a RoPE of their own
+    leads: bool | None = (
+        None  # whether a space leads text, where transformers' tokenizer of the architecture decides it
+    )
     scaled_by_width: int = 0  # layers of the model whose scale of queries follows from its width (as in llama.cpp)
 
 
@@ -98,7 +102,9 @@ class Architecture:
 def architectures() -> Mapping[str, tuple[Architecture, ...]]:
     """Read the table: by llama.cpp's name, the classes among which the metadata decides."""
     table = tomli.loads(TABLE.read_text(encoding="utf-8"))
-    groups = {name: {theirs: _pieces(ours) for theirs, ours in group.items()} for name, group in table["tensors"].items()}
+    groups = {
+        name: {theirs: _pieces(ours) for theirs, ours in group.items()} for name, group in table["tensors"].items()
+    }
     keys = {name: {key: _settings(to) for key, to in group.items()} for name, group in table["settings"].items()}
     found: dict[str, tuple[Architecture, ...]] = {}
     for row in table["architecture"]:
@@ -146,4 +152,7 @@ def spelled(names: Names) -> Iterator[tuple[str, tuple[Piece, ...]]]:
         for suffix in ("weight", "bias") if pieces[0].bias else ("weight",):
             parts = [tuple(replace(part, stored=f"{part.stored}.{suffix}") for part in piece.parts) for piece in pieces]
             may_lack = suffix == "bias" or pieces[0].is_optional
-            yield f"{name}.{suffix}", tuple(replace(p, parts=q, is_optional=may_lack) for p, q in zip(pieces, parts, strict=True))
+            yield (
+                f"{name}.{suffix}",
+                tuple(replace(p, parts=q, is_optional=may_lack) for p, q in zip(pieces, parts, strict=True)),
+            )

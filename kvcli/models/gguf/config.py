@@ -15,9 +15,9 @@ from typing import Any
 
 from kvcli.errors import BadModel
 from kvcli.models.checkpoint import TensorHeader
-from kvcli.models.gguf.architectures import SETTINGS, Architecture, Names, Part, Piece, Setting, architectures, spelled
+from kvcli.models.gguf.architectures import SETTINGS, Architecture, Names, Piece, Setting, architectures, spelled
 from kvcli.models.gguf.header import Header, Listed, Stored, floats
-from kvcli.models.refusals import no_tokenizer
+from kvcli.models.gguf.words import check_words
 
 # values with which a key has no effect; None = any value
 _HARMLESS: Mapping[str, tuple[object, ...] | None] = {
@@ -39,21 +39,8 @@ _HARMLESS: Mapping[str, tuple[object, ...] | None] = {
     "rope.dimension_sections": None,  # axes of positions, which are the same for text
     "pooling_type": (0,),
 }
-# keys of the tokenizer: translated or without effect, as are token ids; values as above
-_WORDS: Mapping[str, tuple[object, ...] | None] = {
-    **dict.fromkeys(("ggml.model", "ggml.pre", "ggml.tokens", "ggml.token_type", "ggml.scores", "ggml.merges")),
-    **dict.fromkeys(("chat_template", "chat_templates", "huggingface.json", "ggml.token_type_count")),
-    **dict.fromkeys(("ggml.add_bos_token", "ggml.add_eos_token", "ggml.add_sep_token"), (True, False)),
-    "ggml.add_space_prefix": (True, False),
-    "ggml.remove_extra_whitespaces": (False,),
-}
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
-# A byte-level vocabulary names the rule that splits text before merging. For an unknown rule transformers uses GPT-2's.
-# It also misses rules that split each digit, and whole words that no merges produce (llama.cpp's ignore_merges).
-WHOLE = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
-DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
-SPLITS = WHOLE | {"smaug-bpe", "qwen2", "deepseek-r1-qwen", "gpt-4o"}
 _ROPE, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 # llama3's RoPE scaling, of which a file states only the resulting factors: every release uses these numbers
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -117,7 +104,9 @@ def describe(header: Header, name: str) -> Described:
     metadata = _Metadata(header, name)
     layout, tensors = metadata.layout, header.tensors
     config: dict[str, Any] = {"architectures": [layout.model], "model_type": layout.model_type}
-    config |= {theirs: metadata.size(key) for key, theirs in SETTINGS.items() if key not in _LISTS and metadata.has(key)}
+    config |= {
+        theirs: metadata.size(key) for key, theirs in SETTINGS.items() if key not in _LISTS and metadata.has(key)
+    }
     if config.get("num_hidden_layers", 0) > len(tensors) or "token_embd.weight" not in tensors:
         layers = config["num_hidden_layers"]
         raise metadata.refused(f"its {len(tensors):,} tensors do not hold {layers:,} layers and the embedding")
@@ -140,13 +129,17 @@ def describe(header: Header, name: str) -> Described:
         _set(config, {s.name: metadata.setting(key, s, config) for s in settings})
         metadata.pop(key)
     _set(config, layout.fixed)
+    alone = len(layers) - (config.get("num_kv_shared_layers") or 0)  # layers that store their own KV
+    config |= {to: any(f"blk.{i}.{of}" not in tensors for i in range(alone)) for to, of in layout.lacks.items()}
+    if "num_global_key_value_heads" in config and not any(config[to] for to in layout.lacks):
+        raise metadata.refused("attention.head_count_kv differs between layers that have values of their own")
     config |= _widths(metadata, config)
     if missing := [key for key in _NEEDED if config.get(key) is None]:
         raise metadata.refused(f"it does not state its {missing[0]}")
     config |= {"sliding_window": config.get("sliding_window") or None}
     metadata.refuse_rest()
     pieces = dict(_pieces(metadata, config, [names for _, names in layers]))
-    return Described(config, pieces, _check_words(metadata, config["vocab_size"]))
+    return Described(config, pieces, check_words(header, config["vocab_size"], layout.leads, metadata.refused, name))
 
 
 def _set(config: dict[str, Any], values: Mapping[str, object]) -> None:
@@ -233,9 +226,11 @@ def _widths(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Width of the feed-forward layers, which may be twice as wide where layers share their KV."""
     key, shared = "feed_forward_length", config.get("num_kv_shared_layers") or 0
     layers, stated = config["num_hidden_layers"], metadata.left.get(key)
-    if isinstance(stated, Listed) and shared and stated.values == (stated.values[0],) * (layers - shared) + (
-        2 * stated.values[0],
-    ) * shared:
+    if (
+        isinstance(stated, Listed)
+        and shared
+        and stated.values == (stated.values[0],) * (layers - shared) + (2 * stated.values[0],) * shared
+    ):
         metadata.pop(key)
         return {"intermediate_size": stated.values[0], "use_double_wide_mlp": True}
     if metadata.has(key):
@@ -260,9 +255,7 @@ def _ropes(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _pieces(
-    metadata: _Metadata, config: Mapping[str, Any], layers: list[Names]
-) -> Iterator[tuple[str, TensorSource]]:
+def _pieces(metadata: _Metadata, config: Mapping[str, Any], layers: list[Names]) -> Iterator[tuple[str, TensorSource]]:
     """Sources of the tensors that transformers loads. Raises BadModel unless every tensor of the file is used."""
     tensors, used = metadata.header.tensors, metadata.used
     shares = len(layers) - (config.get("num_kv_shared_layers") or 0)
@@ -318,7 +311,9 @@ def _source(metadata: _Metadata, piece: Piece, names: list[str], config: Mapping
         raise metadata.refused(f"{', '.join(names)} do not fit each other: {[list(t.shape) for t in stored]}")
     (width,) = widths
     rows = total // prod(lead)
-    natural = (total,) if stored[0].shape == (total,) else (*lead, *((width, rows) if piece.is_turned else (rows, width)))
+    natural = (
+        (total,) if stored[0].shape == (total,) else (*lead, *((width, rows) if piece.is_turned else (rows, width)))
+    )
     shape = fill(shape, total * width) if shape else natural
     has_offset = piece.has_offset and names[0].endswith("norm.weight")
     minus = metadata.layout.offset if has_offset else 0.0
@@ -339,30 +334,6 @@ def _dtype(header: Header) -> str:
     return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
 
 
-def _check_words(metadata: _Metadata, rows: int) -> str:
-    """Return the splitting rule of the tokenizer. Raises BadModel if the tokenizer is missing or of an unknown kind."""
-    meta = metadata.header.meta
-    words, kind, split = (meta.get(f"tokenizer.ggml.{key}") for key in ("tokens", "model", "pre"))
-    if not isinstance(words, Listed) or not words.count:
-        raise no_tokenizer(metadata.name, "the file holds weights and no vocabulary", "another GGUF file of the model")
-    if words.count > rows:
-        raise metadata.refused(f"its vocabulary has {words.count:,} tokens, its embedding {rows:,} rows")
-    if kind not in ("gpt2", "llama") or (kind == "gpt2" and split not in SPLITS | DIGITS | {"gpt-2"}):
-        raise metadata.refused(f"tokenizer.ggml.model = {kind}, tokenizer.ggml.pre = {split} is not supported")
-    kinds, leads = meta.get("tokenizer.ggml.token_type"), meta.get("tokenizer.ggml.add_space_prefix")
-    if isinstance(kinds, Listed) and kinds.count != words.count:
-        raise metadata.refused(f"its vocabulary has {words.count:,} tokens, but {kinds.count:,} token types")
-    if leads and (kind == "gpt2" or metadata.layout.has_two_ropes or metadata.layout.scaled_by_width):
-        raise metadata.refused("tokenizer.ggml.add_space_prefix = True is not supported for its vocabulary")
-    for key, value in meta.items():
-        name = key.removeprefix("tokenizer.")
-        if name != key and not name.startswith("chat_template.") and not name.endswith("_token_id"):
-            harmless = _WORDS.get(name, ())
-            if harmless is not None and value not in harmless:
-                raise metadata.refused(f"{key} = {str(value)[:60]} is unknown and may change the output")
-    return str(split) if kind == "gpt2" else ""
-
-
 class _Metadata:
     """Metadata of a header. Each key is read once, so unread keys are known."""
 
@@ -378,7 +349,9 @@ class _Metadata:
             raise self.refused(f"it is one of {parts} files of a split model", "llama-gguf-split --merge makes it one")
         self.left = {k.removeprefix(f"{arch}."): v for k, v in header.meta.items() if k.startswith(f"{arch}.")}
         classes = architectures()[str(arch)]
-        self.layout: Architecture = next((one for one in classes if not one.when or self.left.get(one.when)), classes[-1])
+        self.layout: Architecture = next(
+            (one for one in classes if not one.when or self.left.get(one.when)), classes[-1]
+        )
 
     def has(self, key: str) -> bool:
         return key in self.left

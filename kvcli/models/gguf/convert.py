@@ -33,9 +33,10 @@ from kvcli.models import source
 from kvcli.models.catalog import Hashes, Stamped, releases
 from kvcli.models.control_words import spelled
 from kvcli.models.gguf.blocks import Bytes, packed, stays_packed
-from kvcli.models.gguf.config import DIGITS, WHOLE, Described, TensorSource, describe
+from kvcli.models.gguf.config import Described, TensorSource, describe
 from kvcli.models.gguf.header import BLOCKS, Header, read
 from kvcli.models.gguf.pieces import raw_rows, values
+from kvcli.models.gguf.words import splits
 from kvcli.models.refusals import blame_files, no_tokenizer
 from kvcli.settings.schema import NUMBERS
 
@@ -291,6 +292,10 @@ def _write_words(folder: Path, found: Source, header: Header, described: Describ
     return sorted({i for i in tokens if type(i) is int})
 
 
+_CUT = {"type": "Split", "behavior": "Isolated", "invert": False}
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
 def _mend(file: Path, split: str, words: Mapping[str, Any]) -> int:
     """Correct the tokenizer where transformers ignores the file; return the largest id.
 
@@ -311,11 +316,10 @@ def _mend(file: Path, split: str, words: Mapping[str, Any]) -> int:
     if not words.get("add_prefix_space", True) and (made["pre_tokenizer"] or {}).get("type") == "Metaspace":
         made["pre_tokenizer"]["prepend_scheme"] = "never"
         made["decoder"]["decoders"] = [step for step in made["decoder"]["decoders"] if step["type"] != "Strip"]
-    if split in DIGITS:
-        cuts = [{"type": "Digits", "individual_digits": True}, made["pre_tokenizer"]]
-        made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
-    if split in WHOLE:
-        made["model"]["ignore_merges"] = True
+    if split:
+        cuts = [_CUT | {"pattern": {"Regex": cut}} for cut in splits()[split]["cuts"]]
+        made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*cuts, _BYTES]}
+        made["model"]["ignore_merges"] = splits()[split].get("whole", False)
     file.write_text(json.dumps(made, ensure_ascii=False), encoding="utf-8")
     return max([*vocab.values(), *(int(token["id"]) for token in made["added_tokens"])], default=-1)
 
