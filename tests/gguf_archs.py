@@ -310,6 +310,8 @@ def _delta_keys(w: GGUFWriter, c: Any) -> None:
     w.add_ssm_time_step_rank(c.linear_num_value_heads)
     w.add_ssm_inner_size(c.linear_value_head_dim * c.linear_num_value_heads)
     w.add_full_attention_interval(4)
+    if c.model_type.startswith("qwen3_5"):
+        w.add_rope_dimension_sections([11, 11, 10, 0])
     _partial(0.25)(w, c)
     if hasattr(c, "moe_intermediate_size"):
         _moe_keys(w, c)
@@ -452,11 +454,13 @@ _MINISTRAL = {
         "beta_fast": 32.0,
     },
 }
-_HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+_HALF = {**_PLAIN, "partial_rotary_factor": 0.5}
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
 _ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
            "first_k_dense_replace": 1, "n_shared_experts": 1}  # fmt: skip
 _SPARSE = {"norm_topk_prob": True}
+_PER_LAYER = {"vocab_size_per_layer_input": VOCAB}
 _GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
 KINDS = {
     "llama_biased": Kind("llama", "llama", _llama, _llama_keys, {"attention_bias": True}),
@@ -471,18 +475,21 @@ KINDS = {
     "qwen3next": Kind("qwen3_next", "qwen3next", _next, _delta_keys),
     "gemma3": Kind("gemma3", "gemma3", _plus_one, _gemma_keys, {"query_pre_attn_scalar": 16, "num_hidden_layers": 7,
                    "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]}),
-    "gemma4": Kind("gemma4", "gemma4", _gemma4, _gemma4_keys),
-    "gemma4_shared": Kind("gemma4_shared", "gemma4", _gemma4, _gemma4_keys, {"use_double_wide_mlp": True}),
+    "gemma4": Kind("gemma4", "gemma4", _gemma4, _gemma4_keys, _PER_LAYER),
+    "gemma4_shared": Kind("gemma4_shared", "gemma4", _gemma4, _gemma4_keys, {**_PER_LAYER, "use_double_wide_mlp": True}),
     "gemma4_moe": Kind("gemma4", "gemma4", _gemma4, _gemma4_keys, {**_GEMMA4_MOE, "hidden_size_per_layer_input": 0}),
     "gpt_oss": Kind("gpt_oss", "gpt-oss", _gpt_oss, _oss_keys, {"rope_parameters": {**_YARN, "truncate": False},
                     "layer_types": [*families.PAIRS, "sliding_attention"]}),
-    "phi3": Kind("phi3", "phi3", _same, _phi3_keys),
+    "gpt_oss_plain": Kind("gpt_oss", "gpt-oss", _gpt_oss, _oss_keys, {"rope_parameters": _PLAIN,
+                          "layer_types": [*families.PAIRS, "sliding_attention"]}),
+    "phi3": Kind("phi3", "phi3", _same, _phi3_keys, {"sliding_window": None}),
+    "phi3_window": Kind("phi3", "phi3", _same, _phi3_keys),
     "phi3_long": Kind("phi3", "phi3", _same, _phi3_keys, {"rope_parameters": _LONGROPE, "hidden_size": 64,
                       "sliding_window": None, "original_max_position_embeddings": 64}),
     "granite": Kind("granite", "granite", _llama, _granite_keys),
     "granite_hybrid": Kind("granitemoehybrid", "granitehybrid", _granite_hybrid, _granite_hybrid_keys),
     "granite_hybrid_dense": Kind("granitemoehybrid", "granitehybrid", _granite_hybrid, _granite_hybrid_keys,
-                                 {"num_local_experts": 0, "position_embedding_type": None}),
+                                 {"num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": None}),
     "glm4": Kind("glm4", "glm4", _same, _partial(0.5), {"rope_parameters": _HALF}),
     "glm4moe": Kind("glm4_moe", "glm4moe", _moe, _glm_moe_keys, {**_ROUTED, "head_dim": 16, "use_qk_norm": True,
                     "attention_bias": True, "rope_parameters": _HALF}),
@@ -497,7 +504,7 @@ KINDS = {
     "stablelm": Kind("stablelm", "stablelm", _same, _stablelm_keys),
     "stablelm_parallel": Kind("stablelm", "stablelm", _same, _stablelm_keys, {"use_parallel_residual": True,
                               "use_qkv_bias": True}),
-    "nemotron": Kind("nemotron", "nemotron", _plus_one, _nemotron_keys),
+    "nemotron": Kind("nemotron", "nemotron", _plus_one, _nemotron_keys, {"head_dim": 12}),
     "cohere2": Kind("cohere2", "cohere2", _same, _cohere_keys, {"num_hidden_layers": 4, "sliding_window": 11,
                     "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}),
 }  # fmt: skip

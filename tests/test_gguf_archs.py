@@ -8,11 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import kvcli
 from kvcli.models import source
 from kvcli.models.gguf import convert
+from tests.families import prompt
 from tests.gguf_archs import KINDS, write
 
 gguf = pytest.importorskip("gguf")
+DTYPE = {"load.dtype": "fp32", "load.device": "cpu", "sample.temperature": 0.0}
 
 
 def folder_of(tmp_path: Path, name: str) -> tuple[Path, torch.nn.Module]:
@@ -31,7 +34,19 @@ def test_a_converted_file_is_the_model_again(tmp_path: Path, name: str):
     state = ours.state_dict()
     for key, weight in theirs.state_dict().items():
         assert torch.equal(state[key], weight) or torch.allclose(state[key], weight, rtol=1e-6, atol=1e-7), key
-    ids = torch.randint(3, 97, (1, 37), generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor([prompt(37)])
     with torch.inference_mode():
         mine, right = ours.eval()(ids).logits, theirs(ids).logits
     assert torch.allclose(mine, right, rtol=1e-4, atol=1e-4), (mine - right).abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_the_engine_writes_the_text_of_the_model(tmp_path: Path, name: str):
+    theirs, ids = write(tmp_path / "tiny.gguf", name), prompt(80)
+    with kvcli.load(str(tmp_path / "tiny.gguf"), "exact", DTYPE, cache=tmp_path / "cache") as model:
+        mine = list(model.generate(ids, 24).ids)
+    theirs.generation_config.eos_token_id = None
+    right = theirs.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, use_cache=False)[0, 80:].tolist()
+    assert mine == right[: len(mine)]
+    assert len(mine) > 3

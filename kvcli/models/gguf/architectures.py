@@ -5,7 +5,7 @@ Standard library and tomli only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -47,7 +47,7 @@ class Piece:
     parts: tuple[Part, ...]
     groups: Size = 0  # 0 = one per matrix, for example per expert; -1 = one per row
     is_turned: bool = False  # each matrix is transposed at the end
-    shape: tuple[Size, ...] = ()  # () = that of the parts, one below the other
+    shape: Sequence[Size] = ()  # () = that of the parts, one below the other
     is_log: bool = False  # the file has -exp(x)
     has_offset: bool = True  # of norms: stored with the architecture's offset
     is_optional: bool = False  # a file may lack the tensor
@@ -129,12 +129,13 @@ def _pieces(said: Any) -> tuple[Piece, ...]:
 def _piece(said: Any) -> Piece:
     if isinstance(said, str):
         said = {"parts": [{"stored": said}]}
-    parts = [{key: tuple(v) if isinstance(v, list) else v for key, v in part.items()} for part in said["parts"]]
-    marks = "".join(part["stored"] for part in parts)
-    for part in parts:
-        part["stored"] = part["stored"].rstrip("+?")
-    said = {**said, "parts": tuple(Part(**part) for part in parts), "shape": tuple(said.get("shape", ()))}
-    return Piece(**said, bias="+" in marks, is_optional="?" in marks)
+    marks = "".join(part["stored"] for part in said["parts"])
+    parts = tuple(Part(**{key: _frozen(value) for key, value in part.items()}) for part in said["parts"])
+    return Piece(**{**said, "parts": parts, "bias": "+" in marks, "is_optional": "?" in marks})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value.rstrip("+?") if isinstance(value, str) else value
 
 
 def _settings(said: Any) -> tuple[Setting, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -281,7 +281,7 @@ def _pieces(metadata: _Metadata, config: Mapping[str, Any], layers: list[Names])
 def _source(metadata: _Metadata, piece: Piece, names: list[str], config: Mapping[str, Any]) -> TensorSource:
     """Sizes of a piece. Raises BadModel if the stored tensors do not have them."""
 
-    def sizes(given: tuple[int | str, ...]) -> tuple[int, ...]:
+    def sizes(given: Sequence[int | str]) -> tuple[int, ...]:
         return tuple(config[size] if isinstance(size, str) else size for size in given)
 
     def fill(given: tuple[int, ...], total: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 
 import numpy as np
@@ -57,7 +57,7 @@ def _raw(header: Header, name: str) -> Bytes:
     return np.memmap(header.path, np.uint8, "r", stored.at, (n, stored.nbytes // n))
 
 
-def _numbers_of(header: Header, part: Rows):
+def _numbers_of(header: Header, part: Rows) -> Callable[[NDArray[np.intp]], Tensor]:
     stored, held = header.tensors[part.stored], _raw(header, part.stored)
     if part.by == "rows":
         return lambda rows: numbers(held[rows], stored.kind)
