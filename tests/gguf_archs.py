@@ -310,8 +310,6 @@ def _delta_keys(w: GGUFWriter, c: Any) -> None:
     w.add_ssm_time_step_rank(c.linear_num_value_heads)
     w.add_ssm_inner_size(c.linear_value_head_dim * c.linear_num_value_heads)
     w.add_full_attention_interval(4)
-    if c.model_type.startswith("qwen3_5"):
-        w.add_rope_dimension_sections([11, 11, 10, 0])
     _partial(0.25)(w, c)
     if hasattr(c, "moe_intermediate_size"):
         _moe_keys(w, c)
@@ -455,6 +453,7 @@ _MINISTRAL = {
     },
 }
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+_AXES = {"rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}}
 _HALF = {**_PLAIN, "partial_rotary_factor": 0.5}
 _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
 _ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -470,8 +469,8 @@ KINDS = {
     "qwen3": Kind("qwen3", "qwen3"),
     "qwen2moe": Kind("qwen2_moe", "qwen2moe", _moe, _moe_keys, _MOE),
     "qwen3moe": Kind("qwen3_moe", "qwen3moe", _moe, _moe_keys, _SPARSE),
-    "qwen35": Kind("qwen3_5_text", "qwen35", _qwen35, _delta_keys),
-    "qwen35moe": Kind("qwen3_5_moe_text", "qwen35moe", _qwen35, _delta_keys),
+    "qwen35": Kind("qwen3_5_text", "qwen35", _qwen35, _delta_keys, _AXES),
+    "qwen35moe": Kind("qwen3_5_moe_text", "qwen35moe", _qwen35, _delta_keys, _AXES),
     "qwen3next": Kind("qwen3_next", "qwen3next", _next, _delta_keys),
     "gemma3": Kind("gemma3", "gemma3", _plus_one, _gemma_keys, {"query_pre_attn_scalar": 16, "num_hidden_layers": 7,
                    "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]}),
@@ -489,7 +488,8 @@ KINDS = {
     "granite": Kind("granite", "granite", _llama, _granite_keys),
     "granite_hybrid": Kind("granitemoehybrid", "granitehybrid", _granite_hybrid, _granite_hybrid_keys),
     "granite_hybrid_dense": Kind("granitemoehybrid", "granitehybrid", _granite_hybrid, _granite_hybrid_keys,
-                                 {"num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": None}),
+                                 {"num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": None,
+                                  "shared_intermediate_size": 96}),
     "glm4": Kind("glm4", "glm4", _same, _partial(0.5), {"rope_parameters": _HALF}),
     "glm4moe": Kind("glm4_moe", "glm4moe", _moe, _glm_moe_keys, {**_ROUTED, "head_dim": 16, "use_qk_norm": True,
                     "attention_bias": True, "rope_parameters": _HALF}),
