@@ -18,7 +18,7 @@ from kvcli.errors import BadModel
 from kvcli.files import check_room, private_folder, replacing
 from kvcli.models.catalog import Hashes, Stamped
 from kvcli.models.family import read_config
-from kvcli.models.gguf.architectures import HEAD, SETTINGS, Architecture, architectures, spelled
+from kvcli.models.gguf.architectures import HEAD, SETTINGS, Architecture, architectures, full_names
 from kvcli.models.gguf.convert import FOLDER, KEPT, fingerprint, forget, use
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _plan(found: Source, config: Any, layout: Architecture) -> Iterator[_Weight]
     groups = [(layout.outer, "", "")]
     groups += [(layout.layer, f"model.layers.{i}.", f"blk.{i}.") for i in range(config.num_hidden_layers)]
     for names, before, below in groups:
-        for name, (piece,) in spelled(names):
+        for name, (piece,) in full_names(names):
             theirs, (part,) = before + name, piece.parts
             if (theirs not in where and piece.is_optional) or (theirs == HEAD and config.tie_word_embeddings):
                 continue

@@ -5,7 +5,7 @@ Standard library and tomli only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,7 @@ SETTINGS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
 }
-Size = int | str  # a number, or the name of the setting that has it; the product of several sizes is a count
+Size = Any  # a number, or in the table the name of a setting; the product of several sizes is a count
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +35,31 @@ class Part:
     stored: str  # name in the file, below the layer; a module's has no suffix, and a full stop ends one without suffix
     skip: tuple[Size, ...] = ()  # count of rows before the first
     take: tuple[Size, ...] = ()  # count of rows; () = all that follow
-    view: tuple[Size, ...] = ()  # axes of the rows, slowest first; -1 = what is left
-    axes: tuple[int, ...] = ()  # the axes in the order of transformers' rows
+    view: tuple[Size, ...] = (-1,)  # axes of the rows, slowest first; -1 = what is left
+    axes: tuple[int, ...] = (0,)  # the axes in the order of transformers' rows
     by: Literal["rows", "columns", "numbers"] = "rows"  # columns or single numbers are taken as rows
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor of transformers. Each part is cut into as many groups; the first group of each part comes first."""
+    """A tensor of transformers. Each part is cut into as many groups; the first group of each part comes first.
+
+    In the table, sizes may be names of settings; of a model, all are numbers, and names are those in the file.
+    """
 
     parts: tuple[Part, ...]
     groups: Size = 0  # 0 = one per matrix, for example per expert; -1 = one per row
     is_turned: bool = False  # each matrix is transposed at the end
-    shape: Sequence[Size] = ()  # () = that of the parts, one below the other
+    shape: tuple[Size, ...] = ()  # () = that of the parts, one below the other
     is_log: bool = False  # the file has -exp(x)
-    has_offset: bool = True  # of norms: stored with the architecture's offset
+    offset: float | None = None  # added before storing; None = the architecture's for norms, else none
     is_optional: bool = False  # a file may lack the tensor
     bias: bool = False  # the same for the bias of the module, if the file has one
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the tensor has rows of stored tensors, with their numbers."""
+        return not (self.is_turned or self.is_log or self.offset) and all(part.by == "rows" for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +139,8 @@ def _piece(said: Any) -> Piece:
         said = {"parts": [{"stored": said}]}
     marks = "".join(part["stored"] for part in said["parts"])
     parts = tuple(Part(**{key: _frozen(value) for key, value in part.items()}) for part in said["parts"])
-    return Piece(**{**said, "parts": parts, "bias": "+" in marks, "is_optional": "?" in marks})
+    rest = {key: _frozen(value) for key, value in said.items()}
+    return Piece(**{**rest, "parts": parts, "bias": "+" in marks, "is_optional": "?" in marks})
 
 
 def _frozen(value: Any) -> Any:
@@ -144,7 +153,7 @@ def _settings(said: Any) -> tuple[Setting, ...]:
     )
 
 
-def spelled(names: Names) -> Iterator[tuple[str, tuple[Piece, ...]]]:
+def full_names(names: Names) -> Iterator[tuple[str, tuple[Piece, ...]]]:
     """Tensors of a group by their full names: weights, and biases of modules that may have them."""
     for name, pieces in names.items():
         if pieces[0].parts[0].stored.endswith((".", ".weight", ".bias", ".scale")):

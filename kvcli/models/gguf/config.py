@@ -9,13 +9,23 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from kvcli.errors import BadModel
 from kvcli.models.checkpoint import TensorHeader
-from kvcli.models.gguf.architectures import SETTINGS, Architecture, Names, Piece, Setting, architectures, spelled
+from kvcli.models.gguf.architectures import (
+    SETTINGS,
+    Architecture,
+    Names,
+    Part,
+    Piece,
+    Setting,
+    Size,
+    architectures,
+    full_names,
+)
 from kvcli.models.gguf.header import Header, Listed, Stored, floats
 from kvcli.models.gguf.words import check_words
 
@@ -50,53 +60,21 @@ _OF_SHARED = ("k_proj.weight", "v_proj.weight", "k_norm.weight")  # unused in la
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of a stored tensor: `by` rows, columns or numbers, from `start` to `stop`, in the order of a view."""
-
-    stored: str
-    by: str
-    start: int
-    stop: int
-    view: tuple[int, ...]
-    axes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSource:
-    """Source in the file of one transformers tensor."""
-
-    parts: tuple[Rows, ...]
-    groups: int  # of each part; the first groups of all parts come first
-    shape: tuple[int, ...]
-    turned: int  # rows of each matrix that is transposed; 0 = none is
-    minus: float  # constant added before storing
-    is_log: bool
-
-    @property
-    def is_plain(self) -> bool:
-        """True if the tensor has whole rows of one stored tensor, with their numbers."""
-        whole = len({part.stored for part in self.parts}) == 1 and all(part.by == "rows" for part in self.parts)
-        return whole and not (self.turned or self.minus or self.is_log)
-
-
-@dataclass(frozen=True, slots=True)
 class Described:
     """A model as its file describes it; `pieces` by transformers' names."""
 
     config: dict[str, Any]
-    pieces: Mapping[str, TensorSource]
+    pieces: Mapping[str, Piece]
     split: str  # splitting rule of its tokenizer, for a byte-level vocabulary
 
     def tensors(self, header: Header) -> dict[str, TensorHeader]:
-        return dict(self._tensors(header))
-
-    def _tensors(self, header: Header) -> Iterator[tuple[str, TensorHeader]]:
+        found = {}
         for name, piece in self.pieces.items():
             stored = [header.tensors[part.stored] for part in piece.parts]
-            used = (t.nbytes * (p.stop - p.start) // _rows(t, p.by) for t, p in zip(stored, piece.parts, strict=True))
-            # of a kind that is not multiplied in its bits where the rows are not those of the file
-            kind = stored[0].kind if piece.is_plain else "F32"
-            yield name, TensorHeader(kind, piece.shape, sum(used))
+            nbytes = sum(t.nbytes * prod(p.view) // _rows(t, p) for t, p in zip(stored, piece.parts, strict=True))
+            is_made = not piece.is_plain or len({t.kind for t in stored}) > 1
+            found[name] = TensorHeader(stored[0].kind, piece.shape, nbytes, is_made)
+        return found
 
 
 def describe(header: Header, name: str) -> Described:
@@ -154,7 +132,7 @@ def _layer(metadata: _Metadata, i: int) -> tuple[str, Names]:
     layout, stored = metadata.layout, metadata.header.tensors
 
     def first(names: Names) -> str:
-        return f"blk.{i}.{next(spelled(names))[1][0].parts[0].stored}"
+        return f"blk.{i}.{next(full_names(names))[1][0].parts[0].stored}"
 
     kind = next((kind for kind, names in layout.kinds.items() if first(names) in stored), "")
     block = next((names for names in layout.blocks if first(names) in stored), None)
@@ -209,34 +187,24 @@ def _heads(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kv_heads(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """KV heads: one number for all layers that have any, or one for each kind of attention."""
-    key = "attention.head_count_kv"
-    stated, kinds = metadata.left.get(key), config.get("layer_types", ())
-    if not isinstance(stated, Listed):
-        return {"num_key_value_heads": metadata.size(key)} if metadata.has(key) else {}
-    counts = [value for value in stated.values if value]
-    by_kind = {kind: {n for n, k in zip(stated.values, kinds, strict=False) if k == kind} for kind in set(kinds)}
-    if len(set(counts)) > 1 and len(stated.values) == len(kinds) and all(len(n) == 1 for n in by_kind.values()):
+    key, kinds = "attention.head_count_kv", config.get("layer_types", ())
+    found = set(zip(kinds, metadata.listed(key), strict=False)) if len(metadata.listed(key)) == len(kinds) else set()
+    if {kind for kind, _ in found} == {"sliding_attention", "full_attention"} and len(found) == 2:
         metadata.pop(key)
-        (near,), (far,) = by_kind["sliding_attention"], by_kind["full_attention"]
-        return {"num_key_value_heads": near, "num_global_key_value_heads": far}
-    return {"num_key_value_heads": metadata.size(key)}
+        counts = dict(found)
+        near = {"num_key_value_heads": counts["sliding_attention"]}
+        return near | {"num_global_key_value_heads": counts["full_attention"]}
+    return {"num_key_value_heads": metadata.size(key)} if metadata.has(key) else {}
 
 
 def _widths(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Width of the feed-forward layers, which may be twice as wide where layers share their KV."""
     key, shared = "feed_forward_length", config.get("num_kv_shared_layers") or 0
-    layers, stated = config["num_hidden_layers"], metadata.left.get(key)
-    if (
-        isinstance(stated, Listed)
-        and shared
-        and stated.values == (stated.values[0],) * (layers - shared) + (2 * stated.values[0],) * shared
-    ):
+    width, *_ = listed = metadata.listed(key) or (config.get("intermediate_size", config.get("moe_intermediate_size")),)
+    if shared and listed == (width,) * (config["num_hidden_layers"] - shared) + (2 * width,) * shared:
         metadata.pop(key)
-        return {"intermediate_size": stated.values[0], "use_double_wide_mlp": True}
-    if metadata.has(key):
-        return {"intermediate_size": metadata.size(key)}
-    width = config.get("intermediate_size", config.get("moe_intermediate_size"))
-    return {} if width is None else {"intermediate_size": width}
+        return {"intermediate_size": width, "use_double_wide_mlp": True}
+    return {"intermediate_size": metadata.size(key) if metadata.has(key) else width}
 
 
 def _ropes(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -255,14 +223,14 @@ def _ropes(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _pieces(metadata: _Metadata, config: Mapping[str, Any], layers: list[Names]) -> Iterator[tuple[str, TensorSource]]:
+def _pieces(metadata: _Metadata, config: Mapping[str, Any], layers: list[Names]) -> Iterator[tuple[str, Piece]]:
     """Sources of the tensors that transformers loads. Raises BadModel unless every tensor of the file is used."""
     tensors, used = metadata.header.tensors, metadata.used
     shares = len(layers) - (config.get("num_kv_shared_layers") or 0)
     groups = [(-1, metadata.layout.outer, "", "")]
     groups += [(i, names, f"model.layers.{i}.", f"blk.{i}.") for i, names in enumerate(layers)]
     for layer, names, theirs, below in groups:
-        for name, options in spelled(names):
+        for name, options in full_names(names):
             stored = [[below + part.stored.removesuffix(".") for part in piece.parts] for piece in options]
             at = next((i for i, parts in enumerate(stored) if parts[0] in tensors), None)
             if at is None and not options[-1].is_optional:
@@ -273,56 +241,50 @@ def _pieces(metadata: _Metadata, config: Mapping[str, Any], layers: list[Names])
                 raise metadata.incomplete(lacking[0])
             used.update(stored[at])
             if layer < shares or not name.endswith(_OF_SHARED):
-                yield theirs + name, _source(metadata, options[at], stored[at], config)
+                yield theirs + name, _of_file(metadata, options[at], stored[at], config)
     if left := [name for name in tensors if name not in used]:
         raise metadata.refused(f"its tensor {left[0][:80]} is unknown")
 
 
-def _source(metadata: _Metadata, piece: Piece, names: list[str], config: Mapping[str, Any]) -> TensorSource:
-    """Sizes of a piece. Raises BadModel if the stored tensors do not have them."""
+def _of_file(metadata: _Metadata, piece: Piece, names: list[str], config: Mapping[str, Any]) -> Piece:
+    """The piece with the sizes of the file. Raises BadModel if the stored tensors do not have them."""
 
-    def sizes(given: Sequence[int | str]) -> tuple[int, ...]:
+    def sizes(given: Sequence[Size]) -> tuple[int, ...]:
         return tuple(config[size] if isinstance(size, str) else size for size in given)
 
-    def fill(given: tuple[int, ...], total: int) -> tuple[int, ...]:
+    def filled(given: Sequence[Size], total: int) -> tuple[int, ...]:
         """Replace -1 by what is left. Raises BadModel unless the product is the total."""
-        rest = total // max(1, prod(size for size in given if size != -1))
-        filled = tuple(rest if size == -1 else size for size in given)
-        if prod(filled) != total or not total:
-            of = f"{total:,} numbers" if given == shape else f"{total:,} outputs"
-            wants = " x ".join(f"{size:,}" for size in given if size != -1)
-            raise metadata.refused(f"{names[0]} has {of}, not a multiple of {wants}")
-        return filled
+        known = prod(size for size in sizes(given) if size != -1)
+        found = tuple(total // max(1, known) if size == -1 else size for size in sizes(given))
+        if prod(found) != total or not total:
+            wants = " x ".join(f"{size:,}" for size in sizes(given) if size != -1)
+            raise metadata.refused(f"{names[0]} has {total:,} outputs, not a multiple of {wants}")
+        return found
 
-    stored, parts, shape = [metadata.header.tensors[name] for name in names], [], sizes(piece.shape)
+    stored, parts = [metadata.header.tensors[name] for name in names], list[Part]()
     for part, name, tensor in zip(piece.parts, names, stored, strict=True):
-        by = "numbers" if len(tensor.shape) == 1 else part.by
-        n, start = _rows(tensor, by), prod(sizes(part.skip)) if part.skip else 0
-        stop = start + prod(sizes(part.take)) if part.take else n
-        if not 0 <= start < stop <= n:
-            raise metadata.refused(f"{name} has {n:,} outputs, fewer than its heads have")
-        view = fill(sizes(part.view), stop - start) if part.view else (stop - start,)
-        parts.append(Rows(name, by, start, stop, view, part.axes or (0,)))
-    lead, total = stored[0].shape[:-2], sum(part.stop - part.start for part in parts)
-    groups = sizes((piece.groups,))[0]
-    groups = prod(lead) if groups == 0 else parts[0].stop - parts[0].start if groups == -1 else groups
-    widths = {prod(tensor.shape) // _rows(tensor, part.by) for part, tensor in zip(parts, stored, strict=True)}
-    if len(widths) > 1 or any((part.stop - part.start) % groups for part in parts) or total % prod(lead):
+        part = replace(part, stored=name, by="numbers" if len(tensor.shape) == 1 else part.by)
+        skip = prod(sizes(part.skip)) if part.skip else 0
+        take = prod(sizes(part.take)) if part.take else _rows(tensor, part) - skip
+        if not 0 < take <= _rows(tensor, part) - skip:
+            raise metadata.refused(f"{name} has {_rows(tensor, part):,} outputs, fewer than its heads have")
+        parts.append(replace(part, skip=(skip,), take=(take,), view=filled(part.view, take)))
+    lead, rows = stored[0].shape[:-2], [prod(part.view) for part in parts]
+    groups = {0: prod(lead), -1: rows[0]}.get(each := sizes((piece.groups,))[0], each)
+    widths = {prod(tensor.shape) // _rows(tensor, part) for tensor, part in zip(stored, parts, strict=True)}
+    if len(widths) > 1 or any(n % groups for n in rows) or sum(rows) % prod(lead):
         raise metadata.refused(f"{', '.join(names)} do not fit each other: {[list(t.shape) for t in stored]}")
-    (width,) = widths
-    rows = total // prod(lead)
-    natural = (
-        (total,) if stored[0].shape == (total,) else (*lead, *((width, rows) if piece.is_turned else (rows, width)))
-    )
-    shape = fill(shape, total * width) if shape else natural
-    has_offset = piece.has_offset and names[0].endswith("norm.weight")
-    minus = metadata.layout.offset if has_offset else 0.0
-    return TensorSource(tuple(parts), groups, shape, rows if piece.is_turned else 0, minus, piece.is_log)
+    matrix = (sum(rows) // prod(lead), *widths)
+    natural = stored[0].shape if len(stored[0].shape) == 1 else (*lead, *(matrix[::-1] if piece.is_turned else matrix))
+    shape = filled(piece.shape or natural, sum(rows) * sum(widths))
+    of_norms = metadata.layout.offset if names[0].endswith("norm.weight") else 0.0
+    offset = of_norms if piece.offset is None else piece.offset
+    return replace(piece, parts=tuple(parts), groups=groups, shape=shape, offset=offset)
 
 
-def _rows(tensor: Stored, by: str) -> int:
-    """Number of rows of a tensor whose rows, columns or numbers count as rows."""
-    return prod(tensor.shape) // {"rows": tensor.shape[-1], "columns": tensor.shape[-2:][0], "numbers": 1}[by]
+def _rows(tensor: Stored, part: Part) -> int:
+    """Number of rows of a tensor, of which rows, columns or numbers count as rows."""
+    return prod(tensor.shape) // {"rows": tensor.shape[-1], "columns": tensor.shape[-2:][0], "numbers": 1}[part.by]
 
 
 def _dtype(header: Header) -> str:
@@ -359,6 +321,11 @@ class _Metadata:
     def pop(self, key: str) -> object:
         return self.left.pop(key, None)
 
+    def listed(self, key: str) -> tuple[Any, ...]:
+        """Numbers of a key that states one per layer; () if it states another kind of value. The key remains."""
+        value = self.left.get(key)
+        return value.values if isinstance(value, Listed) else ()
+
     def size(self, key: str) -> int:
         value = self.pop(key)
         if isinstance(value, Listed) and len(numbers := {number for number in value.values if number}) == 1:
@@ -374,25 +341,19 @@ class _Metadata:
         return _written(value)
 
     def setting(self, key: str, to: Setting, config: Mapping[str, Any]) -> object:
-        """Value of the setting that a key states; the key is left."""
-        value = self.left.get(key)
-        if value is None:
-            if to.usual is None and not to.is_optional:
-                raise self.refused(f"it does not state its {to.name}")
+        """Value of a setting that a key states; the key remains."""
+        value, per = self.left.get(key), config[to.per] if to.per else 1
+        if value is None and (to.is_optional or to.usual is not None):
             return to.usual
-        if to.values:
-            if (spelled := str(value).lower()) not in to.values:
-                raise self.refused(f"{key} = {str(value)[:60]} is not supported")
-            return to.values[spelled] or None
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, float):
-            number = self.number(key, 0.0)
-            self.left[key] = value
-            return number
-        if type(value) is not int or not 0 <= value < 1 << 40 or (to.per and value % (config[to.per] or 1)):
+        if value is None:
+            raise self.refused(f"it does not state its {to.name}")
+        if to.values and str(value).lower() in to.values:
+            return to.values[str(value).lower()] or None
+        if isinstance(value, float) and 0 <= value < 3e38:
+            return _written(value)
+        if to.values or not isinstance(value, int) or not (0 <= value < 1 << 40 and per) or value % per:
             raise self.refused(f"{key} is {str(value)[:80]}")
-        return value // config[to.per] if to.per else value
+        return value if isinstance(value, bool) else value // per
 
     def token(self, key: str) -> int | None:
         value = self.header.meta.get(f"tokenizer.ggml.{key}_token_id")

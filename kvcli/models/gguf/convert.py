@@ -32,8 +32,9 @@ from kvcli.kernels.linear_quantized import PackedLinear, QuantizedWeight, refere
 from kvcli.models import source
 from kvcli.models.catalog import Hashes, Stamped, releases
 from kvcli.models.control_words import spelled
+from kvcli.models.gguf.architectures import Piece
 from kvcli.models.gguf.blocks import Bytes, packed, stays_packed
-from kvcli.models.gguf.config import Described, TensorSource, describe
+from kvcli.models.gguf.config import Described, describe
 from kvcli.models.gguf.header import BLOCKS, Header, read
 from kvcli.models.gguf.pieces import raw_rows, values
 from kvcli.models.gguf.words import splits
@@ -160,7 +161,7 @@ def conversion_notes(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
     if not found.is_gguf:
         return ()
     tensors = [(name, t) for file in found.files for name, t in file.tensors.items() if t.dtype in BLOCKS]
-    stay = Counter(t.dtype for name, t in tensors if packs and stays_packed(name, t.dtype, t.shape))
+    stay = Counter(t.dtype for name, t in tensors if packs and not t.is_made and stays_packed(name, t.dtype, t.shape))
     gone = Counter(t.dtype for _, t in tensors) - stay
     told = (("GGUF layers that run in the file's bits", stay), (f"GGUF tensors converted to {dtype}", gone))
     return tuple(f"{what}: {', '.join(f'{n} {kind}' for kind, n in sorted(c.items()))}" for what, c in told if c)
@@ -219,21 +220,20 @@ class _Out:
 
 def _plan(header: Header, described: Described, dtype: str, packs: bool) -> Iterator[_Out]:
     number = getattr(torch, dtype)
-    for name, piece in described.pieces.items():
-        stored = header.tensors[piece.parts[0].stored]
-        rows = partial(raw_rows, header, piece)
-        if packs and piece.is_plain and stays_packed(name, stored.kind, piece.shape):
-            module, (n, k) = name.removesuffix(".weight"), piece.shape
-            data = partial(_nibbles, rows, stored.kind)
+    for name, tensor in described.tensors(header).items():
+        rows = partial(raw_rows, header, described.pieces[name])
+        if packs and not tensor.is_made and stays_packed(name, tensor.dtype, tensor.shape):
+            module, (n, k) = name.removesuffix(".weight"), tensor.shape
+            data = partial(_nibbles, rows, tensor.dtype)
             yield _Out(f"{module}.data", "U8", (n, k // 2), n * k // 2, data)
-            scale, size = partial(_scales, rows, stored.kind, number), (k // GROUP, n, 2)
+            scale, size = partial(_scales, rows, tensor.dtype, number), (k // GROUP, n, 2)
             yield _Out(f"{module}.scale", _KINDS[dtype], size, prod(size) * number.itemsize, scale)
         else:
-            plain = partial(_numbers, header, piece, number)
-            yield _Out(name, _KINDS[dtype], piece.shape, prod(piece.shape) * number.itemsize, plain)
+            plain = partial(_numbers, header, described.pieces[name], number)
+            yield _Out(name, _KINDS[dtype], tensor.shape, prod(tensor.shape) * number.itemsize, plain)
 
 
-def _numbers(header: Header, piece: TensorSource, dtype: torch.dtype) -> Iterator[Tensor]:
+def _numbers(header: Header, piece: Piece, dtype: torch.dtype) -> Iterator[Tensor]:
     return (part.to(dtype) for part in values(header, piece))
 
 
