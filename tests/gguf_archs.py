@@ -431,6 +431,27 @@ class Kind:
     change: Callable[[str, Tensor, Any], Tensors] = _same
     keys: Callable[[GGUFWriter, Any], None] = _no_keys
     config: dict[str, Any] = field(default_factory=dict)
+    mtp: Callable[[PreTrainedModel], dict[str, Tensor]] | None = None  # tensors of an MTP layer, by transformers' names
+
+
+def _mtp(model: PreTrainedModel) -> dict[str, Tensor]:
+    """An MTP layer of Qwen3.5, like its last layer."""
+    n, hidden = model.config.num_hidden_layers, model.config.hidden_size
+    like = {k.removeprefix(f"model.layers.{n - 1}."): v for k, v in model.state_dict().items() if f".{n - 1}." in k}
+    sizes = {"fc.weight": (hidden, 2 * hidden)}
+    sizes |= {f"{name}.weight": (hidden,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    sizes |= {f"layers.0.{name}": tuple(weight.shape) for name, weight in like.items()}
+    noise = torch.Generator().manual_seed(7)
+    return {f"mtp.{name}": torch.randn(shape, generator=noise) * 0.2 for name, shape in sizes.items()}
+
+
+def _behind(name: str, n: int) -> str:
+    """Name of an MTP layer's tensor as the converter has it: that of a layer behind the last."""
+    parts = name.split(".", 3)
+    if parts[1] == "layers":
+        return f"model.layers.{n + int(parts[2])}.{parts[3]}"
+    names = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
+    return f"blk.{n}.nextn.{names.get(parts[1], 'shared_head_norm')}.{parts[2]}"
 
 
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -470,12 +491,14 @@ KINDS = {
     "qwen2moe": Kind("qwen2_moe", "qwen2moe", _moe, _moe_keys, _MOE),
     "qwen3moe": Kind("qwen3_moe", "qwen3moe", _moe, _moe_keys, _SPARSE),
     "qwen35": Kind("qwen3_5_text", "qwen35", _qwen35, _delta_keys, _AXES),
+    "qwen35_mtp": Kind("qwen3_5_text", "qwen35", _qwen35, _delta_keys, _AXES, _mtp),
     "qwen35moe": Kind("qwen3_5_moe_text", "qwen35moe", _qwen35, _delta_keys, _AXES),
     "qwen3next": Kind("qwen3_next", "qwen3next", _next, _delta_keys),
     "gemma3": Kind("gemma3", "gemma3", _plus_one, _gemma_keys, {"query_pre_attn_scalar": 16, "num_hidden_layers": 7,
                    "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]}),
     "gemma4": Kind("gemma4", "gemma4", _gemma4, _gemma4_keys, _PER_LAYER),
-    "gemma4_shared": Kind("gemma4_shared", "gemma4", _gemma4, _gemma4_keys, {**_PER_LAYER, "use_double_wide_mlp": True}),
+    "gemma4_shared": Kind("gemma4_shared", "gemma4", _gemma4, _gemma4_keys,
+                          {**_PER_LAYER, "use_double_wide_mlp": True}),
     "gemma4_moe": Kind("gemma4", "gemma4", _gemma4, _gemma4_keys, {**_GEMMA4_MOE, "hidden_size_per_layer_input": 0}),
     "gpt_oss": Kind("gpt_oss", "gpt-oss", _gpt_oss, _oss_keys, {"rope_parameters": {**_YARN, "truncate": False},
                     "layer_types": [*families.PAIRS, "sliding_attention"]}),
@@ -530,6 +553,9 @@ def write(path: Path, name: str) -> PreTrainedModel:
     c = SimpleNamespace(**model.config.to_dict())
     _base(writer, c)
     kind.keys(writer, c)
+    if kind.mtp is not None:
+        _again(writer, "block_count", c.num_hidden_layers + 1)
+        writer.add_nextn_predict_layers(1)
     for key, value in vocabulary(kind.arch, VOCAB).items():
         put(writer, key, value)
     for ours, numbers in converted(model, name):
@@ -545,15 +571,13 @@ def converted(model: PreTrainedModel, name: str) -> Tensors:
     """Tensors by llama.cpp's names."""
     kind, c = KINDS[name], SimpleNamespace(**model.config.to_dict())
     arch = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == kind.arch)
-    names = gguf.get_tensor_name_map(arch, c.num_hidden_layers)
-    for theirs, weight in model.state_dict().items():
+    names = gguf.get_tensor_name_map(arch, c.num_hidden_layers + 1)
+    drafts = kind.mtp(model) if kind.mtp is not None else {}
+    behind = {_behind(name, c.num_hidden_layers): weight for name, weight in drafts.items()}
+    for theirs, weight in (model.state_dict() | behind).items():
         if theirs == "lm_head.weight" and c.tie_word_embeddings:
             continue
         for given, numbers in kind.change(theirs, weight, c):
             ours = given if given.startswith("blk.") else names.get_name(given, try_suffixes=(".weight", ".bias"))
-            yield ours or _by_hand(given), numbers
-
-
-def _by_hand(name: str) -> str:
-    """Names that the gguf package knows only from checkpoints of older transformers."""
-    raise ValueError(f"the gguf package has no name for {name}")
+            assert ours, f"the gguf package has no name for {given}"
+            yield ours, numbers

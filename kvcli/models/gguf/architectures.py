@@ -87,7 +87,9 @@ class Architecture:
     outer: Names  # tensors outside layers
     kinds: Mapping[str, Names]  # kind of a layer in `layer_types` -> its tensors
     blocks: tuple[Names, ...]  # each layer has the tensors of the first whose first tensor is in the file
+    mtp: Names  # tensors of an MTP layer, beside those of a layer, in the blocks behind the layers
     keys: Mapping[str, tuple[Setting, ...]]  # beside SETTINGS
+    mtp_names: tuple[str, ...] = ()  # prefixes of those tensors and of the layer's, by block i or MTP layer j; setting
     fixed: Mapping[str, Any] = field(default_factory=dict)  # settings that hold for each file
     shows: Mapping[str, str] = field(default_factory=dict)  # setting -> tensor of a layer that a file has if it holds
     lacks: Mapping[str, str] = field(default_factory=dict)  # setting -> tensor that some layer lacks if it holds
@@ -120,6 +122,7 @@ def architectures() -> Mapping[str, tuple[Architecture, ...]]:
         row["outer"] = groups[row.get("outer", "outer")]
         row["kinds"] = {kind: _joined(groups, names) for kind, names in row.get("kinds", {}).items()}
         row["blocks"] = tuple(_joined(groups, names) for names in row.get("blocks", ()))
+        row["mtp"] = groups[row["mtp"]] if "mtp" in row else {}
         row["keys"] = _joined(keys, row.get("keys", ()))
         one = Architecture(**row)
         found[one.arch] = (*found.get(one.arch, ()), one)

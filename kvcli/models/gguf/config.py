@@ -90,24 +90,28 @@ def describe(header: Header, name: str) -> Described:
         raise metadata.refused(f"its {len(tensors):,} tensors do not hold {layers:,} layers and the embedding")
     if missing := [key for key in _NEEDED[:3] if key not in config]:
         raise metadata.refused(f"it does not state its {missing[0]}")
+    blocks = config["num_hidden_layers"]
+    if layout.mtp and metadata.left.get("nextn_predict_layers"):
+        config[layout.mtp_names[2]] = metadata.size("nextn_predict_layers")
+        config["num_hidden_layers"] -= config[layout.mtp_names[2]]
     config[layout.epsilon[1]] = metadata.number(layout.epsilon[0], 1e-6)
     config |= {"tie_word_embeddings": "output.weight" not in tensors, "dtype": _dtype(header)}
     config |= {f"{ours}_token_id": metadata.token(theirs) for ours, theirs in _TOKENS.items()}
     embeddings = {"vocab_size": "token_embd.weight", "vocab_size_per_layer_input": "per_layer_token_embd.weight"}
     config |= {theirs: tensors[ours].shape[0] for theirs, ours in embeddings.items() if ours in tensors}
     config |= {theirs: any(name.endswith(f".{ours}") for name in tensors) for theirs, ours in layout.shows.items()}
-    layers = [_layer(metadata, i) for i in range(config["num_hidden_layers"])]
+    layers = [_layer(metadata, i) for i in range(blocks)]
     if layout.kinds:
-        config["layer_types"] = [kind for kind, _ in layers]
+        config["layer_types"] = [kind for kind, _ in layers[: config["num_hidden_layers"]]]
     if layout.period:
-        config |= _windows(metadata, len(layers))
+        config |= _windows(metadata, blocks)
     config |= _heads(metadata, config)
     config["rope_parameters"] = _ropes(metadata, config)
     for key, settings in layout.keys.items():
         _set(config, {s.name: metadata.setting(key, s, config) for s in settings})
         metadata.pop(key)
     _set(config, layout.fixed)
-    alone = len(layers) - (config.get("num_kv_shared_layers") or 0)  # layers that store their own KV
+    alone = blocks - (config.get("num_kv_shared_layers") or 0)  # layers that store their own KV
     config |= {to: any(f"blk.{i}.{of}" not in tensors for i in range(alone)) for to, of in layout.lacks.items()}
     if "num_global_key_value_heads" in config and not any(config[to] for to in layout.lacks):
         raise metadata.refused("attention.head_count_kv differs between layers that have values of their own")
@@ -226,9 +230,16 @@ def _ropes(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 def _pieces(metadata: _Metadata, config: Mapping[str, Any], layers: list[Names]) -> Iterator[tuple[str, Piece]]:
     """Sources of the tensors that transformers loads. Raises BadModel unless every tensor of the file is used."""
     tensors, used = metadata.header.tensors, metadata.used
-    shares = len(layers) - (config.get("num_kv_shared_layers") or 0)
-    groups = [(-1, metadata.layout.outer, "", "")]
-    groups += [(i, names, f"model.layers.{i}.", f"blk.{i}.") for i, names in enumerate(layers)]
+    shares, layout, n = (
+        len(layers) - (config.get("num_kv_shared_layers") or 0),
+        metadata.layout,
+        config["num_hidden_layers"],
+    )
+    groups = [(-1, layout.outer, "", "")]
+    groups += [(i, names, f"model.layers.{i}.", f"blk.{i}.") for i, names in enumerate(layers[:n])]
+    for i, names in enumerate(layers[n:], n):
+        outer, inner = (prefix.format(i=i, j=i - n) for prefix in layout.mtp_names[:2])
+        groups += [(-1, layout.mtp, outer, f"blk.{i}."), (-1, names, inner, f"blk.{i}.")]
     for layer, names, theirs, below in groups:
         for name, options in full_names(names):
             stored = [[below + part.stored.removesuffix(".") for part in piece.parts] for piece in options]
