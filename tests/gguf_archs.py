@@ -546,8 +546,12 @@ def build(name: str) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def write(path: Path, name: str) -> PreTrainedModel:
-    """Write the file of a kind, and return transformers' model with the same numbers."""
+def write(path: Path, name: str, blocks: tuple[str, ...] = (), *, unpacked: bool = False) -> PreTrainedModel:
+    """Write the file of a kind, and return transformers' model with the same numbers.
+
+    With `blocks`, tensors are in blocks of these kinds in turn, where rows are long enough; `unpacked`: in F32, with
+    the numbers of such blocks.
+    """
     kind, model = KINDS[name], build(name)
     writer = GGUFWriter(path, kind.arch)
     c = SimpleNamespace(**model.config.to_dict())
@@ -558,8 +562,17 @@ def write(path: Path, name: str) -> PreTrainedModel:
         writer.add_nextn_predict_layers(1)
     for key, value in vocabulary(kind.arch, VOCAB).items():
         put(writer, key, value)
-    for ours, numbers in converted(model, name):
-        writer.add_tensor(ours, numbers.float().contiguous().numpy())
+    for i, (ours, weight) in enumerate(converted(model, name)):
+        numbers = weight.float().contiguous().numpy()
+        what = gguf.GGMLQuantizationType[blocks[i % len(blocks)] if blocks else "F32"]
+        if what != 0 and weight.dim() > 1 and weight.shape[-1] % 32 == 0:
+            raw = gguf.quants.quantize(numbers, what)
+            if unpacked:
+                writer.add_tensor(ours, gguf.quants.dequantize(raw, what))
+            else:
+                writer.add_tensor(ours, raw, raw_dtype=what)
+        else:
+            writer.add_tensor(ours, numbers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

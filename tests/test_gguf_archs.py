@@ -26,7 +26,21 @@ def folder_of(tmp_path: Path, name: str) -> tuple[Path, torch.nn.Module]:
     return convert.convert_if_needed(found, "fp32", tmp_path / "cache", packs=False).path, model
 
 
-@pytest.mark.parametrize("name", KINDS)
+# each change of numbers or of settings is in one of these
+SHORT = {
+    "llama_biased",
+    "qwen35moe",
+    "qwen3next",
+    "gemma4_shared",
+    "gemma4_moe",
+    "gpt_oss",
+    "phi3_long",
+    "granite_hybrid",
+}
+SHORT |= {"deepseek_v3", "lfm2moe", "stablelm_parallel", "ministral3"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SHORT else [pytest.mark.slow]) for n in KINDS])
 def test_a_converted_file_is_the_model_again(tmp_path: Path, name: str):
     folder, theirs = folder_of(tmp_path, name)
     ours, said = AutoModelForCausalLM.from_pretrained(
@@ -55,12 +69,33 @@ def test_the_engine_writes_the_text_of_the_model(tmp_path: Path, name: str):
     assert len(mine) > 3
 
 
-def test_an_mtp_layer_in_the_file_drafts(tmp_path: Path):
+@pytest.mark.parametrize("name", ["qwen35moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_blocks_are_joined_and_reordered_as_their_numbers_are(tmp_path: Path, name: str):
+    made = []
+    for unpacked in (False, True):
+        write(tmp_path / "tiny.gguf", name, ("Q8_0", "Q4_0", "Q5_1"), unpacked=unpacked)
+        found = source.find(str(tmp_path / "tiny.gguf"))
+        folder = convert.convert_if_needed(found, "fp32", tmp_path / str(unpacked), packs=not unpacked).path
+        made.append(load_file(folder / "model.safetensors"))
+    blocks, right = made
+    packed = {key.replace(".data", ".weight") for key in blocks if key.endswith(".data")}
+    assert len(packed) >= (1 if name == "qwen35moe" else 0)
+    assert not any("linear_attn.out_proj" in key for key in packed)  # its columns are reordered
+    assert packed | (blocks.keys() & right.keys()) == right.keys()
+    assert all(torch.equal(weight, right[key]) for key, weight in blocks.items() if key in right)
+
+
+def test_an_mtp_layer_of_the_file_is_found(tmp_path: Path):
     folder, theirs = folder_of(tmp_path, "qwen35_mtp")
     assert has_mtp(source.find(str(folder)))
     tensors, right = load_file(folder / "model.safetensors"), KINDS["qwen35_mtp"].mtp(theirs)
     assert {key for key in tensors if key.startswith("mtp.")} == right.keys()
     assert all(torch.allclose(tensors[key], weight, atol=1e-6) for key, weight in right.items())
+
+
+@pytest.mark.slow
+def test_an_mtp_layer_of_the_file_leaves_the_text_as_it_is(tmp_path: Path):
+    write(tmp_path / "tiny.gguf", "qwen35_mtp")
     texts = []
     for spec in ({"spec.method": "off"}, {"spec.method": "mtp"}):
         with kvcli.load(str(tmp_path / "tiny.gguf"), "exact", DTYPE | spec, cache=tmp_path / "cache") as model:

@@ -31,13 +31,14 @@ TOKENS, NEW = 40, 24
 KNOWN = {
     "gpt_oss": "llama.cpp rounds the bounds of YaRN's ramp, the model does not (gpt_oss_plain has no YaRN)",
     "phi3_window": "llama.cpp leaves Phi-3's window out",
-    "phi3_long": "logits of a short text by transformers have the short factors; kvcli and llama.cpp take the long ones",
+    "phi3_long": "transformers' logits of a short text have the short factors; both texts have the long ones",
 }
 LLAMA = """
 import json, sys
 import numpy as np
 from llama_cpp import Llama
-llm = Llama(sys.argv[1], n_ctx=128, n_batch=128, logits_all=True, type_k=0, type_v=0, flash_attn=False, verbose=False, n_threads=1)
+said = dict(n_ctx=128, n_batch=128, n_threads=1, type_k=0, type_v=0, flash_attn=False)
+llm = Llama(sys.argv[1], logits_all=True, verbose=False, **said)
 llm.eval(json.loads(sys.argv[2]))
 logits, text = np.array(llm.scores[: llm.n_tokens]), []
 for _ in range(int(sys.argv[4])):
