@@ -102,9 +102,7 @@ class Architecture:
     log_mul: float = 0.0  # yarn_log_multiplier of mscale 1; 0 = the architecture has no such key
     period: int = 0  # every `period`-th layer has full attention, the others a window; 0 = all have full attention
     has_two_ropes: bool = False  # layers with a window have a RoPE of their own
-    leads: bool | None = (
-        None  # whether a space leads text, where transformers' tokenizer of the architecture decides it
-    )
+    leads: bool | None = None  # a space leads text; None = as the file states
     scaled_by_width: int = 0  # layers of the model whose scale of queries follows from its width (as in llama.cpp)
 
 
@@ -112,9 +110,7 @@ class Architecture:
 def architectures() -> Mapping[str, tuple[Architecture, ...]]:
     """Read the table: by llama.cpp's name, the classes among which the metadata decides."""
     table = tomli.loads(TABLE.read_text(encoding="utf-8"))
-    groups = {
-        name: {theirs: _pieces(ours) for theirs, ours in group.items()} for name, group in table["tensors"].items()
-    }
+    groups = {name: {key: _pieces(said) for key, said in group.items()} for name, group in table["tensors"].items()}
     keys = {name: {key: _settings(to) for key, to in group.items()} for name, group in table["settings"].items()}
     found: dict[str, tuple[Architecture, ...]] = {}
     for row in table["architecture"]:
@@ -134,12 +130,11 @@ def _joined(groups: Mapping[str, Mapping[str, Any]], names: list[str]) -> dict[s
 
 
 def _pieces(said: Any) -> tuple[Piece, ...]:
-    return tuple(_piece(one) for one in (said if isinstance(said, list) else [said]))
+    return tuple(map(_piece, said if isinstance(said, list) else [said]))
 
 
 def _piece(said: Any) -> Piece:
-    if isinstance(said, str):
-        said = {"parts": [{"stored": said}]}
+    said = {"parts": [{"stored": said}]} if isinstance(said, str) else said
     marks = "".join(part["stored"] for part in said["parts"])
     parts = tuple(Part(**{key: _frozen(value) for key, value in part.items()}) for part in said["parts"])
     rest = {key: _frozen(value) for key, value in said.items()}
@@ -151,9 +146,8 @@ def _frozen(value: Any) -> Any:
 
 
 def _settings(said: Any) -> tuple[Setting, ...]:
-    return tuple(
-        Setting(one) if isinstance(one, str) else Setting(**one) for one in (said if isinstance(said, list) else [said])
-    )
+    several = said if isinstance(said, list) else [said]
+    return tuple(Setting(one) if isinstance(one, str) else Setting(**one) for one in several)
 
 
 def full_names(names: Names) -> Iterator[tuple[str, tuple[Piece, ...]]]:
@@ -163,9 +157,7 @@ def full_names(names: Names) -> Iterator[tuple[str, tuple[Piece, ...]]]:
             yield name, pieces
             continue
         for suffix in ("weight", "bias") if pieces[0].bias else ("weight",):
-            parts = [tuple(replace(part, stored=f"{part.stored}.{suffix}") for part in piece.parts) for piece in pieces]
-            may_lack = suffix == "bias" or pieces[0].is_optional
-            yield (
-                f"{name}.{suffix}",
-                tuple(replace(p, parts=q, is_optional=may_lack) for p, q in zip(pieces, parts, strict=True)),
-            )
+            (piece,) = pieces
+            parts = tuple(replace(part, stored=f"{part.stored}.{suffix}") for part in piece.parts)
+            may_lack = suffix == "bias" or piece.is_optional
+            yield f"{name}.{suffix}", (replace(piece, parts=parts, is_optional=may_lack),)

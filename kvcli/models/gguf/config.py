@@ -94,7 +94,7 @@ def describe(header: Header, name: str) -> Described:
     if layout.mtp and metadata.left.get("nextn_predict_layers"):
         config[layout.mtp_names[2]] = metadata.size("nextn_predict_layers")
         config["num_hidden_layers"] -= config[layout.mtp_names[2]]
-    config[layout.epsilon[1]] = metadata.number(layout.epsilon[0], 1e-6)
+    config[layout.epsilon[1]] = metadata.number(layout.epsilon[0], math.nan)
     config |= {"tie_word_embeddings": "output.weight" not in tensors, "dtype": _dtype(header)}
     config |= {f"{ours}_token_id": metadata.token(theirs) for ours, theirs in _TOKENS.items()}
     embeddings = {"vocab_size": "token_embd.weight", "vocab_size_per_layer_input": "per_layer_token_embd.weight"}
@@ -109,7 +109,7 @@ def describe(header: Header, name: str) -> Described:
     config["rope_parameters"] = _ropes(metadata, config)
     for key, settings in layout.keys.items():
         _set(config, {s.name: metadata.setting(key, s, config) for s in settings})
-        metadata.pop(key)
+        metadata.left.pop(key, None)
     _set(config, layout.fixed)
     alone = blocks - (config.get("num_kv_shared_layers") or 0)  # layers that store their own KV
     config |= {to: any(f"blk.{i}.{of}" not in tensors for i in range(alone)) for to, of in layout.lacks.items()}
@@ -149,7 +149,7 @@ def _layer(metadata: _Metadata, i: int) -> tuple[str, Names]:
 
 def _windows(metadata: _Metadata, layers: int) -> dict[str, Any]:
     """Window, and the layers that have it."""
-    period, pattern = metadata.layout.period, metadata.pop("attention.sliding_window_pattern")
+    period, pattern = metadata.layout.period, metadata.left.pop("attention.sliding_window_pattern", None)
     if isinstance(pattern, Listed) and len(pattern.values) == layers:
         slides = [bool(value) for value in pattern.values]
     elif pattern in (None, period):
@@ -166,23 +166,20 @@ def _heads(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     head = config.get("head_dim", hidden // heads)
     if not head:
         raise metadata.refused(f"{heads:,} heads are more than its hidden size, {hidden:,}")
-    found = {"head_dim": head, "num_key_value_heads": heads, **_kv_heads(metadata, config)}
+    found = {"head_dim": head, **_kv_heads(metadata, config)}
     if metadata.has("attention.kv_lora_rank"):  # keys and values of all heads are made from one latent
-        rope = metadata.size("rope.dimension_count")
-        key, value = (
-            metadata.size(f"attention.{kind}_length_mla") if metadata.has(f"attention.{kind}_length_mla") else stated
-            for kind, stated in (("key", head), ("value", metadata.left.get("attention.value_length", head)))
-        )
+        rope, value = metadata.size("rope.dimension_count"), metadata.size("attention.value_length", head)
+        key, value = metadata.size("attention.key_length_mla", head), metadata.size("attention.value_length_mla", value)
         if key <= rope:
             raise metadata.refused(f"rope.dimension_count differs from the head size, {key:,}")
-        metadata.pop("attention.value_length")
         sizes = {"qk_rope_head_dim": rope, "qk_nope_head_dim": key - rope, "v_head_dim": value, "head_dim": rope}
         return found | sizes | {"num_key_value_heads": heads}
     if metadata.has("attention.key_length_swa"):  # layers with a window have heads of another size
         found |= {"global_head_dim": head, "head_dim": metadata.size("attention.key_length_swa")}
-    for key, size in (("value_length", head), ("value_length_swa", found["head_dim"])):
-        if metadata.has(f"attention.{key}") and metadata.size(f"attention.{key}") != size:
-            raise metadata.refused(f"attention.{key} differs from the head size, {size:,}")
+    near = found["head_dim"]
+    for key, of in {"value_length": head, "value_length_swa": near}.items():
+        if metadata.size(f"attention.{key}", of) != of:
+            raise metadata.refused(f"attention.{key} differs from the head size, {of:,}")
     if metadata.layout.scaled_by_width:
         is_it = config["num_hidden_layers"] == metadata.layout.scaled_by_width
         found["query_pre_attn_scalar"] = hidden // heads if is_it else head
@@ -194,11 +191,11 @@ def _kv_heads(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     key, kinds = "attention.head_count_kv", config.get("layer_types", ())
     found = set(zip(kinds, metadata.listed(key), strict=False)) if len(metadata.listed(key)) == len(kinds) else set()
     if {kind for kind, _ in found} == {"sliding_attention", "full_attention"} and len(found) == 2:
-        metadata.pop(key)
+        metadata.left.pop(key, None)
         counts = dict(found)
         near = {"num_key_value_heads": counts["sliding_attention"]}
         return near | {"num_global_key_value_heads": counts["full_attention"]}
-    return {"num_key_value_heads": metadata.size(key)} if metadata.has(key) else {}
+    return {"num_key_value_heads": metadata.size(key, config["num_attention_heads"])}
 
 
 def _widths(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,7 +203,7 @@ def _widths(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     key, shared = "feed_forward_length", config.get("num_kv_shared_layers") or 0
     width, *_ = listed = metadata.listed(key) or (config.get("intermediate_size", config.get("moe_intermediate_size")),)
     if shared and listed == (width,) * (config["num_hidden_layers"] - shared) + (2 * width,) * shared:
-        metadata.pop(key)
+        metadata.left.pop(key, None)
         return {"intermediate_size": width, "use_double_wide_mlp": True}
     return {"intermediate_size": metadata.size(key) if metadata.has(key) else width}
 
@@ -214,10 +211,10 @@ def _widths(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 def _ropes(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """RoPE, by kind of attention if layers with a window have another."""
     rope = metadata.rope(config.get("global_head_dim") or config["head_dim"], "qk_rope_head_dim" in config)
-    if "original_max_position_embeddings" in rope and metadata.layout.stretches == "longrope":
+    if rope["rope_type"] == "longrope":
         config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     near, turned = "rope.freq_base_swa", "rope.dimension_count_swa"
-    if metadata.has(turned) and metadata.size(turned) != config["head_dim"]:
+    if metadata.size(turned, config["head_dim"]) != config["head_dim"]:
         raise metadata.refused(f"{turned} differs from the head size, {config['head_dim']:,}")
     if metadata.layout.has_two_ropes:
         sliding = {"rope_type": "default", "rope_theta": metadata.number(near, 10000.0)}
@@ -329,16 +326,13 @@ class _Metadata:
     def has(self, key: str) -> bool:
         return key in self.left
 
-    def pop(self, key: str) -> object:
-        return self.left.pop(key, None)
-
     def listed(self, key: str) -> tuple[Any, ...]:
         """Numbers of a key that states one per layer; () if it states another kind of value. The key remains."""
         value = self.left.get(key)
         return value.values if isinstance(value, Listed) else ()
 
-    def size(self, key: str) -> int:
-        value = self.pop(key)
+    def size(self, key: str, usual: object = None) -> int:
+        value = self.left.pop(key, usual)
         if isinstance(value, Listed) and len(numbers := {number for number in value.values if number}) == 1:
             (value,) = numbers
         if type(value) is not int or not 0 < value < 1 << 40:
@@ -346,7 +340,7 @@ class _Metadata:
         return value
 
     def number(self, key: str, usual: float) -> float:
-        value = usual if key not in self.left else self.pop(key)
+        value = usual if key not in self.left else self.left.pop(key)
         if not isinstance(value, float) or not 0 <= value < 3e38:  # range of float32
             raise self.refused(f"{key} is {str(value)[:80]}")
         return _written(value)
@@ -372,60 +366,50 @@ class _Metadata:
 
     def rope(self, head: int, is_own: bool) -> dict[str, Any]:
         """RoPE of a head; `is_own`: all of the numbers that it gets are rotated."""
-        theta, stated = self.number("rope.freq_base", 10000.0), self.pop("rope.scaling.type")
-        kind, found = stated or "linear", {"rope_theta": theta}
+        theta, kind = self.number("rope.freq_base", 10000.0), self.left.pop("rope.scaling.type", None) or "linear"
+        found: dict[str, Any] = {"rope_theta": theta}
         factor = self.number("rope.scaling.factor", 0.0) or self.number("rope.scale_linear", 0.0) or 1.0
-        dims = head if is_own or not self.has("rope.dimension_count") else self.size("rope.dimension_count")
+        dims = head if is_own else self.size("rope.dimension_count", head)
         if dims > head or int(head * (dims / head)) != dims or (dims < head and not self.layout.is_partial):
             raise self.refused(f"rope.dimension_count differs from the head size, {head:,}")
         if self.layout.is_partial:
             found["partial_rotary_factor"] = dims / head
-        stretched = floats(self.header, _ROPE) if _ROPE in self.header.tensors else (1.0,)
-        self.used.add(_ROPE)
-        if not theta or not all(0 < s < math.inf for s in stretched):
+        stretched, original = self.factors(_ROPE) or (1.0,), "rope.scaling.original_context_length"
+        if not theta:
             raise self.refused("its rope frequencies are no positive numbers")
-        alike = float(f"{stretched[0]:.5g}")
-        if self.layout.stretches == "longrope" and _LONG in self.header.tensors and stated in (None, "longrope"):
-            return found | self._longrope()
-        if kind == "yarn" and self.has("rope.scaling.original_context_length") and set(stretched) == {1.0}:
-            return found | self._yarn(factor)
+        if self.layout.stretches == "longrope" and kind in ("linear", "longrope") and (long := self.factors(_LONG)):
+            found |= {"rope_type": "longrope", "original_max_position_embeddings": self.size(original)}
+            if self.has("rope.scaling.attn_factor"):
+                found["attention_factor"] = self.number("rope.scaling.attn_factor", 1.0)
+            return found | {"long_factor": long, "short_factor": self.factors(_SHORT)}
+        if kind == "yarn" and self.has(original) and set(stretched) == {1.0} and self.layout.stretches != "longrope":
+            found |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": self.size(original)}
+            betas = {beta: f"rope.scaling.yarn_{beta}" for beta in ("beta_fast", "beta_slow")}
+            found |= {beta: self.number(key, 0.0) for beta, key in betas.items() if self.has(key)}
+            if self.layout.log_mul and self.has("rope.scaling.yarn_log_multiplier"):
+                scale = _written(self.number("rope.scaling.yarn_log_multiplier", 0.0) / self.layout.log_mul)
+                found |= {"mscale": scale, "mscale_all_dim": scale}
+            return found
         if kind not in ("linear", "none"):
             raise self.refused(f"rope.scaling.type is {str(kind)[:40]}")
-        factor = 1.0 if kind == "none" else factor
-        if self.layout.stretches == "proportional" and factor == 1.0 and set(stretched) <= {1.0, max(stretched)}:
+        factor, alike = 1.0 if kind == "none" else factor, float(f"{stretched[0]:.5g}")
+        if self.layout.stretches == "proportional" and factor == 1.0:
             ones = stretched.count(1.0)
-            if stretched[:ones] == (1.0,) * ones and (ones == len(stretched) or stretched[-1] > _UNTURNED):
+            if list(stretched[:ones]) == [1.0] * ones and all(s > _UNTURNED for s in stretched[ones:]):
                 return found | {"rope_type": "proportional", "partial_rotary_factor": ones / len(stretched)}
         if all(math.isclose(s, alike, rel_tol=1e-5) for s in stretched):
             factor *= alike
-        elif factor == 1.0 and self.layout.stretches == "llama3" and _is_llama3(stretched, theta, head):
+            return found | ({"rope_type": "default"} if factor == 1.0 else {"rope_type": "linear", "factor": factor})
+        if factor == 1.0 and self.layout.stretches == "llama3" and _is_llama3(stretched, theta, head):
             return found | {"rope_type": "llama3", "factor": max(stretched), **_LLAMA3}
-        else:
-            raise self.refused(f"{_ROPE} scales its rope in an unknown way")
-        linear = {"rope_type": "linear", "factor": factor}
-        return found | ({"rope_type": "default"} if factor == 1.0 else linear)
+        raise self.refused(f"{_ROPE} scales its rope in an unknown way")
 
-    def _yarn(self, factor: float) -> dict[str, Any]:
-        found: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-        found["original_max_position_embeddings"] = self.size("rope.scaling.original_context_length")
-        for beta in ("beta_fast", "beta_slow"):
-            if self.has(f"rope.scaling.yarn_{beta}"):
-                found[beta] = self.number(f"rope.scaling.yarn_{beta}", 0.0)
-        if self.layout.log_mul and self.has("rope.scaling.yarn_log_multiplier"):
-            scale = _written(self.number("rope.scaling.yarn_log_multiplier", 0.0) / self.layout.log_mul)
-            found |= {"mscale": scale, "mscale_all_dim": scale}
-        return found
-
-    def _longrope(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"rope_type": "longrope"}
-        found["original_max_position_embeddings"] = self.size("rope.scaling.original_context_length")
-        for name, tensor in (("long_factor", _LONG), ("short_factor", _SHORT)):
-            if tensor not in self.header.tensors:
-                raise self.incomplete(tensor)
-            self.used.add(tensor)
-            found[name] = [_written(value) for value in floats(self.header, tensor)]
-        if self.has("rope.scaling.attn_factor"):
-            found["attention_factor"] = self.number("rope.scaling.attn_factor", 1.0)
+    def factors(self, name: str) -> list[float]:
+        """Factors of RoPE frequencies, [] if the file has no such tensor."""
+        self.used.add(name)
+        found = [_written(s) for s in floats(self.header, name)] if name in self.header.tensors else []
+        if not all(0 < s < math.inf for s in found):
+            raise self.refused("its rope frequencies are no positive numbers")
         return found
 
     def refuse_rest(self) -> None:
@@ -458,7 +442,7 @@ def _written(value: float) -> float:
     return next((s for s in short if struct.pack("<f", s) == as_stored), value)
 
 
-def _is_llama3(stretched: tuple[float, ...], theta: float, head: int) -> bool:
+def _is_llama3(stretched: Sequence[float], theta: float, head: int) -> bool:
     """True if these are the factors of llama3's RoPE scaling, to float32 precision."""
     most, low, high, length = max(stretched), *_LLAMA3.values()
 
