@@ -107,13 +107,18 @@ class Architecture:
 
 
 @cache
+def table() -> Mapping[str, Any]:
+    """Read the table of all architectures."""
+    return tomli.loads(TABLE.read_text(encoding="utf-8"))
+
+
+@cache
 def architectures() -> Mapping[str, tuple[Architecture, ...]]:
-    """Read the table: by llama.cpp's name, the classes among which the metadata decides."""
-    table = tomli.loads(TABLE.read_text(encoding="utf-8"))
-    groups = {name: {key: _pieces(said) for key, said in group.items()} for name, group in table["tensors"].items()}
-    keys = {name: {key: _settings(to) for key, to in group.items()} for name, group in table["settings"].items()}
+    """By llama.cpp's name, the classes among which the metadata decides."""
+    groups = {name: {key: _pieces(said) for key, said in group.items()} for name, group in table()["tensors"].items()}
+    keys = {name: {key: _settings(to) for key, to in group.items()} for name, group in table()["settings"].items()}
     found: dict[str, tuple[Architecture, ...]] = {}
-    for row in table["architecture"]:
+    for row in map(dict, table()["architecture"]):
         row["layer"] = _joined(groups, row["layer"])
         row["outer"] = groups[row.get("outer", "outer")]
         row["kinds"] = {kind: _joined(groups, names) for kind, names in row.get("kinds", {}).items()}

@@ -25,30 +25,11 @@ from kvcli.models.gguf.architectures import (
     Size,
     architectures,
     full_names,
+    table,
 )
 from kvcli.models.gguf.header import Header, Listed, Stored, floats
 from kvcli.models.gguf.words import check_words
 
-# values with which a key has no effect; None = any value
-_HARMLESS: Mapping[str, tuple[object, ...] | None] = {
-    "vocab_size": None,  # the embedding gives the number of rows
-    "attention.layer_norm_epsilon": None,  # of a kind of norm that the architecture does not have, as is the next
-    "attention.layer_norm_rms_epsilon": None,
-    "rope.scaling.finetuned": None,
-    "rope.scaling.original_context_length": None,  # used only by kinds of scaling that read it
-    "rope.scaling.attn_factor": (1.0,),
-    "rope.scaling.yarn_ext_factor": (1.0,),
-    "rope.scaling.yarn_attn_factor": (1.0,),
-    "attention.causal": (True,),
-    "attention.shared_kv_layers": (0,),
-    "expert_count": (0,),
-    "expert_used_count": (0,),
-    "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1),
-    "nextn_predict_layers": (0,),
-    "rope.dimension_sections": None,  # axes of positions, which are the same for text
-    "pooling_type": (0,),
-}
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 _ROPE, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
@@ -169,10 +150,13 @@ def _heads(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     found = {"head_dim": head, **_kv_heads(metadata, config)}
     if metadata.has("attention.kv_lora_rank"):  # keys and values of all heads are made from one latent
         rope, value = metadata.size("rope.dimension_count"), metadata.size("attention.value_length", head)
-        key, value = metadata.size("attention.key_length_mla", head), metadata.size("attention.value_length_mla", value)
-        if key <= rope:
-            raise metadata.refused(f"rope.dimension_count differs from the head size, {key:,}")
-        sizes = {"qk_rope_head_dim": rope, "qk_nope_head_dim": key - rope, "v_head_dim": value, "head_dim": rope}
+        full, value = (
+            metadata.size("attention.key_length_mla", head),
+            metadata.size("attention.value_length_mla", value),
+        )
+        if full <= rope:
+            raise metadata.refused(f"rope.dimension_count differs from the head size, {full:,}")
+        sizes = {"qk_rope_head_dim": rope, "qk_nope_head_dim": full - rope, "v_head_dim": value, "head_dim": rope}
         return found | sizes | {"num_key_value_heads": heads}
     if metadata.has("attention.key_length_swa"):  # layers with a window have heads of another size
         found |= {"global_head_dim": head, "head_dim": metadata.size("attention.key_length_swa")}
@@ -414,8 +398,8 @@ class _Metadata:
 
     def refuse_rest(self) -> None:
         for key, value in self.left.items():
-            harmless = None if key in self.layout.implied else _HARMLESS.get(key, ())
-            if harmless is not None and value not in harmless:
+            harmless = "any" if key in self.layout.implied else table()["harmless"].get(key, [])
+            if harmless != "any" and value not in harmless:
                 raise self.refused(f"{self.layout.arch}.{key} = {str(value)[:60]} is unknown and may change the output")
 
     def incomplete(self, tensor: str) -> BadModel:
