@@ -64,7 +64,7 @@ def write(
     said = {**_keys(arch, c), **vocabulary(arch, words), **keys}
     for key, value in said.items():
         if key not in drop:
-            _put(writer, key, value)
+            put(writer, key, value)
     turn = 0
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
@@ -159,6 +159,9 @@ def vocabulary(arch: str, count: int) -> dict[str, object]:
         kinds += [1] * (len(tokens) - len(kinds))
         said: dict[str, object] = {"model": "llama", "pre": "default", "add_space_prefix": False}
         said["scores"] = [-float(i) for i in range(count)]
+        if arch == "gemma4":
+            said |= {"model": "gemma4", "merges": ["t h", "▁ a"], "add_bos_token": True}
+            del said["pre"]
     else:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -172,7 +175,7 @@ def vocabulary(arch: str, count: int) -> dict[str, object]:
     return {f"tokenizer.ggml.{key}": value for key, value in said.items()} | ids
 
 
-def _put(writer: Any, key: str, value: object) -> None:
+def put(writer: Any, key: str, value: object) -> None:
     if isinstance(value, list):
         writer.add_array(key, value)
     else:

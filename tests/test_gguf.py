@@ -29,9 +29,9 @@ from kvcli.kernels.linear_quantized import PackedLinear
 from kvcli.models import source
 from kvcli.models.catalog import CATALOG, CatalogModel, recommended
 from kvcli.models.gguf import convert, header
-from kvcli.models.gguf.config import DIGITS, SPLITS
 from kvcli.models.gguf.convert import KEPT
 from kvcli.models.gguf.header import TYPES
+from kvcli.models.gguf.words import splits
 from kvcli.models.text import decode, render_prompt
 from kvcli.models.tokenizer import load_tokenizer
 from kvcli.settings.profile import Profile
@@ -115,10 +115,10 @@ def test_the_table_of_types_is_ggmls():
 # ---- nothing that matters is left out ----
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"keys": {"general.architecture": "bert"}}, "bert is none of llama, qwen2"),
+    "architecture": ({"keys": {"general.architecture": "bert"}}, "bert is none of llama, mistral3"),
     "kind": ({"keys": {"general.type": "adapter"}}, "type adapter"),
     "yarn": ({"keys": {"llama.rope.scaling.type": "yarn"}}, "rope.scaling.type is yarn"),
-    "experts": ({"keys": {"llama.expert_count": 8}}, "llama.expert_count = 8"),
+    "experts": ({"keys": {"llama.expert_count": 8}}, "does not state its num_experts_per_tok"),
     "scale": ({"keys": {"llama.attention.scale": 0.5}}, "llama.attention.scale = 0.5"),
     "window": ({"keys": {"llama.attention.sliding_window": 16}}, "llama.attention.sliding_window = 16"),
     "encoder": ({"keys": {"llama.attention.causal": False}}, "llama.attention.causal = False"),
@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"keys": {"llama.block_count": 1 << 31}}, "2,147,483,648 layers"),
     "a number that is none": ({"keys": {"llama.rope.freq_base": math.nan}}, "rope.freq_base is nan"),
     "no base": ({"keys": {"llama.rope.freq_base": 0.0}}, "its rope frequencies"),
-    "heads": ({"keys": {"llama.attention.head_count": 7}}, "not a multiple of 7 heads"),
+    "heads": ({"keys": {"llama.attention.head_count": 7}}, "not a multiple of 7 x 2"),
 }  # fmt: skip
 
 
@@ -196,12 +196,12 @@ def test_words_come_from_the_file_alone(tmp_path: Path):
         assert model.lm.stop_ids == {0, 2}  # the end it states, and the other that everybody ends at
 
 
-def test_rules_of_cutting_are_known_to_transformers():
-    """For any other it would take GPT-2's, and say nothing."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as KNOWN
+def test_rules_of_cutting_are_transformers_own_where_it_has_them():
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as THEIRS
 
-    assert KNOWN.keys() >= SPLITS
-    assert not DIGITS & KNOWN.keys()  # else what convert.py adds would come twice
+    assert {name: rule["cuts"] for name, rule in splits().items() if name in THEIRS} == {
+        name: [cut] for name, cut in THEIRS.items() if name in splits()
+    }
 
 
 def test_a_word_that_no_merges_lead_to_is_taken_whole_where_llama_cpp_does(tmp_path: Path):
@@ -475,7 +475,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr("kvcli.models.gguf.convert.numbers", full)
+        broken.setattr("kvcli.models.gguf.pieces.numbers", full)
         with pytest.raises(BadInput, match=r"cannot write .*/cache/gguf/.*: No space"):
             loaded(tmp_path / "tiny.gguf")
     assert list((tmp_path / "cache" / "gguf").iterdir()) == []

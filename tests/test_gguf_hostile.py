@@ -15,6 +15,7 @@ from kvcli.engine.loading.open_lm import open_lm
 from kvcli.errors import BadModel
 from kvcli.models import source
 from kvcli.models.gguf import convert, header
+from tests import gguf_archs
 from tests.gguf_files import write
 from tests.test_model_probe import our_logits
 
@@ -25,6 +26,17 @@ ROOM = 16 << 20  # bytes that reading a header may take, whatever it announces: 
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("whole") / "tiny.gguf"
     write(file)
+    return file
+
+
+@pytest.fixture(
+    scope="module",
+    params=["qwen35_mtp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "deepseek_v3"))],
+)
+def pieced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file whose tensors are joined, reordered and transposed by sizes that its metadata states."""
+    file = tmp_path_factory.mktemp("pieced") / "tiny.gguf"
+    gguf_archs.write(file, request.param)
     return file
 
 
@@ -98,6 +110,34 @@ def test_a_broken_header_is_a_typed_error_or_read(whole: Path, tmp_path: Path):
 def test_what_is_read_loads_or_says_why(whole: Path, tmp_path: Path):
     ends = outcomes(whole, tmp_path, iter(range(500, 530)), load=True)
     assert sum(ends.values()) == 30
+
+
+def test_sizes_that_do_not_fit_the_tensors_are_refused(pieced: Path, tmp_path: Path):
+    """Numbers of the metadata alone are broken, so that files get beyond the header."""
+    data, ends = pieced.read_bytes(), set[str]()
+    for key, value in header.read(pieced).meta.items():
+        if type(value) is not int or key.startswith(("tokenizer", "general")):
+            continue
+        at = data.index(key.encode()) + len(key) + 4
+        for wrong in (0, 3, value + 1, (1 << 32) - 1):
+            (tmp_path / "tiny.gguf").write_bytes(data[:at] + struct.pack("<I", wrong & 0xFFFFFFFF) + data[at + 4 :])
+            ends.add(end_of(tmp_path / "tiny.gguf"))
+    assert ends >= {"gguf_unsupported"}
+    assert ends <= {"read", "gguf_unsupported", "model_incomplete", "model_sizes", "model_corrupt"}
+
+
+def end_of(file: Path) -> str:
+    try:
+        source.find(str(file))
+    except BadModel as error:
+        return error.code
+    return "read"
+
+
+@pytest.mark.slow
+def test_thousands_of_broken_files_with_pieces(pieced: Path, tmp_path: Path):
+    outcomes(pieced, tmp_path, iter(range(10_000, 11_000)), load=False)
+    outcomes(pieced, tmp_path, iter(range(20_000, 20_030)), load=True)
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ class TensorHeader:
     dtype: str  # in safetensors' spelling: BF16, F32, ...
     shape: tuple[int, ...]
     nbytes: int
+    is_made: bool = False  # its numbers are computed from those of the file, so none of the file's blocks is used
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from kvcli.errors import BadModel
 from kvcli.files import check_room, private_folder, replacing
 from kvcli.models.catalog import Hashes, Stamped
 from kvcli.models.family import read_config
+from kvcli.models.gguf.architectures import HEAD, SETTINGS, Architecture, architectures, full_names
 from kvcli.models.gguf.convert import FOLDER, KEPT, fingerprint, forget, use
-from kvcli.models.gguf.header import HEAD, SETTINGS, WRITTEN, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from kvcli.models.source import Source
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# families of transformers that are exported for llama.cpp, which computes mistral as llama
+_CLASSES = {one.model_type: one for classes in architectures().values() for one in classes}
+WRITTEN = {name: _CLASSES["llama" if name == "mistral" else name] for name in ("llama", "mistral", "qwen2", "qwen3")}
 VERSION = 1  # version of the output format; part of a file's name, so that a change makes new files
 
 
@@ -75,7 +78,7 @@ def refusal(found: Source, config: Any) -> str:
         return "it has sliding-window attention, which llama.cpp does not support for this architecture"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}, llama.cpp's is silu"
-    if kind == "longrope" or (kind not in ("default", "dynamic") and not WRITTEN[found.family].stretches):
+    if kind == "longrope" or (kind not in ("default", "dynamic") and WRITTEN[found.family].stretches != "llama3"):
         return f"its rope is {kind}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return "its rotary embedding covers only a part of each head"
@@ -103,21 +106,17 @@ class _Weight:
         return torch.Size(self.shape).numel() * self.held(dtype).itemsize
 
 
-def _plan(found: Source, config: Any, layout: Layout) -> Iterator[_Weight]:
+def _plan(found: Source, config: Any, layout: Architecture) -> Iterator[_Weight]:
     where = {name: file for file in found.files for name in file.tensors}
     yield from _rope(config)
-    for theirs, ours, heads in layout.tensors(
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        is_tied=config.tie_word_embeddings,
-    ):
-        if theirs not in where:
-            if layout.is_optional(theirs):
+    groups = [(layout.outer, "", "")]
+    groups += [(layout.layer, f"model.layers.{i}.", f"blk.{i}.") for i in range(config.num_hidden_layers)]
+    for names, before, below in groups:
+        for name, (piece,) in full_names(names):
+            theirs, (part,) = before + name, piece.parts
+            if (theirs not in where and piece.is_optional) or (theirs == HEAD and config.tie_word_embeddings):
                 continue
-            raise BadModel(f"{found.id} has no tensor {theirs}", code="gguf_unsupported")
-        file = where.pop(theirs)
-        yield _Weight(ours, file.tensors[theirs].shape, _loader(file.path, theirs, heads))
+            yield _weight(found, where, theirs, below + part.stored, getattr(config, str((*part.view, "")[0]), 0))
     # unused: the second copy of a tied head, and frequencies that are computed
     if rest := [name for name in where if name != HEAD and not name.endswith("rotary_emb.inv_freq")]:
         raise BadModel(
@@ -125,6 +124,13 @@ def _plan(found: Source, config: Any, layout: Layout) -> Iterator[_Weight]:
             code="gguf_unsupported",
             try_=["leave --baseline llama.cpp out"],
         )
+
+
+def _weight(found: Source, where: dict[str, Any], theirs: str, ours: str, heads: int) -> _Weight:
+    if theirs not in where:
+        raise BadModel(f"{found.id} has no tensor {theirs}", code="gguf_unsupported")
+    file = where.pop(theirs)
+    return _Weight(ours, file.tensors[theirs].shape, _loader(file.path, theirs, heads))
 
 
 def _loader(file: Path, name: str, heads: int) -> Callable[[], Tensor]:

@@ -23,7 +23,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from kvcli.errors import BadModel, writing
@@ -33,9 +32,12 @@ from kvcli.kernels.linear_quantized import PackedLinear, QuantizedWeight, refere
 from kvcli.models import source
 from kvcli.models.catalog import Hashes, Stamped, releases
 from kvcli.models.control_words import spelled
-from kvcli.models.gguf.blocks import Bytes, numbers, packed, stays_packed, stretches
-from kvcli.models.gguf.config import DIGITS, WHOLE, Described, TensorSource, describe
+from kvcli.models.gguf.architectures import Piece
+from kvcli.models.gguf.blocks import Bytes, packed, stays_packed
+from kvcli.models.gguf.config import Described, describe
 from kvcli.models.gguf.header import BLOCKS, Header, read
+from kvcli.models.gguf.pieces import raw_rows, values
+from kvcli.models.gguf.words import splits
 from kvcli.models.refusals import blame_files, no_tokenizer
 from kvcli.settings.schema import NUMBERS
 
@@ -128,7 +130,7 @@ def _used(copy: Path) -> int:
     return file.stat().st_atime_ns if file.exists() else 0
 
 
-VERSION = 2  # version of the output format
+VERSION = 3  # version of the output format
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors' name
 
 
@@ -161,7 +163,7 @@ def conversion_notes(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
     if not found.is_gguf:
         return ()
     tensors = [(name, t) for file in found.files for name, t in file.tensors.items() if t.dtype in BLOCKS]
-    stay = Counter(t.dtype for name, t in tensors if packs and stays_packed(name, t.dtype, t.shape))
+    stay = Counter(t.dtype for name, t in tensors if packs and not t.is_made and stays_packed(name, t.dtype, t.shape))
     gone = Counter(t.dtype for _, t in tensors) - stay
     told = (("GGUF layers that run in the file's bits", stay), (f"GGUF tensors converted to {dtype}", gone))
     return tuple(f"{what}: {', '.join(f'{n} {kind}' for kind, n in sorted(c.items()))}" for what, c in told if c)
@@ -220,34 +222,21 @@ class _Out:
 
 def _plan(header: Header, described: Described, dtype: str, packs: bool) -> Iterator[_Out]:
     number = getattr(torch, dtype)
-    for name, piece in described.pieces.items():
-        stored = header.tensors[piece.stored]
-        rows = partial(_rows, header, piece)
-        if packs and stays_packed(name, stored.kind, stored.shape):
-            module, (n, k) = name.removesuffix(".weight"), stored.shape
-            data = partial(_nibbles, rows, stored.kind)
+    for name, tensor in described.tensors(header).items():
+        rows = partial(raw_rows, header, described.pieces[name])
+        if packs and not tensor.is_made and stays_packed(name, tensor.dtype, tensor.shape):
+            module, (n, k) = name.removesuffix(".weight"), tensor.shape
+            data = partial(_nibbles, rows, tensor.dtype)
             yield _Out(f"{module}.data", "U8", (n, k // 2), n * k // 2, data)
-            scale, size = partial(_scales, rows, stored.kind, number), (k // GROUP, n, 2)
+            scale, size = partial(_scales, rows, tensor.dtype, number), (k // GROUP, n, 2)
             yield _Out(f"{module}.scale", _KINDS[dtype], size, prod(size) * number.itemsize, scale)
         else:
-            plain = partial(_numbers, rows, stored.kind, piece.plus, number)
-            yield _Out(name, _KINDS[dtype], stored.shape, prod(stored.shape) * number.itemsize, plain)
+            plain = partial(_numbers, header, described.pieces[name], number)
+            yield _Out(name, _KINDS[dtype], tensor.shape, prod(tensor.shape) * number.itemsize, plain)
 
 
-def _rows(header: Header, piece: TensorSource) -> Iterator[Bytes]:
-    """Blocks of a tensor [rows, bytes], some rows at a time, in transformers' row order."""
-    stored = header.tensors[piece.stored]
-    n = prod(stored.shape[:-1])
-    held = np.memmap(header.file_of(piece.stored), np.uint8, "r", stored.at, (n, stored.nbytes // n))
-    order = np.arange(n)
-    if piece.heads:  # from pairs that llama.cpp rotates together to halves
-        order = order.reshape(piece.heads, -1, 2).swapaxes(1, 2).reshape(-1)
-    for part in stretches(n, stored.shape[-1]):
-        yield held[order[part]]
-
-
-def _numbers(rows: Callable[[], Iterator[Bytes]], kind: str, plus: float, dtype: torch.dtype) -> Iterator[Tensor]:
-    return ((numbers(raw, kind) - plus).to(dtype) for raw in rows())
+def _numbers(header: Header, piece: Piece, dtype: torch.dtype) -> Iterator[Tensor]:
+    return (part.to(dtype) for part in values(header, piece))
 
 
 def _nibbles(rows: Callable[[], Iterator[Bytes]], kind: str) -> Iterator[Tensor]:
@@ -305,6 +294,10 @@ def _write_words(folder: Path, found: Source, header: Header, described: Describ
     return sorted({i for i in tokens if type(i) is int})
 
 
+_CUT = {"type": "Split", "behavior": "Isolated", "invert": False}
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
 def _mend(file: Path, split: str, words: Mapping[str, Any]) -> int:
     """Correct the tokenizer where transformers ignores the file; return the largest id.
 
@@ -325,11 +318,10 @@ def _mend(file: Path, split: str, words: Mapping[str, Any]) -> int:
     if not words.get("add_prefix_space", True) and (made["pre_tokenizer"] or {}).get("type") == "Metaspace":
         made["pre_tokenizer"]["prepend_scheme"] = "never"
         made["decoder"]["decoders"] = [step for step in made["decoder"]["decoders"] if step["type"] != "Strip"]
-    if split in DIGITS:
-        cuts = [{"type": "Digits", "individual_digits": True}, made["pre_tokenizer"]]
-        made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
-    if split in WHOLE:
-        made["model"]["ignore_merges"] = True
+    if split:
+        cuts = [_CUT | {"pattern": {"Regex": cut}} for cut in splits()[split]["cuts"]]
+        made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*cuts, _BYTES]}
+        made["model"]["ignore_merges"] = splits()[split].get("whole", False)
     file.write_text(json.dumps(made, ensure_ascii=False), encoding="utf-8")
     return max([*vocab.values(), *(int(token["id"]) for token in made["added_tokens"])], default=-1)
 

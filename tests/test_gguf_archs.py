@@ -1,0 +1,103 @@
+"""Architectures of llama.cpp: a file as its converter writes it is the model that was converted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import kvcli
+from kvcli.models import source
+from kvcli.models.draft_heads import has_mtp
+from kvcli.models.gguf import convert
+from tests.families import prompt
+from tests.gguf_archs import KINDS, write
+
+gguf = pytest.importorskip("gguf")
+DTYPE = {"load.dtype": "fp32", "load.device": "cpu", "sample.temperature": 0.0}
+
+
+def folder_of(tmp_path: Path, name: str) -> tuple[Path, torch.nn.Module]:
+    model = write(tmp_path / "tiny.gguf", name)
+    found = source.find(str(tmp_path / "tiny.gguf"))
+    return convert.convert_if_needed(found, "fp32", tmp_path / "cache", packs=False).path, model
+
+
+# each change of numbers or of settings is in one of these
+SHORT = {
+    "llama_biased",
+    "qwen35moe",
+    "qwen3next",
+    "gemma4_shared",
+    "gemma4_moe",
+    "gpt_oss",
+    "phi3_long",
+    "granite_hybrid",
+}
+SHORT |= {"deepseek_v3", "lfm2moe", "stablelm_parallel", "ministral3"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SHORT else [pytest.mark.slow]) for n in KINDS])
+def test_a_converted_file_is_the_model_again(tmp_path: Path, name: str):
+    folder, theirs = folder_of(tmp_path, name)
+    ours, said = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(said[key] for key in ("missing_keys", "mismatched_keys")), said
+    assert all(key.startswith("mtp.") for key in said["unexpected_keys"]), said
+    state = ours.state_dict()
+    for key, weight in theirs.state_dict().items():
+        assert torch.equal(state[key], weight) or torch.allclose(state[key], weight, rtol=1e-6, atol=1e-7), key
+    ids = torch.tensor([prompt(37)])
+    with torch.inference_mode():
+        mine, right = ours.eval()(ids).logits, theirs(ids).logits
+    assert torch.allclose(mine, right, rtol=1e-4, atol=1e-4), (mine - right).abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_the_engine_writes_the_text_of_the_model(tmp_path: Path, name: str):
+    theirs, ids = write(tmp_path / "tiny.gguf", name), prompt(80)
+    with kvcli.load(str(tmp_path / "tiny.gguf"), "exact", DTYPE, cache=tmp_path / "cache") as model:
+        mine = list(model.generate(ids, 24).ids)
+    theirs.generation_config.eos_token_id = None
+    right = theirs.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, use_cache=False)[0, 80:].tolist()
+    assert mine == right[: len(mine)]
+    assert len(mine) > 3
+
+
+@pytest.mark.parametrize("name", ["qwen35moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_blocks_are_joined_and_reordered_as_their_numbers_are(tmp_path: Path, name: str):
+    made = []
+    for unpacked in (False, True):
+        write(tmp_path / "tiny.gguf", name, ("Q8_0", "Q4_0", "Q5_1"), unpacked=unpacked)
+        found = source.find(str(tmp_path / "tiny.gguf"))
+        folder = convert.convert_if_needed(found, "fp32", tmp_path / str(unpacked), packs=not unpacked).path
+        made.append(load_file(folder / "model.safetensors"))
+    blocks, right = made
+    packed = {key.replace(".data", ".weight") for key in blocks if key.endswith(".data")}
+    assert len(packed) >= (1 if name == "qwen35moe" else 0)
+    assert not any("linear_attn.out_proj" in key for key in packed)  # its columns are reordered
+    assert packed | (blocks.keys() & right.keys()) == right.keys()
+    assert all(torch.equal(weight, right[key]) for key, weight in blocks.items() if key in right)
+
+
+def test_an_mtp_layer_of_the_file_is_found(tmp_path: Path):
+    folder, theirs = folder_of(tmp_path, "qwen35_mtp")
+    assert has_mtp(source.find(str(folder)))
+    tensors, right = load_file(folder / "model.safetensors"), KINDS["qwen35_mtp"].mtp(theirs)
+    assert {key for key in tensors if key.startswith("mtp.")} == right.keys()
+    assert all(torch.allclose(tensors[key], weight, atol=1e-6) for key, weight in right.items())
+
+
+@pytest.mark.slow
+def test_an_mtp_layer_of_the_file_leaves_the_text_as_it_is(tmp_path: Path):
+    write(tmp_path / "tiny.gguf", "qwen35_mtp")
+    texts = []
+    for spec in ({"spec.method": "off"}, {"spec.method": "mtp"}):
+        with kvcli.load(str(tmp_path / "tiny.gguf"), "exact", DTYPE | spec, cache=tmp_path / "cache") as model:
+            texts.append(list(model.generate(prompt(37), 12).ids))
+    assert texts[0] == texts[1]
