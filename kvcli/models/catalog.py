@@ -33,7 +33,7 @@ import tomli
 from kvcli.errors import BadModel, reading, writing
 from kvcli.files import append, check_room, private_folder, replacing, temporary_folder
 from kvcli.models.checkpoint import sizes_of
-from kvcli.models.gguf.header import BY_ARCH
+from kvcli.models.gguf.architectures import architectures
 from kvcli.models.hub_names import hub_id
 from kvcli.models.refusals import GEMMA, GEMMA_TERMS, SMOLLM2, PackagedFile, Wheel
 from kvcli.models.shape import Shape, shape_of
@@ -193,7 +193,7 @@ class Terms:
 
 def reads(arch: str) -> bool:
     """True if kvcli reads GGUF files of an architecture."""
-    return arch in BY_ARCH
+    return arch in architectures()
 
 
 @dataclass(frozen=True, slots=True)
