@@ -99,6 +99,15 @@ class QuantizedWeight:
             return self.rows(torch.arange(self.shape[0]))
         return reference.weight(self.bits, self.group, self.codes, self.scale)
 
+    @property
+    def memory(self) -> Tensor:
+        return self.data
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute x [..., K] -> [..., N]."""
+        y = linear_quantized(x, self)
+        return y if bias is None else y.add_(bias)
+
     def rows(self, index: Tensor) -> Tensor:
         """Dequantize the rows `index` [...] of blocks -> [..., K] float32."""
         return rows_of(index.flatten(), self.data, self.scale, self.format).view(*index.shape, -1)
@@ -119,6 +128,14 @@ def why_not(shape: tuple[int, int], bits: Bits) -> str:
     if group_of(k) == 0:
         return f"{k} inputs are not a multiple of {GROUPS[-1]}"
     return f"{n} outputs are not a multiple of 16" if n % 16 else ""
+
+
+def of_blocks(blob: Tensor, format: Format, shape: tuple[int, int]) -> QuantizedWeight:
+    """Return the weight whose codes and then scales, in panels, are the bytes of `blob`."""
+    n_codes, _ = format.nbytes(*shape)
+    panels, (_, k) = -(-shape[0] // PANEL), shape
+    data = blob[:n_codes].view(panels, -1, PANEL, 4)
+    return QuantizedWeight(format, shape, data, blob[n_codes:].view(panels, k // format.span, -1), True)
 
 
 def group_of(k: int) -> int:
@@ -224,8 +241,7 @@ class PackedLinear(nn.Module):
         return NativeWeight(self.weights, (self.out_features, self.in_features), self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear_quantized(x, self.weights)
-        return y if self.bias is None else y.add_(self.bias)
+        return self.weights.product(x, self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.format}"
@@ -288,19 +304,11 @@ def swap_(
     return Swap(packed, dict(kept), weights, nbytes)
 
 
-@torch.no_grad()
-def make_native_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> None:
-    """Arrange quantized 4-bit layers in portable order for this CPU's kernel, one at a time."""
-    for layer in root.modules():
-        if isinstance(layer, PackedLinear) and layer.bits == 4 and not layer.is_native:
-            portable = layer.data
-            layer.data, layer.is_native = layer.weights.native().data, True
-            done_with(portable)
-
-
 def packed_weights(root: nn.Module) -> int:
-    """Return the number of quantized weights below `root`; none of them is a parameter."""
-    return sum(p.in_features * p.out_features for p in root.modules() if isinstance(p, PackedLinear))
+    """Return the number of quantized weights below `root` that are no parameter, as that of a tied embedding is."""
+    shared = {p.untyped_storage().data_ptr() for p in root.parameters()}
+    layers = [layer for layer in root.modules() if isinstance(layer, PackedLinear)]
+    return sum(p.in_features * p.out_features for p in layers if p.data.untyped_storage().data_ptr() not in shared)
 
 
 # Quantized weights of experts, and the replacement in a model.

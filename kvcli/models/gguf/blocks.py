@@ -19,7 +19,7 @@ from kvcli.kernels.linear_quantized.formats import PANEL, Format
 
 Bytes = NDArray[np.uint8]
 _STRETCH = 1 << 22  # numbers dequantized at a time: 16 MiB in float32
-_PACKED = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")  # tensors of linear layers and embeddings
+_WEIGHTS = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")  # tensors of linear layers and embeddings
 
 
 def stretches(rows: int, columns: int) -> Iterator[slice]:
@@ -30,7 +30,7 @@ def stretches(rows: int, columns: int) -> Iterator[slice]:
 
 def stays_packed(name: str, kind: str, shape: tuple[int, ...]) -> bool:
     """True if, on a CPU, a tensor of this transformers name is multiplied without dequantizing it."""
-    return name.endswith(_PACKED) and kind in BLOCKS and len(shape) == 2 and native.native() is not None
+    return name.endswith(_WEIGHTS) and kind in PACKED and len(shape) == 2 and native.native() is not None
 
 
 def numbers(raw: Bytes, kind: str) -> Tensor:
@@ -114,7 +114,7 @@ def _table(values: tuple[int, ...], span: int, **more: Any) -> Format:
     return Format(4, 32, 128, span, table=tuple(v + 128 for v in values), **more)
 
 
-BLOCKS = {
+PACKED = {
     "Q4_0": Blocks(18, Format(4, 32, 8, 32), Plane(2, 16, 4, 16)),
     "Q4_1": Blocks(20, Format(4, 32, 0, 32, True), Plane(4, 16, 4, 16), d=(0, 4)),
     "Q5_0": Blocks(22, Format(5, 32, 16, 32), Plane(6, 16, 4, 16), Plane(2, 4, 1, 1)),

@@ -29,11 +29,13 @@ import torch
 from kvcli.errors import BadModel, writing
 from kvcli.files import check_room, private_folder, replacing_folder
 from kvcli.installing import pip
-from kvcli.kernels.linear_quantized import PackedLinear, QuantizedWeight, reference, why_not
+from kvcli.kernels.linear import NativeWeight, WeightArena
+from kvcli.kernels.linear_quantized import PackedLinear, QuantizedWeight, of_blocks
+from kvcli.kernels.linear_quantized.formats import arrange_panels, arrange_scales
 from kvcli.models import source
 from kvcli.models.catalog import Hashes, Stamped, releases
 from kvcli.models.control_words import spelled
-from kvcli.models.gguf.blocks import Bytes, numbers, packed, stays_packed, stretches
+from kvcli.models.gguf.blocks import PACKED, Bytes, numbers, stays_packed, stretches
 from kvcli.models.gguf.config import DIGITS, WHOLE, Described, TensorSource, describe
 from kvcli.models.gguf.header import BLOCKS, Header, read
 from kvcli.models.refusals import blame_files, no_tokenizer
@@ -44,13 +46,13 @@ if TYPE_CHECKING:
 
     from kvcli.models.source import Source
 
-# Quantizer for transformers: linear layers stay quantized while transformers loads them, by its quantizer interface.
+# Quantizer for transformers: weights stay quantized while transformers loads them, by its quantizer interface.
 #
-# A checkpoint that says `quant_method: kvcli` has, for each module it names, `data` and `scale` of
-# `kvcli.kernels.linear_quantized` in place of `weight`: 4 bits, low nibble first.
+# A checkpoint that says `quant_method: kvcli` has, in place of each weight that it names with its type and shape, the
+# bytes of `kvcli.kernels.linear_quantized.of_blocks`. transformers loads and ties them like any other tensor.
 
 
-METHOD, GROUP = "kvcli", 32
+METHOD = "kvcli"
 
 
 @cache
@@ -61,8 +63,8 @@ def register() -> None:
 
     @register_quantization_config(METHOD)
     class GGUFConfig(QuantizationConfigMixin):  # type: ignore[misc]  # Any to mypy, as all of transformers
-        def __init__(self, modules: list[str] | None = None, **other: Any) -> None:
-            self.quant_method, self.modules = METHOD, modules or []
+        def __init__(self, weights: dict[str, Any] | None = None, **other: Any) -> None:
+            self.quant_method, self.weights = METHOD, weights or {}
 
     @register_quantizer(METHOD)
     class Quantizer(HfQuantizer):  # type: ignore[misc]  # the same
@@ -72,24 +74,39 @@ def register() -> None:
             return False
 
         def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
-            dtype = next(model.parameters()).dtype
-            for name in self.quantization_config.modules:
-                _swap(model, name, dtype)
+            for name, (kind, *shape) in self.quantization_config.weights.items():
+                module = model.get_submodule(name.removesuffix(".weight"))
+                if type(module) is not torch.nn.Linear and not isinstance(module, torch.nn.Embedding):
+                    raise TypeError(f"{name} is quantized in the file, but is no linear layer or embedding")
+                if module.weight.shape != torch.Size(shape):
+                    raise ValueError(f"{name} is {shape} in the file, and {list(module.weight.shape)} in the model")
+                blob = torch.empty(sum(PACKED[kind].format.nbytes(*shape)), dtype=torch.uint8, device="meta")
+                module.weight = torch.nn.Parameter(blob, requires_grad=False)
 
 
-def _swap(model: nn.Module, name: str, dtype: torch.dtype) -> None:
-    """Replace a linear layer by an empty quantized layer."""
-    layer = model.get_submodule(name)
-    if type(layer) is not torch.nn.Linear:
-        raise TypeError(f"{name} is quantized in the file, but is no linear layer")
-    n, k = shape = (layer.out_features, layer.in_features)
-    if why := why_not(shape, 4):
-        raise ValueError(f"{name} cannot be quantized: {why}")
-    data = torch.empty(n, k // 2, dtype=torch.uint8, device="meta")
-    scale = torch.empty(k // GROUP, n, 2, dtype=dtype, device="meta")
-    parent, _, last = name.rpartition(".")
-    packed = PackedLinear(QuantizedWeight(4, GROUP, shape, data, scale, is_native=False), layer.bias)
-    setattr(model.get_submodule(parent), last, packed)
+@torch.no_grad()
+def attach_(model: nn.Module, done_with: Callable[[Tensor], object]) -> None:
+    """Replace the loaded bytes of quantized weights by layers that multiply them, one at a time.
+
+    A head that is tied to the embedding shares its memory. `done_with` gets each old tensor.
+    """
+    stated = getattr(getattr(model, "config", None), "quantization_config", None)
+    room = WeightArena()
+    users: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {}
+    for parent in model.modules():
+        for name, module in parent.named_children():
+            users.setdefault(id(module._parameters.get("weight")), []).append((parent, name, module))
+    for full, (kind, n, k) in stated.weights.items() if getattr(stated, "quant_method", "") == METHOD else ():
+        old = model.get_parameter(full)
+        blob = room.empty((old.nbytes // 4,)).view(torch.uint8)
+        blob.copy_(old)
+        weight = of_blocks(blob, PACKED[kind].format, (n, k))
+        for parent, name, module in users.pop(id(old)):
+            if isinstance(module, torch.nn.Linear):
+                setattr(parent, name, PackedLinear(weight, module.bias, model.dtype))
+            else:
+                module.weight = torch.nn.Parameter(NativeWeight(weight, (n, k), model.dtype), requires_grad=False)
+        done_with(old)
 
 
 # Cache of models converted to another format. Copies are named by a hash of their source; the oldest are removed.
@@ -128,14 +145,14 @@ def _used(copy: Path) -> int:
     return file.stat().st_atime_ns if file.exists() else 0
 
 
-VERSION = 2  # version of the output format
+VERSION = 3  # version of the output format
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors' name
 
 
 def convert_if_needed(
     found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable[[str], None] | None = None
 ) -> Source:
-    """Return the model as a folder, weights in `dtype` (auto, bf16, ...). With `packs`, 4-bit blocks remain quantized.
+    """Return the model as a folder, weights in `dtype` (auto, bf16, ...). With `packs`, blocks remain quantized.
 
     A source that is no GGUF file is returned unchanged.
     """
@@ -147,7 +164,7 @@ def convert_if_needed(
     described = describe(header, found.id)
     plan = list(_plan(header, described, dtype, packs))
     name = fingerprint(found, VERSION, Hashes(cache, tell))
-    folder = cache / FOLDER / f"{name}-{dtype}{'-packed' if packs else ''}"
+    folder = cache / FOLDER / f"{name}-{dtype}{'-packed' if any(out.packed for out in plan) else ''}"
     if not folder.exists():
         _make(folder, found, file, header, described, plan, dtype, tell)
     use(folder)
@@ -182,8 +199,8 @@ def _make(
     if tell is not None:
         tell(f"converting {found.id} for first use ({need / 1e6:,.0f} MB, saved in {folder})")
     config = {**described.config, "dtype": dtype}
-    if modules := [out.name.removesuffix(".data") for out in plan if out.kind == "U8"]:
-        config["quantization_config"] = {"quant_method": METHOD, "bits": 4, "group_size": GROUP, "modules": modules}
+    if weights := {out.name: out.packed for out in plan if out.packed}:
+        config["quantization_config"] = {"quant_method": METHOD, "weights": weights}
     with writing(folder, try_=["df -h"]), replacing_folder(folder) as made:
         ends = _write_words(made, found, header, described)
         (made / "config.json").write_text(json.dumps(config))
@@ -214,6 +231,7 @@ class _Out:
     shape: tuple[int, ...]
     nbytes: int
     stretches: Callable[[], Iterator[Tensor]]
+    packed: tuple[object, ...] = ()  # type and shape of a weight that stays quantized
 
 
 def _plan(header: Header, described: Described, dtype: str, packs: bool) -> Iterator[_Out]:
@@ -222,11 +240,9 @@ def _plan(header: Header, described: Described, dtype: str, packs: bool) -> Iter
         stored = header.tensors[piece.stored]
         rows = partial(_rows, header, piece)
         if packs and stays_packed(name, stored.kind, stored.shape):
-            module, (n, k) = name.removesuffix(".weight"), stored.shape
-            data = partial(_nibbles, rows, stored.kind)
-            yield _Out(f"{module}.data", "U8", (n, k // 2), n * k // 2, data)
-            scale, size = partial(_scales, rows, stored.kind, number), (k // GROUP, n, 2)
-            yield _Out(f"{module}.scale", _KINDS[dtype], size, prod(size) * number.itemsize, scale)
+            nbytes = sum(PACKED[stored.kind].format.nbytes(*stored.shape))
+            panels = partial(_panels, rows, stored.kind)
+            yield _Out(name, "U8", (nbytes,), nbytes, panels, (stored.kind, *stored.shape))
         else:
             plain = partial(_numbers, rows, stored.kind, piece.plus, number)
             yield _Out(name, _KINDS[dtype], stored.shape, prod(stored.shape) * number.itemsize, plain)
@@ -248,13 +264,11 @@ def _numbers(rows: Callable[[], Iterator[Bytes]], kind: str, plus: float, dtype:
     return ((numbers(raw, kind) - plus).to(dtype) for raw in rows())
 
 
-def _nibbles(rows: Callable[[], Iterator[Bytes]], kind: str) -> Iterator[Tensor]:
-    return (reference.pack4(packed(raw, kind)[0]) for raw in rows())
-
-
-def _scales(rows: Callable[[], Iterator[Bytes]], kind: str, dtype: torch.dtype) -> Iterator[Tensor]:
-    pairs = torch.cat([packed(raw, kind)[1].to(dtype) for raw in rows()])  # [N, K // 32, 2]
-    yield pairs.transpose(0, 1)
+def _panels(rows: Callable[[], Iterator[Bytes]], kind: str) -> Iterator[Tensor]:
+    """Codes of all panels, then scales of all panels."""
+    of = PACKED[kind]
+    yield from (arrange_panels(of.codes(raw), of.format.bits) for raw in rows())
+    yield from (arrange_scales(of.scales(raw), of.format) for raw in rows())
 
 
 def _write_weights(file: Path, plan: Sequence[_Out]) -> None:
