@@ -39,9 +39,9 @@ class Product(ctypes.Structure):
 def type_of(layer: nn.Module) -> dtype | None:
     """Return the dtype of a linear layer's inputs; None if the module is no linear layer, or has no native product."""
     found = None
-    if isinstance(layer, NativeLinear):
-        found = layer.dtype
-    elif isinstance(layer, PackedLinear) and layer.is_native and linear_quantized.serves(layer.dtype):
+    if isinstance(layer, NativeLinear) or (
+        isinstance(layer, PackedLinear) and layer.is_native and linear_quantized.serves(layer.dtype)
+    ):
         found = layer.dtype
     return found if found is None or layer.bias is None or layer.bias.dtype == found else None
 

@@ -159,7 +159,7 @@ def pack(weight: Tensor, bits: Bits, *, native: bool = True) -> QuantizedWeight:
     return QuantizedWeight(group_format(bits, group), (n, k), data, scale, native)
 
 
-def arrange(q: Tensor, bits: Bits, dtype: torch.dtype) -> Tensor:
+def arrange(q: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """Arrange codes [N, K] in the order of the CPU kernel for inputs of `dtype`."""
     if serves(dtype):
         return arrange_panels(q, bits)

@@ -67,7 +67,7 @@ def group_format(bits: int, group: int) -> Format:
 
 
 def arrange_panels(q: Tensor, bits: int) -> Tensor:
-    """Arrange codes [N, K], int8 or from 0 -> [ceil(N / 64), K * bits / 32, 64, 4] bytes; outputs beyond N are zeros."""
+    """Arrange codes [N, K], int8 or from 0 -> bytes [ceil(N / 64), K * bits / 32, 64, 4], zeros beyond N outputs."""
     codes, k = _padded(q), q.shape[1]
     if bits == 8:
         words = codes.view(torch.uint8).view(-1, PANEL, k // 4, 4)

@@ -101,13 +101,11 @@ def _of_4_k(blocks: Bytes) -> Bytes:
 
 def _six_bits(low: Plane, high: Plane) -> Callable[[Bytes], Bytes]:
     """Factors of 6 bits, stored plus 32."""
-    return lambda blocks: (low.read(blocks) | high.read(blocks) << 4) - np.uint8(32)
+    return lambda blocks: np.subtract(low.read(blocks) | high.read(blocks) << 4, 32, dtype=np.uint8)
 
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # times 2
-
-
 
 
 def _table(values: tuple[int, ...], span: int, **more: Any) -> Format:

@@ -30,7 +30,7 @@ from kvcli.errors import BadModel, writing
 from kvcli.files import check_room, private_folder, replacing_folder
 from kvcli.installing import pip
 from kvcli.kernels.linear import NativeWeight, WeightArena
-from kvcli.kernels.linear_quantized import PackedLinear, QuantizedWeight, of_blocks
+from kvcli.kernels.linear_quantized import PackedLinear, of_blocks
 from kvcli.kernels.linear_quantized.formats import arrange_panels, arrange_scales
 from kvcli.models import source
 from kvcli.models.catalog import Hashes, Stamped, releases
@@ -85,12 +85,12 @@ def register() -> None:
 
 
 @torch.no_grad()
-def attach_(model: nn.Module, done_with: Callable[[Tensor], object]) -> None:
+def attach_(model: Any, done_with: Callable[[Tensor], object]) -> None:
     """Replace the loaded bytes of quantized weights by layers that multiply them, one at a time.
 
     A head that is tied to the embedding shares its memory. `done_with` gets each old tensor.
     """
-    stated = getattr(getattr(model, "config", None), "quantization_config", None)
+    stated: Any = getattr(model.config, "quantization_config", None)
     room = WeightArena()
     users: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {}
     for parent in model.modules():
@@ -178,7 +178,7 @@ def conversion_notes(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
     tensors = [(name, t) for file in found.files for name, t in file.tensors.items() if t.dtype in BLOCKS]
     stay = Counter(t.dtype for name, t in tensors if packs and stays_packed(name, t.dtype, t.shape))
     gone = Counter(t.dtype for _, t in tensors) - stay
-    told = (("GGUF layers that run in the file's bits", stay), (f"GGUF tensors converted to {dtype}", gone))
+    told = (("GGUF tensors that run in the file's bits", stay), (f"GGUF tensors converted to {dtype}", gone))
     return tuple(f"{what}: {', '.join(f'{n} {kind}' for kind, n in sorted(c.items()))}" for what, c in told if c)
 
 
