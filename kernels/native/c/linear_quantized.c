@@ -87,6 +87,9 @@ INLINE void put(const Packed *p, int64_t m, int64_t n, F v) {
 
 // ---- codes ----
 
+// Shifts of codes are then constants, and sums remain in registers
+#define UNROLL _Pragma("clang loop unroll(full)")
+
 #define FORMATS(DO) DO(8, 0) DO(4, 0) DO(4, 1) DO(5, 0) DO(6, 0) DO(3, 0) DO(2, 0)  // bits, has a table
 INLINE U plane(int bits, const uint32_t *w, int t) { return load(U, w + t * bits / 8 * PANEL) >> t * bits % 8 & 0x01010101u * ((1u << bits) - 1); }
 // Inputs 4 t .. 4 t + 3 of a unit of 32 inputs in the bytes of each word, of 16 outputs from n on
@@ -107,8 +110,8 @@ INLINE U codes(int bits, int has_table, const Format *f, const uint32_t *w, int 
 // Codes as bytes, [n / 4][64][4]
 INLINE void to_bytes(int bits, int has_table, const Format *f, const uint32_t *w, int64_t q, int64_t n, uint8_t *to) {
 #define DO(unit, from) \
-  for (int t = 0; t < 4; t++) \
-    for (int i = 0; i < 4; i++, to += 64) store(to, codes(bits, has_table, f, unit, from + t, i * 16))
+  UNROLL for (int t = 0; t < 4; t++) \
+    UNROLL for (int i = 0; i < 4; i++, to += 64) store(to, codes(bits, has_table, f, unit, from + t, i * 16))
   HALVES(bits, w, q, n, DO)
 #undef DO
 }
@@ -125,8 +128,8 @@ INLINE void few_rows(int bits, int has_table, int rows, const Packed *p, int64_t
       for (int v = 0; v < vecs; v++) acc[m][v] = load(F, part + m * PANEL + (n0 + v) * 16);
     const float *xs = x;
 #define DO(unit, from) \
-  for (int t = 0; t < 4; t++, xs += 4) \
-    for (int v = 0; v < vecs; v++) { \
+  UNROLL for (int t = 0; t < 4; t++, xs += 4) \
+    UNROLL for (int v = 0; v < vecs; v++) { \
       const U four = codes(bits, has_table, p->format, unit, from + t, (n0 + v) * 16); \
       for (int i = 0; i < 4; i++) { \
         const F c = code(p, four, i); \
@@ -142,7 +145,7 @@ INLINE void few_rows(int bits, int has_table, int rows, const Packed *p, int64_t
 INLINE void widen_codes(int bits, int has_table, const Packed *p, int64_t q, int64_t n, float *wide) {
   int64_t s = 0;
 #define DO(unit, from) \
-  for (int t = 0; t < 4; t++, s += 4) \
+  UNROLL for (int t = 0; t < 4; t++, s += 4) \
     for (int v = 0; v < 4; v++) { \
       const U four = codes(bits, has_table, p->format, unit, from + t, v * 16); \
       for (int i = 0; i < 4; i++) store(wide + (v / VECS * n + s + i) * VECS * 16 + v % VECS * 16, code(p, four, i)); \
@@ -237,29 +240,29 @@ INLINE __m512i same_four(const int8_t *x) {  // the same four bytes in all lanes
   __asm__("" : "+v"(v));
   return v;
 }
-// Groups from j to end, whose codes begin at w, for rows from m0 on, added to `part` [M][64]
+// Groups from j to end, whose codes begin at w, for rows from m0 on, added to `part` [M][64].
 INLINE void digits_tile(int bits, int has_table, int rows, const Packed *p, const uint32_t *w, int64_t j, int64_t end, int64_t m0, float *part) {
   const int64_t group = p->group, first = j;
   const int offset = (int)p->format->offset, zeros = has_zero(p), by_group = p->format->group != 0;
-  F total[2][4];
-  for (int m = 0; m < rows; m++)
-    for (int n = 0; n < 4; n++) total[m][n] = load(F, part + (m0 + m) * PANEL + n * 16);
   for (; j < end; j++) {
     const int64_t of = j * p->M + m0;
     __m512i high[2][4], low[2][4];
-    for (int m = 0; m < rows; m++)
-      for (int n = 0; n < 4; n++) {  // bytes are unsigned: subtract the offset in advance
+    _Alignas(64) float sums[2 * PANEL], whole[2];
+    UNROLL for (int m = 0; m < rows; m++) {
+      whole[m] = (float)(p->of_high[of + m] * 128 + p->of_low[of + m]) * p->step[of + m];
+      UNROLL for (int n = 0; n < 4; n++) {  // bytes are unsigned: subtract the offset in advance
         high[m][n] = _mm512_set1_epi32(p->of_high[of + m] * -offset);
         low[m][n] = _mm512_set1_epi32(p->of_low[of + m] * -offset);
       }
+    }
     const int8_t *xh = p->high + of * group, *xl = p->low + of * group;
 #define DO(unit, from) \
-  for (int t = 0; t < 4; t++, xh += 4, xl += 4) { \
+  UNROLL for (int t = 0; t < 4; t++, xh += 4, xl += 4) { \
     __m512i wv[4]; \
-    for (int n = 0; n < 4; n++) wv[n] = (__m512i)codes(bits, has_table, p->format, unit, from + t, n * 16); \
-    for (int m = 0; m < rows; m++) { \
+    UNROLL for (int n = 0; n < 4; n++) wv[n] = (__m512i)codes(bits, has_table, p->format, unit, from + t, n * 16); \
+    UNROLL for (int m = 0; m < rows; m++) { \
       const __m512i h = same_four(xh + m * group), l = same_four(xl + m * group); \
-      for (int n = 0; n < 4; n++) { \
+      UNROLL for (int n = 0; n < 4; n++) { \
         high[m][n] = _mm512_dpbusd_epi32(high[m][n], wv[n], h); \
         low[m][n] = _mm512_dpbusd_epi32(low[m][n], wv[n], l); \
       } \
@@ -267,19 +270,19 @@ INLINE void digits_tile(int bits, int has_table, int rows, const Packed *p, cons
   }
     HALVES(bits, w, (j - first) * group, group, DO)
 #undef DO
-    for (int n = 0; n < 4; n++) {
-      F scale, zero;
-      if (by_group) pair_of(p, j, n * 16, &scale, &zero);
+    UNROLL for (int m = 0; m < rows; m++)
+      UNROLL for (int n = 0; n < 4; n++)  // products with a power of two are exact
+        store(sums + m * PANEL + n * 16, __builtin_convertvector(((I)high[m][n] << 7) + (I)low[m][n], F) * p->step[of + m]);
+    for (int n = 0; n < PANEL; n += 16) {
+      F scale = splat(1), zero;
+      if (by_group) pair_of(p, j, n, &scale, &zero);
       for (int m = 0; m < rows; m++) {
-        const F v = __builtin_convertvector(((I)high[m][n] << 7) + (I)low[m][n], F);
-        if (!by_group) total[m][n] = fma_(v, splat(p->step[of + m]), total[m][n]);
-        else total[m][n] = fma_(v * p->step[of + m], scale, total[m][n]);  // products with a power of two are exact
-        if (by_group && zeros) total[m][n] = fma_(splat((float)(p->of_high[of + m] * 128 + p->of_low[of + m]) * p->step[of + m]), zero, total[m][n]);
+        float *to = part + (m0 + m) * PANEL + n;
+        const F sum = fma_(load(F, sums + m * PANEL + n), scale, load(F, to));
+        store(to, by_group && zeros ? fma_(splat(whole[m]), zero, sum) : sum);
       }
     }
   }
-  for (int m = 0; m < rows; m++)
-    for (int n = 0; n < 4; n++) store(part + (m0 + m) * PANEL + n * 16, total[m][n]);
 }
 static void digits_of_bytes(const Packed *p, const void *w, int64_t j, int64_t end, float *part) {
   for (int64_t m = 0; m < p->M; m += 2)
@@ -301,8 +304,8 @@ INLINE void digits_panel(int bits, int has_table, const Packed *p) {
   else if (p->M == 2 && bits < 8) digits_tile(bits, has_table, 2, p, p->w, 0, groups, 0, part);
   else if (p->M <= 2) digits_of_bytes(p, p->w, 0, groups, part);
   else for (int64_t j = 0, end; j < groups; j = end) {  // codes and scales are converted once for all rows
-    uint8_t bytes[bits < 8 ? BLOCK * PANEL : 1];
-    float pairs[BLOCK / 16 * 2 * PANEL];
+    _Alignas(64) uint8_t bytes[bits < 8 ? BLOCK * PANEL : 1];
+    _Alignas(64) float pairs[BLOCK / 16 * 2 * PANEL];
     Packed q = *p;
     end = groups - j < some ? groups : j + some;
     if (bits < 8) to_bytes(bits, has_table, p->format, p->w, j * p->group, (end - j) * p->group, bytes);

@@ -17,7 +17,7 @@ INLINE void digit_sums(const uint8_t *w, const int8_t *x, int64_t group, int64_t
 INLINE void digits_group(const Packed *p, int64_t j, const uint8_t *w, int64_t deep, float *part) {
   int32_t high[16 * PANEL], low[16 * PANEL];
   const int offset = (int)p->format->offset, zeros = has_zero(p), by_group = p->format->group != 0;
-  F scale[4] = {0}, zero[4] = {0};
+  F scale[4] = {splat(1), splat(1), splat(1), splat(1)}, zero[4];
   for (int n = 0; n < 4 && by_group; n++) pair_of(p, j, n * 16, scale + n, zero + n);
   for (int64_t m0 = 0; m0 < p->M; m0 += 16) {
     digit_sums(w, p->high + (j * p->M + m0) * p->group, p->group, deep, high);
@@ -29,7 +29,7 @@ INLINE void digits_group(const Packed *p, int64_t j, const uint8_t *w, int64_t d
       for (int n = 0; n < 4; n++) {
         float *to = part + (m0 + m) * PANEL + n * 16;
         const I sum = (load(I, high + m * PANEL + n * 16) << 7) + load(I, low + m * PANEL + n * 16) - both * offset;
-        const F v = __builtin_convertvector(sum, F), next = by_group ? fma_(v * step, scale[n], load(F, to)) : fma_(v, splat(step), load(F, to));
+        const F next = fma_(__builtin_convertvector(sum, F) * step, scale[n], load(F, to));
         store(to, by_group && zeros ? fma_(splat(whole), zero[n], next) : next);
       }
     }
