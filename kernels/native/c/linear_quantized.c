@@ -32,8 +32,6 @@ typedef struct {
   int64_t M, N, K, n0, group;  // format->group, or the inputs that share a step
   int is_wide;
   int64_t of_factor, of_span, log;  // bytes of a group's factors, and of a span; log2 of groups in a span
-  const float *pairs;               // scales and zeros of the groups from `from` on [groups][2][64]; null: in `scale`
-  int64_t from;
   float *rows, *sums;  // x in fp32, [K / stretch][M][stretch]; sums over groups [K / group][M]
   int64_t stretch;
   int8_t *high, *low;         // [K / group][M][group]
@@ -44,33 +42,36 @@ typedef struct {
 INLINE float number(const void *p, int64_t i, int is_wide) { return is_wide ? ((const float *)p)[i] : wide1(((const bf16 *)p)[i]); }
 INLINE int64_t outputs(const Packed *p) { return p->N - p->n0 < PANEL ? p->N - p->n0 : PANEL; }
 INLINE int has_zero(const Packed *p) { return !p->format->span || p->format->has_min; }
-// 16 pairs of (scale, zero) of group j, from output n of the panel on
-INLINE void pair_of(const Packed *p, int64_t j, int64_t n, F *scale, F *zero) {
-  const Format *f = p->format;
-  if (p->pairs) {
-    *scale = load(F, p->pairs + (j - p->from) * 2 * PANEL + n), *zero = load(F, p->pairs + (j - p->from) * 2 * PANEL + PANEL + n);
-    return;
-  }
-  *scale = *zero = (F){0};
-  if (f->span) {
-    const char *d = (const char *)p->scale + (j >> p->log) * p->of_span, *by = d + 2 * PANEL * (1 + f->has_min) + (j & ((1 << p->log) - 1)) * p->of_factor + n;
-    *scale = f->is_bf16 ? wide(load(H, d + 2 * n)) : __builtin_convertvector(load(H16, d + 2 * n), F);
-    if (f->has_min) *zero = -__builtin_convertvector(load(H16, d + 2 * PANEL + 2 * n), F);
-    if (f->factor_bits == 8) {
-      *scale *= __builtin_convertvector(load(B, by), F);
-      if (f->has_min) *zero *= __builtin_convertvector(load(B, by + PANEL), F);
-    } else if (f->factor_bits) *scale *= __builtin_convertvector(load(B, by) & 15, F), *zero *= __builtin_convertvector(load(B, by) >> 4 & 15, F);
-  } else if (p->n0 + n < p->N) {
-    const int64_t at = (j * p->N + p->n0 + n) * 2;
-    if (p->is_wide) {
-      F a = load(F, (const float *)p->scale + at), b = load(F, (const float *)p->scale + at + 16);
-      *scale = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-      *zero = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    } else {
-      U both = load(U, (const bf16 *)p->scale + at);
-      *scale = (F)(both << 16), *zero = (F)(both & 0xffff0000u);
+// Scales and zeros of the groups j to end -> to [groups][2][64]
+static void pairs_of(const Packed *p, int64_t j, int64_t end, float *to) {
+  const int64_t span = p->format->span, has_min = p->format->has_min, bits = p->format->factor_bits, is_bf16 = p->format->is_bf16, in_span = (1 << p->log) - 1;
+  F d = {0}, least = {0};
+  for (int n = 0; n < PANEL; n += 16)
+    for (int64_t i = j; i < end; i++) {
+      F scale = {0}, zero = {0};
+      if (span) {
+        const char *at = (const char *)p->scale + (i >> p->log) * p->of_span, *by = at + 2 * PANEL * (1 + has_min) + (i & in_span) * p->of_factor + n;
+        if (i == j || !(i & in_span)) {
+          d = is_bf16 ? wide(load(H, at + 2 * n)) : __builtin_convertvector(load(H16, at + 2 * n), F);
+          if (has_min) least = -__builtin_convertvector(load(H16, at + 2 * PANEL + 2 * n), F);
+        }
+        scale = d, zero = least;
+        if (bits == 8) scale *= __builtin_convertvector(load(B, by), F);
+        if (bits == 8 && has_min) zero *= __builtin_convertvector(load(B, by + PANEL), F);
+        if (bits == 4) scale *= __builtin_convertvector(load(B, by) & 15, F), zero *= __builtin_convertvector(load(B, by) >> 4 & 15, F);
+      } else if (p->n0 + n < p->N) {
+        const int64_t at = (i * p->N + p->n0 + n) * 2;
+        if (p->is_wide) {
+          F a = load(F, (const float *)p->scale + at), b = load(F, (const float *)p->scale + at + 16);
+          scale = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+          zero = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+        } else {
+          U both = load(U, (const bf16 *)p->scale + at);
+          scale = (F)(both << 16), zero = (F)(both & 0xffff0000u);
+        }
+      }
+      store(to + (i - j) * 2 * PANEL + n, scale), store(to + (i - j) * 2 * PANEL + PANEL + n, zero);
     }
-  }
 }
 // Store one row's 16 outputs from n of the panel on, times their scales if each output has one
 INLINE void put(const Packed *p, int64_t m, int64_t n, F v) {
@@ -154,7 +155,7 @@ INLINE void widen_codes(int bits, int has_table, const Packed *p, int64_t q, int
 #undef DO
 }
 INLINE void widened(int bits, int has_table, const Packed *p) {
-  float part[p->M * PANEL], total[p->format->group ? p->M * PANEL : 1], wide[STRETCH * PANEL];
+  float part[p->M * PANEL], total[p->format->group ? p->M * PANEL : 1], wide[STRETCH * PANEL], pair[2 * PANEL];
   const int64_t width = outputs(p), n = p->stretch;
   memset(part, 0, sizeof part), memset(total, 0, sizeof total);
   for (int64_t k = 0; k < p->K; k += n) {
@@ -169,9 +170,9 @@ INLINE void widened(int bits, int has_table, const Packed *p) {
     }
     const int64_t j = k / p->group;
     if (!p->format->group || (k + n) % p->group) continue;
+    pairs_of(p, j, j + 1, pair);
     for (int64_t v = 0; v < width; v += 16) {
-      F scale, zero;
-      pair_of(p, j, v, &scale, &zero);
+      const F scale = load(F, pair + v), zero = load(F, pair + PANEL + v);
       for (int64_t m = 0; m < p->M; m++) {
         float *to = total + m * PANEL + v;
         F sum = fma_(load(F, part + m * PANEL + v), scale, load(F, to));
@@ -241,10 +242,10 @@ INLINE __m512i same_four(const int8_t *x) {  // the same four bytes in all lanes
   return v;
 }
 // Groups from j to end, whose codes begin at w, for rows from m0 on, added to `part` [M][64].
-INLINE void digits_tile(int bits, int has_table, int rows, const Packed *p, const uint32_t *w, int64_t j, int64_t end, int64_t m0, float *part) {
+INLINE void digits_tile(int bits, int has_table, int rows, const Packed *p, const uint32_t *w, const float *pairs, int64_t j, int64_t end, int64_t m0, float *part) {
   const int64_t group = p->group, first = j;
-  const int offset = (int)p->format->offset, zeros = has_zero(p), by_group = p->format->group != 0;
-  for (; j < end; j++) {
+  const int offset = (int)p->format->offset, by_group = p->format->group != 0, zeros = by_group && has_zero(p);
+  for (; j < end; j++, pairs += 2 * PANEL) {
     const int64_t of = j * p->M + m0;
     __m512i high[2][4], low[2][4];
     _Alignas(64) float sums[2 * PANEL], whole[2];
@@ -273,21 +274,26 @@ INLINE void digits_tile(int bits, int has_table, int rows, const Packed *p, cons
     UNROLL for (int m = 0; m < rows; m++)
       UNROLL for (int n = 0; n < 4; n++)  // products with a power of two are exact
         store(sums + m * PANEL + n * 16, __builtin_convertvector(((I)high[m][n] << 7) + (I)low[m][n], F) * p->step[of + m]);
-    for (int n = 0; n < PANEL; n += 16) {
-      F scale = splat(1), zero;
-      if (by_group) pair_of(p, j, n, &scale, &zero);
+    for (int n = 0; n < PANEL; n += 16)
       for (int m = 0; m < rows; m++) {
         float *to = part + (m0 + m) * PANEL + n;
-        const F sum = fma_(load(F, sums + m * PANEL + n), scale, load(F, to));
-        store(to, by_group && zeros ? fma_(splat(whole[m]), zero, sum) : sum);
+        F sum = load(F, sums + m * PANEL + n);
+        sum = by_group ? fma_(sum, load(F, pairs + n), load(F, to)) : sum + load(F, to);
+        store(to, zeros ? fma_(splat(whole[m]), load(F, pairs + PANEL + n), sum) : sum);
       }
-    }
   }
 }
-static void digits_of_bytes(const Packed *p, const void *w, int64_t j, int64_t end, float *part) {
-  for (int64_t m = 0; m < p->M; m += 2)
-    if (p->M - m > 1) digits_tile(8, 0, 2, p, w, j, end, m, part);
-    else digits_tile(8, 0, 1, p, w, j, end, m, part);
+// All rows by two. `size` bytes at `next` are read afterwards: they are prefetched meanwhile
+INLINE void digits_rows(int bits, int has_table, const Packed *p, const void *w, const float *pairs, int64_t j, int64_t end, float *part, const char *next, int64_t size) {
+  const int64_t share = UP(size * 2 / UP(p->M, 2), 64);
+  for (int64_t m = 0, at = 0; m < p->M; m += 2, at += share) {
+    ask_for(next + at, size - at < share ? size - at : share);
+    if (p->M - m > 1) digits_tile(bits, has_table, 2, p, w, pairs, j, end, m, part);
+    else digits_tile(bits, has_table, 1, p, w, pairs, j, end, m, part);
+  }
+}
+static void digits_of_bytes(const Packed *p, const void *w, const float *pairs, int64_t j, int64_t end, float *part, const char *next, int64_t size) {
+  digits_rows(8, 0, p, w, pairs, j, end, part, next, size);
 }
 #if HAS_TILES
 #include "linear_quantized_tiles.h"
@@ -296,23 +302,24 @@ static void digits_of_bytes(const Packed *p, const void *w, int64_t j, int64_t e
 #define digits_by_tiles(bits, has_table, p, part)
 #endif
 INLINE void digits_panel(int bits, int has_table, const Packed *p) {
-  const int64_t groups = p->K / p->group, some = BLOCK / p->group;
+  const int64_t groups = p->K / p->group, some = BLOCK / p->group, size = BLOCK * PANEL * bits / 8;
+  const int few = bits == 4 && !has_table ? 8 : 2;  // most rows for which codes are taken apart again for each two
   float part[p->M * PANEL];
+  const char *w = (const char *)p->w;
   memset(part, 0, sizeof part);
   if (p->M >= FEW_DIGITS) digits_by_tiles(bits, has_table, p, part);
-  else if (p->M == 1 && bits < 8) digits_tile(bits, has_table, 1, p, p->w, 0, groups, 0, part);
-  else if (p->M == 2 && bits < 8) digits_tile(bits, has_table, 2, p, p->w, 0, groups, 0, part);
-  else if (p->M <= 2) digits_of_bytes(p, p->w, 0, groups, part);
-  else for (int64_t j = 0, end; j < groups; j = end) {  // codes and scales are converted once for all rows
+  else for (int64_t j = 0, end; j < groups; j = end, w += size) {
     _Alignas(64) uint8_t bytes[bits < 8 ? BLOCK * PANEL : 1];
     _Alignas(64) float pairs[BLOCK / 16 * 2 * PANEL];
-    Packed q = *p;
     end = groups - j < some ? groups : j + some;
-    if (bits < 8) to_bytes(bits, has_table, p->format, p->w, j * p->group, (end - j) * p->group, bytes);
-    for (int64_t i = j; i < end && p->format->group; i++)
-      for (int n = 0; n < PANEL; n += 16) pair_of(p, i, n, (F *)(pairs + (i - j) * 2 * PANEL + n), (F *)(pairs + (i - j) * 2 * PANEL + PANEL + n));
-    q.pairs = pairs, q.from = j;
-    digits_of_bytes(&q, bits < 8 ? bytes : (const uint8_t *)p->w + j * p->group * PANEL, j, end, part);
+    const int64_t ahead = end < groups && p->M > 2 ? size : 0;
+    if (p->format->group) pairs_of(p, j, end, pairs);
+    if (bits == 8) digits_of_bytes(p, w, pairs, j, end, part, w + size, ahead);
+    else if (p->M <= few) digits_rows(bits, has_table, p, w, pairs, j, end, part, w + size, ahead);
+    else {
+      to_bytes(bits, has_table, p->format, p->w, j * p->group, (end - j) * p->group, bytes);
+      digits_of_bytes(p, bytes, pairs, j, end, part, w + size, ahead);
+    }
   }
   for (int64_t m = 0; m < p->M; m++)
     for (int64_t n = 0; n < outputs(p); n += 16) put(p, m, n, load(F, part + m * PANEL + n));
