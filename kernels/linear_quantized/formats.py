@@ -14,6 +14,8 @@ from torch import Tensor
 
 PANEL = 64
 UNIT = 32  # inputs whose codes are in one piece
+# order of the words of a unit, by bits: a word of high bits before the words of low bits that are read with it
+_ORDER = {2: [0, 1], 3: [2, 0, 1], 4: [0, 1, 2, 3], 5: [4, 0, 1, 2, 3], 6: [4, 0, 1, 5, 2, 3]}
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def arrange_panels(q: Tensor, bits: int) -> Tensor:
         return (words ^ 128 if q.dtype == torch.int8 else words).transpose(1, 2).contiguous()
     low = _low(bits)
     planes = [_join(codes & (1 << low) - 1, low)] + ([_join(codes >> low, bits - low)] if bits > low else [])
-    return torch.cat(planes, dim=3).permute(0, 2, 3, 1, 4).flatten(1, 2).contiguous()
+    words = torch.cat(planes, dim=3)[:, :, :, _ORDER[bits]]
+    return words.permute(0, 2, 3, 1, 4).flatten(1, 2).contiguous()
 
 
 def arrange_scales(scales: Tensor, format: Format) -> Tensor:
@@ -92,7 +95,7 @@ def rows_of(index: Tensor, data: Tensor, scale: Tensor, format: Format) -> Tenso
     if bits == 8:
         codes = words.flatten(1)
     else:
-        units = words.unflatten(1, (-1, bits))
+        units = words.unflatten(1, (-1, bits))[:, :, sorted(range(bits), key=_ORDER[bits].__getitem__)]
         codes = _split(units[:, :, :low], low)
         if bits > low:
             codes |= _split(units[:, :, low:], bits - low) << low

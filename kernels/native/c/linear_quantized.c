@@ -3,7 +3,7 @@
 //
 // Codes: [ceil(N / 64)][K / 32][bits][64] words. The low 8, 4 or 2 bits of a code and the bits above them are separate
 // planes: a word of a plane of b bits holds inputs 4 t + i of one output in byte i, from bit b t % 8 on, 32 / b inputs in
-// a word. A weight is scale (code - offset) + zero, where a table may replace the code. Scales, by format:
+// a word; `codes` has the order of words. A weight is scale (code - offset) + zero, where a table may replace the code. Scales, by format:
 //
 //   group 0   scale [N], in y's dtype; no zero
 //   span 0    (scale, zero) [K / group][N][2], in y's dtype
@@ -92,12 +92,14 @@ INLINE void put(const Packed *p, int64_t m, int64_t n, F v) {
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 #define FORMATS(DO) DO(8, 0) DO(4, 0) DO(4, 1) DO(5, 0) DO(6, 0) DO(3, 0) DO(2, 0)  // bits, has a table
-INLINE U plane(int bits, const uint32_t *w, int t) { return load(U, w + t * bits / 8 * PANEL) >> t * bits % 8 & 0x01010101u * ((1u << bits) - 1); }
-// Inputs 4 t .. 4 t + 3 of a unit of 32 inputs in the bytes of each word, of 16 outputs from n on
+// The part of `bits` bits of inputs 4 t .. 4 t + 3, in word `at` of a unit
+INLINE U plane(int bits, const uint32_t *w, int at, int t) { return load(U, w + at * PANEL) >> t * bits % 8 & 0x01010101u * ((1u << bits) - 1); }
+// Inputs 4 t .. 4 t + 3 of a unit of 32 inputs in the bytes of each word, of 16 outputs from n on. A word of high bits
+// is before the words of low bits with which it is read, so that memory is read in order.
 INLINE U codes(int bits, int has_table, const Format *f, const uint32_t *w, int t, int n) {
-  const int low = bits == 8 ? 8 : bits >= 4 ? 4 : 2;
-  U code = plane(low, w + n, t);
-  if (bits > low) code |= plane(bits - low, w + low * PANEL + n, t) << low;
+  const int low = bits == 8 ? 8 : bits >= 4 ? 4 : 2, high = bits - low;
+  U code = plane(low, w + n, t * low / 8 + (high == 2 ? 1 + t / 4 : high), t);
+  if (high) code |= plane(high, w + n, high == 2 ? t / 4 * 3 : 0, t) << low;
   return has_table ? table_bytes(f->table, code) : code;
 }
 // Run DO(w, t) for `n` inputs, a multiple of 16, from input q of a panel on: w the words of their unit of 32 inputs, t 0
