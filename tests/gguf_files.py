@@ -15,8 +15,9 @@ from tests.families import build
 
 ARCHS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3"}  # family -> GGUF
 VOCAB = 320
-# of linear layers in turn; Q8_0 and the float kinds are unpacked, Q4 stays as it is
-KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1", "F16", "BF16", "F32")
+# of linear layers in turn
+KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "F16", "BF16", "F32", "TQ1_0")
+OF_256 = ("Q4_K", "Q6_K", "Q5_K", "Q3_K", "Q2_K", "IQ4_XS")
 CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 4}
 _GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 11}
@@ -105,19 +106,32 @@ def _tensor(writer: Any, name: str, weight: torch.Tensor, kind: str, c: Any, arc
 
 def _raw(numbers: np.ndarray, kind: str) -> tuple[np.ndarray, Any]:
     what = gguf.GGMLQuantizationType[kind]
-    block, nbytes = gguf.constants.GGML_QUANT_SIZES[what]
+    block, _ = gguf.constants.GGML_QUANT_SIZES[what]
     if kind == "F32":
         return numbers, what
-    if kind.endswith("_K") and numbers.shape[-1] % block:
+    if block == 256 and numbers.shape[-1] % block:
         return _raw(numbers, "Q8_0")
-    if not kind.endswith("_K"):
-        return gguf.quants.quantize(numbers, what), what
-    # the package unpacks these and does not make them: blocks of any bytes, with scales that give weights around 0.25
-    rng = np.random.default_rng(len(numbers))
-    raw = rng.integers(0, 256, (numbers.size // block, nbytes), dtype=np.uint8)
-    at, scales = (slice(-2, None), [0.00008]) if kind == "Q6_K" else (slice(0, 4), [0.0008, 0.006])
-    raw[:, at] = np.frombuffer(np.array(scales, np.float16).tobytes(), np.uint8)
-    return raw.reshape(numbers.shape[0], -1), what
+    if kind in SCALES:
+        return blocks(kind, *numbers.shape), what
+    return gguf.quants.quantize(numbers, what), what
+
+
+# of types that the package unpacks and does not make: bytes of the float16 scales, and scales for weights around 0.25
+SCALES = {
+    "Q2_K": (slice(80, 84), [0.008, 0.008]), "Q3_K": (slice(108, 110), [0.004]), "Q4_K": (slice(0, 4), [0.0008, 0.006]),
+    "Q5_K": (slice(0, 4), [0.0008, 0.006]), "Q6_K": (slice(208, 210), [0.00008]), "IQ4_NL": (slice(0, 2), [0.002]),
+    "IQ4_XS": (slice(0, 2), [0.0001]),
+}  # fmt: skip
+
+
+def blocks(kind: str, n: int, k: int) -> np.ndarray:
+    """Rows of blocks of any bytes, with such scales."""
+    block, nbytes = gguf.constants.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(n)
+    raw = rng.integers(0, 256, (n * k // block, nbytes), dtype=np.uint8)
+    at, scales = SCALES[kind]
+    raw[:, at] = (rng.uniform(0.5, 1, (len(raw), len(scales))) * scales).astype(np.float16).view(np.uint8)
+    return raw.reshape(n, -1)
 
 
 def _keys(arch: str, c: Any) -> dict[str, object]:

@@ -39,7 +39,7 @@ from kvcli.summarize.wording import wording_of
 from tests.covering import pinned
 from tests.fakes import Machine
 from tests.families import build, prompt
-from tests.gguf_files import ARCHS, CHAT, KINDS, VOCAB, vocabulary, write
+from tests.gguf_files import ARCHS, CHAT, KINDS, OF_256, VOCAB, vocabulary, write
 from tests.test_model_probe import our_logits
 
 gguf = pytest.importorskip("gguf")
@@ -66,7 +66,7 @@ def relative(mine: Tensor, theirs: Tensor) -> float:
 # ---- the numbers ----
 
 
-BLOCKS = {"32": KINDS, "256": ("Q4_K", "Q6_K", "Q5_K")}  # by their numbers
+BLOCKS = {"32": KINDS, "256": OF_256}  # by their numbers
 FILES = product(ARCHS, BLOCKS, ("packed", "unpacked"))
 
 
@@ -493,7 +493,7 @@ def test_a_large_tensor_is_written_a_stretch_at_a_time(tmp_path: Path, monkeypat
     two = convert.convert_if_needed(found, "fp32", bit, packs=True).path / "model.safetensors"
     assert one.read_bytes() == two.read_bytes()
     with safe_open(one, "pt") as file:
-        assert file.get_tensor("model.layers.0.self_attn.q_proj.data").dtype == torch.uint8
+        assert file.get_tensor("model.layers.0.self_attn.q_proj.weight").dtype == torch.uint8
 
 
 @pytest.mark.parametrize(
@@ -514,10 +514,10 @@ def test_what_stays_quantized_is_told(tmp_path: Path):
     with kvcli.load(str(tmp_path / "tiny.gguf"), cache=tmp_path, set={"load.device": "cpu"}) as model:
         assert not any("GGUF" in note for note in model.info.notes)
         assert [*model.info.details] == [
-            "GGUF layers that run in the file's bits: 3 Q4_0, 4 Q4_1",
-            "GGUF tensors converted to bfloat16: 4 Q5_0, 4 Q5_1, 6 Q8_0",
+            "GGUF tensors that run in the file's bits: 3 IQ4_NL, 3 MXFP4, 2 Q4_0, 3 Q4_1, 3 Q5_0, 3 Q5_1, 6 Q8_0",
+            "GGUF tensors converted to bfloat16: 1 TQ1_0",
         ]
-        assert model.info.backend.split(" ", 1)[1].startswith("packed int4, as in the checkpoint")
+        assert model.info.backend.startswith("native blocks, as in the checkpoint")
     with kvcli.load(str(tmp_path / "tiny.gguf"), cache=tmp_path, set={"load.quant": "int8"}) as model:
         assert model.info.backend.split(" ", 1)[1].startswith("packed int8")
         assert model.info.quant == "int8"  # asked for: from the unpacked numbers
@@ -530,13 +530,13 @@ def test_what_stays_quantized_is_told(tmp_path: Path):
 
 def test_a_profile_for_cpus_leaves_quantized_weights_as_they_are(tmp_path: Path):
     write(tmp_path / "tiny.gguf", kinds=("Q4_0",))
-    write(tmp_path / "mixed.gguf")
+    write(tmp_path / "mixed.gguf", kinds=(*["F16"] * 7, "Q4_0"), ends="F16")
     build("llama").save_pretrained(tmp_path / "plain")
     cpu = Profile.load("cpu")
     typed = Profile.load("exact").replace(load={"quant": "int8"})
     for folder, profile, quant in (
         ("tiny.gguf", cpu, "none"),
-        ("mixed.gguf", cpu, "int8"),  # most of its layers would be unpacked to 16 bits
+        ("mixed.gguf", cpu, "int8"),  # most of its layers have 16 bits
         ("tiny.gguf", typed, "int8"),  # asked for
         ("plain", cpu, "int8"),
     ):

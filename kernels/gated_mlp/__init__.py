@@ -31,31 +31,31 @@ class Product(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("w", "scale", "bias")),
-        *((name, ctypes.c_int64) for name in ("N", "K", "bits", "group")),
+        *((name, ctypes.c_int64) for name in ("N", "K")),
+        ("format", ctypes.c_void_p),
     ]
 
 
 def type_of(layer: nn.Module) -> dtype | None:
     """Return the dtype of a linear layer's inputs; None if the module is no linear layer, or has no native product."""
     found = None
-    if isinstance(layer, NativeLinear):
+    if isinstance(layer, NativeLinear) or (
+        isinstance(layer, PackedLinear) and layer.is_native and linear_quantized.serves(layer.dtype)
+    ):
         found = layer.dtype
-    elif isinstance(layer, PackedLinear) and layer.is_native and linear_quantized.serves(layer.scale.dtype):
-        found = layer.scale.dtype
     return found if found is None or layer.bias is None or layer.bias.dtype == found else None
 
 
 def product_of(layer: nn.Module) -> tuple[Product, list[Tensor | None]]:
     """Return the struct for a layer that has a `type_of`, and the tensors that own its memory."""
     keeps: list[Tensor | None]
-    packing: tuple[int, int]
     if isinstance(layer, PackedLinear):
-        keeps, packing = [layer.data, layer.scale, layer.bias], (layer.bits, layer.group)
+        keeps, format = [layer.data, layer.scale, layer.bias], layer.format.address
     else:
         assert isinstance(layer, NativeLinear)
-        keeps, packing = [layer.packed, None, layer.bias], (0, 0)
+        keeps, format = [layer.packed, None, layer.bias], 0
     at = (None if t is None else t.data_ptr() for t in keeps)
-    return Product(*at, layer.out_features, layer.in_features, *packing), keeps
+    return Product(*at, layer.out_features, layer.in_features, format), keeps
 
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")  # in the order of native/c/layer.c
@@ -97,7 +97,7 @@ class NativeMlp:
         self.dtype = type_of(linears[0])
         self.mlp = Mlp(*products, ACTIVATIONS.index(act), self.dtype == torch.float32)
         self._own = WeakMethod(own)
-        self.kind = (act, self.dtype, *((p.N, p.K, p.bits, p.group) for p in products))
+        self.kind = (act, self.dtype, *((p.N, p.K, p.format) for p in products))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if hidden.dtype == self.dtype:

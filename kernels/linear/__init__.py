@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -87,11 +88,6 @@ def unpack(packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     return packed.transpose(1, 2).reshape(-1, packed.shape[1])[:n].contiguous().view(dtype)
 
 
-def rows_of(packed: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows `index` [...] of the packed weight, [..., K]: the lookup of an embedding with the same weight."""
-    return packed[index // PANEL, :, index % PANEL].view(dtype)
-
-
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, n: int, *, level: str | None = None) -> Tensor:
     """Compute x [..., K] times a weight from `pack` with `n` outputs, plus bias [N] -> [..., N]; all of one dtype.
 
@@ -121,49 +117,91 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, n: int, *, level: str
 # `nn.Linear` on native products, a weight that other modules may share with it, and the replacement in a model.
 
 
-class NativeWeight(Tensor):
-    """Packed weight [N, K] in place of a plain one, for an embedding that shares the weight with a head.
+class LinearWeight(Protocol):
+    """Storage of a weight [N, K] that products and row lookups read."""
 
-    Products and row lookups use the packed form, the only one in memory. Any other operation unpacks the weight first:
-    the result is right, but slow.
+    @property
+    def memory(self) -> Tensor:
+        """A tensor in the memory of the weight."""
+        ...
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute x [..., K] -> [..., N]."""
+        ...
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Return the rows `index` [...] -> [..., K]: the lookup of an embedding with the same weight."""
+        ...
+
+    def plain(self) -> Tensor:
+        """Return the weight [N, K]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PanelWeight:
+    """Weight in 16 or 32 bits, in the order of `pack`."""
+
+    memory: Tensor
+    n: int
+    dtype: torch.dtype
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(x, self.memory, bias, self.n)
+
+    def rows(self, index: Tensor) -> Tensor:
+        return self.memory[index // PANEL, :, index % PANEL].view(self.dtype)
+
+    def plain(self) -> Tensor:
+        return unpack(self.memory, self.n, self.dtype)
+
+
+class NativeWeight(Tensor):
+    """Weight [N, K] in another storage in place of a plain one, for an embedding that shares the weight with a head.
+
+    Products and row lookups use the storage, the only one in memory. Any other operation unpacks the weight first: the
+    result is right, but slow.
     """
 
-    packed: Tensor
+    form: LinearWeight
 
     @staticmethod
-    def __new__(cls, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> NativeWeight:
-        made: NativeWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)
-        made.packed = packed
+    def __new__(cls, form: LinearWeight, shape: Sequence[int], dtype: torch.dtype) -> NativeWeight:
+        made: NativeWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=form.memory.device)
+        made.form = form
         return made
 
     @classmethod
     def of(cls, weight: Tensor, room: WeightArena | None = None) -> NativeWeight:
-        return cls(pack(weight, room), weight.shape, weight.dtype)
+        return cls(PanelWeight(pack(weight, room), weight.shape[0], weight.dtype), weight.shape, weight.dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear and isinstance(args[1], cls):
             x, weight, bias = (*args, None)[:3]
-            return linear(x, weight.packed, bias, weight.shape[0])
+            return weight.form.product(x, bias)
         if func is Tensor.untyped_storage:  # so that the memory is found, and counted once
-            return args[0].packed.untyped_storage()
+            return args[0].form.memory.untyped_storage()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
-            return cls(args[0].packed, args[0].shape, args[0].dtype)
+            return cls(args[0].form, args[0].shape, args[0].dtype)
         if func is torch.ops.aten.embedding.default:
-            weight, index = args[:2]
-            return rows_of(weight.packed, index, weight.dtype)
+            return args[0].rows(args[1])
         assert not func._schema.is_mutable, f"{func} would write to a copy"
         return func(*(plain(a) for a in args), **(kwargs or {}))
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Return the rows `index` [...] -> [..., K], in the dtype of the weight."""
+        return self.form.rows(index).to(self.dtype)
 
 
 def plain(a: Any) -> Any:
     """Unpack a NativeWeight; return anything else unchanged."""
-    return unpack(a.packed, a.shape[0], a.dtype) if isinstance(a, NativeWeight) else a
+    return a.form.plain().to(a.dtype) if isinstance(a, NativeWeight) else a
 
 
 class NativeLinear(nn.Module):
@@ -172,10 +210,11 @@ class NativeLinear(nn.Module):
     packed: Tensor
 
     def __init__(self, weight: NativeWeight, bias: Tensor | None) -> None:
+        """`weight`: made by `NativeWeight.of`."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self.register_buffer("packed", weight.packed, persistent=False)
+        self.register_buffer("packed", weight.form.memory, persistent=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -188,7 +227,8 @@ class NativeLinear(nn.Module):
     @property
     def weight(self) -> NativeWeight:
         """The weight for other code; `NativeWeight` describes the cost."""
-        return NativeWeight(self.packed, (self.out_features, self.in_features), self.dtype)
+        n = self.out_features
+        return NativeWeight(PanelWeight(self.packed, n, self.dtype), (n, self.in_features), self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}"

@@ -1,10 +1,12 @@
-"""Linear layers with weights quantized to 8 or 4 bits, which remain quantized while they run on a CPU.
+"""Linear layers with quantized weights, which remain quantized while they run on a CPU.
 
 Layouts: x [..., K], weight [N, K], result [..., N] in x's dtype (bfloat16, float16 or float32).
   8 bits: w[n, k] = scale[n] * q[n, k],                          q in -127..127, one scale per output
   4 bits: w[n, k] = scale[n, k // g] * (q[n, k] - 8) + zero[n, k // g],  q in 0..15, one pair per g inputs
-On a CPU the native kernel computes them; torch does if there is none, and for float16. `why_not` rejects shapes for
-which torch's kernels would read or write out of bounds (they do not check), and a group that does not divide K.
+  blocks: the formats of llama.cpp (formats.py), on a CPU with the native kernel only
+On a CPU the native kernel computes them; for the first two torch does if there is none, and for float16. `why_not`
+rejects shapes for which torch's kernels would read or write out of bounds (they do not check), and a group that does
+not divide K.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.kernels import native as built
-from kvcli.kernels.linear import WeightArena
+from kvcli.kernels.linear import NativeWeight, WeightArena
 from kvcli.kernels.linear_quantized import cpu, reference
+from kvcli.kernels.linear_quantized.formats import PANEL, Format, arrange_panels, group_format, rows_of
 from kvcli.kernels.moe_linear import Stack, weights_of
 from kvcli.kernels.moe_linear.tensor import Experts
 
@@ -31,27 +34,12 @@ from kvcli.kernels.moe_linear.tensor import Experts
 # (kernels/native/c/linear_quantized.c).
 
 
-PANEL = 64
-
-
 def serves(dtype: torch.dtype) -> bool:
     """True if inputs and scales of this dtype are supported."""
     return built.native() is not None and dtype in (torch.bfloat16, torch.float32)
 
 
-def arrange_panels(q: Tensor, bits: int) -> Tensor:
-    """Arrange codes [N, K], int8 or 0..15 -> [ceil(N / 64), K * bits / 32, 64, 4] bytes; outputs beyond N are zeros."""
-    n, k = q.shape
-    codes = q.new_zeros(-(-n // PANEL) * PANEL, k)
-    codes[:n] = q
-    words = codes.view(torch.uint8).view(-1, PANEL, k * bits // 32, 32 // bits)  # 32 bits of codes
-    four = words.bitwise_xor_(128) if bits == 8 else words[..., :4] | words[..., 4:] << 4
-    return four.transpose(1, 2).contiguous()
-
-
-def linear(
-    x: Tensor, n: int, bits: int, group: int, data: Tensor, scale: Tensor, *, level: str | None = None
-) -> Tensor:
+def linear(x: Tensor, n: int, format: Format, data: Tensor, scale: Tensor, *, level: str | None = None) -> Tensor:
     """Compute x [M, K] times a weight of `n` outputs -> [M, N]. `level`: a lesser kind of CPU than the best here."""
     functions = built.native(level)
     assert functions is not None
@@ -65,8 +53,7 @@ def linear(
         x.shape[0],
         n,
         x.shape[1],
-        bits,
-        group,
+        format.address,
         x.dtype == torch.float32,
     )
     return y
@@ -80,12 +67,20 @@ GROUPS = (128, 64, 32)  # groups of the int4 kernel; wider is smaller and faster
 class QuantizedWeight:
     """Quantized weight of one layer. `is_native`: `data` is in the order of the CPU kernel for its scales."""
 
-    bits: Bits
-    group: int  # 0 = a scale per output
+    format: Format
     shape: tuple[int, int]  # N, K
     data: Tensor  # unless native: 8 bits [N, K] int8; 4 bits [N, K // 2] uint8, low nibble first
-    scale: Tensor  # 8 bits: [N]; 4 bits: [K // g, N, 2], scale and zero
+    scale: Tensor  # 8 bits: [N]; 4 bits: [K // g, N, 2], scale and zero; blocks: bytes by panel
     is_native: bool
+
+    @property
+    def bits(self) -> int:
+        return self.format.bits
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale; 0 = one per output."""
+        return self.format.group
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +95,22 @@ class QuantizedWeight:
 
     def plain(self) -> Tensor:
         """Return the dequantized weight [N, K], in float32."""
+        if self.format.span:
+            return self.rows(torch.arange(self.shape[0]))
         return reference.weight(self.bits, self.group, self.codes, self.scale)
+
+    @property
+    def memory(self) -> Tensor:
+        return self.data
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute x [..., K] -> [..., N]."""
+        y = linear_quantized(x, self)
+        return y if bias is None else y.add_(bias)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Dequantize the rows `index` [...] of blocks -> [..., K] float32."""
+        return rows_of(index.flatten(), self.data, self.scale, self.format).view(*index.shape, -1)
 
     def native(self) -> QuantizedWeight:
         """Return the weight in the order of the CPU kernel for its scales."""
@@ -118,6 +128,14 @@ def why_not(shape: tuple[int, int], bits: Bits) -> str:
     if group_of(k) == 0:
         return f"{k} inputs are not a multiple of {GROUPS[-1]}"
     return f"{n} outputs are not a multiple of 16" if n % 16 else ""
+
+
+def of_blocks(blob: Tensor, format: Format, shape: tuple[int, int]) -> QuantizedWeight:
+    """Return the weight whose codes and then scales, in panels, are the bytes of `blob`."""
+    n_codes, _ = format.nbytes(*shape)
+    panels, (_, k) = -(-shape[0] // PANEL), shape
+    data = blob[:n_codes].view(panels, -1, PANEL, 4)
+    return QuantizedWeight(format, shape, data, blob[n_codes:].view(panels, k // format.span, -1), True)
 
 
 def group_of(k: int) -> int:
@@ -138,10 +156,10 @@ def pack(weight: Tensor, bits: Bits, *, native: bool = True) -> QuantizedWeight:
     group = 0 if bits == 8 else group_of(k) or k
     q, scale = reference.round8(weight) if bits == 8 else reference.round4(weight, group)
     data = arrange(q, bits, scale.dtype) if native else q if bits == 8 else reference.pack4(q)
-    return QuantizedWeight(bits, group, (n, k), data, scale, native)
+    return QuantizedWeight(group_format(bits, group), (n, k), data, scale, native)
 
 
-def arrange(q: Tensor, bits: Bits, dtype: torch.dtype) -> Tensor:
+def arrange(q: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """Arrange codes [N, K] in the order of the CPU kernel for inputs of `dtype`."""
     if serves(dtype):
         return arrange_panels(q, bits)
@@ -152,7 +170,7 @@ def linear_quantized(x: Tensor, w: QuantizedWeight) -> Tensor:
     """Compute x [..., K] times the quantized weight, [..., N]."""
     if x.shape[-1] != w.shape[1]:
         raise ValueError(f"{x.shape[-1]} inputs for a weight of {w.shape[1]}")
-    if x.dtype != w.scale.dtype:
+    if not w.format.span and x.dtype != w.scale.dtype:
         raise ValueError(f"inputs are {x.dtype}, the scales {w.scale.dtype}")
     rows = x.reshape(-1, x.shape[-1])  # [M, K]
     if w.is_native and x.device.type != "cpu":
@@ -160,7 +178,9 @@ def linear_quantized(x: Tensor, w: QuantizedWeight) -> Tensor:
     if rows.shape[0] == 0:
         return x.new_empty(*x.shape[:-1], w.shape[0])
     if w.is_native and serves(x.dtype):
-        y = linear(rows, w.shape[0], w.bits, w.group, w.data, w.scale)
+        y = linear(rows, w.shape[0], w.format, w.data, w.scale)
+    elif w.format.span:  # no kernel multiplies float16
+        y = linear(rows.float(), w.shape[0], w.format, w.data, w.scale).to(x.dtype)
     else:
         y = (cpu.linear if w.is_native else reference.linear)(rows, w.bits, w.group, w.data, w.scale)
     return y.view(*x.shape[:-1], w.shape[0])
@@ -194,9 +214,10 @@ class PackedLinear(nn.Module):
     data: Tensor
     scale: Tensor
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: of the inputs; default: that of the scales, which blocks need not have."""
         super().__init__()
-        self.bits, self.group, self.is_native = weight.bits, weight.group, weight.is_native
+        self.format, self.is_native, self.dtype = weight.format, weight.is_native, dtype or weight.scale.dtype
         self.out_features, self.in_features = weight.shape
         self.register_buffer("data", weight.data)
         self.register_buffer("scale", weight.scale)
@@ -212,14 +233,18 @@ class PackedLinear(nn.Module):
     @property
     def weights(self) -> QuantizedWeight:
         shape = (self.out_features, self.in_features)
-        return QuantizedWeight(self.bits, self.group, shape, self.data, self.scale, self.is_native)
+        return QuantizedWeight(self.format, shape, self.data, self.scale, self.is_native)
+
+    @property
+    def weight(self) -> NativeWeight:
+        """The weight for other code; `NativeWeight` describes the cost."""
+        return NativeWeight(self.weights, (self.out_features, self.in_features), self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear_quantized(x, self.weights)
-        return y if self.bias is None else y.add_(self.bias)
+        return self.weights.product(x, self.bias)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bits={self.bits}, group={self.group or self.in_features}"
+        return f"{self.in_features}, {self.out_features}, {self.format}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,19 +304,11 @@ def swap_(
     return Swap(packed, dict(kept), weights, nbytes)
 
 
-@torch.no_grad()
-def make_native_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> None:
-    """Arrange quantized 4-bit layers in portable order for this CPU's kernel, one at a time."""
-    for layer in root.modules():
-        if isinstance(layer, PackedLinear) and layer.bits == 4 and not layer.is_native:
-            portable = layer.data
-            layer.data, layer.is_native = layer.weights.native().data, True
-            done_with(portable)
-
-
 def packed_weights(root: nn.Module) -> int:
-    """Return the number of quantized weights below `root`; none of them is a parameter."""
-    return sum(p.in_features * p.out_features for p in root.modules() if isinstance(p, PackedLinear))
+    """Return the number of quantized weights below `root` that are no parameter, as that of a tied embedding is."""
+    shared = {p.untyped_storage().data_ptr() for p in root.parameters()}
+    layers = [layer for layer in root.modules() if isinstance(layer, PackedLinear)]
+    return sum(p.in_features * p.out_features for p in layers if p.data.untyped_storage().data_ptr() not in shared)
 
 
 # Quantized weights of experts, and the replacement in a model.
@@ -327,7 +344,7 @@ class Codes:
     def __getitem__(self, expert: int) -> QuantizedWeight:
         data, scale = self.stack.tensors
         of = self.like
-        return QuantizedWeight(of.bits, of.group, of.shape, data[expert], scale[expert], of.is_native)
+        return replace(of, data=data[expert], scale=scale[expert])
 
     @property
     def memory(self) -> Tensor:

@@ -20,7 +20,7 @@ _TAKES = {
     "page_scores": (_P,),
     "log_masses": (_P,),
     "unfused": (_P,),
-    "linear_quantized": (_P, _P, _P, _P, _L, _L, _L, _I, _L, _I),
+    "linear_quantized": (_P, _P, _P, _P, _L, _L, _L, _P, _I),
     "rms_norm": (_P, _P, _P, _L),
     "mlp": (_P, _P, _P, _L),
     "layer_before": (_P, _P, _P, _P, _P, _P, _P, _L, _L),

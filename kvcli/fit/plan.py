@@ -318,11 +318,8 @@ def plan_on(
     found = plan(subject, profile, room, context, facts)
     if room.kind == "cpu" and profile.load.quant != "none" and profile.origins["load.quant"].startswith("built-in "):
         kept = plan(subject, profile.changed({"load": {"quant": "none"}}, BY), room, context, facts)
-        return (
-            kept
-            if any(h.stays for h in subject.held) and kept.run.weights.memory <= found.run.weights.memory
-            else found
-        )
+        is_near = 10 * kept.run.weights.memory <= 11 * found.run.weights.memory
+        return kept if is_near and any(h.stays for h in subject.held) else found
     if room.kind != "cuda" or _is_enough(found, context):
         return found
     for other in _packed(subject, profile):
@@ -350,7 +347,7 @@ def told(found: Plan) -> list[str]:
     device, made = found.room.device, chosen(found)
     said = []
     if (quant := made.get("load.quant")) == "none":
-        said.append("weights keep the bits of their file, because --quant int8 takes more memory")
+        said.append("weights keep the bits of their file, because --quant int8 would save little memory")
     elif quant:
         why = f"in full precision they do not fit on {device}"
         said.append(f"weights in {quant}: {why} (--quant none keeps full precision and runs some layers on the CPU)")

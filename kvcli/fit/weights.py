@@ -13,7 +13,7 @@ from kvcli.kernels.linear import PANEL
 from kvcli.kernels.linear_quantized import group_of, why_not
 from kvcli.kernels.linear_quantized import padded_outputs as held_outputs
 from kvcli.models.checkpoint import CheckpointFormat, sizes_of
-from kvcli.models.gguf.blocks import stays_packed
+from kvcli.models.gguf.blocks import PACKED, stays_packed
 
 if TYPE_CHECKING:
     from kvcli.models.shape import LayerKVShape, Shape
@@ -47,7 +47,7 @@ class CheckpointTensor:
     packs: bool  # a linear layer of the decoder, which load.quant quantizes
     is_float: bool = True
     is_gguf: bool = False  # loaded from a dequantized copy, in the dtype of the run
-    stays: bool = False  # ... or kept quantized as in the file, on a CPU
+    stays: int = 0  # bytes if it is kept quantized as in the file, on a CPU; 0 = it is not
     layer: int | None = None  # number of its decoder layer
     embeds: bool = False  # an embedding: a pass reads only the rows of its tokens
     of_experts: bool = False  # of one expert or all experts of a layer: only int8 and int4 quantize these
@@ -67,10 +67,8 @@ class CheckpointTensor:
         count = math.prod(self.shape)
         if not self.is_gguf:
             return self
-        if keeps and self.stays:  # a scale and a zero per 32 weights
-            n, k = self.shape
-            nbytes = held_outputs(n) * k // 2 + 2 * number * (count // 32)
-            return replace(self, nbytes=nbytes, is_float=False)
+        if keeps and self.stays:
+            return replace(self, nbytes=self.stays, is_float=False)
         return replace(self, nbytes=count * number)
 
 
@@ -118,7 +116,9 @@ def of_files(source: Source) -> tuple[CheckpointTensor, ...]:
             if of_experts and len(shape) == 3:
                 shape = _by_outputs(name, shape, hidden)
             is_float = tensor.dtype in _FLOATS or source.is_gguf or unpacked is not None
-            stays = source.is_gguf and not tensor.is_made and stays_packed(name, tensor.dtype, tensor.shape)
+            stays = 0
+            if source.is_gguf and not tensor.is_made and stays_packed(name, tensor.dtype, tensor.shape):
+                stays = sum(PACKED[tensor.dtype].format.nbytes(*tensor.shape))
             packs = packs and source.family != "gpt2" and not name.endswith(_EXPANDS)
             layer = int(inside[1]) if inside is not None else None
             of = (source.is_gguf, stays, layer, embeds, of_experts)
@@ -210,7 +210,7 @@ def weigh(
     files = sum(h.nbytes for h in held)
     memory = sum(sizes)
     is_asked = quant != "none" and not given
-    packed = [h.matrix for h in held if (h.stays and keeps) or (is_asked and h.packs and h.is_float)]
+    packed = [h.matrix for h in held if is_asked and h.packs and h.is_float]
     share = 1.0 if not shape.experts else shape.linear_active / shape.linear
     by_layer = [0] * shape.layers
     parts: Counter[int | None] = Counter()  # numbers of experts whose weights are separate tensors

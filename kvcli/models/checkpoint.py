@@ -316,6 +316,9 @@ class CheckpointFormat:
         """Number of weights in a stored tensor: 0 for scales and the like, several per number of a packed tensor."""
         if not self.method:
             return prod(shape)
+        stated = self.settings.get("weights")
+        if isinstance(stated, dict) and isinstance(of := stated.get(name), list):  # of kvcli: the type, then the shape
+            return prod(n for n in of[1:] if type(n) is int)
         if (unpacked := self.shape(name, dtype, shape)) is not None:
             return prod(unpacked)
         if name.endswith(_SCALES) or _BESIDE.search(name):

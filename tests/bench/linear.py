@@ -27,6 +27,7 @@ from kvcli.kernels import native as built
 from kvcli.kernels.linear import linear, pack
 from kvcli.kernels.linear_blocked import block, linear_blocked
 from kvcli.kernels.linear_quantized import cpu, group_of, reference
+from kvcli.kernels.linear_quantized.formats import group_format
 from tests.bench.harness import Ints, Rows, Words, in_turns, measurement, picked
 
 FRESH = 128 << 20  # bytes of weights in turns, more than the caches hold
@@ -56,7 +57,7 @@ def _packed(bits: int) -> Callable[[int, int, tuple[str, ...]], tuple[int, dict[
         ours = cycle(list(zip([linear_quantized.arrange_panels(c, bits) for c in q], scale, strict=True)))
 
         def native(level: str) -> Side:
-            return lambda x: linear_quantized.linear(x, n, bits, group, *next(ours), level=level)
+            return lambda x: linear_quantized.linear(x, n, group_format(bits, group), *next(ours), level=level)
 
         sides: dict[str, Side] = {"torch": lambda x: cpu.linear(x, bits, group, *next(theirs))}
         return n * k * bits // 8 + scale[0].nbytes, sides | {level: native(level) for level in levels}

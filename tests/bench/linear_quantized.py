@@ -18,6 +18,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.kernels.linear_quantized import Bits, QuantizedWeight, cpu, group_of, reference
+from kvcli.kernels.linear_quantized.formats import group_format
 from tests.bench.harness import Rows, in_turns, measurement
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512)
@@ -28,7 +29,8 @@ def packed(w: torch.Tensor, bits: Bits) -> QuantizedWeight:
     """As torch's kernels want it, where ours run too."""
     group = 0 if bits == 8 else group_of(w.shape[1])
     q, scale = reference.round8(w) if bits == 8 else reference.round4(w, group)
-    return QuantizedWeight(bits, group, (w.shape[0], w.shape[1]), q if bits == 8 else cpu.pack4(q), scale, True)
+    data, shape = q if bits == 8 else cpu.pack4(q), (w.shape[0], w.shape[1])
+    return QuantizedWeight(group_format(bits, group), shape, data, scale, True)
 
 
 @measurement("Packed layers by rows, times bf16")

@@ -21,6 +21,7 @@ from kvcli.kernels.attend_quantized import PackedHead, attend_quantized
 from kvcli.kernels.attention_mass import attention_mass
 from kvcli.kernels.gumbel_noise import gumbel
 from kvcli.kernels.linear_quantized import QuantizedWeight, linear_quantized, pack
+from kvcli.kernels.linear_quantized.formats import group_format
 from kvcli.kernels.linear_skinny import Weight
 from kvcli.kernels.merge_attention import PartialAttention, merge_attention
 from kvcli.kernels.page_bounds import page_bounds
@@ -173,7 +174,8 @@ def _packed_weight(x: Inputs, bits: Any) -> Inputs:
 
 
 def _product(x: Inputs) -> Sequence[Tensor]:
-    return [linear_quantized(x["x"], QuantizedWeight(x["bits"], x["group"], x["shape"], x["data"], x["scale"], False))]
+    form = group_format(x["bits"], x["group"])
+    return [linear_quantized(x["x"], QuantizedWeight(form, x["shape"], x["data"], x["scale"], False))]
 
 
 def _merged(x: Inputs) -> Sequence[Tensor]:

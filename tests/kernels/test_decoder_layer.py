@@ -55,7 +55,7 @@ class Parts:
         assert isinstance(of, PackedLinear)
 
         def product(x: Tensor) -> Tensor:
-            y = linear_quantized.linear(x, of.out_features, of.bits, of.group, of.data, of.scale, level=self.level)
+            y = linear_quantized.linear(x, of.out_features, of.format, of.data, of.scale, level=self.level)
             return y if of.bias is None else y.add_(of.bias)
 
         return product

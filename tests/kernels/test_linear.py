@@ -24,12 +24,12 @@ from kvcli.kernels.linear import (
     linear,
     pack,
     reference,
-    rows_of,
     unpack,
     use_native_linear_,
     why_not,
 )
 from kvcli.kernels.linear_quantized import reference as packed
+from kvcli.kernels.linear_quantized.formats import group_format
 from kvcli.kernels.native import build
 
 pytestmark = pytest.mark.skipif(not built.levels(), reason=built.why_not())
@@ -60,8 +60,9 @@ class Case:
                 packed.weight(self.bits, self.group, q, scale.double()),
                 linear_quantized.arrange_panels(q, self.bits),
             )
+            form = group_format(self.bits, self.group)
             return (
-                lambda x: linear_quantized.linear(x, self.n, self.bits, self.group, data, scale, level=level),
+                lambda x: linear_quantized.linear(x, self.n, form, data, scale, level=level),
                 lambda x: x.double() @ wide.T,
             )
         laid, wide_b = pack(w), None if b is None else b.double()
@@ -243,7 +244,7 @@ def test_unpacking_inverts_packing(dtype: torch.dtype):
     w = torch.randn(131, 34).to(dtype)
     assert torch.equal(unpack(pack(w), 131, dtype), w)
     index = torch.randint(0, 131, (2, 3))
-    assert torch.equal(rows_of(pack(w), index, dtype), w[index])
+    assert torch.equal(NativeWeight.of(w).rows(index), w[index])
 
 
 def test_weights_that_share_a_room_have_memory_of_their_own():

@@ -8,6 +8,8 @@
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -22,6 +24,8 @@ typedef float F __attribute__((vector_size(64), aligned(4)));     // 16 x fp32
 typedef int32_t I __attribute__((vector_size(64), aligned(4)));   // 16 x int32
 typedef uint32_t U __attribute__((vector_size(64), aligned(4)));  // 16 x uint32: also 16 pairs of bf16
 typedef uint16_t H __attribute__((vector_size(32), aligned(2)));  // 16 x bf16
+typedef _Float16 H16 __attribute__((vector_size(32), aligned(2)));  // 16 x fp16
+typedef int8_t B __attribute__((vector_size(16), aligned(1)));    // 16 x int8
 
 #define load(T, p) (*(const T *)(p))
 #define store(p, v) (*(__typeof__(v) *)(p) = (v))
@@ -37,6 +41,26 @@ INLINE H narrow(F x) {
 #else
   U u = (U)x, even = (u + 0x7fff + ((u >> 16) & 1)) >> 16, nan = (u >> 16) | 0x40;
   return __builtin_convertvector(((U)(x == x) & even) | ((U)(x != x) & nan), H);
+#endif
+}
+
+// table[i] for 64 bytes i below 16
+INLINE U table_bytes(const uint8_t *table, U at) {
+#if defined(__AVX512BW__)
+  return (U)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table)), (__m512i)at);
+#elif defined(__AVX2__)
+  const __m256i of = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table));
+  __m256i half[2];
+  memcpy(half, &at, 64);
+  half[0] = _mm256_shuffle_epi8(of, half[0]), half[1] = _mm256_shuffle_epi8(of, half[1]);
+  memcpy(&at, half, 64);
+  return at;
+#else
+  uint8x16_t part[4];
+  memcpy(part, &at, 64);
+  for (int i = 0; i < 4; i++) part[i] = vqtbl1q_u8(vld1q_u8(table), part[i]);
+  memcpy(&at, part, 64);
+  return at;
 #endif
 }
 

@@ -9,9 +9,10 @@
 #define LOG2E 1.44269504088896341f
 #define LN2 0.693147180559945309f
 
-typedef struct {  // arguments of `linear`, or, with bits, of `linear_quantized`
+typedef struct {  // arguments of `linear`, or, with a format, of `linear_quantized`
   const void *w, *scale, *bias;
-  int64_t N, K, bits, group;
+  int64_t N, K;
+  const Format *format;
 } Product;
 typedef struct {
   const void *w;
@@ -161,12 +162,12 @@ static int products(const Product *const *w, void *const *y, int n, const void *
   Output some[3];
   for (int i = 0, end; i < n; i = end) {
     const Product *p = w[i];
-    for (end = i; end < n && w[end]->bits == p->bits && w[end]->group == p->group; end++)
+    for (end = i; end < n && w[end]->format == p->format; end++)
       some[end - i] = (Output){w[end]->w, w[end]->scale, w[end]->bias, y[end], w[end]->N};
-    if (!(p->bits ? packed_all(x, some, end - i, M, p->K, (int)p->bits, p->group, is_wide)
-                  : linear_all(x, some, end - i, M, is_wide ? p->K : p->K / 2, is_wide))) return 0;
+    if (!(p->format ? packed_all(x, some, end - i, M, p->K, p->format, is_wide)
+                    : linear_all(x, some, end - i, M, is_wide ? p->K : p->K / 2, is_wide))) return 0;
     for (int k = i; k < end; k++)
-      if (p->bits && w[k]->bias) add(w[k]->bias, y[k], M, w[k]->N, 0, is_wide);
+      if (p->format && w[k]->bias) add(w[k]->bias, y[k], M, w[k]->N, 0, is_wide);
   }
   return 1;
 }

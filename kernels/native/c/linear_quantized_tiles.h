@@ -13,12 +13,12 @@ INLINE void digit_sums(const uint8_t *w, const int8_t *x, int64_t group, int64_t
   }
   TILES_AT(_tile_stored, sums, PANEL, 32);
 }
-// Add group j of panel c to the sums `part` [M][64]
-INLINE void digits_group(int bits, const Packed *p, int c, int64_t j, const uint8_t *w, int64_t deep, float *part) {
+// Add group j to the sums `part` [M][64]; w: its codes as bytes
+INLINE void digits_group(const Packed *p, int64_t j, const uint8_t *w, int64_t deep, float *part) {
   int32_t high[16 * PANEL], low[16 * PANEL];
-  F scale[4] = {0}, zero[4] = {0};
-  for (int n = 0; n < 4 && bits == 4; n++)
-    if (c * PANEL + n * 16 < p->N) pair_of(p, j, c * PANEL + n * 16, scale + n, zero + n);
+  const int offset = (int)p->format->offset, by_group = p->format->group != 0, zeros = by_group && has_zero(p);
+  float pairs[2 * PANEL];
+  if (by_group) pairs_of(p, j, j + 1, pairs);
   for (int64_t m0 = 0; m0 < p->M; m0 += 16) {
     digit_sums(w, p->high + (j * p->M + m0) * p->group, p->group, deep, high);
     digit_sums(w, p->low + (j * p->M + m0) * p->group, p->group, deep, low);
@@ -28,32 +28,20 @@ INLINE void digits_group(int bits, const Packed *p, int c, int64_t j, const uint
       const float step = p->step[of], whole = (float)both * step;
       for (int n = 0; n < 4; n++) {
         float *to = part + (m0 + m) * PANEL + n * 16;
-        const I sum = (load(I, high + m * PANEL + n * 16) << 7) + load(I, low + m * PANEL + n * 16) - both * (bits == 8 ? 128 : 8);
-        const F v = __builtin_convertvector(sum, F);
-        if (bits == 8) store(to, fma_(v, splat(step), load(F, to)));
-        else store(to, fma_(splat(whole), zero[n], fma_(v * step, scale[n], load(F, to))));
+        const I sum = (load(I, high + m * PANEL + n * 16) << 7) + load(I, low + m * PANEL + n * 16) - both * offset;
+        const F v = __builtin_convertvector(sum, F) * step, next = by_group ? fma_(v, load(F, pairs + n * 16), load(F, to)) : v + load(F, to);
+        store(to, zeros ? fma_(splat(whole), load(F, pairs + PANEL + n * 16), next) : next);
       }
     }
   }
 }
-// Convert the nibbles of a group to bytes
-INLINE void spread_nibbles(const uint8_t *w, int64_t group, uint8_t *to) {
-  const __m512i four_bits = _mm512_set1_epi8(15);
-  for (int64_t k = 0; k < group; k += 8, w += PANEL * 4, to += PANEL * 8)
-    for (int n = 0; n < 4; n++) {
-      const __m512i both = _mm512_loadu_si512(w + n * 64);
-      _mm512_storeu_si512(to + n * 64, _mm512_and_si512(both, four_bits));
-      _mm512_storeu_si512(to + PANEL * 4 + n * 64, _mm512_and_si512(_mm512_srli_epi16(both, 4), four_bits));
-    }
-}
-INLINE void digits_by_tiles(int bits, const Packed *p, int c, float *part) {
+INLINE void digits_by_tiles(int bits, int has_table, const Packed *p, float *part) {
   const int64_t deep = p->group < 64 ? p->group : 64;
-  const uint8_t *w = panel(p, c);
-  uint8_t wide[128 * PANEL];
+  uint8_t bytes[bits < 8 ? 128 * PANEL : 1];
   shape_tiles(16, deep / 4);
-  for (int64_t j = 0; j < p->K / p->group; j++, w += p->group * PANEL * bits / 8) {
-    if (bits == 4) spread_nibbles(w, p->group, wide);
-    digits_group(bits, p, c, j, bits == 4 ? wide : w, deep, part);
+  for (int64_t j = 0; j < p->K / p->group; j++) {
+    if (bits < 8) to_bytes(bits, has_table, p->format, p->w, j * p->group, p->group, bytes);
+    digits_group(p, j, bits < 8 ? bytes : (const uint8_t *)p->w + j * p->group * PANEL, deep, part);
   }
   _tile_release();
 }

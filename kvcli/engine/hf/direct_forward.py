@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kvcli.engine.hf.cache_shim import RunningPass, current
 from kvcli.kernels.decoder_layer import Layer, after, before
-from kvcli.kernels.linear import NativeWeight, rows_of
+from kvcli.kernels.linear import NativeWeight
 
 if TYPE_CHECKING:
     from kvcli.kv.slots import AttentionParams
@@ -139,6 +139,6 @@ class DirectForward:
 
     def _embedded(self, ids: Sequence[int]) -> Tensor:
         if isinstance(self._weight, NativeWeight):
-            return rows_of(self._weight.packed, torch.tensor(ids), self._weight.dtype)
+            return self._weight.rows(torch.tensor(ids))
         found: Tensor = self._embedding(torch.tensor(ids))
         return found

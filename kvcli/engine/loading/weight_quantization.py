@@ -22,13 +22,12 @@ def quantize_and_place(
 ) -> tuple[str, tuple[str, ...]]:
     """Quantize the model and move it to `device`. Return what runs its linear layers, and notes on layers that were not
     quantized."""
-    by = "native" if linear_quantized.serves(model.dtype) else "torch"
     if quant == "none":
         if model.device.type != device.type:
             model.to(device)
         given = getattr(model.config, "quantization_config", None)
         method = getattr(given, "quant_method", "quantized")
-        description = f"{by} packed int4" if method == convert.METHOD else getattr(method, "value", method)
+        description = "native blocks" if method == convert.METHOD else getattr(method, "value", method)
         return ("torch" if given is None else f"{description}, as in the checkpoint"), ()
     if (layers := layout.layers) is None:  # LongCat has two attention modules per layer
         why = "its attention modules are in no list of layers"

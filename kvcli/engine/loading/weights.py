@@ -27,7 +27,7 @@ from kvcli.engine.resources import drop_pages
 from kvcli.errors import BadModel, UsageError
 from kvcli.installing import pip
 from kvcli.kernels import triton_support
-from kvcli.kernels.linear_quantized import Bits, Swap, make_native_, packed, quantize_, quantize_experts_, stay, swap_
+from kvcli.kernels.linear_quantized import Bits, Swap, packed, quantize_, quantize_experts_, stay, swap_
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.kernels.moe_linear import weights_of
 from kvcli.models.checkpoint import INSTEAD, CheckpointFormat, refuse_unpackable, sizes_of
@@ -216,8 +216,7 @@ def load_weights(
             output_loading_info=True,
         )
     _check_loading(source, loading)
-    if device.type == "cpu":
-        make_native_(model, drop_pages)
+    convert.attach_(model, drop_pages)
     notes = list(_unused(model, sorted(loading["unexpected_keys"])))
     if packing.unpacks(device.type):
         numbers = str(model.dtype).removeprefix("torch.")
@@ -313,7 +312,7 @@ def find_device(name: str) -> torch.device:
 
 
 def keeps_quantized(load: Load) -> bool:
-    """True if 4-bit weights of a checkpoint are kept as they are. Our kernel runs on CPUs and not in float64, and
+    """True if quantized weights of a GGUF file are kept as they are. Our kernel runs on CPUs and not in float64, and
     `load.quant` quantizes anew."""
     return load.quant == "none" and load.dtype != "fp64" and find_device(load.device).type == "cpu"
 

@@ -1,4 +1,4 @@
-"""Blocks of a GGUF tensor: dequantized, or converted to the 4-bit groups that kvcli's kernels multiply.
+"""Blocks of a GGUF tensor: dequantized, or taken apart into the codes and scales that the CPU kernel multiplies.
 
 A row of such a tensor is a row of whole blocks, so rows are read in any order and some at a time.
 """
@@ -6,28 +6,31 @@ A row of such a tensor is a row of whole blocks, so rows are read in any order a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcli.kernels.linear_quantized import why_not
+from kvcli.kernels import native
+from kvcli.kernels.linear_quantized.formats import PANEL, Format
 
 Bytes = NDArray[np.uint8]
 _STRETCH = 1 << 22  # numbers dequantized at a time: 16 MiB in float32
+_WEIGHTS = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")  # tensors of linear layers and embeddings
 
 
 def stretches(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of the rows of a tensor, each small enough to be dequantized at once."""
-    step = max(1, _STRETCH // columns)
+    """Slices of the rows of a tensor, whole panels, each small enough to be dequantized at once."""
+    step = max(1, _STRETCH // columns // PANEL) * PANEL
     return (slice(a, min(a + step, rows)) for a in range(0, rows, step))
 
 
 def stays_packed(name: str, kind: str, shape: tuple[int, ...]) -> bool:
     """True if, on a CPU, a tensor of this transformers name is multiplied without dequantizing it."""
-    in_layer = name.startswith("model.layers.") and name.endswith("_proj.weight")
-    return in_layer and kind in PACKS and len(shape) == 2 and not why_not((shape[0], shape[1]), 4)
+    return name.endswith(_WEIGHTS) and kind in PACKED and len(shape) == 2 and native.native() is not None
 
 
 def numbers(raw: Bytes, kind: str) -> Tensor:
@@ -37,54 +40,93 @@ def numbers(raw: Bytes, kind: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])))
 
 
-def packed(raw: Bytes, kind: str) -> tuple[Tensor, Tensor]:
-    """Split rows of blocks of a kind in PACKS into q [N, K] in 0..15 and (scale, zero) [N, K // 32, 2] float32.
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Bits of the numbers of a block: `bits` of each, from so many bytes on. The lowest bits of `stride` successive
+    bytes come first, then their next bits."""
 
-    The weight is scale * (q - 8) + zero, exactly the value of the blocks.
-    """
-    n = raw.shape[0]
-    q, scale, zero = PACKS[kind](raw)
-    pairs = np.stack([scale, zero], axis=-1).reshape(n, -1, 2)
-    return torch.from_numpy(q.reshape(n, -1)), torch.from_numpy(pairs)
+    at: int
+    nbytes: int
+    bits: int
+    stride: int
 
-
-def _q4_0(raw: Bytes) -> tuple[Bytes, NDArray[np.float32], NDArray[np.float32]]:
-    """Blocks of 18 bytes: a scale in float16, 16 bytes of nibbles; w = scale * (q - 8)."""
-    blocks = raw.reshape(-1, 18)
-    scale = _halves(blocks[:, :2])
-    return _nibbles(blocks[:, 2:]), scale, np.zeros_like(scale)
-
-
-def _q4_1(raw: Bytes) -> tuple[Bytes, NDArray[np.float32], NDArray[np.float32]]:
-    """Blocks of 20 bytes: scale and minimum in float16, 16 bytes of nibbles; w = scale * q + minimum."""
-    blocks = raw.reshape(-1, 20)
-    scale, least = _halves(blocks[:, :2]), _halves(blocks[:, 2:4])
-    return _nibbles(blocks[:, 4:]), scale, least + 8 * scale
+    def read(self, blocks: Bytes) -> Bytes:
+        """[B, bytes] -> [B, numbers]."""
+        part = blocks[:, self.at : self.at + self.nbytes].reshape(len(blocks), -1, 1, self.stride)
+        shifts = np.arange(0, 8, self.bits, dtype=np.uint8)[:, None]
+        return (part >> shifts & np.uint8((1 << self.bits) - 1)).reshape(len(blocks), -1)
 
 
-def _q4_k(raw: Bytes) -> tuple[Bytes, NDArray[np.float32], NDArray[np.float32]]:
-    """Blocks of 144 bytes: two float16, 8 scales and 8 minima of 6 bits in 12 bytes, 4 times 32 bytes of nibbles."""
-    blocks = raw.reshape(-1, 144)
-    d, least = _halves(blocks[:, :2]), _halves(blocks[:, 2:4])  # [B, 1]
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Layout of the blocks of one type."""
+
+    nbytes: int
+    format: Format
+    low: Plane  # low bits of the codes
+    high: Plane | None = None
+    d: tuple[int, int] = (0, 2)  # bytes of d, and of least if the format has one
+    factors: Callable[[Bytes], Bytes] = lambda blocks: blocks[:, :0]  # [B, bytes] -> those of all groups, [B, ...]
+
+    def codes(self, raw: Bytes) -> Tensor:
+        """Rows of blocks [N, bytes] -> codes [N, K], uint8."""
+        blocks = raw.reshape(-1, self.nbytes)
+        q = self.low.read(blocks)
+        if self.high is not None:
+            q |= self.high.read(blocks) << self.low.bits
+        if self.format.bits == 8:  # signed in the block
+            q ^= 128
+        return torch.from_numpy(q.reshape(len(raw), -1))
+
+    def scales(self, raw: Bytes) -> Tensor:
+        """Rows of blocks [N, bytes] -> [N, K / span, bytes of a span]: d, least, then the factors of each group."""
+        blocks = raw.reshape(-1, self.nbytes)
+        d = blocks[:, slice(*self.d)]
+        if self.format.is_bf16:  # 2^(e - 128), which denormal numbers continue below e = 1
+            e = d.astype(np.uint16)
+            d = np.where(e < 2, 32 << e, (e - 1) << 7).astype("<u2").view(np.uint8)
+        if self.format.has_min and not self.format.factor_bits:  # added in the block, subtracted in the format
+            d = d ^ np.array([0, 0, 0, 128], np.uint8)
+        found = np.concatenate([d, self.factors(blocks).reshape(len(blocks), -1)], axis=1)
+        return torch.from_numpy(found.reshape(len(raw), -1, self.format.per_span))
+
+
+def _of_4_k(blocks: Bytes) -> Bytes:
+    """8 factors and 8 minima of 6 bits in 12 bytes."""
     a, b, c = blocks[:, 4:16].reshape(-1, 3, 4).transpose(1, 0, 2)  # [B, 4] each
-    scales = np.concatenate([a & 63, (c & 15) | (a >> 2 & 48)], axis=1).astype(np.float32)  # [B, 8]
-    leasts = np.concatenate([b & 63, (c >> 4) | (b >> 2 & 48)], axis=1).astype(np.float32)
-    scale = d * scales
-    return _nibbles(blocks[:, 16:].reshape(-1, 32)), scale, 8 * scale - least * leasts
+    factors = np.concatenate([a & 63, (c & 15) | (a >> 2 & 48)], axis=1)  # [B, 8]
+    least = np.concatenate([b & 63, (c >> 4) | (b >> 2 & 48)], axis=1)
+    return np.stack([factors, least], axis=2)
 
 
-PACKS: dict[str, Callable[[Bytes], tuple[Bytes, NDArray[np.float32], NDArray[np.float32]]]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q4_K": _q4_k,
-}
+def _six_bits(low: Plane, high: Plane) -> Callable[[Bytes], Bytes]:
+    """Factors of 6 bits, stored plus 32."""
+    return lambda blocks: np.subtract(low.read(blocks) | high.read(blocks) << 4, 32, dtype=np.uint8)
 
 
-def _halves(raw: Bytes) -> NDArray[np.float32]:
-    """Convert float16: [B, 2] bytes -> [B, 1] numbers."""
-    return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # times 2
 
 
-def _nibbles(raw: Bytes) -> Bytes:
-    """Split bytes into nibbles: [B, M] bytes -> [B, 2 M], all low nibbles, then the high ones."""
-    return np.concatenate([raw & 15, raw >> 4], axis=1)
+def _table(values: tuple[int, ...], span: int, **more: Any) -> Format:
+    return Format(4, 32, 128, span, table=tuple(v + 128 for v in values), **more)
+
+
+PACKED = {
+    "Q4_0": Blocks(18, Format(4, 32, 8, 32), Plane(2, 16, 4, 16)),
+    "Q4_1": Blocks(20, Format(4, 32, 0, 32, True), Plane(4, 16, 4, 16), d=(0, 4)),
+    "Q5_0": Blocks(22, Format(5, 32, 16, 32), Plane(6, 16, 4, 16), Plane(2, 4, 1, 1)),
+    "Q5_1": Blocks(24, Format(5, 32, 0, 32, True), Plane(8, 16, 4, 16), Plane(4, 4, 1, 1), d=(0, 4)),
+    "Q8_0": Blocks(34, Format(8, 32, 128, 32), Plane(2, 32, 8, 32)),
+    "Q2_K": Blocks(84, Format(2, 16, 0, 256, True, 4), Plane(16, 64, 2, 32), d=(80, 84), factors=lambda b: b[:, :16]),
+    "Q3_K": Blocks(110, Format(3, 16, 4, 256, False, 8), Plane(32, 64, 2, 32), Plane(0, 32, 1, 32), (108, 110),
+                   _six_bits(Plane(96, 8, 4, 8), Plane(104, 4, 2, 4))),
+    "Q4_K": Blocks(144, Format(4, 32, 0, 256, True, 8), Plane(16, 128, 4, 32), None, (0, 4), _of_4_k),
+    "Q5_K": Blocks(176, Format(5, 32, 0, 256, True, 8), Plane(48, 128, 4, 32), Plane(16, 32, 1, 32), (0, 4), _of_4_k),
+    "Q6_K": Blocks(210, Format(6, 16, 32, 256, False, 8), Plane(0, 128, 4, 64), Plane(128, 64, 2, 32), (208, 210),
+                   lambda b: b[:, 192:208]),
+    "IQ4_NL": Blocks(18, _table(_IQ4, 32), Plane(2, 16, 4, 16)),
+    "IQ4_XS": Blocks(136, _table(_IQ4, 256, factor_bits=8), Plane(8, 128, 4, 16),
+                     factors=_six_bits(Plane(4, 4, 4, 1), Plane(2, 2, 2, 1))),
+    "MXFP4": Blocks(17, _table(_E2M1, 32, is_bf16=True), Plane(1, 16, 4, 16), d=(0, 1)),
+}  # fmt: skip

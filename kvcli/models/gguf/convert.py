@@ -28,12 +28,14 @@ import torch
 from kvcli.errors import BadModel, writing
 from kvcli.files import check_room, private_folder, replacing_folder
 from kvcli.installing import pip
-from kvcli.kernels.linear_quantized import PackedLinear, QuantizedWeight, reference, why_not
+from kvcli.kernels.linear import NativeWeight, WeightArena
+from kvcli.kernels.linear_quantized import PackedLinear, of_blocks
+from kvcli.kernels.linear_quantized.formats import arrange_panels, arrange_scales
 from kvcli.models import source
 from kvcli.models.catalog import Hashes, Stamped, releases
 from kvcli.models.control_words import spelled
 from kvcli.models.gguf.architectures import Piece
-from kvcli.models.gguf.blocks import Bytes, packed, stays_packed
+from kvcli.models.gguf.blocks import PACKED, Bytes, stays_packed
 from kvcli.models.gguf.config import Described, describe
 from kvcli.models.gguf.header import BLOCKS, Header, read
 from kvcli.models.gguf.pieces import raw_rows, values
@@ -46,13 +48,13 @@ if TYPE_CHECKING:
 
     from kvcli.models.source import Source
 
-# Quantizer for transformers: linear layers stay quantized while transformers loads them, by its quantizer interface.
+# Quantizer for transformers: weights stay quantized while transformers loads them, by its quantizer interface.
 #
-# A checkpoint that says `quant_method: kvcli` has, for each module it names, `data` and `scale` of
-# `kvcli.kernels.linear_quantized` in place of `weight`: 4 bits, low nibble first.
+# A checkpoint that says `quant_method: kvcli` has, in place of each weight that it names with its type and shape, the
+# bytes of `kvcli.kernels.linear_quantized.of_blocks`. transformers loads and ties them like any other tensor.
 
 
-METHOD, GROUP = "kvcli", 32
+METHOD = "kvcli"
 
 
 @cache
@@ -63,8 +65,8 @@ def register() -> None:
 
     @register_quantization_config(METHOD)
     class GGUFConfig(QuantizationConfigMixin):  # type: ignore[misc]  # Any to mypy, as all of transformers
-        def __init__(self, modules: list[str] | None = None, **other: Any) -> None:
-            self.quant_method, self.modules = METHOD, modules or []
+        def __init__(self, weights: dict[str, Any] | None = None, **other: Any) -> None:
+            self.quant_method, self.weights = METHOD, weights or {}
 
     @register_quantizer(METHOD)
     class Quantizer(HfQuantizer):  # type: ignore[misc]  # the same
@@ -74,24 +76,39 @@ def register() -> None:
             return False
 
         def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
-            dtype = next(model.parameters()).dtype
-            for name in self.quantization_config.modules:
-                _swap(model, name, dtype)
+            for name, (kind, *shape) in self.quantization_config.weights.items():
+                module = model.get_submodule(name.removesuffix(".weight"))
+                if type(module) is not torch.nn.Linear and not isinstance(module, torch.nn.Embedding):
+                    raise TypeError(f"{name} is quantized in the file, but is no linear layer or embedding")
+                if module.weight.shape != torch.Size(shape):
+                    raise ValueError(f"{name} is {shape} in the file, and {list(module.weight.shape)} in the model")
+                blob = torch.empty(sum(PACKED[kind].format.nbytes(*shape)), dtype=torch.uint8, device="meta")
+                module.weight = torch.nn.Parameter(blob, requires_grad=False)
 
 
-def _swap(model: nn.Module, name: str, dtype: torch.dtype) -> None:
-    """Replace a linear layer by an empty quantized layer."""
-    layer = model.get_submodule(name)
-    if type(layer) is not torch.nn.Linear:
-        raise TypeError(f"{name} is quantized in the file, but is no linear layer")
-    n, k = shape = (layer.out_features, layer.in_features)
-    if why := why_not(shape, 4):
-        raise ValueError(f"{name} cannot be quantized: {why}")
-    data = torch.empty(n, k // 2, dtype=torch.uint8, device="meta")
-    scale = torch.empty(k // GROUP, n, 2, dtype=dtype, device="meta")
-    parent, _, last = name.rpartition(".")
-    packed = PackedLinear(QuantizedWeight(4, GROUP, shape, data, scale, is_native=False), layer.bias)
-    setattr(model.get_submodule(parent), last, packed)
+@torch.no_grad()
+def attach_(model: Any, done_with: Callable[[Tensor], object]) -> None:
+    """Replace the loaded bytes of quantized weights by layers that multiply them, one at a time.
+
+    A head that is tied to the embedding shares its memory. `done_with` gets each old tensor.
+    """
+    stated: Any = getattr(model.config, "quantization_config", None)
+    room = WeightArena()
+    users: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {}
+    for parent in model.modules():
+        for name, module in parent.named_children():
+            users.setdefault(id(module._parameters.get("weight")), []).append((parent, name, module))
+    for full, (kind, n, k) in stated.weights.items() if getattr(stated, "quant_method", "") == METHOD else ():
+        old = model.get_parameter(full)
+        blob = room.empty((old.nbytes // 4,)).view(torch.uint8)
+        blob.copy_(old)
+        weight = of_blocks(blob, PACKED[kind].format, (n, k))
+        for parent, name, module in users.pop(id(old)):
+            if isinstance(module, torch.nn.Linear):
+                setattr(parent, name, PackedLinear(weight, module.bias, model.dtype))
+            else:
+                module.weight = torch.nn.Parameter(NativeWeight(weight, (n, k), model.dtype), requires_grad=False)
+        done_with(old)
 
 
 # Cache of models converted to another format. Copies are named by a hash of their source; the oldest are removed.
@@ -137,7 +154,7 @@ _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F6
 def convert_if_needed(
     found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable[[str], None] | None = None
 ) -> Source:
-    """Return the model as a folder, weights in `dtype` (auto, bf16, ...). With `packs`, 4-bit blocks remain quantized.
+    """Return the model as a folder, weights in `dtype` (auto, bf16, ...). With `packs`, blocks remain quantized.
 
     A source that is no GGUF file is returned unchanged.
     """
@@ -149,7 +166,7 @@ def convert_if_needed(
     described = describe(header, found.id)
     plan = list(_plan(header, described, dtype, packs))
     name = fingerprint(found, VERSION, Hashes(cache, tell))
-    folder = cache / FOLDER / f"{name}-{dtype}{'-packed' if packs else ''}"
+    folder = cache / FOLDER / f"{name}-{dtype}{'-packed' if any(out.packed for out in plan) else ''}"
     if not folder.exists():
         _make(folder, found, file, header, described, plan, dtype, tell)
     use(folder)
@@ -165,7 +182,7 @@ def conversion_notes(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
     tensors = [(name, t) for file in found.files for name, t in file.tensors.items() if t.dtype in BLOCKS]
     stay = Counter(t.dtype for name, t in tensors if packs and not t.is_made and stays_packed(name, t.dtype, t.shape))
     gone = Counter(t.dtype for _, t in tensors) - stay
-    told = (("GGUF layers that run in the file's bits", stay), (f"GGUF tensors converted to {dtype}", gone))
+    told = (("GGUF tensors that run in the file's bits", stay), (f"GGUF tensors converted to {dtype}", gone))
     return tuple(f"{what}: {', '.join(f'{n} {kind}' for kind, n in sorted(c.items()))}" for what, c in told if c)
 
 
@@ -186,8 +203,8 @@ def _make(
     if tell is not None:
         tell(f"converting {found.id} for first use ({need / 1e6:,.0f} MB, saved in {folder})")
     config = {**described.config, "dtype": dtype}
-    if modules := [out.name.removesuffix(".data") for out in plan if out.kind == "U8"]:
-        config["quantization_config"] = {"quant_method": METHOD, "bits": 4, "group_size": GROUP, "modules": modules}
+    if weights := {out.name: out.packed for out in plan if out.packed}:
+        config["quantization_config"] = {"quant_method": METHOD, "weights": weights}
     with writing(folder, try_=["df -h"]), replacing_folder(folder) as made:
         ends = _write_words(made, found, header, described)
         (made / "config.json").write_text(json.dumps(config))
@@ -218,6 +235,7 @@ class _Out:
     shape: tuple[int, ...]
     nbytes: int
     stretches: Callable[[], Iterator[Tensor]]
+    packed: tuple[object, ...] = ()  # type and shape of a weight that stays quantized
 
 
 def _plan(header: Header, described: Described, dtype: str, packs: bool) -> Iterator[_Out]:
@@ -225,11 +243,9 @@ def _plan(header: Header, described: Described, dtype: str, packs: bool) -> Iter
     for name, tensor in described.tensors(header).items():
         rows = partial(raw_rows, header, described.pieces[name])
         if packs and not tensor.is_made and stays_packed(name, tensor.dtype, tensor.shape):
-            module, (n, k) = name.removesuffix(".weight"), tensor.shape
-            data = partial(_nibbles, rows, tensor.dtype)
-            yield _Out(f"{module}.data", "U8", (n, k // 2), n * k // 2, data)
-            scale, size = partial(_scales, rows, tensor.dtype, number), (k // GROUP, n, 2)
-            yield _Out(f"{module}.scale", _KINDS[dtype], size, prod(size) * number.itemsize, scale)
+            nbytes = sum(PACKED[tensor.dtype].format.nbytes(*tensor.shape))
+            panels = partial(_panels, rows, tensor.dtype)
+            yield _Out(name, "U8", (nbytes,), nbytes, panels, (tensor.dtype, *tensor.shape))
         else:
             plain = partial(_numbers, header, described.pieces[name], number)
             yield _Out(name, _KINDS[dtype], tensor.shape, prod(tensor.shape) * number.itemsize, plain)
@@ -239,13 +255,11 @@ def _numbers(header: Header, piece: Piece, dtype: torch.dtype) -> Iterator[Tenso
     return (part.to(dtype) for part in values(header, piece))
 
 
-def _nibbles(rows: Callable[[], Iterator[Bytes]], kind: str) -> Iterator[Tensor]:
-    return (reference.pack4(packed(raw, kind)[0]) for raw in rows())
-
-
-def _scales(rows: Callable[[], Iterator[Bytes]], kind: str, dtype: torch.dtype) -> Iterator[Tensor]:
-    pairs = torch.cat([packed(raw, kind)[1].to(dtype) for raw in rows()])  # [N, K // 32, 2]
-    yield pairs.transpose(0, 1)
+def _panels(rows: Callable[[], Iterator[Bytes]], kind: str) -> Iterator[Tensor]:
+    """Codes of all panels, then scales of all panels."""
+    of = PACKED[kind]
+    yield from (arrange_panels(of.codes(raw), of.format.bits) for raw in rows())
+    yield from (arrange_scales(of.scales(raw), of.format) for raw in rows())
 
 
 def _write_weights(file: Path, plan: Sequence[_Out]) -> None:
