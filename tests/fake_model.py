@@ -78,6 +78,7 @@ class FakeModel:
     cautions: Sequence[str] = ()
     promise: str = "exact"
     drafts_by: str = ""
+    template_variables: dict[str, Any] = field(default_factory=dict)
     on_overflow: str = "error"
     pack: None = None
     prompts: list[Sequence[int]] = field(default_factory=list)  # what it was asked

@@ -422,7 +422,8 @@ class Chat:
         contents: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
         contents += [{"role": m.role, "content": m.content} for m in (shown or self.visible_messages).of(messages)]
         tokenizer = self.text_session.tokenizer
-        text, has_template = render_text(tokenizer, contents, note=self.note)
+        variables = self.text_session.template_variables
+        text, has_template = render_text(tokenizer, contents, note=self.note, **variables)
         known = self.prompt_tokens.of(text, self.text_session.is_compressed_prefix)
         ids = resume_ids(tokenizer, text, known, special=not has_template)
         return Rendered(contents, text, ids, has_template)

@@ -1,0 +1,166 @@
+"""Thinking of models, by the templates that they are published with: what controls it, bounds it and ends it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcli
+from kvcli.api import End, Text, Thought
+from kvcli.errors import BadConfig, BadModel
+from kvcli.models.grammar import Grammar
+from kvcli.models.template import Chats
+from kvcli.models.text import render_text
+from kvcli.models.thinking import ThinkingFormat, thinking_format
+from tests.chat_templates import HEAVY, LLAMA_3
+from tests.parrot import parrot
+from tests.small_tokenizers import CHAT, marked
+
+TEMPLATES = Path(__file__).parent / "templates"
+THINK = ("<think>", "</think>")
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+# modes, whether the model thinks by itself, what is added to its prompt to make it think, and the end of a thought
+FORMATS = {
+    "qwen3": ("on off", True, "<think>\n", "\n</think>\n\n"),
+    "smollm3": ("on off", True, "<think>", "</think>\n"),
+    "glm-4.7": ("on off", True, "", "</think>"),
+    "deepseek-r1": ("on", True, "", "\n</think>\n\n"),
+    "deepseek-v3.1": ("on off", False, "", "</think>"),
+    "gpt-oss": (
+        "on low medium high",
+        True,
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+    ),
+    "gemma-4": ("on off", False, "<|channel>thought\n", "<channel|>"),
+    "granite-3.3": ("on off", False, "<think>", "\n</think>\n\n"),
+    "ministral-3": ("on", True, "[THINK]", "[/THINK]"),
+}
+
+
+def template(name: str) -> str:
+    return (TEMPLATES / f"{name}.jinja").read_text()
+
+
+@pytest.fixture(scope="module")
+def chats() -> Chats:
+    tokenizer = copy.copy(marked())
+    tokenizer.apply_chat_template = Chats(tokenizer)
+    yield tokenizer.apply_chat_template
+    del tokenizer
+
+
+def of(chats: Any, source: str) -> tuple[Any, ThinkingFormat]:
+    tokenizer = chats._tokenizer
+    tokenizer.chat_template = source
+    return tokenizer, thinking_format(tokenizer)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_template_shows_how_its_model_thinks(chats, name):
+    tokenizer, found = of(chats, template(name))
+    modes, is_usual, begin, end = FORMATS[name]
+    assert (" ".join(found.modes), found.is_usual, found.end) == (modes, is_usual, end)
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why? "}]
+    prompt, _ = render_text(tokenizer, asked, **found.variables("on"))
+    assert found.opener(prompt) == begin
+    if "off" in modes:
+        prompt, closed = (render_text(tokenizer, asked[1:], **found.variables(mode))[0] for mode in ("on", "off"))
+        assert closed != prompt
+    assert [found.thinks(mode) for mode in ("auto", "on", "off")] == [is_usual, True, False]
+
+
+@pytest.mark.parametrize("source", [LLAMA_3, CHAT, None, "{{ think.of.it }}", "{% if %}</think>"])
+def test_a_template_without_thinking_has_no_modes(chats, source):
+    _, found = of(chats, source)
+    assert found == ThinkingFormat()
+    assert found.variables("off") == {}
+    with pytest.raises(BadConfig, match="has no thinking"):
+        found.variables("on")
+
+
+def test_a_template_that_takes_too_long_is_tried_once(chats, monkeypatch):
+    monkeypatch.setattr("kvcli.models.template.SECONDS", 0.3)
+    with pytest.raises(BadModel, match="chat template") as error:
+        of(chats, "{% if think %}</think>" + HEAVY["loop"] + "{% endif %}" + HEAVY["loop"])
+    assert error.value.code == "template_too_heavy"
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "says"),
+    [("gpt-oss", "off", "--think low"), ("ministral-3", "off", "--think 256"), ("qwen3", "low", "--think off")],
+)
+def test_a_mode_that_a_template_lacks_is_refused(chats, name, mode, says):
+    with pytest.raises(BadConfig, match="chat template") as error:
+        of(chats, template(name))[1].variables(mode)
+    assert any(way.startswith(says) for way in error.value.try_)
+
+
+# --- an answer
+
+SAYS = {  # what begins a thought, in tokens, and what its model writes between it and the answer
+    "qwen3": (["<think>"], ["</think>", "\n\n"]),
+    "glm-4.7": ([], ["</think>"]),
+    "gemma-4": (["<|channel>", "thought\n"], ["<channel|>"]),
+    "ministral-3": (["[THINK]"], ["[/THINK]"]),
+    "gpt-oss": (["<|channel|>", "analysis", "<|message|>"], []),  # the same word begins its thought and its answer
+}
+SPECIAL = ("<|im_end|>", "<|channel>", "<channel|>", "[THINK]", "[/THINK]", *HARMONY)
+HMS = [f"Hm {i}. " for i in range(6)]
+
+
+def loaded(folder: Path, name: str, answer: tuple[str, ...] = ("Yes.",), **settings: Any) -> Any:
+    """Load a model that thinks six words in the manner of a template, and then answers."""
+    begin, end = SAYS[name]
+    stop = "<|return|>" if name == "gpt-oss" else "<|im_end|>"
+    profile = settings.pop("profile", "exact")
+    says = [*begin, *HMS, *end, *(answer if end else ()), stop]
+    special = tuple(token for token in SPECIAL if token in (*says, *HARMONY[: 5 * (name == "gpt-oss")]))
+    parrot(folder, says, special=special, template=template(name), variables={"enable_thinking": True})
+    settings = {"thinking.mode": "on"} | {key.replace("_", ".", 1): value for key, value in settings.items()}
+    return kvcli.load(str(folder), profile=profile, set=settings)
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_a_thought_ends_after_so_many_tokens_and_the_answer_is_not_shortened(tmp_path, name):
+    begin, end = SAYS[name]
+    answer = "Yes." if end else "".join(HMS)
+    for profile in ("exact", "ngram"):
+        with loaded(tmp_path / profile, name, profile=profile, thinking_max_tokens=4) as model:
+            events = list(model.chat().stream("2+2?", max_new_tokens=7))
+            turn = events[-1].turn
+            assert (turn.text, turn.finish) == (answer, "stop")
+            assert turn.thinking == "".join(HMS[: 4 - len(begin)]).strip()
+            assert "".join(e.text for e in events if isinstance(e, Text)) == answer
+            assert "".join(e.text for e in events if isinstance(e, Thought)).strip() == turn.thinking
+            n_end = len(model.tokenizer.encode(model.thinking_format().end, add_special_tokens=False))
+            assert turn.stats.thinking == 4 + n_end
+            assert turn.stats.thinking_seconds > 0
+            assert (model.text_session.session.ids[-1], model.text_session.session.committed) == (
+                turn.ids[-1],
+                len(model.text_session.session.ids) - 1,
+            )
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm-4.7", "gemma-4", "ministral-3"])
+def test_a_schema_begins_behind_the_thought(tmp_path, name):
+    pytest.importorskip("llguidance")
+    with loaded(tmp_path, name, ('{"a"', ": 1}"), spec_method="ngram") as model:
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+        constraint = model.constraint(Grammar.of_schema(schema))
+        for limit, n in ((0, 6), (4, 4)):
+            session = model.open(set={"thinking.max_tokens": limit})
+            turn = kvcli.Chat(session).send("2+2?", max_new_tokens=12, constraint=constraint)
+            assert json.loads(turn.text) == {"a": 1}
+            # a line end makes the model of qwen3 begin
+            assert turn.thinking.removeprefix("<think>") == "".join(HMS[: n - (limit > 0 and name == "qwen3")]).strip()
+        off = "on" if name == "ministral-3" else "off"
+        if off == "off":
+            turn = kvcli.Chat(model.open(set={"thinking.mode": "off"})).send(
+                "2+2?", max_new_tokens=9, constraint=constraint
+            )
+            assert (turn.thinking, turn.text[:1]) == ("", "{")
