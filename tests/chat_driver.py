@@ -41,8 +41,9 @@ def memory():
 def main(what, facts, history=""):
     world = Environment.real()
     stats = facts.pop("stats", "live")
-    world.options.quiet = facts.pop("quiet", False)
+    world.options.quiet, shows = facts.pop("quiet", False), facts.pop("shows_thinking", False)
     model, screen = FakeModel(**facts), Screen.of(world, stats)
+    screen.shows_thinking = shows
     if what == "repl":
         from kvcli.commands.chat.repl import Repl
         from kvcli.commands.chat.slash import SLASH

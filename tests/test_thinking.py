@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kvcli
-from kvcli.api import End, Text, Thought
+from kvcli.api import Text, Thought
 from kvcli.errors import BadConfig, BadModel
 from kvcli.models.grammar import Grammar
 from kvcli.models.template import Chats

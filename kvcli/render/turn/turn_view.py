@@ -10,9 +10,10 @@ from functools import partial
 
 from kvcli.api import End, Event, Live, Read, Text, Thought, Turn
 from kvcli.engine.stats import Stats
+from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.screen import LiveRegion, Screen, echo, suspendable
 from kvcli.render.terminal.terminal import Span, Wrapper, quoted, text_width
-from kvcli.render.turn.status_row import HERTZ, RowOptions, busy, process_memory, reading_bar, status_row
+from kvcli.render.turn.status_row import HERTZ, RowOptions, busy, process_memory, reading_bar, spinner, status_row
 from kvcli.render.turn.turn_summary import one_line_summary, summary
 from kvcli.safe_output import Styled
 
@@ -48,7 +49,8 @@ def loop_notes(turn: Turn) -> list[str]:
     """Return advice for an answer that ended in a loop or in a thought."""
     if turn.loop is None:
         is_cut = turn.finish == "length" and turn.thinking and not turn.text.strip()
-        return [f"all {len(turn.ids):,} tokens were used for thinking; a larger -n allows an answer"] * bool(is_cut)
+        more = "--think off or a larger --ctx" if turn.stats.thinking < len(turn.ids) else "--think off or a larger -n"
+        return [f"all {len(turn.ids):,} tokens were used for thinking; {more} allows an answer"] * bool(is_cut)
     penalty = f"{turn.stats.sampling.get('repetition_penalty', 1.0) + 0.1:.2g}"
     more = f"--repetition-penalty {penalty} (in a chat /set sample.repetition_penalty {penalty}) reduces repetition"
     return [f"stopped: {turn.loop}; {more}; or use another model; --set sample.stop_loops=0 turns this check off"]
@@ -74,6 +76,8 @@ class TurnView:
         self.has_said = False
         self.ended_line = True  # True if the answer's last character was a newline
         self.wrapper, self.thought = Wrapper(), Wrapper()
+        self.thinks_since: float | None = None  # time at which the running thought began
+        self.n_thought = 0  # tokens of finished thoughts
         self.started = screen.clock()
         self.region = _region(screen)
 
@@ -106,9 +110,21 @@ class TurnView:
             out.write(text)
 
     def _think(self, text: str, *, whole: bool = False) -> None:
-        """Print dim lines of a thought: on stderr, or among the answer's lines if both are one terminal."""
-        lines = self.thought.feed(text, self.screen.err.width - 1) if text else []
-        lines += [rest] if whole and (rest := self.thought.rest()) else []
+        """Print a thought in dim lines: folded to one row at its end, or all of it.
+
+        The lines are on stderr, or among the answer's lines if both are one terminal.
+        """
+        if text and self.thinks_since is None:
+            self.thinks_since = self.screen.clock()
+        if self.thinks_since is None:
+            return
+        if self.screen.shows_thinking:
+            lines = self.thought.feed(text, self.screen.err.width - 1) if text else []
+            lines += [rest] if whole and (rest := self.thought.rest()) else []
+        else:
+            lines = ["".join(word for word, _ in self._thinking("thought for"))] if whole else []
+        if whole:
+            self.thinks_since, self.n_thought = None, self.stats.thinking if self.stats else 0
         if lines and not self.ended_line:
             self._say("\n")
         for line in lines if not self.screen.quiet else ():
@@ -116,6 +132,12 @@ class TurnView:
                 self.said.append(self.screen.err.paint([(line, "dim")]))
             else:
                 self.screen.err.line((line, "dim"))
+
+    def _thinking(self, word: str) -> list[Span]:
+        """Return the time and the tokens of the running thought."""
+        seconds = f.seconds(self.screen.clock() - (self.thinks_since or 0.0))
+        n = (self.stats.thinking if self.stats else 0) - self.n_thought
+        return [(f"{word} ", "dim"), (seconds, ""), (f", {f.plural(n, 'token')}" if n > 0 else "", "dim")]
 
     # --- drawing
 
@@ -160,16 +182,22 @@ class TurnView:
         waited = self.screen.clock() - self.started
         if self.screen.quiet:
             return []
+        if self.thinks_since is not None and not self.screen.shows_thinking and not self._is_stopping():
+            row: list[Span] = [(spinner(waited), "cyan"), *self._thinking(" thinking")]
+            return row if text_width("".join(word for word, _ in row)) < width else row[:1]
         if not self.has_said and not (self.stats and self.stats.new):
             if waited < PATIENCE:
                 return []
-            if self.look.stopping is not None and self.look.stopping():
+            if self._is_stopping():
                 return busy("stopping", waited, width)
             read = self.read or self._announced()
             return reading_bar(read, width, waited) if read.done < read.total else busy("reading", waited, width)
         if self.stats is None or self.screen.stats != "live":
             return []
         return status_row(self.stats, self.look, (self.look.memory or process_memory)(), width)
+
+    def _is_stopping(self) -> bool:
+        return self.look.stopping is not None and self.look.stopping()
 
     def _announced(self) -> Read:
         """Return the progress before the first prefill chunk is done."""
