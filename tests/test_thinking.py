@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvcli
 from kvcli.api import Text, Thought
@@ -164,3 +166,36 @@ def test_a_schema_begins_behind_the_thought(tmp_path, name):
                 "2+2?", max_new_tokens=9, constraint=constraint
             )
             assert (turn.thinking, turn.text[:1]) == ("", "{")
+
+
+def test_a_mode_that_a_prompt_drops_is_said(tmp_path):
+    parrot(tmp_path, ["Yes.", "<|end|>"], special=("<|end|>",), template=template("granite-3.3"))
+    with kvcli.load(str(tmp_path), set={"thinking.mode": "on"}) as model:
+        chat = model.chat()
+        chat.send("2+2?", max_new_tokens=3)
+        assert chat.notes == []
+        chat.system = "Be brief."
+        chat.send("2+2?", max_new_tokens=3)
+        assert ["no effect" in note for note in chat.notes] == [True]
+
+
+@pytest.mark.parametrize("set", [{}, {"policy.name": "h2o", "policy.budget": 80, "exactness": "approx"}])
+def test_a_bounded_thought_is_the_same_with_any_drafter(tmp_path, set):
+    """Of random weights: it runs in circles, so that passes with a draft would run over the end of the thought."""
+    torch.manual_seed(3)
+    tokenizer = marked(THINK, (), template("deepseek-r1"))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": 288, "max_position_embeddings": 512, "initializer_range": 0.1}
+    config = LlamaConfig(**sizes, eos_token_id=None, bos_token_id=None)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    turns = {}
+    for profile in ("exact", "ngram", "lookahead"):
+        set = {**set, "load.dtype": "fp32", "thinking.max_tokens": 37, "sample.temperature": 0.0}
+        with kvcli.load(str(tmp_path), profile=profile, set=set) as model:
+            turns[profile] = model.chat().send("Why?", max_new_tokens=40)
+            end = model.tokenizer.encode("\n</think>\n\n", add_special_tokens=False)
+    assert turns["ngram"].stats.accepted_tokens > 0
+    assert [turn.ids == turns["exact"].ids for turn in turns.values()] == [True] * 3
+    assert list(turns["exact"].ids[37 : 37 + len(end)]) == end
+    assert len(turns["exact"].ids) == 37 + len(end) + 40

@@ -19,7 +19,6 @@ from kvcli.engine.forward_request import Coroutine, run_until_cancelled
 from kvcli.engine.sequence.state import QUESTION, KindSpan
 from kvcli.errors import BadInput, BadModel
 from kvcli.kv.out_of_memory import CacheFull, catch_cache_full
-from kvcli.models.channels import TAIL
 from kvcli.models.text import Messages, StopStrings, decode, encode
 from kvcli.prefix_cache.prefix_cache import SaveResult
 from kvcli.settings.schema import ORDER
@@ -72,6 +71,7 @@ class TextSession:
         """Take another profile over the same weights. The caller changes the generation session to match."""
         self.model, self.profile, self.limit = model, model.profile, model.limit
         self.info, self.tokenizer = model.info, model.tokenizer
+        self.thinking_format = model.thinking_format
         self.template_variables = model.template_variables  # with which prompts are rendered
         self.cautions, self.promise, self.foretell = model.cautions, model.exactness_label, model.foretell
         self.writer = model.new_writer()
@@ -261,9 +261,11 @@ class TextSession:
 
     def _thinking(self, prompt: Sequence[int]) -> ThinkingLimit | None:
         """Return the limit of a thought after this prompt; None if the model is not to think, or nothing can end it."""
-        wants, format = self.profile.thinking, self.model.thinking_format()
-        begin = format.opener(decode(self.tokenizer, prompt[-TAIL:])) if format.thinks(wants.mode) else None
-        if begin is None:
+        wants, format = self.profile.thinking, self.thinking_format()
+        if not format.thinks(wants.mode):
+            return None
+        tail = prompt[-len(format.begin.encode()) :]  # a token has at least one byte
+        if (begin := format.opener(decode(self.tokenizer, tail))) is None:
             return None
         return ThinkingLimit(wants.max_tokens, begin, format.end, encode(self.tokenizer, format.end))
 

@@ -198,7 +198,7 @@ def _think(repl: Repl, argument: str) -> None:
         repl.say("thoughts are printed from now on" if argument == "show" else "thoughts are folded to one row")
         return
     if not argument:
-        wants, has = repl.chat.text_session.profile.thinking, repl.chat.text_session.model.thinking_format().modes
+        wants, has = repl.chat.text_session.profile.thinking, repl.chat.text_session.thinking_format().modes
         most = f", at most {f.plural(wants.max_tokens, 'token')}" if wants.max_tokens else ""
         repl.say(f"thinking {wants.mode}{most}; this model has " + (", ".join(["auto", *has]) if has else "none"))
         return
