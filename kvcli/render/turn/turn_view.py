@@ -76,8 +76,8 @@ class TurnView:
         self.has_said = False
         self.ended_line = True  # True if the answer's last character was a newline
         self.wrapper, self.thought = Wrapper(), Wrapper()
-        self.thinks_since: float | None = None  # time at which the running thought began
-        self.n_thought = 0  # tokens of finished thoughts
+        self.is_thinking = False
+        self.thought_before = 0, 0.0  # tokens and seconds of finished thoughts
         self.started = screen.clock()
         self.region = _region(screen)
 
@@ -114,17 +114,16 @@ class TurnView:
 
         The lines are on stderr, or among the answer's lines if both are one terminal.
         """
-        if text and self.thinks_since is None:
-            self.thinks_since = self.screen.clock()
-        if self.thinks_since is None:
+        self.is_thinking = self.is_thinking or bool(text)
+        if not self.is_thinking:
             return
         if self.screen.shows_thinking:
             lines = self.thought.feed(text, self.screen.err.width - 1) if text else []
             lines += [rest] if whole and (rest := self.thought.rest()) else []
         else:
             lines = ["".join(word for word, _ in self._thinking("thought for"))] if whole else []
-        if whole:
-            self.thinks_since, self.n_thought = None, self.stats.thinking if self.stats else 0
+        if whole and self.stats is not None:
+            self.is_thinking, self.thought_before = False, (self.stats.thinking, self.stats.thinking_seconds)
         if lines and not self.ended_line:
             self._say("\n")
         for line in lines if not self.screen.quiet else ():
@@ -135,9 +134,9 @@ class TurnView:
 
     def _thinking(self, word: str) -> list[Span]:
         """Return the time and the tokens of the running thought."""
-        seconds = f.seconds(self.screen.clock() - (self.thinks_since or 0.0))
-        n = (self.stats.thinking if self.stats else 0) - self.n_thought
-        return [(f"{word} ", "dim"), (seconds, ""), (f", {f.plural(n, 'token')}" if n > 0 else "", "dim")]
+        stats, (n, seconds) = self.stats or Stats(), self.thought_before
+        took, tokens = f.seconds(stats.thinking_seconds - seconds), f.plural(stats.thinking - n, "token")
+        return [(f"{word} ", "dim"), (took, ""), (f", {tokens}", "dim")]
 
     # --- drawing
 
@@ -182,7 +181,7 @@ class TurnView:
         waited = self.screen.clock() - self.started
         if self.screen.quiet:
             return []
-        if self.thinks_since is not None and not self.screen.shows_thinking and not self._is_stopping():
+        if self.is_thinking and not self.screen.shows_thinking and not self._is_stopping():
             row: list[Span] = [(spinner(waited), "cyan"), *self._thinking(" thinking")]
             return row if text_width("".join(word for word, _ in row)) < width else row[:1]
         if not self.has_said and not (self.stats and self.stats.new):
