@@ -131,21 +131,20 @@ def loaded(folder: Path, name: str, answer: tuple[str, ...] = ("Yes.",), **setti
 def test_a_thought_ends_after_so_many_tokens_and_the_answer_is_not_shortened(tmp_path, name):
     begin, end = SAYS[name]
     answer = "Yes." if end else "".join(HMS)
-    for profile in ("exact", "ngram"):
-        with loaded(tmp_path / profile, name, profile=profile, thinking_max_tokens=4) as model:
-            events = list(model.chat().stream("2+2?", max_new_tokens=7))
-            turn = events[-1].turn
-            assert (turn.text, turn.finish) == (answer, "stop")
-            assert turn.thinking == "".join(HMS[: 4 - len(begin)]).strip()
-            assert "".join(e.text for e in events if isinstance(e, Text)) == answer
-            assert "".join(e.text for e in events if isinstance(e, Thought)).strip() == turn.thinking
-            n_end = len(model.tokenizer.encode(model.thinking_format().end, add_special_tokens=False))
-            assert turn.stats.thinking == 4 + n_end
-            assert turn.stats.thinking_seconds > 0
-            assert (model.text_session.session.ids[-1], model.text_session.session.committed) == (
-                turn.ids[-1],
-                len(model.text_session.session.ids) - 1,
-            )
+    with loaded(tmp_path, name, profile="ngram", thinking_max_tokens=4) as model:
+        events = list(model.chat().stream("2+2?", max_new_tokens=7))
+        turn = events[-1].turn
+        assert (turn.text, turn.finish) == (answer, "stop")
+        assert turn.thinking == "".join(HMS[: 4 - len(begin)]).strip()
+        assert "".join(e.text for e in events if isinstance(e, Text)) == answer
+        assert "".join(e.text for e in events if isinstance(e, Thought)).strip() == turn.thinking
+        n_end = len(model.tokenizer.encode(model.thinking_format().end, add_special_tokens=False))
+        assert turn.stats.thinking == 4 + n_end
+        assert turn.stats.thinking_seconds > 0
+        assert (model.text_session.session.ids[-1], model.text_session.session.committed) == (
+            turn.ids[-1],
+            len(model.text_session.session.ids) - 1,
+        )
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm-4.7", "gemma-4", "ministral-3"])
@@ -177,6 +176,13 @@ def test_a_mode_that_a_prompt_drops_is_said(tmp_path):
         chat.system = "Be brief."
         chat.send("2+2?", max_new_tokens=3)
         assert ["no effect" in note for note in chat.notes] == [True]
+
+
+def test_a_thought_leaves_room_for_the_answer(tmp_path):
+    with loaded(tmp_path, "qwen3", context_limit=62) as model:
+        turn = model.generate("2+2?", max_new_tokens=17)
+        assert (turn.text, turn.finish, turn.thinking) == ("Yes.", "stop", "".join(HMS[:4]).strip())
+        assert turn.stats.thinking == (model.limit - turn.stats.prompt) // 2
 
 
 @pytest.mark.parametrize("set", [{}, {"policy.name": "h2o", "policy.budget": 80, "exactness": "approx"}])

@@ -211,20 +211,21 @@ class TextSession:
             self._refuse_crowd(profile.memory.sequences)
         if changes := {key: value for key, value in sample.items() if value is not None}:
             profile = profile.changed({"sample": changes}, "options of the answer")
-        thinking, opener = self._thinking(ids) if not ignore_eos else None, list[int]()
-        if thinking is not None and constraint is not None and self.writer is None:
-            opener = encode(model.tokenizer, thinking.begin)
-            thinking = replace(thinking, begin="", is_due=True)
+        thinking = self._thinking(ids) if not ignore_eos else None
+        if thinking is not None and constraint is not None:
+            thinks = self.writer is None and self.thinking_format().thinks(profile.thinking.mode)
+            ids += encode(model.tokenizer, thinking.begin) if thinks else []
+            thinking = replace(thinking, begin="", is_due=True) if thinks else None
         fits = partial(model.fits, self.profile) if model.fits is not None else None
         window = ContextWindow(self.limit, model.lm.limit, profile.context.reserve, fits)
         asks, kind_spans = bool(self.profile.prune.describe_read) or bool(model.lm.recurrent_layers), list[KindSpan]()
         marks = self.session.marks | ({QUESTION} if asks else set())
         if messages and (asks or self.session.policy is not None or self.on_overflow == "compress"):
             kind_spans = chat_spans(model.tokenizer, messages, ids, marks, self.template_variables)
-        ids += opener
         new = window.room(len(ids), profile.sample.max_new_tokens)
         if thinking is not None:
-            left = max(0, self.limit - len(ids) - new - len(thinking.end_ids))
+            room = self.limit - len(ids)  # a long answer is given up for a thought: up to half of the room
+            left = max(0, max(room - new, room // 2) - len(thinking.end_ids))
             thinking = replace(thinking, tokens=min(thinking.tokens or left, left))
         asked = TurnRequest(
             ids,
@@ -260,14 +261,14 @@ class TextSession:
             )
 
     def _thinking(self, prompt: Sequence[int]) -> ThinkingLimit | None:
-        """Return the limit of a thought after this prompt; None if the model is not to think, or nothing can end it."""
-        wants, format = self.profile.thinking, self.thinking_format()
-        if not format.thinks(wants.mode):
+        """Return the limit of a thought after this prompt; None if the prompt has closed it, or nothing can end it."""
+        format = self.thinking_format()
+        # a token has at least one byte
+        begin = format.opener(decode(self.tokenizer, prompt[-len(format.begin.encode()) :])) if format.end else None
+        if begin is None:
             return None
-        tail = prompt[-len(format.begin.encode()) :]  # a token has at least one byte
-        if (begin := format.opener(decode(self.tokenizer, tail))) is None:
-            return None
-        return ThinkingLimit(wants.max_tokens, begin, format.end, encode(self.tokenizer, format.end))
+        end = encode(self.tokenizer, format.end)
+        return ThinkingLimit(self.profile.thinking.max_tokens, begin, format.end, end)
 
     def kv_table(self) -> list[dict[str, object]]:
         """Return slots and bytes by layer and tier. The cache view of lookahead rows is one more tier."""

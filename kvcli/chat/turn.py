@@ -269,7 +269,7 @@ class TurnRun:
         )
         self._said: list[str] = []  # text of the answer so far, which an error returns
         # most tokens of prompt and answer
-        self._end = len(asked.ids) + asked.new + thinking.tokens + len(thinking.end_ids)
+        self._end = min(len(asked.ids) + asked.new + thinking.tokens + len(thinking.end_ids), terms.limit)
         self._waits = thinking.is_due  # the constraint begins after the thought
         self._cancel = _latched(asked.cancel)
         self._measured = 0.0  # time of the last memory measurement

@@ -104,7 +104,7 @@ class Channels:
             self._learn(tokenizer, begin.strip(), end.strip())
         tail = decode(tokenizer, prompt[-TAIL:]) if prompt and is_split else ""
         begun, headed = _BEGUN.search(tail), _HEADED.search(tail)
-        self._thinks = self._is_seam = begun is not None or bool(is_split and end and prompt and not begin)
+        self.is_open = self._is_seam = begun is not None or bool(is_split and end and prompt and not begin)
         self._opener, self._is_gap = begun[0] if begun else "", False
         has_messages = headed is not None and "<|message|>" in self._marks.values()
         self._held = _HARMONY.sub(lambda mark: OPEN + mark[0], headed[0]) if headed and has_messages else ""
@@ -120,13 +120,8 @@ class Channels:
 
     @property
     def thinks(self) -> bool:
-        """True inside a thought, and in the header of a message."""
-        return self._thinks or self._held.startswith(OPEN)
-
-    @property
-    def is_open(self) -> bool:
-        """True inside a thought, which a mark can end."""
-        return self._thinks
+        """True inside a thought (`is_open`), and in the header of a message."""
+        return self.is_open or self._held.startswith(OPEN)
 
     def stop_splitting(self) -> None:
         """Take all further tokens as text."""
@@ -158,7 +153,7 @@ class Channels:
     def _acts(self, mark: re.Match[str], before: str) -> bool:
         """True if a mark spelled as text switches the channel; false if the text only quotes the mark."""
         is_phrase = mark[0].startswith("Here")
-        if self._thinks:
+        if self.is_open:
             return mark["close"] is not None and (not is_phrase or self._opener.startswith("Here"))
         before = self.text + before
         if before.endswith(tuple("`\"'“«\u2018")) or before.count("```") % 2:
@@ -169,14 +164,14 @@ class Channels:
 
     def _go(self, mark: re.Match[str]) -> list[Piece]:
         """Switch to the channel that a mark leads to."""
-        is_orphan = mark["close"] is not None and not (self._thinks or self.thinking) and self.text
-        self._is_seam, self._thinks = True, mark["begin"] is not None
-        if self._thinks:
+        is_orphan = mark["close"] is not None and not (self.is_open or self.thinking) and self.text
+        self._is_seam, self.is_open = True, mark["begin"] is not None
+        if self.is_open:
             self._opener = mark["begin"]
         elif mark["head"] is not None:
             _, name, rest = _NAME.split(_HARMONY.sub(" ", mark["head"].replace(OPEN, "")), maxsplit=1)
             is_whole = mark["head"].endswith("<|message|>")
-            self._thinks = name != "final" and bool(name or (is_whole and rest.strip()))
+            self.is_open = name != "final" and bool(name or (is_whole and rest.strip()))
             return [] if is_whole else self._say(rest)
         elif is_orphan:  # all text so far was a thought without an opening mark
             self.thinking, self.text = self.text, ""
@@ -184,7 +179,7 @@ class Channels:
         return []
 
     def _say(self, text: str) -> list[Piece]:
-        before = self.thinking if self._thinks else self.text
+        before = self.thinking if self.is_open else self.text
         text = self._others.sub("", text)
         text = text.lstrip() if self._is_seam else text
         if not text:
@@ -194,7 +189,7 @@ class Channels:
         if is_glued or (self._is_seam and before and not before.endswith("\n")):
             text = f"\n{text}"
         self._is_seam = self._is_gap = False
-        if self._thinks:
+        if self.is_open:
             self.thinking += text
             return [(True, text)]
         text = self._stops.push(text)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Variables = Mapping[str, Any]
 _ABOUT = re.compile(rf"think|reason|effort|{CLOSE.pattern}", re.IGNORECASE)
 # names that may be variables: no attributes, no text, no calls
-_NAME = re.compile(r"(?<![\w.'\"<|/\[])[a-z]\w*(?:think|reason|effort)\w*(?![\w'\">|(:])|\bthink\w*(?![\w'\">|(:])")
+_NAME = re.compile(r"(?<![\w.'\"<|/\[])(?=\w*(?:think|reason|effort))[a-z]\w*(?![\w'\">|(:])")
 MOST = 12  # names tried, at most
 # values that switch thinking on and off; words are tried only if the template's source has both of them
 SWITCHES = ((True, False), ("on", "off"), ("enabled", "disabled"), ("thinking", "chat"), ("high", "no_think"))
