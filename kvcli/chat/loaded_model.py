@@ -204,8 +204,7 @@ class LoadedModel:
 
     @property
     def template_variables(self) -> Mapping[str, Any]:
-        """Variables of the chat template under this profile. Raises BadConfig if the template lacks its mode of
-        thinking."""
+        """Variables of the chat template under this profile. Raises BadConfig if it lacks the mode of thinking."""
         mode = self.profile.thinking.mode
         return {} if mode == "auto" else self.thinking_format().variables(mode)
 

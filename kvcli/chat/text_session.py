@@ -71,8 +71,7 @@ class TextSession:
         """Take another profile over the same weights. The caller changes the generation session to match."""
         self.model, self.profile, self.limit = model, model.profile, model.limit
         self.info, self.tokenizer = model.info, model.tokenizer
-        self.thinking_format = model.thinking_format
-        self.template_variables = model.template_variables  # with which prompts are rendered
+        self.thinking_format, self.template_variables = model.thinking_format, model.template_variables
         self.cautions, self.promise, self.foretell = model.cautions, model.exactness_label, model.foretell
         self.writer = model.new_writer()
         self.drafts_by = model.drafts_by
@@ -221,7 +220,7 @@ class TextSession:
         asks, kind_spans = bool(self.profile.prune.describe_read) or bool(model.lm.recurrent_layers), list[KindSpan]()
         marks = self.session.marks | ({QUESTION} if asks else set())
         if messages and (asks or self.session.policy is not None or self.on_overflow == "compress"):
-            kind_spans = chat_spans(model.tokenizer, messages, ids, marks, self.template_variables)
+            kind_spans = chat_spans(model.tokenizer, messages, ids, marks, **self.template_variables)
         new = window.room(len(ids), profile.sample.max_new_tokens)
         if thinking is not None:
             room = self.limit - len(ids)  # a long answer is given up for a thought: up to half of the room
@@ -262,13 +261,10 @@ class TextSession:
 
     def _thinking(self, prompt: Sequence[int]) -> ThinkingLimit | None:
         """Return the limit of a thought after this prompt; None if the prompt has closed it, or nothing can end it."""
-        format = self.thinking_format()
+        format, most = self.thinking_format(), self.profile.thinking.max_tokens
         # a token has at least one byte
-        begin = format.opener(decode(self.tokenizer, prompt[-len(format.begin.encode()) :])) if format.end else None
-        if begin is None:
-            return None
-        end = encode(self.tokenizer, format.end)
-        return ThinkingLimit(self.profile.thinking.max_tokens, begin, format.end, end)
+        begin = format.opener(decode(self.tokenizer, prompt[-len(format.begin.encode()) :])) if format.begin else None
+        return None if begin is None else ThinkingLimit(most, begin, format.end, encode(self.tokenizer, format.end))
 
     def kv_table(self) -> list[dict[str, object]]:
         """Return slots and bytes by layer and tier. The cache view of lookahead rows is one more tier."""

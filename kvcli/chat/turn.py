@@ -221,7 +221,7 @@ class ThinkingLimit:
 
     tokens: int  # at most, and without those of `end`
     begin: str = ""  # text that begins a thought after the prompt; "" = it has begun
-    end: str = ""  # text that ends a thought; "" = unknown, so that nothing can end one
+    end: str = ""  # text that ends a thought
     end_ids: Sequence[int] = ()  # its tokens
     is_due: bool = False  # a constraint waits for the end of a thought
 
@@ -263,10 +263,9 @@ class TurnRun:
         self._stats = Stats(prompt=len(asked.ids), limit=terms.limit, load=load_seconds)
         self._stats.sampling = asdict(asked.sampler)
         thinking = self._thinking = asked.thinking or ThinkingLimit(0)
+        around = {"begin": thinking.begin, "end": thinking.end}
         is_split = asked.constraint is None or thinking.is_due
-        self._words = Channels(
-            tokenizer, asked.ids, asked.strings, is_split=is_split, begin=thinking.begin, end=thinking.end
-        )
+        self._words = Channels(tokenizer, asked.ids, asked.strings, is_split=is_split, **around)
         self._said: list[str] = []  # text of the answer so far, which an error returns
         # most tokens of prompt and answer
         self._end = min(len(asked.ids) + asked.new + thinking.tokens + len(thinking.end_ids), terms.limit)
@@ -355,22 +354,18 @@ class TurnRun:
     def _thought_end(self, token: int, was_open: bool, loop: Repetition | None) -> Sequence[int] | None:
         """Return the tokens to add after `token` to end a thought whose limit is reached, or which repeats itself.
 
-        They are input, as if they were part of the prompt. None = the answer goes on as it is. A constraint that waits
-        begins after these tokens.
+        They are input, like a prompt. None = the answer goes on. A constraint that waits begins after these tokens.
         """
-        end, words = self._thinking.end_ids, self._words
-        if not end:
-            return None
-        if words.is_open:
+        end = self._thinking.end_ids
+        if end and self._words.is_open:
             is_full = self._stats.thinking >= self._thinking.tokens or loop is not None
             return end if is_full or (self._waits and token in self._asked.stops) else None
-        if not (self._waits and was_open):
-            return None
-        # the model has ended its thought; the rest of the end, such as line ends, is added
-        return end[len(end) - [*reversed(end)].index(token) :] if token in end else ()
+        if self._waits and was_open:  # the model ended its thought; the rest of the end, such as line ends, is added
+            return end[len(end) - [*reversed(end)].index(token) :] if token in end else ()
+        return None
 
     def _begin_answer(self, ids: Sequence[int]) -> None:
-        """Make the session continue with `ids`, whose last tokens it has not computed, under the constraint."""
+        """Continue with `ids`, whose last tokens are not computed, and from here on under a constraint that waits."""
         session = self.session
         if session.shared(ids) < len(session.ids):  # the pass went on after the end of the thought
             session.resume(ids)

@@ -67,8 +67,7 @@ _NAME = re.compile(r"\A\s*(?:assistant)?\s*(analysis|commentary|final|)")
 
 @cache
 def _patterns(begin: str = "", close: str = "") -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return the pattern of a mark, and of the beginning of one at the end of a text. `begin`, `close`: further marks
-    of a template."""
+    """Return the pattern of a mark, with further marks of a template, and that of a beginning of one at the end."""
     first, last = (f"{re.escape(mark)}|" if mark else "" for mark in (begin, close))
     torn = "".join(f"{OPEN}?{re.escape(mark[:n])}|" for mark in (begin, close) for n in range(1, len(mark)))
     both = rf"{OPEN}?(?:(?P<close>{last}{_CLOSE})|(?P<begin>{first}{_BEGIN}))|(?P<frame></?(?:answer|response)>)"

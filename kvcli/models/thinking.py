@@ -47,14 +47,10 @@ class ThinkingFormat:
         if mode == "auto" or mode in self.modes or (mode == "off" and not self.end):
             return self.modes.get(mode, {})
         lacks = {"on": "has no thinking", "off": "cannot turn thinking off"}.get(mode, "has no levels of thinking")
-        ways = [f"--think {other}" for other in self.modes if mode != "off" or other != "on"]
+        ways = [f"--think {other}" for other in (*self.modes, "auto") if mode != "off" or other != "on"]
         ways += ["--think 256, which ends the thought after 256 tokens"] if mode == "off" else []
-        raise BadConfig(
-            f"the chat template of this model {lacks}",
-            code="no_thinking",
-            lines=[f'thinking.mode = "{mode}", but it has {", ".join(["auto", *self.modes])}'],
-            try_=[*ways, "--think auto"],
-        )
+        said = [f'thinking.mode = "{mode}", but it has {", ".join(["auto", *self.modes])}']
+        raise BadConfig(f"the chat template of this model {lacks}", code="no_thinking", lines=said, try_=ways)
 
     def thinks(self, mode: str) -> bool:
         """True if the model is to think under this mode."""
@@ -81,8 +77,7 @@ def thinking_format(tokenizer: PreTrainedTokenizerBase) -> ThinkingFormat:
     begin, end = _by_fields(rendered, modes.get("on", {}), on) or _by_marks(on, off, [source, *added])
     if not end:
         return ThinkingFormat()
-    has_mark = plain.endswith(begin) or BEGIN.search(plain) is not None
-    is_usual = plain != off if off else has_mark or bool(modes)
+    is_usual = plain != off if off else bool(modes or plain.endswith(begin) or BEGIN.search(plain))
     return ThinkingFormat({"on": {}, **modes} if "off" not in modes else modes, is_usual, begin, end)
 
 

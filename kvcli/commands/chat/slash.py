@@ -191,21 +191,19 @@ def _model(repl: Repl, name: str) -> None:
 @SLASH.add("think", "on|off|low|high|N|show|hide", "thinking before answers, or whether to print it", completes="think")
 def _think(repl: Repl, argument: str) -> None:
     if argument in ("show", "hide"):
-        repl.screen.shows_thinking = argument == "show"
-        thought = repl.last.thinking if repl.last is not None and argument == "show" else ""
-        for line in thought.splitlines():
+        shows = repl.screen.shows_thinking = argument == "show"
+        for line in repl.last.thinking.splitlines() if repl.last is not None and shows else ():
             repl.screen.err.lines(f.folded(line, repl.screen.err.width), "dim")
-        repl.say("thoughts are printed from now on" if argument == "show" else "thoughts are folded to one row")
+        repl.say("thoughts are printed from now on" if shows else "thoughts are folded to one row")
         return
     if not argument:
         wants, has = repl.chat.text_session.profile.thinking, repl.chat.text_session.thinking_format().modes
         most = f", at most {f.plural(wants.max_tokens, 'token')}" if wants.max_tokens else ""
-        repl.say(f"thinking {wants.mode}{most}; this model has " + (", ".join(["auto", *has]) if has else "none"))
+        repl.say(f"thinking {wants.mode}{most}; this model has {', '.join(['auto', *has])}")
         return
-    flags = profile_flags({"think": argument})
+    changed = {"thinking.max_tokens": (0, "")} | profile_flags({"think": argument})
     said = [item for item in repl.said if not item.startswith("thinking.")]
-    changed = {"thinking.max_tokens": 0} | {key: value for key, (value, _) in flags.items()}
-    repl.reconfigure(repl.profile_name, [*said, *(f"{key}={value}" for key, value in changed.items())])
+    repl.reconfigure(repl.profile_name, [*said, *(f"{key}={value}" for key, (value, _) in changed.items())])
 
 
 # --- figures

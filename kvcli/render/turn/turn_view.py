@@ -49,8 +49,7 @@ def loop_notes(turn: Turn) -> list[str]:
     """Return advice for an answer that ended in a loop or in a thought."""
     if turn.loop is None:
         is_cut = turn.finish == "length" and turn.thinking and not turn.text.strip()
-        more = "--think off or a larger --ctx" if turn.stats.thinking < len(turn.ids) else "--think off or a larger -n"
-        return [f"all {len(turn.ids):,} tokens were used for thinking; {more} allows an answer"] * bool(is_cut)
+        return [f"all {len(turn.ids):,} tokens were used for thinking; a larger -n allows an answer"] * bool(is_cut)
     penalty = f"{turn.stats.sampling.get('repetition_penalty', 1.0) + 0.1:.2g}"
     more = f"--repetition-penalty {penalty} (in a chat /set sample.repetition_penalty {penalty}) reduces repetition"
     return [f"stopped: {turn.loop}; {more}; or use another model; --set sample.stop_loops=0 turns this check off"]
@@ -110,10 +109,7 @@ class TurnView:
             out.write(text)
 
     def _think(self, text: str, *, whole: bool = False) -> None:
-        """Print a thought in dim lines: folded to one row at its end, or all of it.
-
-        The lines are on stderr, or among the answer's lines if both are one terminal.
-        """
+        """Print a thought in dim lines, on stderr or among the answer's: folded to a row at its end, or all of it."""
         self.is_thinking = self.is_thinking or bool(text)
         if not self.is_thinking:
             return
@@ -181,22 +177,20 @@ class TurnView:
         waited = self.screen.clock() - self.started
         if self.screen.quiet:
             return []
-        if self.is_thinking and not self.screen.shows_thinking and not self._is_stopping():
-            row: list[Span] = [(spinner(waited), "cyan"), *self._thinking(" thinking")]
+        is_stopping = self.look.stopping is not None and self.look.stopping()
+        if self.is_thinking and not self.screen.shows_thinking:
+            row: list[Span] = [(spinner(waited), "cyan"), *self._thinking(" stopping" if is_stopping else " thinking")]
             return row if text_width("".join(word for word, _ in row)) < width else row[:1]
         if not self.has_said and not (self.stats and self.stats.new):
             if waited < PATIENCE:
                 return []
-            if self._is_stopping():
+            if is_stopping:
                 return busy("stopping", waited, width)
             read = self.read or self._announced()
             return reading_bar(read, width, waited) if read.done < read.total else busy("reading", waited, width)
         if self.stats is None or self.screen.stats != "live":
             return []
         return status_row(self.stats, self.look, (self.look.memory or process_memory)(), width)
-
-    def _is_stopping(self) -> bool:
-        return self.look.stopping is not None and self.look.stopping()
 
     def _announced(self) -> Read:
         """Return the progress before the first prefill chunk is done."""
