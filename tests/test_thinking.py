@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvcli
 from kvcli.api import Text, Thought
-from kvcli.errors import BadConfig, BadModel
+from kvcli.commands.common.flags import profile_flags
+from kvcli.errors import BadConfig, BadModel, UsageError
 from kvcli.models.grammar import Grammar
 from kvcli.models.template import Chats
 from kvcli.models.text import render_text
@@ -205,3 +206,11 @@ def test_a_bounded_thought_is_the_same_with_any_drafter(tmp_path, set):
     assert [turn.ids == turns["exact"].ids for turn in turns.values()] == [True] * 3
     assert list(turns["exact"].ids[37 : 37 + len(end)]) == end
     assert len(turns["exact"].ids) == 37 + len(end) + 40
+
+
+def test_the_option_is_a_mode_or_a_number_of_tokens():
+    assert profile_flags({"think": "low"}) == {"thinking.mode": ("low", "--think")}
+    most = {"thinking.mode": ("on", "--think"), "thinking.max_tokens": (2048, "--think")}
+    assert profile_flags({"think": "2k"}) == most
+    with pytest.raises(UsageError, match="--think takes"):
+        profile_flags({"think": "much"})
