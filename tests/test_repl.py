@@ -389,7 +389,11 @@ def test_think_shows_the_last_thought_and_later_ones(tmp_path):
     talk = Talk(tmp_path, thought="Hm.\x1b[31m\nSo?")
     assert "thinking auto; this model has auto" in talk.type("/think")
     assert "Hm." not in talk.type("one")
-    assert talk.type("/think show").split("\n")[1:4] == ["Hm.\N{SYMBOL FOR ESCAPE}[31m", "So?", "thoughts are printed from now on"]
+    assert talk.type("/think show").split("\n")[1:4] == [
+        "Hm.\N{SYMBOL FOR ESCAPE}[31m",
+        "So?",
+        "thoughts are printed from now on",
+    ]
     assert "So?" in talk.type("two")
     assert "So?" not in talk.type("/think hide", "three")
     assert "--think takes" in talk.type("/think much")
