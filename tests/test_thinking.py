@@ -147,7 +147,7 @@ def test_a_thought_ends_after_so_many_tokens_and_the_answer_is_not_shortened(tmp
         )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "glm-4.7", "gemma-4", "ministral-3"])
+@pytest.mark.parametrize("name", SAYS)
 def test_a_schema_begins_behind_the_thought(tmp_path, name):
     """The model would answer "Yes.", and the schema allows no such answer."""
     pytest.importorskip("llguidance")
