@@ -41,10 +41,10 @@ def memory():
 def main(what, facts, history=""):
     world = Environment.real()
     stats = facts.pop("stats", "live")
-    world.options.quiet = facts.pop("quiet", False)
+    world.options.quiet, shows = facts.pop("quiet", False), facts.pop("shows_thinking", False)
     is_markdown = facts.pop("markdown", False)
     model, screen = FakeModel(**facts), Screen.of(world, stats)
-    screen.markdown = is_markdown
+    screen.markdown, screen.shows_thinking = is_markdown, shows
     if what == "repl":
         from kvcli.commands.chat.repl import Repl
         from kvcli.commands.chat.slash import SLASH

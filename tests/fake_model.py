@@ -14,6 +14,7 @@ from kvcli.engine.model_info import ModelInfo
 from kvcli.engine.sequence.state import Repetition
 from kvcli.engine.stats import Stats
 from kvcli.errors import ContextOverflow
+from kvcli.models.thinking import ThinkingFormat
 
 if TYPE_CHECKING:
     from kvcli.prefix_cache.prefix_cache import SaveResult
@@ -50,6 +51,7 @@ class FakeProfile:
     name: str = "fafo"
     exactness: str = "exact"
     sample: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(seed=5))
+    thinking: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(mode="auto", max_tokens=0))
 
 
 def fake_info(**changes: Any) -> ModelInfo:
@@ -78,6 +80,8 @@ class FakeModel:
     cautions: Sequence[str] = ()
     promise: str = "exact"
     drafts_by: str = ""
+    template_variables: dict[str, Any] = field(default_factory=dict)
+    thinking_format: Any = ThinkingFormat
     on_overflow: str = "error"
     pack: None = None
     prompts: list[Sequence[int]] = field(default_factory=list)  # what it was asked

@@ -21,11 +21,13 @@ def parrot(
     template: str | None = CHAT,
     eos: Sequence[int] = (),
     generation: Mapping[str, Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> Any:
     """Behind the last letter of a prompt it says these pieces, none twice, each a token, and the last one for ever."""
     tokenizer = marked(special, tuple(piece for piece in says if piece not in special and len(piece) > 1), template)
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False) if template else "?"
+    asked = {"tokenize": False, "add_generation_prompt": True, **(variables or {})}
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], **asked) if template else "?"
     ids = [tokenizer.encode(prompt)[-1], *(tokenizer.encode(piece)[0] for piece in says)]
     vocab = -(-len(tokenizer) // 32) * 32
     about = {"hidden_size": vocab, "vocab_size": vocab, "intermediate_size": 32, "num_hidden_layers": 1}

@@ -153,3 +153,25 @@ def test_the_end_of_a_channel_ends_no_answer():
 @pytest.mark.parametrize("template", [None, "{{ nothing.at.all }}", "{{ messages[-1]['content'] }}"])
 def test_a_template_that_is_no_good_says_nothing(template):
     assert ends(marked(("<|im_end|>", "<|x|>"), template=template), 1000)[0] == {256}
+
+
+OPENED = ("<|open|>", "<|close|>", "<|sep|>", "<|end|>", "<|begin|>", "<|content|>")
+OWN = {  # marks that only a template tells: what begins a thought, what ends it, the answer as it is written
+    "of several tokens": (
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|><|open|>response<|sep|>",
+        "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>Yes.<|close|>response<|sep|>",
+    ),
+    "of letters, begun": ("", "\n[BEGIN FINAL RESPONSE]\n", "Hm.\n[BEGIN FINAL RESPONSE]\nYes."),
+    "a turn": ("<|think|>", "<|end|><|begin|>it<|content|>", "<|think|>Hm.<|end|><|begin|>it<|content|>Yes.<|end|>"),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_marks_of_a_template_split_as_well(name):
+    begin, end, answer = OWN[name]
+    tokenizer = marked(OPENED)
+    channels = Channels(tokenizer, tokenizer.encode("Q "), begin=begin, end=end)
+    pieces = [p for token in tokenizer.encode(answer) for p in channels.push(token)] + channels.finish()
+    assert "".join(text for is_thought, text in pieces if is_thought).strip() == channels.thinking.strip() == "Hm."
+    assert channels.text.removesuffix("response") == "Yes."

@@ -340,12 +340,14 @@ def test_a_thought_is_shown_and_kept_beside_the_answer(machine):
     machine.model.thought = THOUGHT
     done = machine("chat", "-p", "How deep?")
     assert done.out == f"{ANSWER}\n"
-    assert done.err.splitlines()[:2] == THOUGHT.splitlines()
+    assert done.err.splitlines()[0].startswith("thought for 0")
+    assert "Wells" not in done.err
+    assert machine("chat", "-p", "How deep?", "--show-thinking").err.splitlines()[:2] == THOUGHT.splitlines()
     assert machine("chat", "-q", "-p", "How deep?").err == ""
     machine("chat", "-c", "-p", "Why?")
     assert "Wells" not in asked(machine)
     kept = json.loads(machine("chats", "show", "--json").out)
-    assert [message["thinking"] for message in kept["messages"]] == ["", THOUGHT, "", THOUGHT]
+    assert [message["thinking"] for message in kept["messages"]][-4:] == ["", THOUGHT, "", THOUGHT]
     assert [message["text"] for message in kept["messages"]][1::2] == [ANSWER, ANSWER]
     assert json.loads(machine("chats", "list", "--json").out)["chats"][0]["documents"] == 0
     assert f"*Wells are deep. But this one?*\n\n{ANSWER}" in machine("chats", "show").out

@@ -55,7 +55,12 @@ def test_a_long_answer_leaves_each_word_once(columns):
 
 def test_a_thought_stands_on_lines_of_its_own_before_the_answer():
     facts = {"answer": NUMBERED, "delay": 0.004, "thought": "Hm, well. " * 12 + "\nSo?"}
-    term = Terminal("turn", facts, 60, lines=40)
+    folded = Terminal("turn", facts, 60, lines=40)
+    assert folded.finish() == 0
+    assert [line for line in folded.lines if "thought for" in line] == folded.lines[:1]
+    assert "Hm" not in folded.text
+    assert words_on(folded.lines[1:]) == WORDS
+    term = Terminal("turn", facts | {"shows_thinking": True}, 60, lines=40)
     assert term.finish() == 0
     text = [line.strip() for line in term.lines if line.strip()]
     at = text.index("So?")

@@ -385,6 +385,20 @@ def test_figures_can_be_switched(talk):
     assert "/stats does not take 'loud'" in talk.type("/stats loud")
 
 
+def test_think_shows_the_last_thought_and_later_ones(tmp_path):
+    talk = Talk(tmp_path, thought="Hm.\x1b[31m\nSo?")
+    assert "thinking auto; this model has auto" in talk.type("/think")
+    assert "Hm." not in talk.type("one")
+    assert talk.type("/think show").split("\n")[1:4] == [
+        "Hm.\N{SYMBOL FOR ESCAPE}[31m",
+        "So?",
+        "thoughts are printed from now on",
+    ]
+    assert "So?" in talk.type("two")
+    assert "So?" not in talk.type("/think hide", "three")
+    assert "--think takes" in talk.type("/think much")
+
+
 def test_tables_of_the_last_turn(talk):
     assert "accept" in talk.type("one", "/spec")
     assert "17.1 MiB" in talk.type("/kv")

@@ -422,7 +422,11 @@ class Chat:
         contents: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
         contents += [{"role": m.role, "content": m.content} for m in (shown or self.visible_messages).of(messages)]
         tokenizer = self.text_session.tokenizer
-        text, has_template = render_text(tokenizer, contents, note=self.note)
+        variables, modes = self.text_session.template_variables, self.text_session.thinking_format().modes.values()
+        text, has_template = render_text(tokenizer, contents, note=self.note, **variables)
+        other = next((mode for mode in modes if variables and mode != variables), None)
+        if other is not None and render_text(tokenizer, contents, **other)[0] == text:
+            self.note("--think has no effect here: the model's chat template ignores it, perhaps for the system text")
         known = self.prompt_tokens.of(text, self.text_session.is_compressed_prefix)
         ids = resume_ids(tokenizer, text, known, special=not has_template)
         return Rendered(contents, text, ids, has_template)

@@ -19,6 +19,7 @@ from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.model_info import ModelInfo
 from kvcli.errors import BadConfig, KvcliError
 from kvcli.kv.out_of_memory import as_cache_full, free_caches
+from kvcli.models.thinking import thinking_format
 from kvcli.settings.conflicts import cautions
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class LoadedModel:
         self._pair: ModelPair | None = None
         self._draft()
         self._kinds = cache(partial(kinds_by_id, tokenizer, lm.vocab))
+        self.thinking_format = cache(partial(thinking_format, tokenizer))
         self._vocabulary = cache(partial(_vocabulary, tokenizer, lm))  # for constraints
 
     def __repr__(self) -> str:
@@ -200,6 +202,12 @@ class LoadedModel:
         changed.profile = assemble.adapted_profile(self.lm, profile)
         return changed
 
+    @property
+    def template_variables(self) -> Mapping[str, Any]:
+        """Variables of the chat template under this profile. Raises BadConfig if it lacks the mode of thinking."""
+        mode = self.profile.thinking.mode
+        return {} if mode == "auto" else self.thinking_format().variables(mode)
+
     def constraint(self, grammar: Grammar) -> Constraint:
         """Return a constraint of answers to a grammar. The first call is slower, because it prepares the vocabulary."""
         return self._vocabulary().constraint(grammar)
@@ -211,7 +219,7 @@ class LoadedModel:
         from kvcli.models.text import render_prompt
 
         refuse_longer(prompt, self.tokenizer, self.limit)
-        return render_prompt(self.tokenizer, [{"role": "user", "content": prompt}])
+        return render_prompt(self.tokenizer, [{"role": "user", "content": prompt}], **self.template_variables)
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, lm: LM) -> Vocabulary:

@@ -13,13 +13,13 @@ from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
 from kvcli.chat.loaded_model import LoadedModel
 from kvcli.chat.overflow import ContextWindow
 from kvcli.chat.transcript import chat_spans
-from kvcli.chat.turn import AnswerSettings, TurnRequest, TurnRun
+from kvcli.chat.turn import AnswerSettings, ThinkingLimit, TurnRequest, TurnRun
 from kvcli.engine.engine import iterate_events, release, run_to_end
 from kvcli.engine.forward_request import Coroutine, run_until_cancelled
 from kvcli.engine.sequence.state import QUESTION, KindSpan
 from kvcli.errors import BadInput, BadModel
 from kvcli.kv.out_of_memory import CacheFull, catch_cache_full
-from kvcli.models.text import Messages, StopStrings
+from kvcli.models.text import Messages, StopStrings, decode, encode
 from kvcli.prefix_cache.prefix_cache import SaveResult
 from kvcli.settings.schema import ORDER
 
@@ -71,6 +71,7 @@ class TextSession:
         """Take another profile over the same weights. The caller changes the generation session to match."""
         self.model, self.profile, self.limit = model, model.profile, model.limit
         self.info, self.tokenizer = model.info, model.tokenizer
+        self.thinking_format, self.template_variables = model.thinking_format, model.template_variables
         self.cautions, self.promise, self.foretell = model.cautions, model.exactness_label, model.foretell
         self.writer = model.new_writer()
         self.drafts_by = model.drafts_by
@@ -145,7 +146,7 @@ class TextSession:
 
     def take_cache(self, other: TextSession) -> bool:
         """Take over the KV cache of `other`, if both profiles fill and store it alike; `other` is then empty."""
-        leaves = ("spec", "reasoning_steps", "sample", "context")  # tables that do not change the KV cache
+        leaves = ("spec", "reasoning_steps", "sample", "thinking", "context")  # tables that do not change the KV cache
         tables = [table for table in ORDER if table not in leaves]
         mine, its = self.profile, other.profile
         if other.model.lm is not self.model.lm or any(getattr(mine, table) != getattr(its, table) for table in tables):
@@ -209,22 +210,33 @@ class TextSession:
             self._refuse_crowd(profile.memory.sequences)
         if changes := {key: value for key, value in sample.items() if value is not None}:
             profile = profile.changed({"sample": changes}, "options of the answer")
+        thinking = self._thinking(ids) if not ignore_eos else None
+        if thinking is not None and constraint is not None:
+            thinks = self.writer is None and self.thinking_format().thinks(profile.thinking.mode)
+            ids += encode(model.tokenizer, thinking.begin) if thinks else []
+            thinking = replace(thinking, begin="", is_due=True) if thinks else None
         fits = partial(model.fits, self.profile) if model.fits is not None else None
         window = ContextWindow(self.limit, model.lm.limit, profile.context.reserve, fits)
         asks, kind_spans = bool(self.profile.prune.describe_read) or bool(model.lm.recurrent_layers), list[KindSpan]()
         marks = self.session.marks | ({QUESTION} if asks else set())
         if messages and (asks or self.session.policy is not None or self.on_overflow == "compress"):
-            kind_spans = chat_spans(model.tokenizer, messages, ids, marks)
+            kind_spans = chat_spans(model.tokenizer, messages, ids, marks, **self.template_variables)
+        new = window.room(len(ids), profile.sample.max_new_tokens)
+        if thinking is not None:
+            room = self.limit - len(ids)  # a long answer is given up for a thought: up to half of the room
+            left = max(0, max(room - new, room // 2) - len(thinking.end_ids))
+            thinking = replace(thinking, tokens=min(thinking.tokens or left, left))
         asked = TurnRequest(
             ids,
             kind_spans,
-            window.room(len(ids), profile.sample.max_new_tokens),
+            new,
             () if ignore_eos else model.lm.stop_ids,
             StopStrings([*([stop] if isinstance(stop, str) else stop), *(() if ignore_eos else model.lm.stop_strings)]),
             cancel or (lambda: False),
             assemble.sampler(model.lm, profile),
             0 if ignore_eos else profile.sample.stop_loops,
             constraint,
+            thinking,
         )
         self.has_begun = True  # before the prefill, as other sessions check it meanwhile
         run = TurnRun(
@@ -246,6 +258,13 @@ class TextSession:
                 f'memory.budget = "fit" divides memory among {most} sequences (memory.sequences), and {n} are open',
                 try_=[f"--set memory.sequences={n + 1}", "--set memory.budget=1GiB, each", "close a session"],
             )
+
+    def _thinking(self, prompt: Sequence[int]) -> ThinkingLimit | None:
+        """Return the limit of a thought after this prompt; None if the prompt has closed it, or nothing can end it."""
+        format, most = self.thinking_format(), self.profile.thinking.max_tokens
+        # a token has at least one byte
+        begin = format.opener(decode(self.tokenizer, prompt[-len(format.begin.encode()) :])) if format.begin else None
+        return None if begin is None else ThinkingLimit(most, begin, format.end, encode(self.tokenizer, format.end))
 
     def kv_table(self) -> list[dict[str, object]]:
         """Return slots and bytes by layer and tier. The cache view of lookahead rows is one more tier."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from kvcli.engine.sequence.constraint import Constraint
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.state import KindSpan
+    from kvcli.engine.sequence.state import KindSpan, Repetition
     from kvcli.kv.slots import Loss
     from kvcli.methods.steps.step_writer import Writer
 
@@ -216,6 +216,17 @@ class AnswerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingLimit:
+    """Limit of the thinking before an answer, whose tokens do not count as the answer's."""
+
+    tokens: int  # at most, and without those of `end`
+    begin: str = ""  # text that begins a thought after the prompt; "" = it has begun
+    end: str = ""  # text that ends a thought
+    end_ids: Sequence[int] = ()  # its tokens
+    is_due: bool = False  # a constraint waits for the end of a thought
+
+
+@dataclass(frozen=True, slots=True)
 class TurnRequest:
     """A prompt, and the conditions that end its answer."""
 
@@ -228,6 +239,7 @@ class TurnRequest:
     sampler: Sampler
     stop_loops: int = 0  # tokens of one repeated cycle that end the answer; 0 = never
     constraint: Constraint | None = None
+    thinking: ThinkingLimit | None = None  # None: thoughts count as the answer
 
 
 class TurnRun:
@@ -250,9 +262,14 @@ class TurnRun:
         self.session, self.terms, self._asked, self._fetch, self._switch = session, terms, asked, fetch, switch
         self._stats = Stats(prompt=len(asked.ids), limit=terms.limit, load=load_seconds)
         self._stats.sampling = asdict(asked.sampler)
-        self._words = Channels(tokenizer, asked.ids, asked.strings, is_split=asked.constraint is None)
+        thinking = self._thinking = asked.thinking or ThinkingLimit(0)
+        around = {"begin": thinking.begin, "end": thinking.end}
+        is_split = asked.constraint is None or thinking.is_due
+        self._words = Channels(tokenizer, asked.ids, asked.strings, is_split=is_split, **around)
         self._said: list[str] = []  # text of the answer so far, which an error returns
-        self._end = len(asked.ids) + asked.new  # most tokens of prompt and answer
+        # most tokens of prompt and answer
+        self._end = min(len(asked.ids) + asked.new + thinking.tokens + len(thinking.end_ids), terms.limit)
+        self._waits = thinking.is_due  # the constraint begins after the thought
         self._cancel = _latched(asked.cancel)
         self._measured = 0.0  # time of the last memory measurement
 
@@ -261,7 +278,7 @@ class TurnRun:
         fallback step: its tokens are computed again, and tokens added before it are kept, with their KV.
         """
         session, asked, stats, words = self.session, self._asked, self._stats, self._words
-        session.start_answer(asked.ids, asked.sampler, asked.constraint, asked.kind_spans)
+        session.start_answer(asked.ids, asked.sampler, None if self._waits else asked.constraint, asked.kind_spans)
         began = time.perf_counter()
         stats.cached = self._fetch(asked.ids)
         fetched, profile = time.perf_counter() - began, self.terms.profile
@@ -275,12 +292,16 @@ class TurnRun:
         loops, loop = RepetitionDetector(asked.stop_loops, asked.ids), None
         finish: Finish = "length"
         shown = 0  # tokens of the answer that were already sent with a piece
-        while len(answer) < asked.new and len(ids) < self._end and not self._cancel():
+        while len(answer) - stats.thinking < asked.new and len(ids) < self._end and not self._cancel():
+            thought = stats.thinking
             with catch_cache_full() as lacks:
-                if len(session.ids) < len(ids):  # the KV cache was lost; afterwards the last token is pending again
+                # tokens were forced, or the KV cache was lost; afterwards the last token is pending
+                if len(session.ids) < len(ids):
                     while (yield from session.prefill_chunk(ids)):
                         pass
-                most, stops, writer = self._end - len(ids), asked.stops, self.terms.writer
+                most, writer = min(self._end - len(ids), self._most(len(answer))), self.terms.writer
+                # with these stops, a pass adds no token after a thought that a constraint waits for
+                stops = {*asked.stops, *self._thinking.end_ids} if self._waits else asked.stops
                 step = yield from session.step(stops, most) if writer is None else writer.step(session, stops, most)
                 stats.add_step(step)
             added = session.ids[len(ids) :] if lacks else step.new  # a broken pass may have added some
@@ -293,10 +314,20 @@ class TurnRun:
             pieces = list[Piece]()
             for i in added:  # one by one: tokens after a stop string do not count, even those of the same pass
                 answer.append(i)
+                thinks, is_open = words.thinks, words.is_open
                 pieces += words.push(i) if i not in asked.stops else []
+                stats.thinking += thinks or words.thinks
                 loop = loops.push(i) if i not in asked.stops and not asked.strings.is_hit else None
+                if (forced := self._thought_end(i, is_open, loop)) is not None:
+                    answer[-1:] = [*answer[-1:], *forced] if i not in asked.stops else forced
+                    stats.thinking = stats.thinking + len(forced) - (i in asked.stops)
+                    pieces += [piece for one in forced for piece in words.push(one)]
+                    ids, loops, loop = [*asked.ids, *answer], RepetitionDetector(asked.stop_loops, asked.ids), None
+                    self._begin_answer(ids)
+                    break
                 if asked.strings.is_hit or loop:
                     break
+            stats.thinking_seconds += step.seconds if added and not lacks and stats.thinking > thought else 0.0
             if pieces:
                 yield from self._tell(pieces, answer[shown:])
                 shown = len(answer)
@@ -306,13 +337,42 @@ class TurnRun:
             if lacks and len(answer) < asked.new:
                 yield from self._relieve(lacks[0], "answering")
                 self._end = min(self._end, self.terms.limit)
-        if finish == "length" and len(answer) < min(asked.new, self.terms.limit - stats.prompt):
+        if finish == "length" and len(answer) - stats.thinking < asked.new and len(ids) < self._end:
             finish = "interrupted"
         yield from self._tell(words.finish(), answer[shown:])
         self._measure(at_once=True)
         if (report := session.drafter.report()) is not None and before is not None:
             stats.add_draft_report(before, report)
         return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip())
+
+    def _most(self, n: int) -> int:
+        """Return how many tokens may be added at once to an answer of n tokens: the end of a thought must be exact."""
+        left = self._thinking.tokens - self._stats.thinking
+        room = self._asked.new + self._stats.thinking - n
+        return min(room, left) if left > 0 and self._thinking.end_ids and not self._words.text else room
+
+    def _thought_end(self, token: int, was_open: bool, loop: Repetition | None) -> Sequence[int] | None:
+        """Return the tokens to add after `token` to end a thought whose limit is reached, or which repeats itself.
+
+        They are input, like a prompt. None = the answer goes on. A constraint that waits begins after these tokens.
+        """
+        end = self._thinking.end_ids
+        if end and self._words.is_open:
+            is_full = self._stats.thinking >= self._thinking.tokens or loop is not None
+            return end if is_full or (self._waits and token in self._asked.stops) else None
+        if self._waits and was_open:  # the model ended its thought; the rest of the end, such as line ends, is added
+            return end[len(end) - [*reversed(end)].index(token) :] if token in end else ()
+        return None
+
+    def _begin_answer(self, ids: Sequence[int]) -> None:
+        """Continue with `ids`, whose last tokens are not computed, and from here on under a constraint that waits."""
+        session = self.session
+        if session.shared(ids) < len(session.ids):  # the pass went on after the end of the thought
+            session.resume(ids)
+        if self._waits:
+            self._waits = False
+            self._words.stop_splitting()
+            session.constraint, session.answer_at = self._asked.constraint, len(ids)
 
     def _read(self) -> Coroutine[Event, None]:
         session, stats, ids, began = self.session, self._stats, self._asked.ids, time.perf_counter()

@@ -104,6 +104,8 @@ class Stats:
     cached: int = 0
     reused: int = 0  # prompt tokens whose KV was reused from other sequences
     new: int = 0
+    thinking: int = 0  # tokens of the answer that are thinking, marks and forced ends included
+    thinking_seconds: float = 0.0
     load: float = 0.0
     read: float = 0.0
     order: Order = "chunks"  # chunked or layer-wise prefill

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING
 
 from kvcli.models.control_words import OPEN
@@ -53,19 +54,25 @@ _BEGIN = rf"<{_TAG}(?::\w+)?>|<\|{_TAG}(?:_start)?\|>|\[think\]|◁think▷|<\|i
 _BEGIN += rf"|(?-i:Here(?: is|['’]s) my thought process:)|{_LABELLED}(?:\w+[ \t]*\n)?"
 # OPEN precedes the text of a control token. A Harmony message has a header: start, role, channel, its name
 _HEAD = rf"(?:{OPEN}<\|(?:start|channel)\|>[^{OPEN}]*)+"
-_MARK = re.compile(
-    rf"(?P<head>{_HEAD}(?:{OPEN}<\|message\|>|\Z))|{OPEN}<\|(?:message|end|call|return)\|>|"
-    rf"{OPEN}?(?:(?P<close>{_CLOSE})|(?P<begin>{_BEGIN}))|(?P<frame></?(?:answer|response)>)",
-    re.IGNORECASE,
-)
+_MESSAGE = rf"(?P<head>{_HEAD}(?:{OPEN}<\|message\|>|\Z))|{OPEN}<\|(?:message|end|call|return)\|>"
+BEGIN, CLOSE = re.compile(_BEGIN, re.IGNORECASE), re.compile(_CLOSE, re.IGNORECASE)
 _PHRASES = [f"Here{is_} my {what}:" for is_ in (" is", "'s", "’s") for what in ("thought process", "response")]
 _PHRASE = "|".join({phrase[:n] for phrase in _PHRASES for n in range(1, len(phrase))})
 _TORN = rf"{_HEAD}|{OPEN}?{_LABELLED}\w*[ \t]*|<[|/]?[\w:]{{0,40}}\|?|\[/?\w{{0,9}}|◁/?\w{{0,9}}|^[ \t]*(?:{_PHRASE})"
-_PART = re.compile(rf"(?:{_TORN})\Z", re.MULTILINE)  # perhaps the beginning of a mark
 _BEGUN = re.compile(rf"(?:{_BEGIN})(?:thought)?\s*\Z", re.IGNORECASE)  # a thought that the prompt began
 _HEADED = re.compile(r"<\|start\|>(?:(?!<\|(?:start|end)\|>).)*\Z", re.DOTALL)
 _HARMONY = re.compile(r"<\|(?:start|channel|message|end|call|return)\|>")
 _NAME = re.compile(r"\A\s*(?:assistant)?\s*(analysis|commentary|final|)")
+
+
+@cache
+def _patterns(begin: str = "", close: str = "") -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return the pattern of a mark, with further marks of a template, and that of a beginning of one at the end."""
+    first, last = (f"{re.escape(mark)}|" if mark else "" for mark in (begin, close))
+    torn = "".join(f"{OPEN}?{re.escape(mark[:n])}|" for mark in (begin, close) for n in range(1, len(mark)))
+    both = rf"{OPEN}?(?:(?P<close>{last}{_CLOSE})|(?P<begin>{first}{_BEGIN}))|(?P<frame></?(?:answer|response)>)"
+    whole = f"{both}|{_MESSAGE}" if last else f"{_MESSAGE}|{both}"
+    return re.compile(whole, re.IGNORECASE), re.compile(rf"(?:{torn}{_TORN})\Z", re.MULTILINE)
 
 
 class Channels:
@@ -81,17 +88,43 @@ class Channels:
         stops: StopStrings | None = None,
         *,
         is_split: bool = True,
+        begin: str = "",
+        end: str = "",
     ) -> None:
-        """`prompt`: its end may begin a thought. `stops`: stop strings. `is_split` false: all is text, as for JSON."""
+        """`prompt`: its end may begin a thought. `stops`: stop strings. `is_split` false: all is text, as for JSON.
+        `begin`, `end`: text around a thought, by the template.
+        """
         self.text = self.thinking = ""  # text and thoughts so far
         self._words, self._stops, self._is_split = Detokenizer(tokenizer), stops or StopStrings(()), is_split
         self._marks = mark_ids(tokenizer) if is_split else {}
+        self._mark, self._part = _patterns()
+        self._others = re.compile("(?!)")  # control tokens of the template's marks, elsewhere
+        if end.strip() and not (CLOSE.search(end) or "<|channel|>" in end):  # no mark that is known
+            self._learn(tokenizer, begin.strip(), end.strip())
         tail = decode(tokenizer, prompt[-TAIL:]) if prompt and is_split else ""
         begun, headed = _BEGUN.search(tail), _HEADED.search(tail)
-        self._thinks = self._is_seam = begun is not None
+        self.is_open = self._is_seam = begun is not None or bool(is_split and end and prompt and not begin)
         self._opener, self._is_gap = begun[0] if begun else "", False
         has_messages = headed is not None and "<|message|>" in self._marks.values()
         self._held = _HARMONY.sub(lambda mark: OPEN + mark[0], headed[0]) if headed and has_messages else ""
+
+    def _learn(self, tokenizer: PreTrainedTokenizerBase, begin: str, end: str) -> None:
+        """Add marks that no pattern knows."""
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        found = {i: str(added[i]) for i in tokenizer.encode(begin + end, add_special_tokens=False) if i in added}
+        self._marks |= {i: name for i, name in found.items() if added[i].special}
+        names = "|".join(re.escape(self._marks[i]) for i in found if i in self._marks) or "(?!)"
+        spelled = (re.sub(f"({names})", rf"{OPEN}\1", mark).removeprefix(OPEN) for mark in (begin, end))
+        (self._mark, self._part), self._others = _patterns(*spelled), re.compile(f"{OPEN}(?:{names})")
+
+    @property
+    def thinks(self) -> bool:
+        """True inside a thought (`is_open`), and in the header of a message."""
+        return self.is_open or self._held.startswith(OPEN)
+
+    def stop_splitting(self) -> None:
+        """Take all further tokens as text."""
+        self._is_split, self._marks = False, {}
 
     def push(self, token: int) -> list[Piece]:
         """Return the pieces that became certain with this token."""
@@ -108,9 +141,9 @@ class Channels:
 
     def _take(self, text: str, *, whole: bool = False) -> list[Piece]:
         text, self._held, found, at = self._held + text, "", list[Piece](), 0
-        if self._is_split and not whole and (part := _PART.search(text)) is not None:
+        if self._is_split and not whole and (part := self._part.search(text)) is not None:
             text, self._held = text[: part.start()], part[0]
-        for mark in _MARK.finditer(text) if self._is_split else ():
+        for mark in self._mark.finditer(text) if self._is_split else ():
             if mark[0].startswith(OPEN) or self._acts(mark, text[at : mark.start()]):
                 found += [*self._say(text[at : mark.start()]), *self._go(mark)]
                 at = mark.end()
@@ -119,7 +152,7 @@ class Channels:
     def _acts(self, mark: re.Match[str], before: str) -> bool:
         """True if a mark spelled as text switches the channel; false if the text only quotes the mark."""
         is_phrase = mark[0].startswith("Here")
-        if self._thinks:
+        if self.is_open:
             return mark["close"] is not None and (not is_phrase or self._opener.startswith("Here"))
         before = self.text + before
         if before.endswith(tuple("`\"'“«\u2018")) or before.count("```") % 2:
@@ -130,14 +163,14 @@ class Channels:
 
     def _go(self, mark: re.Match[str]) -> list[Piece]:
         """Switch to the channel that a mark leads to."""
-        is_orphan = mark["close"] is not None and not (self._thinks or self.thinking) and self.text
-        self._is_seam, self._thinks = True, mark["begin"] is not None
-        if self._thinks:
+        is_orphan = mark["close"] is not None and not (self.is_open or self.thinking) and self.text
+        self._is_seam, self.is_open = True, mark["begin"] is not None
+        if self.is_open:
             self._opener = mark["begin"]
         elif mark["head"] is not None:
             _, name, rest = _NAME.split(_HARMONY.sub(" ", mark["head"].replace(OPEN, "")), maxsplit=1)
             is_whole = mark["head"].endswith("<|message|>")
-            self._thinks = name != "final" and bool(name or (is_whole and rest.strip()))
+            self.is_open = name != "final" and bool(name or (is_whole and rest.strip()))
             return [] if is_whole else self._say(rest)
         elif is_orphan:  # all text so far was a thought without an opening mark
             self.thinking, self.text = self.text, ""
@@ -145,7 +178,8 @@ class Channels:
         return []
 
     def _say(self, text: str) -> list[Piece]:
-        before = self.thinking if self._thinks else self.text
+        before = self.thinking if self.is_open else self.text
+        text = self._others.sub("", text)
         text = text.lstrip() if self._is_seam else text
         if not text:
             return []
@@ -154,7 +188,7 @@ class Channels:
         if is_glued or (self._is_seam and before and not before.endswith("\n")):
             text = f"\n{text}"
         self._is_seam = self._is_gap = False
-        if self._thinks:
+        if self.is_open:
             self.thinking += text
             return [(True, text)]
         text = self._stops.push(text)
@@ -166,7 +200,7 @@ def mark_ids(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """Ids and names of the control tokens that switch channels."""
     added = {i: (str(token), token.special) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
     names = {name for name, _ in added.values()}
-    marks = {i: name for i, (name, is_special) in added.items() if is_special and _MARK.fullmatch(name)}
+    marks = {i: name for i, (name, is_special) in added.items() if is_special and _patterns()[0].fullmatch(name)}
     if {"<|channel|>", "<|message|>"} <= names:
         marks |= {i: name for i, (name, _) in added.items() if _HARMONY.fullmatch(name)}
     return marks

@@ -31,7 +31,8 @@ class Tokens(Json):
     prompt: Count = Field(description="tokens of the prompt, cached ones included")
     cached: Count = Field(description="prompt tokens from the prefix cache, not computed again")
     reused: Count = Field(default=0, description="prompt tokens whose KV was reused from other text ([reuse])")
-    new: Count
+    new: Count = Field(description="generated tokens, those of the thinking included")
+    thinking: Count = Field(default=0, description="tokens of the thinking before the answer, its marks included")
     context: Count = Field(description="tokens in the KV cache after the answer")
     limit: Count = Field(description="context window, tokens")
 
@@ -41,6 +42,7 @@ class Times(Json):
     read: Seconds
     first_token: Annotated[Seconds | None, OR_NULL]
     decode: Seconds
+    thinking: Seconds = Field(default=0.0, description="the part of decode that was spent on thinking")
     total: Seconds = Field(description="prefill and decoding, without loading")
 
 
@@ -167,7 +169,7 @@ class TurnDocument(Json):
             model=ModelFacts.from_attributes(info),
             approx=bool(stats.approx),
             tokens=Tokens.from_attributes(stats),
-            time=Times.from_attributes(stats, load=load, total=total),
+            time=Times.from_attributes(stats, load=load, total=total, thinking=stats.thinking_seconds),
             speed=Speed.from_attributes(stats),
             spec=Spec.of(stats, run.method),
             memory=Memory.of(stats, info.device),

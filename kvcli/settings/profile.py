@@ -39,6 +39,7 @@ from kvcli.settings.schema import (
     Prefill,
     Registries,
     Sample,
+    Thinking,
     foreign,
     registries,
     size_of,
@@ -204,6 +205,7 @@ class Profile:
     spec: Method
     reasoning_steps: Method
     sample: Sample
+    thinking: Thinking
     context: Context
     settings: Settings = field(repr=False, compare=False)  # settings with a written origin
     rules: Rules = field(repr=False, compare=False)

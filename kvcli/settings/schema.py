@@ -61,6 +61,7 @@ def _others() -> list[metadata.EntryPoint]:
 
 Exactness = Literal["exact", "certified", "approx"]
 Order = Literal["chunks", "layers"]
+ThinkingMode = Literal["auto", "on", "off", "low", "medium", "high"]
 Quant = Literal["none", "int8", "int4", "nf4"]
 Purpose = Literal["your own", "same text", "less memory", "long texts", "comparison"]  # in the order of lists
 
@@ -216,6 +217,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Thinking:
+    """Thinking aloud before an answer, by models whose chat template knows it."""
+
+    mode: ThinkingMode = "auto"  # auto = as the chat template does; low to high = its levels
+    max_tokens: Annotated[int, Range(0)] = 0  # most tokens of a thought, whose end is then forced; 0 = what fits
+
+
+@dataclass(frozen=True)
 class Context:
     """Length of a chat."""
 
@@ -285,6 +294,7 @@ SECTIONS: Mapping[str, type | MethodTable] = {  # tables of a profile, as shown 
     "spec": MethodTable("method", "off"),
     "reasoning_steps": MethodTable("method", "none"),
     "sample": Sample,
+    "thinking": Thinking,
     "context": Context,
 }
 ORDER = tuple(SECTIONS)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadInput, ContextOverflow, UsageError
 from kvcli.fit.speed import at, by_rows
@@ -40,14 +40,14 @@ class PlanWindow:
     foretell: Callable[[int], tuple[int, int]] | None = None  # tokens in the KV cache -> peak and available bytes
     reach: int | None = None  # the model's largest context window; None: unknown
     drafts: bool = False  # speculative decoding is on, so the times of one-row passes are an upper bound
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
 
     @classmethod
     def of(cls, model: Model | TextSession, passes: Sequence[PassTime] = ()) -> PlanWindow:
         foretell, profile = model.foretell, model.profile
         ask = (lambda tokens: foretell(profile, tokens)) if foretell is not None else None
-        return cls(
-            model.tokenizer, model.limit, most_of(profile), passes, ask, model.info.limit, profile.spec.method != "off"
-        )
+        known, drafts = (model.tokenizer, model.limit, most_of(profile)), profile.spec.method != "off"
+        return cls(*known, passes, ask, model.info.limit, drafts, model.template_variables)
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class _Desk:
         return total
 
     def _size(self, messages: Messages) -> int:
-        return len(render_prompt(self.window.tokenizer, messages))
+        return len(render_prompt(self.window.tokenizer, messages, **self.window.variables))
 
 
 def _wider(tokens: int, window: PlanWindow) -> list[str]:

@@ -250,7 +250,7 @@ class _Run:
             yield CacheWriteFailed(why)
 
     def _ids(self, messages: Messages) -> list[int]:
-        return render_prompt(self.model.tokenizer, messages, note=self.note)
+        return render_prompt(self.model.tokenizer, messages, note=self.note, **self.model.template_variables)
 
     def _merge_size(self, points: Sequence[str]) -> int:
         return len(self._ids(merge_messages(self.request, points, self.plan.unit)))

@@ -62,6 +62,7 @@ class Scribe:
     profile: FakeProfile = field(default_factory=FakeProfile)
     tokenizer: Any = field(default_factory=WordTokenizer)
     foretell: None = None
+    template_variables: dict[str, Any] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     penalties: list[float | None] = field(default_factory=list)
     stop_loops: int = 0

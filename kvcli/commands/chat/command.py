@@ -50,7 +50,8 @@ class AnswerConstraint:
         """Return a note if the length limit cut the answer before it was complete; else ""."""
         from kvcli.engine.sequence.constraint import is_whole
 
-        if turn.finish != "length" or is_whole(self.constraint, turn.ids, self.stops):
+        answer = turn.ids[turn.stats.thinking :]
+        if turn.finish != "length" or is_whole(self.constraint, answer, self.stops):
             return ""
         return f"the answer reached its length limit before it was complete {self.name}; use a larger --max-new-tokens"
 
@@ -178,6 +179,7 @@ class AnswerOptions(Options, panel="The answer"):
     schema: str | None = choice(metavar="FILE", help="Constrain the answer to this JSON schema.")
     grammar: str | None = choice(metavar="FILE", help="Constrain the answer to this grammar, GBNF or Lark.", rare=True)
     json_object: bool = flag(help="Constrain the answer to a JSON object.", rare=True)
+    show_thinking: bool = flag(help="Print what the model thinks, instead of one row about it.", rare=True)
     stats: o.Figures = None
     stream: bool = flag(help="With --json: one line for each event.", rare=True)
 
@@ -277,6 +279,7 @@ class ChatRun:
         self.options, self.world = options, setup.world
         self.screen = Screen.of(self.world, options.answer.stats)
         self.screen.markdown = grammar is None
+        self.screen.shows_thinking = options.answer.show_thinking
         self.saves = not options.question.no_save and setup.config.keep_chats
         self.held: AnswerConstraint | None = None
 

@@ -256,6 +256,7 @@ class Repl:
             "profile": lambda: self.profiles.names(),
             "model": lambda: self.profiles.models(),
             "key": lambda: self.profiles.keys(),
+            "think": lambda: (*self.chat.text_session.thinking_format().modes, "auto", "show", "hide"),
             "stats": lambda: ("live", "turn", "off", "last"),
             "chat": lambda: [entry.id for entry in self.chat.saved_chats.entries()],
             "command": lambda: tuple(self.commands),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.commands.chat.save_chat import FEW, about, choices, reopen
 from kvcli.commands.chat.slash_table import SlashTable
+from kvcli.commands.common.flags import profile_flags
 from kvcli.errors import BadConfig, BadInput, UsageError
 from kvcli.render.summarize.notes import size
 from kvcli.render.terminal import tables
@@ -183,6 +184,24 @@ def _model(repl: Repl, name: str) -> None:
     repl.change_model(repl, name)
     again = "; it reads the chat again" if repl.chat.messages else ""
     repl.say(f"{repl.chat.text_session.info.id} answers from the next question on{again}")
+
+
+@SLASH.add("think", "on|off|low|high|N|show|hide", "thinking before answers, or whether to print it", completes="think")
+def _think(repl: Repl, argument: str) -> None:
+    if argument in ("show", "hide"):
+        shows = repl.screen.shows_thinking = argument == "show"
+        for line in repl.last.thinking.splitlines() if repl.last is not None and shows else ():
+            repl.screen.err.lines(f.folded(line, repl.screen.err.width), "dim")
+        repl.say("thoughts are printed from now on" if shows else "thoughts are folded to one row")
+        return
+    if not argument:
+        wants, has = repl.chat.text_session.profile.thinking, repl.chat.text_session.thinking_format().modes
+        most = f", at most {f.plural(wants.max_tokens, 'token')}" if wants.max_tokens else ""
+        repl.say(f"thinking {wants.mode}{most}; this model has {', '.join(['auto', *has])}")
+        return
+    changed = {"thinking.max_tokens": (0, "")} | profile_flags({"think": argument})
+    said = [item for item in repl.said if not item.startswith("thinking.")]
+    repl.reconfigure(repl.profile_name, [*said, *(f"{key}={value}" for key, (value, _) in changed.items())])
 
 
 # --- figures

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import typer
 
 from kvcli.commands.common.options import Options, choice, flag, option
 from kvcli.documents.document import Ocr
 from kvcli.errors import UsageError
-from kvcli.settings.schema import registries, tokens_of
+from kvcli.settings.schema import ThinkingMode, registries, tokens_of
 from kvcli.settings.values import Settings
 
 _ask = partial(option, panel="The question")
@@ -23,6 +23,7 @@ _BUDGET = "Limit the KV cache to 6GiB, 25% of its full size, or free memory (fit
 _EXACT = "Refuse settings that can change the text (also drafting, on models that are not batch invariant)."
 _PICKLE = "Allow weights in pickle files, which can run code."
 _DRAFT = "Draft model for speculative decoding, or auto (same text, fewer passes)."
+_THINK = "Thinking before the answer: on, off, a level, or at most N tokens of it. Default: as the model does."
 _SPEC = "Drafting method for speculative decoding (same text, fewer passes)."
 
 _OCR = "Recognize text of scanned pages (auto), of all pages of a PDF (on), or of none (off)."
@@ -60,6 +61,7 @@ class RunOptions(Options, panel="The model"):
     budget: Budget = None
     spec: str | None = choice(metavar="|".join(registries()["spec"]), help=_SPEC, rare=True)
     draft: Draft = None
+    think: str | None = choice(metavar="on|off|low|high|N", help=_THINK)
     exact: bool = flag(help=_EXACT, rare=True)
     force: Force = False
     allow_pickle: Pickle = False
@@ -82,6 +84,7 @@ KEYS: Mapping[str, str] = {
     "--repetition-penalty": "sample.repetition_penalty",
     "--seed": "sample.seed",
     "--max-new-tokens": "sample.max_new_tokens",
+    "--think": "thinking.mode",
     "--ctx": "context.limit",
 }
 
@@ -98,6 +101,12 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
         given["--max-new-tokens"] = tokens(str(given["--max-new-tokens"]), "--max-new-tokens")
     if "--ctx" in given:
         given["--ctx"] = window(str(given["--ctx"]))
+    limit = tokens_of(str(given.get("--think", "")))
+    if limit:
+        given["--think"] = "on"
+    elif "--think" in given and given["--think"] not in get_args(ThinkingMode):
+        ways = ["--think off", "--think 512, for at most 512 tokens"]
+        raise UsageError(f"--think takes {', '.join(get_args(ThinkingMode))} or a number of tokens", try_=ways)
     if "--draft" in given and given.get("--spec", "model") != "model":
         raise UsageError(f"--draft and --spec {given['--spec']} exclude each other", try_=["only one of them"])
     found = {KEYS[flag]: (value, flag) for flag, value in given.items()}
@@ -105,6 +114,8 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
         found.setdefault("sample.repetition_penalty", (1.0, "--greedy"))
     if "--draft" in given:
         found.setdefault("spec.method", ("model", "--draft"))
+    if limit:
+        found["thinking.max_tokens"] = (limit, "--think")
     if "--budget" in given:
         found |= {"policy.name": ("budget", "--budget"), "exactness": ("approx", "--budget")}
     return found

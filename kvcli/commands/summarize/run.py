@@ -310,6 +310,7 @@ def look(setup: Setup, profile: Profile, wanted: MemoryWishes) -> tuple[PlanWind
     """Return the facts about the model that a plan needs, from its files."""
     from kvcli.engine.loading.weights import keeps_quantized
     from kvcli.models.gguf.convert import convert_if_needed
+    from kvcli.models.thinking import thinking_format
     from kvcli.models.tokenizer import load_tokenizer
 
     setup.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -326,7 +327,8 @@ def look(setup: Setup, profile: Profile, wanted: MemoryWishes) -> tuple[PlanWind
     limit = fitted.need.context if note else most if asked == "auto" else min(int(asked), most)
     passes = _passes(setup, outlook, fitted)
     foretell, drafts = partial(outlook.estimate_peak, profile), profile.spec.method != "off"
-    window = PlanWindow(tokenizer, limit, most_of(profile), passes, foretell, reach=most, drafts=drafts)
+    variables = thinking_format(tokenizer).variables(profile.thinking.mode)
+    window = PlanWindow(tokenizer, limit, most_of(profile), passes, foretell, most, drafts, variables)
     return window, wording_of(found)
 
 

@@ -173,6 +173,7 @@ class Screen:
     shared: bool = False  # both streams are the same terminal, so one region can show answer and status row
     verbose: bool = False  # all figures after a turn instead of one line
     markdown: bool = False  # answers are rendered on a terminal
+    shows_thinking: bool = False  # thoughts are printed, not folded to a row
 
     @classmethod
     def of(cls, world: Environment, stats: StatsMode | None = None) -> Screen:

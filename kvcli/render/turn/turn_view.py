@@ -10,10 +10,11 @@ from functools import partial
 
 from kvcli.api import End, Event, Live, Read, Text, Thought, Turn
 from kvcli.engine.stats import Stats
+from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.screen import LiveRegion, Screen, echo, suspendable
 from kvcli.render.terminal.terminal import Span, Wrapper, quoted, text_width
 from kvcli.render.turn.answer_markdown import MarkdownWrapper
-from kvcli.render.turn.status_row import HERTZ, RowOptions, busy, process_memory, reading_bar, status_row
+from kvcli.render.turn.status_row import HERTZ, RowOptions, busy, process_memory, reading_bar, spinner, status_row
 from kvcli.render.turn.turn_summary import one_line_summary, summary
 from kvcli.safe_output import Styled
 
@@ -76,6 +77,8 @@ class TurnView:
         self.ended_line = True  # True if the answer's last character was a newline
         self.wrapper = MarkdownWrapper() if screen.markdown and screen.shared and screen.out.unicode else Wrapper()
         self.thought = Wrapper()
+        self.is_thinking = False
+        self.thought_before = 0, 0.0  # tokens and seconds of finished thoughts
         self.started = screen.clock()
         self.region = _region(screen)
 
@@ -108,9 +111,17 @@ class TurnView:
             out.write(text)
 
     def _think(self, text: str, *, whole: bool = False) -> None:
-        """Print dim lines of a thought: on stderr, or among the answer's lines if both are one terminal."""
-        lines = self.thought.feed(text, self.screen.err.width - 1) if text else []
-        lines += [rest] if whole and (rest := self.thought.rest()) else []
+        """Print a thought in dim lines, on stderr or among the answer's: folded to a row at its end, or all of it."""
+        self.is_thinking = self.is_thinking or bool(text)
+        if not self.is_thinking:
+            return
+        if self.screen.shows_thinking:
+            lines = self.thought.feed(text, self.screen.err.width - 1) if text else []
+            lines += [rest] if whole and (rest := self.thought.rest()) else []
+        else:
+            lines = ["".join(word for word, _ in self._thinking("thought for"))] if whole else []
+        if whole and self.stats is not None:
+            self.is_thinking, self.thought_before = False, (self.stats.thinking, self.stats.thinking_seconds)
         if lines and not self.ended_line:
             self._say("\n")
         for line in lines if not self.screen.quiet else ():
@@ -118,6 +129,12 @@ class TurnView:
                 self.said.append(self.screen.err.paint([(line, "dim")]))
             else:
                 self.screen.err.line((line, "dim"))
+
+    def _thinking(self, word: str) -> list[Span]:
+        """Return the time and the tokens of the running thought."""
+        stats, (n, seconds) = self.stats or Stats(), self.thought_before
+        took, tokens = f.seconds(stats.thinking_seconds - seconds), f.plural(stats.thinking - n, "token")
+        return [(f"{word} ", "dim"), (took, ""), (f", {tokens}", "dim")]
 
     # --- drawing
 
@@ -163,10 +180,14 @@ class TurnView:
         waited = self.screen.clock() - self.started
         if self.screen.quiet:
             return []
+        is_stopping = self.look.stopping is not None and self.look.stopping()
+        if self.is_thinking and not self.screen.shows_thinking:
+            row: list[Span] = [(spinner(waited), "cyan"), *self._thinking(" stopping" if is_stopping else " thinking")]
+            return row if text_width("".join(word for word, _ in row)) < width else row[:1]
         if not self.has_said and not (self.stats and self.stats.new):
             if waited < PATIENCE:
                 return []
-            if self.look.stopping is not None and self.look.stopping():
+            if is_stopping:
                 return busy("stopping", waited, width)
             read = self.read or self._announced()
             return reading_bar(read, width, waited) if read.done < read.total else busy("reading", waited, width)
