@@ -5,18 +5,20 @@ torch is imported only when something is built, so that a profile can be read an
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from hashlib import sha256
 from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadConfig
 from kvcli.settings.profile import ALTERED, TIERS
 from kvcli.settings.resolve import method_class
-from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory, registries
+from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory, registries, texts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -330,9 +332,28 @@ def sampler(lm: LM, profile: Profile) -> Sampler:
     """Return the sampler of the profile, with the model's own generation settings where the profile has none."""
     from kvcli.engine.sequence.sampler import Sampler
 
-    chosen = profile.sample
-    wanted = {
-        key: getattr(chosen, key) if getattr(chosen, key) is not None else lm.generation.get(key)
-        for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    }
-    return Sampler(**{key: value for key, value in wanted.items() if value is not None}, seed=chosen.seed)
+    chosen, found = profile.sample, dict[str, Any]()
+    for key in {field.name for field in fields(Sampler)} & set(vars(chosen)):
+        value = getattr(chosen, key)
+        found[key] = lm.generation.get(key) if value is None else value
+    found["logit_bias"] = _bias(texts_of(chosen.logit_bias), lm.vocab)
+    sampler = Sampler(**{key: value for key, value in found.items() if value is not None})
+    if not sampler.dry_multiplier:
+        return sampler
+    return replace(sampler, dry_breakers=lm.tokens_with(tuple(texts_of(chosen.dry_sequence_breakers))))
+
+
+def _bias(texts: Iterable[str], vocab: int) -> tuple[tuple[int, float], ...]:
+    """Parse `15043+1.5`: a token id, and the number added to its logit. The last one of an id counts."""
+    found: dict[int, float] = {}
+    for text in texts:
+        token, number = re.split(r"(?=[+-])", text)
+        if int(token) >= vocab:
+            raise BadConfig(
+                f"sample.logit_bias: the model has no token {int(token):,}",
+                code="no_such_token",
+                lines=[f"its vocabulary has {vocab:,} tokens"],
+                try_=["--set sample.logit_bias=[]"],
+            )
+        found[int(token)] = float(number)
+    return tuple(found.items())

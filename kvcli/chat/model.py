@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
 from kvcli.api import Events, Prompt, Turn
@@ -26,6 +26,7 @@ from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.errors import BadModel
 from kvcli.models.refusals import is_assistant
 from kvcli.models.retokenizer import spelling
+from kvcli.models.text import tokens_with
 from kvcli.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ def load(
     lm = open_lm(found, **asdict(wants))  # the keys of [load] are the parameters
     ids, strings = ends(tokenizer, lm.vocab)
     lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
+    lm.tokens_with = lru_cache(partial(tokens_with, tokenizer, lm.vocab))
     lm.hashes = Hashes(cache, tell)
     told, usual = convert.conversion_notes(given, packs, lm.info.dtype), recommended(given.text_config, given.id)
     if lm.generation != (sampling := model_settings.generation_defaults(lm.model, lm.info.id, usual)):

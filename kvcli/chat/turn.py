@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -249,7 +249,7 @@ class TurnRun:
         """
         self.session, self.terms, self._asked, self._fetch, self._switch = session, terms, asked, fetch, switch
         self._stats = Stats(prompt=len(asked.ids), limit=terms.limit, load=load_seconds)
-        self._stats.sampling = asdict(asked.sampler)
+        self._stats.sampling = asked.sampler.numbers
         self._words = Channels(tokenizer, asked.ids, asked.strings, is_split=asked.constraint is None)
         self._said: list[str] = []  # text of the answer so far, which an error returns
         self._end = len(asked.ids) + asked.new  # most tokens of prompt and answer

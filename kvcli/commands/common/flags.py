@@ -10,7 +10,7 @@ import typer
 
 from kvcli.commands.common.options import Options, choice, flag, option
 from kvcli.errors import UsageError
-from kvcli.settings.schema import registries, tokens_of
+from kvcli.settings.schema import NO_PENALTY, registries, tokens_of
 from kvcli.settings.values import Settings
 
 _ask = partial(option, panel="The question")
@@ -74,6 +74,7 @@ KEYS: Mapping[str, str] = {
     "--top-k": "sample.top_k",
     "--min-p": "sample.min_p",
     "--repetition-penalty": "sample.repetition_penalty",
+    "--stop": "sample.stop",
     "--seed": "sample.seed",
     "--max-new-tokens": "sample.max_new_tokens",
     "--ctx": "context.limit",
@@ -96,7 +97,8 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
         raise UsageError(f"--draft and --spec {given['--spec']} exclude each other", try_=["only one of them"])
     found = {KEYS[flag]: (value, flag) for flag, value in given.items()}
     if "--greedy" in given:
-        found.setdefault("sample.repetition_penalty", (1.0, "--greedy"))
+        for key, off in NO_PENALTY.items():
+            found.setdefault(f"sample.{key}", (off, "--greedy"))
     if "--draft" in given:
         found.setdefault("spec.method", ("model", "--draft"))
     if "--budget" in given:

@@ -74,6 +74,8 @@ class LM:
         self.limit = info.limit  # tokens
         self.stop_ids = model_settings.stop_ids(model, info.id)
         self.stop_strings = model_settings.stop_strings(model)
+        # texts -> ids of the tokens that contain one of them; set with the tokenizer
+        self.tokens_with: Callable[[tuple[str, ...]], frozenset[int]] = lambda texts: frozenset()
         self.generation = model_settings.generation_defaults(model, info.id)
         self.info = info
         self.files: dict[str, list[Stamped]] = {}  # files that it was loaded from, with their state at that time

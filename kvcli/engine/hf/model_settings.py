@@ -14,13 +14,13 @@ from torch import nn
 
 from kvcli.errors import BadModel
 from kvcli.models.checkpoint import count
-from kvcli.settings.schema import Sample
+from kvcli.settings.schema import NO_PENALTY, Sample
 from kvcli.settings.values import WrongValue, check, keys_of
 
 # settings of generation_config.json that change answers and are ignored
 _UNKEPT = """suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias no_repeat_ngram_size min_length num_beams
     min_new_tokens encoder_no_repeat_ngram_size encoder_repetition_penalty forced_bos_token_id forced_eos_token_id top_h
-    guidance_scale exponential_decay_length_penalty penalty_alpha typical_p epsilon_cutoff eta_cutoff""".split()
+    guidance_scale exponential_decay_length_penalty penalty_alpha epsilon_cutoff eta_cutoff""".split()
 
 
 def context_limit(text: Any, name: str) -> tuple[int, tuple[str, ...]]:
@@ -105,7 +105,8 @@ def unkept(model: Any) -> tuple[str, ...]:
     return (f"ignored in generation_config.json: {', '.join(names)}",) if names else ()
 
 
-_SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+# settings that follow the model where a profile has none
+_SAMPLING = tuple(name for name, key in keys_of(Sample).items() if key.default is None)
 
 
 def generation_defaults(model: Any, name: str, usual: Mapping[str, Any] = {}) -> Mapping[str, Any]:
@@ -115,7 +116,7 @@ def generation_defaults(model: Any, name: str, usual: Mapping[str, Any] = {}) ->
         return {"temperature": 0.0, **usual}
     # otherwise transformers is greedy, whatever the other settings are
     samples = bool(getattr(given, "do_sample", False))
-    settings = {k: getattr(given, k, None) for k in (_SAMPLING if samples else _SAMPLING[:1])}
+    settings = {k: getattr(given, k, None) for k in (_SAMPLING if samples else NO_PENALTY)}
     stated = {k: _sampling(k, v, name) for k, v in settings.items() if v is not None}
     return {"temperature": 1.0 if samples else 0.0, **stated}
 
