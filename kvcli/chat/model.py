@@ -150,13 +150,13 @@ def load(
     A hub id is downloaded only with `offline=False` and a `tell` for messages. A GGUF file is converted below `cache`.
     `find`: finds the files of a draft model by name; default: as for `model`. Raises KvcliError subclasses.
     """
-    from kvcli.engine.hf import model_settings
     from kvcli.engine.loading.open_lm import open_lm
     from kvcli.engine.loading.weights import keeps_quantized
     from kvcli.models import source
     from kvcli.models.catalog import Hashes, recommended
     from kvcli.models.channels import ends
     from kvcli.models.gguf import convert
+    from kvcli.models.sampling import generation_defaults
 
     began, wants = time.perf_counter(), profile.load
     named = partial(source.find, offline=offline, tell=tell)
@@ -171,7 +171,9 @@ def load(
     lm.tokens_with = lru_cache(partial(tokens_with, tokenizer, lm.vocab))
     lm.hashes = Hashes(cache, tell)
     told, usual = convert.conversion_notes(given, packs, lm.info.dtype), recommended(given.text_config, given.id)
-    if lm.generation != (sampling := model_settings.generation_defaults(lm.model, lm.info.id, usual)):
+    if lm.generation != (
+        sampling := generation_defaults(getattr(lm.model, "generation_config", None), lm.info.id, usual)
+    ):
         told += (f"the model has no sampling settings; kvcli uses {', '.join(f'{k} {v:g}' for k, v in usual.items())}",)
     notes = lm.info.notes
     if not given.is_gguf and any(given.path.glob("adapter_*")):

@@ -71,8 +71,9 @@ class Sampler:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """All settings that are numbers, by profile key."""
-        return {of.name: value for of in fields(self) if isinstance(value := getattr(self, of.name), int | float)}
+        """Temperature, and numbers that differ from what has no effect, by profile key."""
+        values = {of.name: getattr(self, of.name) for of in fields(self) if getattr(self, of.name) != of.default}
+        return {"temperature": self.temperature} | {k: v for k, v in values.items() if isinstance(v, int | float)}
 
     def facts(self, history: TokenHistory, paths: Sequence[Sequence[int]], answer_at: int) -> TokenFacts:
         """Return the facts that the penalties read, at rows behind these paths."""
