@@ -206,8 +206,10 @@ class Memory:
         return self.demotes and self.on_oom == "degrade" and not self.fallbacks
 
 
-Text = Annotated[str | tuple[str, ...], Pattern("(?s).+", "text that is not empty, or a list of texts")]
-BIAS = Pattern(r"\d+[+-](\d+(\.\d+)?|inf)", 'a token id and a number, such as "15043+1.5" or "15043-inf", or a list')
+Text = Annotated[str | tuple[str, ...], Pattern("(?s).+", "text that is not empty, or a list of such texts")]
+BIAS = Pattern(
+    r"\d+[+-](\d+(\.\d+)?|inf)", 'a token id and a number, such as "15043+1.5" or "15043-inf", or a list of such texts'
+)
 # settings that make earlier tokens less likely, with the values that turn them off
 NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "dry_multiplier": 0.0}
 
@@ -231,9 +233,9 @@ class Sample:
     presence_penalty: Annotated[float, Range()] | None = None  # lowers tokens that the answer contains; 0 = off
     frequency_penalty: Annotated[float, Range()] | None = None  # lowers them by each occurrence; 0 = off
     dry_multiplier: Annotated[float, Range(0)] | None = None  # lowers tokens that continue a repetition; 0 = off
-    dry_base: Annotated[float, Range(1)] | None = None  # growth of that penalty with each repeated token
-    dry_allowed_length: Annotated[int, Range(1)] | None = None  # repeated tokens without that penalty
-    dry_range: Annotated[int, Range(0)] | None = None  # last tokens that are searched for repetitions; 0 = all
+    dry_base: Annotated[float, Range(1)] = 1.75  # growth of that penalty with each repeated token
+    dry_allowed_length: Annotated[int, Range(1)] = 2  # repeated tokens without that penalty
+    dry_range: Annotated[int, Range(0)] = 0  # last tokens that are searched for repetitions; 0 = all
     dry_sequence_breakers: Text = ("\n", ":", '"', "*")  # no repetition contains a token with one of these texts
     logit_bias: Annotated[str | tuple[str, ...], BIAS] = ()  # TOKEN+N or TOKEN-N: adds a number to a token's logit
     stop: Text = ()  # texts that end the answer where one begins

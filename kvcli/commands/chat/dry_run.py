@@ -88,4 +88,4 @@ def _needs(setup: Setup, profile: Profile, found: Source, context: int) -> Plan 
 
 
 def _shown(value: object) -> str:
-    return "off" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
