@@ -6,7 +6,6 @@ torch is imported only when something is built, so that a profile can be read an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -336,24 +335,16 @@ def sampler(lm: LM, profile: Profile) -> Sampler:
     for key in {field.name for field in fields(Sampler)} & set(vars(chosen)):
         value = getattr(chosen, key)
         found[key] = lm.generation.get(key) if value is None else value
-    found["logit_bias"] = _bias(texts_of(chosen.logit_bias), lm.vocab)
-    sampler = Sampler(**{key: value for key, value in found.items() if value is not None})
-    if not sampler.dry_multiplier:
-        return sampler
-    return replace(sampler, dry_breakers=lm.tokens_with(tuple(texts_of(chosen.dry_sequence_breakers))))
-
-
-def _bias(texts: Iterable[str], vocab: int) -> tuple[tuple[int, float], ...]:
-    """Parse `15043+1.5`: a token id, and the number added to its logit. The last one of an id counts."""
-    found: dict[int, float] = {}
-    for text in texts:
-        token, number = re.split(r"(?=[+-])", text)
-        if int(token) >= vocab:
-            raise BadConfig(
-                f"sample.logit_bias: the model has no token {int(token):,}",
-                code="no_such_token",
-                lines=[f"its vocabulary has {vocab:,} tokens"],
-                try_=["--set sample.logit_bias=[]"],
-            )
-        found[int(token)] = float(number)
-    return tuple(found.items())
+    bias = dict(
+        re.split(r"(?=[+-])", text) for text in texts_of(chosen.logit_bias)
+    )  # TOKEN+N: the last of an id counts
+    if outside := [token for token in bias if int(token) >= lm.vocab]:
+        raise BadConfig(
+            f"sample.logit_bias has token {outside[0]}; the vocabulary of this model has {lm.vocab:,} tokens",
+            code="no_such_token",
+            try_=[f"sample.logit_bias without {outside[0]}"],
+        )
+    found["logit_bias"] = tuple((int(token), float(number)) for token, number in bias.items())
+    made = Sampler(**{key: value for key, value in found.items() if value is not None})
+    breakers = tuple(texts_of(chosen.dry_sequence_breakers))
+    return replace(made, dry_breakers=lm.tokens_with(breakers)) if made.dry_multiplier else made

@@ -25,7 +25,8 @@ def stated_sampling(found: Source) -> tuple[Mapping[str, Any], str]:
     given = SimpleNamespace(**stated)
     own = generation_defaults(given, found.id)
     usual = generation_defaults(given, found.id, recommended(found.text_config, found.id))
-    return usual, "the model card" if usual != own else "the GGUF file" if found.is_gguf else FILE
+    origin = "default" if not stated else "the GGUF file" if found.is_gguf else FILE
+    return usual, "the model card" if usual != own else origin
 
 
 # settings that follow the model where a profile has none

@@ -208,7 +208,7 @@ class Memory:
 
 Text = Annotated[str | tuple[str, ...], Pattern("(?s).+", "text that is not empty, or a list of such texts")]
 BIAS = Pattern(
-    r"\d+[+-](\d+(\.\d+)?|inf)", 'a token id and a number, such as "15043+1.5" or "15043-inf", or a list of such texts'
+    r"\d+[+-](\d+(\.\d+)?|inf)", 'a token id and a number, as in "15043+1.5" or "15043-inf", or a list of these'
 )
 # settings that make earlier tokens less likely, with the values that turn them off
 NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "dry_multiplier": 0.0}
@@ -224,9 +224,7 @@ class Sample:
     top_p: Annotated[float, Range(above=0, most=1)] | None = None  # total probability to sample from; 1 = all
     min_p: Annotated[float, Range(0, below=1)] | None = None  # drop tokens below this share of the best; 0 = none
     typical_p: Annotated[float, Range(above=0, most=1)] | None = None  # total probability of typical tokens; 1 = all
-    top_n_sigma: Annotated[float, Range(0)] | None = (
-        None  # keep logits at most this many deviations below best; 0 = all
-    )
+    top_n_sigma: Annotated[float, Range(0)] | None = None  # deviations below the best logit to sample from; 0 = all
     xtc_probability: Annotated[float, Range(0, 1)] | None = None  # how often XTC drops all likely tokens but one
     xtc_threshold: Annotated[float, Range(above=0, most=0.5)] | None = None  # probability of a likely token (XTC)
     repetition_penalty: Annotated[float, Range(above=0)] | None = None  # above 1 = fewer repetitions; 1 = off

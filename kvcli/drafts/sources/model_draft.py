@@ -267,20 +267,14 @@ class ModelDraft:
         row from the end of the sequence."""
         wide, at = len(hook_output) // 2, self.draft_model.length - 1 + len(path) + off
         known = [(lp, int(i)) for i, lp in zip(hook_output[:wide], hook_output[wide:], strict=True) if i < self._vocab]
-        if self._history is not None and self.sampler is not None:
-            known = self._penalized(self._history, self.sampler, known, path)
-        return rank_with_noise([i for _, i in known], [lp for lp, _ in known], at, self.sampler)
+        ids, scores = [i for _, i in known], [lp for lp, _ in known]
+        if ids and self._history is not None and self.sampler is not None:
+            import torch  # late: reading a profile must not import it
 
-    def _penalized(
-        self, history: TokenHistory, sampler: Sampler, known: Sequence[tuple[float, int]], path: Sequence[int]
-    ) -> list[tuple[float, int]]:
-        """Return candidates with the sampler's penalties after this path, in falling order."""
-        import torch  # late: reading a profile must not import it
-
-        logits, ids = torch.tensor(known, dtype=torch.float64).reshape(-1, 2).T
-        facts = sampler.facts(history, [path], self._answer_at).of(ids.long())
-        scores = sampler.penalize_only(logits.unsqueeze(0), facts)[0].tolist()
-        return sorted(zip(scores, (i for _, i in known), strict=True), reverse=True)
+            facts = self.sampler.facts(self._history, [path], self._answer_at).of(torch.tensor(ids, dtype=torch.int64))
+            scores = self.sampler.punish(torch.tensor([scores], dtype=torch.float64), facts)[0].tolist()
+            scores, ids = map(list, zip(*sorted(zip(scores, ids, strict=True), reverse=True), strict=True))
+        return rank_with_noise(ids, scores, at, self.sampler)
 
     def _can_go_on(self) -> bool:
         if self.draft_model.max_depth > 0:

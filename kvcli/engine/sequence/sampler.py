@@ -146,9 +146,9 @@ class Sampler:
             return logits
         logits = logits.float() if logits.dtype != torch.float64 else logits
         logits = penalties.add_bias(logits, self.logit_bias) if self.logit_bias else logits
-        return self.penalize_only(logits, facts or TokenFacts())
+        return logits if facts is None else self.punish(logits, facts)
 
-    def penalize_only(self, logits: Tensor, facts: TokenFacts) -> Tensor:
+    def punish(self, logits: Tensor, facts: TokenFacts) -> Tensor:
         """Return logits with the penalties. Logits and facts may be those of some tokens."""
         if facts.seen is not None:
             logits = penalties.penalize_repetition(logits, facts.seen, self.repetition_penalty)
