@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
 from kvcli.engine.forward_request import Draft, ForwardRequest, Rows, SamplingContext
 from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.sequence.commit import accepted_path
-from kvcli.engine.sequence.sampler import Sampler, TokenFacts
+from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.token_history import TokenHistory
 from kvcli.errors import BadInput, BadModel
 from kvcli.kernels.gumbel_noise import gumbel
@@ -280,7 +280,8 @@ def test_the_walk_takes_the_path_that_the_sampler_draws(
         ids.append(next(t for t in range(V) if t not in taken and (t * 7 + seed) % 3) if len(taken) < 8 else 12)
     rows = Rows.build(3, 20, Draft(ids, parent))
     scores = logits(rows.tree, seed) * 0.2
-    sampler = Sampler(temperature=0.9, repetition_penalty=penalty, seed=seed)
+    # a negative penalty: a token drawn on the path is likely to come again, so a wrong count shows
+    sampler = Sampler(temperature=0.9, repetition_penalty=penalty, frequency_penalty=9 * (1 - penalty), seed=seed)
     text = [1, 3]
     constraint = Half(V, seed) if is_held else None
     made = back(SamplingContext(sampler, history(text), constraint), rows, scores, at_once)
@@ -289,11 +290,10 @@ def test_the_walk_takes_the_path_that_the_sampler_draws(
 
     want_path, want_new, node = [0], [], 0
     while True:
-        mask = torch.zeros(V, dtype=torch.bool)
-        mask[text + want_new] = True
+        facts = sampler.facts(history([*text, *want_new]), [[]], 0) if sampler.penalties else None
         allowed = constraint.allowed(want_new) if constraint is not None else None
         row = scores[node] if allowed is None else scores[node].where(allowed, torch.tensor(-torch.inf))
-        token = int(sampler(row[None], torch.tensor([rows.pos[node]]), TokenFacts(mask[None]))[0])
+        token = int(sampler(row[None], torch.tensor([rows.pos[node]]), facts)[0])
         want_new.append(token)
         child = [i + 1 for i, p in enumerate(parent) if p + 1 == node and ids[i] == token]
         if not child:
