@@ -45,11 +45,5 @@ def _by_length(multiplier: float, base: float, allowed: int, dtype: torch.dtype,
 
 def add_bias(logits: Tensor, bias: tuple[tuple[int, float], ...]) -> Tensor:
     """Add to the logits of some tokens: pairs of id and number, each id once."""
-    ids, values = _of_bias(bias, logits.dtype, logits.device)
-    return logits.index_add(1, ids, values.expand(len(logits), -1))
-
-
-@lru_cache(maxsize=8)
-def _of_bias(bias: tuple[tuple[int, float], ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    ids, values = zip(*bias, strict=True)
-    return torch.tensor(ids, device=device), torch.tensor(values, dtype=dtype, device=device)
+    ids, values = (torch.tensor(each, device=logits.device) for each in zip(*bias, strict=True))
+    return logits.index_add(1, ids, values.to(logits.dtype).expand(len(logits), -1))
