@@ -172,7 +172,7 @@ PROGRAM = 640 << 20  # bytes of the Python process and its libraries
 PASSES = 0.6  # bytes of activations of a forward pass per byte of KV: both grow with heads and tokens
 PACKED = {"none": 2.0, "int8": 1.0, "int4": 0.6}  # bytes per weight of a linear layer, scales included
 TOGETHER = 9  # bytes per weight of one projection of a layer's experts while they are stacked, at most
-# SmolLM2-135M, which loops over documents: the words of a document all have the first penalty, so it alone ends few loops
+# SmolLM2-135M loops over documents. All words of a document have the first penalty, so that one alone ends few loops
 PENALTY = {"repetition_penalty": 1.1, "frequency_penalty": 0.1}
 SHARES = (1 / 4, 1 / 2, 1)  # shares of the memory: fast, medium and largest model
 
