@@ -5,18 +5,19 @@ torch is imported only when something is built, so that a profile can be read an
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from hashlib import sha256
 from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadConfig
 from kvcli.settings.profile import ALTERED, TIERS
 from kvcli.settings.resolve import method_class
-from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory, registries
+from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory, registries, texts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -330,9 +331,20 @@ def sampler(lm: LM, profile: Profile) -> Sampler:
     """Return the sampler of the profile, with the model's own generation settings where the profile has none."""
     from kvcli.engine.sequence.sampler import Sampler
 
-    chosen = profile.sample
-    wanted = {
-        key: getattr(chosen, key) if getattr(chosen, key) is not None else lm.generation.get(key)
-        for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    }
-    return Sampler(**{key: value for key, value in wanted.items() if value is not None}, seed=chosen.seed)
+    chosen, found = profile.sample, dict[str, Any]()
+    for key in {field.name for field in fields(Sampler)} & set(vars(chosen)):
+        value = getattr(chosen, key)
+        found[key] = lm.generation.get(key) if value is None else value
+    bias = dict(
+        re.split(r"(?=[+-])", text) for text in texts_of(chosen.logit_bias)
+    )  # TOKEN+N: the last of an id counts
+    if outside := [token for token in bias if int(token) >= lm.vocab]:
+        raise BadConfig(
+            f"sample.logit_bias has token {outside[0]}; the vocabulary of this model has {lm.vocab:,} tokens",
+            code="no_such_token",
+            try_=[f"sample.logit_bias without {outside[0]}"],
+        )
+    found["logit_bias"] = tuple((int(token), float(number)) for token, number in bias.items())
+    made = Sampler(**{key: value for key, value in found.items() if value is not None})
+    breakers = tuple(texts_of(chosen.dry_sequence_breakers))
+    return replace(made, dry_breakers=lm.tokens_with(breakers)) if made.dry_multiplier else made

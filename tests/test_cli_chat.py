@@ -25,6 +25,7 @@ from kvcli.schemas.documents import DOCUMENTS, json_schema
 from kvcli.schemas.turn import Run, TurnDocument
 from kvcli.settings import config
 from kvcli.settings.conflicts import cautions
+from kvcli.settings.schema import NO_PENALTY
 from tests.demo_model.example import SAMPLES
 from tests.fake_model import fake_info
 from tests.fakes import Loaded, Machine
@@ -203,9 +204,10 @@ def test_a_method_that_is_set_in_a_chat_takes_the_place_of_the_model_that_drafts
 
 
 def test_greedy_is_temperature_zero_and_no_penalty(machine):
-    plan = json.loads(machine("chat", "--dry-run", "--json", "--greedy").out)
-    for key, value in (("sample.temperature", 0.0), ("sample.repetition_penalty", 1.0)):
-        assert (plan["settings"][key], plan["origins"][key]) == (value, "--greedy")
+    plan = json.loads(machine("chat", "--dry-run", "--json", "--greedy", "--stop", "a b", "--stop", "c").out)
+    for key, value in {"temperature": 0.0, **NO_PENALTY}.items():
+        assert (plan["settings"][f"sample.{key}"], plan["origins"][f"sample.{key}"]) == (value, "--greedy")
+    assert (plan["settings"]["sample.stop"], plan["origins"]["sample.stop"]) == (["a b", "c"], "--stop")
     plan = json.loads(machine("chat", "--dry-run", "--json", "--greedy", "--repetition-penalty", "1.2").out)
     assert plan["settings"]["sample.repetition_penalty"] == 1.2
 

@@ -123,6 +123,9 @@ def test_a_summary_with_a_loop_in_it_is_no_success(office):
     assert "note: the answer repeated itself" in done.err
     office.clerk.answer = lambda _: " goes on" * 60
     done = office("a.txt", "--no-cache")
+    assert (done.exit, done.out.count("“")) == (8, 3)
+    (office.folder / "bare.txt").write_text("Agenda")  # no sentence to quote
+    done = office("bare.txt")
     assert (done.exit, done.out) == (8, "")
     assert "its answer repeated itself" in done.err
 
@@ -305,7 +308,8 @@ def test_a_file_is_replaced_at_the_end_and_kept_when_that_fails(office):
     target.write_text("before")
     target.chmod(0o640)
     office.clerk.answer = lambda prompt: ""
-    assert office("a.txt", "-o", "out.md").exit == 8
+    (office.folder / "bare.txt").write_text("Agenda")  # no sentence to quote
+    assert office("bare.txt", "-o", "out.md").exit == 8
     assert target.read_text() == "before"
     office.clerk.answer = first_sentences
     assert office("a.txt", "-o", "out.md", "--no-cache").exit == 0
@@ -457,7 +461,8 @@ def test_errors_of_each_stand_where_the_json_goes(office):
     written = (office.folder / "x.json").read_text()
     assert [json.loads(line)["schema"] for line in written.splitlines()] == schemas
     office.clerk.answer = lambda prompt: ""
-    done = office("cut.pdf", "a.txt", "--each", "--json", "-o", "x.json", "--no-cache")
+    (office.folder / "bare.txt").write_text("Agenda")  # no sentence to quote
+    done = office("cut.pdf", "bare.txt", "--each", "--json", "-o", "x.json", "--no-cache")
     assert (done.out, (office.folder / "x.json").read_text()) == ("", written), "errors alone replace nothing"
     assert "wrote no summary" in done.err
 
@@ -590,7 +595,8 @@ def test_a_run_that_does_not_end_leaves_the_old_file(office, monkeypatch):
         patch.setattr(Interrupt, "__call__", lambda self: len(office.clerk.asked) > 1)
         assert office("a.txt", "b.txt", "--each", "-o", "out.md").exit == 130
     assert target.read_text() == "before"
-    office.clerk.answer = lambda prompt: "" if "mill" in prompt else first_sentences(prompt)
+    office.clerk.answer = lambda prompt: "" if "Agenda" in prompt else first_sentences(prompt)
+    (office.folder / "b.txt").write_text("Agenda")  # no sentence to quote
     assert office("b.txt", "a.txt", "--each", "-o", "out.md", "--no-cache").exit == 8
     assert target.read_text() == "# a.txt\n\n" + "\n".join(POINTS) + "\n", "no heading without its summary"
 

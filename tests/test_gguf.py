@@ -32,6 +32,7 @@ from kvcli.models.gguf import convert, header
 from kvcli.models.gguf.convert import KEPT
 from kvcli.models.gguf.header import TYPES
 from kvcli.models.gguf.words import splits
+from kvcli.models.sampling import stated_sampling
 from kvcli.models.text import decode, render_prompt
 from kvcli.models.tokenizer import load_tokenizer
 from kvcli.settings.profile import Profile
@@ -589,7 +590,9 @@ def test_a_file_that_says_nothing_of_sampling_is_sampled_as_its_familys_cards_sa
 ):
     write(tmp_path / "tiny.gguf", family)
     found, told = sampled(tmp_path / "tiny.gguf")
-    assert found == {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0} | recommended
+    assert found == recommended
+    origin = "default" if family == "llama" else "the model card"
+    assert stated_sampling(source.find(str(tmp_path / "tiny.gguf"))) == (recommended, origin)
     assert ("the model has no sampling settings; kvcli uses" in told) == (family != "llama")
     mine, _ = sampled(tmp_path / "tiny.gguf", **{"sample.temperature": 0.0, "sample.repetition_penalty": 1.3})
     assert (mine["temperature"], mine["repetition_penalty"]) == (0.0, 1.3)
@@ -599,6 +602,7 @@ def test_a_file_that_says_nothing_of_sampling_is_sampled_as_its_familys_cards_sa
     ("keys", "chosen"),
     [
         ({"temp": 0.7, "top_p": 0.8, "top_k": 20}, {"temperature": 0.7, "top_p": 0.8, "top_k": 20}),
+        ({"temp": 0.9, "xtc_probability": 0.5}, {"temperature": 0.9, "xtc_probability": 0.5}),
         ({"penalty_repeat": 1.15}, {"temperature": 1.0, "repetition_penalty": 1.15}),
         ({"temp": 0.0, "penalty_repeat": 1.15}, {"temperature": 0.0, "repetition_penalty": 1.15}),
     ],
@@ -606,7 +610,8 @@ def test_a_file_that_says_nothing_of_sampling_is_sampled_as_its_familys_cards_sa
 def test_what_a_file_says_of_sampling_holds(tmp_path: Path, keys: dict[str, Any], chosen: dict[str, float]):
     write(tmp_path / "tiny.gguf", "qwen3", keys={f"general.sampling.{key}": value for key, value in keys.items()})
     found, told = sampled(tmp_path / "tiny.gguf")
-    assert found == {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0} | chosen
+    assert found == chosen
+    assert stated_sampling(source.find(str(tmp_path / "tiny.gguf"))) == (chosen, "the GGUF file")
     assert "sampling" not in told
 
 

@@ -18,6 +18,7 @@ from kvcli.demo import weights_dir
 from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow, DoesNotFit, ExitStatus
 from kvcli.kv.slots import nbytes
+from kvcli.models.text import tokens_with
 from kvcli.settings.config import builtin_files
 from kvcli.settings.profile import Profile
 from tests import drafters, families, make, small_tokenizers
@@ -130,6 +131,19 @@ def test_nothing_counts_behind_a_stop_string_however_much_a_pass_gave() -> None:
     assert turn.stats.passes < want.stats.passes
     assert (turn.text, turn.ids, turn.finish) == (want.text, want.ids, "stop")
     assert model().generate(prompt(), max_new_tokens=30, stop=stop[0]).text == want.text, "one string is one string"
+    assert model(sample={"stop": stop}).generate(prompt(), max_new_tokens=30).ids == want.ids, "as in a profile"
+
+
+def test_a_bias_and_breakers_are_of_tokens_that_the_model_has() -> None:
+    first = model().generate(prompt(), max_new_tokens=1).ids[0]
+    assert model().generate(prompt(), max_new_tokens=1, logit_bias=f"{first}-inf").ids[0] != first
+    for wrong in ({"logit_bias": f"{lm().vocab}+1"}, {"logit_bias": "5"}, {"stop": [""]}, {"xtc_threshold": 0.6}):
+        with pytest.raises(BadConfig):
+            model().generate(prompt(), max_new_tokens=1, **wrong)
+    dry = tokens_with(model().tokenizer, lm().vocab, ("e",))
+    assert 0 < len(dry) < lm().vocab
+    with pytest.raises(BadConfig, match="no token"):
+        tokens_with(model().tokenizer, lm().vocab, ("e", "no such token"))
 
 
 def test_a_stream_that_another_one_overtook_says_so() -> None:

@@ -11,17 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import (
+    LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
-from kvcli.engine.forward_request import Draft, ForwardRequest, Rows, SamplingContext, SeenTokens
+from kvcli.engine.forward_request import Draft, ForwardRequest, Rows, SamplingContext
 from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.sequence.commit import accepted_path
 from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.token_history import TokenHistory
 from kvcli.errors import BadInput, BadModel
 from kvcli.kernels.gumbel_noise import gumbel
 from tests.exact.half import Half
@@ -44,6 +47,8 @@ SETTINGS = [
     Sampler(temperature=0.9, top_p=0.8),
     Sampler(temperature=1.0, min_p=0.1),
     Sampler(temperature=0.8, top_k=9, top_p=0.9, min_p=0.05),
+    Sampler(temperature=1.2, typical_p=0.6),
+    Sampler(temperature=0.8, top_k=11, top_p=0.95, min_p=0.02, typical_p=0.8),
 ]
 
 
@@ -58,14 +63,12 @@ def test_what_drops_nothing_draws_what_the_sorted_candidates_would(seed: int) ->
 @pytest.mark.parametrize("sampler", SETTINGS)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_distribution_is_that_of_transformers(sampler: Sampler, seed: int) -> None:
-    row = logits(seed=seed)
-    want = TemperatureLogitsWarper(sampler.temperature)(None, row)
-    if sampler.top_k:
-        want = TopKLogitsWarper(sampler.top_k)(None, want)
-    if sampler.top_p < 1:
-        want = TopPLogitsWarper(sampler.top_p)(None, want)
-    if sampler.min_p:
-        want = MinPLogitsWarper(sampler.min_p)(None, want)
+    row, asked = logits(seed=seed), [TemperatureLogitsWarper(sampler.temperature)]
+    asked += [TopKLogitsWarper(sampler.top_k)] if sampler.top_k else []
+    asked += [TopPLogitsWarper(sampler.top_p)] if sampler.top_p < 1 else []
+    asked += [MinPLogitsWarper(sampler.min_p)] if sampler.min_p else []
+    asked += [TypicalLogitsWarper(sampler.typical_p)] if sampler.typical_p < 1 else []
+    want = LogitsProcessorList(asked)(None, row)
     torch.testing.assert_close(law(sampler, row), torch.softmax(want[0].double(), -1), atol=1e-6, rtol=1e-6)
 
 
@@ -86,12 +89,135 @@ def test_greedy_is_the_first_of_the_likeliest() -> None:
     assert Sampler()(torch.tensor([[1.0, 5.0, 5.0, 2.0]]), torch.tensor([0])).tolist() == [1]
 
 
+def history(ids: Sequence[int], vocab: int = V) -> TokenHistory:
+    made = TokenHistory(vocab)
+    made.add(ids)
+    return made
+
+
 def test_the_repetition_penalty_is_that_of_transformers() -> None:
     row, ids = logits(seed=4), [2, 5, 5, 7]
-    want = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([ids]), row.clone()).argmax(-1)
-    seen = SeenTokens(V)
-    seen.add(ids)
-    assert Sampler(repetition_penalty=1.7)(row, torch.tensor([0]), seen.mask).tolist() == want.tolist()
+    want = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([ids]), row.clone())
+    sampler = Sampler(repetition_penalty=1.7)
+    torch.testing.assert_close(sampler.penalize(row, sampler.facts(history(ids), [[]], 0)), want)
+
+
+def test_penalties_of_the_answer_count_its_tokens_alone() -> None:
+    """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence, as the OpenAI API states it."""
+    row, text, path = logits(seed=6), [2, 5, 5, 7, 5, 5, 9], [5, 1]
+    sampler = Sampler(presence_penalty=0.7, frequency_penalty=-0.3)
+    c = torch.tensor([[5, 5, 9, *path].count(token) for token in range(V)])
+    found = sampler.penalize(row, sampler.facts(history(text), [path], 4))
+    torch.testing.assert_close(found, row - c * -0.3 - (c > 0) * 0.7)
+
+
+def dry(ids: Sequence[int], sampler: Sampler) -> dict[int, float]:
+    """The penalties of DRY by its definition: every earlier place is compared with the end, token by token."""
+    ids = ids[-sampler.dry_range :]
+    lengths: dict[int, int] = {}
+    for at in range(1, len(ids)):
+        n = 0
+        while n < at and ids[at - 1 - n] == ids[-1 - n] and ids[-1 - n] not in sampler.dry_breakers:
+            n += 1
+        lengths[ids[at]] = max(n, lengths.get(ids[at], 0))
+    allowed, breakers = sampler.dry_allowed_length, sampler.dry_breakers
+    return {
+        token: sampler.dry_multiplier * sampler.dry_base ** (n - allowed)
+        for token, n in lengths.items()
+        if n >= allowed and token not in breakers
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 3), st.sampled_from([0, 1, 17]), st.booleans())
+def test_dry_is_what_its_definition_says(ids: list[int], allowed: int, last: int, breaks: bool) -> None:
+    sampler = Sampler(
+        dry_multiplier=0.8, dry_allowed_length=allowed, dry_range=last, dry_breakers=frozenset({3} if breaks else ())
+    )
+    row, cut = logits(), len(ids) // 2
+    want = row.clone()
+    for token, penalty in dry(ids, sampler).items():
+        want[0, token] -= penalty
+    found = sampler.penalize(row, sampler.facts(history(ids[:cut]), [ids[cut:]], 0))
+    torch.testing.assert_close(found, want)
+
+
+# tests/test-sampling.cpp of llama.cpp: probabilities, last tokens, expected probabilities
+LLAMA_DRY = [
+    ([0.25] * 4, [0, 1], 1.0, 1.1, 2, 4, (), [0.25] * 4),
+    ([0.25] * 4, [0, 1, 2, 0, 1], 1.0, 1.1, 2, 5, (), [0.296923, 0.296923, 0.109232, 0.296923]),
+    ([0.2] * 5, [0, 1, 3, 4, 0, 1], 1.0, 1.1, 2, 6, (3,), [0.2] * 5),
+    ([0.2] * 5, [0, 1, 2, 0, 1], 2.0, 1.1, 2, 5, (), [0.241818, 0.241818, 0.032727, 0.241818, 0.241818]),
+    ([0.2] * 5, [0, 1, 2, 3, 4, 0, 1], 1.0, 1.1, 4, 7, (), [0.2] * 5),
+]
+
+
+@pytest.mark.parametrize(("p", "ids", "multiplier", "base", "allowed", "last", "breakers", "want"), LLAMA_DRY)
+def test_dry_has_the_results_of_llama_cpp(
+    p: list[float], ids: list[int], multiplier: float, base: float, allowed: int, last: int,
+    breakers: tuple[int, ...], want: list[float],
+) -> None:  # fmt: skip
+    sampler = Sampler(
+        dry_multiplier=multiplier, dry_base=base, dry_allowed_length=allowed, dry_range=last,
+        dry_breakers=frozenset(breakers),
+    )  # fmt: skip
+    facts = sampler.facts(history(ids, 5), [[]], 0).of(torch.arange(len(p)))
+    found = sampler.penalize(torch.tensor([p]).log(), facts).softmax(-1)[0]
+    torch.testing.assert_close(found, torch.tensor(want), atol=1e-5, rtol=0)
+
+
+def test_a_repeated_phrase_has_a_penalty_that_ends_the_growth() -> None:
+    """A text of one token: lengths are bounded, and the penalty remains a number."""
+    sampler = Sampler(dry_multiplier=0.8, dry_base=4.0)
+    found = sampler.penalize(logits(), sampler.facts(history([1] * 5000), [[]], 0))
+    assert torch.isfinite(found).all()
+    assert found[0, 1] < -1e30
+
+
+def test_a_bias_is_added_to_its_tokens() -> None:
+    row = logits(2)
+    want = row.clone()
+    want[:, 3] += 1.5
+    want[:, 7] = -torch.inf
+    assert torch.equal(Sampler(logit_bias=((3, 1.5), (7, -math.inf))).penalize(row, None), want)
+
+
+@pytest.mark.parametrize("n", [0.5, 1.0, 2.0])
+def test_top_n_sigma_is_its_formula(n: float) -> None:
+    """Tokens at least max - n * sigma (arXiv 2411.07641); a token that a grammar forbids has no part in sigma."""
+    row = logits(seed=9)
+    row[0, 4] = -torch.inf
+    real = row[0][row[0] > -torch.inf]
+    keep = row[0] >= row[0].max() - n * real.std(correction=0)
+    found = law(Sampler(temperature=0.7, top_n_sigma=n), row)
+    torch.testing.assert_close(found, (row[0] / 0.7).where(keep, -torch.inf).double().softmax(-1), atol=1e-6, rtol=0)
+
+
+# tests/test-sampling.cpp of llama.cpp: probabilities, threshold, those that are left when XTC acts
+LLAMA_XTC = [
+    ([0.4, 0.3, 0.2, 0.1], 0.09, [3]),
+    ([0.4, 0.3, 0.2, 0.1], 0.19, [2, 3]),
+    ([0.4, 0.3, 0.2, 0.1], 0.29, [1, 2, 3]),
+    ([0.4, 0.3, 0.2, 0.1], 0.39, [0, 1, 2, 3]),
+]
+
+
+@pytest.mark.parametrize(("p", "threshold", "left"), LLAMA_XTC)
+def test_xtc_drops_what_llama_cpp_drops(p: list[float], threshold: float, left: list[int]) -> None:
+    sampler = Sampler(temperature=1.0, xtc_probability=1.0, xtc_threshold=threshold)
+    ids, scores = sampler.scores(torch.tensor([p], dtype=torch.float64).log(), torch.tensor([5]))
+    assert ids is not None
+    assert sorted(ids[0][scores[0] > -torch.inf].tolist()) == left
+
+
+def test_xtc_acts_at_its_share_of_positions_by_seed_and_position_alone() -> None:
+    n, row = 4000, torch.tensor([[0.5, 0.4, 0.1]]).log()
+    sampler = Sampler(temperature=1.0, xtc_probability=0.3, seed=2)
+    found = sampler(row.expand(n, -1), torch.arange(n))
+    share = float((found == 0).double().mean())
+    assert abs(share - 0.7 * 0.5) < 4 * math.sqrt(0.35 * 0.65 / n)
+    some = torch.tensor([17, 3, 999])
+    assert sampler(row.expand(3, -1), some).tolist() == found[some].tolist()
 
 
 def test_noise_is_a_function_of_seed_position_and_token_only() -> None:
@@ -154,22 +280,20 @@ def test_the_walk_takes_the_path_that_the_sampler_draws(
         ids.append(next(t for t in range(V) if t not in taken and (t * 7 + seed) % 3) if len(taken) < 8 else 12)
     rows = Rows.build(3, 20, Draft(ids, parent))
     scores = logits(rows.tree, seed) * 0.2
-    sampler = Sampler(temperature=0.9, repetition_penalty=penalty, seed=seed)
+    # a negative penalty: a token drawn on the path is likely to come again, so a wrong count shows
+    sampler = Sampler(temperature=0.9, repetition_penalty=penalty, frequency_penalty=9 * (1 - penalty), seed=seed)
     text = [1, 3]
-    seen = SeenTokens(V)
-    seen.add(text)
     constraint = Half(V, seed) if is_held else None
-    made = back(SamplingContext(sampler, seen, constraint), rows, scores, at_once)
+    made = back(SamplingContext(sampler, history(text), constraint), rows, scores, at_once)
     path, new = accepted_path(rows, made.drawn)
     assert [made.hook_output(row) for row in path] == [pytest.approx(scores[row, :2].tolist()) for row in path]
 
     want_path, want_new, node = [0], [], 0
     while True:
-        mask = torch.zeros(V, dtype=torch.bool)
-        mask[text + want_new] = True
+        facts = sampler.facts(history([*text, *want_new]), [[]], 0) if sampler.penalties else None
         allowed = constraint.allowed(want_new) if constraint is not None else None
         row = scores[node] if allowed is None else scores[node].where(allowed, torch.tensor(-torch.inf))
-        token = int(sampler(row[None], torch.tensor([rows.pos[node]]), mask)[0])
+        token = int(sampler(row[None], torch.tensor([rows.pos[node]]), facts)[0])
         want_new.append(token)
         child = [i + 1 for i, p in enumerate(parent) if p + 1 == node and ids[i] == token]
         if not child:
@@ -201,7 +325,7 @@ def test_logits_that_are_no_numbers_are_refused(temperature: float, at_once: boo
     bad = logits(3)
     bad[1, 4] = torch.nan
     made = back(
-        SamplingContext(Sampler(temperature=temperature), SeenTokens(V)), Rows.chain([1, 2, 3], 7), bad, at_once
+        SamplingContext(Sampler(temperature=temperature), TokenHistory(V)), Rows.chain([1, 2, 3], 7), bad, at_once
     )
     assert made.drawn(0) == Sampler(temperature=temperature)(bad[:1], torch.tensor([7])).item()
     with pytest.raises(BadModel) as found:
@@ -220,7 +344,7 @@ def test_a_row_that_nothing_may_follow_is_refused_where_it_is_reached(temperatur
             return torch.tensor([len(ids) < 2 or ids[-1] == 1] * V)
 
     rows = Rows.build(3, 7, Draft([5, 1, 2, 4], [-1, 0, 0, 2]))
-    made = back(SamplingContext(Sampler(temperature=temperature), SeenTokens(V), Alley()), rows, logits(5), at_once)
+    made = back(SamplingContext(Sampler(temperature=temperature), TokenHistory(V), Alley()), rows, logits(5), at_once)
     assert all(made.drawn(row) >= 0 for row in (0, 1, 2))
     with pytest.raises(BadInput) as found:
         made.drawn(3)
@@ -247,7 +371,7 @@ def test_what_has_no_float64_has_its_tokens_drawn_on_the_host():
     """As Apple's GPUs, of which there is none here: logits come down once, and nothing of the draw is asked there."""
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     rows, sampler = Rows.chain([1, 2, 3], 4), Sampler(temperature=0.9, top_k=7, seed=5)
-    feed = SimpleNamespace(rows=rows, draw=SamplingContext(sampler, SeenTokens(50)), logits_hook=None, want=range(3))
+    feed = SimpleNamespace(rows=rows, draw=SamplingContext(sampler, TokenHistory(50)), logits_hook=None, want=range(3))
     there = SimpleNamespace(device=SimpleNamespace(type="mps"), cpu=lambda: logits)
     ours, theirs = (Readback(feed, given) for given in (logits, there))
     assert [ours.drawn(row) for row in range(3)] == [theirs.drawn(row) for row in range(3)]

@@ -43,7 +43,7 @@ def session(lm: LM = TINY, drafter: Drafter | None = None, **more: Any) -> Gener
     profile = load_profile("exact").replace(exactness="approx", policy={**SNAP, **more}, prefill={"chunk": 64})
     policy, kv = profile.policy.settings, make.dense(lm)
     return make.session(
-        lm, kv, drafter, Sampler(0.8, seed=3), policy=policy, every=policy.compression_interval, chunk=64
+        lm, kv, drafter, Sampler(temperature=0.8, seed=3), policy=policy, every=policy.compression_interval, chunk=64
     )
 
 

@@ -268,7 +268,12 @@ def spoken(name: str, alloc: str, full: bool, drafter: Drafter) -> list[int]:
     lm, new = EXACT[full], {} if name == "kvzip" else {"keep_new": 9, "compression_interval": 7}
     policy = _settings(name, keep=0.4, alloc=alloc, **new)
     s = make.session(
-        lm, drafter=drafter, sampler=Sampler(0.8, seed=3), policy=policy, every=policy.compression_interval, chunk=19
+        lm,
+        drafter=drafter,
+        sampler=Sampler(temperature=0.8, seed=3),
+        policy=policy,
+        every=policy.compression_interval,
+        chunk=19,
     )
     phrase = families.prompt(9)
     run_to_end(s.read(families.prompt(40, seed=2) + phrase + families.prompt(5, seed=3) + phrase[:6]))

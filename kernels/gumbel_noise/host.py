@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import log
 
+COIN = -1  # an id that no token has, for decisions about a position
 _ALL = (1 << 64) - 1
 
 
@@ -28,6 +29,11 @@ def _key(seed: int, pos: int) -> int:
 @lru_cache(maxsize=1 << 15)
 def _hashed(token: int) -> int:
     return _splitmix(token)
+
+
+def uniform_host(seed: int, pos: int, token: int) -> float:
+    """Return the uniform number of a token at one position; `token` may be -1."""
+    return ((_splitmix(_key(seed, pos) ^ _hashed(token & _ALL)) >> 12) + 0.5) * 2.0**-52
 
 
 def gumbel_host(seed: int, pos: int, ids: Sequence[int]) -> list[float]:

@@ -28,10 +28,14 @@ def signed(seed: int) -> int:
     return (seed & 0xFFFFFFFFFFFFFFFF) - (1 << 64 if seed & (1 << 63) else 0)
 
 
-def gumbel(seed: int | Tensor, pos: Tensor, ids: Tensor) -> Tensor:
-    """Return -log(-log(u)), u uniform on (0, 1) with 52 bits, never 0 or 1."""
+def uniform(seed: int | Tensor, pos: Tensor, ids: Tensor) -> Tensor:
+    """Return numbers u uniform on (0, 1) with 52 bits, never 0 or 1."""
     start = seed if isinstance(seed, Tensor) else torch.tensor(signed(seed), dtype=torch.int64).to(pos.device)
     key = _splitmix(_splitmix(start) ^ pos)  # [N]
     bits = _splitmix(key.unsqueeze(-1) ^ _splitmix(ids))  # [N, C]
-    u = (_shift(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(u))
+    return (_shift(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
+
+
+def gumbel(seed: int | Tensor, pos: Tensor, ids: Tensor) -> Tensor:
+    """Return -log(-log(u))."""
+    return -torch.log(-torch.log(uniform(seed, pos, ids)))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.models import source
 from kvcli.models.source import Source
 from kvcli.settings.profile import Profile
+from kvcli.settings.schema import NO_PENALTY
 
 if TYPE_CHECKING:
     from kvcli.bench.profile_side import Models
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 
 # Sampling settings that a benchmark sets for every side, whatever the profile says, beside temperature and seed.
-UNCUT = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+UNCUT = {
+    "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "top_n_sigma": 0.0, "xtc_probability": 0.0,
+    "logit_bias": (), "stop": (), **NO_PENALTY,
+}  # fmt: skip
 
 
 def drawing(profile: Profile, temperature: float = 0.0, seed: int = 0) -> Profile:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
 from kvcli.api import Events, Prompt, Turn
@@ -26,6 +26,7 @@ from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.errors import BadModel
 from kvcli.models.refusals import is_assistant
 from kvcli.models.retokenizer import spelling
+from kvcli.models.text import tokens_with
 from kvcli.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -149,13 +150,13 @@ def load(
     A hub id is downloaded only with `offline=False` and a `tell` for messages. A GGUF file is converted below `cache`.
     `find`: finds the files of a draft model by name; default: as for `model`. Raises KvcliError subclasses.
     """
-    from kvcli.engine.hf import model_settings
     from kvcli.engine.loading.open_lm import open_lm
     from kvcli.engine.loading.weights import keeps_quantized
     from kvcli.models import source
     from kvcli.models.catalog import Hashes, recommended
     from kvcli.models.channels import ends
     from kvcli.models.gguf import convert
+    from kvcli.models.sampling import generation_defaults
 
     began, wants = time.perf_counter(), profile.load
     named = partial(source.find, offline=offline, tell=tell)
@@ -167,9 +168,12 @@ def load(
     lm = open_lm(found, **asdict(wants))  # the keys of [load] are the parameters
     ids, strings = ends(tokenizer, lm.vocab)
     lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
+    lm.tokens_with = lru_cache(partial(tokens_with, tokenizer, lm.vocab))
     lm.hashes = Hashes(cache, tell)
     told, usual = convert.conversion_notes(given, packs, lm.info.dtype), recommended(given.text_config, given.id)
-    if lm.generation != (sampling := model_settings.generation_defaults(lm.model, lm.info.id, usual)):
+    if lm.generation != (
+        sampling := generation_defaults(getattr(lm.model, "generation_config", None), lm.info.id, usual)
+    ):
         told += (f"the model has no sampling settings; kvcli uses {', '.join(f'{k} {v:g}' for k, v in usual.items())}",)
     notes = lm.info.notes
     if not given.is_gguf and any(given.path.glob("adapter_*")):

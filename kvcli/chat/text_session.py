@@ -21,7 +21,7 @@ from kvcli.errors import BadInput, BadModel
 from kvcli.kv.out_of_memory import CacheFull, catch_cache_full
 from kvcli.models.text import Messages, StopStrings, decode, encode
 from kvcli.prefix_cache.prefix_cache import SaveResult
-from kvcli.settings.schema import ORDER
+from kvcli.settings.schema import ORDER, texts_of
 
 if TYPE_CHECKING:
     from kvcli.chat.document_pack import Pack
@@ -179,7 +179,7 @@ class TextSession:
         prompt: Prompt,
         *,
         ignore_eos: bool = False,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         cancel: Cancel | None = None,
         messages: Messages = (),
         constraint: Constraint | None = None,
@@ -188,8 +188,9 @@ class TextSession:
         """Return one answer as a coroutine for an engine, alone or with other sequences (`kvcli.generate_together`).
 
         `sample`: settings of the `[sample]` table for this answer alone, such as `temperature=0.2, seed=7`; None keeps
-        the profile's value. Raises BadConfig for an unknown setting or an invalid value. `messages`: the messages that
-        the ids of `prompt` were rendered from, so that a policy can tell system text from the rest.
+        the profile's value. `stop`: the one of that table, a text or several. Raises BadConfig for an unknown setting
+        or an invalid value. `messages`: the messages that the ids of `prompt` were rendered from, so that a policy can
+        tell system text from the rest.
         `constraint`: structured output, as from `model.constraint`; it decides where the answer may end.
         Raises ContextOverflow before the prefill.
         """
@@ -208,6 +209,7 @@ class TextSession:
         profile = self.profile
         if profile.memory.budget == "fit" and not self.has_begun:
             self._refuse_crowd(profile.memory.sequences)
+        sample["stop"] = stop
         if changes := {key: value for key, value in sample.items() if value is not None}:
             profile = profile.changed({"sample": changes}, "options of the answer")
         thinking = self._thinking(ids) if not ignore_eos else None
@@ -231,7 +233,7 @@ class TextSession:
             kind_spans,
             new,
             () if ignore_eos else model.lm.stop_ids,
-            StopStrings([*([stop] if isinstance(stop, str) else stop), *(() if ignore_eos else model.lm.stop_strings)]),
+            StopStrings([*texts_of(profile.sample.stop), *(() if ignore_eos else model.lm.stop_strings)]),
             cancel or (lambda: False),
             assemble.sampler(model.lm, profile),
             0 if ignore_eos else profile.sample.stop_loops,

@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -261,7 +261,7 @@ class TurnRun:
         """
         self.session, self.terms, self._asked, self._fetch, self._switch = session, terms, asked, fetch, switch
         self._stats = Stats(prompt=len(asked.ids), limit=terms.limit, load=load_seconds)
-        self._stats.sampling = asdict(asked.sampler)
+        self._stats.sampling = asked.sampler.numbers
         thinking = self._thinking = asked.thinking or ThinkingLimit(0)
         around = {"begin": thinking.begin, "end": thinking.end}
         is_split = asked.constraint is None or thinking.is_due

@@ -7,7 +7,7 @@ or a batch of many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import isgenerator
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.sequence.sampler import STUCK, Sampler
+from kvcli.engine.sequence.token_history import TokenHistory
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
@@ -150,6 +151,10 @@ class Rows:
             row = self.parent[row]
         return ancestors
 
+    def path(self, row: int) -> list[int]:
+        """Return the draft tokens from the pending token, which is row 0, down to a tree row."""
+        return [self.ids[above] for above in self.ancestors(row)[-2::-1]]
+
 
 def _picked(of: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
     """Select elements. A range of consecutive rows is sliced, so that the positions of a chain remain a range."""
@@ -159,44 +164,12 @@ def _picked(of: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
 # How the token after each row is sampled.
 
 
-class SeenTokens:
-    """The set of tokens in the text so far, for the repetition penalty."""
-
-    def __init__(self, vocab: int, device: torch.device | str = "cpu") -> None:
-        self._mask = torch.zeros(vocab, dtype=torch.bool, device=device)  # [V]
-        self._new: list[int] = []  # ids not yet in the mask, which few samplers need
-
-    @property
-    def mask(self) -> Tensor:
-        """The seen tokens, [V] bool."""
-        if self._new:
-            self._mask[self._new] = True
-            self._new = []
-        return self._mask
-
-    def add(self, ids: Iterable[int]) -> None:
-        """Add tokens of the text."""
-        self._new += ids
-
-    def clear(self) -> None:
-        self._mask.zero_()
-        self._new = []
-
-    def of(self, rows: Rows, which: Sequence[int]) -> Tensor:
-        """Return the seen tokens at each of these rows, [len(which), V]: the text and the row's path of draft
-        tokens."""
-        mask = self.mask.repeat(len(which), 1)
-        at = [(i, rows.ids[above]) for i, row in enumerate(which) for above in rows.ancestors(row)]
-        mask[tuple(torch.tensor(at, device=mask.device).T)] = True
-        return mask
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingContext:
     """The context in which tokens after the rows of one sequence are sampled."""
 
     sampler: Sampler
-    seen: SeenTokens
+    history: TokenHistory
     constraint: Constraint | None = None
     text: Sequence[int] = ()  # up to the pending token
     answer_at: int = 0  # start of the answer, which the constraint restricts
@@ -207,11 +180,13 @@ class SamplingContext:
         The id is -1 if logits are NaN or infinite, STUCK if the constraint allows no token.
         """
         pos = torch.tensor([rows.pos[row] for row in which], device=logits.device)
-        seen = self.seen.of(rows, which) if self.sampler.needs_text else None
+        facts = None
+        if self.sampler.penalties:
+            facts = self.sampler.facts(self.history, [rows.path(row) for row in which], self.answer_at)
         logits = logits[which.start : which.stop]
         if (mask := self._allowed(rows, which, logits)) is None:
-            return self.sampler(logits, pos, seen)
-        drawn = self.sampler(logits.masked_fill(~mask, -torch.inf), pos, seen)
+            return self.sampler(logits, pos, facts)
+        drawn = self.sampler(logits.masked_fill(~mask, -torch.inf), pos, facts)
         return drawn.masked_fill(~mask.any(-1), STUCK)
 
     def _allowed(self, rows: Rows, which: range, logits: Tensor) -> Tensor | None:
@@ -223,8 +198,7 @@ class SamplingContext:
         for row in which:
             before = found.get(rows.parent[row], every)
             if before[rows.ids[row]]:
-                path = [rows.ids[above] for above in rows.ancestors(row)[-2::-1]]  # below the pending token
-                mask = self.constraint.allowed([*answer, *path])
+                mask = self.constraint.allowed([*answer, *rows.path(row)])
                 found[row] = every if mask is None else mask
             else:  # the row violates the constraint: neither it nor its descendants can be accepted
                 found[row] = torch.zeros_like(every)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvcli.errors import BadInput, BadModel
+from kvcli.errors import BadConfig, BadInput, BadModel
 from kvcli.models import control_words
 from kvcli.models.control_words import FENCED, OPEN
 from kvcli.models.refusals import blame_files
@@ -88,6 +88,18 @@ def byte_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     with blame_files(tokenizer_failed):
         ids = tokenizer.convert_tokens_to_ids([f"<0x{b:02X}>" for b in range(256)])
     return frozenset(i for i in ids if i is not None and i != tokenizer.unk_token_id)
+
+
+def tokens_with(tokenizer: PreTrainedTokenizerBase, vocab: int, texts: tuple[str, ...]) -> frozenset[int]:
+    """Ids below `vocab` whose text contains one of these texts. Each text must be in some token."""
+    words = [decode(tokenizer, [i]) for i in range(min(vocab, len(tokenizer)))]
+    if missing := [text for text in texts if not any(text in word for word in words)]:
+        raise BadConfig(
+            f"no token of this model contains {missing[0]!r}, which sample.dry_sequence_breakers has",
+            code="no_such_token",
+            try_=[f"sample.dry_sequence_breakers without {missing[0]!r}"],
+        )
+    return frozenset(i for i, word in enumerate(words) if any(text in word for text in texts))
 
 
 class StopStrings:

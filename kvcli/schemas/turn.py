@@ -138,7 +138,7 @@ class TurnDocument(Json):
     finish: Finish
     order: Order = Field(description="prefill order: in chunks, or layer by layer")
     approx: bool = Field(description="true: the answer is approximate, so facts may be missing")
-    sampling: dict[str, int | float] = Field(description="sampling settings, by profile key")
+    sampling: dict[str, int | float] = Field(description="sampling settings that have an effect, by profile key")
     tokens: Tokens
     time: Times
     speed: Speed

@@ -23,6 +23,10 @@ ELSEWHERE = {
     **dict.fromkeys(["num_ctx", "n_ctx", "max_context", "context_length"], "limit"),
     "repeat_penalty": "repetition_penalty",
     "temp": "temperature",
+    "typical": "typical_p",
+    "top_nsigma": "top_n_sigma",
+    "dry_penalty_last_n": "dry_range",
+    **dict.fromkeys(["stop_sequences", "stop_strings"], "stop"),
 }
 
 

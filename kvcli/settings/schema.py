@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -120,6 +120,11 @@ def size_of(text: str) -> int:
     return int(float(text[:-3]) * 1024 ** ("KMGT".index(text[-3]) + 1))
 
 
+def texts_of(value: str | Sequence[str]) -> Sequence[str]:
+    """Return the texts of a key that takes one text or several."""
+    return (value,) if isinstance(value, str) else value
+
+
 def tokens_of(text: str) -> int:
     """Return a number of tokens such as 4096, 4k or 1.5k; 0 if the text is no number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().replace("_", ""), re.IGNORECASE)
@@ -202,15 +207,37 @@ class Memory:
         return self.demotes and self.on_oom == "degrade" and not self.fallbacks
 
 
+Text = Annotated[str | tuple[str, ...], Pattern("(?s).+", "text that is not empty, or a list of such texts")]
+BIAS = Pattern(
+    r"\d+[+-](\d+(\.\d+)?|inf)", 'a token id and a number, as in "15043+1.5" or "15043-inf", or a list of these'
+)
+# settings that make earlier tokens less likely, with the values that turn them off
+NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "dry_multiplier": 0.0}
+
+
 @dataclass(frozen=True)
 class Sample:
-    """Sampling of the next token. A key that is absent follows the model's generation_config."""
+    """Sampling of the next token. A key that is absent follows the model's generation_config. The settings act in this
+    order: logit bias, penalties, temperature, top-n-sigma, top-k, top-p, min-p, typical-p, XTC."""
 
     temperature: Annotated[float, Range(0)] | None = None  # 0 = always the most likely token
     top_k: Annotated[int, Range(0)] | None = None  # sample from this many most likely tokens; 0 = all
     top_p: Annotated[float, Range(above=0, most=1)] | None = None  # total probability to sample from; 1 = all
     min_p: Annotated[float, Range(0, below=1)] | None = None  # drop tokens below this share of the best; 0 = none
+    typical_p: Annotated[float, Range(above=0, most=1)] | None = None  # total probability of typical tokens; 1 = all
+    top_n_sigma: Annotated[float, Range(0)] | None = None  # deviations below the best logit to sample from; 0 = all
+    xtc_probability: Annotated[float, Range(0, 1)] | None = None  # how often XTC drops all likely tokens but one
+    xtc_threshold: Annotated[float, Range(above=0, most=0.5)] | None = None  # probability of a likely token (XTC)
     repetition_penalty: Annotated[float, Range(above=0)] | None = None  # above 1 = fewer repetitions; 1 = off
+    presence_penalty: Annotated[float, Range()] | None = None  # lowers tokens that the answer contains; 0 = off
+    frequency_penalty: Annotated[float, Range()] | None = None  # lowers them by each occurrence; 0 = off
+    dry_multiplier: Annotated[float, Range(0)] | None = None  # lowers tokens that continue a repetition; 0 = off
+    dry_base: Annotated[float, Range(1)] = 1.75  # growth of that penalty with each repeated token
+    dry_allowed_length: Annotated[int, Range(1)] = 2  # repeated tokens without that penalty
+    dry_range: Annotated[int, Range(0)] = 0  # last tokens that are searched for repetitions; 0 = all
+    dry_sequence_breakers: Text = ("\n", ":", '"', "*")  # no repetition contains a token with one of these texts
+    logit_bias: Annotated[str | tuple[str, ...], BIAS] = ()  # TOKEN+N or TOKEN-N: adds a number to a token's logit
+    stop: Text = ()  # texts that end the answer where one begins
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0  # random seed; the same seed gives the same text
     max_new_tokens: Annotated[int, Range(1)] = 1024  # maximum tokens of one answer
     stop_loops: Annotated[int, Range(0)] = 320  # end an answer after this many tokens of repetition; 0 = never

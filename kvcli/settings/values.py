@@ -113,7 +113,7 @@ def _alternatives(hint: Any) -> Sequence[tuple[object, tuple[object, ...]]]:
 
 def expected(hint: object) -> str:
     """Describe the values that a key allows: `"auto" or a whole number from 1`."""
-    return any_of([_expected_one(base, markers) for base, markers in _alternatives(hint)])
+    return any_of(list(dict.fromkeys(_expected_one(base, markers) for base, markers in _alternatives(hint))))
 
 
 def _expected_one(base: object, markers: tuple[object, ...]) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvcli.api import Cancel, End, Text, Turn
 from kvcli.models.channels import Channels
 from kvcli.models.text import render_prompt
+from kvcli.settings.schema import NO_PENALTY
 from kvcli.summarize.check import Checker, Passage, with_ocr
 from kvcli.summarize.claim_words import sentences
 from kvcli.summarize.events import (
@@ -160,9 +161,7 @@ class _Run:
         return points
 
     def _quoted(self) -> Generator[Event, None, list[Point]]:
-        """Return the first sentences of the text as quotes, if a small model wrote nothing about it."""
-        if self.plan.wording.sentence is None:
-            return []
+        """Return the first sentences of the text as quotes, if the model wrote nothing about it."""
         passages = [p for part in self.plan.parts for p in part.passages]
         told = (" ".join(p.text[a:b].split()) for p in passages for a, b in sentences(p.text) if p.text[a] != "#")
         quotes = [f"“{words}”" for words in islice((words for words in told if len(words.split()) >= FEWEST), QUOTES)]
@@ -202,10 +201,11 @@ class _Run:
             raise _Cancelled
         said = ""
         ids = self._ids(messages)
-        # a small model makes things up if the repetition penalty keeps it from copying the text
-        copies = self.plan.wording.sentence and self.model.profile.sample.repetition_penalty is None
-        how = {"max_new_tokens": self.plan.answer, **({"repetition_penalty": 1.0} if copies else {})}
-        events = self.model.stream(ids, cancel=self.cancel, messages=messages, **how)
+        # a small model makes things up if penalties keep it from copying the text
+        own, copies = self.model.profile.sample, self.plan.wording.sentence is not None
+        free = {key: off for key, off in NO_PENALTY.items() if copies and getattr(own, key) is None}
+        how = {"cancel": self.cancel, "messages": messages, "max_new_tokens": self.plan.answer}
+        events = self.model.stream(ids, **how, **free)
         for event in events:
             if isinstance(event, End):
                 if event.turn.finish == "interrupted":

@@ -64,7 +64,7 @@ class Side:
         drafter: Any = Paced(parts, METHODS[method]().drafter())
         view = assemble.view(lm, kv, drafter)
         self._session = GenerationSession(lm, kv, drafter, scripted(parts, text), view=view)
-        self._session.seen.add = parts.timed("drawing", self._session.seen.add)  # type: ignore[method-assign]
+        self._session.history.add = parts.timed("drawing", self._session.history.add)  # type: ignore[method-assign]
         self._add = parts.timed("statistics", Stats().add_step)
         for _ in iterate_events(self._session.read(text[:CONTEXT])):
             pass
@@ -100,8 +100,8 @@ def scripted(parts: Parts, text: list[int]) -> Sampler:
 
     @dataclass(frozen=True)
     class Scripted(Sampler):
-        def __call__(self, logits: Tensor, pos: Tensor, seen: Any = None) -> Any:
-            return says(drawn(self, logits, pos, seen), pos)
+        def __call__(self, logits: Tensor, pos: Tensor, facts: Any = None) -> Any:
+            return says(drawn(self, logits, pos, facts), pos)
 
     drawn = Sampler.__call__
     says = parts.timed("bench", lambda _, pos: torch.tensor([text[p + 1] for p in pos.tolist()]))

@@ -88,4 +88,4 @@ def test_what_was_refused_is_not_punished() -> None:
     session = opened("dense", "all", "greedy", "fp32", drafters.Bush(want, 97, STOP))
     session.sampler = Sampler(repetition_penalty=1.8)
     assert run_to_end(written(session)) == want != plain("dense", "all", "greedy", "fp32")
-    assert set(session.seen.mask.nonzero().flatten().tolist()) == set(want)
+    assert set(session.history.seen([[]])[0].nonzero().flatten().tolist()) == set(want)

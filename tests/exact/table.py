@@ -114,6 +114,17 @@ SAMPLERS = {
     "penalty": Sampler(temperature=0.7, repetition_penalty=1.3, seed=11),
     "held": Sampler(temperature=0.8, top_k=40, repetition_penalty=1.2, seed=5),  # to a constraint
 }
+# all further penalties, and all further truncations; they meet few storages and policies, as they see logits and ids
+FURTHER = {
+    "counted": Sampler(
+        presence_penalty=0.4, frequency_penalty=0.2, dry_multiplier=0.8, dry_allowed_length=1, dry_range=40,
+        dry_breakers=frozenset(range(0, 97, 5)), logit_bias=((7, 1.5), (11, -1.0)), temperature=0.6, seed=13,
+    ),
+    "cut": Sampler(
+        temperature=1.2, top_n_sigma=2.2, min_p=0.01, typical_p=0.9, xtc_probability=0.5, xtc_threshold=0.05, seed=17
+    ),
+}  # fmt: skip
+SAMPLERS |= FURTHER
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 NUMBERS = {**DTYPES, "bf16": torch.bfloat16}
 

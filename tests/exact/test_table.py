@@ -32,6 +32,7 @@ from tests.exact.table import (
     CHAINS,
     DRAFTERS,
     EXPERTS,
+    FURTHER,
     LOWER,
     NEW,
     PARTS,
@@ -59,8 +60,11 @@ from tests.small_tokenizers import letters
 
 def is_slow(storage: str, policy: str, sampler: str, drafter: str = CHAINS[1]) -> bool:
     """True if a row is in the slow form alone, because its columns do not act on each other: a constraint ("held") and
-    most policies; a tier and most policies and samplers; a KV format and most drafters, as all formats are read alike.
+    most policies; a tier and most policies and samplers; a KV format and most drafters, as all formats are read alike;
+    a sampler of `FURTHER` and all but the plain storage.
     """
+    if sampler in FURTHER:
+        return (storage, policy) != ("dense", "ragged")
     if storage in make.FORMS and storage not in ("gear", "mustafar") and drafter not in CHAINS:
         return True
     if storage in (*PARTS, *READ, *EXPERTS):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.sampler import Sampler, TokenFacts
 from kvcli.kernels import argmax
 from kvcli.kernels.argmax import Noise, reference
 
@@ -59,16 +59,21 @@ def test_what_is_drawn_is_what_the_sampler_draws(seed: int, heat: float):
 
 @pytest.mark.parametrize(
     "sampler",
-    [Sampler(), Sampler(repetition_penalty=1.3), Sampler(temperature=0.8, seed=1 << 63), Sampler(0.8, top_k=5)],
+    [
+        Sampler(),
+        Sampler(repetition_penalty=1.3),
+        Sampler(temperature=0.8, seed=1 << 63),
+        Sampler(temperature=0.8, top_k=5),
+    ],
 )
 def test_a_sampler_takes_it_where_it_is_served(sampler: Sampler, monkeypatch: pytest.MonkeyPatch):
     x, pos = logits(2), torch.tensor([3, 99])
-    seen = torch.arange(VOCAB) == x.argmax(-1, keepdim=True)
-    want = sampler(x, pos, seen).tolist()
+    facts = TokenFacts(torch.arange(VOCAB) == x.argmax(-1, keepdim=True)) if sampler.penalties else None
+    want = sampler(x, pos, facts).tolist()
     monkeypatch.setattr(argmax, "why_not", lambda logits: "")
-    drawn = sampler.fused(x, pos, seen)
+    drawn = sampler.fused(x, pos, facts)
     assert (drawn is None) == bool(sampler.top_k)
-    assert sampler(x, pos, seen).tolist() == want
+    assert sampler(x, pos, facts).tolist() == want
 
 
 def differing(by_place: bool) -> int:

@@ -14,6 +14,7 @@ from kvcli.documents.document import marked
 from kvcli.engine.model_info import ModelInfo
 from kvcli.engine.sequence.state import Repetition, RepetitionDetector
 from kvcli.engine.stats import Stats
+from kvcli.settings.schema import Sample
 from kvcli.summarize.events import Done
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Summary
@@ -47,7 +48,7 @@ class FakeProfile:
     """What a plan and a cache look at."""
 
     hash: str = "abc"
-    sample: Any = field(default_factory=lambda: SimpleNamespace(max_new_tokens=1024, repetition_penalty=None))
+    sample: Any = field(default_factory=Sample)
     spec: Any = field(default_factory=lambda: SimpleNamespace(method="off"))
     origins: dict[str, str] = field(default_factory=lambda: {"sample.max_new_tokens": "default"})
 
@@ -64,7 +65,7 @@ class Scribe:
     foretell: None = None
     template_variables: dict[str, Any] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
-    penalties: list[float | None] = field(default_factory=list)
+    penalties: list[dict[str, float]] = field(default_factory=list)
     stop_loops: int = 0
 
     def keep(self, cancel: Cancel) -> SaveResult:
@@ -87,12 +88,12 @@ class Scribe:
         max_new_tokens: int,
         cancel: Cancel | None = None,
         messages: Sequence[object] = (),
-        repetition_penalty: float | None = None,
+        **penalties: float,
     ) -> Iterator[Event]:
         assert len(prompt) + max_new_tokens <= self.limit, "a prompt that leaves no room for its answer"
         text = self.tokenizer.decode(prompt)
         self.asked.append(text)
-        self.penalties.append(repetition_penalty)
+        self.penalties.append(penalties)
         stats = Stats(prompt=len(prompt), limit=self.limit)
         yield Live(stats)
         yield Read(len(prompt), len(prompt), 0, 0.1)

@@ -13,6 +13,7 @@ from kvcli.documents import Document, Section, mark
 from kvcli.render.summarize.notes import plan_lines
 from kvcli.render.summarize.view import time_left
 from kvcli.schemas.fit import PassTime
+from kvcli.settings.schema import Sample
 from kvcli.summarize.citations import Place, find, write
 from kvcli.summarize.parts import Part, cut, pieces_of, shown
 from kvcli.summarize.plan import PlanWindow, make_plan
@@ -127,7 +128,7 @@ def test_time_left_is_of_parts_and_merges_and_goes_down():
 
 def test_what_the_user_wrote_limits_an_answer():
     model = Scribe(first_sentences, limit=20_000)
-    model.profile.sample.max_new_tokens = 99
+    model.profile.sample = Sample(max_new_tokens=99)
     assert make_plan([paged("A pump.")], Request(), PlanWindow.of(model)).answer == 750  # type: ignore[arg-type]
     model.profile.origins["sample.max_new_tokens"] = "--max-new-tokens"
     assert make_plan([paged("A pump.")], Request(), PlanWindow.of(model)).answer == 99  # type: ignore[arg-type]

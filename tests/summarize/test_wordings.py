@@ -11,6 +11,7 @@ import tomli
 
 from kvcli.engine.model_info import ModelInfo
 from kvcli.errors import BadModel, UsageError
+from kvcli.settings.schema import Sample
 from kvcli.summarize.events import PartEnded, PointReady
 from kvcli.summarize.request import Request
 from kvcli.summarize.run import summarize
@@ -96,8 +97,10 @@ def test_where_such_a_model_says_nothing_the_first_sentences_stand_as_quotes(tex
     assert summary.notes == ("the model wrote nothing about the text, so the summary quotes its first sentences",)
 
 
-def test_a_model_that_follows_the_general_wording_is_not_spoken_for():
-    assert summary_of(Scribe(lambda _: "", limit=8192, info=LARGE), [paged(NOTE)]).points == ()
+@pytest.mark.parametrize("info", [SMALL, LARGE])
+def test_text_with_sentences_has_a_summary_whatever_the_model_says(info: ModelInfo):
+    assert summary_of(Scribe(lambda _: "", limit=8192, info=info), [paged(NOTE)]).points
+    assert summary_of(Scribe(lambda _: "", limit=8192, info=info), [paged("Agenda")]).points == ()
 
 
 def test_points_joined_in_order_go_out_part_by_part():
@@ -111,9 +114,10 @@ def test_points_joined_in_order_go_out_part_by_part():
 @pytest.mark.parametrize(("info", "said", "drawn"), [(SMALL, None, 1.0), (SMALL, 1.2, None), (LARGE, None, None)])
 def test_such_a_model_may_repeat_what_it_read_unless_it_was_told_not_to(info: ModelInfo, said: float, drawn: float):
     model = Scribe(copies, limit=8192, info=info)
-    model.profile.sample.repetition_penalty = said
+    model.profile.sample = Sample(repetition_penalty=said)
     summary_of(model, [paged(PAGES[0])])
-    assert model.penalties == [drawn]
+    assert [penalties.get("repetition_penalty") for penalties in model.penalties] == [drawn]
+    assert [penalties.get("dry_multiplier") for penalties in model.penalties] == [0.0 if info is SMALL else None]
 
 
 @pytest.mark.parametrize(("n", "is_short"), [(5, True), (20, True), (29, False)])

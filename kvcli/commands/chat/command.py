@@ -148,6 +148,7 @@ _WORDS = "A question, as -p, and files to attach, as -f."
 
 _PROMPT = "Ask this question and exit; - reads it from standard input."
 _TOP_P = "Nucleus sampling: the smallest set of tokens with total probability F."
+_STOP = "End the answer before this text. Repeatable."
 _PENALTY = "Above 1, tokens that occurred before become less likely."
 
 
@@ -174,8 +175,9 @@ class AnswerOptions(Options, panel="The answer"):
         metavar="F", help="Drop tokens less likely than F times the most likely one.", rare=True
     )
     repetition_penalty: float | None = choice(metavar="F", help=_PENALTY, rare=True)
+    stop: list[str] | None = choice(metavar="TEXT", help=_STOP)
     seed: int | None = choice(metavar="N", help="Random seed.", rare=True)
-    greedy: bool = flag(help="Short for --temperature 0 --repetition-penalty 1.", rare=True)
+    greedy: bool = flag(help="Always the most likely token: --temperature 0 without penalties.", rare=True)
     schema: str | None = choice(metavar="FILE", help="Constrain the answer to this JSON schema.")
     grammar: str | None = choice(metavar="FILE", help="Constrain the answer to this grammar, GBNF or Lark.", rare=True)
     json_object: bool = flag(help="Constrain the answer to a JSON object.", rare=True)

@@ -10,6 +10,7 @@ from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import refuse_beyond
 from kvcli.commands.models.command import kind_of, look_at
 from kvcli.errors import ExitStatus, KvcliError
+from kvcli.models.sampling import stated_sampling
 from kvcli.render.terminal.terminal import ORDERS, count, long_size
 from kvcli.schemas.listings import PlanDocument
 
@@ -56,6 +57,8 @@ def plan(setup: Setup, profile: Profile, documents: Sequence[Document]) -> PlanD
     needs = _needs(setup, profile, found, context)
     kv = needs.need.kv + needs.need.host + needs.need.disk if needs else 0
     profile = needs.profile if needs else profile
+    sampling, origin = stated_sampling(found)
+    followed = {key: sampling[name] for name in sampling if profile.values[key := f"sample.{name}"] is None}
     return PlanDocument(
         model=entry,
         profile=profile.name,
@@ -70,8 +73,8 @@ def plan(setup: Setup, profile: Profile, documents: Sequence[Document]) -> PlanD
         documents=[
             {"name": d.name, "sha256": d.sha256, "lines": d.lines, "characters": len(d.text)} for d in documents
         ],
-        settings=dict(profile.values),
-        origins=profile.origins,
+        settings=profile.values | followed,
+        origins=profile.origins | dict.fromkeys(followed, origin),
     )
 
 
@@ -84,4 +87,4 @@ def _needs(setup: Setup, profile: Profile, found: Source, context: int) -> Plan 
 
 
 def _shown(value: object) -> str:
-    return "from the model" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

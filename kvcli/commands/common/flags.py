@@ -11,7 +11,7 @@ import typer
 from kvcli.commands.common.options import Options, choice, flag, option
 from kvcli.documents.document import Ocr
 from kvcli.errors import UsageError
-from kvcli.settings.schema import ThinkingMode, registries, tokens_of
+from kvcli.settings.schema import NO_PENALTY, ThinkingMode, registries, tokens_of
 from kvcli.settings.values import Settings
 
 _ask = partial(option, panel="The question")
@@ -82,6 +82,7 @@ KEYS: Mapping[str, str] = {
     "--top-k": "sample.top_k",
     "--min-p": "sample.min_p",
     "--repetition-penalty": "sample.repetition_penalty",
+    "--stop": "sample.stop",
     "--seed": "sample.seed",
     "--max-new-tokens": "sample.max_new_tokens",
     "--think": "thinking.mode",
@@ -111,7 +112,8 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
         raise UsageError(f"--draft and --spec {given['--spec']} exclude each other", try_=["only one of them"])
     found = {KEYS[flag]: (value, flag) for flag, value in given.items()}
     if "--greedy" in given:
-        found.setdefault("sample.repetition_penalty", (1.0, "--greedy"))
+        for key, off in NO_PENALTY.items():
+            found.setdefault(f"sample.{key}", (off, "--greedy"))
     if "--draft" in given:
         found.setdefault("spec.method", ("model", "--draft"))
     if limit:

@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate
-from kvcli.kernels.gumbel_noise.host import gumbel_host
+from kvcli.kernels.gumbel_noise.host import COIN, gumbel_host, uniform_host
 
 if TYPE_CHECKING:
     import numpy as np
@@ -156,7 +156,10 @@ def cell(scores: Sequence[float], rank: int) -> tuple[int, int]:
 
 
 def rank_with_noise(ids: list[int], logp: list[float], at: int, s: Sampler | None) -> tuple[list[int], list[float]]:
-    """Return the tokens in the order in which the sampler would prefer them after position `at`, and their scores."""
+    """Return the tokens in the order in which the sampler would prefer them after position `at`, and their scores.
+
+    The tokens are the likeliest few, so typical-p and top-n-sigma, which depend on all others, are left out.
+    """
     if s is None or s.temperature == 0:
         return ids, logp
     most = s.top_k or len(ids)
@@ -167,6 +170,10 @@ def rank_with_noise(ids: list[int], logp: list[float], at: int, s: Sampler | Non
         scores = [score for score, before in zip(scores, ahead, strict=False) if before < s.top_p * ahead[-1]]
     if s.min_p > 0:
         scores = [score for score in scores if score >= scores[0] + log(s.min_p)]
+    if s.xtc_probability and uniform_host(s.seed, at, COIN) <= s.xtc_probability:
+        mass = [exp(score - scores[0]) for score in scores]
+        n_top = sum(of >= s.xtc_threshold * sum(mass) for of in mass)
+        ids, scores = ids[max(0, n_top - 1) :], scores[max(0, n_top - 1) :]
     noise = gumbel_host(s.seed, at, ids[: len(scores)])
     ranked = sorted(((score + g, token) for score, g, token in zip(scores, noise, ids, strict=False)), reverse=True)
     return [token for _, token in ranked], [score for score, _ in ranked]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvcli.drafts.sources.prompt_lookup import PromptLookup
     from kvcli.engine.forward_request import Passes
     from kvcli.engine.sequence.sampler import Sampler
+    from kvcli.engine.sequence.token_history import TokenHistory
     from kvcli.engine.stats import AcceptanceByMatch
 
 log = logging.getLogger("kvcli.drafts")
@@ -78,7 +79,8 @@ class ModelDraft:
         self._shape: TreeShape | None = None  # shape of all trees, if fixed
         self._until_plan = 0  # drafts until the shape is recomputed
         self._n_rows = 0  # rows of passes over draft tokens
-        self._seen: set[int] | None = None  # tokens of the sequence, if the sampler has a repetition penalty
+        self._history: TokenHistory | None = None  # of the sequence, if the sampler has penalties
+        self._answer_at = 0  # start of the answer
         self._odds, self._all = AcceptanceRates(START, NAMES), AcceptanceRates(((_START_MEAN,),), ("all",))
         # acceptance rates by rank: all that a shape independent of the position needs
         self._ranks = AcceptanceRates(([_START_MEAN * 0.3**rank for rank in range(self._growth.branches)],), ("all",))
@@ -102,14 +104,19 @@ class ModelDraft:
     def start(self, ids: Sequence[int]) -> None:
         self.draft_model.start(ids)
         self._places, self.spent, self.why, self.fault = [], 0.0, "", ""
-        self._seen = set(ids) if self.sampler is not None and self.sampler.needs_text else None
+        self._history, self._answer_at = None, len(ids)
+        if self.sampler is not None and self.sampler.penalties:
+            from kvcli.engine.sequence.token_history import TokenHistory  # late: it needs torch
+
+            self._history = TokenHistory(self._vocab)
+            self._history.add(ids)
 
     def extend(self, ids: Sequence[int]) -> None:
         self.draft_model.extend(ids)
         self._waited = 0 if self.spent else self._waited + 1
         self._places, self.spent = [], 0.0
-        if self._seen is not None:
-            self._seen.update(ids)
+        if self._history is not None:
+            self._history.add(ids)
 
     # ---- passes ----
 
@@ -260,11 +267,14 @@ class ModelDraft:
         row from the end of the sequence."""
         wide, at = len(hook_output) // 2, self.draft_model.length - 1 + len(path) + off
         known = [(lp, int(i)) for i, lp in zip(hook_output[:wide], hook_output[wide:], strict=True) if i < self._vocab]
-        if self._seen is not None and self.sampler is not None:
-            text, by = self._seen.union(path), self.sampler.repetition_penalty
-            known = [((lp / by if lp > 0 else lp * by) if i in text else lp, i) for lp, i in known]
-            known.sort(reverse=True)
-        return rank_with_noise([i for _, i in known], [lp for lp, _ in known], at, self.sampler)
+        ids, scores = [i for _, i in known], [lp for lp, _ in known]
+        if ids and self._history is not None and self.sampler is not None:
+            import torch  # late: reading a profile must not import it
+
+            facts = self.sampler.facts(self._history, [path], self._answer_at).of(torch.tensor(ids, dtype=torch.int64))
+            scores = self.sampler.punish(torch.tensor([scores], dtype=torch.float64), facts)[0].tolist()
+            scores, ids = map(list, zip(*sorted(zip(scores, ids, strict=True), reverse=True), strict=True))
+        return rank_with_noise(ids, scores, at, self.sampler)
 
     def _can_go_on(self) -> bool:
         if self.draft_model.max_depth > 0:

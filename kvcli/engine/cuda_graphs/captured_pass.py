@@ -164,7 +164,7 @@ class DeviceSamplers:
     def of(self, requests: Sequence[ForwardRequest]) -> DeviceSampling | None:
         """Return the sampling of these requests; None if it depends on more than the pass."""
         draws = [request.draw for request in requests if request.draw is not None]
-        if any(draw.constraint is not None or draw.sampler.needs_text for draw in draws):
+        if any(draw.constraint is not None or draw.sampler.penalties or draw.sampler.logit_bias for draw in draws):
             return None
         samplers = [replace(draw.sampler, seed=0) for draw in draws]
         how = tuple((each, request.logits_hook) for each, request in zip(samplers, requests, strict=True))

@@ -19,6 +19,7 @@ from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.rope import Rotary
 from kvcli.kv.slots import AttentionParams, LayerShape
 from kvcli.models.catalog import Hashes, Stamped
+from kvcli.models.sampling import generation_defaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,9 @@ class LM:
         self.limit = info.limit  # tokens
         self.stop_ids = model_settings.stop_ids(model, info.id)
         self.stop_strings = model_settings.stop_strings(model)
-        self.generation = model_settings.generation_defaults(model, info.id)
+        # texts -> ids of the tokens that contain one of them; set with the tokenizer
+        self.tokens_with: Callable[[tuple[str, ...]], frozenset[int]] = lambda texts: frozenset()
+        self.generation = generation_defaults(getattr(model, "generation_config", None), info.id)
         self.info = info
         self.files: dict[str, list[Stamped]] = {}  # files that it was loaded from, with their state at that time
         self.hashes = Hashes()  # hashes of these files, and those of earlier runs if set

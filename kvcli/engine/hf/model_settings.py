@@ -12,15 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvcli.errors import BadModel
 from kvcli.models.checkpoint import count
-from kvcli.settings.schema import Sample
-from kvcli.settings.values import WrongValue, check, keys_of
 
 # settings of generation_config.json that change answers and are ignored
 _UNKEPT = """suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias no_repeat_ngram_size min_length num_beams
     min_new_tokens encoder_no_repeat_ngram_size encoder_repetition_penalty forced_bos_token_id forced_eos_token_id top_h
-    guidance_scale exponential_decay_length_penalty penalty_alpha typical_p epsilon_cutoff eta_cutoff""".split()
+    guidance_scale exponential_decay_length_penalty penalty_alpha epsilon_cutoff eta_cutoff""".split()
 
 
 def context_limit(text: Any, name: str) -> tuple[int, tuple[str, ...]]:
@@ -103,31 +100,3 @@ def unkept(model: Any) -> tuple[str, ...]:
     given = getattr(model, "generation_config", None)
     names = [key for key in _UNKEPT if (value := getattr(given, key, None)) and value != 1]
     return (f"ignored in generation_config.json: {', '.join(names)}",) if names else ()
-
-
-_SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
-
-
-def generation_defaults(model: Any, name: str, usual: Mapping[str, Any] = {}) -> Mapping[str, Any]:
-    """Return the model's own sampling settings, only those it states; `usual` if it states none at all."""
-    given = getattr(model, "generation_config", None)
-    if all(getattr(given, key, None) is None for key in ("do_sample", *_SAMPLING)):
-        return {"temperature": 0.0, **usual}
-    # otherwise transformers is greedy, whatever the other settings are
-    samples = bool(getattr(given, "do_sample", False))
-    settings = {k: getattr(given, k, None) for k in (_SAMPLING if samples else _SAMPLING[:1])}
-    stated = {k: _sampling(k, v, name) for k, v in settings.items() if v is not None}
-    return {"temperature": 1.0 if samples else 0.0, **stated}
-
-
-def _sampling(key: str, value: object, name: str) -> object:
-    """Check a sampling setting of the model against the range of a profile. Raises BadModel."""
-    try:
-        return check(keys_of(Sample)[key].hint, value)
-    except WrongValue as wrong:
-        raise BadModel(
-            f"generation_config.json of {name} cannot be used: {key} = {str(value)[:40]}",
-            code="model_corrupt",
-            lines=[wrong.message, *([wrong.hint] if wrong.hint else [])],
-            try_=["download generation_config.json again"],
-        ) from wrong

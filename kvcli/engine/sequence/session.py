@@ -58,7 +58,7 @@ class GenerationSession(SequenceState):
         draft = yield from await_passes(self.drafter.propose(self.ids, room, self))
         rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
         assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than allowed"
-        sampling = SamplingContext(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
+        sampling = SamplingContext(self.sampler, self.history, self.constraint, self.ids, self.answer_at)
         recorded = self.query_recorder.rows_to_record_in_tree(rows.tree)
         recorded = range(rows.tree) if draft.needs == "queries" else recorded
         result = yield ForwardRequest(
@@ -68,7 +68,7 @@ class GenerationSession(SequenceState):
         path, new = accepted_path(rows, result.drawn, stop)
         self._commit(rows, recorded, result, path)
         self.ids += new
-        self.seen.add(new)
+        self.history.add(new)
         finished = partial(
             Step, rows, result.logits, path, new, hook_output=result.hook_output, queries=result.queries,
             hidden=result.hidden,
@@ -92,7 +92,7 @@ class GenerationSession(SequenceState):
         """
         if new := ids[len(self.ids) :]:
             self.ids += new
-            self.seen.add(new)
+            self.history.add(new)
             self.query_recorder.begin(len(self.ids) - 1)
             yield from self.complete()
         at, whole = self.committed, len(self.ids) - 1

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import SeenTokens
 from kvcli.engine.policy.policy_inputs import QueryRecorder
 from kvcli.engine.policy.policy_record import PolicyRecord
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.stored_kv import StoredKV
+from kvcli.engine.sequence.token_history import TokenHistory
 from kvcli.kv.companion import Companion
 from kvcli.kv.recurrent_state import RecurrentStates
 from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
@@ -156,7 +156,8 @@ class SequenceState:
         self.committed = 0
         self._n_prompt = 0  # tokens committed at the end of the last prefill
         self.next_compression_at = self._next_compression()
-        self.seen = SeenTokens(lm.vocab, "cpu" if lm.device.type == "mps" else lm.device)  # the device that samples
+        # on the device that samples
+        self.history = TokenHistory(lm.vocab, "cpu" if lm.device.type == "mps" else lm.device)
         self.constraint: Constraint | None = None  # constraint of the answer, which starts at `answer_at`
         self.answer_at = 0
         self.kinds = kinds  # token kinds by id
@@ -205,8 +206,8 @@ class SequenceState:
             companion.rewind(keep, of)
         self.ids, self.committed = self.ids[: keep + 1 if keep else 0], keep
         self._n_prompt = min(self._n_prompt, keep)
-        self.seen.clear()
-        self.seen.add(self.ids)
+        self.history.clear()
+        self.history.add(self.ids)
         self.next_compression_at = self._next_compression()
         return keep
 
@@ -235,7 +236,7 @@ class SequenceState:
         """
         assert self.committed < n < len(ids), "no token would be added, or none would be pending"
         self.append(past, n)
-        self.seen.add(ids[len(self.ids) : n + 1])
+        self.history.add(ids[len(self.ids) : n + 1])
         self.ids = list(ids[: n + 1])
         self.next_compression_at = self._next_compression()
 
@@ -281,8 +282,8 @@ class SequenceState:
         for companion in self.companions:
             companion.restore(given)
         self.ids, self.committed, self._n_prompt = [*ids, pending], len(ids), given.number("n_prompt", len(ids))
-        self.seen.clear()
-        self.seen.add(self.ids)
+        self.history.clear()
+        self.history.add(self.ids)
         self.next_compression_at = self._next_compression()
 
     def fork(self) -> Self:

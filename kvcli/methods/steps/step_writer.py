@@ -15,6 +15,7 @@ from kvcli.engine.stats import Step
 from kvcli.errors import BadInput
 from kvcli.methods.steps.judge import Judge
 from kvcli.models.text import decode
+from kvcli.settings.schema import NO_PENALTY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +77,7 @@ class Writer:
         if not drafted:
             return (yield from session.step(stop, most))
         ids = [i for step in drafted for i in step]
-        how = SamplingContext(session.sampler, session.seen, None, session.ids, session.answer_at)
+        how = SamplingContext(session.sampler, session.history, None, session.ids, session.answer_at)
         at = len(session.ids) - 1
         rows, tree = Rows.chain([session.ids[-1], *ids], at), DraftTreeKV(lm, session.cache, at)
         made = yield from tree.add(rows.ids, rows.parent, draw=how)
@@ -182,10 +183,14 @@ def _refuse(session: GenerationSession) -> None:
             code="steps",
             try_=["--set reasoning_steps.method=none"],
         )
-    if session.sampler.needs_text:
+    if penalties := session.sampler.penalties:
+        set_ = ", ".join(f"{key} {value:g}" for key, value in penalties.items())
         raise BadInput(
-            "reasoning steps cannot have a repetition penalty",
+            "reasoning steps cannot have penalties",
             code="steps",
-            lines=[f"it is {session.sampler.repetition_penalty}, by the profile or the model's own settings"],
-            try_=["--set sample.repetition_penalty=1", "--set reasoning_steps.method=none"],
+            lines=[f"set, by the profile or the model's own settings: {set_}"],
+            try_=[
+                " ".join(f"--set sample.{key}={NO_PENALTY[key]:g}" for key in penalties),
+                "--set reasoning_steps.method=none",
+            ],
         )

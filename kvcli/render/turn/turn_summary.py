@@ -78,8 +78,7 @@ def _cut(turn: Turn) -> list[str]:
 
 def _sampling(stats: Stats) -> list[str]:
     """Return `sampling: temperature 0.6, top_k 20`, with the settings that have an effect."""
-    usual = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "seed": 0}
-    told = ", ".join(f"{key} {value:g}" for key, value in stats.sampling.items() if value != usual.get(key))
+    told = ", ".join(f"{key} {value:g}" for key, value in stats.sampling.items())
     return [f"sampling: {told}"] if told else []
 
 

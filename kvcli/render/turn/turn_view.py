@@ -51,8 +51,8 @@ def loop_notes(turn: Turn) -> list[str]:
     if turn.loop is None:
         is_cut = turn.finish == "length" and turn.thinking and not turn.text.strip()
         return [f"all {len(turn.ids):,} tokens were used for thinking; a larger -n allows an answer"] * bool(is_cut)
-    penalty = f"{turn.stats.sampling.get('repetition_penalty', 1.0) + 0.1:.2g}"
-    more = f"--repetition-penalty {penalty} (in a chat /set sample.repetition_penalty {penalty}) reduces repetition"
+    penalty = f"{turn.stats.sampling.get('frequency_penalty', 0.0) + 0.1:.2g}"
+    more = f"--set sample.frequency_penalty={penalty} (in a chat /set frequency_penalty {penalty}) reduces repetition"
     return [f"stopped: {turn.loop}; {more}; or use another model; --set sample.stop_loops=0 turns this check off"]
 
 

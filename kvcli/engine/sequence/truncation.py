@@ -1,0 +1,56 @@
+"""Truncation: functions that drop unlikely (XTC: likely) tokens before sampling, by a score of -inf.
+
+Those of log-probabilities take scores [N, C] that fall from left to right and are normalized.
+"""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+from torch import Tensor
+
+
+def drop_below_sigma(logits: Tensor, n: float) -> Tensor:
+    """Drop tokens more than n standard deviations of all logits [N, V] below the highest: top-n-sigma, arXiv
+    2411.07641. Logits of -inf do not count."""
+    counts = logits > -torch.inf
+    wide = logits.double().where(counts, 0.0)
+    size = counts.sum(-1, keepdim=True)
+    apart = (wide - _sum(wide) / size).where(counts, 0.0)
+    least = logits.amax(-1, keepdim=True) - n * (_sum(apart * apart) / size).sqrt()
+    return logits.masked_fill(logits < least, -torch.inf)
+
+
+def drop_tail(scores: Tensor, top_p: float) -> Tensor:
+    """Keep the smallest set with this total probability: nucleus sampling, arXiv 1904.09751."""
+    probability = scores.exp()
+    before = probability.cumsum(-1) - probability  # probability of the candidates before each
+    return scores.masked_fill(before >= top_p, -torch.inf)
+
+
+def drop_unlikely(scores: Tensor, min_p: float) -> Tensor:
+    """Drop tokens less likely than this share of the most likely one: min-p, arXiv 2407.01082."""
+    return scores.masked_fill(scores < scores[..., :1] + log(min_p), -torch.inf)
+
+
+def drop_atypical(scores: Tensor, mass: float) -> Tensor:
+    """Keep the tokens whose surprise is nearest to the entropy, up to this total probability: locally typical sampling,
+    arXiv 2202.00666."""
+    probability = scores.exp()
+    entropy = -_sum((scores * probability).where(probability > 0, 0.0))
+    distance, order = (-scores - entropy).abs().sort(stable=True)
+    last = (probability.gather(-1, order).cumsum(-1) < mass).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
+    return scores.masked_fill((-scores - entropy).abs() > distance.gather(-1, last), -torch.inf)
+
+
+def drop_top(scores: Tensor, threshold: float, is_due: Tensor) -> Tensor:
+    """Drop all tokens from this probability on but the least likely of them, in rows where `is_due` [N]: XTC ("exclude
+    top choices"), by p-e-w (text-generation-webui #6335)."""
+    has_next = torch.nn.functional.pad(scores[..., 1:].exp() >= threshold, (0, 1))
+    return scores.masked_fill(has_next & is_due.unsqueeze(-1), -torch.inf)
+
+
+def _sum(x: Tensor) -> Tensor:
+    # `sum` adds in another order for another number of rows
+    return x.cumsum(-1)[..., -1:]
