@@ -147,9 +147,10 @@ def main() -> None:
     if sys.stdout is None:  # started with >&-: an answer could not be printed, so no work is done
         sys.exit(ExitStatus.CLOSED_PIPE)
     # torch and transformers make a million permanent objects, whose garbage collection took a sixth of the start
-    gc.set_threshold(20_000)
+    gc.set_threshold(1_000_000)
     sys.unraisablehook = press_again
     world = Environment.real()
+    world.is_own_process = True
     status = run(sys.argv[1:], world)
     if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):
         # Die of SIGPIPE, the default of programs; this also keeps Python from flushing into the pipe.

@@ -122,6 +122,7 @@ class Environment:
     paths: Paths
     clock: Callable[[], float] = time.perf_counter
     options: Common = field(default_factory=Common)
+    is_own_process: bool = False  # the process runs this command alone, so settings of the interpreter may change
 
     def __post_init__(self) -> None:
         """Wrap the output streams, so that all output passes through a SafeStream."""

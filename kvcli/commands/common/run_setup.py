@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -313,6 +314,9 @@ class Setup:
         with insisting():
             from kvcli.chat.model import load
 
+            if self.world.is_own_process:  # later collections skip what was imported
+                gc.freeze()
+                gc.set_threshold(20_000)
             model = load(found, profile, tell=tell, cache=self.world.paths.cache, find=partial(self.draft, tell=tell))
         info = model.info = replace(model.info, id=self.name)
         model.time_passes = partial(self.costs, tell=tell or log.info) if times else None
