@@ -42,7 +42,9 @@ def main(what, facts, history=""):
     world = Environment.real()
     stats = facts.pop("stats", "live")
     world.options.quiet = facts.pop("quiet", False)
+    is_markdown = facts.pop("markdown", False)
     model, screen = FakeModel(**facts), Screen.of(world, stats)
+    screen.markdown = is_markdown
     if what == "repl":
         from kvcli.commands.chat.repl import Repl
         from kvcli.commands.chat.slash import SLASH

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,7 @@ from kvcli.render.terminal.errors import print_error, print_note
 from kvcli.render.terminal.screen import Screen
 from kvcli.render.terminal.tables import clip, columns, kv_table, spec_table, token_table
 from kvcli.render.terminal.terminal import TAB, Terminal, Wrapper, fold, text_width
+from kvcli.render.turn.answer_markdown import MarkdownWrapper
 from kvcli.render.turn.status_row import ProcessMemory, RowOptions, reading_bar, status_row
 from kvcli.render.turn.turn_summary import HeaderFacts, header, one_line_summary, summary
 from kvcli.render.turn.turn_view import TurnView, loop_notes, show_turn
@@ -268,7 +271,7 @@ def test_lines_do_not_depend_on_how_the_text_arrives(text, width, data):
 @given(st.text("ab 漢é\n", max_size=120), st.integers(3, 40))
 def test_no_letter_is_lost_and_no_line_too_long(text, width):
     wrapper = Wrapper()
-    lines = [*wrapper.feed(text, width), wrapper.shown(width)]
+    lines = [*wrapper.feed(text, width), *wrapper.rows(width)]
     assert "".join("".join(lines).split()) == "".join(text.split())
     assert all(text_width(line) <= width for line in lines)
 
@@ -282,6 +285,92 @@ def test_words_stay_whole_where_they_fit():
 def test_tabs_count_as_columns():
     wrapper = Wrapper()
     assert wrapper.feed("漢\tx\n", 40) == ["漢" + " " * (TAB - 2) + "x"]
+
+
+# --- Markdown of answers
+
+MARKDOWN = """\
+# Title
+
+Some **bold** text with `code`, List<int>, \\(x\\), 2 * 3 * 4, &amp; and [a link](https://x.y/z), long enough to wrap.
+Second line.
+
+9. Ninth
+10. **Tenth**, which is longer than a narrow terminal
+    - nested
+
+      ```
+      deep  code
+      ```
+
+```python
+def f(a,   b):
+    return "**a line of code that is longer than the terminal, whatever its width, and no line of it is broken**"
+```
+
+| a | b |
+|---|---|
+| 1 | two |
+
+end \x1b]0;title\x07 <think>
+"""
+SHOWN = """\
+Title
+
+Some bold text with code, List<int>, \\(x\\), 2 * 3 * 4, &amp;
+and a link (https://x.y/z), long enough to wrap.
+Second line.
+
+9. Ninth
+10. Tenth, which is longer than a narrow terminal
+    • nested
+
+      ```
+      deep  code
+      ```
+
+```python
+def f(a,   b):
+    return "**a line of code that is longer than the terminal, whatever its width, and no line of it is broken**"
+```
+
+ a  b
+ ──────
+ 1  two
+
+end ␛]0;title␇ <think>"""
+
+
+CODE = next(line for line in MARKDOWN.split("\n") if line.startswith("    return"))
+
+
+def rendered(text: str, width: int, size: int) -> list[str]:
+    wrapper = MarkdownWrapper()
+    lines = [line for at in range(0, len(text), size) for line in wrapper.feed(text[at : at + size], width)]
+    return [*lines, *wrapper.flush(width)]
+
+
+@pytest.mark.parametrize("size", [1, 13, 999])
+def test_markdown_is_rendered_however_it_arrives_and_code_is_unchanged(size):
+    assert re.sub(r"\x1b\[[\d;]*m", "", "\n".join(rendered(MARKDOWN, 62, size))) == SHOWN
+
+
+@pytest.mark.parametrize("width", [39, 79, 199])
+def test_rendered_lines_fit_and_only_colours_control_the_terminal(width):
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in rendered(MARKDOWN, width, 5)]
+    assert "\x1b" not in "".join(lines)
+    assert [line for line in lines if text_width(line) > width] == [CODE] * (len(CODE) > width)
+
+
+@given(st.text("ab# *_-`>1.|\\n<&[](:", max_size=60), st.integers(20, 40))
+def test_markdown_loses_no_letter(text, width):
+    shown = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(rendered(text, width, 3)))
+    assert Counter(re.findall("[ab<&:]", text)) <= Counter(re.findall("[ab<&:]", shown))
+
+
+def test_a_line_that_fills_its_row_is_one_space_longer():
+    """A terminal that clears the rest of a full row clears its last character."""
+    assert rendered("```\nabcdefgh\nabc\n```\n", 7, 99) == ["```", "abcdefgh ", "abc", "```"]
 
 
 # --- errors

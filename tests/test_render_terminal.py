@@ -132,6 +132,17 @@ def test_wide_characters_tabs_and_very_long_words():
     assert "é" * 30 in shown
 
 
+@pytest.mark.parametrize("columns", [40, 200])
+def test_markdown_is_rendered_and_code_can_be_copied(columns):
+    code = "x = [" + ", ".join(map(str, range(30))) + "]"
+    answer = f"## Steps\n\n1. **First** word\n2. `second`\n\n```\n{code}\n```\n" + "end " * 30
+    term = Terminal("turn", {"answer": answer, "delay": 0.002, "markdown": True}, columns, lines=30)
+    assert term.finish() == 0
+    assert [line for line in term.lines if line][:3] == ["Steps", "1. First word", "2. second"]
+    assert code in "".join(line.ljust(columns) for line in term.lines)
+    assert " ".join(term.lines).count("end") == 30
+
+
 def test_hostile_text_cannot_steer_the_terminal():
     answer = "before \x1b]0;owned\x07 \x1b[2J\x1b[H \x9b31m \u202egnp.exe after"
     term = Terminal("turn", {"answer": answer}, 80)

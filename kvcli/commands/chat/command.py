@@ -264,6 +264,7 @@ class ChatRun:
         self.setup, self.profile, self.grammar, self.opened, self.packed = setup, profile, grammar, opened, packed
         self.options, self.world = options, setup.world
         self.screen = Screen.of(self.world, options.answer.stats)
+        self.screen.markdown = grammar is None
         self.saves = not options.question.no_save and setup.config.keep_chats
         self.held: AnswerConstraint | None = None
 

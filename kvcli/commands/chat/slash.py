@@ -206,6 +206,12 @@ def _stats(repl: Repl, argument: str) -> None:
             )
 
 
+@SLASH.add("plain", "", "show answers as written, or render their Markdown again")
+def _plain(repl: Repl, _: str) -> None:
+    repl.screen.markdown = not repl.screen.markdown
+    repl.say("Markdown is rendered" if repl.screen.markdown else "answers are shown as written")
+
+
 @SLASH.add("spec", "", "drafting in the last answer: acceptance by source and position")
 def _spec(repl: Repl, _: str) -> None:
     repl.screen.err.lines(tables.spec_table(repl.last_turn("drafting").stats, repl.screen.err.width))

@@ -29,7 +29,7 @@ class CommonOptions(Options, panel="Options of every command"):
     set_: list[str] | None = choice(metavar="KEY=VALUE", help="Set one profile key, as in TOML; repeatable.")
     config: Path | None = choice(metavar="FILE", help="Additional config file; it overrides the others.", rare=True)
     json: bool = flag(help="Print one JSON object.")
-    plain: bool = flag(help="No colour, no wrapping, no status row; tables with tabs.", rare=True)
+    plain: bool = flag(help="No colour, Markdown, wrapping or status row; tables with tabs.", rare=True)
     quiet: bool = flag("-q", help="Print only errors on stderr.")
     verbose: int = choice("-v", default=0, count=True, help="Print more details on stderr; -vv adds tracebacks.")
     log_file: Path | None = choice(metavar="FILE", help="Write the log to FILE.", rare=True)

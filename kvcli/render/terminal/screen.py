@@ -172,6 +172,7 @@ class Screen:
     piped: bool = False  # a program reads stdout, and may print to the terminal of stderr
     shared: bool = False  # both streams are the same terminal, so one region can show answer and status row
     verbose: bool = False  # all figures after a turn instead of one line
+    markdown: bool = False  # answers are rendered on a terminal
 
     @classmethod
     def of(cls, world: Environment, stats: StatsMode | None = None) -> Screen:

@@ -174,10 +174,14 @@ class Wrapper:
         *folded, self.tail = fold(self.tail, width)
         return lines + [expand(line) for line in folded]
 
-    def shown(self, width: int) -> str:
-        """Return the tail as displayed: spaces beyond the width are left out."""
+    def rows(self, width: int) -> list[str]:
+        """Return the tail as displayed, at least one row: spaces beyond the width are left out."""
         line = expand(self.tail)
-        return line if text_width(line) <= width else line.rstrip()
+        return [line if text_width(line) <= width else line.rstrip()]
+
+    def flush(self, width: int) -> list[str]:
+        """Return the lines that were held back, before a line of other text; there are none."""
+        return []
 
     def rest(self) -> str:
         """Return and clear the tail at the end of the text."""

@@ -12,6 +12,7 @@ from kvcli.api import End, Event, Live, Read, Text, Thought, Turn
 from kvcli.engine.stats import Stats
 from kvcli.render.terminal.screen import LiveRegion, Screen, echo, suspendable
 from kvcli.render.terminal.terminal import Span, Wrapper, quoted, text_width
+from kvcli.render.turn.answer_markdown import MarkdownWrapper
 from kvcli.render.turn.status_row import HERTZ, RowOptions, busy, process_memory, reading_bar, status_row
 from kvcli.render.turn.turn_summary import one_line_summary, summary
 from kvcli.safe_output import Styled
@@ -73,7 +74,8 @@ class TurnView:
         self.said: deque[str] = deque()  # not drawn yet; a deque is safe for two threads
         self.has_said = False
         self.ended_line = True  # True if the answer's last character was a newline
-        self.wrapper, self.thought = Wrapper(), Wrapper()
+        self.wrapper = MarkdownWrapper() if screen.markdown and screen.shared and screen.out.unicode else Wrapper()
+        self.thought = Wrapper()
         self.started = screen.clock()
         self.region = _region(screen)
 
@@ -136,11 +138,11 @@ class TurnView:
             return
         width = self.region.terminal.width
         lines = self._take(width - 1)
-        rows = list[str]()
+        rows = list[Styled]()
         if self.screen.shared and self.has_said:
-            tail = self.wrapper.shown(width - 1)
+            *rows, tail = map(quoted, self.wrapper.rows(width - 1))
             cursor = self.screen.out.paint([(CURSOR, "")]) if text_width(tail) < width - 1 else ""
-            rows.append(Styled(quoted(tail) + cursor))
+            rows.append(Styled(tail + cursor))
         rows += [self.region.terminal.paint(row) for row in self._rows(width)]
         self.region.draw(lines, rows)
 
@@ -148,7 +150,8 @@ class TurnView:
         lines = list[str]()
         while self.said:
             piece = self.said.popleft()
-            lines += [piece] if isinstance(piece, Styled) else self.wrapper.feed(piece, width)
+            styled = isinstance(piece, Styled)
+            lines += [*self.wrapper.flush(width), piece] if styled else self.wrapper.feed(piece, width)
         return lines
 
     def _rows(self, width: int) -> list[list[Span]]:
@@ -184,7 +187,7 @@ class TurnView:
         mark = out.paint([(STOPPED, "dim")]) if stopped and out.is_tty else ""
         if self.region is not None and self.screen.shared:
             width = self.region.terminal.width
-            lines = self._take(width - 1)
+            lines = [*self._take(width - 1), *self.wrapper.flush(width - 1)]
             rest = self.wrapper.rest()
             if mark and text_width(rest) + len(STOPPED) >= width:
                 lines, rest = [*lines, rest], ""
