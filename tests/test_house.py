@@ -153,7 +153,9 @@ def test_every_import_is_a_declared_dependency():
     """At run time, that is: what trains the demo model leans on packages that transformers brings."""
     declared = {canonicalize_name(r.name) for r in RUNTIME} | {"pydantic-core"}  # pydantic's own half, pinned by it
     extras = PROJECT["project"]["optional-dependencies"]
-    declared |= {canonicalize_name(Requirement(r).name) for extra in ("llama", "docs", "schema") for r in extras[extra]}
+    declared |= {
+        canonicalize_name(Requirement(r).name) for extra in ("llama", "docs", "schema", "gpu") for r in extras[extra]
+    }
     owners = packages_distributions()
     missing = set()
     for path in [*ROOT.glob("kvcli/**/*.py"), *ROOT.glob("kernels/**/*.py")]:

@@ -18,9 +18,13 @@ ARM_C_LIBRARY = "/usr/aarch64-linux-gnu"
 
 
 def _levels(where: tuple[str, str], folder: Path, runner: list[str]) -> list[str]:
-    """Compile library and driver, run them -> the levels that are right."""
-    cc = build.compiler()
-    library, driver = build.build(folder, *where, cc), folder / "platforms"
+    """Compile the library and drive it -> the levels that are right."""
+    return drive(build.build(folder, *where, build.compiler()), where, runner)
+
+
+def drive(library: Path, where: tuple[str, str], runner: list[str]) -> list[str]:
+    """Compile the driver beside a library and run both -> the levels that are right."""
+    cc, driver = build.compiler(), library.with_name("platforms")
     source = Path(__file__).with_name("platforms.c")
     flags = ["-target", build.target(*where), "-std=gnu17", "-O1", "-Wall", "-Werror", "-ldl", "-lm"]
     subprocess.run([*cc, *flags, str(source), "-o", str(driver)], check=True)

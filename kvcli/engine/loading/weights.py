@@ -342,8 +342,14 @@ def quantize_with_bitsandbytes(root: nn.Module, quant: str, device: torch.device
 
     transformers could do it, but needs one more package and moves whole layers to the device first.
     """
-    import bitsandbytes as bnb
-
+    try:
+        import bitsandbytes as bnb
+    except ImportError:
+        raise BadModel(
+            f"load.quant = {quant} on this GPU needs bitsandbytes, which is not installed",
+            code="package_missing",
+            try_=[pip("bitsandbytes"), "--quant none"],
+        ) from None
     _hush_casts()
 
     def packed(layer: nn.Linear) -> nn.Module:
