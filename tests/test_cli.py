@@ -470,6 +470,14 @@ def test_completion_completes(tmp_path, line, words):
     assert done.stdout.split() == words
 
 
+@pytest.mark.parametrize(("option", "status"), [("--version", 0), ("--nonsense", 2)])
+def test_the_process_ends_after_all_exit_functions_and_with_its_status(tmp_path, option, status):
+    code = "import atexit\nfrom kvcli.__main__ import main\ntry: main()\nfinally: atexit.register(print, 'cleaned up')"
+    command = [sys.executable, "-c", code, option]
+    done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split("\n")[-2]) == (status, "cleaned up")
+
+
 def test_what_is_wrong_with_the_config_does_not_disturb_the_tab_key(tmp_path):
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.toml").write_text("[profiles.mine")
