@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def test_a_thought_is_no_part_of_an_answer(tmp_path: Path, name: str, profile: s
         turn = chat.send("And?", max_new_tokens=12)
         assert (turn.text, turn.thinking) == ("Yes.", "Hm.")
         assert "Hm." not in chat.rendered(chat.messages).text
+    assert gc.get_freeze_count() == 0  # the process is the caller's
 
 
 def test_a_thought_is_no_point_of_a_summary(tmp_path: Path):

@@ -170,6 +170,12 @@ def test_on_a_gpu_what_stays_quantized_is_placed_by_a_package(monkeypatch: pytes
     assert (hqq.missing("cpu"), hqq.missing("cuda")) == ([], ["accelerate"])
 
 
+def test_without_bitsandbytes_its_quantization_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    error = refused(lambda: weights.quantize_with_bitsandbytes(torch.nn.Linear(2, 2), "nf4", torch.device("cpu")))
+    assert (error.code, error.try_[0]) == ("package_missing", pip("bitsandbytes"))
+
+
 def test_what_extras_bring():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for name, packages in EXTRAS.items():
