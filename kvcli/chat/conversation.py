@@ -25,6 +25,7 @@ from kvcli.chat.transcript import (
 )
 from kvcli.documents import Document
 from kvcli.errors import BadInput, ContextOverflow, DoesNotFit, writing
+from kvcli.models.adapters import lasting
 from kvcli.models.text import Messages, encode, render_text, resume_ids
 from kvcli.schemas.turn import SCHEMA, ChatDocument, Figures, LeftOut, SavedDocument, SavedMessage
 
@@ -279,6 +280,7 @@ class Chat:
             schema=SCHEMA,
             title=self.title,
             model=self.called or self.text_session.info.id,
+            adapters=[*map(lasting, self.text_session.profile.load.adapters)],
             saved=datetime.now().astimezone().isoformat(timespec="seconds"),
             system=self.system,
             messages=[

@@ -70,6 +70,7 @@ def chat_lock(folder: Path, name: str) -> Iterator[None]:
 # numbers of documents that belong to no asked question: documents for the next question; notes on messages that the
 # model is not shown (their name is the count of messages); thinking of turn n, which has number -3 - n
 PENDING, LEFT_OUT, THOUGHT = -1, -2, -3
+ADAPTER = "adapter"  # name of a document LEFT_OUT that is a LoRA adapter of the chat's model
 ABOUT = ("title", "model", "system", "saved")
 FIGURES = tuple(Figures.model_fields)
 SAID = "question, answer"  # columns of the full-text index
@@ -124,6 +125,7 @@ def _document(db: sqlite3.Connection, session: int, about: Sequence[str]) -> Cha
         more = {"finish": ended, "figures": figures, "thinking": thinking}
         messages.append({"role": "assistant", "text": answer, "documents": [], **more})
     made = dict(zip(ABOUT, about, strict=True)) | {"messages": messages, "pending": documents[PENDING]}
+    made["adapters"] = [one["text"] for one in documents[LEFT_OUT] if one["name"] == ADAPTER]
     saved = ChatDocument.model_validate({"schema": SCHEMA, **made})
     for notes in documents[LEFT_OUT]:
         with suppress(ValueError):  # no number, or more messages than there are
@@ -156,6 +158,7 @@ def write(db: sqlite3.Connection, name: str, made: ChatDocument, had: ChatDocume
         if answer.thinking:
             _attach(db, session, THOUGHT - n, SavedDocument(name="", sha256="", text=answer.thinking))
     _attach(db, session, PENDING, *made.pending)
+    _attach(db, session, LEFT_OUT, *(SavedDocument(name=ADAPTER, sha256="", text=one) for one in made.adapters))
     if left := made.left_out:
         _attach(db, session, LEFT_OUT, SavedDocument(name=str(left.messages), sha256="", text=left.notes))
     db.execute(f"INSERT INTO words (rowid, {SAID}) SELECT id, {SAID} {TURNS} AND n >= ?", [session, first])

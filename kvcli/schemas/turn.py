@@ -306,6 +306,7 @@ class ChatDocument(Json):
     schema_: Literal["kvcli.chat/1"] = Field(alias="schema")
     title: str | None
     model: str = Field(description="as it is typed")
+    adapters: list[str] = Field(default=[], description="LoRA adapters of the model, each with its weight")
     saved: str = Field(default="", description="when")
     system: str | None
     messages: list[SavedMessage]

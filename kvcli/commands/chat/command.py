@@ -106,18 +106,19 @@ def setup_of(
 
     Raises BadInput if that model is not known here.
     """
-    from kvcli.commands.chat.save_chat import known_here, model_of
+    from kvcli.commands.chat.save_chat import adapters_of, known_here, model_of
     from kvcli.commands.common.run_setup import Setup
 
-    model = options.model
+    model, flags = options.model, o.profile_flags(options.values())
     if model is None and packed is not None:
         model = known_here(world, packed.about.model, packed.folder.name, "packs")
     if model is None and opened is not None:
         model = model_of(world, opened)
+        flags = adapters_of(opened) | flags
     return Setup(
         world,
         model,
-        o.profile_flags(options.values()),
+        flags,
         options.run.exact,
         is_typed=options.model is not None,
         reuses=True,  # --no-save saves nothing, but uses the prefix cache
