@@ -263,10 +263,18 @@ def test_its_process_goes_with_it():
     assert process.returncode is not None
 
 
-@pytest.mark.parametrize("options", [{}, {"tokenize": True}, {"tokenize": False}, template.ASKED | {"tools": []}])
+@pytest.mark.parametrize("options", [{}, {"tokenize": True}, {"tokenize": False}, template.ASKED | {"padding": 1}])
 def test_no_option_brings_a_template_into_this_process(loaded, options):
     with pytest.raises(UsageError, match="only returns the text"):
         loaded.apply_chat_template(TALKS["question"], **options)
+
+
+def test_variables_reach_a_template_and_its_layout(loaded):
+    other = copy.deepcopy(loaded)
+    other.chat_template = "{{ messages[0].content }}{{ tools or '' }}{{ mode if mode is defined else '' }}"
+    assert render_text(other, TALKS["question"], mode="<off>") == ("Hello<off>", True)
+    assert render_text(other, TALKS["question"], tools=["a"]) == ("Hello['a']", True)
+    assert render_text(other, TALKS["question"]) == ("Hello", True)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])

@@ -70,15 +70,19 @@ def _is_mark(char: str) -> bool:
 
 
 def chat_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, ids: Sequence[int], marks: Collection[int] = ()
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    ids: Sequence[int],
+    marks: Collection[int] = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> list[KindSpan]:
     """Return the spans of template text (SPECIAL), system text (SYSTEM) and tool output (TOOLS) in a rendered chat.
 
     `marks`: further kinds to return. QUESTION is the last paragraph of the last message, unless it is longer than
     `LONG`; SHOT is the first token of each paragraph of a message. Spans that cannot be found are left out, such as an
-    answer that the template changed and all text after it.
+    answer that the template changed and all text after it. `variables`: of the template, as `ids` were rendered.
     """
-    text, laid = lay_out(tokenizer, messages, lambda _: None)
+    text, laid = lay_out(tokenizer, messages, lambda _: None, variables or {})
     parts = list(_parts(laid, text))
     cuts = _tokens_at(tokenizer, text, ids, sorted({at for start, end, _ in parts for at in (start, end)}))
     spans = [KindSpan(cuts[start], cuts[end], kind) for start, end, kind in parts if start in cuts and end in cuts]

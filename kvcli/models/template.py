@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Self
 from weakref import ref
 
@@ -49,6 +50,7 @@ LIFE = 3600  # s of CPU time for everything that one process renders
 START, SECONDS, PACE = 60.0, 5.0, 1 << 21  # s to start, s to render, bytes of conversation per further s
 REPAIR = "get the model again, or repair its chat_template.jinja or tokenizer_config.json"
 ASKED = {"tokenize": False, "add_generation_prompt": True}
+KNOWN = {*ASKED, "tools", "documents"}  # options of transformers that are served here
 
 
 class Chats(Guarded):
@@ -60,8 +62,13 @@ class Chats(Guarded):
         self.start = self._standby.start
 
     def __call__(self, conversation: Sequence[Mapping[str, str]], *others: Any, **options: Any) -> str:
-        """Render the chat as text. Raises jinja2.TemplateError if the template refuses it, BadModel if it is bad."""
-        if others or options != ASKED:  # transformers would run the template in this process, without the sandbox
+        """Render the chat as text. `options`: those of ASKED, and variables for the template, such as `tools`.
+
+        Raises jinja2.TemplateError if the template refuses the chat, BadModel if the template is bad.
+        """
+        others = (*others, *(signature(type(self._tokenizer).apply_chat_template).parameters.keys() & options) - KNOWN)
+        # transformers would run the template in this process, without the sandbox
+        if others or options.pop("tokenize", True) or "add_generation_prompt" not in options:
             raise UsageError(
                 "the chat template of a model that kvcli loaded only returns the text of a prompt",
                 lines=["it runs in a separate process, which has no other options"],
@@ -70,7 +77,7 @@ class Chats(Guarded):
         variables = {**self._tokenizer.special_tokens_map, "messages": conversation, "tools": None, "documents": None}
         asked = {
             "template": self._source(),
-            "variables": variables | {"add_generation_prompt": True},
+            "variables": variables | options,
             "now": datetime.now().isoformat(),
         }
         found = self._standby.ask(asked, lambda size: (SECONDS + size / PACE, OUTPUT + LONGER * size))
@@ -122,6 +129,7 @@ class Layout:
     """Positions of the messages in a rendered template. Without a template, messages are joined by blank lines."""
 
     messages: Messages
+    variables: Mapping[str, Any] = field(default_factory=dict)  # variables for the template besides the messages
     has_template: bool = True
     folds: bool = False  # the system text is put into the first question, because the template knows no system role
     in_parts: frozenset[str] = frozenset()  # roles whose text the template takes as a list of parts
@@ -153,21 +161,22 @@ class Layout:
         return f"{_NAMES.get(role, role)} {sum(m['role'] == role for m in self.messages[: i + 1])}"
 
 
-def layout(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Layout:
+def layout(tokenizer: PreTrainedTokenizerBase, messages: Messages, variables: Mapping[str, Any]) -> Layout:
     """Return the first layout in which the template renders every message, apart from answers.
 
+    `variables`: further variables that the template may read, such as `tools` or `enable_thinking`.
     Raises BadModel if there is none, and the template's own error if it refuses all layouts.
     """
     if not getattr(tokenizer, "chat_template", None):
         n = len(messages)
-        return Layout(messages, has_template=False, own=["", *["\n\n"] * (n - 1), ""], order=range(n))
+        return Layout(messages, variables, False, own=["", *["\n\n"] * (n - 1), ""], order=range(n))
     may_fold = messages[0]["role"] == "system" and messages[0]["content"].strip() and len(messages) > 1
     found, refused = list[Layout](), list[BadInput | BadModel]()
     for folds in (False, True) if may_fold else (False,):
         in_parts = frozenset[str]()
         for _ in ("as text", "what was lost in parts"):
             try:
-                found.append(_tried(tokenizer, Layout(messages, folds=folds, in_parts=in_parts)))
+                found.append(_tried(tokenizer, Layout(messages, variables, folds=folds, in_parts=in_parts)))
             except (BadInput, BadModel) as error:
                 if error.code == "template_too_heavy":
                     raise
@@ -207,7 +216,7 @@ def render(tokenizer: PreTrainedTokenizerBase, laid: Layout, texts: Sequence[str
             message["content"] = [{"type": "text", "text": message["content"]}]
     with blame_files(broken):
         try:
-            return str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True))
+            return str(tokenizer.apply_chat_template(given, **{**laid.variables, **ASKED}))
         except TemplateError as error:
             raise BadInput(
                 f"the model's chat template refuses this conversation: {error}",

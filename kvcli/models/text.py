@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadInput, BadModel
 from kvcli.models import control_words
@@ -125,30 +125,34 @@ class StopStrings:
 # --- messages to ids
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, note: Note | None = None) -> list[int]:
-    """Return the prompt ids for the next answer. `note` is called with each deviation.
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, *, note: Note | None = None, **variables: Any
+) -> list[int]:
+    """Return the prompt ids for the next answer. `note` is called with each deviation. `variables`: of the template.
 
     A template without a system role gets the system text at the head of the first user message. A tokenizer without a
     template gets the plain texts, blank lines between them. Control tokens spelled in messages (`<|end|>` in a
     document, say) have no effect, because they are tokenized letter by letter.
     """
-    text, has_template = render_text(tokenizer, messages, note=note)
+    text, has_template = render_text(tokenizer, messages, note=note, **variables)
     return encode(tokenizer, text, special=not has_template)
 
 
 def render_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, *, note: Note | None = None
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, *, note: Note | None = None, **variables: Any
 ) -> tuple[str, bool]:
     """Render the prompt as text for `encode`. True if a chat template rendered it, with its control tokens."""
-    text, laid = lay_out(tokenizer, messages, note or (lambda _: None))
+    text, laid = lay_out(tokenizer, messages, note or (lambda _: None), variables)
     return text, laid.has_template
 
 
-def lay_out(tokenizer: PreTrainedTokenizerBase, messages: Messages, tell: Note) -> tuple[str, Layout]:
+def lay_out(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tell: Note, variables: Mapping[str, Any]
+) -> tuple[str, Layout]:
     """Render the prompt as in `render_text`, with the position of each message in it."""
     if not messages:
         raise BadInput("the prompt is empty", code="empty_prompt")
-    laid = layout(tokenizer, messages)
+    laid = layout(tokenizer, messages, variables)
     words = control_words.acting(tokenizer, "".join(laid.own))
     # answers contain the model's own marks of a thought, which the template looks for
     of_answers = control_words.flagged(tokenizer) | {word for word in words if word in laid.between}
