@@ -19,6 +19,7 @@ from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.model_info import ModelInfo
 from kvcli.errors import BadConfig, KvcliError
 from kvcli.kv.out_of_memory import as_cache_full, free_caches
+from kvcli.models.tool_calls import call_syntax
 from kvcli.settings.conflicts import cautions
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class LoadedModel:
         self._pair: ModelPair | None = None
         self._draft()
         self._kinds = cache(partial(kinds_by_id, tokenizer, lm.vocab))
+        self.call_syntax = cache(partial(call_syntax, tokenizer, lm.info.id))  # of tool calls; BadModel if it has none
         self._vocabulary = cache(partial(_vocabulary, tokenizer, lm))  # for constraints
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
@@ -20,6 +20,7 @@ from kvcli.engine.sequence.state import QUESTION, KindSpan
 from kvcli.errors import BadInput, BadModel
 from kvcli.kv.out_of_memory import CacheFull, catch_cache_full
 from kvcli.models.text import Messages, StopStrings
+from kvcli.models.tool_calls import CallReader
 from kvcli.prefix_cache.prefix_cache import SaveResult
 from kvcli.settings.schema import ORDER
 
@@ -182,6 +183,7 @@ class TextSession:
         cancel: Cancel | None = None,
         messages: Messages = (),
         constraint: Constraint | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         **sample: object,
     ) -> Coroutine[Event, Turn]:
         """Return one answer as a coroutine for an engine, alone or with other sequences (`kvcli.generate_together`).
@@ -190,6 +192,7 @@ class TextSession:
         the profile's value. Raises BadConfig for an unknown setting or an invalid value. `messages`: the messages that
         the ids of `prompt` were rendered from, so that a policy can tell system text from the rest.
         `constraint`: structured output, as from `model.constraint`; it decides where the answer may end.
+        `tools`: function definitions in the prompt, whose calls are returned apart from the text.
         Raises ContextOverflow before the prefill.
         """
         if constraint is not None and ignore_eos:
@@ -197,6 +200,10 @@ class TextSession:
                 "a constrained answer needs its end, and ignore_eos ignores it",
                 code="needs_end",
                 try_=["ignore_eos=False"],
+            )
+        if constraint is not None and tools:
+            raise BadInput(
+                "a constrained answer cannot call tools", code="constrained_tools", try_=["tools or a constraint"]
             )
         model, ids = self.model, self.model.encode(prompt)
         if isinstance(prompt, str):
@@ -214,7 +221,7 @@ class TextSession:
         asks, kind_spans = bool(self.profile.prune.describe_read) or bool(model.lm.recurrent_layers), list[KindSpan]()
         marks = self.session.marks | ({QUESTION} if asks else set())
         if messages and (asks or self.session.policy is not None or self.on_overflow == "compress"):
-            kind_spans = chat_spans(model.tokenizer, messages, ids, marks)
+            kind_spans = chat_spans(model.tokenizer, messages, ids, marks, {"tools": tools} if tools else {})
         asked = TurnRequest(
             ids,
             kind_spans,
@@ -225,6 +232,7 @@ class TextSession:
             assemble.sampler(model.lm, profile),
             0 if ignore_eos else profile.sample.stop_loops,
             constraint,
+            CallReader(model.tokenizer, model.call_syntax(), tools) if tools else None,
         )
         self.has_begun = True  # before the prefill, as other sessions check it meanwhile
         run = TurnRun(

@@ -13,7 +13,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvcli.api import Finish
+from kvcli.api import Finish, ToolCall
 from kvcli.documents import Document, with_documents
 from kvcli.engine.sequence.state import END, NEWLINE, PUNCT, QUESTION, SHOT, SPECIAL, SYSTEM, TEXT, TOOLS, KindSpan
 from kvcli.errors import BadInput, UsageError, writing
@@ -245,18 +245,28 @@ def tokens_of_turn(
     return prompt + turn.text, [*ids, *answer]
 
 
-Role = Literal["user", "assistant"]
+Role = Literal["user", "tool", "assistant"]
 FINISH_MARKS = {
     "stop": "",
     "interrupted": " *[stopped]*",
     "length": " *[cut at the length limit]*",
     "loop": " *[stopped in a loop]*",
+    "tool_calls": "",
 }
 
 
 @dataclass(frozen=True, slots=True)
+class ToolResult:
+    """Result of a tool call."""
+
+    id: str
+    name: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """A message of a chat. Its documents precede its text in the prompt."""
+    """A message of a chat. Its documents precede its text in the prompt. Results of tools stand for a question."""
 
     role: Role
     text: str
@@ -264,6 +274,8 @@ class Message:
     finish: Finish | None = None  # of an answer: how it ended
     figures: Figures | None = None  # of an answer: its times and token counts
     thinking: str = ""  # of an answer: saved, but left out of later prompts
+    calls: tuple[ToolCall, ...] = ()  # of an answer
+    results: tuple[ToolResult, ...] = ()  # in place of a question: of the calls before
 
     @property
     def content(self) -> str:
@@ -271,8 +283,41 @@ class Message:
         return with_documents(self.text, self.documents)
 
 
+def contents_of(messages: Sequence[Message], *, as_text: bool = False) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them. `as_text`: arguments of calls as JSON text."""
+    found, has_calls = list[dict[str, Any]](), False
+    for message in messages:
+        # results whose calls are not shown are a question
+        if has_calls and message.results:
+            of = ({"tool_call_id": one.id, "name": one.name, "content": one.content} for one in message.results)
+            found += [{"role": "tool", **one} for one in of]
+            continue
+        calls = [
+            {"name": call.name, "arguments": json.dumps(call.arguments) if as_text else call.arguments}
+            for call in message.calls
+        ]
+        ids = [call.id for call in message.calls]
+        tool_calls = [{"id": i, "type": "function", "function": call} for i, call in zip(ids, calls, strict=True)]
+        role = "user" if message.results else message.role
+        found.append({"role": role, "content": message.content} | ({"tool_calls": tool_calls} if calls else {}))
+        has_calls = bool(calls)
+    return found
+
+
 def messages_of(saved: ChatDocument) -> list[Message]:
-    return [Message(m.role, m.text, documents_of(m.documents), m.finish, m.figures, m.thinking) for m in saved.messages]
+    return [
+        Message(
+            m.role,
+            m.text,
+            documents_of(m.documents),
+            m.finish,
+            m.figures,
+            m.thinking,
+            tuple(ToolCall(one.id, one.name, one.arguments) for one in m.calls),
+            tuple(ToolResult(one.id, one.name, one.content) for one in m.results),
+        )
+        for m in saved.messages
+    ]
 
 
 def documents_of(saved: Sequence[SavedDocument]) -> tuple[Document, ...]:
@@ -311,7 +356,7 @@ def export_chat(saved: ChatDocument, path: Path, *, overwrite: bool = False) -> 
 def json_lines(saved: ChatDocument) -> str:
     """Return one message per line with `role` and `content`, as training and evaluation tools read them."""
     rows = [{"role": "system", "content": saved.system}] if saved.system else []
-    rows += [{"role": m.role, "content": m.content} for m in messages_of(saved)]
+    rows += contents_of(messages_of(saved), as_text=True)
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
@@ -324,10 +369,13 @@ def markdown(saved: ChatDocument) -> str:
         if message.role == "user":
             files = "".join(f"*{d.name}, {d.lines:,} line{'s' * (d.lines != 1)}*\n\n" for d in message.documents)
             parts.append(f"## You\n\n{files}{message.text}")
+        elif message.results:
+            parts.append(f"## Tools\n\n{message.text}")
         else:
             mark = FINISH_MARKS[message.finish or "stop"]
+            calls = "".join(f"\n\n`{call.name} {json.dumps(call.arguments)}`" for call in message.calls)
             thought = f"*{' '.join(message.thinking.split())}*\n\n" if message.thinking else ""
-            parts.append(f"## {saved.model}\n\n{thought}{message.text}{mark}")
+            parts.append(f"## {saved.model}\n\n{thought}{message.text}{mark}{calls}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -93,6 +93,11 @@ class Channels:
         has_messages = headed is not None and "<|message|>" in self._marks.values()
         self._held = _HARMONY.sub(lambda mark: OPEN + mark[0], headed[0]) if headed and has_messages else ""
 
+    @property
+    def is_open(self) -> bool:
+        """True inside a thought, which a mark can end."""
+        return self._thinks
+
     def push(self, token: int) -> list[Piece]:
         """Return the pieces that became certain with this token."""
         if token in self._marks:

@@ -121,6 +121,14 @@ class Run:
     notes: Sequence[str] = ()  # deviations from the settings; may grow during the turn
 
 
+class Call(Json):
+    """Call of a tool that the model asks for."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
 class TurnDocument(Json):
     """Result of one answered question."""
 
@@ -134,6 +142,7 @@ class TurnDocument(Json):
     text: str
     thinking: str = Field(description="reasoning before the answer; not part of the text")
     finish: Finish
+    tool_calls: list[Call] = Field(default=[], description="calls that the model asks for, which nothing has run yet")
     order: Order = Field(description="prefill order: in chunks, or layer by layer")
     approx: bool = Field(description="true: the answer is approximate, so facts may be missing")
     sampling: dict[str, int | float] = Field(description="sampling settings, by profile key")
@@ -166,6 +175,7 @@ class TurnDocument(Json):
             turn=run.number,
             model=ModelFacts.from_attributes(info),
             approx=bool(stats.approx),
+            tool_calls=[Call.from_attributes(call) for call in turn.tool_calls],
             tokens=Tokens.from_attributes(stats),
             time=Times.from_attributes(stats, load=load, total=total),
             speed=Speed.from_attributes(stats),
@@ -203,6 +213,11 @@ class ReadEvent(Json):
     seconds: Seconds
 
 
+class CallEvent(Json):
+    event: Literal["tool_call"]
+    call: Call
+
+
 class TextEvent(Json):
     event: Literal["text", "thinking"]
     text: str
@@ -235,7 +250,7 @@ class ErrorEvent(Json):
 
 
 EventDocument = Annotated[
-    Start | ReadEvent | TextEvent | StatsEvent | EndEvent | ErrorEvent, Field(discriminator="event")
+    Start | ReadEvent | TextEvent | CallEvent | StatsEvent | EndEvent | ErrorEvent, Field(discriminator="event")
 ]
 
 
@@ -281,14 +296,29 @@ class Figures(Json):
     decode_tok_s: float | None = Field(default=None, description="tokens of the answer per second")
 
 
+class SavedCall(Call):
+    model_config = KEPT
+
+
+class SavedResult(Json):
+    """Result of the tool call with this id."""
+
+    model_config = KEPT
+    id: str
+    name: str
+    content: str
+
+
 class SavedMessage(Json):
     model_config = KEPT
-    role: Literal["user", "assistant"]
+    role: Literal["user", "tool", "assistant"] = Field(description="tool: results of the calls of the answer before")
     text: str
     documents: list[SavedDocument]
     finish: Finish | None = Field(description="answers only: why it ended")
     figures: Figures | None = Field(default=None, description="answers only")
     thinking: str = Field(default="", description="of an answer: what the model thought before it; it reads it no more")
+    calls: list[SavedCall] = Field(default=[], description="of an answer: tool calls")
+    results: list[SavedResult] = Field(default=[], description="of the tool")
 
 
 class LeftOut(Json):
@@ -315,7 +345,7 @@ class ChatDocument(Json):
 
     @model_validator(mode="after")
     def _in_turn(self) -> ChatDocument:
-        roles = [message.role for message in self.messages]
+        roles = [message.role.replace("tool", "user") for message in self.messages]
         if roles != ["user", "assistant"] * (len(roles) // 2):
             raise ValueError("questions and answers do not take turns")
         if self.left_out is not None and self.left_out.messages > len(roles):
