@@ -8,6 +8,7 @@ import sys
 EXTRAS = {  # as in pyproject.toml
     "docs": ("beautifulsoup4", "lxml", "markdownify"),
     "schema": ("llguidance",),
+    "mcp": ("mcp",),
     "llama": ("llama-cpp-python",),
 }
 

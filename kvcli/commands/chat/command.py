@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from kvcli.api import End, turn_of
+from kvcli.commands.chat.tools import ChatTools, open_tools, openai_form, read_results
 from kvcli.commands.common import flags as o
 from kvcli.commands.common.inputs import tell
 from kvcli.commands.common.options import Options, choice, command, flag
+from kvcli.commands.common.output import print_json
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, DoesNotFit, ExitStatus, UsageError
 from kvcli.models.grammar import Grammar
 from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
-    from kvcli.api import Turn
+    from kvcli.api import Cancel, Event, Turn
     from kvcli.chat.conversation import Chat
     from kvcli.chat.document_pack import Pack
     from kvcli.chat.saved_chats import SavedChat
@@ -162,6 +165,13 @@ class QuestionOptions(Options, panel="The question"):
     no_save: bool = flag(help="Do not save this chat.")
 
 
+class ToolOptions(Options, panel="Tools"):
+    tools: str | None = choice(metavar="FILE", help="Functions that the model may call: a JSON list.")
+    tool_command: str | None = choice(metavar="CMD", help="Run each call with this command, which reads it as JSON.")
+    tool_results: str | None = choice(metavar="FILE", help="Results of the last calls, as a JSON list.", rare=True)
+    mcp: list[str] | None = choice(metavar="CMD", help="Start this MCP server, and offer its tools. Repeatable.")
+
+
 class AnswerOptions(Options, panel="The answer"):
     max_new_tokens: str | None = choice("-n", metavar="N", help="Maximum length in tokens; 4k = 4096.")
     temperature: float | None = choice("-t", metavar="F", help="0 = always the most likely token.")
@@ -184,6 +194,7 @@ class ChatOptions(Options, panel="The model"):
     model: o.ModelName = None
     question: QuestionOptions
     answer: AnswerOptions
+    tools: ToolOptions
     run: o.RunOptions
     dry_run: bool = flag(help="Print the settings and their memory; load nothing.", rare=True)
 
@@ -195,7 +206,7 @@ def chat(world: Environment, options: ChatOptions) -> int:
     The answer goes to stdout, everything else to stderr. "KV" in the figures
     is the KV cache: keys and values of all tokens, computed only once.
     """
-    from kvcli.commands.common.inputs import STDIN, files_of, read_question
+    from kvcli.commands.common.inputs import STDIN, Question, files_of, read_question
     from kvcli.commands.models.suggest_model import find_model, tell_toy
 
     asked, wanted = options.question, options.answer
@@ -204,7 +215,11 @@ def chat(world: Environment, options: ChatOptions) -> int:
     others = [asked.file, asked.system, asked.system_file, asked.continue_, asked.resume, options.dry_run]
     packed = pack_of(world, asked.pack, others, ALONE)
     files = files_of(world, asked.file or [])
-    with open_saved_chat(world, asked) as opened:
+    offered = options.tools
+    with (
+        open_saved_chat(world, asked) as opened,
+        open_tools(world, offered.tools, offered.mcp or (), offered.tool_command) as tools,
+    ):
         setup = find_model(setup_of(world, options, packed, opened), files)
         grammar = read_grammar(world, wanted.schema, wanted.grammar, wanted.json_object)
         profile = profile_of(setup, packed)
@@ -213,13 +228,17 @@ def chat(world: Environment, options: ChatOptions) -> int:
 
             return print_plan(setup, profile, files)
         setup.look(profile)
-        question = read_question(world, asked.prompt, files, asked.system, asked.system_file)
+        question = Question(None, (), None)
+        if offered.tool_results is None:
+            question = read_question(world, asked.prompt, files, asked.system, asked.system_file)
+        elif asked.prompt is not None or files:
+            raise UsageError("--tool-results excludes --prompt and --file", try_=["only one of them"])
         if packed is not None:
             question = about_pack(question, packed)
         setup = find_model(setup, [d.name for d in question.documents if d.name == STDIN])
         if question.text is not None and not question.documents:
             tell_toy(setup)
-        return ChatRun(options, setup, profile, grammar, opened, packed).answer(question)
+        return ChatRun(options, setup, profile, grammar, opened, packed, tools).answer(question)
 
 
 def about_pack(question: Question, packed: Pack) -> Question:
@@ -258,6 +277,7 @@ class ChatRun:
         grammar: Grammar | None,
         opened: SavedChat | None,
         packed: Pack | None,
+        tools: ChatTools | None,
     ) -> None:
         """`profile` is that of the command line; `opened` is the saved chat that continues."""
         from kvcli.render.terminal.screen import Screen
@@ -267,6 +287,7 @@ class ChatRun:
         self.screen = Screen.of(self.world, options.answer.stats)
         self.saves = not options.question.no_save and setup.config.keep_chats
         self.held: AnswerConstraint | None = None
+        self.tools = tools
 
     @property
     def constraint(self) -> Constraint | None:
@@ -288,17 +309,22 @@ class ChatRun:
             if self.packed is not None:
                 self.packed.refuse_other(text_session.session, text_session.profile)
                 text_session.pack = self.packed
+            if self.tools is not None:
+                text_session.model.call_syntax()  # refuses a template without tool calls
+                chat.tools = self.tools.definitions
             self.begin(question)
             for note in (*self.run.notes, *(text_session.why_again() if self.opened else ())):
                 tell(self.world, note)
             self.constrain(text_session)
             del text_session  # so that only the chat refers to the weights
-            if question.text is None:
+            file = self.options.tools.tool_results
+            results = read_results(self.world, file) if file is not None else None
+            if question.text is None and results is None:
                 return self.converse()
             if self.opened is not None:
                 tell(self.world, f"continues {about(chat)}")
             try:
-                return self.ask(question.text)
+                return self.ask(results or question.text or "")
             finally:
                 note = try_save(chat) if self.saves else ""
                 if not note and chat.saved_chat is not None and self.world.options.verbose:
@@ -336,33 +362,54 @@ class ChatRun:
             else:
                 tell(self.world, f"{document.name} is attached already")
 
-    def ask(self, text: str) -> int:
-        """Answer one question. Ctrl-C ends the answer after the current pass; the text so far is kept."""
+    def ask(self, asked: str | list[str]) -> int:
+        """Answer one question, or the results of tool calls. Ctrl-C ends the answer after the current pass; the text
+        so far is kept.
+        """
         from kvcli.commands.common.exits import Interrupt
 
         profile, chat, session = self.run.profile, self.chat, self.chat.text_session
-        with (
-            Interrupt(self.world.clock) as cancel,
-            closing(chat.stream(text, cancel=cancel, constraint=self.constraint)) as events,
-        ):
-            if self.world.options.json:
-                from kvcli.commands.common.turn_json import print_events, print_turn, run_of
+        is_whole = self.world.options.json and not self.options.answer.stream  # one document, of the last answer
+        with Interrupt(self.world.clock) as cancel:
+            options = {"cancel": cancel, "constraint": self.constraint}
 
-                show = print_events if self.options.answer.stream else print_turn
-                turn = show(self.world, events, session.info, run_of(profile, session, chat.notes))
-            else:
-                from kvcli.render.turn.status_row import RowOptions
-                from kvcli.render.turn.turn_view import show_turn
+            def show(asked: str | list[str]) -> Turn:
+                if isinstance(asked, str):
+                    answer = chat.stream(asked, **options)
+                else:
+                    answer = chat.stream_results(asked, **options)
+                with closing(answer) as events:
+                    return turn_of(events) if is_whole else self._shown(events, cancel)
 
-                for note in chat.notes:
-                    self.screen.note(note)
-                chat.tell = self.screen.note
-                turn = show_turn(events, self.screen, RowOptions(profile.name, stopping=cancel))
+            turn = show(asked)
+            if self.tools is not None:
+                turn = self.tools.follow(turn, show, cancel)
+        if is_whole:
+            from kvcli.commands.common.turn_json import print_turn, run_of
+
+            print_turn(self.world, [End(turn)], session.info, run_of(profile, session, chat.notes))
+        elif turn.tool_calls and not self.world.options.json and not self.world.is_tty("stdout"):
+            print_json(self.world, openai_form(turn))
         missed = self.held.missed(turn) if self.held is not None else ""
         for note in filter(None, (turn.stats.approx, missed, self.run.record(profile, turn))):
             tell(self.world, note)
         usual = ExitStatus.BAD_OUTPUT if missed else ExitStatus.OK
         return {"interrupted": ExitStatus.INTERRUPTED, "loop": ExitStatus.BAD_OUTPUT}.get(turn.finish, usual)
+
+    def _shown(self, events: Iterator[Event], cancel: Cancel) -> Turn:
+        """Show the events of an answer: as JSON lines, or on the screen."""
+        chat, session, profile = self.chat, self.chat.text_session, self.run.profile
+        if self.world.options.json:
+            from kvcli.commands.common.turn_json import print_events, run_of
+
+            return print_events(self.world, events, session.info, run_of(profile, session, chat.notes))
+        from kvcli.render.turn.status_row import RowOptions
+        from kvcli.render.turn.turn_view import show_turn
+
+        for note in chat.notes:
+            self.screen.note(note)
+        chat.tell = self.screen.note
+        return show_turn(events, self.screen, RowOptions(profile.name, stopping=cancel))
 
     def converse(self) -> int:
         """Run the interactive chat."""
@@ -384,6 +431,7 @@ class ChatRun:
             history=self.world.paths.state / "history" if self.saves else None,
             after_turn=self.after_turn,
             constraint=self.constraint,
+            tools=self.tools,
             change_model=self.change_model,
             before_file=lambda name: find_model(self.setup, [name], may_ask=False),
         )
