@@ -67,6 +67,8 @@ def mcp_server(typed: str, folder: Path) -> Iterator[McpServer]:
         except BadInput:
             raise
         except Exception as error:  # of the process, of the protocol, or a group of both
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
             errors.seek(0)
             said = errors.read().strip().splitlines()[-3:]
             why = f"the MCP server {typed[:80]} did not start: {type(error).__name__}: {error}"

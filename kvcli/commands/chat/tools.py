@@ -132,6 +132,7 @@ class ChatTools:
         if name in self._always:
             return True
         if not self._can_ask:
+            self.screen.note(f"{name} was not run: a call of an MCP server needs a terminal, to ask you")
             return None
         with echo(self.screen.stdin, on=True):
             answer = answer_to(self.world, f"run {name}? [y]es, [n]o, [a]lways: ")
