@@ -16,7 +16,6 @@ from kvcli.chat.overflow import ASKED, KEPT, NOTES, VisibleMessages, fitting, re
 from kvcli.chat.transcript import (
     Message,
     PromptTokens,
-    ToolResult,
     contents_of,
     documents_of,
     export_chat,
@@ -31,13 +30,12 @@ from kvcli.models.adapters import lasting
 from kvcli.models.text import Messages, encode, render_text, resume_ids
 from kvcli.schemas.turn import (
     SCHEMA,
+    Call,
     ChatDocument,
     Figures,
     LeftOut,
-    SavedCall,
     SavedDocument,
     SavedMessage,
-    SavedResult,
 )
 
 if TYPE_CHECKING:
@@ -123,9 +121,8 @@ class Chat:
                 code="tool_results",
                 try_=["one text for each call, in their order"],
             )
-        found = tuple(ToolResult(call.id, call.name, text) for call, text in zip(calls, results, strict=True))
-        text = "\n".join(f"{one.name}: {one.content}" for one in found)
-        return self._ask(Message("tool", text, results=found), **options)
+        text = "\n".join(f"{call.name}: {result}" for call, result in zip(calls, results, strict=True))
+        return self._ask(Message("tool", text, results=tuple(results)), **options)
 
     def stream(self, text: str, **options: Any) -> Generator[Event]:
         """Ask, and yield the answer as events, `End` last. Options are those of `TextSession.answer` but `messages`.
@@ -324,8 +321,8 @@ class Chat:
                 SavedMessage.from_attributes(
                     m,
                     documents=[SavedDocument.from_attributes(d) for d in m.documents],
-                    calls=[SavedCall.from_attributes(call) for call in m.calls],
-                    results=[SavedResult.from_attributes(one) for one in m.results],
+                    calls=[Call.from_attributes(call) for call in m.calls],
+                    results=[*m.results],
                 )
                 for m in self.messages
             ],

@@ -159,8 +159,8 @@ def write(db: sqlite3.Connection, name: str, made: ChatDocument, had: ChatDocume
             [session, n, question.text, answer.text, answer.finish, *(getattr(took, key) for key in FIGURES)],
         )
         _attach(db, session, n, *question.documents)
-        lists = ([one.model_dump() for one in of] for of in (answer.calls, question.results))
-        beside = {"": answer.thinking, **{name: json.dumps(of) for name, of in zip(TOOLS, lists, strict=True) if of}}
+        lists = dict(zip(TOOLS, ([one.model_dump() for one in answer.calls], question.results), strict=True))
+        beside = {"": answer.thinking, **{name: json.dumps(one) for name, one in lists.items() if one}}
         made_of = (SavedDocument(name=name, sha256="", text=text) for name, text in beside.items() if text)
         _attach(db, session, THOUGHT - n, *made_of)
     _attach(db, session, PENDING, *made.pending)

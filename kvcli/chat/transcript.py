@@ -256,15 +256,6 @@ FINISH_MARKS = {
 
 
 @dataclass(frozen=True, slots=True)
-class ToolResult:
-    """Result of a tool call."""
-
-    id: str
-    name: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
 class Message:
     """A message of a chat. Its documents precede its text in the prompt. Results of tools stand for a question."""
 
@@ -275,7 +266,7 @@ class Message:
     figures: Figures | None = None  # of an answer: its times and token counts
     thinking: str = ""  # of an answer: saved, but left out of later prompts
     calls: tuple[ToolCall, ...] = ()  # of an answer
-    results: tuple[ToolResult, ...] = ()  # in place of a question: of the calls before
+    results: tuple[str, ...] = ()  # in place of a question: of the calls before, in their order
 
     @property
     def content(self) -> str:
@@ -283,38 +274,33 @@ class Message:
         return with_documents(self.text, self.documents)
 
 
+def openai_form(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
+    """Return a call as templates and OpenAI's clients take it. `as_text`: its arguments as JSON text."""
+    arguments = json.dumps(call.arguments) if as_text else call.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
 def contents_of(messages: Sequence[Message], *, as_text: bool = False) -> list[dict[str, Any]]:
     """Return messages as chat templates take them. `as_text`: arguments of calls as JSON text."""
-    found, has_calls = list[dict[str, Any]](), False
+    found, calls = list[dict[str, Any]](), tuple[ToolCall, ...]()
     for message in messages:
-        # results whose calls are not shown are a question
-        if has_calls and message.results:
-            of = ({"tool_call_id": one.id, "name": one.name, "content": one.content} for one in message.results)
-            found += [{"role": "tool", **one} for one in of]
-            continue
-        calls = [
-            {"name": call.name, "arguments": json.dumps(call.arguments) if as_text else call.arguments}
-            for call in message.calls
-        ]
-        ids = [call.id for call in message.calls]
-        tool_calls = [{"id": i, "type": "function", "function": call} for i, call in zip(ids, calls, strict=True)]
-        role = "user" if message.results else message.role
-        found.append({"role": role, "content": message.content} | ({"tool_calls": tool_calls} if calls else {}))
-        has_calls = bool(calls)
+        if calls and message.results:  # without the calls, the results are shown as a question
+            pairs = zip(calls, message.results, strict=False)
+            found += [{"role": "tool", "tool_call_id": c.id, "name": c.name, "content": text} for c, text in pairs]
+        else:
+            found.append({"role": "user" if message.results else message.role, "content": message.content})
+        if calls := message.calls:
+            found[-1]["tool_calls"] = [openai_form(call, as_text=as_text) for call in calls]
     return found
 
 
 def messages_of(saved: ChatDocument) -> list[Message]:
     return [
         Message(
-            m.role,
-            m.text,
-            documents_of(m.documents),
-            m.finish,
-            m.figures,
-            m.thinking,
-            tuple(ToolCall(one.id, one.name, one.arguments) for one in m.calls),
-            tuple(ToolResult(one.id, one.name, one.content) for one in m.results),
+            **{key: getattr(m, key) for key in ("role", "text", "finish", "figures", "thinking")},
+            documents=documents_of(m.documents),
+            calls=tuple(ToolCall(**one.model_dump()) for one in m.calls),
+            results=tuple(m.results),
         )
         for m in saved.messages
     ]

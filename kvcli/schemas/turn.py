@@ -121,9 +121,13 @@ class Run:
     notes: Sequence[str] = ()  # deviations from the settings; may grow during the turn
 
 
+KEPT = ConfigDict(extra="ignore", strict=True)  # extra: a later version may have more fields
+
+
 class Call(Json):
     """Call of a tool that the model asks for."""
 
+    model_config = KEPT
     id: str
     name: str
     arguments: dict[str, Any]
@@ -213,11 +217,6 @@ class ReadEvent(Json):
     seconds: Seconds
 
 
-class CallEvent(Json):
-    event: Literal["tool_call"]
-    call: Call
-
-
 class TextEvent(Json):
     event: Literal["text", "thinking"]
     text: str
@@ -250,7 +249,7 @@ class ErrorEvent(Json):
 
 
 EventDocument = Annotated[
-    Start | ReadEvent | TextEvent | CallEvent | StatsEvent | EndEvent | ErrorEvent, Field(discriminator="event")
+    Start | ReadEvent | TextEvent | StatsEvent | EndEvent | ErrorEvent, Field(discriminator="event")
 ]
 
 
@@ -271,7 +270,6 @@ def error_document(error: KvcliError) -> ErrorDocument:
 
 
 SCHEMA: Final = "kvcli.chat/1"
-KEPT = ConfigDict(extra="ignore", strict=True)  # extra: a later version may have more fields
 
 
 Whole = Annotated[int, Field(ge=0, lt=1 << 63)]  # the range of a database integer
@@ -296,29 +294,16 @@ class Figures(Json):
     decode_tok_s: float | None = Field(default=None, description="tokens of the answer per second")
 
 
-class SavedCall(Call):
-    model_config = KEPT
-
-
-class SavedResult(Json):
-    """Result of the tool call with this id."""
-
-    model_config = KEPT
-    id: str
-    name: str
-    content: str
-
-
 class SavedMessage(Json):
     model_config = KEPT
-    role: Literal["user", "tool", "assistant"] = Field(description="tool: results of the calls of the answer before")
+    role: Literal["user", "tool", "assistant"] = Field(description="tool: with results, not a question")
     text: str
     documents: list[SavedDocument]
     finish: Finish | None = Field(description="answers only: why it ended")
     figures: Figures | None = Field(default=None, description="answers only")
     thinking: str = Field(default="", description="of an answer: what the model thought before it; it reads it no more")
-    calls: list[SavedCall] = Field(default=[], description="of an answer: tool calls")
-    results: list[SavedResult] = Field(default=[], description="of the tool")
+    calls: list[Call] = Field(default=[], description="of an answer: tool calls")
+    results: list[str] = Field(default=[], description="of the calls of the answer before")
 
 
 class LeftOut(Json):

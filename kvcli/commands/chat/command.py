@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvcli.api import End, turn_of
-from kvcli.commands.chat.tools import ChatTools, open_tools, openai_form, read_results
+from kvcli.commands.chat.tools import ChatTools, open_tools, read_results
 from kvcli.commands.common import flags as o
 from kvcli.commands.common.inputs import tell
 from kvcli.commands.common.options import Options, choice, command, flag
@@ -389,7 +389,10 @@ class ChatRun:
 
             print_turn(self.world, [End(turn)], session.info, run_of(profile, session, chat.notes))
         elif turn.tool_calls and not self.world.options.json and not self.world.is_tty("stdout"):
-            print_json(self.world, openai_form(turn))
+            from kvcli.chat.transcript import openai_form
+
+            calls = [openai_form(call, as_text=True) for call in turn.tool_calls]
+            print_json(self.world, {"finish_reason": "tool_calls", "tool_calls": calls})
         missed = self.held.missed(turn) if self.held is not None else ""
         for note in filter(None, (turn.stats.approx, missed, self.run.record(profile, turn))):
             tell(self.world, note)

@@ -43,14 +43,6 @@ def read_results(world: Environment, name: str) -> list[str]:
     return texts
 
 
-def openai_form(turn: Turn) -> dict[str, object]:
-    """Return the calls at the end of an answer in OpenAI's form, for a program that reads a pipe."""
-    functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in turn.tool_calls]
-    each = zip(turn.tool_calls, functions, strict=True)
-    calls = [{"id": call.id, "type": "function", "function": function} for call, function in each]
-    return {"finish_reason": "tool_calls", "tool_calls": calls}
-
-
 @contextmanager
 def open_tools(
     world: Environment, file: str | None, servers: Sequence[str], command: str | None

@@ -5,20 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from kvcli.api import End, Event, Live, Read, Text, Thought, ToolCall, Turn, turn_of
+from kvcli.api import End, Event, Live, Read, Text, Thought, Turn, turn_of
 from kvcli.commands.common.output import print_json
-from kvcli.schemas.turn import (
-    Call,
-    CallEvent,
-    EndEvent,
-    ModelFacts,
-    ReadEvent,
-    Run,
-    Start,
-    StatsEvent,
-    TextEvent,
-    TurnDocument,
-)
+from kvcli.schemas.turn import EndEvent, ModelFacts, ReadEvent, Run, Start, StatsEvent, TextEvent, TurnDocument
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
@@ -60,8 +49,6 @@ def print_events(world: Environment, events: Iterable[Event], info: ModelInfo, r
             if stats is not None and world.clock() - last >= EVERY:
                 last = world.clock()
                 print_json(world, StatsEvent.of(stats))
-        elif isinstance(event, ToolCall):
-            print_json(world, CallEvent(event="tool_call", call=Call.from_attributes(event)))
         elif isinstance(event, Live):
             stats = event.stats  # one object, updated in place
         elif isinstance(event, End):
