@@ -43,16 +43,16 @@ def check_tools(found: object, name: str) -> list[dict[str, Any]]:
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         function = function if isinstance(function, dict) else {}
-        called, parameters = str(function.get("name")), function.get("parameters", {"type": "object"})
+        called, parameters = function.get("name"), function.get("parameters", {"type": "object"})
         if not function:
             wrong = f'entry {i + 1} is not {{"type": "function", "function": ...}}'
-        elif not _TOOL.fullmatch(called) or called in seen:
-            wrong = f"entry {i + 1} has no name of its own of letters, digits, _, - and . ({called[:40]})"
+        elif not isinstance(called, str) or not _TOOL.fullmatch(called) or called in seen:
+            wrong = f"entry {i + 1} has no name of its own of letters, digits, _, - and .: {str(called)[:40]}"
         elif not isinstance(function.get("description", ""), str):
             wrong = f"the description of {called} is no text"
         elif not isinstance(parameters, dict) or parameters.get("type") != "object":
             wrong = f"the parameters of {called} are no JSON schema of an object"
-        seen.add(called)
+        seen.add(str(called))
     if wrong:
         example = '[{"type": "function", "function": {"name": "...", "description": "...", "parameters": {...}}}]'
         raise BadInput(f"{name} {wrong}", code="bad_tools", try_=[example])
