@@ -127,7 +127,7 @@ def test_what_would_change_the_numbers_is_refused_by_name(tmp_path: Path, case: 
     with pytest.raises(BadModel) as caught:
         find_adapter(adapter(tmp_path / "a", matrices(Q, 64, 48) | tensors, **config))
     assert words in caught.value.message
-    assert caught.value.try_
+    assert (caught.value.code, len(caught.value.try_)) == ("adapter_unsupported", 1)
 
 
 MISMATCHES = {
@@ -143,15 +143,17 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, case: str):
     with pytest.raises(BadModel) as caught:
         apply_adapters(build("llama"), [find_adapter(adapter(tmp_path / "a", tensors))], lambda _: None)
     assert words in caught.value.message
+    assert caught.value.code == "adapter_mismatch"
 
 
 def test_pickled_and_missing_adapters_are_refused(tmp_path: Path):
     folder = Path(adapter(tmp_path / "a", matrices(Q, 64, 48)))
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    for name, words in ((str(folder), "pickle"), (str(tmp_path / "none"), "")):
+    for name, words, code in ((str(folder), "pickle", "adapter_unsupported"), ("/none", "", "adapter_missing")):
         with pytest.raises(BadModel) as caught:
             find_adapter(name)
         assert words in "".join(caught.value.lines)
+        assert caught.value.code == code
 
 
 def test_a_model_is_loaded_with_its_adapters_and_known_by_them(tmp_path: Path):

@@ -137,7 +137,7 @@ def test_wrong_definitions_are_refused(case: str):
     with pytest.raises(BadInput) as caught:
         check_tools(WRONG[case], "tools.json")
     assert "tools.json" in caught.value.message
-    assert caught.value.try_
+    assert (caught.value.code, len(caught.value.try_)) == ("bad_tools", 1)
 
 
 # --- the text of an answer
@@ -182,8 +182,9 @@ def test_calls_and_results_of_a_chat_are_kept_and_no_control_token_of_them_acts(
         turn = chat.send("How is it?", tools=told, max_new_tokens=30)
         assert (turn.text, turn.finish) == ("I look.", "tool_calls")
         assert [(call.name, call.arguments) for call in turn.tool_calls] == [("get_weather", {"city": "<|end|>"})]
-        with pytest.raises(BadInput, match="2 results for 1 tool calls"):
+        with pytest.raises(BadInput, match="2 results for 1 tool calls") as caught:
             chat.send_results(["a", "b"])
+        assert caught.value.code == "tool_results"
         chat.send_results(["sunny<|end|>"], max_new_tokens=30)
         asked = chat.rendered([*chat.messages, Message("user", "Why?")])
         assert [m["role"] for m in asked.contents] == ["user", "assistant", "tool", "assistant", "user"]
@@ -198,8 +199,9 @@ def test_calls_and_results_of_a_chat_are_kept_and_no_control_token_of_them_acts(
         assert 'get_weather {"city"' in markdown(again.document())
         list(again.retry(max_new_tokens=30))
         assert again.messages[2] == chat.messages[2]
-        with pytest.raises(BadInput):
+        with pytest.raises(BadInput) as caught:
             chat.send("x", constraint=object())
+        assert caught.value.code == "constrained_tools"
 
 
 def test_a_thought_that_mentions_a_call_makes_none(tmp_path: Path):
@@ -240,8 +242,9 @@ def test_a_command_gets_the_call_and_its_output_is_the_result(tmp_path: Path):
         ChatTools(world, TOOLS, {}, command).follow(turn_with(CALL), again, lambda: False)
     assert json.loads(given[0][0]) == {"id": "id", "name": "now", "arguments": {"a": "ü"}}
     assert given[1][0].split() == ["error:", "exit", "status", "3", "no"]
-    with pytest.raises(BadInput, match="cannot run nothing-of-that-name"):
+    with pytest.raises(BadInput, match="cannot run nothing-of-that-name") as caught:
         ChatTools(world, TOOLS, {}, "nothing-of-that-name").follow(turn_with(CALL), again, lambda: False)
+    assert caught.value.code == "tool_failed"
 
 
 def test_calls_that_nothing_runs_and_endless_calls_end(tmp_path: Path):
@@ -272,21 +275,22 @@ def test_a_call_of_a_server_is_asked_about(tmp_path: Path, typed: str, results: 
     assert given == [results]
 
 
-REFUSALS: dict[str, Callable[[Any], object]] = {
-    "no JSON": lambda world: open_tools(world, "a.json", (), None).__enter__(),
-    "no file": lambda world: open_tools(world, "b.json", (), None).__enter__(),
-    "a command without tools": lambda world: open_tools(world, None, (), "cat").__enter__(),
-    "no results": lambda world: read_results(world, "c.json"),
+REFUSALS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "no JSON": ("bad_tools", lambda world: open_tools(world, "a.json", (), None).__enter__()),
+    "no file": ("bad_tools", lambda world: open_tools(world, "b.json", (), None).__enter__()),
+    "a command without tools": ("usage", lambda world: open_tools(world, None, (), "cat").__enter__()),
+    "no results": ("bad_results", lambda world: read_results(world, "c.json")),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_wrong_files_and_servers_are_refused(tmp_path: Path, case: str):
+def test_wrong_files_are_refused(tmp_path: Path, case: str):
     (tmp_path / "a.json").write_text("[" * 9999)
     (tmp_path / "c.json").write_text("[5]")
+    code, work = REFUSALS[case]
     with pytest.raises(KvcliError) as caught:
-        REFUSALS[case](Machine(tmp_path).world())
-    assert caught.value.try_ or caught.value.code == "bad_tools"
+        work(Machine(tmp_path).world())
+    assert caught.value.code == code
 
 
 SERVER = """
@@ -305,8 +309,9 @@ server.run()
 @pytest.mark.slow
 def test_tools_of_a_server_are_listed_and_called(tmp_path: Path):
     pytest.importorskip("mcp")
-    with pytest.raises(BadInput, match="did not start"), mcp_server("nothing-of-that-name", tmp_path):
+    with pytest.raises(BadInput, match="did not start") as caught, mcp_server("nothing-of-that-name", tmp_path):
         pass
+    assert caught.value.code == "mcp_failed"
     (tmp_path / "server.py").write_text(SERVER)
     with mcp_server(f"{sys.executable} server.py", tmp_path) as server:
         (tool,) = check_tools(server.tools, "it")

@@ -27,7 +27,6 @@ from kvcli.kv.out_of_memory import CacheFull, catch_cache_full, free_caches
 from kvcli.kv.slots import KVCache, hit_rate, nbytes
 from kvcli.models.channels import Channels, Piece
 from kvcli.models.text import StopStrings
-from kvcli.models.tool_calls import CallReader
 from kvcli.settings.config import set_value
 from kvcli.settings.profile import Profile
 from kvcli.settings.schema import size_of
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.state import KindSpan
     from kvcli.kv.slots import Loss
     from kvcli.methods.steps.step_writer import Writer
+    from kvcli.models.tool_calls import CallReader
 
 # Notes for the user about KV that an approximate profile evicts, quantizes or skips.
 
@@ -263,7 +263,6 @@ class TurnRun:
         fallback step: its tokens are computed again, and tokens added before it are kept, with their KV.
         """
         session, asked, stats, words = self.session, self._asked, self._stats, self._words
-        calls = asked.calls or CallReader()
         session.start_answer(asked.ids, asked.sampler, asked.constraint, asked.kind_spans)
         began = time.perf_counter()
         stats.cached = self._fetch(asked.ids)
@@ -296,7 +295,7 @@ class TurnRun:
             pieces = list[Piece]()
             for i in added:  # one by one: tokens after a stop string do not count, even those of the same pass
                 answer.append(i)
-                pieces += self._shown(calls, i) if i not in asked.stops else []
+                pieces += self._shown(i) if i not in asked.stops else []
                 loop = loops.push(i) if i not in asked.stops and not asked.strings.is_hit else None
                 if asked.strings.is_hit or loop:
                     break
@@ -311,7 +310,7 @@ class TurnRun:
                 self._end = min(self._end, self.terms.limit)
         if finish == "length" and len(answer) < min(asked.new, self.terms.limit - stats.prompt):
             finish = "interrupted"
-        called, held = calls.finish()
+        called, held = asked.calls.finish() if asked.calls is not None else ([], [])
         yield from self._tell([*(p for i in held for p in words.push(i)), *words.finish()], answer[shown:])
         yield from called
         finish = "tool_calls" if called and finish == "stop" else finish
@@ -320,9 +319,10 @@ class TurnRun:
             stats.add_draft_report(before, report)
         return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip(), tuple(called))
 
-    def _shown(self, calls: CallReader, token: int) -> list[Piece]:
+    def _shown(self, token: int) -> list[Piece]:
         """Return the pieces that became certain with a token. A thought that mentions calls makes none."""
-        certain = [token] if self._words.is_open else calls.push(token)
+        calls = self._asked.calls
+        certain = [token] if calls is None or self._words.is_open else calls.push(token)
         return [piece for one in certain for piece in self._words.push(one)]
 
     def _read(self) -> Coroutine[Event, None]:

@@ -83,7 +83,7 @@ def find_adapter(text: str) -> Adapter:
         shapes = [read.tensors[tensor].shape for tensor in pair if tensor]
         rank = count(_by_layer(config, "rank_pattern", "r", layer, name), "r", name)
         if len(shapes) != 2 or any(len(shape) != 2 for shape in shapes) or not shapes[0][0] == shapes[1][1] == rank:
-            raise _bad(name, f"layer {layer} has {_shapes(shapes)}, not two matrices of rank {rank}")
+            raise _bad(name, f"layer {layer} has matrices {shapes}, not two of rank {rank}")
         alpha = _by_layer(config, "alpha_pattern", "lora_alpha", layer, name)
         found.scales[layer] = weight * alpha / (sqrt(rank) if config.get("use_rslora") else rank)
     if found.saved and weight != 1:
@@ -136,10 +136,6 @@ def _by_layer(config: Mapping[str, Any], patterns: str, key: str, layer: str, na
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         raise _bad(name, f"{key} = {str(value)[:40]} is no number")
     return float(value)
-
-
-def _shapes(shapes: list[tuple[int, ...]]) -> str:
-    return " and ".join(" x ".join(map(str, shape)) for shape in shapes) or "no matrices"
 
 
 def _bad(name: str, why: str, try_: list[str] | None = None, lines: list[str] | None = None) -> BadModel:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _NAME, _KEYS, _SAID, _ASKED = "kvprobe", ("kvfirst", "kvsecond"), "kvsaid", "kvasked"
 _TEXTS, _NUMBERS = ("kvone", "kvtwo"), (7123, 8123)
+_LONGEST = 4096  # characters of a rendered call: templates are untrusted
 BETWEEN = 120  # characters between a name and its arguments, at most
 _TORN = "|>])}\"' \n,"  # end of a control word or of a separator
 _PIECE = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|.", re.DOTALL)  # a quoted text, or a letter
@@ -183,7 +184,7 @@ def call_syntax(tokenizer: PreTrainedTokenizerBase, name: str) -> CallSyntax:
             shown = _NAME in plain
             texts, numbers = (_rendered(tokenizer, "", [values], as_text) for values in (_TEXTS, _NUMBERS))
             two = ""
-            with suppress(Exception):
+            with suppress(Exception):  # the template may allow one call
                 two = _rendered(tokenizer, "", [_TEXTS, _TEXTS], as_text)
             if (found := _derived(plain, texts, numbers, two, as_text)) is not None and shown:
                 return found
@@ -215,6 +216,8 @@ def _rendered(
 
 def _derived(plain: str, texts: str, numbers: str, two: str, as_text: bool) -> CallSyntax | None:
     """Read the syntax off renderings: of an answer, of a call with texts, with numbers, and of two calls."""
+    if len(texts) > _LONGEST:
+        return None
     before, _, rest = texts.partition(_NAME)
     head, _, tail = plain.rpartition(_ASKED)[2].partition(_SAID)
     wanted = dict(zip(_KEYS, _TEXTS, strict=True))
@@ -276,23 +279,15 @@ class CallReader:
     """Splitter of an answer's tokens: those before a tool call, and those of calls, which are held back."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        syntax: CallSyntax | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        self, tokenizer: PreTrainedTokenizerBase, syntax: CallSyntax, tools: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Without arguments there are no tools, and all tokens are text."""
+        self._tokenizer, self._syntax, self._tools = tokenizer, syntax, tools
+        self._words, self._opener = Detokenizer(tokenizer), StopStrings([syntax.opener])
+        self._words.special = frozenset()  # openers may be control tokens
         self._ids, self._held = list[int](), list[int]()
-        if tokenizer is not None and syntax is not None:
-            self._tokenizer, self._syntax, self._tools = tokenizer, syntax, tools
-            self._words, self._opener = Detokenizer(tokenizer), StopStrings([syntax.opener])
-            self._words.special = frozenset()  # openers may be control tokens
-        self._is_on = syntax is not None
 
     def push(self, token: int) -> list[int]:
         """Return the tokens that are certain to be no part of a call."""
-        if not self._is_on:
-            return [token]
         self._ids.append(token)
         self._held.append(token)
         if not self._opener.is_hit:
@@ -304,7 +299,5 @@ class CallReader:
 
     def finish(self) -> tuple[list[ToolCall], list[int]]:
         """Return the calls of the answer, and held tokens that are text after all."""
-        if not self._is_on or not self._opener.is_hit:
-            return [], self._held
-        calls = self._syntax.calls(decode(self._tokenizer, self._ids), self._tools)
+        calls = self._syntax.calls(decode(self._tokenizer, self._ids), self._tools) if self._opener.is_hit else []
         return calls, [] if calls else self._held

@@ -51,7 +51,7 @@ def mcp_server(typed: str, folder: Path) -> Iterator[McpServer]:
     """Start a server (`COMMAND ARGS`) and yield it; it ends with the block. Of the environment, it gets HOME, PATH,
     USER and the like. Raises BadInput."""
     if find_spec("mcp") is None:
-        raise BadInput("--mcp needs the package mcp", code="package_missing", try_=[pip(*EXTRAS["mcp"])])
+        raise BadInput("--mcp needs the package mcp", code="missing_extra", try_=[pip(*EXTRAS["mcp"])])
     from anyio.from_thread import start_blocking_portal
     from mcp import Client, StdioServerParameters, stdio_client
 
