@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 PROBES = ("a", "7", "(", "\n")  # questions whose first letter merges, or does not, with the token before it
 
 
+LABELS = {"user": "question", "tool": "results", "assistant": "answer"}  # of messages in a list, by role
+
+
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """Messages rendered by the chat template, as text and as token ids."""
@@ -267,7 +270,7 @@ class Chat:
             rows.append((f"questions 1 to {self.visible_messages.left // 2}, not sent", 0))
         for i, message in enumerate(self.visible_messages.of(self.messages), self.visible_messages.left):
             rows += [(f"file {d.name}", d.tokens(tokenizer)) for d in message.documents]
-            label = f"{'question' if message.role == 'user' else 'answer'} {i // 2 + 1}"
+            label = f"{LABELS[message.role]} {i // 2 + 1}"
             rows.append((label, len(encode(tokenizer, message.text))))
         rows += [(f"file {d.name}, next question", d.tokens(tokenizer)) for d in self.pending]
         if self.messages:
