@@ -75,8 +75,7 @@ def test_several_adapters_are_added_by_weight_and_rounded_once(tmp_path: Path):
     wanted = model.get_submodule(Q).weight.float() + product(one) - 2 * product(two)
     apply_adapters(model, [*map(find_adapter, texts)], lambda _: None)
     changed = model.get_submodule(Q).weight
-    torch.testing.assert_close(changed, wanted.to(torch.bfloat16), rtol=0.01, atol=0.01)
-    assert (changed - wanted).abs().max() <= wanted.abs().max() / 256
+    assert (changed != wanted.to(torch.bfloat16)).float().mean() < 0.01
 
 
 def test_an_embedding_is_changed_apart_from_a_head_that_shares_it_and_modules_are_replaced(tmp_path: Path):

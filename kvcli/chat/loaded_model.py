@@ -206,14 +206,15 @@ class LoadedModel:
         """Return a constraint of answers to a grammar. The first call is slower, because it prepares the vocabulary."""
         return self._vocabulary().constraint(grammar)
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Return the ids of a prompt: text becomes one user message of the chat template, ids are unchanged."""
+    def encode(self, prompt: Prompt, **variables: Any) -> list[int]:
+        """Return the ids of a prompt: text becomes one user message of the chat template, ids are unchanged.
+        `variables`: of the template."""
         if not isinstance(prompt, str):
             return list(prompt)
         from kvcli.models.text import render_prompt
 
         refuse_longer(prompt, self.tokenizer, self.limit)
-        return render_prompt(self.tokenizer, [{"role": "user", "content": prompt}])
+        return render_prompt(self.tokenizer, [{"role": "user", "content": prompt}], **variables)
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, lm: LM) -> Vocabulary:

@@ -205,7 +205,8 @@ class TextSession:
             raise BadInput(
                 "a constrained answer cannot call tools", code="constrained_tools", try_=["tools or a constraint"]
             )
-        model, ids = self.model, self.model.encode(prompt)
+        variables = {"tools": tools} if tools else {}
+        model, ids = self.model, self.model.encode(prompt, **variables)
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
         if outside := [i for i in ids if not 0 <= i < model.lm.vocab]:
@@ -221,7 +222,7 @@ class TextSession:
         asks, kind_spans = bool(self.profile.prune.describe_read) or bool(model.lm.recurrent_layers), list[KindSpan]()
         marks = self.session.marks | ({QUESTION} if asks else set())
         if messages and (asks or self.session.policy is not None or self.on_overflow == "compress"):
-            kind_spans = chat_spans(model.tokenizer, messages, ids, marks, {"tools": tools} if tools else {})
+            kind_spans = chat_spans(model.tokenizer, messages, ids, marks, variables)
         asked = TurnRequest(
             ids,
             kind_spans,

@@ -17,7 +17,7 @@ from kvcli.models.source import ID, cached, read_json
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PAIR = re.compile(r"(.+)\.lora_(?:embedding_([AB])|([AB])\.weight)")
-_PATTERN = re.compile(r"\^?[\w.\\]+\$?")  # names, not regular expressions that take for ever
+_PATTERN = re.compile(r"\^?(?:[\w.]|\\\.)+\$?")  # names, not regular expressions that take for ever
 _ALTERNATIVES = "merge the adapter into its base model with peft, and load that"
 _HONOURED = {"r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern", "fan_in_fan_out", "modules_to_save"}
 # keys of training, and keys whose effect shows in the names of the tensors
@@ -107,7 +107,8 @@ def _refuse(config: Mapping[str, Any], name: str) -> None:
 
 def _sort(found: Adapter, config: Mapping[str, Any], name: str) -> None:
     """Sort the tensors of the file into pairs A, B and parameters that are replaced."""
-    kept, unknown = config.get("modules_to_save") or [], list[str]()
+    kept, unknown = config.get("modules_to_save"), list[str]()
+    kept = kept if isinstance(kept, list) else []
     for tensor in found.file.tensors:
         bare = tensor.removeprefix(_PREFIX)
         module, _, parameter = bare.rpartition(".")

@@ -71,6 +71,10 @@ def mcp_server(typed: str, folder: Path) -> Iterator[McpServer]:
                 error = error.exceptions[0]
             errors.seek(0)
             said = errors.read().strip().splitlines()[-3:]
-            why = f"the MCP server {typed[:80]} did not start: {type(error).__name__}: {error}"
-            raise BadInput(why, code="mcp_failed", lines=said, try_=["run its command alone"]) from None
+            raise BadInput(
+                f"the MCP server {typed[:80]} did not start: {type(error).__name__}: {error}",
+                code="mcp_failed",
+                lines=said,
+                try_=["run its command alone"],
+            ) from None
         yield server

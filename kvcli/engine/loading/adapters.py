@@ -75,7 +75,7 @@ def _adapted(
         weight = None
     if shape != wanted:
         what = f"is for {shape[0]} x {shape[1]} weights, and the model has {wanted[0]} x {wanted[1]}"
-        raise _mismatch(f"the adapter of layer {layer} {what if all(wanted) else 'is for no linear layer'}")
+        raise _mismatch(f"layer {layer} {what if all(wanted) else 'is for no linear layer'}")
     if weight is not None:
         change = b @ a if is_linear else (b @ a).T
         fresh = change.to(weight.device).add_(weight.float()).to(weight.dtype)
@@ -92,7 +92,7 @@ def _replace(module: nn.Module, parameter: str, fresh: Tensor, adapter: Adapter)
     old = getattr(module, parameter)
     if old.shape != fresh.shape or old.dtype not in MERGED:
         sizes = " and ".join(str(list(one.shape)) for one in (fresh, old))
-        raise _mismatch(f"the adapter {adapter.name} replaces {parameter} of a module: {sizes}, or it is quantized")
+        raise _mismatch(f"{adapter.name} replaces {parameter} of a module: {sizes}, or it is quantized")
     setattr(module, parameter, nn.Parameter(fresh.to(old.device, old.dtype), requires_grad=False))
 
 
@@ -103,11 +103,16 @@ def _refuse_unmatched(model: Any, modules: dict[str, nn.Module], adapters: Seque
         lost = [name for name in one.pairs if name not in modules]
         lost += [n for n in one.saved if getattr(modules.get(n.rpartition(".")[0]), n.rpartition(".")[2], None) is None]
         if lost:
-            raise _mismatch(f"{len(lost)} of {len(names)} layers of the adapter {one.name} are not in this model", lost)
+            raise _mismatch(f"{len(lost)} of {len(names)} layers of {one.name} are not in it", lost)
         if both := [name for other in adapters[:i] for name in other.saved if name in one.saved]:
             raise _mismatch(f"two adapters replace {both[0]}")
 
 
 def _mismatch(why: str, lines: Sequence[str] = ()) -> BadModel:
     try_ = ["the model that the adapter was trained on: base_model_name_or_path in its adapter_config.json"]
-    return BadModel(why, code="adapter_mismatch", lines=[line[:200] for line in lines[:3]], try_=try_)
+    return BadModel(
+        f"the adapter does not fit the model: {why}",
+        code="adapter_mismatch",
+        lines=[line[:200] for line in lines[:3]],
+        try_=try_,
+    )
