@@ -98,7 +98,7 @@ def test_the_calls_that_a_template_writes_are_read(name: str):
         text = tokenizer.apply_chat_template(messages, tokenize=False, tools=TOOLS, add_generation_prompt=False)
         answer = text.rpartition("?!")[2]
         answer = answer if name in STORED else answer.partition("<|assistant|>")[2]
-        assert [(call.name, call.arguments) for call in syntax.calls(answer, TOOLS)] == wanted
+        assert [call[1:] for call in syntax.calls(answer, TOOLS)] == wanted
         cut = answer[: answer.rindex(wanted[-1][0]) + len(wanted[-1][0])]  # before the arguments
         assert len(syntax.calls(cut, TOOLS)) < len(wanted)
         assert syntax.opener in answer
@@ -109,7 +109,7 @@ def test_a_header_that_differs_from_the_template_is_read():
     text = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>'
     tokenizer: Any = Rendering(STORED["gpt-oss"])
     (call,) = call_syntax(tokenizer, "gpt-oss").calls(text, TOOLS)
-    assert (call.name, call.arguments) == ("get_weather", {"city": "Oslo"})
+    assert call[1:] == ("get_weather", {"city": "Oslo"})
 
 
 @pytest.mark.parametrize("template", [*WELL_KNOWN.values(), STORED["granite-3.3"]], ids=[*WELL_KNOWN, "granite"])
@@ -143,21 +143,21 @@ def test_wrong_definitions_are_refused(case: str):
 # --- the text of an answer
 
 
-def pieces(*tokens: str) -> tuple[str, list[ToolCall]]:
-    """Text and calls of an answer with these tokens."""
+def pieces(*tokens: str) -> tuple[str, list[str]]:
+    """Text, and names of the calls, of an answer with these tokens."""
     tokenizer = marked(added=tuple({token for token in tokens if len(token) > 1}))
     hermes: Any = Rendering(HERMES)
     reader = CallReader(tokenizer, call_syntax(hermes, "it"), TOOLS)
     shown = [i for token in tokens for i in reader.push(tokenizer.convert_tokens_to_ids(token))]
     calls, rest = reader.finish()
-    return tokenizer.decode([*shown, *rest]), calls
+    return tokenizer.decode([*shown, *rest]), [name for _, name, _ in calls]
 
 
 def test_calls_are_no_text_and_all_else_is():
     call = ("<tool_call>", '{"name": "now", "arguments": {}}', "</tool_call>")
     assert pieces("Let me see.", *call)[0] == "Let me see."
-    assert [one.name for one in pieces("Let me see.", *call)[1]] == ["now"]
-    assert [one.name for one in pieces(*call, *call)[1]] == ["now", "now"]
+    assert pieces("Let me see.", *call)[1] == ["now"]
+    assert pieces(*call, *call)[1] == ["now", "now"]
     for other in (("a", "<tool", "s>"), ("<tool_call>", "is a tag"), ("<tool_call>", '{"name": "other"}'), call[:1]):
         assert pieces(*other) == ("".join(other), [])
 

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble, environment
-from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, Turn
+from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, ToolCall, Turn
 from kvcli.engine.forward_request import Coroutine, Passes, await_passes
 from kvcli.engine.policy.policy import Phase
 from kvcli.engine.resources import peak_bytes, used_bytes
@@ -310,14 +310,15 @@ class TurnRun:
                 self._end = min(self._end, self.terms.limit)
         if finish == "length" and len(answer) < min(asked.new, self.terms.limit - stats.prompt):
             finish = "interrupted"
-        called, held = asked.calls.finish() if asked.calls is not None else ([], [])
+        found, held = asked.calls.finish() if asked.calls is not None else ([], [])
+        called = tuple(ToolCall(*call) for call in found)
         yield from self._tell([*(p for i in held for p in words.push(i)), *words.finish()], answer[shown:])
         yield from called
         finish = "tool_calls" if called and finish == "stop" else finish
         self._measure(at_once=True)
         if (report := session.drafter.report()) is not None and before is not None:
             stats.add_draft_report(before, report)
-        return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip(), tuple(called))
+        return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip(), called)
 
     def _shown(self, token: int) -> list[Piece]:
         """Return the pieces that became certain with a token. A thought that mentions calls makes none."""

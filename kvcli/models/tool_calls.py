@@ -16,7 +16,6 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from kvcli.api import ToolCall
 from kvcli.errors import BadInput, BadModel
 from kvcli.models.control_words import spelled
 from kvcli.models.template import THOUGHT
@@ -34,6 +33,7 @@ _PIECE = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|.", re.DOTALL)  # a
 _BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:")
 _TOOL = re.compile(r"[\w.-]{1,64}")
 _JSON = json.JSONDecoder(strict=False)
+Call = tuple[str, str, dict[str, Any]]  # id, name, arguments
 
 
 def check_tools(found: object, name: str) -> list[dict[str, Any]]:
@@ -113,12 +113,12 @@ class CallSyntax:
     parameters: Parameters | None = None  # None: the arguments are a JSON object after the name
     as_text: bool = False  # the template takes arguments as JSON text
 
-    def calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+    def calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[Call]:
         """Return the complete calls of these tools in an answer."""
         known = {tool["function"]["name"]: tool["function"] for tool in tools}
         found = self._objects(text) if self.keys else self._named(text, known)
         return [
-            ToolCall(blake2b(f"{i}{text}".encode()).hexdigest()[:9], name, arguments)
+            (blake2b(f"{i}{text}".encode()).hexdigest()[:9], name, arguments)
             for i, (name, arguments) in enumerate(found)
             if name in known and isinstance(arguments, dict)
         ]
@@ -297,7 +297,7 @@ class CallReader:
         released, self._held = self._held, []
         return released
 
-    def finish(self) -> tuple[list[ToolCall], list[int]]:
+    def finish(self) -> tuple[list[Call], list[int]]:
         """Return the calls of the answer, and held tokens that are text after all."""
         calls = self._syntax.calls(decode(self._tokenizer, self._ids), self._tools) if self._opener.is_hit else []
         return calls, [] if calls else self._held

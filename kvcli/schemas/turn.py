@@ -146,7 +146,7 @@ class TurnDocument(Json):
     text: str
     thinking: str = Field(description="reasoning before the answer; not part of the text")
     finish: Finish
-    tool_calls: list[Call] = Field(default=[], description="calls that the model asks for, which nothing has run yet")
+    tool_calls: list[Call] = Field(description="calls that the model asks for, which nothing has run yet")
     order: Order = Field(description="prefill order: in chunks, or layer by layer")
     approx: bool = Field(description="true: the answer is approximate, so facts may be missing")
     sampling: dict[str, int | float] = Field(description="sampling settings, by profile key")
