@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvcli.api import End, turn_of
-from kvcli.commands.chat.tools import ChatTools, open_tools, read_results
 from kvcli.commands.common import flags as o
 from kvcli.commands.common.inputs import tell
 from kvcli.commands.common.options import Options, choice, command, flag
-from kvcli.commands.common.output import print_json
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, DoesNotFit, ExitStatus, UsageError
 from kvcli.models.grammar import Grammar
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from kvcli.chat.saved_chats import SavedChat
     from kvcli.chat.text_session import TextSession
     from kvcli.commands.chat.repl import Repl
+    from kvcli.commands.chat.tools import ChatTools
     from kvcli.commands.common.inputs import Question
     from kvcli.commands.common.load_model import CheckedRun, MemoryWishes
     from kvcli.commands.common.run_setup import Setup
@@ -206,6 +205,7 @@ def chat(world: Environment, options: ChatOptions) -> int:
     The answer goes to stdout, everything else to stderr. "KV" in the figures
     is the KV cache: keys and values of all tokens, computed only once.
     """
+    from kvcli.commands.chat.tools import open_tools
     from kvcli.commands.common.inputs import STDIN, Question, files_of, read_question
     from kvcli.commands.models.suggest_model import find_model, tell_toy
 
@@ -297,6 +297,7 @@ class ChatRun:
         """Load the model and answer one question, or start the interactive chat."""
         from kvcli.chat.conversation import Chat
         from kvcli.commands.chat.save_chat import about, save_kv_cache, saved_chats_of, try_save
+        from kvcli.commands.chat.tools import read_results
         from kvcli.commands.common.load_model import MemoryWishes
 
         wanted = MemoryWishes(self.options.run.force, self.options.run.ctx == "max")
@@ -390,6 +391,7 @@ class ChatRun:
             print_turn(self.world, [End(turn)], session.info, run_of(profile, session, chat.notes))
         elif turn.tool_calls and not self.world.options.json and not self.world.is_tty("stdout"):
             from kvcli.chat.transcript import openai_form
+            from kvcli.commands.common.output import print_json
 
             calls = [openai_form(call, as_text=True) for call in turn.tool_calls]
             print_json(self.world, {"finish_reason": "tool_calls", "tool_calls": calls})
