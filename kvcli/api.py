@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from kvcli.engine.sequence.state import Repetition
     from kvcli.engine.stats import Stats
 
-Finish = Literal["stop", "length", "interrupted", "loop"]
+Finish = Literal["stop", "length", "interrupted", "loop", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,15 @@ class Thought:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that the model asks for, after its text. Nothing runs it but the caller."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Live:
     """Statistics of the turn so far: one object that is updated in place, safe to read from another thread."""
 
@@ -53,7 +62,7 @@ class End:
     turn: Turn
 
 
-Event = Read | Text | Thought | Live | End
+Event = Read | Text | Thought | ToolCall | Live | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,7 @@ class Turn:
     stats: Stats
     loop: Repetition | None = None  # the repetition that ended it, if finish is "loop"
     thinking: str = ""  # not in the text
+    tool_calls: tuple[ToolCall, ...] = ()  # not in the text; finish is then "tool_calls"
 
 
 Cancel = Callable[[], bool]  # called between passes; True ends the turn and keeps the text

@@ -9,6 +9,7 @@ EXTRAS = {  # as in pyproject.toml
     "docs": ("beautifulsoup4", "lxml", "markdownify"),
     "ocr": ("rapidocr", "onnxruntime"),
     "schema": ("llguidance",),
+    "mcp": ("mcp",),
     "llama": ("llama-cpp-python",),
 }
 

@@ -50,6 +50,7 @@ class FakeTokenizer:
 class FakeProfile:
     name: str = "fafo"
     exactness: str = "exact"
+    load: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(adapters=()))
     sample: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(seed=5))
     thinking: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(mode="auto", max_tokens=0))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -11,11 +11,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcli.api import Cancel, End, Event, Finish, Read, Text, Thought, Turn, turn_of
+from kvcli.api import Cancel, End, Event, Finish, Read, Text, Thought, ToolCall, Turn, turn_of
 from kvcli.chat.overflow import ASKED, KEPT, NOTES, VisibleMessages, fitting, refuse_longer, shorter
 from kvcli.chat.transcript import (
     Message,
     PromptTokens,
+    contents_of,
     documents_of,
     export_chat,
     figures_of,
@@ -25,8 +26,17 @@ from kvcli.chat.transcript import (
 )
 from kvcli.documents import Document
 from kvcli.errors import BadInput, ContextOverflow, DoesNotFit, writing
+from kvcli.models.adapters import lasting
 from kvcli.models.text import Messages, encode, render_text, resume_ids
-from kvcli.schemas.turn import SCHEMA, ChatDocument, Figures, LeftOut, SavedDocument, SavedMessage
+from kvcli.schemas.turn import (
+    SCHEMA,
+    Call,
+    ChatDocument,
+    Figures,
+    LeftOut,
+    SavedDocument,
+    SavedMessage,
+)
 
 if TYPE_CHECKING:
     from kvcli.chat.saved_chats import SavedChat, SavedChats
@@ -34,6 +44,9 @@ if TYPE_CHECKING:
     from kvcli.schemas.pack import PackDocument
 
 PROBES = ("a", "7", "(", "\n")  # questions whose first letter merges, or does not, with the token before it
+
+
+LABELS = {"user": "question", "tool": "results", "assistant": "answer"}  # of messages in a list, by role
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,7 @@ class Chat:
         self.called = called
         self.saved_chat: SavedChat | None = None  # the saved chat that it was saved as or loaded from
         self.messages: list[Message] = []
+        self.tools: Sequence[Mapping[str, Any]] = ()  # function definitions, which each prompt has
         self.pending: list[Document] = []  # attached to the next question
         self.visible_messages = VisibleMessages()  # the messages that the model is shown
         self.notes: list[str] = []  # notes for the user on how the prompt was made, each once
@@ -97,8 +111,25 @@ class Chat:
         """Ask, and return the whole answer. Options are those of `stream`."""
         return turn_of(self.stream(text, **options))
 
+    def send_results(self, results: Sequence[str], **options: Any) -> Turn:
+        """Give the results of the last answer's tool calls, in their order, and return the answer to them."""
+        return turn_of(self.stream_results(results, **options))
+
+    def stream_results(self, results: Sequence[str], **options: Any) -> Generator[Event]:
+        """Give the results of tool calls, and yield the answer as `stream` does."""
+        calls = self.messages[-1].calls if self.messages else ()
+        if len(calls) != len(results):
+            raise BadInput(
+                f"{len(results)} results for {len(calls)} tool calls of the last answer",
+                code="tool_results",
+                try_=["one text for each call, in their order"],
+            )
+        text = "\n".join(f"{call.name}: {result}" for call, result in zip(calls, results, strict=True))
+        return self._ask(Message("tool", text, results=tuple(results)), **options)
+
     def stream(self, text: str, **options: Any) -> Generator[Event]:
         """Ask, and yield the answer as events, `End` last. Options are those of `TextSession.answer` but `messages`.
+        `tools` apply to all later questions, too.
 
         A chat longer than the context window is refused or shown in part, see `context.on_overflow` (overflow.py). An
         answer that fails leaves the chat unchanged. An answer that is cut short (by `cancel`, Ctrl-C, lack of memory or
@@ -106,14 +137,19 @@ class Chat:
         """
         if not text.strip():
             raise BadInput("the question is empty", code="empty_prompt")
-        question = Message("user", text, tuple(self.pending))
+        yield from self._ask(Message("user", text, tuple(self.pending)), **options)
+
+    def _ask(
+        self, question: Message, *, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
+    ) -> Generator[Event]:
+        self.tools = self.tools if tools is None else tools
         if self.text_session.on_overflow != "compress":
             refuse_longer(question.content, self.text_session.tokenizer, self.text_session.limit)
         asked = self.rendered([*self.messages, question])
         said: list[str] = []
         has_begun = ended = False
         try:
-            events = self.text_session.stream(asked.ids, messages=asked.contents, **options)
+            events = self.text_session.stream(asked.ids, messages=asked.contents, **self._with_tools, **options)
             for event in events:
                 has_begun = True
                 if isinstance(event, Text):
@@ -121,7 +157,7 @@ class Chat:
                 elif isinstance(event, End):
                     ended = True
                     turn = event.turn
-                    self._keep(question, turn.text, turn.finish, figures_of(turn.stats), turn.thinking)
+                    self._keep(question, turn.text, turn.finish, figures_of(turn.stats), turn.thinking, turn.tool_calls)
                     text_, ids = tokens_of_turn(self.text_session.tokenizer, asked.text, asked.ids, turn)
                     now = PromptTokens(text_, ids) if text_ else PromptTokens(asked.text, asked.ids)
                     self.prompt_tokens = now.after(self.prompt_tokens, asked.text, len(asked.ids))
@@ -133,7 +169,7 @@ class Chat:
                 error.try_ = (*fitting(question.documents, error.detail, tokenizer, name), *error.try_)
                 raise
             try:
-                yield from self.stream(text, **options)
+                yield from self._ask(question, **options)
             finally:
                 if len(self.messages) == n:  # no answer was added
                     self.visible_messages = shown
@@ -153,11 +189,13 @@ class Chat:
         before, waiting = list(self.messages), self.pending
         self.visible_messages = VisibleMessages()
         *_, question, _ = self.messages[-2:] or self._nothing("edit")
+        if question.results and text != question.text:
+            self._nothing("edit: the answer before has the results of tools")
         del self.messages[-2:]
         self.pending = list(question.documents)
         kept = len(self.messages)
         try:
-            yield from self.stream(text, **options)
+            yield from self._ask(question, **options) if question.results else self.stream(text, **options)
         finally:
             self.pending = waiting
             if len(self.messages) == kept:
@@ -232,7 +270,7 @@ class Chat:
             rows.append((f"questions 1 to {self.visible_messages.left // 2}, not sent", 0))
         for i, message in enumerate(self.visible_messages.of(self.messages), self.visible_messages.left):
             rows += [(f"file {d.name}", d.tokens(tokenizer)) for d in message.documents]
-            label = f"{'question' if message.role == 'user' else 'answer'} {i // 2 + 1}"
+            label = f"{LABELS[message.role]} {i // 2 + 1}"
             rows.append((label, len(encode(tokenizer, message.text))))
         rows += [(f"file {d.name}, next question", d.tokens(tokenizer)) for d in self.pending]
         if self.messages:
@@ -279,10 +317,16 @@ class Chat:
             schema=SCHEMA,
             title=self.title,
             model=self.called or self.text_session.info.id,
+            adapters=[*map(lasting, self.text_session.profile.load.adapters)],
             saved=datetime.now().astimezone().isoformat(timespec="seconds"),
             system=self.system,
             messages=[
-                SavedMessage.from_attributes(m, documents=[SavedDocument.from_attributes(d) for d in m.documents])
+                SavedMessage.from_attributes(
+                    m,
+                    documents=[SavedDocument.from_attributes(d) for d in m.documents],
+                    calls=[Call.from_attributes(call) for call in m.calls],
+                    results=[*m.results],
+                )
                 for m in self.messages
             ],
             pending=[SavedDocument.from_attributes(d) for d in self.pending],
@@ -350,11 +394,18 @@ class Chat:
     # --- internals
 
     def _keep(
-        self, question: Message, answer: str, finish: Finish, took: Figures | None = None, thinking: str = ""
+        self,
+        question: Message,
+        answer: str,
+        finish: Finish,
+        took: Figures | None = None,
+        thinking: str = "",
+        calls: tuple[ToolCall, ...] = (),
     ) -> None:
         if finish == "interrupted" and not answer:
             return
-        self.messages += [question, Message("assistant", answer, finish=finish, figures=took, thinking=thinking)]
+        said = Message("assistant", answer, finish=finish, figures=took, thinking=thinking, calls=calls)
+        self.messages += [question, said]
         self.pending = [d for d in self.pending if not any(d is used for used in question.documents)]
 
     def _shown_of(self, saved: LeftOut | None) -> VisibleMessages:
@@ -419,17 +470,23 @@ class Chat:
 
     def rendered(self, messages: Sequence[Message], shown: VisibleMessages | None = None) -> Rendered:
         """Render messages that end with a question. `shown`: the part to show, if not the present one."""
-        contents: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
-        contents += [{"role": m.role, "content": m.content} for m in (shown or self.visible_messages).of(messages)]
+        contents: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
+        visible = (shown or self.visible_messages).of(messages)
+        as_text = any(m.calls for m in visible) and self.text_session.model.call_syntax().as_text
+        contents += contents_of(visible, as_text=as_text)
         tokenizer = self.text_session.tokenizer
-        variables, modes = self.text_session.template_variables, self.text_session.thinking_format().modes.values()
-        text, has_template = render_text(tokenizer, contents, note=self.note, **variables)
-        other = next((mode for mode in modes if variables and mode != variables), None)
-        if other is not None and render_text(tokenizer, contents, **other)[0] == text:
+        thinking, modes = self.text_session.template_variables, self.text_session.thinking_format().modes.values()
+        text, has_template = render_text(tokenizer, contents, note=self.note, **thinking, **self._with_tools)
+        other = next((mode for mode in modes if thinking and mode != thinking), None)
+        if other is not None and render_text(tokenizer, contents, **other, **self._with_tools)[0] == text:
             self.note("--think has no effect here: the model's chat template ignores it, perhaps for the system text")
         known = self.prompt_tokens.of(text, self.text_session.is_compressed_prefix)
         ids = resume_ids(tokenizer, text, known, special=not has_template)
         return Rendered(contents, text, ids, has_template)
+
+    @property
+    def _with_tools(self) -> dict[str, Any]:
+        return {"tools": self.tools} if self.tools else {}
 
     def note(self, note: str) -> None:
         """Add a note for the user, once."""

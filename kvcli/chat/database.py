@@ -6,6 +6,7 @@ database. A damaged database is kept unchanged beside a new database with the ro
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -70,6 +71,8 @@ def chat_lock(folder: Path, name: str) -> Iterator[None]:
 # numbers of documents that belong to no asked question: documents for the next question; notes on messages that the
 # model is not shown (their name is the count of messages); thinking of turn n, which has number -3 - n
 PENDING, LEFT_OUT, THOUGHT = -1, -2, -3
+TOOLS = ("calls", "results")  # names of documents of turn n beside its thought: JSON lists
+ADAPTER = "adapter"  # name of a document LEFT_OUT that is a LoRA adapter of the chat's model
 ABOUT = ("title", "model", "system", "saved")
 FIGURES = tuple(Figures.model_fields)
 SAID = "question, answer"  # columns of the full-text index
@@ -119,11 +122,14 @@ def _document(db: sqlite3.Connection, session: int, about: Sequence[str]) -> Cha
         figures, ended = None, finish if finish in get_args(Finish) else None
         with suppress(ValidationError):  # a damaged figure is left out
             figures = Figures.model_validate(dict(zip(FIGURES, took, strict=True))) if any(took) else None
-        thinking = "".join(document["text"] for document in documents[THOUGHT - n])
-        messages.append({"role": "user", "text": question, "documents": documents[n], "finish": None})
-        more = {"finish": ended, "figures": figures, "thinking": thinking}
+        beside = {document["name"]: document["text"] for document in documents[THOUGHT - n]}
+        calls, results = ([*json.loads(beside.get(name, "[]"))] for name in TOOLS)
+        asked = {"role": "tool" if results else "user", "text": question, "results": results}
+        messages.append({**asked, "documents": documents[n], "finish": None})
+        more = {"finish": ended, "figures": figures, "thinking": beside.get("", ""), "calls": calls}
         messages.append({"role": "assistant", "text": answer, "documents": [], **more})
     made = dict(zip(ABOUT, about, strict=True)) | {"messages": messages, "pending": documents[PENDING]}
+    made["adapters"] = [one["text"] for one in documents[LEFT_OUT] if one["name"] == ADAPTER]
     saved = ChatDocument.model_validate({"schema": SCHEMA, **made})
     for notes in documents[LEFT_OUT]:
         with suppress(ValueError):  # no number, or more messages than there are
@@ -153,9 +159,12 @@ def write(db: sqlite3.Connection, name: str, made: ChatDocument, had: ChatDocume
             [session, n, question.text, answer.text, answer.finish, *(getattr(took, key) for key in FIGURES)],
         )
         _attach(db, session, n, *question.documents)
-        if answer.thinking:
-            _attach(db, session, THOUGHT - n, SavedDocument(name="", sha256="", text=answer.thinking))
+        lists = dict(zip(TOOLS, ([one.model_dump() for one in answer.calls], question.results), strict=True))
+        beside = {"": answer.thinking, **{name: json.dumps(one) for name, one in lists.items() if one}}
+        made_of = (SavedDocument(name=name, sha256="", text=text) for name, text in beside.items() if text)
+        _attach(db, session, THOUGHT - n, *made_of)
     _attach(db, session, PENDING, *made.pending)
+    _attach(db, session, LEFT_OUT, *(SavedDocument(name=ADAPTER, sha256="", text=one) for one in made.adapters))
     if left := made.left_out:
         _attach(db, session, LEFT_OUT, SavedDocument(name=str(left.messages), sha256="", text=left.notes))
     db.execute(f"INSERT INTO words (rowid, {SAID}) SELECT id, {SAID} {TURNS} AND n >= ?", [session, first])

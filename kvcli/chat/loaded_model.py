@@ -20,6 +20,7 @@ from kvcli.engine.model_info import ModelInfo
 from kvcli.errors import BadConfig, KvcliError
 from kvcli.kv.out_of_memory import as_cache_full, free_caches
 from kvcli.models.thinking import thinking_format
+from kvcli.models.tool_calls import call_syntax
 from kvcli.settings.conflicts import cautions
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class LoadedModel:
         self._draft()
         self._kinds = cache(partial(kinds_by_id, tokenizer, lm.vocab))
         self.thinking_format = cache(partial(thinking_format, tokenizer))
+        self.call_syntax = cache(partial(call_syntax, tokenizer, lm.info.id))  # of tool calls; BadModel if it has none
         self._vocabulary = cache(partial(_vocabulary, tokenizer, lm))  # for constraints
 
     def __repr__(self) -> str:
@@ -212,14 +214,16 @@ class LoadedModel:
         """Return a constraint of answers to a grammar. The first call is slower, because it prepares the vocabulary."""
         return self._vocabulary().constraint(grammar)
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Return the ids of a prompt: text becomes one user message of the chat template, ids are unchanged."""
+    def encode(self, prompt: Prompt, **variables: Any) -> list[int]:
+        """Return the ids of a prompt: text becomes one user message of the chat template, ids are unchanged.
+        `variables`: of the template."""
         if not isinstance(prompt, str):
             return list(prompt)
         from kvcli.models.text import render_prompt
 
         refuse_longer(prompt, self.tokenizer, self.limit)
-        return render_prompt(self.tokenizer, [{"role": "user", "content": prompt}], **self.template_variables)
+        variables = {**self.template_variables, **variables}
+        return render_prompt(self.tokenizer, [{"role": "user", "content": prompt}], **variables)
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, lm: LM) -> Vocabulary:

@@ -113,7 +113,7 @@ def load_draft_model(
     from kvcli.engine.loading.weights import keeps_quantized
     from kvcli.models.gguf import convert
 
-    untrusted = replace(load, quant=wanted.quant, allow_pickle=False, trust_remote_code=False)
+    untrusted = replace(load, quant=wanted.quant, adapters=(), allow_pickle=False, trust_remote_code=False)
     wants = replace(untrusted, layers_on_gpu="auto")  # the user's choice counts layers of the target
     found = convert.convert_if_needed(find(wanted.model), wants.dtype, cache, packs=keeps_quantized(wants), tell=tell)
     if is_assistant(found.config) != wanted.is_assistant:
@@ -177,7 +177,7 @@ def load(
         told += (f"the model has no sampling settings; kvcli uses {', '.join(f'{k} {v:g}' for k, v in usual.items())}",)
     notes = lm.info.notes
     if not given.is_gguf and any(given.path.glob("adapter_*")):
-        notes = (*notes, "the model folder has an adapter, which is not applied; merge it into the weights first")
+        notes = (*notes, f"the model folder has an adapter, which is not applied; --adapter {given.path} applies it")
     lm.generation, lm.info = sampling, replace(lm.info, details=told, notes=notes)
     find = find or partial(named, may_assist=True)
     second = partial(load_draft_model, words=tokenizer, load=wants, find=find, cache=cache, tell=tell)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
@@ -20,6 +20,7 @@ from kvcli.engine.sequence.state import QUESTION, KindSpan
 from kvcli.errors import BadInput, BadModel
 from kvcli.kv.out_of_memory import CacheFull, catch_cache_full
 from kvcli.models.text import Messages, StopStrings, decode, encode
+from kvcli.models.tool_calls import CallReader
 from kvcli.prefix_cache.prefix_cache import SaveResult
 from kvcli.settings.schema import ORDER, texts_of
 
@@ -183,6 +184,7 @@ class TextSession:
         cancel: Cancel | None = None,
         messages: Messages = (),
         constraint: Constraint | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         **sample: object,
     ) -> Coroutine[Event, Turn]:
         """Return one answer as a coroutine for an engine, alone or with other sequences (`kvcli.generate_together`).
@@ -192,6 +194,7 @@ class TextSession:
         or an invalid value. `messages`: the messages that the ids of `prompt` were rendered from, so that a policy can
         tell system text from the rest.
         `constraint`: structured output, as from `model.constraint`; it decides where the answer may end.
+        `tools`: function definitions in the prompt, whose calls are returned apart from the text.
         Raises ContextOverflow before the prefill.
         """
         if constraint is not None and ignore_eos:
@@ -200,7 +203,12 @@ class TextSession:
                 code="needs_end",
                 try_=["ignore_eos=False"],
             )
-        model, ids = self.model, self.model.encode(prompt)
+        if constraint is not None and tools:
+            raise BadInput(
+                "a constrained answer cannot call tools", code="constrained_tools", try_=["tools or a constraint"]
+            )
+        variables = {"tools": tools} if tools else {}
+        model, ids = self.model, self.model.encode(prompt, **variables)
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
         if outside := [i for i in ids if not 0 <= i < model.lm.vocab]:
@@ -222,7 +230,7 @@ class TextSession:
         asks, kind_spans = bool(self.profile.prune.describe_read) or bool(model.lm.recurrent_layers), list[KindSpan]()
         marks = self.session.marks | ({QUESTION} if asks else set())
         if messages and (asks or self.session.policy is not None or self.on_overflow == "compress"):
-            kind_spans = chat_spans(model.tokenizer, messages, ids, marks, **self.template_variables)
+            kind_spans = chat_spans(model.tokenizer, messages, ids, marks, **self.template_variables, **variables)
         new = window.room(len(ids), profile.sample.max_new_tokens)
         if thinking is not None:
             room = self.limit - len(ids)  # a long answer is given up for a thought: up to half of the room
@@ -239,6 +247,7 @@ class TextSession:
             0 if ignore_eos else profile.sample.stop_loops,
             constraint,
             thinking,
+            CallReader(model.tokenizer, model.call_syntax(), tools) if tools else None,
         )
         self.has_begun = True  # before the prefill, as other sessions check it meanwhile
         run = TurnRun(

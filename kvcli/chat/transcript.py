@@ -13,7 +13,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvcli.api import Finish
+from kvcli.api import Finish, ToolCall
 from kvcli.documents import Document, with_documents
 from kvcli.engine.sequence.state import END, NEWLINE, PUNCT, QUESTION, SHOT, SPECIAL, SYSTEM, TEXT, TOOLS, KindSpan
 from kvcli.errors import BadInput, UsageError, writing
@@ -241,18 +241,19 @@ def tokens_of_turn(
     return prompt + turn.text, [*ids, *answer]
 
 
-Role = Literal["user", "assistant"]
+Role = Literal["user", "tool", "assistant"]
 FINISH_MARKS = {
     "stop": "",
     "interrupted": " *[stopped]*",
     "length": " *[cut at the length limit]*",
     "loop": " *[stopped in a loop]*",
+    "tool_calls": "",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message of a chat. Its documents precede its text in the prompt."""
+    """A message of a chat. Its documents precede its text in the prompt. Results of tools stand for a question."""
 
     role: Role
     text: str
@@ -260,6 +261,8 @@ class Message:
     finish: Finish | None = None  # of an answer: how it ended
     figures: Figures | None = None  # of an answer: its times and token counts
     thinking: str = ""  # of an answer: saved, but left out of later prompts
+    calls: tuple[ToolCall, ...] = ()  # of an answer
+    results: tuple[str, ...] = ()  # in place of a question: of the calls before, in their order
 
     @property
     def content(self) -> str:
@@ -267,8 +270,36 @@ class Message:
         return with_documents(self.text, self.documents)
 
 
+def openai_form(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
+    """Return a call as templates and OpenAI's clients take it. `as_text`: its arguments as JSON text."""
+    arguments = json.dumps(call.arguments) if as_text else call.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def contents_of(messages: Sequence[Message], *, as_text: bool = False) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them. `as_text`: arguments of calls as JSON text."""
+    found, calls = list[dict[str, Any]](), tuple[ToolCall, ...]()
+    for message in messages:
+        if calls and message.results:  # without the calls, the results are shown as a question
+            pairs = zip(calls, message.results, strict=False)
+            found += [{"role": "tool", "tool_call_id": c.id, "name": c.name, "content": text} for c, text in pairs]
+        else:
+            found.append({"role": "user" if message.results else message.role, "content": message.content})
+        if calls := message.calls:
+            found[-1]["tool_calls"] = [openai_form(call, as_text=as_text) for call in calls]
+    return found
+
+
 def messages_of(saved: ChatDocument) -> list[Message]:
-    return [Message(m.role, m.text, documents_of(m.documents), m.finish, m.figures, m.thinking) for m in saved.messages]
+    return [
+        Message(
+            **{key: getattr(m, key) for key in ("role", "text", "finish", "figures", "thinking")},
+            documents=documents_of(m.documents),
+            calls=tuple(ToolCall(**one.model_dump()) for one in m.calls),
+            results=tuple(m.results),
+        )
+        for m in saved.messages
+    ]
 
 
 def documents_of(saved: Sequence[SavedDocument]) -> tuple[Document, ...]:
@@ -307,7 +338,7 @@ def export_chat(saved: ChatDocument, path: Path, *, overwrite: bool = False) -> 
 def json_lines(saved: ChatDocument) -> str:
     """Return one message per line with `role` and `content`, as training and evaluation tools read them."""
     rows = [{"role": "system", "content": saved.system}] if saved.system else []
-    rows += [{"role": m.role, "content": m.content} for m in messages_of(saved)]
+    rows += contents_of(messages_of(saved), as_text=True)
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
@@ -320,10 +351,13 @@ def markdown(saved: ChatDocument) -> str:
         if message.role == "user":
             files = "".join(f"*{d.name}, {d.lines:,} line{'s' * (d.lines != 1)}*\n\n" for d in message.documents)
             parts.append(f"## You\n\n{files}{message.text}")
+        elif message.results:
+            parts.append(f"## Tools\n\n{message.text}")
         else:
             mark = FINISH_MARKS[message.finish or "stop"]
+            calls = "".join(f"\n\n`{call.name} {json.dumps(call.arguments)}`" for call in message.calls)
             thought = f"*{' '.join(message.thinking.split())}*\n\n" if message.thinking else ""
-            parts.append(f"## {saved.model}\n\n{thought}{message.text}{mark}")
+            parts.append(f"## {saved.model}\n\n{thought}{message.text}{mark}{calls}")
     return "\n\n".join(parts) + "\n"
 
 

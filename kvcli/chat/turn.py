@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble, environment
-from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, Turn
+from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, ToolCall, Turn
 from kvcli.engine.forward_request import Coroutine, Passes, await_passes
 from kvcli.engine.policy.policy import Phase
 from kvcli.engine.resources import peak_bytes, used_bytes
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.state import KindSpan, Repetition
     from kvcli.kv.slots import Loss
     from kvcli.methods.steps.step_writer import Writer
+    from kvcli.models.tool_calls import CallReader
 
 # Notes for the user about KV that an approximate profile evicts, quantizes or skips.
 
@@ -240,6 +241,7 @@ class TurnRequest:
     stop_loops: int = 0  # tokens of one repeated cycle that end the answer; 0 = never
     constraint: Constraint | None = None
     thinking: ThinkingLimit | None = None  # None: thoughts count as the answer
+    calls: CallReader | None = None  # splits off tool calls; None: there are no tools
 
 
 class TurnRun:
@@ -315,7 +317,7 @@ class TurnRun:
             for i in added:  # one by one: tokens after a stop string do not count, even those of the same pass
                 answer.append(i)
                 thinks, is_open = words.thinks, words.is_open
-                pieces += words.push(i) if i not in asked.stops else []
+                pieces += self._shown(i) if i not in asked.stops else []
                 stats.thinking += thinks or words.thinks
                 loop = loops.push(i) if i not in asked.stops and not asked.strings.is_hit else None
                 if (forced := self._thought_end(i, is_open, loop)) is not None:
@@ -339,11 +341,21 @@ class TurnRun:
                 self._end = min(self._end, self.terms.limit)
         if finish == "length" and len(answer) - stats.thinking < asked.new and len(ids) < self._end:
             finish = "interrupted"
-        yield from self._tell(words.finish(), answer[shown:])
+        found, held = asked.calls.finish() if asked.calls is not None else ([], [])
+        called = tuple(ToolCall(*call) for call in found)
+        yield from self._tell([*(p for i in held for p in words.push(i)), *words.finish()], answer[shown:])
+        yield from called
+        finish = "tool_calls" if called and finish == "stop" else finish
         self._measure(at_once=True)
         if (report := session.drafter.report()) is not None and before is not None:
             stats.add_draft_report(before, report)
-        return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip())
+        return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip(), called)
+
+    def _shown(self, token: int) -> list[Piece]:
+        """Return the pieces that became certain with a token. A thought that mentions calls makes none."""
+        calls = self._asked.calls
+        certain = [token] if calls is None or self._words.is_open else calls.push(token)
+        return [piece for one in certain for piece in self._words.push(one)]
 
     def _most(self, n: int) -> int:
         """Return how many tokens may be added at once to an answer of n tokens: the end of a thought must be exact."""

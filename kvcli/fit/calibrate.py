@@ -307,14 +307,16 @@ def fingerprint_in(plan: Plan, subject: PlannedModel, name: str, cache: Path) ->
     from kvcli.fit.plan import torch_dtype
 
     shape, dtype = subject.shape, torch_dtype(subject, plan.profile)
-    weights = Hashes(cache).known([Stamped.of(Path(file)) for file in subject.weights])
+    weights = Hashes(cache).known([Stamped.of(Path(file)) for file in subject.weights]) + "".join(
+        plan.profile.load.adapters
+    )
     return model_fingerprint(dtype, plan.profile.load.quant, shape.layers, shape.hidden, shape.vocab, name, weights)
 
 
 def fingerprint_of(model: LoadedModel) -> str:
     """Return the fingerprint of a loaded model."""
     info, hidden, lm = model.info, int(model.lm.model.config.get_text_config().hidden_size), model.lm
-    weights = lm.hashes.of(lm.files["weights"]) if lm.files else ""
+    weights = lm.hashes.of(lm.files["weights"]) + "".join(model.profile.load.adapters) if lm.files else ""
     return model_fingerprint(info.dtype, info.quant, info.layers, hidden, info.vocab, info.id, weights)
 
 

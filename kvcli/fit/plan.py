@@ -15,6 +15,7 @@ from kvcli.fit.memory import BASE, is_fused, is_native
 from kvcli.fit.run_log import NOTHING, Beyond
 from kvcli.kv.footprint import Footprint
 from kvcli.kv.slots import POSITION
+from kvcli.models.adapters import find_adapter
 from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
@@ -185,6 +186,7 @@ def plan(
     heavy = weights.weigh(subject.held, shape, number=number, quant=load.quant, device=room.kind, given=given)
     refuse_split(load.layers_on_gpu, room.kind, is_quantized=given, folds=bool(shape.folds.layers))
     by_kernels = is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind)
+    heavy = heavy.with_adapters(sum(find_adapter(text).file.nbytes for text in load.adapters), number)
     heavy = heavy.beside(weights.panels(shape, number)) if by_kernels and room.kind == "cpu" else heavy
     run = memory.PlannedRun(
         profile,

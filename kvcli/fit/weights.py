@@ -91,6 +91,11 @@ class Weights:
         loaded = self.loaded and self.loaded + sum(more)
         return replace(self, memory=self.memory + sum(more), loaded=loaded, layers=layers)
 
+    def with_adapters(self, nbytes: int, number: int) -> Weights:
+        """Return the weights with LoRA adapters of so many bytes: read, and perhaps kept beside quantized weights."""
+        merging = 3 * 4 * self.largest // number if nbytes else 0  # float32: the weight, its change, and the sum
+        return replace(self, memory=self.memory + nbytes, packing=max(self.packing, merging))
+
     def split(self, on_card: int, is_tied: bool) -> tuple[int, int]:
         """Return the bytes on a GPU with the last layers and the head, and those on the CPU: embeddings, other layers.
 

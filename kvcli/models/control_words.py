@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,6 +58,15 @@ def fence(tokenizer: PreTrainedTokenizerBase, text: str, words: Iterable[str]) -
     shaped = set(_SHAPES.findall(text))
     found = {word for word in words if (word in shaped if _SHAPE.fullmatch(word) else word in text)}
     return re.sub(_any(found), lambda m: f"{OPEN}{m[0]}{CLOSE}", text) if found else text
+
+
+def fence_all(tokenizer: PreTrainedTokenizerBase, value: Any, words: Iterable[str]) -> Any:
+    """Put fences into all texts of a JSON value."""
+    if isinstance(value, Mapping):
+        return {fence(tokenizer, str(key), words): fence_all(tokenizer, one, words) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [fence_all(tokenizer, one, words) for one in value]
+    return fence(tokenizer, value, words) if isinstance(value, str) else value
 
 
 def _as_read(tokenizer: PreTrainedTokenizerBase, text: str) -> str:

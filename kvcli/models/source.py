@@ -231,7 +231,7 @@ def read_config(path: Path, name: str) -> Config:
     if not lexists(file):
         lines = [f"looked for {file}"]
         if exists(path / "adapter_config.json"):
-            lines.append("adapter_config.json is there: this is an adapter; merge it into its base model first")
+            lines.append("adapter_config.json is there: this is an adapter; load its base model with --adapter FOLDER")
         lines += unread(path)
         others = [f"{name}:FILE.gguf, if it is a repository of GGUF files"] if ID.fullmatch(name) else []
         raise BadModel(f"{name} has no config.json", code="model_incomplete", lines=lines, try_=[*others, f"ls {path}"])

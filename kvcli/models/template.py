@@ -116,11 +116,11 @@ def broken(why: str) -> BadModel:
 # parts. It is first rendered with a mark in place of each text. Where the marks appear, the texts must appear.
 
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 LEAST = 0.5  # share of the words of a text; with fewer found, the text counts as left out
 _PLACES, _WORD = re.compile(PLACE.format(r"(\d+)")), re.compile(r"\w+")
-_THOUGHT = re.compile(r".*(?:</[^<>\s]+>|\[/[A-Z_]+\])", re.DOTALL)  # thought of an answer; templates may drop it
+THOUGHT = re.compile(r".*(?:</[^<>\s]+>|\[/[A-Z_]+\])", re.DOTALL)  # thought of an answer; templates may drop it
 _NAMES = {"user": "question", "assistant": "answer", "system": "system text"}
 
 
@@ -154,7 +154,7 @@ class Layout:
         return sorted({*self.order} - {i for i, at in zip(self.order, self.stands, strict=True) if at is not None})
 
     def is_answer(self, i: int) -> bool:
-        return self.messages[i]["role"] == "assistant"
+        return bool(self.messages[i]["role"] == "assistant")
 
     def name(self, i: int) -> str:
         role = self.messages[i]["role"]
@@ -216,7 +216,7 @@ def render(tokenizer: PreTrainedTokenizerBase, laid: Layout, texts: Sequence[str
             message["content"] = [{"type": "text", "text": message["content"]}]
     with blame_files(broken):
         try:
-            return str(tokenizer.apply_chat_template(given, **{**ASKED, **laid.variables}))
+            return str(tokenizer.apply_chat_template(given, **{**laid.variables, **ASKED}))
         except TemplateError as error:
             raise BadInput(
                 f"the model's chat template refuses this conversation: {error}",
@@ -240,7 +240,7 @@ def placed(laid: Layout, texts: Sequence[str], prompt: str) -> Layout:
         at = begins + len(own) if begins >= 0 else at
         start = prompt.find(said, at)
         if start < 0 and laid.is_answer(i):
-            said = _THOUGHT.sub("", said, count=1).strip()
+            said = THOUGHT.sub("", said, count=1).strip()
             start = prompt.find(said, at)
         elif is_near and prompt[at : max(at, start)].strip():
             start = -1

@@ -15,7 +15,7 @@ from kvcli.safe_output import BROKEN
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 Note = Callable[[str], None]
 
 WINDOW = 4  # context tokens; an unfinished character has at most three bytes, so at most three tokens
@@ -110,6 +110,11 @@ class StopStrings:
         self._held = ""
         self.is_hit = False
 
+    @property
+    def is_waiting(self) -> bool:
+        """True if the last text may be the beginning of a stop string."""
+        return bool(self._held)
+
     def push(self, piece: str) -> str:
         """Return the text that cannot be part of a stop string any more. After a match, return ""."""
         if self.is_hit or not self._stops:
@@ -164,8 +169,14 @@ def lay_out(
     """Render the prompt as in `render_text`, with the position of each message in it."""
     if not messages:
         raise BadInput("the prompt is empty", code="empty_prompt")
+    # tools and calls are no text of the template either
+    foreign, tools = control_words.acting(tokenizer, ""), variables.get("tools")
+    variables = {**variables, "tools": control_words.fence_all(tokenizer, tools, foreign)} if tools else variables
+    calls = ({k: m[k] for k in ("tool_calls",) if k in m} for m in messages)
+    messages = [{**m, **control_words.fence_all(tokenizer, c, foreign)} for m, c in zip(messages, calls, strict=True)]
     laid = layout(tokenizer, messages, variables)
-    words = control_words.acting(tokenizer, "".join(laid.own))
+    own = [FENCED.sub("", piece) for piece in laid.own]
+    words = control_words.acting(tokenizer, "".join(own))
     # answers contain the model's own marks of a thought, which the template looks for
     of_answers = control_words.flagged(tokenizer) | {word for word in words if word in laid.between}
     inert = [of_answers if laid.is_answer(i) else words for i in range(len(messages))]
@@ -179,7 +190,7 @@ def lay_out(
     for i in laid.lost:
         tell(f"this model's chat template leaves out {laid.name(i)}")
     with blame_files(tokenizer_failed):
-        cut = control_words.cut_up(tokenizer, laid.own)
+        cut = control_words.cut_up(tokenizer, own)
     if cut:
         tell(f"the model's tokenizer splits {', '.join(cut)} of its chat template into letters: answers may be poor")
     prompt = render(tokenizer, laid, texts)

@@ -22,7 +22,7 @@ def fingerprint(model: Model) -> str:
     """
     facts = asdict(model.info)
     said: list[object] = [__version__, code_hash(), [facts[key] for key in PLAIN]]
-    said += [model.lm.hashes.of(files) for files in model.lm.files.values()]
+    said += [*(model.lm.hashes.of(files) for files in model.lm.files.values()), *model.profile.load.adapters]
     first = model.lm.model.get_input_embeddings().weight.detach()
     said.append(first.flatten()[:4096].double().cpu().tolist())
     return sha256(json.dumps(said).encode()).hexdigest()[:16]

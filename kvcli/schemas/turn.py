@@ -123,6 +123,18 @@ class Run:
     notes: Sequence[str] = ()  # deviations from the settings; may grow during the turn
 
 
+KEPT = ConfigDict(extra="ignore", strict=True)  # extra: a later version may have more fields
+
+
+class Call(Json):
+    """Call of a tool that the model asks for."""
+
+    model_config = KEPT
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
 class TurnDocument(Json):
     """Result of one answered question."""
 
@@ -136,6 +148,7 @@ class TurnDocument(Json):
     text: str
     thinking: str = Field(description="reasoning before the answer; not part of the text")
     finish: Finish
+    tool_calls: list[Call] = Field(description="calls that the model asks for, which nothing has run yet")
     order: Order = Field(description="prefill order: in chunks, or layer by layer")
     approx: bool = Field(description="true: the answer is approximate, so facts may be missing")
     sampling: dict[str, int | float] = Field(description="sampling settings that have an effect, by profile key")
@@ -168,6 +181,7 @@ class TurnDocument(Json):
             turn=run.number,
             model=ModelFacts.from_attributes(info),
             approx=bool(stats.approx),
+            tool_calls=[Call.from_attributes(call) for call in turn.tool_calls],
             tokens=Tokens.from_attributes(stats),
             time=Times.from_attributes(stats, load=load, total=total, thinking=stats.thinking_seconds),
             speed=Speed.from_attributes(stats),
@@ -258,7 +272,6 @@ def error_document(error: KvcliError) -> ErrorDocument:
 
 
 SCHEMA: Final = "kvcli.chat/1"
-KEPT = ConfigDict(extra="ignore", strict=True)  # extra: a later version may have more fields
 
 
 Whole = Annotated[int, Field(ge=0, lt=1 << 63)]  # the range of a database integer
@@ -285,12 +298,14 @@ class Figures(Json):
 
 class SavedMessage(Json):
     model_config = KEPT
-    role: Literal["user", "assistant"]
+    role: Literal["user", "tool", "assistant"] = Field(description="tool: with results, not a question")
     text: str
     documents: list[SavedDocument]
     finish: Finish | None = Field(description="answers only: why it ended")
     figures: Figures | None = Field(default=None, description="answers only")
     thinking: str = Field(default="", description="of an answer: what the model thought before it; it reads it no more")
+    calls: list[Call] = Field(default=[], description="of an answer: tool calls")
+    results: list[str] = Field(default=[], description="of the calls of the answer before")
 
 
 class LeftOut(Json):
@@ -308,6 +323,7 @@ class ChatDocument(Json):
     schema_: Literal["kvcli.chat/1"] = Field(alias="schema")
     title: str | None
     model: str = Field(description="as it is typed")
+    adapters: list[str] = Field(default=[], description="LoRA adapters of the model, each with its weight")
     saved: str = Field(default="", description="when")
     system: str | None
     messages: list[SavedMessage]
@@ -316,7 +332,7 @@ class ChatDocument(Json):
 
     @model_validator(mode="after")
     def _in_turn(self) -> ChatDocument:
-        roles = [message.role for message in self.messages]
+        roles = [message.role.replace("tool", "user") for message in self.messages]
         if roles != ["user", "assistant"] * (len(roles) // 2):
             raise ValueError("questions and answers do not take turns")
         if self.left_out is not None and self.left_out.messages > len(roles):

@@ -137,6 +137,7 @@ class Load:
     """Loading: weights, data type and device."""
 
     quant: Quant = "none"  # precision of the weights; if not set, int4 on a GPU without memory for more
+    adapters: tuple[str, ...] = ()  # LoRA adapters: "PATH" or "PATH:WEIGHT" each; folders, or ids in the local cache
     dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"  # data type of computation; auto = the model's own
     device: Annotated[str, DEVICE] = "auto"  # device that runs the model; cuda:N = GPU N
     layers_on_gpu: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # layers on the GPU; auto = all, or all that fit

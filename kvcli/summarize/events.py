@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcli.api import Live, Read, Text, Thought
+from kvcli.api import Live, Read, Text, Thought, ToolCall
 from kvcli.summarize.parts import Part
 from kvcli.summarize.plan import Plan
 from kvcli.summarize.result import Answered, Point, Summary
@@ -88,6 +88,7 @@ Event = (
     | Read
     | Text
     | Thought
+    | ToolCall
     | PartEnded
     | MergeBegan
     | MergeEnded

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcli.api import End, turn_of
 from kvcli.commands.common import flags as o
 from kvcli.commands.common.inputs import tell
 from kvcli.commands.common.options import Options, choice, command, flag
@@ -20,12 +21,13 @@ from kvcli.models.grammar import Grammar
 from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
-    from kvcli.api import Turn
+    from kvcli.api import Cancel, Event, Turn
     from kvcli.chat.conversation import Chat
     from kvcli.chat.document_pack import Pack
     from kvcli.chat.saved_chats import SavedChat
     from kvcli.chat.text_session import TextSession
     from kvcli.commands.chat.repl import Repl
+    from kvcli.commands.chat.tools import ChatTools
     from kvcli.commands.common.inputs import Question
     from kvcli.commands.common.load_model import CheckedRun, MemoryWishes
     from kvcli.commands.common.run_setup import Setup
@@ -108,18 +110,19 @@ def setup_of(
 
     Raises BadInput if that model is not known here.
     """
-    from kvcli.commands.chat.save_chat import known_here, model_of
+    from kvcli.commands.chat.save_chat import adapters_of, known_here, model_of
     from kvcli.commands.common.run_setup import Setup
 
-    model = options.model
+    model, flags = options.model, o.profile_flags(options.values())
     if model is None and packed is not None:
         model = known_here(world, packed.about.model, packed.folder.name, "packs")
     if model is None and opened is not None:
         model = model_of(world, opened)
+        flags = adapters_of(opened) | flags
     return Setup(
         world,
         model,
-        o.profile_flags(options.values()),
+        flags,
         options.run.exact,
         is_typed=options.model is not None,
         reuses=True,  # --no-save saves nothing, but uses the prefix cache
@@ -166,6 +169,13 @@ class QuestionOptions(Options, panel="The question"):
     no_save: bool = flag(help="Do not save this chat.")
 
 
+class ToolOptions(Options, panel="Tools"):
+    tools: str | None = choice(metavar="FILE", help="Functions that the model may call: a JSON list.")
+    tool_command: str | None = choice(metavar="CMD", help="Run each call with this command, which reads it as JSON.")
+    tool_results: str | None = choice(metavar="FILE", help="Results of the last calls, as a JSON list.", rare=True)
+    mcp: list[str] | None = choice(metavar="CMD", help="Start this MCP server, and offer its tools. Repeatable.")
+
+
 class AnswerOptions(Options, panel="The answer"):
     max_new_tokens: str | None = choice("-n", metavar="N", help="Maximum length in tokens; 4k = 4096.")
     temperature: float | None = choice("-t", metavar="F", help="0 = always the most likely token.")
@@ -191,6 +201,7 @@ class ChatOptions(Options, panel="The model"):
     words: Annotated[list[str] | None, typer.Argument(metavar="QUESTION", help=_WORDS)] = None
     question: QuestionOptions
     answer: AnswerOptions
+    tools: ToolOptions
     run: o.RunOptions
     dry_run: bool = flag(help="Print the settings and their memory; load nothing.", rare=True)
 
@@ -202,9 +213,10 @@ def chat(world: Environment, options: ChatOptions) -> int:
     The answer goes to stdout, everything else to stderr. "KV" in the figures
     is the KV cache: keys and values of all tokens, computed only once.
     """
+    from kvcli.commands.chat.tools import open_tools
     from kvcli.commands.chat.words import sort_words
     from kvcli.commands.common.document_files import ReadOptions, find_files, read_files, read_system
-    from kvcli.commands.common.inputs import STDIN, read_question
+    from kvcli.commands.common.inputs import STDIN, Question, read_question
     from kvcli.commands.models.suggest_model import find_model, tell_toy
 
     asked, wanted, how = options.question, options.answer, ReadOptions(ocr=options.question.ocr)
@@ -218,7 +230,11 @@ def chat(world: Environment, options: ChatOptions) -> int:
     others = [asked.file or named, asked.system, asked.system_file, asked.continue_, asked.resume, options.dry_run]
     packed = pack_of(world, asked.pack, others, ALONE)
     files = find_files(world, asked.file or [], named)
-    with open_saved_chat(world, asked) as opened:
+    offered = options.tools
+    with (
+        open_saved_chat(world, asked) as opened,
+        open_tools(world, offered.tools, offered.mcp or (), offered.tool_command) as tools,
+    ):
         setup = find_model(setup_of(world, options, packed, opened), [file.name for file in files])
         grammar = read_grammar(world, wanted.schema, wanted.grammar, wanted.json_object)
         profile = profile_of(setup, packed)
@@ -227,14 +243,18 @@ def chat(world: Environment, options: ChatOptions) -> int:
 
             return print_plan(setup, profile, read_files(world, files, how))
         setup.look(profile)
-        documents, system = read_files(world, files, how), read_system(world, asked.system, asked.system_file)
-        question = read_question(world, asked.prompt, documents, system)
+        question = Question(None, (), None)
+        if offered.tool_results is None:
+            documents, system = read_files(world, files, how), read_system(world, asked.system, asked.system_file)
+            question = read_question(world, asked.prompt, documents, system)
+        elif asked.prompt is not None or files:
+            raise UsageError("--tool-results excludes --prompt and --file", try_=["only one of them"])
         if packed is not None:
             question = about_pack(question, packed)
         setup = find_model(setup, [d.name for d in question.documents if d.name == STDIN])
         if question.text is not None and not question.documents:
             tell_toy(setup)
-        return ChatRun(options, setup, profile, grammar, opened, packed).answer(question)
+        return ChatRun(options, setup, profile, grammar, opened, packed, tools).answer(question)
 
 
 def about_pack(question: Question, packed: Pack) -> Question:
@@ -273,6 +293,7 @@ class ChatRun:
         grammar: Grammar | None,
         opened: SavedChat | None,
         packed: Pack | None,
+        tools: ChatTools | None,
     ) -> None:
         """`profile` is that of the command line; `opened` is the saved chat that continues."""
         from kvcli.render.terminal.screen import Screen
@@ -284,6 +305,7 @@ class ChatRun:
         self.screen.shows_thinking = options.answer.show_thinking
         self.saves = not options.question.no_save and setup.config.keep_chats
         self.held: AnswerConstraint | None = None
+        self.tools = tools
 
     @property
     def constraint(self) -> Constraint | None:
@@ -293,6 +315,7 @@ class ChatRun:
         """Load the model and answer one question, or start the interactive chat."""
         from kvcli.chat.conversation import Chat
         from kvcli.commands.chat.save_chat import about, save_kv_cache, saved_chats_of, try_save
+        from kvcli.commands.chat.tools import read_results
         from kvcli.commands.common.load_model import MemoryWishes
 
         wanted = MemoryWishes(self.options.run.force, self.options.run.ctx == "max")
@@ -305,17 +328,22 @@ class ChatRun:
             if self.packed is not None:
                 self.packed.refuse_other(text_session.session, text_session.profile)
                 text_session.pack = self.packed
+            if self.tools is not None:
+                text_session.model.call_syntax()  # refuses a template without tool calls
+                chat.tools = self.tools.definitions
             self.begin(question)
             for note in (*self.run.notes, *(text_session.why_again() if self.opened else ())):
                 tell(self.world, note)
             self.constrain(text_session)
             del text_session  # so that only the chat refers to the weights
-            if question.text is None:
+            file = self.options.tools.tool_results
+            results = read_results(self.world, file) if file is not None else None
+            if question.text is None and results is None:
                 return self.converse()
             if self.opened is not None:
                 tell(self.world, f"continues {about(chat)}")
             try:
-                return self.ask(question.text)
+                return self.ask(results or question.text or "")
             finally:
                 note = try_save(chat) if self.saves else ""
                 if not note and chat.saved_chat is not None and self.world.options.verbose:
@@ -353,33 +381,58 @@ class ChatRun:
             else:
                 tell(self.world, f"{document.name} is attached already")
 
-    def ask(self, text: str) -> int:
-        """Answer one question. Ctrl-C ends the answer after the current pass; the text so far is kept."""
+    def ask(self, asked: str | list[str]) -> int:
+        """Answer one question, or the results of tool calls. Ctrl-C ends the answer after the current pass; the text
+        so far is kept.
+        """
         from kvcli.commands.common.exits import Interrupt
 
         profile, chat, session = self.run.profile, self.chat, self.chat.text_session
-        with (
-            Interrupt(self.world.clock) as cancel,
-            closing(chat.stream(text, cancel=cancel, constraint=self.constraint)) as events,
-        ):
-            if self.world.options.json:
-                from kvcli.commands.common.turn_json import print_events, print_turn, run_of
+        is_whole = self.world.options.json and not self.options.answer.stream  # one document, of the last answer
+        with Interrupt(self.world.clock) as cancel:
+            options = {"cancel": cancel, "constraint": self.constraint}
 
-                show = print_events if self.options.answer.stream else print_turn
-                turn = show(self.world, events, session.info, run_of(profile, session, chat.notes))
-            else:
-                from kvcli.render.turn.status_row import RowOptions
-                from kvcli.render.turn.turn_view import show_turn
+            def show(asked: str | list[str]) -> Turn:
+                if isinstance(asked, str):
+                    answer = chat.stream(asked, **options)
+                else:
+                    answer = chat.stream_results(asked, **options)
+                with closing(answer) as events:
+                    return turn_of(events) if is_whole else self._shown(events, cancel)
 
-                for note in chat.notes:
-                    self.screen.note(note)
-                chat.tell = self.screen.note
-                turn = show_turn(events, self.screen, RowOptions(profile.name, stopping=cancel))
+            turn = show(asked)
+            if self.tools is not None:
+                turn = self.tools.follow(turn, show, cancel)
+        if is_whole:
+            from kvcli.commands.common.turn_json import print_turn, run_of
+
+            print_turn(self.world, [End(turn)], session.info, run_of(profile, session, chat.notes))
+        elif turn.tool_calls and not self.world.options.json and not self.world.is_tty("stdout"):
+            from kvcli.chat.transcript import openai_form
+            from kvcli.commands.common.output import print_json
+
+            calls = [openai_form(call, as_text=True) for call in turn.tool_calls]
+            print_json(self.world, {"finish_reason": "tool_calls", "tool_calls": calls})
         missed = self.held.missed(turn) if self.held is not None else ""
         for note in filter(None, (turn.stats.approx, missed, self.run.record(profile, turn))):
             tell(self.world, note)
         usual = ExitStatus.BAD_OUTPUT if missed else ExitStatus.OK
         return {"interrupted": ExitStatus.INTERRUPTED, "loop": ExitStatus.BAD_OUTPUT}.get(turn.finish, usual)
+
+    def _shown(self, events: Iterator[Event], cancel: Cancel) -> Turn:
+        """Show the events of an answer: as JSON lines, or on the screen."""
+        chat, session, profile = self.chat, self.chat.text_session, self.run.profile
+        if self.world.options.json:
+            from kvcli.commands.common.turn_json import print_events, run_of
+
+            return print_events(self.world, events, session.info, run_of(profile, session, chat.notes))
+        from kvcli.render.turn.status_row import RowOptions
+        from kvcli.render.turn.turn_view import show_turn
+
+        for note in chat.notes:
+            self.screen.note(note)
+        chat.tell = self.screen.note
+        return show_turn(events, self.screen, RowOptions(profile.name, stopping=cancel))
 
     def converse(self) -> int:
         """Run the interactive chat."""
@@ -400,6 +453,7 @@ class ChatRun:
             history=self.world.paths.state / "history" if self.saves else None,
             after_turn=self.after_turn,
             constraint=self.constraint,
+            tools=self.tools,
             change_model=self.change_model,
             read=self.read,
         )

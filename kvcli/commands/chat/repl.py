@@ -32,6 +32,7 @@ from kvcli.render.turn.status_row import ProcessMemory, RowOptions
 from kvcli.render.turn.turn_view import show_turn
 
 if TYPE_CHECKING:
+    from kvcli.commands.chat.tools import ChatTools
     from kvcli.commands.common.load_model import CheckedRun
     from kvcli.engine.sequence.constraint import Constraint
 
@@ -59,12 +60,13 @@ class Repl:
         history: Path | None = None,
         saves: bool = False,
         constraint: Constraint | None = None,
+        tools: ChatTools | None = None,
     ) -> None:
         """`read` returns the documents of a name (default: as files are read); `change_model` changes the model of the
         chat; `after_turn` receives the last turn. `saves`: save the chat before each prompt. `memory` is shown in the
-        live row (default: the process's RSS). `constraint` restricts every answer.
+        live row (default: the process's RSS). `constraint` restricts every answer. `tools` run the calls of an answer.
         """
-        self.saves, self.constraint = saves, constraint
+        self.saves, self.constraint, self.tools = saves, constraint, tools
         self.chat, self.screen, self.world, self.commands = chat, screen, world, commands
         self.profiles, self.profile_name = profiles, profile
         self.given, self.said = list(sets), list[str]()  # KEY=VALUE of the command line, and of /set
@@ -161,6 +163,12 @@ class Repl:
             look = RowOptions(self.profile_name, self.memory, cancel)
             try:
                 done = self.last = show_turn(start(cancel=cancel, constraint=self.constraint), self.screen, look)
+                if self.tools is not None:
+
+                    def again(results: list[str]) -> Turn:
+                        return show_turn(self.chat.stream_results(results, cancel=cancel), self.screen, look)
+
+                    done = self.last = self.tools.follow(done, again, cancel)
             except KeyboardInterrupt:
                 self.say("stopped immediately; the chat is read again with the next question")
         for note in [*self.chat.notes, *([done.stats.approx] if done and done.stats.approx else [])]:

@@ -53,6 +53,19 @@ def model_of(world: Environment, opened: SavedChat) -> str | None:
     return known_here(world, opened.saved.model, "this file", "chats")
 
 
+def adapters_of(opened: SavedChat) -> dict[str, tuple[object, str]]:
+    """Return the adapters of a saved chat, as if they were typed. A file from elsewhere may name none."""
+    adapters = opened.saved.adapters
+    if adapters and opened.origin:
+        raise BadInput(
+            f"this file names {plural(len(adapters), 'adapter')}, and is not one of your own chats",
+            code="foreign_model",
+            lines=adapters[:3],
+            try_=["-m MODEL --adapter PATH, if you agree", "-m MODEL, without them"],
+        )
+    return {"load.adapters": (tuple(adapters), "--adapter")} if adapters else {}
+
+
 def known_here(world: Environment, name: str, file: str, own: str) -> str:
     """Return the model that a file from elsewhere names. Raises BadInput if it is not known and complete here."""
     from kvcli.commands.common.run_setup import config_of, find

@@ -22,6 +22,7 @@ _FIGURES = "Show figures while generating (live), after the answer (turn), or ne
 _BUDGET = "Limit the KV cache to 6GiB, 25% of its full size, or free memory (fit). Approximate: tokens get fewer bits."
 _EXACT = "Refuse settings that can change the text (also drafting, on models that are not batch invariant)."
 _PICKLE = "Allow weights in pickle files, which can run code."
+_ADAPTER = "LoRA adapter: a folder, or an id in the local cache. Repeatable."
 _DRAFT = "Draft model for speculative decoding, or auto (same text, fewer passes)."
 _THINK = "Thinking before the answer: on, off, a level, or at most N tokens of it. Default: as the model does."
 _SPEC = "Drafting method for speculative decoding (same text, fewer passes)."
@@ -51,6 +52,7 @@ class Weights(Options, panel="The model"):
     device: str | None = choice(metavar="NAME", help="auto, cpu, cuda, cuda:N or mps.")
     dtype: str | None = choice(metavar="NAME", help="auto, bf16, fp16 or fp32.", rare=True)
     quant: str | None = choice(metavar="NAME", help="Quantize weights: none, int8, int4 or nf4.")
+    adapter: list[str] | None = choice(metavar="PATH[:WEIGHT]", help=_ADAPTER)
 
 
 class RunOptions(Options, panel="The model"):
@@ -72,6 +74,7 @@ KEYS: Mapping[str, str] = {
     "--device": "load.device",
     "--dtype": "load.dtype",
     "--quant": "load.quant",
+    "--adapter": "load.adapters",
     "--allow-pickle": "load.allow_pickle",
     "--budget": "memory.budget",
     "--spec": "spec.method",
@@ -93,7 +96,7 @@ KEYS: Mapping[str, str] = {
 def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]:
     """Return dotted key -> value and flag for the parameters of a command that were typed (not None or False)."""
     given = {flag: params.get(flag[2:].replace("-", "_")) for flag in KEYS}
-    given = {flag: value for flag, value in given.items() if value is not None and value is not False}
+    given = {flag: value for flag, value in given.items() if value is not None and value is not False and value != []}
     if "--greedy" in given:
         given["--greedy"] = 0.0
         if given.get("--temperature", 0.0) != 0.0:
@@ -138,7 +141,7 @@ def refuse_implied(flags: Mapping[str, tuple[object, str]], typed: Settings, set
 
 def load_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]:
     """Return `profile_flags` of weights and KV cache alone, for commands with other options of their own."""
-    names = ("device", "dtype", "quant", "allow_pickle", "budget")
+    names = ("device", "dtype", "quant", "adapter", "allow_pickle", "budget")
     return profile_flags({name: params.get(name) for name in names})
 
 

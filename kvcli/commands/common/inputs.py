@@ -129,11 +129,12 @@ def agrees(world: Environment, question: str) -> bool:
     return answer_to(world, f"{question} [y/N] ") in ("y", "yes")
 
 
-def answer_to(world: Environment, question: str) -> str:
-    """Ask on the terminal, and return the answer in lower case."""
+def answer_to(world: Environment, question: str, *, as_typed: bool = False) -> str:
+    """Ask on the terminal, and return the answer, in lower case unless `as_typed`."""
     from kvcli.render.terminal.screen import forget_typed
 
     forget_typed(world.stdin)
     world.stderr.write(question)
     world.stderr.flush()
-    return world.stdin.readline().strip().lower()
+    answer = world.stdin.readline().strip()
+    return answer if as_typed else answer.lower()

@@ -4,8 +4,10 @@ logits, and install kernels."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,7 +34,8 @@ from kvcli.kernels.linear.experts import lay_out_experts_
 from kvcli.kernels.linear_blocked import block_
 from kvcli.kernels.linear_quantized import packed_weights
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
-from kvcli.models.catalog import model_files
+from kvcli.models.adapters import find_adapter
+from kvcli.models.catalog import Stamped, model_files
 from kvcli.models.checkpoint import CheckpointFormat, count
 from kvcli.models.family import read_config
 from kvcli.models.refusals import refuse_quant, refuse_split
@@ -46,6 +49,7 @@ def open_lm(
     source: Source,
     *,
     quant: str = "none",
+    adapters: Sequence[str] = (),
     dtype: str = "auto",
     device: str = "auto",
     layers_on_gpu: int | str = "auto",
@@ -58,7 +62,7 @@ def open_lm(
     """Load the files of `source`. Never uses the network and prints nothing; raises BadModel or UsageError.
 
     `quant` int8, int4 or nf4: quantized weights, on CUDA by bitsandbytes if no fused kernels support them.
-    `graphs`: "auto" or "off".
+    `graphs`: "auto" or "off". `adapters`: `PATH` or `PATH:WEIGHT` of LoRA adapters.
     """
     began = time.perf_counter()
     where = weights.find_device(device)
@@ -69,10 +73,13 @@ def open_lm(
         raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
     use_threads(threads or torch.get_num_threads())
     use_device(where)
+    loras = [find_adapter(text) for text in adapters]
     files = model_files(source.path, [file.path for file in source.files], source.made_of)
+    if loras:
+        files["adapters"] = [Stamped.of(path) for one in loras for path in (one.file.path, one.config)]
     with quiet():
         config = read_config(source, trust_remote_code)
-        model, notes = weights.load_weights(source, config, dtype, where, trust_remote_code, quant)
+        model, notes = weights.load_weights(source, config, dtype, where, trust_remote_code, quant, loras)
         lm = wrap_lm(
             model,
             id=source.id,
@@ -84,7 +91,9 @@ def open_lm(
             verify=verify,
             notes=notes,
         )
-    for file in (*files["weights"], *files["files"]):
+    if loras:  # the description is part of the key of the prefix cache
+        lm.info = replace(lm.info, backend=f"{lm.info.backend}, adapters {' and '.join(one.name for one in loras)}")
+    for file in chain(*files.values()):
         file.check()
     lm.files = files
     install_kernels(lm)

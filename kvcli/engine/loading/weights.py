@@ -23,6 +23,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from kvcli.engine.loading.adapters import apply_adapters
 from kvcli.engine.resources import drop_pages
 from kvcli.errors import BadModel, UsageError
 from kvcli.installing import pip
@@ -30,6 +31,7 @@ from kvcli.kernels import triton_support
 from kvcli.kernels.linear_quantized import Bits, Swap, packed, quantize_, quantize_experts_, stay, swap_
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.kernels.moe_linear import weights_of
+from kvcli.models.adapters import Adapter
 from kvcli.models.checkpoint import INSTEAD, CheckpointFormat, refuse_unpackable, sizes_of
 from kvcli.models.family import loader_of, refuse_unknown_packing, unreadable
 from kvcli.models.gguf import convert
@@ -183,11 +185,12 @@ def load_weights(
     device: torch.device,
     trust_remote_code: bool,
     quant: str = "none",
+    adapters: Sequence[Adapter] = (),
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the model with every tensor from its files, mapped on the CPU, and notes for the user.
 
     A quantized checkpoint is loaded to `device` directly, because moving it later is not allowed. Experts are quantized
-    during loading, as `quant` says.
+    during loading, as `quant` says. `adapters` are merged into weights that are not quantized in the checkpoint.
     """
     loader = loader_of(source, config, trust_remote_code)
     packing = CheckpointFormat.of(source.config)
@@ -217,6 +220,7 @@ def load_weights(
         )
     _check_loading(source, loading)
     convert.attach_(model, drop_pages)
+    apply_adapters(model, adapters, drop_pages)
     notes = list(_unused(model, sorted(loading["unexpected_keys"])))
     if packing.unpacks(device.type):
         numbers = str(model.dtype).removeprefix("torch.")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from kvcli.api import End, Event, Live, Read, Text, Thought, Turn
+from kvcli.api import End, Event, Live, Read, Text, Thought, ToolCall, Turn
 from kvcli.engine.stats import Stats
 from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.screen import LiveRegion, Screen, echo, suspendable
@@ -91,6 +92,8 @@ class TurnView:
             self._say(event.text)
         elif isinstance(event, Thought):
             self._think(event.text)
+        elif isinstance(event, ToolCall):
+            self._think(f"calls {event.name} {json.dumps(event.arguments, ensure_ascii=False)}\n", whole=True)
         elif isinstance(event, Live):
             self.stats = event.stats
         elif isinstance(event, Read):
