@@ -480,8 +480,15 @@ _MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
 _ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
            "first_k_dense_replace": 1, "n_shared_experts": 1}  # fmt: skip
 _SPARSE = {"norm_topk_prob": True}
-_PER_LAYER = {"vocab_size_per_layer_input": VOCAB}
-_GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+_PER_LAYER = {"vocab_size_per_layer_input": VOCAB, "final_logit_softcapping": 8.0}
+_GEMMA4_MOE = {
+    "final_logit_softcapping": 8.0,
+    "enable_moe_block": True,
+    "hidden_size_per_layer_input": 0,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
 KINDS = {
     "llama_biased": Kind("llama", "llama", _llama, _llama_keys, {"attention_bias": True}),
     "llama_yarn": Kind("llama", "llama", _llama, _llama_keys, {"rope_parameters": _YARN}),
@@ -499,7 +506,7 @@ KINDS = {
     "gemma4": Kind("gemma4", "gemma4", _gemma4, _gemma4_keys, _PER_LAYER),
     "gemma4_shared": Kind("gemma4_shared", "gemma4", _gemma4, _gemma4_keys,
                           {**_PER_LAYER, "use_double_wide_mlp": True}),
-    "gemma4_moe": Kind("gemma4", "gemma4", _gemma4, _gemma4_keys, {**_GEMMA4_MOE, "hidden_size_per_layer_input": 0}),
+    "gemma4_moe": Kind("gemma4", "gemma4", _gemma4, _gemma4_keys, _GEMMA4_MOE),
     "gpt_oss": Kind("gpt_oss", "gpt-oss", _gpt_oss, _oss_keys, {"rope_parameters": {**_YARN, "truncate": False},
                     "layer_types": [*families.PAIRS, "sliding_attention"]}),
     "gpt_oss_plain": Kind("gpt_oss", "gpt-oss", _gpt_oss, _oss_keys, {"rope_parameters": _PLAIN,

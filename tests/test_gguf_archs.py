@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,13 @@ def test_blocks_are_joined_and_reordered_as_their_numbers_are(tmp_path: Path, na
     assert not any("linear_attn.out_proj" in key for key in packed)  # its columns are reordered
     assert packed | (blocks.keys() & right.keys()) == right.keys()
     assert all(torch.equal(weight, right[key]) for key, weight in blocks.items() if key in right)
+
+
+def test_a_file_of_gemma_4_that_states_no_cap_has_llama_cpps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said = {**KINDS["gemma4_moe"].config, "final_logit_softcapping": None}
+    monkeypatch.setitem(KINDS, "gemma4_moe", replace(KINDS["gemma4_moe"], config=said))
+    write(tmp_path / "tiny.gguf", "gemma4_moe")
+    assert source.find(str(tmp_path / "tiny.gguf")).config["final_logit_softcapping"] == 30.0
 
 
 def test_an_mtp_layer_of_the_file_is_found(tmp_path: Path):

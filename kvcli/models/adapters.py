@@ -12,7 +12,8 @@ from typing import Any
 
 from kvcli.errors import BadModel
 from kvcli.models.checkpoint import WeightFile, count, read_header
-from kvcli.models.source import ID, cached, read_json
+from kvcli.models.hub_names import ID
+from kvcli.models.source import cached, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

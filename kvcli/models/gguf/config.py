@@ -201,7 +201,10 @@ def _ropes(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     if metadata.size(turned, config["head_dim"]) != config["head_dim"]:
         raise metadata.refused(f"{turned} differs from the head size, {config['head_dim']:,}")
     if metadata.layout.has_two_ropes:
-        sliding = {"rope_type": "default", "rope_theta": metadata.number(near, 10000.0)}
+        sliding = {
+            "rope_type": "default",
+            "rope_theta": metadata.number(near, math.nan if "global_head_dim" in config else 10000.0),
+        }
         return {"full_attention": rope, "sliding_attention": sliding}
     if metadata.number(near, rope["rope_theta"]) != rope["rope_theta"]:
         raise metadata.refused(f"{near} differs from rope.freq_base")

@@ -74,6 +74,6 @@ def _numbers(header: Header, part: Part) -> Callable[[Indices], Tensor]:
     stored, held = header.tensors[part.stored], _raw(header, part)
     if part.by == "rows":
         return lambda rows: numbers(held[rows], stored.kind)
-    whole = numbers(held, stored.kind).reshape(-1, *stored.shape[-2:])
+    whole = numbers(held.copy(), stored.kind).reshape(-1, *stored.shape[-2:])
     flat = whole.reshape(-1, 1) if part.by == "numbers" else whole.transpose(1, 2).reshape(-1, stored.shape[-2])
     return lambda rows: flat[torch.from_numpy(rows)]
