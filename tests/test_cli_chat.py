@@ -650,7 +650,7 @@ def test_unreadable_files_of_a_folder_are_left_out_by_name(machine):
 
 
 @pytest.mark.parametrize(
-    ("limit", "most", "words"), [("MOST", 1, "2 documents"), ("MOST_BYTES", 4, "MiB of documents")]
+    ("limit", "most", "words"), [("MOST", 1, "2 documents (0 MiB)"), ("MOST_BYTES", 4, "at most 200 (0 MiB)")]
 )
 def test_a_folder_has_bounds(machine, monkeypatch, limit, most, words):
     monkeypatch.setattr(document_files, limit, most)

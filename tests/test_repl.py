@@ -326,7 +326,7 @@ def test_a_folder_and_a_pattern_attach_what_is_in_them(talk, tmp_path):
 def test_too_many_files_of_a_pattern_are_refused(talk, tmp_path):
     for i in range(201):
         (tmp_path / f"{i}.txt").write_text("x")
-    assert "*.txt has 201 documents, and at most 200" in " ".join(talk.type("/file *.txt").split())
+    assert "201 documents (0 MiB) are too many: at most 200" in " ".join(talk.type("/file *.txt").split())
     assert talk.chat.documents == []
 
 

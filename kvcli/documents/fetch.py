@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 from urllib import request
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from kvcli.documents.decode import HEAD, check_type, codec_of, named_kind
@@ -76,10 +76,8 @@ def _fetched(address: str) -> tuple[bytes, Any]:
         found = ended.get(timeout=SECONDS)
     except Empty:
         raise _failed(address, f"it was not complete after {SECONDS:.0f} seconds") from None
-    if isinstance(found, HTTPError):
-        raise _failed(address, f"the server answered {found.code} {found.reason}".strip()) from None
-    if isinstance(found, URLError | OSError | HTTPException | ValueError):
-        why = found.reason if isinstance(found, URLError) else found
+    if isinstance(found, OSError | HTTPException | ValueError):
+        why = found if isinstance(found, HTTPError) else getattr(found, "reason", found)
         raise _failed(address, str(getattr(why, "strerror", None) or why or type(found).__name__)) from None
     if isinstance(found, BaseException):
         raise found

@@ -92,7 +92,7 @@ def test_a_redirect_is_followed_and_said(site):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("/none", "404 Not Found"),
+        ("/none", "HTTP Error 404: Not Found"),
         ("/round", "infinite loop"),
         ("/away", "not allowed"),
         ("/user", "a user name or a password"),

@@ -25,10 +25,11 @@ FEW = 5  # names that a note lists
 
 @dataclass(frozen=True, slots=True)
 class DocumentFile:
-    """A file to read by its name. `is_typed` is False for a file of a folder or a pattern."""
+    """A file to read by its name. `is_typed` is False for a file of a folder or a pattern, which alone has a size."""
 
     name: str
     is_typed: bool = True
+    size: int = 0  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,69 +51,57 @@ def find_files(world: Environment, names: Sequence[str], many: Sequence[str] = (
     `many` are more names, of which the shell may have made a pattern. Files that are left out are named in a note.
     Raises BadInput for a name without documents, and for too many.
     """
-    found, matched = list[DocumentFile](), many if len(many) > 1 else ()
-    matched = [name for name in matched if os.path.lexists(world.cwd / os.path.expanduser(name))]
+    matched = [name for name in many if len(many) > 1 and os.path.lexists(_path(world, name))]
+    found = list[DocumentFile]()
     for name in (*names, *(name for name in many if name not in matched)):
-        path = world.cwd / os.path.expanduser(name)
-        if is_address(name) or name in BUNDLED:
-            found.append(DocumentFile(name))
-            continue
-        with reading(name):
-            if path.is_dir():
-                inside = [os.path.join(name, entry.name) for entry in path.iterdir()]
-            elif set(name) & set("*?[") and not os.path.lexists(path):
-                matching = iglob(os.path.expanduser(name), root_dir=world.cwd, recursive=True)
-                inside = [*islice(matching, MANY)]
-            else:
-                found.append(DocumentFile(name))
-                continue
-        found += [DocumentFile(file, is_typed=False) for file in _documents(world, name, inside)]
-    if matched:
-        found += [DocumentFile(file, is_typed=False) for file in _documents(world, "attached files", matched)]
-    if len(found) > MOST:
-        raise _too_many(f"{len(found):,} documents are named", f"{MOST} documents")
+        inside = _inside(world, name)
+        found += [DocumentFile(name)] if inside is None else _documents(world, name, inside)
+    found += _documents(world, "attached files", matched) if matched else []
+    size = sum(file.size for file in found)
+    if len(found) > MOST or size > MOST_BYTES:
+        raise BadInput(
+            f"{len(found):,} documents ({size >> 20:,} MiB) are too many: at most {MOST} ({MOST_BYTES >> 20:,} MiB) can "
+            "be attached at once",
+            code="file_count",
+            try_=["-f 'FOLDER/A*', in quotes, for a part of them"],
+        )
     return found
 
 
-def _documents(world: Environment, name: str, inside: Iterable[str]) -> list[str]:
+def _path(world: Environment, name: str) -> Path:
+    return world.cwd / os.path.expanduser(name)
+
+
+def _inside(world: Environment, name: str) -> list[str] | None:
+    """Return the files of a folder or pattern; None for a name of one document."""
+    with reading(name):
+        if is_address(name) or not (set(name) & set("*?[") or _path(world, name).is_dir()):
+            return None
+        if _path(world, name).is_dir():
+            return [os.path.join(name, entry.name) for entry in _path(world, name).iterdir()]
+        matching = iglob(os.path.expanduser(name), root_dir=world.cwd, recursive=True)
+        return None if os.path.lexists(_path(world, name)) else [*islice(matching, MANY)]
+
+
+def _documents(world: Environment, name: str, inside: Iterable[str]) -> list[DocumentFile]:
     """Return the documents among files of a folder or pattern; the others are named in a note."""
-    documents, left, size = list[str](), list[str](), 0
+    documents, left = list[DocumentFile](), list[str]()
     for file in sorted(inside, key=natural):
-        path = Path(world.cwd / os.path.expanduser(file))
-        if (why := _no_document(path)) is None:
-            documents.append(file)
-            size += path.stat().st_size
-        else:
-            left.append(f"{path.name} ({why})")
+        path = _path(world, file)
+        try:
+            is_document = path.is_file() and looks_readable(path) and not path.name.startswith(".")
+            why = "hidden" if path.name.startswith(".") else "a folder" if path.is_dir() else "no document"
+            documents += [DocumentFile(file, False, path.stat().st_size)] if is_document else []
+        except OSError as error:
+            is_document, why = False, str(error.strerror or error)
+        left += [] if is_document else [f"{path.name} ({why})"]
     if left:
         more = f" and {len(left) - FEW:,} more" if len(left) > FEW else ""
         tell(world, f"{name}: not read: {', '.join(left[:FEW])}{more}")
     if not documents:
-        raise BadInput(
-            f"{name}: no documents in it", code="file_count", try_=["-f FILE", "-f FOLDER", "-f 'FOLDER/*.txt'"]
-        )
-    if len(documents) > MOST:
-        raise _too_many(f"{name} has {len(documents):,} documents", f"{MOST} documents")
-    if size > MOST_BYTES:
-        raise _too_many(f"{name} has {size / 2**20:,.0f} MiB of documents", f"{MOST_BYTES >> 20:,} MiB")
+        hints = ["-f FILE", "-f FOLDER", "-f 'FOLDER/*.txt'"]
+        raise BadInput(f"{name}: no documents in it", code="file_count", try_=hints)
     return documents
-
-
-def _no_document(path: Path) -> str | None:
-    """Return why a file of a folder is no document to read, or None."""
-    try:
-        if path.name.startswith("."):
-            return "hidden"
-        if path.is_dir():
-            return "a folder"
-        return None if path.is_file() and looks_readable(path) else "no document"
-    except OSError as error:
-        return str(error.strerror or error)
-
-
-def _too_many(what: str, most: str) -> BadInput:
-    hint = "-f 'FOLDER/A*', in quotes, for a part of them"
-    return BadInput(f"{what}, and at most {most} can be attached at once", code="file_count", try_=[hint])
 
 
 def natural(name: str) -> list[tuple[int, str]]:
