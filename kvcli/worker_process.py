@@ -205,5 +205,6 @@ def _path() -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Environment without secrets: only the path of Python's shared library, where one is needed."""
-    return {name: value for name, value in os.environ.items() if name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")}
+    """Environment without secrets: the path of Python's shared library, where one is needed, and numpy's threads."""
+    found = {name: value for name, value in os.environ.items() if name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")}
+    return {**found, "OPENBLAS_NUM_THREADS": "1"}  # one for each core would reserve more memory than a worker has

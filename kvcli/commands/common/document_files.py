@@ -59,9 +59,9 @@ def find_files(world: Environment, names: Sequence[str], many: Sequence[str] = (
     found += _documents(world, "attached files", matched) if matched else []
     size = sum(file.size for file in found)
     if len(found) > MOST or size > MOST_BYTES:
+        most = f"at most {MOST} ({MOST_BYTES >> 20:,} MiB) can be attached at once"
         raise BadInput(
-            f"{len(found):,} documents ({size >> 20:,} MiB) are too many: at most {MOST} ({MOST_BYTES >> 20:,} MiB) can "
-            "be attached at once",
+            f"{len(found):,} documents ({size >> 20:,} MiB) are too many: {most}",
             code="file_count",
             try_=["-f 'FOLDER/A*', in quotes, for a part of them"],
         )
