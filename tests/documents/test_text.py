@@ -69,7 +69,7 @@ def test_an_archive_is_named_with_what_unpacks_it(tmp_path, monkeypatch, name):
 def test_an_address_is_no_file(address):
     error = refused(address)
     assert error.code == "not_a_file"
-    assert "read_address fetches" in error.lines[0]
+    assert "only http:// and https:// addresses are fetched" in error.lines[0]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
