@@ -170,8 +170,7 @@ def listed(known: CatalogModel) -> PlannedModel:
     if known.file or known.package:
         stays = known.file is not None or (known.package is not None and known.package.each < weights.BYTES["bfloat16"])
         held = [replace(h, is_gguf=True, stays=stays and h.packs, of_experts=False) for h in held]
-    about = True, False, known.download
-    return PlannedModel(known.id, shape, tuple(held), "bfloat16", CheckpointFormat(), *about)
+    return PlannedModel(known.id, shape, tuple(held), "bfloat16", CheckpointFormat(), True, False, known.download)
 
 
 def plan(

@@ -287,8 +287,7 @@ class CatalogModel:
 
     def weights(self, quant: str = "none") -> int:
         """Bytes in memory. Weights that are not quantized count 16 bits each."""
-        is_stated = self.package if quant == "none" else None
-        each = is_stated.each if is_stated else FOUR_BITS if self.file else PACKED[quant]
+        each = FOUR_BITS if self.file else self.package.each if self.package and quant == "none" else PACKED[quant]
         return int(2 * (self.parameters - self.linear) + each * self.linear)
 
     def needs(self, quant: str = "none", tokens: int = TOKENS) -> int:
