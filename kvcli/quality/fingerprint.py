@@ -7,6 +7,9 @@ from dataclasses import asdict
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
+import torch
+from torch.nn import functional
+
 from kvcli.models.catalog import code_hash
 from kvcli.version import __version__
 
@@ -23,6 +26,7 @@ def fingerprint(model: Model) -> str:
     facts = asdict(model.info)
     said: list[object] = [__version__, code_hash(), [facts[key] for key in PLAIN]]
     said += [*(model.lm.hashes.of(files) for files in model.lm.files.values()), *model.profile.load.adapters]
-    first = model.lm.model.get_input_embeddings().weight.detach()
-    said.append(first.flatten()[:4096].double().cpu().tolist())
+    embedding = model.lm.model.get_input_embeddings().weight
+    rows = torch.arange(max(1, 4096 // embedding.shape[1]), device=embedding.device)
+    said.append(functional.embedding(rows, embedding).flatten().double().cpu().tolist())
     return sha256(json.dumps(said).encode()).hexdigest()[:16]
