@@ -341,7 +341,7 @@ def sampler(lm: LM, profile: Profile) -> Sampler:
     if outside := [token for token in bias if int(token) >= lm.vocab]:
         raise BadConfig(
             f"sample.logit_bias has token {outside[0]}; the vocabulary of this model has {lm.vocab:,} tokens",
-            code="no_such_token",
+            code="unknown_token",
             try_=[f"sample.logit_bias without {outside[0]}"],
         )
     found["logit_bias"] = tuple((int(token), float(number)) for token, number in bias.items())

@@ -96,7 +96,7 @@ def tokens_with(tokenizer: PreTrainedTokenizerBase, vocab: int, texts: tuple[str
     if missing := [text for text in texts if not any(text in word for word in words)]:
         raise BadConfig(
             f"no token of this model contains {missing[0]!r}, which sample.dry_sequence_breakers has",
-            code="no_such_token",
+            code="unknown_token",
             try_=[f"sample.dry_sequence_breakers without {missing[0]!r}"],
         )
     return frozenset(i for i, word in enumerate(words) if any(text in word for text in texts))
