@@ -208,8 +208,6 @@ def test_errors_as_json_go_to_stdout(machine):
         (["chat", "--tempe", "1"], "did you mean --temperature?"),
         (["chat", "--max-tokens", "9"], "did you mean --max-new-tokens?"),
         (["chat", "--zzz"], "try: kvcli chat --help-all"),
-        (["chat", "demo", "What is it?"], 'try: kvcli chat MODEL -p "What is it?"'),
-        (["chat", "demo", "-f", "a.md", "Wer (wenn nicht ich)?"], 'try: kvcli chat MODEL -p "Wer (wenn nicht ich)?"'),
         (["models", "lst"], "list"),
         (["chat", "--stats", "loud"], "'--stats': 'loud' is not one of 'live'"),
         (["chat", "--temperature", "hot"], "'--temperature'"),
@@ -544,7 +542,7 @@ def test_from_60_columns_on_help_has_its_boxes(machine):
     [
         (["summarize", "a.txt", "--fresh"], "--no-cache"),
         (["summarize", "a.txt", "--mode", "map"], "--mode parts"),
-        (["sessions", "list"], "kvcli chats"),
+        (["sessions", "list"], "kvcli chats list --json"),
     ],
 )
 def test_a_former_name_is_refused_with_the_new_one(machine, args, new):

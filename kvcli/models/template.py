@@ -216,7 +216,7 @@ def render(tokenizer: PreTrainedTokenizerBase, laid: Layout, texts: Sequence[str
             message["content"] = [{"type": "text", "text": message["content"]}]
     with blame_files(broken):
         try:
-            return str(tokenizer.apply_chat_template(given, **{**laid.variables, **ASKED}))
+            return str(tokenizer.apply_chat_template(given, **{**ASKED, **laid.variables}))
         except TemplateError as error:
             raise BadInput(
                 f"the model's chat template refuses this conversation: {error}",

@@ -161,7 +161,7 @@ class QuestionOptions(Options, panel="The question"):
     )
     file: list[str] | None = choice("-f", metavar="PATH", help=_FILE)
     ocr: o.OcrMode = "auto"
-    pack: str | None = choice(metavar="NAME.kvs", help="Ask about documents that kvcli pack saved.")
+    pack: str | None = choice(metavar="NAME.kvs", help="Ask about documents that kvcli pack saved.", rare=True)
     system: o.System = None
     system_file: o.SystemFile = None
     continue_: bool = flag("-c", help="Continue the latest chat.")
@@ -171,9 +171,13 @@ class QuestionOptions(Options, panel="The question"):
 
 class ToolOptions(Options, panel="Tools"):
     tools: str | None = choice(metavar="FILE", help="Functions that the model may call: a JSON list.")
-    tool_command: str | None = choice(metavar="CMD", help="Run each call with this command, which reads it as JSON.")
+    tool_command: str | None = choice(
+        metavar="CMD", help="Run each call with this command, which reads it as JSON.", rare=True
+    )
     tool_results: str | None = choice(metavar="FILE", help="Results of the last calls, as a JSON list.", rare=True)
-    mcp: list[str] | None = choice(metavar="CMD", help="Start this MCP server, and offer its tools. Repeatable.")
+    mcp: list[str] | None = choice(
+        metavar="CMD", help="Start this MCP server, and offer its tools. Repeatable.", rare=True
+    )
 
 
 class AnswerOptions(Options, panel="The answer"):
@@ -185,7 +189,7 @@ class AnswerOptions(Options, panel="The answer"):
         metavar="F", help="Drop tokens less likely than F times the most likely one.", rare=True
     )
     repetition_penalty: float | None = choice(metavar="F", help=_PENALTY, rare=True)
-    stop: list[str] | None = choice(metavar="TEXT", help=_STOP)
+    stop: list[str] | None = choice(metavar="TEXT", help=_STOP, rare=True)
     seed: int | None = choice(metavar="N", help="Random seed.", rare=True)
     greedy: bool = flag(help="Always the most likely token: --temperature 0 without penalties.", rare=True)
     schema: str | None = choice(metavar="FILE", help="Constrain the answer to this JSON schema.")

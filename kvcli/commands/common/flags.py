@@ -52,7 +52,7 @@ class Weights(Options, panel="The model"):
     device: str | None = choice(metavar="NAME", help="auto, cpu, cuda, cuda:N or mps.")
     dtype: str | None = choice(metavar="NAME", help="auto, bf16, fp16 or fp32.", rare=True)
     quant: str | None = choice(metavar="NAME", help="Quantize weights: none, int8, int4 or nf4.")
-    adapter: list[str] | None = choice(metavar="PATH[:WEIGHT]", help=_ADAPTER)
+    adapter: list[str] | None = choice(metavar="PATH[:WEIGHT]", help=_ADAPTER, rare=True)
 
 
 class RunOptions(Options, panel="The model"):
