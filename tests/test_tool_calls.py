@@ -26,14 +26,14 @@ from tests.fakes import Machine
 from tests.parrot import parrot
 from tests.small_tokenizers import marked
 
-WITH_CALLS = ("gemma-4", "glm-4.7", "gpt-oss", "ministral-3", "qwen3")
-STORED = {name: (Path(__file__).parent / f"templates/{name}.jinja").read_text() for name in WITH_CALLS}
+STORED = {file.stem: file.read_text() for file in (Path(__file__).parent / "templates").glob("*.jinja")}
+WITH_CALLS = {name: STORED[name] for name in ("gemma-4", "glm-4.7", "gpt-oss", "ministral-3", "qwen3")}
 HEAD = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
 TAIL = "<|end|>{% endfor %}<|assistant|>"
 EACH = "{{ m.content }}{% for c in m.tool_calls or [] %}"
 TAGGED = '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
 HERMES = f"{HEAD}{EACH}{TAGGED}{{% endfor %}}{TAIL}"
-WRITTEN = STORED | {
+WRITTEN = WITH_CALLS | {
     "one object": HEAD
     + "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
     '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'

@@ -210,7 +210,6 @@ class NativeLinear(nn.Module):
     packed: Tensor
 
     def __init__(self, weight: NativeWeight, bias: Tensor | None) -> None:
-        """`weight`: made by `NativeWeight.of`."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype

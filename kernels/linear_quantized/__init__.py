@@ -79,7 +79,6 @@ class QuantizedWeight:
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale; 0 = one per output."""
         return self.format.group
 
     @property

@@ -121,9 +121,8 @@ def of_files(source: Source) -> tuple[CheckpointTensor, ...]:
             if of_experts and len(shape) == 3:
                 shape = _by_outputs(name, shape, hidden)
             is_float = tensor.dtype in _FLOATS or source.is_gguf or unpacked is not None
-            stays = 0
-            if source.is_gguf and not tensor.is_made and stays_packed(name, tensor.dtype, tensor.shape):
-                stays = sum(PACKED[tensor.dtype].format.nbytes(*tensor.shape))
+            is_packed = source.is_gguf and not tensor.is_made and stays_packed(name, tensor.dtype, tensor.shape)
+            stays = sum(PACKED[tensor.dtype].format.nbytes(*tensor.shape)) if is_packed else 0
             packs = packs and source.family != "gpt2" and not name.endswith(_EXPANDS)
             layer = int(inside[1]) if inside is not None else None
             of = (source.is_gguf, stays, layer, embeds, of_experts)

@@ -87,7 +87,6 @@ INLINE void put(const Packed *p, int64_t m, int64_t n, F v) {
 }
 
 // ---- codes ----
-
 // Shifts of codes are then constants, and sums remain in registers
 #define UNROLL _Pragma("clang loop unroll(full)")
 
