@@ -270,11 +270,13 @@ class CatalogModel:
     @property
     def download(self) -> int:
         """Bytes to download."""
-        return self.package.download if self.package else self.weights()
+        return self.package.download if self.package else self.file.bytes if self.file else self.weights()
 
     @property
     def quantized(self) -> int:
-        """Bytes of a GGUF file, whose weights stay quantized; 0 = the weights are in 16 bits."""
+        """Bytes of a GGUF file whose weights stay quantized; 0 = they are in 16 bits, as experts always are."""
+        if self.shape.experts:
+            return 0
         return self.package.nbytes if self.package else self.file.bytes if self.file else 0
 
     @property
@@ -287,7 +289,7 @@ class CatalogModel:
 
     def quants(self, among: Sequence[str]) -> Sequence[str]:
         """Values of `load.quant` to choose from: none other for a file that is quantized already."""
-        return ("none",) if self.file else among
+        return ("none",) if self.file and self.quantized else among
 
     def weights(self, quant: str = "none") -> int:
         """Bytes in memory. Weights that are not quantized count 16 bits each, those of a GGUF file as in the file."""
@@ -299,7 +301,7 @@ class CatalogModel:
         """Bytes of a run over `tokens` tokens, loading included. While loading, a layer's experts are stacked before
         they are quantized, and the other linear layers are quantized after all weights are read."""
         weights, shape = self.weights(quant), self.shape
-        if self.file:
+        if self.file and self.quantized:
             return needs(weights, shape, tokens)
         of_layer = shape.hidden * shape.inner * shape.experts
         others = max(0, self.linear - 3 * shape.layers * of_layer) if quant != "none" and shape.experts else 0

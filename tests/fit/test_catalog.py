@@ -74,7 +74,8 @@ def test_names_of_files_select_a_quantization_whose_bytes_fit_the_parameters(all
             assert re.fullmatch(r"[\w-]+/[\w.-]+-GGUF:(UD-)?(Q4_K_M|MXFP4)", known.source)
             assert 4.25 < 8 * known.file.bytes / known.parameters < 6
             assert known.download == known.file.bytes
-            assert known.quants(("none", "int8")) == ("none",)
+            assert (known.quants(("none", "int8")) == ("none",)) == (known.quantized == known.file.bytes)
+            assert known.quantized == (0 if known.shape.experts else known.file.bytes)
 
 
 def test_they_come_by_size_with_a_licence_each():
@@ -105,9 +106,11 @@ def test_what_a_model_takes_is_what_fit_plans(known, request):
         assert 0.98 <= known.needs() / planned(known, "none", 128 * GIB).least < 1.25
 
 
-def test_quantized_weights_are_offered_where_more_then_fits():
-    assert {quant for known, quant in choices(8 * GIB) if known.file} == {"none"}
-    assert {quant for known, quant in choices(8 * GIB, ("int4",)) if not known.file} == {"int4"}
+def test_weights_are_quantized_where_more_then_fits(monkeypatch):
+    monkeypatch.setattr(catalog, "reads", lambda arch: False)  # without files that are quantized already
+    assert [quant for _, quant in choices(8 * GIB)] == ["none", "none", "int8"]
+    assert {quant for _, quant in choices(128 * GIB)} == {"none"}
+    assert {quant for _, quant in choices(8 * GIB, ("int4",))} == {"int4"}
 
 
 def test_nothing_is_offered_where_nothing_fits():
