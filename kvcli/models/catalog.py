@@ -225,6 +225,7 @@ class CatalogModel:
     thinking: str = ""  # thinks before it answers: "on" or "off" by default, "switch" = it can; "" = not read
     gguf_only: str = ""  # why the original weights are not offered; "" = they are
     date: str = ""  # day on which the facts were read
+    unpacks: bool = False  # weights of a GGUF file are dequantized at loading
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> CatalogModel:
@@ -275,9 +276,13 @@ class CatalogModel:
     @property
     def quantized(self) -> int:
         """Bytes of a GGUF file whose weights stay quantized; 0 = they are in 16 bits, as experts always are."""
-        if self.shape.experts:
+        if self.unpacks or self.shape.experts:
             return 0
         return self.package.nbytes if self.package else self.file.bytes if self.file else 0
+
+    def on(self, device: str) -> CatalogModel:
+        """Return the model as it loads on a kind of device: only a CPU multiplies the blocks of GGUF files."""
+        return replace(self, unpacks=device != "cpu")
 
     @property
     def linear(self) -> int:
@@ -349,13 +354,15 @@ def recommended(config: Mapping[str, Any], name: str) -> Mapping[str, float]:
     return of_family[0] if of_family else {}
 
 
-def choices(usable: int, quants: Sequence[str] = ("none", "int8")) -> list[tuple[CatalogModel, str]]:
-    """Suggest models for `usable` bytes: a fast, a medium and the largest one, quantized where a larger one then fits.
+def choices(
+    usable: int, quants: Sequence[str] = ("none", "int8"), device: str = "cpu"
+) -> list[tuple[CatalogModel, str]]:
+    """Suggest models for `usable` bytes of a kind of device: a fast, a medium and the largest one.
 
-    Models with terms to accept are left out.
+    A model is quantized where a larger one then fits. Models with terms to accept are left out.
     """
     found: dict[str, tuple[CatalogModel, str]] = {}
-    free = [known for known in CATALOG if known.is_offered and not known.terms]
+    free = [known.on(device) for known in CATALOG if known.is_offered and not known.terms]
     for share in SHARES:
         fitting = [
             (known, quant)

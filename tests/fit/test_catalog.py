@@ -113,6 +113,13 @@ def test_weights_are_quantized_where_more_then_fits(monkeypatch):
     assert {quant for _, quant in choices(8 * GIB, ("int4",))} == {"int4"}
 
 
+def test_a_gpu_has_no_kernels_for_the_blocks_of_a_file():
+    """Their weights count as they are loaded: in 16 bits, or quantized again."""
+    known = next(known for known in CATALOG if known.file and not known.shape.experts)
+    assert known.on("cuda").needs() > known.on("cpu").needs() + known.parameters
+    assert {q for k, q in choices(8 * GIB, ("int4",), "cuda")} == {"int4"}
+
+
 def test_nothing_is_offered_where_nothing_fits():
     assert choices(GIB // 2) == []
 

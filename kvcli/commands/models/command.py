@@ -29,6 +29,7 @@ from kvcli.models.tokenizer import refuse_wordless
 from kvcli.render.terminal.terminal import count, long_size
 
 if TYPE_CHECKING:
+    from kvcli.fit.available_memory import AvailableMemory
     from kvcli.schemas.listings import CheckDocument, Group, ModelEntry, Suggestion
 
 app = typer.Typer(add_completion=False, help="Models: list, suggest, download, check, remove.")
@@ -51,7 +52,7 @@ def suggest(world: Environment) -> None:
     from kvcli.schemas.listings import SuggestionsDocument
 
     found = available_memory.look()
-    entries, whole = ranked(world, found.empty.usable), found.empty.available
+    entries, whole = ranked(world, found.empty), found.empty.available
     if world.options.json:
         document = SuggestionsDocument(
             device=found.device, available_bytes=found.available, total_bytes=whole, models=entries
@@ -75,10 +76,10 @@ def suggest(world: Environment) -> None:
     print_table(world, rows, drop=["licence", "good for", "download", "context", "memory"], unbroken=unbroken)
 
 
-def ranked(world: Environment, usable: int) -> list[Suggestion]:
-    """Return suggestions by group, the largest first. The first one without terms to accept is recommended."""
+def ranked(world: Environment, room: AvailableMemory) -> list[Suggestion]:
+    """Return suggestions for this memory by group, the largest first: the first one without terms is recommended."""
     offered = sorted((known for known in BY_NAME.values() if known.is_offered), key=lambda known: -known.linear)
-    entries = [_suggestion(world, known, usable) for known in offered]
+    entries = [_suggestion(world, known.on(room.kind), room.usable) for known in offered]
     entries.sort(key=lambda e: GROUPS.index(e.group))
     for e in [e for e in entries if e.fits and not e.terms][:1]:
         e.recommended = True

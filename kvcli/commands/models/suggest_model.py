@@ -122,7 +122,7 @@ def suggest_models(setup: Setup) -> tuple[AvailableMemory, list[ModelSuggestion]
     typed = setup.flags.get("load.quant")
     quants = (str(typed[0]),) if typed and typed[0] in catalog.PACKED else ("none", "int8")
     offers = here[:FEW]
-    for known, quant in catalog.choices(usable, quants):
+    for known, quant in catalog.choices(usable, quants, found.kind):
         if not {known.id, known.source, known.name} & {offer.model for offer in here}:
             size = f"{long_size(known.download)}, needs {long_size(known.needs(quant))}"
             offers.append(
