@@ -521,8 +521,8 @@ def catalog(_: str) -> str:
 
     rows = [
         f"| `{k.name}` | {k.parameters / 1e9:.2f} | {long_size(k.download)} | {long_size(k.needs())} "
-        f"| {'–' if k.file else long_size(k.needs('int8'))} | {count(k.shape.limit)} | {k.about} | {k.licence} "
-        f"| {_whence(k)} |"
+        f"| {'–' if k.quantized and k.file else long_size(k.needs('int8'))} | {count(k.shape.limit)} | {k.about} "
+        f"| {k.licence} | {_whence(k)} |"
         for k in CATALOG
         if k.is_offered
     ]
