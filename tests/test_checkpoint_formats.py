@@ -177,7 +177,10 @@ def test_without_bitsandbytes_its_quantization_says_what_to_install(monkeypatch:
 
 
 def test_what_extras_bring():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"] | {
+        "docs": [line for line in project["dependencies"] if line.startswith(EXTRAS["docs"])]
+    }
     for name, packages in EXTRAS.items():
         assert tuple(line.partition(">")[0] for line in extras[name]) == packages
     assert pip("lxml") == f"{shlex.quote(sys.executable)} -m pip install lxml"  # no other Python's

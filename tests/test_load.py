@@ -9,6 +9,7 @@ import socket
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -415,7 +416,7 @@ def test_a_hub_id_that_is_not_in_the_cache_while_offline():
     assert error.message == "someone/absent is neither a folder nor in the Hugging Face cache"
     assert error.lines == ("offline: the network was not used",)
     assert error.exit == ExitStatus.BAD_MODEL
-    assert "hf download someone/absent" in error.try_
+    assert "kvcli models get someone/absent" in error.try_
 
 
 def test_nothing_is_downloaded_without_telling():
@@ -444,6 +445,7 @@ def test_a_cache_with_half_a_model_is_completed(folder: Path, monkeypatch: pytes
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=[]))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder.parent))
     (folder.parent / "models--someone--half").mkdir()
     assert hub.cached_ids() == ["someone/half"]
@@ -458,7 +460,7 @@ def test_a_name_without_an_owner_is_never_asked_of_the_network(name: str):
     told: list[str] = []
     error = refused(lambda: source.find(name, tell=told.append))
     assert (told, error.code, error.lines) == ([], "model_not_found", ("a hub id is OWNER/NAME",))
-    assert f"hf download {name}" in error.try_
+    assert "kvcli models suggest" in error.try_
 
 
 def test_a_connection_that_fails_is_no_network_and_not_a_wrong_name(monkeypatch: pytest.MonkeyPatch):
@@ -466,6 +468,7 @@ def test_a_connection_that_fails_is_no_network_and_not_a_wrong_name(monkeypatch:
         raise LocalEntryNotFoundError("cannot find the files") from OSError("Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=[]))
     told: list[str] = []
     error = refused(lambda: source.find("someone/absent", tell=told.append))
     assert (error.code, error.exit, len(told)) == ("no_network", ExitStatus.BAD_MODEL, 1)

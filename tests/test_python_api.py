@@ -142,8 +142,9 @@ def test_a_bias_and_breakers_are_of_tokens_that_the_model_has() -> None:
             model().generate(prompt(), max_new_tokens=1, **wrong)
     dry = tokens_with(model().tokenizer, lm().vocab, ("e",))
     assert 0 < len(dry) < lm().vocab
-    with pytest.raises(BadConfig, match="no token"):
+    with pytest.raises(BadConfig, match="no token") as error:
         tokens_with(model().tokenizer, lm().vocab, ("e", "no such token"))
+    assert error.value.code == "unknown_token"
 
 
 def test_a_stream_that_another_one_overtook_says_so() -> None:

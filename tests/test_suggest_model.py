@@ -146,7 +146,7 @@ def test_the_choice_brings_its_quantized_weights(new, monkeypatch):
     some = [known for known in CATALOG if known is BY_NAME["qwen3-4b"] or known.parameters < 1e9]
     monkeypatch.setattr("kvcli.models.catalog.CATALOG", some)
     monkeypatch.setattr(available_memory, "look", lambda: available_memory.AvailableMemory("cpu", 9 << 30))
-    done = new("chat", "-f", "a.md", "-p", "Where?", stdin=b"3\n", tty=TTY)
+    done = new("chat", "-f", "a.md", "-p", "Where?", stdin=b"2\n", tty=TTY)
     assert "kvcli models get qwen3-4b 7.5 GiB, needs 6.5 GiB, Apache-2.0, --quant int8" in " ".join(done.err.split())
     assert new.loaded == [("qwen3-4b", "int8")]
 

@@ -99,6 +99,7 @@ def test_a_template_that_takes_too_long_is_tried_once(chats, monkeypatch):
 def test_a_mode_that_a_template_lacks_is_refused(chats, name, mode, says):
     with pytest.raises(BadConfig, match="chat template") as error:
         of(chats, template(name))[1].variables(mode)
+    assert error.value.code == "no_thinking"
     assert any(way.startswith(says) for way in error.value.try_)
 
 
