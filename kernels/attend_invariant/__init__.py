@@ -162,20 +162,4 @@ def attend_quantized_part(
     return PartialAttention(out.transpose(0, 1), lse.T)
 
 
-__all__ = [
-    "BLOCK",
-    "LARGEST",
-    "WIDEST",
-    "NewRows",
-    "QuantizedKV",
-    "SelectedPages",
-    "StoredKV",
-    "attend_invariant",
-    "attend_part",
-    "attend_quantized_part",
-    "attend_stored_and_new",
-    "serves",
-    "serves_chosen",
-    "serves_packed",
-    "why_not",
-]
+__all__ = ["NewRows", "QuantizedKV", "SelectedPages", "StoredKV"]  # imported for others, beside what is defined here

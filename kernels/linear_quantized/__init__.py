@@ -190,20 +190,6 @@ def explain() -> str:
     return "native kernel, float16 on torch" if serves(torch.bfloat16) else cpu.explain()
 
 
-__all__ = [
-    "GROUPS",
-    "Bits",
-    "QuantizedWeight",
-    "arrange",
-    "explain",
-    "group_of",
-    "linear_quantized",
-    "pack",
-    "padded_outputs",
-    "why_not",
-]
-
-
 # `nn.Linear` with quantized weights, and the replacement in a model.
 
 

@@ -129,17 +129,9 @@ def unpack_values(r: Rounded, like: Tensor, n: int) -> Tensor:
 
 
 __all__ = [
-    "LANES",
-    "Rounded",
     "hadamard",
-    "pack_keys",
-    "pack_values",
     "round_range",
     "spread",
     "squeeze",
-    "transposed",
-    "turned",
-    "unpack_keys",
-    "unpack_values",
     "width_of",
-]
+]  # imported for others, beside what is defined here

@@ -149,7 +149,6 @@ ALONE = "--file, --system, --continue, --resume and --dry-run"
 _FILE = "Attach a file, a folder, '*.txt' or an https:// address; paper.pdf:3-9 for pages. Repeatable."
 _WORDS = "A question, as -p, and files to attach, as -f."
 
-_PROMPT = "Ask this question and exit; - reads it from standard input."
 _TOP_P = "Nucleus sampling: the smallest set of tokens with total probability F."
 _STOP = "End the answer before this text. Repeatable."
 _PENALTY = "Above 1, tokens that occurred before become less likely."
