@@ -264,7 +264,8 @@ def calibrate(model: LoadedModel, cache: Path, tell: Tell = lambda _: None) -> C
     from kvcli.models import machine
 
     at = model.lm.device
-    name = _name(at)
+    name = f"cuda:{at.index or 0}" if at.type == "cuda" else at.type
+    weights = max(Path(model.info.path).glob("*.safetensors"), key=lambda f: f.stat().st_size, default=Path())
     folder_of(cache)
     tell("measuring memory bandwidth and matrix products")
     found = CalibrationDocument(
@@ -279,7 +280,7 @@ def calibrate(model: LoadedModel, cache: Path, tell: Tell = lambda _: None) -> C
         gemm={kind: gemm(at, getattr(torch, kind)) for kind in ("bfloat16", "float32")},
         launch=launch(at),
         links=links(at),
-        disk=disk(_weights_file(model)),
+        disk=disk(weights),
         model=ModelTimes.from_attributes(
             model.info, fingerprint=fingerprint_of(model), passes=pass_times(model.lm, tell)
         ),
@@ -318,11 +319,3 @@ def fingerprint_of(model: LoadedModel) -> str:
     info, hidden, lm = model.info, int(model.lm.model.config.get_text_config().hidden_size), model.lm
     weights = lm.hashes.of(lm.files["weights"]) + "".join(model.profile.load.adapters) if lm.files else ""
     return model_fingerprint(info.dtype, info.quant, info.layers, hidden, info.vocab, info.id, weights)
-
-
-def _weights_file(model: LoadedModel) -> Path:
-    return max(Path(model.info.path).glob("*.safetensors"), key=lambda f: f.stat().st_size, default=Path())
-
-
-def _name(device: torch.device) -> str:
-    return f"cuda:{device.index or 0}" if device.type == "cuda" else device.type

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcli.kernels.linear import PANEL
-from kvcli.kernels.linear_quantized import group_of, why_not
-from kvcli.kernels.linear_quantized import padded_outputs as held_outputs
+from kvcli.kernels.linear_quantized import group_of, padded_outputs, why_not
 from kvcli.models.checkpoint import CheckpointFormat, sizes_of
 from kvcli.models.gguf.blocks import PACKED, stays_packed
 
@@ -249,6 +248,6 @@ def _size(h: CheckpointTensor, number: int, quant: str, device: str) -> int:
         return count + 4 * n if quant == "int8" else int(count * _NF4)
     if why_not((n, k), 8 if quant == "int8" else 4):
         return count * number
-    codes = held_outputs(n) * k
+    codes = padded_outputs(n) * k
     each = codes + n * number if quant == "int8" else codes // 2 + 2 * n * (k // group_of(k)) * number
     return count // h.matrix * each

@@ -267,7 +267,8 @@ def _recurrent(config: Config, text: Config, family: str) -> list[str]:
 
 
 def _odd_layers(config: Config, text: Config, family: str) -> list[str]:
-    kinds = sorted({str(t) for t in _layer_types(text)} - _ATTENTION - _FOUND)
+    stated = (text.get(key) or () for key in ("layer_types", "layers_block_type", "block_types"))
+    kinds = sorted({str(kind) for kinds in stated for kind in kinds} - _ATTENTION - _FOUND)
     if text.get("attention_chunk_size") or "chunked_attention" in kinds:
         return [
             "it uses chunked attention",
@@ -283,11 +284,6 @@ def _alibi(config: Config, text: Config, family: str) -> list[str]:
     if text.get("alibi") or family == "bloom" or (isinstance(attn, dict) and attn.get("alibi")):
         return ["it uses ALiBi", "kvcli does not support its bias on scores, which grows with distance"]
     return []
-
-
-def _layer_types(text: Config) -> Iterator[str]:
-    for key in ("layer_types", "layers_block_type", "block_types"):
-        yield from text.get(key) or ()
 
 
 _reasons: tuple[Callable[[Config, Config, str], list[str]], ...] = (
