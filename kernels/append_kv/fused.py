@@ -27,10 +27,8 @@ def append_kernel(
 ):
     """Commit the rows of one layer and head; grid (L, K). Strides of new KV are in units of a row."""
     p_layer, head = p_layers + tl.program_id(0) * COLUMNS, tl.program_id(1)
-    p_k, p_v = (
-        tl.multiple_of(tl.load(p_layer).to(p_like.dtype), 16),
-        tl.multiple_of(tl.load(p_layer + 1).to(p_like.dtype), 16),
-    )
+    p_k = tl.multiple_of(tl.load(p_layer).to(p_like.dtype), 16)
+    p_v = tl.multiple_of(tl.load(p_layer + 1).to(p_like.dtype), 16)
     p_pos, p_start = tl.load(p_layer + 2).to(p_path.dtype), tl.load(p_layer + 3).to(p_path.dtype)
     p_length, p_pos_start = tl.load(p_layer + 4).to(p_path.dtype), tl.load(p_layer + 5).to(p_path.dtype)
     p_fk = tl.multiple_of(tl.load(p_layer + 6).to(p_like.dtype), 16)

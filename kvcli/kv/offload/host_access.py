@@ -205,11 +205,8 @@ class AutoAccess(HostAccess):
     ) -> None:
         """`unserved`: why no kernel of the device supports these values. `rates`: None = kernels are always faster."""
         self._tier, self._unserved, self._rates = tier, unserved, rates
-        self._query, self._kernel, self._stream = (
-            CpuAttention(tier, bus),
-            ZeroCopyKernel(tier, bus),
-            StreamedCopy(tier, bus),
-        )
+        self._query, self._kernel = CpuAttention(tier, bus), ZeroCopyKernel(tier, bus)
+        self._stream = StreamedCopy(tier, bus)
         self.how = ""  # method of the last call
 
     def ask(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> Answer:

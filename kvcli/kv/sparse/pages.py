@@ -104,10 +104,8 @@ class Pages:
         if self.reads_all:  # short sequences need no index; an existing index is kept
             return
         if not self.whole.numel():
-            whole, none = (
-                torch.zeros_like(self.ends),
-                pos.new_empty(n_kv, 0, self.index.page // self.index.selection_unit),
-            )
+            whole = torch.zeros_like(self.ends)
+            none = pos.new_empty(n_kv, 0, self.index.page // self.index.selection_unit)
             # assigned together, because memory may run out while they are allocated
             self.whole, self.first, self.last = whole, none, none
         if self.shared and self._learned < ENOUGH and longest >= 2 * self._learned:

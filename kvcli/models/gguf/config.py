@@ -150,10 +150,8 @@ def _heads(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     found = {"head_dim": head, **_kv_heads(metadata, config)}
     if metadata.has("attention.kv_lora_rank"):  # keys and values of all heads are made from one latent
         rope, value = metadata.size("rope.dimension_count"), metadata.size("attention.value_length", head)
-        full, value = (
-            metadata.size("attention.key_length_mla", head),
-            metadata.size("attention.value_length_mla", value),
-        )
+        full = metadata.size("attention.key_length_mla", head)
+        value = metadata.size("attention.value_length_mla", value)
         if full <= rope:
             raise metadata.refused(f"rope.dimension_count differs from the head size, {full:,}")
         sizes = {"qk_rope_head_dim": rope, "qk_nope_head_dim": full - rope, "v_head_dim": value, "head_dim": rope}
@@ -214,11 +212,8 @@ def _ropes(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 def _pieces(metadata: _Metadata, config: Mapping[str, Any], layers: list[Names]) -> Iterator[tuple[str, Piece]]:
     """Sources of the tensors that transformers loads. Raises BadModel unless every tensor of the file is used."""
     tensors, used = metadata.header.tensors, metadata.used
-    shares, layout, n = (
-        len(layers) - (config.get("num_kv_shared_layers") or 0),
-        metadata.layout,
-        config["num_hidden_layers"],
-    )
+    layout, n = metadata.layout, config["num_hidden_layers"]
+    shares = len(layers) - (config.get("num_kv_shared_layers") or 0)  # the first layer that reads the KV of another
     groups = [(-1, layout.outer, "", "")]
     groups += [(i, names, f"model.layers.{i}.", f"blk.{i}.") for i, names in enumerate(layers[:n])]
     for i, names in enumerate(layers[n:], n):
