@@ -39,7 +39,7 @@ Call = tuple[str, str, dict[str, Any]]  # id, name, arguments
 def check_tools(found: object, name: str) -> list[dict[str, Any]]:
     """Return function definitions in OpenAI's form. Raises BadInput that names the wrong one. `name`: of the file."""
     tools = found if isinstance(found, list) else []
-    wrong = "" if tools else "is no list of functions"
+    wrong = "" if tools else "is not a list of functions"
     seen = set[str]()
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
@@ -50,9 +50,9 @@ def check_tools(found: object, name: str) -> list[dict[str, Any]]:
         elif not isinstance(called, str) or not _TOOL.fullmatch(called) or called in seen:
             wrong = f"entry {i + 1} has no name of its own of letters, digits, _, - and .: {str(called)[:40]}"
         elif not isinstance(function.get("description", ""), str):
-            wrong = f"the description of {called} is no text"
+            wrong = f"the description of {called} is not a text"
         elif not isinstance(parameters, dict) or parameters.get("type") != "object":
-            wrong = f"the parameters of {called} are no JSON schema of an object"
+            wrong = f"the parameters of {called} are not a JSON schema of type object"
         seen.add(str(called))
     if wrong:
         example = '[{"type": "function", "function": {"name": "...", "description": "...", "parameters": {...}}}]'
