@@ -303,7 +303,7 @@ class SavedMessage(Json):
     documents: list[SavedDocument]
     finish: Finish | None = Field(description="answers only: why it ended")
     figures: Figures | None = Field(default=None, description="answers only")
-    thinking: str = Field(default="", description="of an answer: what the model thought before it; not part of later prompts")
+    thinking: str = Field(default="", description="of an answer: the model's thought before it; not in later prompts")
     calls: list[Call] = Field(default=[], description="of an answer: tool calls")
     results: list[str] = Field(default=[], description="of the calls of the answer before")
 
