@@ -123,19 +123,15 @@ class LinearWeight(Protocol):
     @property
     def memory(self) -> Tensor:
         """A tensor in the memory of the weight."""
-        ...
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x [..., K] -> [..., N]."""
-        ...
 
     def rows(self, index: Tensor) -> Tensor:
         """Return the rows `index` [...] -> [..., K]: the lookup of an embedding with the same weight."""
-        ...
 
     def plain(self) -> Tensor:
         """Return the weight [N, K]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

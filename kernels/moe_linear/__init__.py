@@ -26,15 +26,12 @@ class ExpertWeights(Protocol):
     @property
     def memory(self) -> Tensor:
         """The memory of all experts' weights."""
-        ...
 
     def product(self, expert: int, x: Tensor) -> Tensor:
         """Compute x [M, K] -> [M, N]."""
-        ...
 
     def plain(self) -> Tensor:
         """Return the weights [E, N, K]; raises TypeError if they cannot be restored."""
-        ...
 
 
 def moe_linear(x: Tensor, form: ExpertWeights, n: int, ends: Sequence[int]) -> Tensor:

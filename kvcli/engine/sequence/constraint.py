@@ -32,7 +32,6 @@ class Constraint(Protocol):
         one. Stop tokens are allowed where the answer may end. If no token is allowed, the answer cannot continue; that
         is an error if decoding gets there.
         """
-        ...
 
 
 def is_whole(constraint: Constraint, ids: Sequence[int], stops: Collection[int]) -> bool:
