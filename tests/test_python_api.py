@@ -137,7 +137,8 @@ def test_nothing_counts_behind_a_stop_string_however_much_a_pass_gave() -> None:
 def test_a_bias_and_breakers_are_of_tokens_that_the_model_has() -> None:
     first = model().generate(prompt(), max_new_tokens=1).ids[0]
     assert model().generate(prompt(), max_new_tokens=1, logit_bias=f"{first}-inf").ids[0] != first
-    for wrong in ({"logit_bias": f"{lm().vocab}+1"}, {"logit_bias": "5"}, {"stop": [""]}, {"xtc_threshold": 0.6}):
+    biases = [{"logit_bias": bias} for bias in (f"{lm().vocab}+1", "5", "5+inf", f"5+1{'0' * 40}")]
+    for wrong in (*biases, {"stop": [""]}, {"xtc_threshold": 0.6}):
         with pytest.raises(BadConfig):
             model().generate(prompt(), max_new_tokens=1, **wrong)
     dry = tokens_with(model().tokenizer, lm().vocab, ("e",))

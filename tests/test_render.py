@@ -368,6 +368,11 @@ def test_markdown_loses_no_letter(text, width):
     assert Counter(re.findall("[ab<&:]", text)) <= Counter(re.findall("[ab<&:]", shown))
 
 
+def test_an_empty_list_item_has_its_mark_and_a_deep_list_ends():
+    assert rendered("7.\n\n-\n", 39, 99) == ["7.", "", "•"]
+    assert "".join(rendered("- " * 999 + "end", 39, 99)).endswith("end")
+
+
 def test_a_line_that_fills_its_row_is_one_space_longer():
     """A terminal that clears the rest of a full row clears its last character."""
     assert rendered("```\nabcdefgh\nabc\n```\n", 7, 99) == ["```", "abcdefgh ", "abc", "```"]

@@ -280,6 +280,9 @@ REFUSALS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "no JSON": ("bad_tools", lambda world: open_tools(world, "a.json", (), None).__enter__()),
     "no file": ("bad_tools", lambda world: open_tools(world, "b.json", (), None).__enter__()),
     "a command without tools": ("usage", lambda world: open_tools(world, None, (), "cat").__enter__()),
+    "an empty command": ("usage", lambda world: ChatTools(world, TOOLS, {}, "")),
+    "a command with an open quote": ("usage", lambda world: ChatTools(world, TOOLS, {}, "cat 'a")),
+    "a server with an open quote": ("usage", lambda world: mcp_server("cat 'a", world.cwd).__enter__()),
     "no results": ("bad_results", lambda world: read_results(world, "c.json")),
 }
 

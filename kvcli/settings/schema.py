@@ -210,7 +210,7 @@ class Memory:
 
 Text = Annotated[str | tuple[str, ...], Pattern("(?s).+", "text that is not empty, or a list of such texts")]
 BIAS = Pattern(
-    r"\d+[+-](\d+(\.\d+)?|inf)", 'a token id and a number, as in "15043+1.5" or "15043-inf", or a list of these'
+    r"\d+([+-]\d{1,9}(\.\d+)?|-inf)", 'a token id and a number, as in "15043+1.5" or "15043-inf", or a list of these'
 )
 # settings that make earlier tokens less likely, with the values that turn them off
 NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "dry_multiplier": 0.0}

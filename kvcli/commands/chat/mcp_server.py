@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kvcli.commands.common.inputs import split_command
 from kvcli.errors import BadInput
 from kvcli.installing import EXTRAS, pip
 from kvcli.models.tool_calls import check_tools
@@ -50,12 +50,12 @@ class McpServer:
 def mcp_server(typed: str, folder: Path) -> Iterator[McpServer]:
     """Start a server (`COMMAND ARGS`) and yield it; it ends with the block. Of the environment, it gets HOME, PATH,
     USER and the like. Raises BadInput."""
+    command, *args = split_command(typed, "--mcp")
     if find_spec("mcp") is None:
         raise BadInput("--mcp needs the package mcp", code="missing_extra", try_=[pip(*EXTRAS["mcp"])])
     from anyio.from_thread import start_blocking_portal
     from mcp import Client, StdioServerParameters, stdio_client
 
-    command, *args = shlex.split(typed) or [""]
     parameters = StdioServerParameters(command=command, args=args, cwd=folder)
     with ExitStack() as stack:
         errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvcli.commands.common.inputs import answer_to
+from kvcli.commands.common.inputs import answer_to, split_command
 from kvcli.errors import BadInput, UsageError
 from kvcli.render.terminal.screen import Screen, echo
 from kvcli.settings.small_file import Unfit, read_small
@@ -78,7 +77,8 @@ class ChatTools:
         command: str | None,
     ) -> None:
         self.world, self.screen, self.definitions = world, Screen.of(world), definitions
-        self._servers, self._command = servers, shlex.split(command) if command is not None else None
+        self._servers = servers
+        self._command = split_command(command, "--tool-command") if command is not None else None
         self._always = set[str]()  # tools that run without a question
 
     def follow(self, turn: Turn, again: Callable[[list[str]], Turn], cancel: Cancel) -> Turn:

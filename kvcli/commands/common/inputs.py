@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shlex
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from kvcli.documents import MAX_BYTES, Document, decode, document_of, too_large
 from kvcli.documents.decode import HEAD
 from kvcli.documents.read import most_bytes
 from kvcli.environment import Environment
-from kvcli.errors import BadInput
+from kvcli.errors import BadInput, UsageError
 
 STDIN = "standard input"
 PATIENCE = 1.0  # seconds of waiting for standard input before a message
@@ -25,6 +26,17 @@ class Question:
     text: str | None
     documents: tuple[Document, ...]
     system: str | None
+
+
+def split_command(typed: str, flag: str) -> list[str]:
+    """Return the words of a command, as a shell splits them."""
+    try:
+        if words := shlex.split(typed):
+            return words
+        why = "is empty"
+    except ValueError as error:  # an open quote
+        why = f"cannot be split into words: {error}"
+    raise UsageError(f"the command of {flag} {why}", try_=[f"{flag} 'COMMAND ARGS'"])
 
 
 def read_question(

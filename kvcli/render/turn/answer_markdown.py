@@ -63,11 +63,15 @@ class MarkdownWrapper(Wrapper):
             elif token.type == "list_item_open" and (mark := ITEM.match(written[0])):
                 sign = "• " if mark[1] in "-*+" else f"{mark[1]} "
                 inner = [written[0][mark.end() :], *(cut(line, mark.end()) for line in written[1:])]
-                for i, line in enumerate(self._rendered(inner, max(NARROW, width - len(sign)))):
+                for i, line in enumerate(list(self._inner(inner, width - len(sign))) or [""]):
                     yield Styled(((" " * len(sign) if i else sign) + line).rstrip())
             else:
                 yield from self._leaf("\n".join(written), width)
             yield from [Styled("")] * bool(start + len(written) < end)
+
+    def _inner(self, lines: list[str], width: int) -> Iterator[str]:
+        """Yield the lines of a list item, as written where no columns are left for deeper lists."""
+        return self._rendered(lines, width) if width >= NARROW else (s for line in lines for s in fold(line, NARROW))
 
     def _leaf(self, text: str, width: int) -> Iterator[Styled]:
         """Yield the lines of a paragraph, heading, quote, table or rule."""
