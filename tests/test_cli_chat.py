@@ -620,7 +620,7 @@ def test_words_without_an_option_are_documents_or_the_question(machine):
     done = machine("chat", "-f", "a.md", "b.md", "sub", "What?", "-m", "demo")
     assert "not read: sub (a folder)" in done.err
     assert "words of b.md" in asked(machine)
-    assert machine("chat", "demo", "Hello you").exit == 0
+    assert machine("chat", "demo", "Hello you", "").exit == 0  # not the files of the folder
     assert "Hello you" in asked(machine)
 
 
@@ -647,6 +647,12 @@ def test_unreadable_files_of_a_folder_are_left_out_by_name(machine):
     assert "not attached: notes/bad.txt is not valid UTF-8" in done.err
     assert asked(machine).index("nine") < asked(machine).index("ten")
     assert machine("chat", "-p", "Hi", "-f", "notes/bad.txt").exit == 3
+    for words in (["-p", "Hi"], ["--dry-run"]):
+        done = machine("chat", *words, "-f", "notes", "--json")
+        said = json.loads(done.out)
+        notes = said["notes"] if "notes" in said else [event["text"] for event in said["events"]]
+        assert notes[0] == "notes: not read: .swp (hidden)", words
+        assert notes[1].startswith("not attached: notes/bad.txt is not valid UTF-8")
 
 
 @pytest.mark.parametrize(

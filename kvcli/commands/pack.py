@@ -111,7 +111,7 @@ def show(world: Environment, folder: Path, about: PackDocument) -> None:
     from kvcli.render.terminal.terminal import long_size, plural
 
     if world.options.json:
-        print_json(world, about)
+        print_json(world, about.model_copy(update={"notes": world.file_notes}))
         return
     size = sum(file.bytes for file in about.files.values())
     what = f"{plural(len(about.documents), 'document')}, {about.tokens:,} tokens, {long_size(size)}, {about.promise}"

@@ -6,7 +6,9 @@ import codecs
 import re
 from dataclasses import replace
 from http.client import HTTPException
+from ipaddress import ip_address
 from queue import Empty, SimpleQueue
+from socket import getaddrinfo
 from threading import Thread
 from typing import Any
 from urllib import request
@@ -41,6 +43,7 @@ def read_address(address: str, *, pages: str | None = None, type: str | None = N
 
     `https://example.org/paper.pdf:3-9` reads those pages. Other options are those of `document_of`. Raises BadInput.
     """
+    _refuse(address)
     kind, bare, named = check_type(type), *split_pages(address)
     if named is None or not urlsplit(bare).path:  # `http://host:8080` names a port
         bare, named = address, None
@@ -119,7 +122,17 @@ class _Redirects(request.HTTPRedirectHandler):
         _refuse(newurl)
         if req.full_url.lower().startswith("https:") and not newurl.lower().startswith("https:"):
             raise _failed(req.full_url, f"it redirects to {newurl}, which is not encrypted", newurl)
+        if _is_local(newurl) and not _is_local(req.full_url):
+            raise _failed(req.full_url, f"it redirects to {newurl}, which is on a local network", newurl)
         return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _is_local(address: str) -> bool:
+    """True if the host is on this machine or a private network; False if its name is unknown here."""
+    try:
+        return any(not ip_address(each[4][0]).is_global for each in getaddrinfo(urlsplit(address).hostname, None))
+    except (OSError, UnicodeError):
+        return False
 
 
 def _refuse(address: str) -> None:

@@ -167,6 +167,7 @@ class PlanDocument(Json):
     fits: bool | None
     order: Order | None = Field(description="prefill order: in chunks, or layer by layer")
     documents: list[dict[str, Any]]
+    notes: list[str] = Field(description="on the files: for example those of a folder that were not read")
     settings: dict[str, Any]
     origins: dict[str, str]
 

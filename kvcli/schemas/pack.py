@@ -30,4 +30,5 @@ class PackDocument(Json):
     ids: str = Field(description="hash of these tokens")
     fingerprint: dict[str, str] = Field(description="properties that determine the KV cache; all must match")
     settings: dict[str, str] = Field(description="profile keys that affect the KV cache, as for --set")
+    notes: list[str] = Field(default=[], description="on the files: for example those of a folder that were not read")
     files: dict[str, PackedFile] = Field(description="other files of the pack")

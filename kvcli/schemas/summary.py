@@ -97,6 +97,7 @@ class SummaryPlanDocument(Json):
     seconds: Seconds | None = Field(description="estimated time; null: the model was not measured here")
     estimate_bytes: Bytes | None
     available_bytes: Bytes | None
+    notes: list[str] = Field(description="on the files: for example those of a folder that were not read")
 
 
 class SectionFacts(Json):
@@ -117,3 +118,4 @@ class ExtractDocument(Json):
     schema_: Literal["kvcli.extract/1"] = Field(default="kvcli.extract/1", alias="schema")
     kvcli: str
     documents: list[Extracted]
+    notes: list[str] = Field(description="on the files: for example those of a folder that were not read")

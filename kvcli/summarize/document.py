@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from kvcli.summarize.result import Cite, Summary
 
 
-def extract_document(sources: Sequence[SourceFacts], documents: Sequence[Document]) -> ExtractDocument:
+def extract_document(
+    sources: Sequence[SourceFacts], documents: Sequence[Document], notes: Sequence[str] = ()
+) -> ExtractDocument:
     """Return `kvcli.extract/1`; `sources` are the facts of `documents` in order."""
     return ExtractDocument(
         kvcli=__version__,
@@ -35,6 +37,7 @@ def extract_document(sources: Sequence[SourceFacts], documents: Sequence[Documen
             Extracted(source=source, sections=[SectionFacts.from_attributes(section) for section in document.sections])
             for source, document in zip(sources, documents, strict=True)
         ],
+        notes=list(notes),
     )
 
 
@@ -58,7 +61,7 @@ def summary_document(
     )
 
 
-def plan_document(plan: Plan, sources: Sequence[SourceFacts]) -> SummaryPlanDocument:
+def plan_document(plan: Plan, sources: Sequence[SourceFacts], notes: Sequence[str] = ()) -> SummaryPlanDocument:
     parts = [
         PartFacts(
             part=part.number,
@@ -76,6 +79,7 @@ def plan_document(plan: Plan, sources: Sequence[SourceFacts]) -> SummaryPlanDocu
         parts=parts,
         estimate_bytes=plan.estimate or None,
         available_bytes=plan.available or None,
+        notes=list(notes),
     )
 
 

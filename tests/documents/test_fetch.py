@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
+from socket import getaddrinfo
 from typing import ClassVar
 
 import pytest
@@ -23,6 +24,7 @@ PAGES = {  # path -> content type, body
     "/image": ("image/png", b"\x89PNG\r\n\x1a\n\0"),
 }
 MOVED = {"/moved": "/notes.md", "/round": "/round", "/away": "file:///etc/passwd", "/user": "http://a:b@127.0.0.1/"}
+MOVED["/inside"] = "http://127.0.0.1:1/"
 
 
 class Site(BaseHTTPRequestHandler):
@@ -106,6 +108,13 @@ def test_what_cannot_be_fetched(site, path, words):
     assert words in str(caught.value)
 
 
+def test_no_public_address_redirects_to_a_local_one(site, monkeypatch):
+    public = [(0, 0, 0, "", ("192.0.43.10", 0))]
+    monkeypatch.setattr(fetch, "getaddrinfo", lambda h, p: public if h == "localhost" else getaddrinfo(h, p))
+    with pytest.raises(BadInput, match="on a local network"):
+        read_address(site.replace("127.0.0.1", "localhost") + "/inside")
+
+
 def test_size_and_time_are_bounded(site, monkeypatch):
     monkeypatch.setattr(fetch, "most_bytes", lambda head, name: 10)
     with pytest.raises(BadInput, match="too large"):
@@ -115,7 +124,9 @@ def test_size_and_time_are_bounded(site, monkeypatch):
         read_address(site + "/slow")
 
 
-@pytest.mark.parametrize("address", ["http://a:b@127.0.0.1/x", "http://", "http://127.0.0.1:1/x", "https://[::1/x"])
+@pytest.mark.parametrize(
+    "address", ["http://a:b@127.0.0.1/x", "http://", "http://127.0.0.1:1/x", "https://[::1/x", "http://[::1"]
+)
 def test_an_address_that_is_not_fetched_says_so_without_its_password(address):
     with pytest.raises(BadInput) as caught:
         read_address(address)

@@ -383,6 +383,7 @@ class ChatRun:
                 self.chat.attach(document)
             else:
                 tell(self.world, f"{document.name} is attached already")
+        self.chat.notes += self.world.file_notes
 
     def ask(self, asked: str | list[str]) -> int:
         """Answer one question, or the results of tool calls. Ctrl-C ends the answer after the current pass; the text

@@ -73,6 +73,7 @@ def plan(setup: Setup, profile: Profile, documents: Sequence[Document]) -> PlanD
         documents=[
             {"name": d.name, "sha256": d.sha256, "lines": d.lines, "characters": len(d.text)} for d in documents
         ],
+        notes=world.file_notes,
         settings=profile.values | followed,
         origins=profile.origins | dict.fromkeys(followed, origin),
     )

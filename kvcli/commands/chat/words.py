@@ -37,6 +37,8 @@ def sort_words(world: Environment, model: str | None, more: Sequence[str]) -> tu
 
 def _is_document(world: Environment, word: str) -> bool:
     bare = split_pages(word)[0]
+    if not word:
+        return False  # an empty variable of the shell, not the folder of the user
     return is_address(word) or bare in BUNDLED or any((world.cwd / expanduser(one)).exists() for one in (word, bare))
 
 

@@ -10,7 +10,7 @@ from glob import iglob
 from itertools import islice
 from pathlib import Path
 
-from kvcli.commands.common.inputs import tell, tell_notes, well_formed
+from kvcli.commands.common.inputs import tell_notes, tell_of_file, well_formed
 from kvcli.documents import BUNDLED, Document, is_address, read_document, split_pages
 from kvcli.documents.decode import looks_readable
 from kvcli.documents.document import Ocr
@@ -75,7 +75,7 @@ def _path(world: Environment, name: str) -> Path:
 def _inside(world: Environment, name: str) -> list[str] | None:
     """Return the files of a folder or pattern; None for a name of one document."""
     with reading(name):
-        if is_address(name) or not (set(name) & set("*?[") or _path(world, name).is_dir()):
+        if not name or is_address(name) or not (set(name) & set("*?[") or _path(world, name).is_dir()):
             return None
         if _path(world, name).is_dir():
             return [os.path.join(name, entry.name) for entry in _path(world, name).iterdir()]
@@ -97,7 +97,7 @@ def _documents(world: Environment, name: str, inside: Iterable[str]) -> list[Doc
         left += [] if is_document else [f"{path.name} ({why})"]
     if left:
         more = f" and {len(left) - FEW:,} more" if len(left) > FEW else ""
-        tell(world, f"{name}: not read: {', '.join(left[:FEW])}{more}")
+        tell_of_file(world, f"{name}: not read: {', '.join(left[:FEW])}{more}")
     if not documents:
         hints = ["-f FILE", "-f FOLDER", "-f 'FOLDER/*.txt'"]
         raise BadInput(f"{name}: no documents in it", code="file_count", try_=hints)
@@ -120,7 +120,7 @@ def read_files(world: Environment, files: Sequence[DocumentFile], how: ReadOptio
         except BadInput as error:
             if file.is_typed or len(files) == 1:
                 raise
-            tell(world, f"not attached: {error.message}")
+            tell_of_file(world, f"not attached: {error.message}")
         else:
             tell_notes(world, documents[-1])
     if files and not documents:

@@ -71,7 +71,14 @@ def notes_of(document: Document) -> list[str]:
 
 def tell_notes(world: Environment, document: Document) -> None:
     for note in notes_of(document):
-        tell(world, note)
+        tell_of_file(world, note)
+
+
+def tell_of_file(world: Environment, text: str) -> None:
+    """Tell a note on the files read. With --json it is kept for the document, which has the notes."""
+    if world.options.json:
+        world.file_notes.append(text)
+    tell(world, text)
 
 
 def well_formed(text: str, what: str) -> str:

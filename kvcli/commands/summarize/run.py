@@ -109,7 +109,7 @@ class SummaryRun:
         self.tell_failed()
         given = self.documents.given
         if self.out.form == "json":
-            self.out.json(extract_document(facts(given), self.documents.documents))
+            self.out.json(extract_document(facts(given), self.documents.documents, self.world.file_notes))
         for one in given:
             document = one.document
             for note in notes_of(document):
@@ -195,6 +195,7 @@ class SummaryRun:
         under = run_of(self.run.profile, session)
         turns = [TurnDocument.of(answered.turn, session.info, under) for answered in summary.turns]
         made = summary_document(summary, facts(given, session.tokenizer), turns)
+        made.notes += self.world.file_notes
         if not self.each:
             made.notes += [f"{name} is not in the summary: {error.message}" for name, error in self.documents.failed]
         self.out.end(made, summary.points)
@@ -223,7 +224,7 @@ class SummaryRun:
             with self.attempt(given):
                 plan = make_plan([one.document for one in given], self.request, window, wording, self.read)
                 if self.out.form == "json":
-                    self.out.json(plan_document(plan, facts(given, window.tokenizer)))
+                    self.out.json(plan_document(plan, facts(given, window.tokenizer), self.world.file_notes))
                 else:
                     self.print_plan(given, plan, window)
 
