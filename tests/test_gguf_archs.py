@@ -70,7 +70,7 @@ def test_the_engine_writes_the_text_of_the_model(tmp_path: Path, name: str):
     assert len(mine) > 3
 
 
-@pytest.mark.parametrize("name", ["qwen35moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen35moe", "qwen35_mtp", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_blocks_are_joined_and_reordered_as_their_numbers_are(tmp_path: Path, name: str):
     made = []
     for unpacked in (False, True):
@@ -82,6 +82,7 @@ def test_blocks_are_joined_and_reordered_as_their_numbers_are(tmp_path: Path, na
     packed = {key for key, weight in blocks.items() if weight.dtype == torch.uint8}
     assert len(packed) >= (1 if name == "qwen35moe" else 0)
     assert not any("linear_attn.out_proj" in key for key in packed)  # its columns are reordered
+    assert not any(key.startswith("mtp.") for key in packed)  # transformers' model has no such layer
     assert blocks.keys() == right.keys()
     assert all(torch.equal(blocks[key], right[key]) for key in right.keys() - packed)
 

@@ -192,5 +192,9 @@ def test_a_gguf_file_is_outlined_by_the_config_that_its_metadata_stands_for(
     def refused(*_: Any) -> Any:
         raise BadModel("its attention is not served", code="model_unsupported")
 
+    shown = machine("models", "check", str(tmp_path / "tiny.gguf")).out
+    assert "GGUF blocks, as in the file, and " in shown
+    document = json.loads(machine("models", "check", str(tmp_path / "tiny.gguf"), "--quant", "int8", "--json").out)
+    assert (document["packed"], document["unpacks"]) == ("GGUF blocks", True)
     monkeypatch.setattr("kvcli.engine.hf.meta_check.probed", refused)
     assert "its attention is not served" in machine("models", "check", str(tmp_path / "tiny.gguf")).err

@@ -162,6 +162,7 @@ def checked(setup: Setup, online: bool) -> CheckDocument:
     subject = outlook.subject
     limit = subject.shape.limit
     plans = [outlook.plan(profile, n) for n in sorted({min(n, limit) for n in CONTEXTS})]
+    quant, blocks = plans[0].profile.load.quant, any(tensor.stays for tensor in subject.held)
     return CheckDocument(
         model=setup.name,
         path=str(found.path) if found else "",
@@ -169,9 +170,9 @@ def checked(setup: Setup, online: bool) -> CheckDocument:
         is_decided=not said,
         context=None if subject.shape.is_endless else limit,
         numbers=torch_dtype(subject, profile),
-        quant=plans[0].profile.load.quant,
-        packed=subject.packing.method or None,
-        unpacks=subject.packing.unpacks(kind),
+        quant=quant,
+        packed=subject.packing.method or ("GGUF blocks" if blocks else None),
+        unpacks=subject.packing.unpacks(kind) or (blocks and (kind, quant) != ("cpu", "none")),
         file_bytes=subject.files,
         weight_bytes=plans[0].run.weights.memory,
         device=plans[0].room.device,

@@ -147,7 +147,7 @@ def _used(copy: Path) -> int:
     return file.stat().st_atime_ns if file.exists() else 0
 
 
-VERSION = 3  # version of the output format
+VERSION = 4  # version of the output format
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors' name
 
 
