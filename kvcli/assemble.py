@@ -335,9 +335,8 @@ def sampler(lm: LM, profile: Profile) -> Sampler:
     for key in {field.name for field in fields(Sampler)} & set(vars(chosen)):
         value = getattr(chosen, key)
         found[key] = lm.generation.get(key) if value is None else value
-    bias = dict(
-        re.split(r"(?=[+-])", text) for text in texts_of(chosen.logit_bias)
-    )  # TOKEN+N: the last of an id counts
+    # texts TOKEN+N or TOKEN-N; the last of a token counts
+    bias = dict(re.split(r"(?=[+-])", text) for text in texts_of(chosen.logit_bias))
     if outside := [token for token in bias if int(token) >= lm.vocab]:
         raise BadConfig(
             f"sample.logit_bias has token {outside[0]}; the vocabulary of this model has {lm.vocab:,} tokens",

@@ -666,3 +666,9 @@ def test_a_folder_has_bounds(machine, monkeypatch, limit, most, words):
     done = machine("chat", "-p", "Hi", "-f", "notes")
     assert "[file_count]" in done.err
     assert words in done.err
+
+
+def test_the_password_of_an_address_is_not_repeated(machine):
+    done = machine("chat", "demo", "-f", "https://user:hidden@example.org/a.pdf", "-p", "Why?")
+    assert (done.exit, "hidden" in done.err + done.out) == (3, False)
+    assert "[not_fetched]" in done.err

@@ -75,7 +75,8 @@ class Chat:
         """`saved_chats`: the saved chats that `save` adds to; None = those of the model's data folder; without one,
         saving is refused.
         `is_locked`: lock the saved chat against other processes until `close`. `called`: the name of the model that is
-        saved with the chat, if not its id."""
+        saved with the chat, if not its id.
+        """
         self.text_session = text_session
         self.system = system
         self.title = title

@@ -178,7 +178,8 @@ class SavedChats:
 
     def find(self, wanted: str | None) -> str:
         """Return the name of one chat. `wanted`: a name or its beginning, a number of the list, or words of its title
-        and document names; None = the latest."""
+        and document names; None = the latest.
+        """
         entries = self.entries()
         if wanted is None:
             found = entries[:1]
@@ -203,7 +204,8 @@ class SavedChats:
 
     def search(self, text: str) -> list[ChatEntry]:
         """Return chats whose title and document names contain all words or words that begin so, then chats with such a
-        turn, the best first. If there are none, return chats with a turn that contains the text literally."""
+        turn, the best first. If there are none, return chats with a turn that contains the text literally.
+        """
         text = SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text.replace("\0", " ")).strip()
         if not text:
             return []

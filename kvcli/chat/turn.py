@@ -259,7 +259,8 @@ class TurnRun:
         switch: Callable[[Profile], AnswerSettings],
     ) -> None:
         """`fetch`: loads saved KV of the prompt, and returns how many tokens need no prefill. `switch`: returns the
-        terms under another profile of the same weights."""
+        terms under another profile of the same weights.
+        """
         self.session, self.terms, self._asked, self._fetch, self._switch = session, terms, asked, fetch, switch
         self._stats = Stats(prompt=len(asked.ids), limit=terms.limit, load=load_seconds)
         self._stats.sampling = asked.sampler.numbers
@@ -276,7 +277,8 @@ class TurnRun:
 
     def events(self) -> Coroutine[Event, Turn]:
         """Yield Live and Read first, then Thought and Text pieces. A pass that ran out of memory is repeated after a
-        fallback step: its tokens are computed again, and tokens added before it are kept, with their KV."""
+        fallback step: its tokens are computed again, and tokens added before it are kept, with their KV.
+        """
         session, asked, stats, words = self.session, self._asked, self._stats, self._words
         session.start_answer(asked.ids, asked.sampler, None if self._waits else asked.constraint, asked.kind_spans)
         began = time.perf_counter()

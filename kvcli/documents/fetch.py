@@ -43,7 +43,7 @@ def read_address(address: str, *, pages: str | None = None, type: str | None = N
 
     `https://example.org/paper.pdf:3-9` reads those pages. Other options are those of `document_of`. Raises BadInput.
     """
-    _refuse(address)
+    refuse_address(address)
     kind, bare, named = check_type(type), *split_pages(address)
     if named is None or not urlsplit(bare).path:  # `http://host:8080` names a port
         bare, named = address, None
@@ -65,7 +65,7 @@ def read_address(address: str, *, pages: str | None = None, type: str | None = N
 
 def _fetched(address: str) -> tuple[bytes, Any]:
     """Return the bytes behind an address, and the response. A thread fetches, so that no server can delay for ever."""
-    _refuse(address)
+    refuse_address(address)
     ended: SimpleQueue[tuple[bytes, Any] | BaseException] = SimpleQueue()
 
     def fetch() -> None:
@@ -119,7 +119,7 @@ class _Redirects(request.HTTPRedirectHandler):
     max_redirections = REDIRECTS
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        _refuse(newurl)
+        refuse_address(newurl)
         if req.full_url.lower().startswith("https:") and not newurl.lower().startswith("https:"):
             raise _failed(req.full_url, f"it redirects to {newurl}, which is not encrypted", newurl)
         if _is_local(newurl) and not _is_local(req.full_url):
@@ -135,7 +135,7 @@ def _is_local(address: str) -> bool:
         return False
 
 
-def _refuse(address: str) -> None:
+def refuse_address(address: str) -> None:
     """Raise BadInput for an address that is not fetched."""
     try:
         parts = urlsplit(address)

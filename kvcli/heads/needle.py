@@ -45,7 +45,8 @@ def _around(layer: Iterable[tuple[Tensor, Tensor]], around: Tensor) -> Tensor:
 
 def looks(session: GenerationSession, sample: ProbeSample) -> Iterator[Iterator[tuple[Tensor, Tensor]]]:
     """Yield by layer and KV head the attention [G, w, S + N] of the rows that generate the values, over the stored
-    slots and the rows of the pass, with the slots' positions [S]. The one forward pass is not committed."""
+    slots and the rows of the pass, with the slots' positions [S]. The one forward pass is not committed.
+    """
     rows, scored = sample.rows(), [row for row, _ in sample.scored()]
     request = ForwardRequest(session.lm, rows, session.cache, want=scored, record_queries=scored, states=session.states)
     (made,) = run([request])

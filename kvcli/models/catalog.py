@@ -129,7 +129,8 @@ class Hashes:
 
 def _of_pieces(handle: int, nbytes: int) -> str:
     """Hash over the hashes of a file's pieces. The threads share no lock with the caller, whom Ctrl-C may stop
-    anywhere; threads of `concurrent.futures` then hang now and then."""
+    anywhere; threads of `concurrent.futures` then hang now and then.
+    """
     left, found = deque(range(0, nbytes, PIECE)), dict[int, tuple[int, bytes]]()
 
     def work() -> None:

@@ -92,7 +92,8 @@ class Channels:
         end: str = "",
     ) -> None:
         """`prompt`: its end may begin a thought. `stops`: stop strings. `is_split` false: all is text, as for JSON.
-        `begin`, `end`: text around a thought, by the template."""
+        `begin`, `end`: text around a thought, by the template.
+        """
         self.text = self.thinking = ""  # text and thoughts so far
         self._words, self._stops, self._is_split = Detokenizer(tokenizer), stops or StopStrings(()), is_split
         self._marks = mark_ids(tokenizer) if is_split else {}

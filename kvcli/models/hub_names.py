@@ -58,7 +58,8 @@ def select(files: Iterable[str], wanted: str, name: str, defaults: Sequence[str]
 
 def _of_quant(models: Sequence[str], quant: str) -> list[str]:
     """Return the models of a quantization. A file that adds no word to the name of the others is preferred:
-    X-Q4_K_M.gguf to X-UD-Q4_K_M.gguf."""
+    X-Q4_K_M.gguf to X-UD-Q4_K_M.gguf.
+    """
     labels = {model: re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", basename(model), flags=re.IGNORECASE) for model in models}
     one = min(labels.values(), default="")
     ends = (

@@ -387,7 +387,8 @@ class ChatRun:
 
     def ask(self, asked: str | list[str]) -> int:
         """Answer one question, or the results of tool calls. Ctrl-C ends the answer after the current pass; the text
-        so far is kept."""
+        so far is kept.
+        """
         from kvcli.commands.common.exits import Interrupt
 
         profile, chat, session = self.run.profile, self.chat, self.chat.text_session

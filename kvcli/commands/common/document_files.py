@@ -74,8 +74,13 @@ def _path(world: Environment, name: str) -> Path:
 
 def _inside(world: Environment, name: str) -> list[str] | None:
     """Return the files of a folder or pattern; None for a name of one document."""
+    if is_address(name):  # before a note repeats the password of one
+        from kvcli.documents.fetch import refuse_address
+
+        refuse_address(split_pages(name)[0])
+        return None
     with reading(name):
-        if not name or is_address(name) or not (set(name) & set("*?[") or _path(world, name).is_dir()):
+        if not name or not (set(name) & set("*?[") or _path(world, name).is_dir()):
             return None
         if _path(world, name).is_dir():
             return [os.path.join(name, entry.name) for entry in _path(world, name).iterdir()]

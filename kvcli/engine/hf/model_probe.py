@@ -1,5 +1,6 @@
 """Probe how a loaded model's layers call attention, then compare our logits with its own; refuse the model if they
-differ."""
+differ.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,8 @@ class LayerwisePrefill:
         may_revive: bool = False,
     ) -> None:
         """`part`: most rows of a pass. `recorded_rows`: rows whose queries are recorded. `may_revive`: deferred tokens
-        may be revived later, so sliding windows keep the slots that they will attend to."""
+        may be revived later, so sliding windows keep the slots that they will attend to.
+        """
         self.rows, self.recorded_rows, self.pruner = rows, recorded_rows, pruner
         self.queries: list[Tensor] = []  # per finished layer [H, len(recorded_rows), D]
         self.kv, self._lm, self._part = kv, lm, part

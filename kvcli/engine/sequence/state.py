@@ -142,7 +142,8 @@ class SequenceState:
         """`companions`: those of methods, in the order of their effects. They act after the policy has chosen slots and
         before the KV cache evicts the others. `chunk`: rows per prefill pass. `every`: committed tokens between two
         compression points (None: none). `kinds` [V] int8: the kind of each id, for policies that distinguish kinds.
-        `checkpoints`: most saved recurrent states."""
+        `checkpoints`: most saved recurrent states.
+        """
         self.lm, self.drafter, self.sampler = lm, drafter, sampler
         self.states, self.stored_kv = RecurrentStates(lm.recurrent_layers.like, checkpoints), StoredKV(kv, view)
         self.policy_record = PolicyRecord(lm, policy, self.stored_kv)

@@ -40,7 +40,8 @@ def pooled(score: Tensor, pos: Tensor, n: int, width: int, kind: Pooling) -> Ten
 
 def numbered(unit: Unit, kinds: Tensor, n: int, device: torch.device) -> Tensor:
     """Return the unit number of each position [n]. A unit is a fixed number of tokens (ChunkKV, arXiv 2502.00299), a
-    sentence with its end marks (`kinds` [n]), or a shot: text between blank lines or messages (ShotKV, 2502.01941)."""
+    sentence with its end marks (`kinds` [n]), or a shot: text between blank lines or messages (ShotKV, 2502.01941).
+    """
     pos = torch.arange(n, device=device)
     if unit == "sentence":
         ends = kinds.to(device) == END

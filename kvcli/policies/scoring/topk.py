@@ -148,7 +148,8 @@ class TopK(Policy):
         self, lm: LM, own: Callable[[], Snapshottable | None] = lambda: None, known: Any = None, **more: Any
     ) -> PolicyRequirements:
         """Return the requirements of all score policies and of this score. `own` makes its per-sequence state, `known`
-        is its per-model data, `more` are further fields of PolicyRequirements."""
+        is its per-model data, `more` are further fields of PolicyRequirements.
+        """
         from kvcli.engine.policy.policy_inputs import ProjectedValueNorms
         from kvcli.engine.sequence.state import QUESTION, SHOT, SYSTEM, TOOLS
 
