@@ -39,6 +39,7 @@ COMMANDS = {
     "chat": "Chat with a model, or ask one question with -p.",
     "pack": "Prefill documents once and save them with their KV cache.",
     "summarize": "Summarize long documents, with verified page citations.",
+    "serve": "Serve OpenAI's API over one model, for other programs.",
     "fit": "Estimate memory before loading: model, profile and context.",
     "bench": "Compare profiles: speed, memory, agreement, quality.",
     "spec": "Speculative decoding: measure and tune.",
@@ -54,6 +55,7 @@ HABITS = {  # word of other programs -> command
     **dict.fromkeys(("run", "ask", "generate"), "chat"),
     **dict.fromkeys(("summary", "summarise", "tldr", "extract"), "summarize"),
     **dict.fromkeys(("list", "ls"), "models list"),
+    **dict.fromkeys(("server", "start"), "serve"),
     "info": "doctor",
     "estimate": "fit",
     **dict.fromkeys(("benchmark", "perf"), "bench"),
@@ -70,10 +72,9 @@ HABITS = {  # word of other programs -> command
 }
 _ONE = "kvcli chat MODEL, which loads the model for as long as the chat lasts"
 ABSENT: dict[str, tuple[str, ...]] = {  # command names of other programs -> why there is none, and what to type instead
-    **dict.fromkeys(("serve", "server", "start"), ("there is no server yet: each command loads its own model", _ONE)),
     **dict.fromkeys(
         ("ps", "status", "load", "unload", "stop"),
-        ("no model stays loaded between commands yet", "kvcli models list", _ONE),
+        ("no model stays loaded between commands yet", "kvcli serve MODEL", _ONE),
     ),
     **dict.fromkeys(("push", "cp"), ("kvcli does not copy or upload models", "kvcli models path MODEL")),
     "search": ("kvcli does not search the hub", "kvcli models suggest", "kvcli chats search WORDS"),

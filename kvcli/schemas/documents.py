@@ -23,6 +23,7 @@ from kvcli.schemas.listings import (
     PathsDocument,
     PlanDocument,
     ProfilesDocument,
+    ServeDocument,
     SuggestionsDocument,
 )
 from kvcli.schemas.pack import PackDocument
@@ -40,6 +41,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "event": EventDocument,
     "models": ModelsDocument,
     "check": CheckDocument,
+    "serve": ServeDocument,
     "suggestions": SuggestionsDocument,
     "profiles": ProfilesDocument,
     "doctor": DoctorDocument,

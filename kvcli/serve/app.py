@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Router
 
-from kvcli.errors import BadInput, KvcliError
+from kvcli.errors import BadInput
 from kvcli.models.text import decode, encode
 from kvcli.serve import completions
 from kvcli.serve.gate import Gate
@@ -23,7 +23,6 @@ STUCK = 60.0  # seconds without a sign of life of the engine
 
 def server_app(
     host: Host,
-    bug: Callable[[Exception], KvcliError],
     *,
     hosts: Collection[str] = (),
     origins: Collection[str] = (),
@@ -38,7 +37,7 @@ def server_app(
 
     made.append(Operation("/openapi.json", "Describe this API.", described))
     router = Router([one.route for one in made], redirect_slashes=False)
-    return Gate(router, bug, host.metrics.request, hosts, origins, key)
+    return Gate(router, host.bug, host.metrics.request, hosts, origins, key)
 
 
 def _operations(host: Host) -> list[Operation]:

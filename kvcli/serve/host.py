@@ -76,12 +76,21 @@ class PromptOf:
 class Host:
     """A loaded model that answers requests of many clients at a time. Belongs to one event loop."""
 
-    def __init__(self, model: Model, name: str, profiles: Mapping[str, Profile], *, idle_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        model: Model,
+        name: str,
+        profiles: Mapping[str, Profile],
+        bug: Callable[[Exception], KvcliError],
+        *,
+        idle_bytes: int = 1 << 30,
+    ) -> None:
         """`profiles`: those that requests may name, all of which load the weights alike; the first one is the default.
 
-        `idle_bytes`: of KV that is kept between requests.
+        `bug`: reports an unforeseen error, and returns what the client is told. `idle_bytes`: of KV that is kept
+        between requests.
         """
-        self.model, self.name, self.profiles = model, name, dict(profiles)
+        self.model, self.name, self.profiles, self.bug = model, name, dict(profiles), bug
         self.warm = WarmSessions(model, idle_bytes)
         self.metrics = Metrics(model.engine.snapshot)
         self._texts = ThreadPoolExecutor(1, "kvcli-text")  # renders and tokenizes prompts
@@ -148,13 +157,18 @@ class Host:
             options["top_logprobs"] = asked.top_logprobs
         if asked.prompt_logprobs:
             options["prompt_logprobs"] = True
-        async with self.warm.session(prompt.ids, profile) as session:
-            stream = await self._in(self._texts, partial(session.astream, prompt.ids, **options))
-            async with aclosing(self.metrics.watched(profile.name, stream)) as events:
-                async for event in _calls_of(events, asked):
-                    if isinstance(event, End) and prompt.text:
-                        await self.text_of(partial(self.warm.remember, prompt.text, prompt.ids, event.turn))
-                    yield event
+        try:
+            async with self.warm.session(prompt.ids, profile) as session:
+                stream = await self.text_of(partial(session.astream, prompt.ids, **options))
+                async with aclosing(self.metrics.watched(profile.name, stream)) as events:
+                    async for event in _calls_of(events, asked):
+                        if isinstance(event, End) and prompt.text:
+                            await self.text_of(partial(self.warm.remember, prompt.text, prompt.ids, event.turn))
+                        yield event
+        except KvcliError:
+            raise
+        except Exception as error:
+            raise self.bug(error) from error
 
     async def aclose(self) -> None:
         """Free the KV of all requests."""
