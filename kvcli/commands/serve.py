@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import typer
 
@@ -84,7 +84,7 @@ def serve(world: Environment, options: ServeOptions) -> int:
         profiles = served_profiles(run.profile, others)
         if session.model.costs is None and any(one.spec.method != "off" for one in profiles.values()):
             session.model.costs = setup.costs(session.model)
-        return _run(world, options, session.model, setup.name, profiles, listener, key)
+        return _run(world, options, cast("Model", session.model), setup.name, profiles, listener, key)
 
 
 def _run(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
@@ -13,9 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
-from kvcli.api import End, Event, Text, Thought, ToolCall, Turn, Waiting
+from kvcli.api import End, Event, Live, Text, Thought, TokenScore, ToolCall, Turn, Waiting
 from kvcli.errors import BadInput, KvcliError
 from kvcli.models.tool_calls import check_tools
+from kvcli.safe_output import BROKEN
 from kvcli.serve.host import Asked, Host
 from kvcli.serve.openapi import Operation
 from kvcli.serve.schemas import ChatRequest, Common, TextRequest, parsed
@@ -23,6 +26,7 @@ from kvcli.serve.stream import EventStream, error_frame, frame, several, turns_o
 
 FINISH = {"loop": "stop", "interrupted": "length"}  # reasons that OpenAI does not have; others are alike
 MODES = {"none": "off", "minimal": "low"}  # efforts that are no mode of thinking
+LEAST = -9999.0  # log-probability that stands for minus infinity, as in OpenAI's API
 DONE = "data: [DONE]\n\n"
 
 
@@ -35,7 +39,7 @@ def operations(host: Host) -> list[Operation]:
 
     async def complete(request: Request) -> ASGIApp:
         body = await parsed(TextRequest, request)
-        return await _answer(host, body, _of_text(body, client_of(request, body.user)), TextForm())
+        return await _answer(host, body, _of_text(body, client_of(request, body.user)), TextForm(echoes=body.echo))
 
     kinds = ("application/json", "text/event-stream")
     return [
@@ -50,19 +54,8 @@ def client_of(request: Request, user: str = "") -> str:
 
 
 def _common(body: Common, client: str, **also: Any) -> Asked:
-    sample = body.sample
-    if body.max_tokens is not None:
-        sample["max_new_tokens"] = body.max_tokens
-    return Asked(
-        model=body.model,
-        profile=body.profile,
-        set=body.set,
-        sample=sample,
-        ignore_eos=body.ignore_eos,
-        grammar=body.grammar,
-        client=client,
-        **also,
-    )
+    given = {key: getattr(body, key) for key in ("model", "profile", "set", "ignore_eos", "grammar")}
+    return Asked(**given, sample=body.sample, client=client, **also)
 
 
 def _copies(asked: Asked, n: int) -> list[Asked]:
@@ -100,45 +93,35 @@ def _of_chat(body: ChatRequest, client: str) -> list[Asked]:
         most_calls=None if body.parallel_tool_calls else 1,
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    if body.max_completion_tokens is not None:
-        asked = replace(asked, sample={**asked.sample, "max_new_tokens": body.max_completion_tokens})
     return _copies(asked, body.n)
 
 
 def _of_text(body: TextRequest, client: str) -> list[Asked]:
-    if body.echo:
-        raise BadInput("echo is not supported", code="unsupported_field", try_=["leave echo out"])
-    several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
-    prompts: Any = body.prompt if several else [body.prompt]
+    if body.echo and body.stream:
+        raise BadInput("echo and stream exclude each other", code="unsupported_field", try_=["only one of them"])
+    is_list = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+    prompts: Any = body.prompt if is_list else [body.prompt]
     if not all(prompts):
         raise BadInput("the prompt is empty", code="empty_prompt")
-    return [
-        one
-        for prompt in prompts
-        for one in _copies(_common(body, client, prompt=prompt, top_logprobs=body.logprobs), body.n)
-    ]
+    scores = {"top_logprobs": body.logprobs, "prompt_logprobs": body.echo and body.logprobs is not None}
+    return [one for text in prompts for one in _copies(_common(body, client, prompt=text, **scores), body.n)]
 
 
 async def _answer(host: Host, body: Common, asked: Sequence[Asked], form: Form) -> ASGIApp:
-    profile = host.profile_of(asked[0])
-    form = replace(
-        form,
-        base={
-            "id": f"{form.prefix}-{uuid4().hex}",
-            "object": form.kind,
-            "created": int(time.time()),
-            "model": body.model or host.name,
-            "system_fingerprint": host.fingerprint(profile),
-        },
-        n=body.n,
-        wants_usage=body.stream_options.include_usage,
-    )
+    base = {
+        "id": f"{form.prefix}-{uuid4().hex}",
+        "object": form.chunk_kind if body.stream else form.kind,
+        "created": int(time.time()),
+        "model": body.model or host.name,
+        "system_fingerprint": host.fingerprint(host.profile_of(asked[0])),
+    }
+    form = replace(form, base=base, n=body.n, wants_usage=body.stream_options.include_usage, word=host.word)
     events = several(host.events(one) for one in asked)
     if body.stream:
-        return await EventStream.started(events, replace(form, base={**form.base, "object": form.chunk_kind}))
+        return await EventStream.started(events, form)
     turns = await turns_of(events)
-    choices = [{"index": i, **form.whole(turn), **finish_of(turn)} for i, turn in enumerate(turns)]
-    return JSONResponse({**form.base, "choices": choices, "usage": usage(turns, body.n), "timings": timings(turns[-1])})
+    choices = [{"index": i, **form.whole(turn, asked[i]), **finish_of(turn)} for i, turn in enumerate(turns)]
+    return JSONResponse({**base, "choices": choices, "usage": usage(turns, body.n), "timings": timings(turns[-1])})
 
 
 def finish_of(turn: Turn) -> dict[str, Any]:
@@ -197,30 +180,39 @@ class Form:
     """Frames of a stream, and choices of a whole response, in one of OpenAI's two forms."""
 
     base: Mapping[str, Any] = field(default_factory=dict)
-    n: int = 1
+    n: int = 1  # answers to a prompt
     wants_usage: bool = False
+    echoes: bool = False  # the prompt is returned before the answer
+    word: Callable[[int], str] = str  # text of a token
     turns: dict[int, Turn] = field(default_factory=dict)  # by index, as they end
-    calls: dict[int, int] = field(default_factory=dict)  # tool calls so far, by index
-    begun: set[int] = field(default_factory=set)
+    sent: Counter[int] = field(default_factory=Counter)  # tokens whose scores were sent, by index
+    calls: Counter[int] = field(default_factory=Counter)  # tool calls so far, by index
 
     prefix = kind = chunk_kind = ""
 
-    def delta(self, index: int, event: Event | Waiting) -> dict[str, Any] | None:
+    def delta(self, event: Event | Waiting, index: int) -> dict[str, Any] | None:
         """Return the part of a choice for an event; None = it has none."""
         raise NotImplementedError
 
-    def whole(self, turn: Turn) -> dict[str, Any]:
+    def whole(self, turn: Turn, asked: Asked) -> dict[str, Any]:
         """Return the choice of a finished answer."""
         raise NotImplementedError
 
+    def scored(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+        """Return the log-probabilities of tokens; None = none were asked for."""
+        raise NotImplementedError
+
     def of(self, index: int, event: Event | Waiting) -> Iterable[str]:
-        said = self.delta(index, event)
-        if isinstance(event, End):
-            self.turns[index] = event.turn
-            choice = {"index": index, **(said or {}), **finish_of(event.turn)}
-            yield frame({**self.base, "choices": [choice], "timings": timings(event.turn)})
-        elif said is not None:
-            yield frame({**self.base, "choices": [{"index": index, **said, "finish_reason": None}]})
+        if (said := self.delta(event, index)) is None:
+            return
+        is_end, scores = isinstance(event, End), getattr(event, "scores", ())
+        also: dict[str, Any] = {"finish_reason": None}
+        if isinstance(event, End):  # the scores of tokens without a text, such as the last one
+            self.turns[index], scores = event.turn, event.turn.scores[self.sent[index] :]
+            also = finish_of(event.turn)
+        self.sent[index] += len(getattr(event, "ids", ()))
+        choice = {"index": index, **said, "logprobs": self.scored(scores), **also}
+        yield frame({**self.base, "choices": [choice], **({"timings": timings(self.turns[index])} if is_end else {})})
 
     def end(self) -> Iterable[str]:
         if self.wants_usage:
@@ -235,38 +227,68 @@ class Form:
 class ChatForm(Form):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def delta(self, index: int, event: Event | Waiting) -> dict[str, Any] | None:
+    def delta(self, event: Event | Waiting, index: int) -> dict[str, Any] | None:
         said: dict[str, Any] = {}
-        if index not in self.begun:
-            self.begun.add(index)
+        if isinstance(event, Live):
             said = {"role": "assistant", "content": ""}
-        if isinstance(event, Text):
-            said["content"] = event.text
+        elif isinstance(event, Text):
+            said = {"content": event.text}
         elif isinstance(event, Thought):
-            said["reasoning_content"] = event.text
+            said = {"reasoning_content": event.text}
         elif isinstance(event, ToolCall):
-            number = self.calls[index] = self.calls.get(index, -1) + 1
-            said["tool_calls"] = [{"index": number, **call_of(event)}]
+            said = {"tool_calls": [{"index": self.calls[index], **call_of(event)}]}
+            self.calls[index] += 1
         return {"delta": said} if said or isinstance(event, End) else None
 
-    def whole(self, turn: Turn) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": turn.text or None, "refusal": None}
-        if not turn.tool_calls:
-            message["content"] = turn.text
-        if turn.thinking:
-            message["reasoning_content"] = turn.thinking
-        if turn.tool_calls:
-            message["tool_calls"] = [call_of(call) for call in turn.tool_calls]
-        return {"message": message, "logprobs": None}
+    def whole(self, turn: Turn, asked: Asked) -> dict[str, Any]:
+        calls = [call_of(call) for call in turn.tool_calls]
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": turn.text or (None if calls else ""),
+            "refusal": None,
+        }
+        message |= {"reasoning_content": turn.thinking} if turn.thinking else {}
+        message |= {"tool_calls": calls} if calls else {}
+        return {"message": message, "logprobs": self.scored(turn.scores[turn.stats.thinking :])}
+
+    def scored(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+        each = [{**self._token(s.id, s.logprob), "top_logprobs": [self._token(*one) for one in s.top]} for s in scores]
+        return {"content": each, "refusal": None} if each else None
+
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        word = self.word(token)
+        return {
+            "token": word,
+            "logprob": _finite(logprob),
+            "bytes": None if BROKEN in word else list(word.encode("utf-8", "replace")),
+        }
 
 
 class TextForm(Form):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def delta(self, index: int, event: Event | Waiting) -> dict[str, Any] | None:
+    def delta(self, event: Event | Waiting, index: int) -> dict[str, Any] | None:
         if isinstance(event, Text | Thought):
-            return {"text": event.text, "logprobs": None}
-        return {"text": "", "logprobs": None} if isinstance(event, End) else None
+            return {"text": event.text}
+        return {"text": ""} if isinstance(event, End) else None
 
-    def whole(self, turn: Turn) -> dict[str, Any]:
-        return {"text": turn.thinking + turn.text, "logprobs": None}
+    def whole(self, turn: Turn, asked: Asked) -> dict[str, Any]:
+        before = asked.prompt if isinstance(asked.prompt, str) else "".join(map(self.word, asked.prompt))
+        echo = before if self.echoes else ""
+        return {"text": echo + turn.thinking + turn.text, "logprobs": self.scored([*turn.prompt_scores, *turn.scores])}
+
+    def scored(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+        if not scores:
+            return None
+        words = [self.word(score.id) for score in scores]
+        return {
+            "tokens": words,
+            "token_logprobs": [None if s.logprob is None else _finite(s.logprob) for s in scores],
+            "top_logprobs": [{self.word(i): _finite(p) for i, p in s.top} or None for s in scores],
+            "text_offset": [*accumulate(map(len, words[:-1]), initial=0)],
+        }
+
+
+def _finite(logprob: float | None) -> float:
+    """Return a number that JSON has. OpenAI's clients want one for a token that was input."""
+    return max(LEAST, logprob) if logprob is not None else 0.0

@@ -88,8 +88,8 @@ class Gate:
                     self._check(scope, head)
                     await self._answer(scope, receive, checked_send, await self._body(receive))
             except HTTPException as error:  # of the router
-                what = {404: "there is no such path", 405: "this path has another method"}[error.status_code]
-                raise Refused(error.status_code, what, code="not_found", headers=error.headers) from None
+                code, said = _OF_ROUTER[error.status_code]
+                raise Refused(error.status_code, said, code=code, headers=error.headers) from None
         except ClientGone:
             status = 499
         except Exception as error:
@@ -178,6 +178,7 @@ class Gate:
             await asyncio.gather(work, gone, return_exceptions=True)
 
 
+_OF_ROUTER = {404: ("not_found", "there is no such path"), 405: ("wrong_method", "this path has another method")}
 _KEY = "Authorization: Bearer KEY"
 
 

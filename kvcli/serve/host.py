@@ -20,7 +20,7 @@ from kvcli.chat.overflow import refuse_longer
 from kvcli.chat.warm_sessions import WarmSessions
 from kvcli.errors import BadConfig, BadInput, Busy, KvcliError
 from kvcli.models.grammar import Grammar
-from kvcli.models.text import encode, render_text
+from kvcli.models.text import decode, encode, render_text
 from kvcli.models.tool_calls import check_tools
 from kvcli.serve.errors import Refused
 from kvcli.serve.metrics import Metrics
@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 SETTABLE = ("sample", "spec")  # tables whose keys a request may set: they have no paths and no sizes
 LONGEST = 64 << 10  # bytes of a schema or a grammar
+RESERVED = frozenset({"messages", "tools", "documents", "tokenize", "add_generation_prompt"})  # not for requests
 COMPILE_SECONDS = 10.0  # time for a grammar
 
 
@@ -132,6 +133,10 @@ class Host:
         """Return the prompt that the model is given. Raises BadInput and ContextOverflow."""
         return await self._in(self._texts, partial(self._prompt, asked, profile))
 
+    def word(self, token: int) -> str:
+        """Return the text of a token."""
+        return decode(self.model.tokenizer, [token])
+
     async def text_of(self, act: Callable[[], T]) -> T:
         """Run work with the tokenizer beside the event loop."""
         return await self._in(self._texts, act)
@@ -184,6 +189,8 @@ class Host:
                 return PromptOf(encode(tokenizer, asked.prompt, special=True))
             return PromptOf(list(asked.prompt))
         tools = check_tools(list(asked.tools), "tools") if asked.tools else []
+        if wrong := sorted(RESERVED & {*asked.variables}):
+            raise BadInput(f"{wrong[0]} is no variable of a chat template", code="not_allowed")
         format, mode = model.thinking_format(), profile.thinking.mode
         variables = {**format.variables(mode), **asked.variables, **({"tools": tools} if tools else {})}
         has_calls = any("tool_calls" in message for message in asked.messages)

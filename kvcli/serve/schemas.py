@@ -100,6 +100,8 @@ class Common(Sampling):  # type: ignore[misc]  # its fields are those of a datac
     def sample(self) -> dict[str, object]:
         """Return the keys of [sample] that the request sets."""
         found: dict[str, object] = {k: v for k in _SAMPLED if (v := getattr(self, k)) is not None}
+        if (most := getattr(self, "max_completion_tokens", None) or self.max_tokens) is not None:
+            found["max_new_tokens"] = most
         if self.stop:
             found["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         if self.logit_bias:
