@@ -22,7 +22,7 @@ from kvcli.commands.common.output import print_json
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError, reading
 from kvcli.installing import EXTRAS, pip
-from kvcli.render.terminal.terminal import long_size
+from kvcli.render.terminal.terminal import long_size, plural
 from kvcli.schemas.listings import ServeDocument
 from kvcli.settings.schema import SIZE, size_of
 
@@ -109,9 +109,10 @@ def _run(
         return machine_gave_out(error) or KvcliError("internal error; the log of the server has more")
 
     host = Host(model, name, profiles, bug, idle_bytes=size_of(options.idle_kv))
-    hosts = [options.host, *(options.allow_host or ())]
+    hosts = [name.lower() for name in (options.host, *(options.allow_host or ()))]
+    origins = [url.lower().rstrip("/") for url in options.allow_origin or ()]
     config = Config(
-        server_app(host, hosts=hosts, origins=options.allow_origin or (), key=key),
+        server_app(host, hosts=hosts, origins=origins, key=key),
         http=PatientProtocol,
         ws="none",
         lifespan="off",
@@ -123,7 +124,14 @@ def _run(
         timeout_keep_alive=int(PATIENCE),
         timeout_graceful_shutdown=options.grace,  # type: ignore[arg-type]  # seconds for asyncio.wait_for
     )
-    server = Server(config)
+
+    class Draining(Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if n := len(self.server_state.tasks):
+                tell(world, f"finishing {plural(n, 'answer')} for up to {options.grace:g} s; Ctrl-C ends now")
+            await super().shutdown(sockets)
+
+    server = Draining(config)
 
     async def main() -> None:
         try:

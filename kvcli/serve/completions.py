@@ -26,6 +26,7 @@ from kvcli.serve.stream import EventStream, error_frame, frame, several, turns_o
 
 FINISH = {"loop": "stop", "interrupted": "length"}  # reasons that OpenAI does not have; others are alike
 MODES = {"none": "off", "minimal": "low"}  # efforts that are no mode of thinking
+MOST = 64  # answers of a request
 LEAST = -9999.0  # log-probability that stands for minus infinity, as in OpenAI's API
 DONE = "data: [DONE]\n\n"
 
@@ -103,6 +104,8 @@ def _of_text(body: TextRequest, client: str) -> list[Asked]:
     prompts: Any = body.prompt if is_list else [body.prompt]
     if not all(prompts):
         raise BadInput("the prompt is empty", code="empty_prompt")
+    if len(prompts) * body.n > MOST:
+        raise BadInput(f"{len(prompts) * body.n} answers are asked for; a request has at most {MOST}", code="bad_field")
     scores = {"top_logprobs": body.logprobs, "prompt_logprobs": body.echo and body.logprobs is not None}
     return [one for text in prompts for one in _copies(_common(body, client, prompt=text, **scores), body.n)]
 

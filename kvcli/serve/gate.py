@@ -17,6 +17,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -67,7 +68,7 @@ class Gate:
             return
         status, began = 0, time.monotonic()
         head = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        origin = head.get("origin", "")
+        origin = head.get("origin", "").lower()
         scope["app"] = self.app  # the router raises its 404 and 405 then
 
         async def checked_send(message: Message) -> None:
@@ -82,14 +83,14 @@ class Gate:
 
         try:
             try:
-                if scope["method"] == "OPTIONS" and origin in self.origins:
-                    await _preflight(checked_send)
+                self._check(scope, head)
+                if scope["method"] == "OPTIONS":
+                    await Response(status_code=204, headers=_PREFLIGHT)(scope, receive, checked_send)
                 else:
-                    self._check(scope, head)
                     await self._answer(scope, receive, checked_send, await self._body(receive))
             except HTTPException as error:  # of the router
                 code, said = _OF_ROUTER[error.status_code]
-                raise Refused(error.status_code, said, code=code, headers=error.headers) from None
+                raise Refused(error.status_code, said, code=code, headers=error.headers or {}) from None
         except ClientGone:
             status = 499
         except Exception as error:
@@ -106,30 +107,23 @@ class Gate:
 
     def _check(self, scope: Scope, head: dict[str, str]) -> None:
         """Raise Refused for a request that may not be served."""
-        host, origin = head.get("host", ""), head.get("origin", "")
-        name = host_of(host)
-        if not (name and (is_loopback(name) or name in self.hosts)):
+        host, origin = head.get("host", "").lower(), head.get("origin", "").lower()
+        if not ((name := host_of(host)) and (is_loopback(name) or name in self.hosts)):
             raise Refused(403, "this host name is not served", code="bad_host", try_=["kvcli serve --allow-host NAME"])
-        is_allowed = origin in self.origins
-        if origin and not is_allowed and origin.lower() != f"{scope['scheme']}://{host.lower()}":
-            raise Refused(
-                403, "this web page may not ask", code="bad_origin", try_=["kvcli serve --allow-origin ORIGIN"]
-            )
-        if not is_allowed and head.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            raise Refused(403, "other web pages may not ask", code="cross_site")
-        if self.key is not None and scope["path"] not in OPEN:
+        is_own = origin in ("", f"{scope['scheme']}://{host}") and scope["method"] != "OPTIONS"
+        is_own = is_own and head.get("sec-fetch-site", "none") in ("none", "same-origin")
+        if not is_own and origin not in self.origins:
+            ways = ["kvcli serve --allow-origin ORIGIN"]
+            raise Refused(403, "web pages of other sites may not ask", code="bad_origin", try_=ways)
+        if self.key is not None and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
             given = head.get("authorization", "").removeprefix("Bearer ").strip() or head.get("x-api-key", "")
             if not hmac.compare_digest(given.encode("latin-1"), self.key):
                 challenge = {"WWW-Authenticate": "Bearer"}
                 raise Refused(401, "a key is needed", code="invalid_api_key", headers=challenge, try_=[_KEY])
-        if scope["method"] == "OPTIONS":
-            raise Refused(403, "other web pages may not ask", code="bad_origin")
-        if scope["method"] == "POST":
-            kind = head.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
-                raise Refused(
-                    415, "a request has JSON", code="bad_content_type", try_=["Content-Type: application/json"]
-                )
+        kind = head.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != "application/json":
+            ways = ["Content-Type: application/json"]
+            raise Refused(415, "a request has JSON", code="bad_content_type", try_=ways)
         length = head.get("content-length", "0")
         if not length.isdecimal() or int(length) > BODY:
             raise _too_large()
@@ -180,6 +174,10 @@ class Gate:
 
 _OF_ROUTER = {404: ("not_found", "there is no such path"), 405: ("wrong_method", "this path has another method")}
 _KEY = "Authorization: Bearer KEY"
+_PREFLIGHT = {  # what pages of `origins` may send
+    "access-control-allow-methods": "GET, POST",
+    "access-control-allow-headers": "authorization, content-type, x-api-key",
+}
 
 
 class ClientGone(Exception):
@@ -188,14 +186,6 @@ class ClientGone(Exception):
 
 def _too_large() -> Refused:
     return Refused(413, f"a request has at most {BODY >> 20} MiB", code="body_too_large")
-
-
-async def _preflight(send: Send) -> None:
-    """Allow a page of `origins` its real request."""
-    allowed = [(b"access-control-allow-methods", b"GET, POST")]
-    allowed += [(b"access-control-allow-headers", b"authorization, content-type, x-api-key")]
-    await send({"type": "http.response.start", "status": 204, "headers": allowed})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class PatientProtocol(H11Protocol):

@@ -149,22 +149,19 @@ class Host:
         profile = self.profile_of(asked)
         prompt = await self.prompt_of(asked, profile)
         constraint = await self._constraint(asked)
-        options: dict[str, Any] = {**asked.sample, "messages": prompt.messages, "client": asked.client}
-        if "seed" not in options and profile.origins["sample.seed"] == "default":
-            options["seed"] = secrets.randbelow(1 << 31)
-        if asked.ignore_eos:
-            options["ignore_eos"] = True
-        if constraint is not None:
-            options["constraint"] = constraint
-        elif asked.tools:
-            options["tools"] = asked.tools
-        if asked.top_logprobs is not None:
-            options["top_logprobs"] = asked.top_logprobs
-        if asked.prompt_logprobs:
-            options["prompt_logprobs"] = True
+        options = {
+            "seed": secrets.randbelow(1 << 31) if profile.origins["sample.seed"] == "default" else None,
+            **asked.sample,
+            "ignore_eos": asked.ignore_eos,
+            "messages": prompt.messages,
+            "constraint": constraint,
+            "tools": asked.tools if constraint is None else (),
+            "top_logprobs": asked.top_logprobs,
+            "prompt_logprobs": asked.prompt_logprobs,
+        }
         try:
             async with self.warm.session(prompt.ids, profile) as session:
-                stream = await self.text_of(partial(session.astream, prompt.ids, **options))
+                stream = await self.text_of(partial(session.astream, prompt.ids, client=asked.client, **options))
                 async with aclosing(self.metrics.watched(profile.name, stream)) as events:
                     async for event in _calls_of(events, asked):
                         if isinstance(event, End) and prompt.text:
@@ -212,16 +209,19 @@ class Host:
             return None
         if len(given.encode()) > LONGEST:
             raise BadInput(f"a schema or a grammar has at most {LONGEST:,} bytes", code="grammar_too_large")
-        make = partial(Grammar.of_schema, schema) if schema is not None else partial(Grammar.of_text, given)
+        make = (
+            partial(Grammar.of_schema, schema, is_compact=True)
+            if schema is not None
+            else partial(Grammar.of_text, given)
+        )
         work = self._grammars.submit(lambda: self.model.constraint(make()))
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(work)), COMPILE_SECONDS)
         except TimeoutError:
             if work.cancel():
                 raise Busy("other grammars are still compiled", retry_after=COMPILE_SECONDS) from None
-            raise BadInput(
-                f"the grammar was not ready after {COMPILE_SECONDS:.0f} s", code="grammar_too_slow"
-            ) from None
+            said = f"the grammar was not ready after {COMPILE_SECONDS:.0f} s"
+            raise BadInput(said, code="grammar_too_slow") from None
 
     async def _in(self, pool: ThreadPoolExecutor, act: Callable[[], T]) -> T:
         """Run `act` in a thread. A cancelled task waits for its end, so that nothing it uses is freed meanwhile."""
@@ -261,16 +261,9 @@ NAME, ARGUMENTS = "name", "arguments"  # keys of a forced call
 def _call_schema(asked: Asked) -> Mapping[str, Any]:
     """Return the JSON schema of a call of one of the forced functions."""
     functions = [tool["function"] for tool in asked.tools if tool["function"]["name"] in asked.forced]
-    each = [
-        {
-            "type": "object",
-            "properties": {NAME: {"const": one["name"]}, ARGUMENTS: one.get("parameters", {"type": "object"})},
-            "required": [NAME, ARGUMENTS],
-            "additionalProperties": False,
-        }
-        for one in functions
-    ]
-    return each[0] if len(each) == 1 else {"anyOf": each}
+    fields = [{NAME: {"const": f["name"]}, ARGUMENTS: f.get("parameters", {"type": "object"})} for f in functions]
+    rest = {"type": "object", "required": [NAME, ARGUMENTS], "additionalProperties": False}
+    return {"anyOf": [{**rest, "properties": properties} for properties in fields]}
 
 
 async def _calls_of(events: AsyncGenerator[Event | Waiting], asked: Asked) -> AsyncGenerator[Event | Waiting]:
@@ -279,18 +272,15 @@ async def _calls_of(events: AsyncGenerator[Event | Waiting], asked: Asked) -> As
     async for event in events:
         if isinstance(event, ToolCall):
             n_calls += 1
-            if asked.most_calls is not None and n_calls > asked.most_calls:
-                continue
         elif isinstance(event, End):
             turn = event.turn
-            if asked.forced and turn.finish == "stop":
+            calls, finish = turn.tool_calls[: asked.most_calls], turn.finish
+            if asked.forced and finish == "stop":
                 said = json.loads(turn.text)
-                call = ToolCall(secrets.token_hex(5), said[NAME], said[ARGUMENTS])
-                yield call
-                turn = replace(turn, text="", finish="tool_calls", tool_calls=(call,))
-            elif asked.forced:
-                turn = replace(turn, text="")
-            event = End(replace(turn, tool_calls=turn.tool_calls[: asked.most_calls]))
-        elif asked.forced and isinstance(event, Text):
-            continue
-        yield event
+                calls, finish = (ToolCall(secrets.token_hex(5), said[NAME], said[ARGUMENTS]),), "tool_calls"
+                yield calls[0]
+            text = "" if asked.forced else turn.text
+            event = End(replace(turn, text=text, finish=finish, tool_calls=calls))
+        is_extra = isinstance(event, ToolCall) and n_calls > (asked.most_calls or n_calls)
+        if not is_extra and not (asked.forced and isinstance(event, Text)):
+            yield event

@@ -258,7 +258,7 @@ HEADS: dict[str, tuple[int, str, dict[str, str]]] = {
     "another page": (403, "bad_origin", {"origin": "https://evil.example"}),
     "a page of another port": (403, "bad_origin", {"origin": "http://localhost:3001"}),
     "a page without a name": (403, "bad_origin", {"origin": "null"}),
-    "a frame": (403, "cross_site", {"sec-fetch-site": "cross-site"}),
+    "a frame": (403, "bad_origin", {"sec-fetch-site": "cross-site"}),
 }
 
 
