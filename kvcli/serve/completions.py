@@ -24,7 +24,7 @@ from kvcli.serve.openapi import Operation
 from kvcli.serve.schemas import ChatRequest, Common, TextRequest, parsed
 from kvcli.serve.stream import EventStream, error_frame, frame, several, turns_of
 
-FINISH = {"loop": "stop", "interrupted": "length"}  # reasons that OpenAI does not have; others are alike
+FINISH = {"loop": "length", "interrupted": "length"}  # reasons that OpenAI does not have: the text is incomplete
 MODES = {"none": "off", "minimal": "low"}  # efforts that are no mode of thinking
 MOST = 64  # answers of a request
 LEAST = -9999.0  # log-probability that stands for minus infinity, as in OpenAI's API
