@@ -107,6 +107,10 @@ class Gate:
 
     def _check(self, scope: Scope, head: dict[str, str]) -> None:
         """Raise Refused for a request that may not be served."""
+        if (
+            sum(len(name) + len(value) for name, value in head.items()) > HEAD
+        ):  # uvicorn limits heads that come in parts
+            raise Refused(431, f"the head of a request has at most {HEAD >> 10} KiB", code="head_too_large")
         host, origin = head.get("host", "").lower(), head.get("origin", "").lower()
         if not ((name := host_of(host)) and (is_loopback(name) or name in self.hosts)):
             raise Refused(403, "this host name is not served", code="bad_host", try_=["kvcli serve --allow-host NAME"])

@@ -24,6 +24,7 @@ REFUSALS = {
     "413": "The request is too large, or the answer could never fit in memory.",
     "415": "The request is not application/json.",
     "429": "Too many requests wait; Retry-After has the seconds.",
+    "431": "The head of the request is too large.",
     "500": "A fault of kvcli; its log has more.",
     "503": "The model is not ready, or out of memory.",
 }
