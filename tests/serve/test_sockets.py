@@ -213,14 +213,14 @@ def test_ctrl_c_finishes_answers_and_a_second_one_ends_them() -> None:
             assert (b'"finish_reason"' in s.recv(1 << 16)) == whole
 
 
-@pytest.mark.parametrize("seconds", [20, pytest.param(600, marks=pytest.mark.models)])
-def test_memory_threads_and_files_stay_flat(seconds: int) -> None:
-    """Requests of three profiles, of many lengths, with scores and without; each seventh is cut."""
+def test_memory_threads_and_files_stay_flat() -> None:
+    """Requests of three profiles, of many lengths, with scores and without; each seventh is cut. KVCLI_SOAK: seconds."""
+    seconds = float(os.environ.get("KVCLI_SOAK", "20"))
     served = Server("--idle-kv", "64MiB")
     r, codes = random.Random(1), Counter[object]()
 
     async def one(client: Any, k: int) -> None:
-        prompt = [r.randrange(300, 2000) for _ in range(r.randrange(20, 400))]
+        prompt = [r.randrange(300, 1800) for _ in range(r.randrange(20, 400))]
         body = {"model": r.choice(["demo", "demo:exact", "demo:fafo"]), "prompt": prompt, "seed": k, "temperature": 1}
         body |= {"max_tokens": r.randrange(1, 16), "ignore_eos": True, "logprobs": 2 if k % 4 == 0 else None}
         if k % 7 == 0:
@@ -241,13 +241,13 @@ def test_memory_threads_and_files_stay_flat(seconds: int) -> None:
                 k += 8
         return k
 
-    k = asyncio.run(load(max(10.0, seconds / 5), 0))
+    k = asyncio.run(load(15, 0))
     before = served.memory()
     n = asyncio.run(load(seconds, k)) - k
     after = served.memory()
     print(n, "requests", codes, before, after)
-    assert {*codes} == {"cut", 200}
+    assert {*codes} == {"cut", 200}, codes
     assert after["threads"] <= before["threads"] + 1
     assert after["files"] <= before["files"] + 2
-    assert after["MiB"] - before["MiB"] < max(8, n // 1000)
+    assert after["MiB"] - before["MiB"] < 8 + n // 1000
     assert served.end() == 0
