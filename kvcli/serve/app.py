@@ -62,7 +62,8 @@ def _operations(host: Host) -> list[Operation]:
         body = await parsed(TokenizeRequest, request)
         if (body.prompt is None) == (not body.messages):
             raise BadInput("either prompt or messages", code="bad_field", try_=["only one of them"])
-        asked = Asked(body.model, messages=[m.plain for m in body.messages], variables=body.chat_template_kwargs)
+        messages, variables = [m.plain for m in body.messages], body.chat_template_kwargs
+        asked = Asked(body.model, messages=messages, variables=variables, tools=body.tools)
         profile = host.profile_of(asked)
         if body.prompt is None:
             ids = (await host.prompt_of(asked, profile)).ids

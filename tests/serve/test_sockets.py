@@ -214,7 +214,7 @@ def test_ctrl_c_finishes_answers_and_a_second_one_ends_them() -> None:
 
 
 def test_memory_threads_and_files_stay_flat() -> None:
-    """Requests of three profiles, of many lengths, with scores and without; each seventh is cut. KVCLI_SOAK: seconds."""
+    """Requests of three profiles, with scores and without; each seventh is cut. KVCLI_SOAK: seconds."""
     seconds = float(os.environ.get("KVCLI_SOAK", "20"))
     served = Server("--idle-kv", "64MiB")
     r, codes = random.Random(1), Counter[object]()
