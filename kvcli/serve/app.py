@@ -17,16 +17,13 @@ from kvcli.serve.gate import Gate
 from kvcli.serve.host import Asked, Host
 from kvcli.serve.openapi import Operation, document
 from kvcli.serve.schemas import DetokenizeRequest, TokenizeRequest, parsed
+from kvcli.settings.profile import Profile
 
 STUCK = 60.0  # seconds without a sign of life of the engine
 
 
 def server_app(
-    host: Host,
-    *,
-    hosts: Collection[str] = (),
-    origins: Collection[str] = (),
-    key: bytes | None = None,
+    host: Host, *, hosts: Collection[str] = (), origins: Collection[str] = (), key: bytes | None = None
 ) -> Gate:
     """Return the ASGI application. Parameters are those of the gate."""
     made = [*completions.operations(host), *_operations(host)]
@@ -41,21 +38,14 @@ def server_app(
 
 
 def _operations(host: Host) -> list[Operation]:
-    began = int(time.time())
-    model = host.model
+    began, model = int(time.time()), host.model
+
+    def meta_of(profile: Profile) -> dict[str, str]:
+        return {"profile": profile.name, "exactness": profile.exactness, "description": profile.description}
 
     async def models(_: Request) -> Response:
-        found = [
-            {
-                "id": name,
-                "object": "model",
-                "created": began,
-                "owned_by": "kvcli",
-                "max_model_len": model.limit,
-                "meta": {"profile": profile.name, "exactness": profile.exactness, "description": profile.description},
-            }
-            for name, profile in host.names.items()
-        ]
+        about = {"object": "model", "created": began, "owned_by": "kvcli", "max_model_len": model.limit}
+        found = [{"id": name, **about, "meta": meta_of(profile)} for name, profile in host.names.items()]
         return JSONResponse({"object": "list", "data": found})
 
     async def tokenize(request: Request) -> Response:
@@ -72,7 +62,7 @@ def _operations(host: Host) -> list[Operation]:
             ids = await host.text_of(lambda: encode(model.tokenizer, text, special))
         found: dict[str, Any] = {"count": len(ids), "max_model_len": model.limit, "tokens": ids}
         if body.return_token_strs:
-            found["token_strs"] = await host.text_of(lambda: [decode(model.tokenizer, [i]) for i in ids])
+            found["token_strs"] = await host.text_of(lambda: [*map(host.word, ids)])
         return JSONResponse(found)
 
     async def detokenize(request: Request) -> Response:
@@ -85,13 +75,8 @@ def _operations(host: Host) -> list[Operation]:
     async def health(_: Request) -> Response:
         status = model.engine.snapshot()
         is_well = (status.step_age or 0.0) < STUCK
-        said = {
-            "status": "ok" if is_well else "stuck",
-            "running": status.running,
-            "waiting": status.waiting,
-            "step_age": status.step_age,
-        }
-        return JSONResponse(said, 200 if is_well else 503)
+        said = {key: getattr(status, key) for key in ("running", "waiting", "step_age")}
+        return JSONResponse({"status": "ok" if is_well else "stuck", **said}, 200 if is_well else 503)
 
     async def metrics(_: Request) -> Response:
         return Response(host.metrics.text(), media_type="text/plain; version=0.0.4")

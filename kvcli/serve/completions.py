@@ -129,47 +129,31 @@ async def _answer(host: Host, body: Common, asked: Sequence[Asked], form: Form) 
 
 def finish_of(turn: Turn) -> dict[str, Any]:
     """Return why an answer ended. `stop_reason` has what OpenAI's words do not say."""
-    return {
-        "finish_reason": FINISH.get(turn.finish, turn.finish),
-        "stop_reason": turn.finish if turn.finish in FINISH else None,
-    }
+    odd = turn.finish if turn.finish in FINISH else None
+    return {"finish_reason": FINISH.get(turn.finish, turn.finish), "stop_reason": odd}
 
 
 def usage(turns: Sequence[Turn], n: int = 1) -> dict[str, Any]:
     """Return the tokens of answers, n to each prompt."""
     stats = [turn.stats for turn in turns]
     prompt, new = sum(one.prompt for one in stats[::n]), sum(one.new for one in stats)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached for one in stats[::n])},
-        "completion_tokens_details": {
-            "reasoning_tokens": sum(one.thinking for one in stats),
-            "accepted_prediction_tokens": sum(one.accepted_tokens for one in stats),
-            "rejected_prediction_tokens": sum(one.draft_tokens - one.accepted_tokens for one in stats),
-        },
-    }
+    drafted, accepted = sum(one.draft_tokens for one in stats), sum(one.accepted_tokens for one in stats)
+    details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+    details["reasoning_tokens"] = sum(one.thinking for one in stats)
+    found: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    found["prompt_tokens_details"] = {"cached_tokens": sum(one.cached for one in stats[::n])}
+    return found | {"completion_tokens_details": details}
 
 
 def timings(turn: Turn) -> dict[str, Any]:
     """Return the times of an answer in llama-server's words."""
-    s = turn.stats
-    read, new = s.prompt - s.cached, s.new
-    return {
-        "cache_n": s.cached,
-        "prompt_n": read,
-        "prompt_ms": 1e3 * s.read,
-        "prompt_per_token_ms": 1e3 * s.read / max(1, read),
-        "prompt_per_second": s.read_tok_s,
-        "predicted_n": new,
-        "predicted_ms": 1e3 * s.decode,
-        "predicted_per_token_ms": 1e3 * s.decode / max(1, new),
-        "predicted_per_second": s.decode_tok_s,
-        "draft_n": s.draft_tokens,
-        "draft_n_accepted": s.accepted_tokens,
-        "kv_bytes": s.kv_bytes,
-    }
+    s, found = turn.stats, dict[str, Any]()
+    parts = (("prompt", s.prompt - s.cached, s.read, s.read_tok_s), ("predicted", s.new, s.decode, s.decode_tok_s))
+    for name, n, seconds, speed in parts:
+        found |= {f"{name}_n": n, f"{name}_ms": 1e3 * seconds, f"{name}_per_second": speed}
+        found[f"{name}_per_token_ms"] = 1e3 * seconds / max(1, n)
+    drafts = {"draft_n": s.draft_tokens, "draft_n_accepted": s.accepted_tokens}
+    return {"cache_n": s.cached, **found, **drafts, "kv_bytes": s.kv_bytes}
 
 
 def call_of(call: ToolCall) -> dict[str, Any]:
@@ -245,11 +229,8 @@ class ChatForm(Form):
 
     def whole(self, turn: Turn, asked: Asked) -> dict[str, Any]:
         calls = [call_of(call) for call in turn.tool_calls]
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": turn.text or (None if calls else ""),
-            "refusal": None,
-        }
+        text = turn.text or (None if calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         message |= {"reasoning_content": turn.thinking} if turn.thinking else {}
         message |= {"tool_calls": calls} if calls else {}
         return {"message": message, "logprobs": self.scored(turn.scores[turn.stats.thinking :])}
@@ -260,11 +241,8 @@ class ChatForm(Form):
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         word = self.word(token)
-        return {
-            "token": word,
-            "logprob": _finite(logprob),
-            "bytes": None if BROKEN in word else list(word.encode("utf-8", "replace")),
-        }
+        raw = None if BROKEN in word else list(word.encode("utf-8", "replace"))
+        return {"token": word, "logprob": _finite(logprob), "bytes": raw}
 
 
 class TextForm(Form):

@@ -115,10 +115,8 @@ class Host:
         if wrong := [key for key in changes if key.partition(".")[0] not in SETTABLE or "." not in key]:
             others = ", ".join(f"{table}.*" for table in SETTABLE)
             raise BadConfig(f"a request cannot set {wrong[0]}", code="not_allowed", try_=[f"set keys of {others}"])
-        if asked.thinking != "auto":
-            changes["thinking.mode"] = asked.thinking
-        if asked.thinking_tokens:
-            changes["thinking.max_tokens"] = asked.thinking_tokens
+        changes |= {"thinking.mode": asked.thinking} if asked.thinking != "auto" else {}
+        changes |= {"thinking.max_tokens": asked.thinking_tokens} if asked.thinking_tokens else {}
         changed = profile.changed(changes, "the request") if changes else profile
         if changed.spec.second != profile.spec.second:
             raise BadConfig("a request cannot choose a draft model", code="not_allowed", try_=["spec.method=ngram"])
@@ -131,15 +129,23 @@ class Host:
 
     async def prompt_of(self, asked: Asked, profile: Profile) -> PromptOf:
         """Return the prompt that the model is given. Raises BadInput and ContextOverflow."""
-        return await self._in(self._texts, partial(self._prompt, asked, profile))
+        return await self.text_of(partial(self._prompt, asked, profile))
 
     def word(self, token: int) -> str:
         """Return the text of a token."""
         return decode(self.model.tokenizer, [token])
 
     async def text_of(self, act: Callable[[], T]) -> T:
-        """Run work with the tokenizer beside the event loop."""
-        return await self._in(self._texts, act)
+        """Run work with the tokenizer beside the event loop.
+
+        A cancelled task waits for its end, so that nothing that it uses is freed meanwhile.
+        """
+        work = asyncio.get_running_loop().run_in_executor(self._texts, act)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])
+            raise
 
     async def events(self, asked: Asked) -> AsyncGenerator[Event | Waiting]:
         """Yield the events of one answer. Closing the generator, or cancelling its task, ends the answer.
@@ -222,15 +228,6 @@ class Host:
                 raise Busy("other grammars are still compiled", retry_after=COMPILE_SECONDS) from None
             said = f"the grammar was not ready after {COMPILE_SECONDS:.0f} s"
             raise BadInput(said, code="grammar_too_slow") from None
-
-    async def _in(self, pool: ThreadPoolExecutor, act: Callable[[], T]) -> T:
-        """Run `act` in a thread. A cancelled task waits for its end, so that nothing it uses is freed meanwhile."""
-        work = asyncio.get_running_loop().run_in_executor(pool, act)
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await asyncio.wait([work])
-            raise
 
 
 def served_profiles(first: Profile, others: Iterable[Profile]) -> dict[str, Profile]:

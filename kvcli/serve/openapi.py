@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.routing import Route
@@ -28,24 +29,19 @@ REFUSALS = {
     "500": "A fault of kvcli; its log has more.",
     "503": "The model is not ready, or out of memory.",
 }
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "code", "param", "try", "detail"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "code": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "try": {"type": "array", "items": {"type": "string"}, "description": "what to do about it"},
-                "detail": {"type": "object"},
-            },
-        }
-    },
-}
+
+
+class ErrorFields(BaseModel):
+    message: str
+    type: str
+    code: str
+    param: str | None
+    try_: list[str] = Field(alias="try", description="what to do about it")
+    detail: dict[str, Any]
+
+
+class Error(BaseModel):
+    error: ErrorFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +61,7 @@ class Operation:
 
 def document(operations: Sequence[Operation]) -> dict[str, Any]:
     """Return the OpenAPI document."""
-    bodies = dict.fromkeys(one.body for one in operations if one.body)
+    bodies: dict[type[BaseModel], None] = dict.fromkeys([Error, *(one.body for one in operations if one.body)])
     _, schemas = models_json_schema(
         [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
     )
@@ -88,7 +84,7 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
         "paths": paths,
         "security": [{}, {"key": []}],
         "components": {
-            "schemas": {**schemas.get("$defs", {}), "Error": ERROR},
+            "schemas": schemas["$defs"],
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
