@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble, environment
-from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, TokenScore, ToolCall, Turn
-from kvcli.chat.scores import ROWS, PromptScores, scores_of
+from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, ToolCall, Turn, Waiting
 from kvcli.engine.forward_request import Coroutine, Passes, await_passes
 from kvcli.engine.policy.policy import Phase
 from kvcli.engine.resources import peak_bytes, used_bytes
@@ -243,7 +242,12 @@ class TurnRequest:
     constraint: Constraint | None = None
     thinking: ThinkingLimit | None = None  # None: thoughts count as the answer
     calls: CallReader | None = None  # splits off tool calls; None: there are no tools
-    scores_prompt: bool = False  # the whole prompt is read, and its tokens are scored
+
+
+def alone() -> Generator[Waiting, None, bool]:
+    """Free no memory, because no other answer runs (see `TurnRun.free_memory`)."""
+    yield from ()
+    return False
 
 
 class TurnRun:
@@ -271,14 +275,34 @@ class TurnRun:
         is_split = asked.constraint is None or thinking.is_due
         self._words = Channels(tokenizer, asked.ids, asked.strings, is_split=is_split, **around)
         self._said: list[str] = []  # text of the answer so far, which an error returns
-        top = asked.sampler.top_logprobs
-        self._scores: list[TokenScore] | None = [] if top is not None else None  # of the answer's tokens, if asked for
-        self._prompt = PromptScores(session, asked.ids, top or 0) if asked.scores_prompt else None
         # most tokens of prompt and answer
         self._end = min(len(asked.ids) + asked.new + thinking.tokens + len(thinking.end_ids), terms.limit)
         self._waits = thinking.is_due  # the constraint begins after the thought
         self._cancel = _latched(asked.cancel)
         self._measured = 0.0  # time of the last memory measurement
+        # committed tokens before and all tokens after each prefill, by which a lost KV cache is computed again
+        self._prefills: list[tuple[int, int]] = []
+        # after a pass that lacked memory: frees memory of other sequences, perhaps after a wait; False = there is none
+        self.free_memory: Callable[[], Generator[Waiting, None, bool]] = alone
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Tokens of the prompt."""
+        return self._asked.ids
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of prompt and answer."""
+        return self._end
+
+    def restart(self) -> bool:
+        """Drop the KV cache of the suspended answer, which is computed again when it goes on. False if a part of it was
+        not computed by this answer and would become another."""
+        is_partial = bool(self._prefills and self._prefills[0][0]) or "reuses" in self.terms.profile.effects
+        if is_partial and not assemble.is_lossless(self.terms.profile):
+            return False
+        _restart(self.session, self.terms.profile)
+        return True
 
     def events(self) -> Coroutine[Event, Turn]:
         """Yield Live and Read first, then Thought and Text pieces. A pass that ran out of memory is repeated after a
@@ -292,7 +316,7 @@ class TurnRun:
         by_layers = profile.prune.describe_read or profile.prefill.order == "layers"
         stats.order = "layers" if by_layers else "chunks"
         yield Live(stats)
-        with environment.return_large_blocks(), self._few_rows():
+        with environment.return_large_blocks():
             yield from self._read()
         ids, answer = list(asked.ids), list[int]()
         before = session.drafter.report()
@@ -304,15 +328,12 @@ class TurnRun:
             with catch_cache_full() as lacks:
                 # tokens were forced, or the KV cache was lost; afterwards the last token is pending
                 if len(session.ids) < len(ids):
-                    while (yield from session.prefill_chunk(ids)):
-                        pass
+                    yield from self._compute(ids)
                 most, writer = min(self._end - len(ids), self._most(len(answer))), self.terms.writer
                 # with these stops, a pass adds no token after a thought that a constraint waits for
                 stops = {*asked.stops, *self._thinking.end_ids} if self._waits else asked.stops
                 step = yield from session.step(stops, most) if writer is None else writer.step(session, stops, most)
                 stats.add_step(step)
-            if lacks and self._scores is not None:  # a broken pass leaves no scores: its tokens are sampled again
-                session.resume(ids)
             added = session.ids[len(ids) :] if lacks else step.new  # a broken pass may have added some
             if lacks and added:
                 stats.passes += 1
@@ -320,7 +341,7 @@ class TurnRun:
             ids += added
             stats.first_token = stats.first_token or fetched + stats.read + stats.decode
             self._measure()
-            pieces, forced, at = list[Piece](), None, len(answer)
+            pieces = list[Piece]()
             for i in added:  # one by one: tokens after a stop string do not count, even those of the same pass
                 answer.append(i)
                 thinks, is_open = words.thinks, words.is_open
@@ -336,9 +357,6 @@ class TurnRun:
                     break
                 if asked.strings.is_hit or loop:
                     break
-            if self._scores is not None and added:
-                self._scores += scores_of(step)[: len(answer) - at - len(forced or ())]
-                self._scores += [TokenScore(i, None) for i in forced or ()]
             stats.thinking_seconds += step.seconds if added and not lacks and stats.thinking > thought else 0.0
             if pieces:
                 yield from self._tell(pieces, answer[shown:])
@@ -359,8 +377,7 @@ class TurnRun:
         self._measure(at_once=True)
         if (report := session.drafter.report()) is not None and before is not None:
             stats.add_draft_report(before, report)
-        scores, of_prompt = tuple(self._scores or ()), self._prompt.scores if self._prompt is not None else ()
-        return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip(), called, scores, of_prompt)
+        return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip(), called)
 
     def _shown(self, token: int) -> list[Piece]:
         """Return the pieces that became certain with a token. A thought that mentions calls makes none."""
@@ -392,30 +409,33 @@ class TurnRun:
         session = self.session
         if session.shared(ids) < len(session.ids):  # the pass went on after the end of the thought
             session.resume(ids)
+        self._prefills = [*(self._prefills if session.committed else ()), (session.committed, len(ids))]
         if self._waits:
             self._waits = False
             self._words.stop_splitting()
             session.constraint, session.answer_at = self._asked.constraint, len(ids)
 
-    @contextmanager
-    def _few_rows(self) -> Iterator[None]:
-        """Read a prompt that is scored in small chunks, because of its logits, where chunks change nothing else."""
-        session, rows = self.session, self.session.chunk_rows
-        if self._prompt is not None and session.policy is None and session.lm.is_row_invariant:
-            session.chunk_rows = min(rows, ROWS)
-        try:
-            yield
-        finally:
-            if self._prompt is not None:  # a lack of memory may have made chunks smaller
-                session.chunk_rows = min(rows, assemble.chunk(session.lm, self.terms.profile))
+    def _compute(self, ids: Sequence[int]) -> Passes[None]:
+        """Compute the missing KV of `ids` as it is computed first: of prompt and forced tokens by prefill, of others
+        by decoding, so that compression points are the same."""
+        session = self.session
+        if not session.committed:  # KV from before this answer was lost too
+            self._prefills[0] = 0, self._prefills[0][1]
+        for start, end in self._prefills:
+            if len(session.ids) < end:
+                yield from session.replay(ids[: start + 1])
+                while (yield from session.prefill_chunk(ids[:end])):
+                    pass
+        if len(session.ids) < len(ids):
+            yield from session.replay(ids)
+            yield from await_passes(session.drafter.start(session.ids, session.sampler))
 
     def _read(self) -> Coroutine[Event, None]:
         session, stats, ids, began = self.session, self._stats, self._asked.ids, time.perf_counter()
-        is_more = True
+        is_more, self._prefills = True, [(session.committed, len(ids))]
         while is_more:
-            passes = session.prefill_chunk(ids)
             with catch_cache_full() as lacks:
-                is_more = yield from passes if self._prompt is None else self._prompt.through(passes)
+                is_more = yield from session.prefill_chunk(ids)
             if lacks:
                 yield from self._relieve(lacks[0], "read" if session.committed == len(ids) - 1 else "reading")
                 if len(ids) >= self.terms.limit:
@@ -429,8 +449,9 @@ class TurnRun:
             if is_more and self._cancel():
                 return
 
-    def _relieve(self, lack: CacheFull, phase: Phase) -> Passes[None]:
-        """Repair the session, then apply steps of `memory.fallbacks` until it is ready for a forward pass.
+    def _relieve(self, lack: CacheFull, phase: Phase) -> Coroutine[Event, None]:
+        """Repair the session, then free memory of other sequences until it is ready for a forward pass. An answer that
+        is alone applies steps of `memory.fallbacks`.
 
         If the KV cache could not be saved, the session is empty, and its ids are prefilled again. Raises the error,
         explained, if no step is left.
@@ -442,6 +463,8 @@ class TurnRun:
             is_due = repair_session(session)
         if lacks:
             _restart(session, self.terms.profile)
+        while not is_ready and (yield from self.free_memory()):
+            is_ready = yield from _is_ready(session, is_due, phase)
         while not is_ready and self.terms.profile.memory.on_oom == "degrade" and self.terms.profile.memory.fallbacks:
             before = self.terms
             self.terms = self._switch(next_fallback(before.profile, before.limit))
@@ -473,8 +496,7 @@ class TurnRun:
         for thinks, group in groupby(pieces, key=lambda piece: piece[0]):
             piece = "".join(text for _, text in group)
             self._said += [] if thinks else [piece]
-            scores = self._scores[-len(ids) :] if self._scores is not None and ids else ()
-            yield (Thought if thinks else Text)(piece, tuple(ids), tuple(scores))
+            yield (Thought if thinks else Text)(piece, tuple(ids))
             ids = ()
 
     def _measure(self, at_once: bool = False) -> None:

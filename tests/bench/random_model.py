@@ -19,23 +19,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests import make
 from tests.bench.harness import ran
 
+SHAPE = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 16384,
+    "intermediate_size": 2816,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+
 
 def build() -> Any:
     """The model as transformers has it."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = LlamaConfig(
-        hidden_size=1024,
-        num_hidden_layers=12,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=16384,
-        intermediate_size=2816,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-    )
+    config = LlamaConfig(**SHAPE, eos_token_id=None)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
 
