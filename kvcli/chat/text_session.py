@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble
-from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
+from kvcli.api import Cancel, End, Event, Events, Prompt, Read, Turn, turn_of
 from kvcli.chat.admission import Claim
 from kvcli.chat.loaded_model import LoadedModel
 from kvcli.chat.overflow import ContextWindow
+from kvcli.chat.scores import refuse_scores, score_prompt
+from kvcli.chat.side_by_side import SideBySide
 from kvcli.chat.transcript import chat_spans
 from kvcli.chat.turn import AnswerSettings, ThinkingLimit, TurnRequest, TurnRun
 from kvcli.engine.engine import iterate_events, release, run_to_end
@@ -205,6 +207,32 @@ class TextSession:
         """Yield one answer as events: Live and Read first, then Text pieces, End last."""
         return iterate_events(self.answer(prompt, **options))
 
+    def samples(self, prompt: Prompt, n: int, *, seed: int | None = None, **options: Any) -> Iterator[Events]:
+        """Yield the events of n answers to one prompt, each with the next seed. They run together, and each is the
+        answer of `stream` with its seed. The prompt is read once, by this session; the others are copies of it.
+        """
+        together, copies, answers, own = SideBySide(), list[TextSession](), list[Events](), self.profile.sample
+        seed, heat = own.seed if seed is None else seed, options.get("temperature", own.temperature)
+        if n > 1 and not (self.model.lm.generation.get("temperature") if heat is None else heat):
+            message = f"temperature is 0, so all {n} answers would be the same"
+            raise BadInput(message, code="same_samples", try_=["a temperature, -t 0.8"])
+
+        def hear(event: Event) -> None:
+            if isinstance(event, Read) and event.done == event.total:
+                for i in range(1, n):
+                    copies.append(TextSession(self.model))
+                    copies[-1].session = self.session.fork()
+                    answers.append(together.add(copies[-1].answer(prompt, seed=seed + i, **options)))
+
+        try:
+            yield together.add(self.answer(prompt, seed=seed, **options), hear)
+            while len(answers) < n - 1 and together.step():
+                pass
+            yield from answers
+        finally:
+            for copy in copies:
+                copy.close()
+
     def astream(self, prompt: Prompt, *, client: str = "", **options: Any) -> AsyncGenerator[Event]:
         """Yield one answer as events in a coroutine, batched with other sessions of the model used by event loops.
 
@@ -240,6 +268,8 @@ class TextSession:
         messages: Messages = (),
         constraint: Constraint | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        top_logprobs: int | None = None,
+        prompt_logprobs: bool = False,
         **sample: object,
     ) -> Coroutine[Event, Turn]:
         """Return one answer as a coroutine for an engine, alone or with other sequences (`kvcli.generate_together`).
@@ -250,6 +280,9 @@ class TextSession:
         tell system text from the rest.
         `constraint`: structured output, as from `model.constraint`; it decides where the answer may end.
         `tools`: function definitions in the prompt, whose calls are returned apart from the text.
+        `top_logprobs`: return the log-probability of each token of the answer, and so many most likely tokens, 0 to 20,
+        in `Turn.scores` and in the events. `prompt_logprobs`: also those of the prompt, in `Turn.prompt_scores`; the
+        whole prompt is then read, without saved KV.
         Raises ContextOverflow before the prefill.
         """
         if constraint is not None and ignore_eos:
@@ -262,6 +295,7 @@ class TextSession:
             raise BadInput(
                 "a constrained answer cannot call tools", code="constrained_tools", try_=["tools or a constraint"]
             )
+        refuse_scores(self.session, self.profile, top_logprobs, prompt_logprobs)
         variables = {"tools": tools} if tools else {}
         model, ids = self.model, self.model.encode(prompt, **variables)
         if isinstance(prompt, str):
@@ -298,7 +332,7 @@ class TextSession:
             () if ignore_eos else model.lm.stop_ids,
             StopStrings([*texts_of(profile.sample.stop), *(() if ignore_eos else model.lm.stop_strings)]),
             cancel or (lambda: False),
-            assemble.sampler(model.lm, profile),
+            replace(assemble.sampler(model.lm, profile), top_logprobs=top_logprobs),
             0 if ignore_eos else profile.sample.stop_loops,
             constraint,
             thinking,
@@ -311,10 +345,14 @@ class TextSession:
             AnswerSettings(self.profile, self.limit, self.writer),
             tokenizer=self.tokenizer,
             load_seconds=self.info.load_seconds,
-            fetch=self.fetch,
+            fetch=(lambda ids: self.session.rewind(0)) if prompt_logprobs else self.fetch,
             switch=self._degrade,
         )
-        return self._only(run.events())
+        answer = run.events()
+        if prompt_logprobs:
+            chunk = lambda: assemble.chunk(model.lm, self.profile)  # noqa: E731
+            answer = score_prompt(answer, self.session, ids, top_logprobs or 0, chunk)
+        return self._only(answer)
 
     def _refuse_crowd(self, most: int) -> None:
         """Raise CacheFull if as many sessions as `memory.sequences` allows already share the free memory."""

@@ -15,7 +15,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble, environment
-from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, ToolCall, Turn, Waiting
+from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, TokenScore, ToolCall, Turn, Waiting
+from kvcli.chat.scores import scores_of
 from kvcli.engine.forward_request import Coroutine, Passes, await_passes
 from kvcli.engine.policy.policy import Phase
 from kvcli.engine.resources import peak_bytes, used_bytes
@@ -275,6 +276,8 @@ class TurnRun:
         is_split = asked.constraint is None or thinking.is_due
         self._words = Channels(tokenizer, asked.ids, asked.strings, is_split=is_split, **around)
         self._said: list[str] = []  # text of the answer so far, which an error returns
+        # of the answer's tokens, if asked for
+        self._scores: list[TokenScore] | None = [] if asked.sampler.top_logprobs is not None else None
         # most tokens of prompt and answer
         self._end = min(len(asked.ids) + asked.new + thinking.tokens + len(thinking.end_ids), terms.limit)
         self._waits = thinking.is_due  # the constraint begins after the thought
@@ -334,6 +337,8 @@ class TurnRun:
                 stops = {*asked.stops, *self._thinking.end_ids} if self._waits else asked.stops
                 step = yield from session.step(stops, most) if writer is None else writer.step(session, stops, most)
                 stats.add_step(step)
+            if lacks and self._scores is not None:  # a broken pass leaves no scores: its tokens are sampled again
+                session.resume(ids)
             added = session.ids[len(ids) :] if lacks else step.new  # a broken pass may have added some
             if lacks and added:
                 stats.passes += 1
@@ -341,7 +346,7 @@ class TurnRun:
             ids += added
             stats.first_token = stats.first_token or fetched + stats.read + stats.decode
             self._measure()
-            pieces = list[Piece]()
+            pieces, forced, at = list[Piece](), None, len(answer)
             for i in added:  # one by one: tokens after a stop string do not count, even those of the same pass
                 answer.append(i)
                 thinks, is_open = words.thinks, words.is_open
@@ -357,6 +362,9 @@ class TurnRun:
                     break
                 if asked.strings.is_hit or loop:
                     break
+            if self._scores is not None and added:
+                self._scores += scores_of(step)[: len(answer) - at - len(forced or ())]
+                self._scores += [TokenScore(i, None) for i in forced or ()]
             stats.thinking_seconds += step.seconds if added and not lacks and stats.thinking > thought else 0.0
             if pieces:
                 yield from self._tell(pieces, answer[shown:])
@@ -377,7 +385,8 @@ class TurnRun:
         self._measure(at_once=True)
         if (report := session.drafter.report()) is not None and before is not None:
             stats.add_draft_report(before, report)
-        return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip(), called)
+        scores = tuple(self._scores or ())
+        return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip(), called, scores)
 
     def _shown(self, token: int) -> list[Piece]:
         """Return the pieces that became certain with a token. A thought that mentions calls makes none."""
@@ -496,7 +505,8 @@ class TurnRun:
         for thinks, group in groupby(pieces, key=lambda piece: piece[0]):
             piece = "".join(text for _, text in group)
             self._said += [] if thinks else [piece]
-            yield (Thought if thinks else Text)(piece, tuple(ids))
+            scores = self._scores[-len(ids) :] if self._scores is not None and ids else ()
+            yield (Thought if thinks else Text)(piece, tuple(ids), tuple(scores))
             ids = ()
 
     def _measure(self, at_once: bool = False) -> None:
