@@ -40,7 +40,9 @@ class ServeOptions(Options, panel="The server"):
     key_file: Path | None = choice(metavar="FILE", help="File with the key that requests need, readable by you alone.")
     allow_host: list[str] | None = choice(metavar="NAME", help="Serve requests to this host name, too. Repeatable.")
     allow_origin: list[str] | None = choice(metavar="URL", help="Let web pages of this origin ask. Repeatable.")
+    kv: str | None = choice(metavar="SIZE", help="Memory for the KV of all conversations. Default: what is free.")
     idle_kv: str = choice(default="1GiB", metavar="SIZE", help="KV kept between requests. Default 1GiB.")
+    queue: int = choice(default=256, metavar="N", help="Answers that may wait for memory. Default 256.")
     grace: float = choice(default=30.0, metavar="S", help="After Ctrl-C, time for running answers. Default 30 s.")
     run: o.RunOptions
 
@@ -66,8 +68,9 @@ def serve(world: Environment, options: ServeOptions) -> int:
     if key is None and not is_loopback(options.host):
         said = f"{options.host} is not an address of this machine alone, and a server for others needs a key"
         raise UsageError(said, try_=["--key-file FILE", "leave --host out"])
-    if not re.fullmatch(SIZE.pattern, options.idle_kv):
-        raise UsageError(f"--idle-kv takes {SIZE.words}, not {options.idle_kv!r}", try_=["--idle-kv 1GiB"])
+    for flag, typed in (("--kv", options.kv or "1GiB"), ("--idle-kv", options.idle_kv)):
+        if not re.fullmatch(SIZE.pattern, typed):
+            raise UsageError(f"{flag} takes {SIZE.words}, not {typed!r}", try_=[f"{flag} 1GiB"])
     with listen(options.host, options.port) as listener:
         setup = Setup(world, options.model, o.profile_flags(options.values()), options.run.exact, reuses=True)
         setup.look(setup.profile)
@@ -99,6 +102,7 @@ def _run(
     """Serve until Ctrl-C or SIGTERM."""
     from uvicorn import Config, Server
 
+    from kvcli.chat.admission import EngineLimits
     from kvcli.serve.app import server_app
     from kvcli.serve.gate import HEAD, PATIENCE, PatientProtocol
     from kvcli.serve.host import Host
@@ -108,6 +112,8 @@ def _run(
         tell(world, f"internal error: {type(error).__name__}; the traceback is in {log}")
         return machine_gave_out(error) or KvcliError("internal error; the log of the server has more")
 
+    pool = size_of(options.kv) if options.kv else None
+    model.engine.limits = EngineLimits(pool_bytes=pool, queue=max(1, options.queue))
     host = Host(model, name, profiles, bug, idle_bytes=size_of(options.idle_kv))
     hosts = [name.lower() for name in (options.host, *(options.allow_host or ()))]
     origins = [url.lower().rstrip("/") for url in options.allow_origin or ()]

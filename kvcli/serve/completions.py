@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
-from kvcli.api import End, Event, Live, Text, Thought, TokenScore, ToolCall, Turn, Waiting
+from kvcli.api import End, Event, Live, Text, Thought, TokenScore, ToolCall, Turn
 from kvcli.errors import BadInput, KvcliError
 from kvcli.models.tool_calls import check_tools
 from kvcli.safe_output import BROKEN
@@ -177,7 +177,7 @@ class Form:
 
     prefix = kind = chunk_kind = ""
 
-    def delta(self, event: Event | Waiting, index: int) -> dict[str, Any] | None:
+    def delta(self, event: Event, index: int) -> dict[str, Any] | None:
         """Return the part of a choice for an event; None = it has none."""
         raise NotImplementedError
 
@@ -189,7 +189,7 @@ class Form:
         """Return the log-probabilities of tokens; None = none were asked for."""
         raise NotImplementedError
 
-    def of(self, index: int, event: Event | Waiting) -> Iterable[str]:
+    def of(self, index: int, event: Event) -> Iterable[str]:
         if (said := self.delta(event, index)) is None:
             return
         is_end, scores = isinstance(event, End), getattr(event, "scores", ())
@@ -214,7 +214,7 @@ class Form:
 class ChatForm(Form):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def delta(self, event: Event | Waiting, index: int) -> dict[str, Any] | None:
+    def delta(self, event: Event, index: int) -> dict[str, Any] | None:
         said: dict[str, Any] = {}
         if isinstance(event, Live):
             said = {"role": "assistant", "content": ""}
@@ -248,7 +248,7 @@ class ChatForm(Form):
 class TextForm(Form):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def delta(self, event: Event | Waiting, index: int) -> dict[str, Any] | None:
+    def delta(self, event: Event, index: int) -> dict[str, Any] | None:
         if isinstance(event, Text | Thought):
             return {"text": event.text}
         return {"text": ""} if isinstance(event, End) else None

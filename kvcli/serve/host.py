@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcli.api import End, Event, Text, ToolCall, Waiting
+from kvcli.api import End, Event, Text, ToolCall
 from kvcli.chat.overflow import refuse_longer
 from kvcli.chat.warm_sessions import WarmSessions
 from kvcli.errors import BadConfig, BadInput, Busy, KvcliError
@@ -147,7 +147,7 @@ class Host:
             await asyncio.wait([work])
             raise
 
-    async def events(self, asked: Asked) -> AsyncGenerator[Event | Waiting]:
+    async def events(self, asked: Asked) -> AsyncGenerator[Event]:
         """Yield the events of one answer. Closing the generator, or cancelling its task, ends the answer.
 
         Raises KvcliError, before the first event if the request cannot be answered at all.
@@ -263,7 +263,7 @@ def _call_schema(asked: Asked) -> Mapping[str, Any]:
     return {"anyOf": [{**rest, "properties": properties} for properties in fields]}
 
 
-async def _calls_of(events: AsyncGenerator[Event | Waiting], asked: Asked) -> AsyncGenerator[Event | Waiting]:
+async def _calls_of(events: AsyncGenerator[Event], asked: Asked) -> AsyncGenerator[Event]:
     """Yield the events with the calls that the request allows: a forced call in place of its JSON text."""
     n_calls = 0
     async for event in events:

@@ -10,7 +10,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from kvcli.api import End, Event, Read, Text, Thought, Waiting
+from kvcli.api import End, Event, Read, Text, Thought
 from kvcli.chat.engine_status import EngineStatus
 from kvcli.errors import KvcliError
 
@@ -59,7 +59,7 @@ class Metrics:
         self._requests.labels(route, str(status)).inc()
         self._request_seconds.observe(seconds)
 
-    async def watched(self, profile: str, events: AsyncGenerator[Event | Waiting]) -> AsyncGenerator[Event | Waiting]:
+    async def watched(self, profile: str, events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
         """Yield the events of an answer, and count it."""
         phase, last = "waiting", time.monotonic()
         try:

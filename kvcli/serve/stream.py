@@ -20,7 +20,7 @@ EVERY = 1.0  # seconds without a frame until a comment is sent: proxies close si
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 HEADERS += [(b"x-accel-buffering", b"no")]  # nginx would hold the frames back
 
-Events = AsyncGenerator[tuple[int, Event | Waiting]]  # of several answers: number of the answer, event
+Events = AsyncGenerator[tuple[int, Event]]  # of several answers: number of the answer, event
 
 log = logging.getLogger("kvcli.serve")
 
@@ -28,7 +28,7 @@ log = logging.getLogger("kvcli.serve")
 class Frames(Protocol):
     """The frames of one streamed response in a protocol."""
 
-    def of(self, index: int, event: Event | Waiting) -> Iterable[str]:
+    def of(self, index: int, event: Event) -> Iterable[str]:
         """Return the frames of an event of an answer; most events but text, thoughts, calls and `End` have none."""
 
     def end(self) -> Iterable[str]:
@@ -49,11 +49,11 @@ def error_frame(error: KvcliError) -> str:
     return frame(error_body(error))
 
 
-async def several(answers: Iterable[AsyncGenerator[Event | Waiting]]) -> Events:
+async def several(answers: Iterable[AsyncGenerator[Event]]) -> Events:
     """Yield the events of answers that are written side by side. An error of one of them ends all."""
-    found, tasks = asyncio.Queue[tuple[int, Event | Waiting] | BaseException | None](), list[asyncio.Task[None]]()
+    found, tasks = asyncio.Queue[tuple[int, Event] | BaseException | None](), list[asyncio.Task[None]]()
 
-    async def run(index: int, events: AsyncGenerator[Event | Waiting]) -> None:
+    async def run(index: int, events: AsyncGenerator[Event]) -> None:
         try:
             async with aclosing(events):
                 async for event in events:
@@ -89,7 +89,7 @@ async def turns_of(events: Events) -> list[Turn]:
 class EventStream:
     """A response of server-sent events, as an ASGI application. `started` waits until the answers were accepted."""
 
-    def __init__(self, events: Events, frames: Frames, first: tuple[int, Event | Waiting]) -> None:
+    def __init__(self, events: Events, frames: Frames, first: tuple[int, Event]) -> None:
         self._events, self._frames, self._first = events, frames, first
 
     @classmethod
@@ -137,7 +137,7 @@ class EventStream:
                     await asyncio.gather(pending, return_exceptions=True)
 
 
-def _progress(event: Event | Waiting) -> str:
+def _progress(event: Event) -> str:
     if isinstance(event, Waiting):
         return f"waiting, {event.ahead:,} ahead"
     if isinstance(event, Read):

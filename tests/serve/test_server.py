@@ -7,6 +7,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -385,9 +386,12 @@ def test_work_ends_when_its_client_leaves(served, phase, monkeypatch):
         asked["grammar"] = 'root ::= "a"'
     engine = served.host.model.engine._engine
 
+    def running() -> list[Any]:
+        return [task for task in engine._tasks if not task.is_over]
+
     async def leave() -> None:
         client = Client(served.app, asked)
-        while phase != "compiling" and not engine._tasks:
+        while phase != "compiling" and not running():
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.02)
         client.leaves.set()
@@ -395,11 +399,38 @@ def test_work_ends_when_its_client_leaves(served, phase, monkeypatch):
 
     before = counted(served, 'code="499"'), counted(served, "kvcli_cancelled_total")
     served.runner.run(leave())
-    assert not [task for task in engine._tasks if not task.is_over]
+    assert not running()
     assert counted(served, 'code="499"') == before[0] + 1
     assert counted(served, "kvcli_cancelled_total") == before[1] + (phase != "compiling")
     after = served.post(CHAT, HELLO)
     assert after.json()["choices"][0]["message"] == served.post(CHAT, HELLO).json()["choices"][0]["message"]
+
+
+def test_a_request_that_waits_for_memory_leaves_the_queue_with_its_client(served):
+    """It says how many are before it, and a full queue refuses more."""
+    engine, usual = served.host.model.engine, served.host.model.engine.limits
+    long = {**HELLO, "max_tokens": 1200, "stop_loops": 0, "stream": True}
+
+    async def three() -> tuple[bytes, int, int]:
+        clients = [Client(served.app, long) for _ in range(2)]
+        while engine.snapshot().waiting < 1 or b"waiting" not in clients[1].sent + clients[0].sent:
+            await asyncio.sleep(0.01)
+        refused = Client(served.app, long)
+        await refused.task
+        waits = engine.snapshot().waiting
+        for client in clients:
+            client.leaves.set()
+            await client.task
+        return bytes(refused.sent), waits, engine.snapshot().waiting + engine.snapshot().running
+
+    try:
+        need = served.host.model.kv_bytes(1300, 0)
+        engine.limits = replace(usual, pool_bytes=int(1.5 * need), queue=1)
+        said, waits, after = served.runner.run(three())
+    finally:
+        engine.limits = usual
+    assert json.loads(said)["error"]["code"] == "queue_full"
+    assert (waits, after) == (1, 0)
 
 
 def counted(served: Served, part: str) -> float:
