@@ -15,7 +15,7 @@ Finish = Literal["stop", "length", "interrupted", "loop", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The answer waits for memory that other answers use. Only `astream` yields it, before `Live`."""
+    """The answer waits for memory that other answers use, or for a prompt that it shares. Only `astream` yields it."""
 
     ahead: int  # requests that wait before this one
 
@@ -69,7 +69,7 @@ class End:
     turn: Turn
 
 
-Event = Read | Text | Thought | ToolCall | Live | End
+Event = Waiting | Read | Text | Thought | ToolCall | Live | End
 
 
 @dataclass(frozen=True, slots=True)

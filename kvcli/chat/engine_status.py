@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStep:
+class EngineStep(NamedTuple):
     """A finished engine step."""
 
     rows: int  # tokens of its forward passes

@@ -58,7 +58,9 @@ class LoadedModel:
         self.lm, self.tokenizer = lm, tokenizer
         self.profile = assemble.adapted_profile(lm, profile)
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
-        self.engine = EngineThread()  # for text sessions used by event loops
+        self.engine = EngineThread(
+            cache(partial(assemble.pool_bytes, lm, self.profile))
+        )  # for text sessions used by event loops
         self.data: Path | None = None  # the user's folder of saved chats; None = not set
         self.costs: Costs | None = None  # pass times on this machine; None = not measured
         self.time_passes: Callable[[Any], Costs | None] | None = None  # measures pass times of it; set by the caller

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from inspect import GEN_RUNNING, getgeneratorstate
+from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble
-from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, Waiting, turn_of
+from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
+from kvcli.chat.admission import Claim
 from kvcli.chat.loaded_model import LoadedModel
 from kvcli.chat.overflow import ContextWindow
 from kvcli.chat.transcript import chat_spans
@@ -18,7 +19,8 @@ from kvcli.engine.engine import iterate_events, release, run_to_end
 from kvcli.engine.forward_request import Coroutine, run_until_cancelled
 from kvcli.engine.sequence.state import QUESTION, KindSpan
 from kvcli.errors import BadInput, BadModel
-from kvcli.kv.out_of_memory import CacheFull, catch_cache_full
+from kvcli.kv.out_of_memory import CacheFull, Preempted, catch_cache_full
+from kvcli.kv.slots import nbytes
 from kvcli.models.text import Messages, StopStrings, decode, encode
 from kvcli.models.tool_calls import CallReader
 from kvcli.prefix_cache.prefix_cache import SaveResult
@@ -39,6 +41,7 @@ class TextSession:
     def __init__(self, model: LoadedModel) -> None:
         self.switch_profile(model)
         self.session = model.new_session(by_steps=True)
+        self._run: TurnRun  # of the last call of `answer`
         self._answer: Coroutine[Event, Turn | None] | None = None  # the answer that began last
         self.pack: Pack | None = None  # the pack of the documents that questions are about
         self._has_save_failed = False  # the last save to the prefix cache failed
@@ -168,14 +171,33 @@ class TextSession:
         """Yield one answer as events: Live and Read first, then Text pieces, End last."""
         return iterate_events(self.answer(prompt, **options))
 
-    def astream(self, prompt: Prompt, *, client: str = "", **options: Any) -> AsyncGenerator[Event | Waiting]:
+    def astream(self, prompt: Prompt, *, client: str = "", **options: Any) -> AsyncGenerator[Event]:
         """Yield one answer as events in a coroutine, batched with other sessions of the model used by event loops.
 
         Passes run in a thread of the model. Leaving the loop by `aclose()`, or cancelling its task, ends the answer.
         The answer waits while other answers use the memory that it needs; `client`: whose turn it is in that queue.
         Raises Busy if the queue is full, and DoesNotFit (`no_room`) if the answer could never fit.
         """
-        return self.model.engine.events(self.answer(prompt, **options))
+        work, run, profile = self.answer(prompt, **options), self._run, self.profile
+        memory, need = (
+            profile.memory,
+            assemble.kv_bytes(self.model.lm, profile, run.most_tokens, run.most_tokens - len(run.ids)),
+        )
+        can_shrink = "offloads" in profile.effects or (memory.on_oom == "degrade" and bool(memory.fallbacks))
+        claim = Claim(work, self, run, need, client, can_shrink)
+        run.free_memory = partial(self.model.engine.free_memory, claim)
+        return self.model.engine.events(claim)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV cache and of the KV of the drafter."""
+        return sum(nbytes(self.session.stored_kv, self.session.drafter).values())
+
+    @property
+    def can_drop(self) -> bool:
+        """True if the session is idle, and a prompt that is prefilled again gets the same KV."""
+        is_idle = self._answer is None or getgeneratorstate(self._answer) == GEN_CLOSED
+        return is_idle and assemble.is_lossless(self.profile)
 
     def answer(
         self,
@@ -252,7 +274,7 @@ class TextSession:
             CallReader(model.tokenizer, model.call_syntax(), tools) if tools else None,
         )
         self.has_begun = True  # before the prefill, as other sessions check it meanwhile
-        run = TurnRun(
+        run = self._run = TurnRun(
             self.session,
             asked,
             AnswerSettings(self.profile, self.limit, self.writer),
@@ -293,6 +315,8 @@ class TextSession:
         self._answer = answer
         try:
             turn = yield from answer
+        except Preempted:  # it was closed while it waited
+            turn = None
         except (GeneratorExit, CacheFull):
             raise
         except BaseException:

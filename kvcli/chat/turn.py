@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble, environment
-from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, ToolCall, Turn
+from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, ToolCall, Turn, Waiting
 from kvcli.engine.forward_request import Coroutine, Passes, await_passes
 from kvcli.engine.policy.policy import Phase
 from kvcli.engine.resources import peak_bytes, used_bytes
@@ -244,6 +244,12 @@ class TurnRequest:
     calls: CallReader | None = None  # splits off tool calls; None: there are no tools
 
 
+def alone() -> Generator[Waiting, None, bool]:
+    """Free no memory, because no other answer runs (see `TurnRun.free_memory`)."""
+    yield from ()
+    return False
+
+
 class TurnRun:
     """A running answer."""
 
@@ -274,6 +280,29 @@ class TurnRun:
         self._waits = thinking.is_due  # the constraint begins after the thought
         self._cancel = _latched(asked.cancel)
         self._measured = 0.0  # time of the last memory measurement
+        # committed tokens before and all tokens after each prefill, by which a lost KV cache is computed again
+        self._prefills: list[tuple[int, int]] = []
+        # after a pass that lacked memory: frees memory of other sequences, perhaps after a wait; False = there is none
+        self.free_memory: Callable[[], Generator[Waiting, None, bool]] = alone
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Tokens of the prompt."""
+        return self._asked.ids
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of prompt and answer."""
+        return self._end
+
+    def restart(self) -> bool:
+        """Drop the KV cache of the suspended answer, which is computed again when it goes on. False if a part of it was
+        not computed by this answer and would become another."""
+        is_partial = bool(self._prefills and self._prefills[0][0]) or "reuses" in self.terms.profile.effects
+        if is_partial and not assemble.is_lossless(self.terms.profile):
+            return False
+        _restart(self.session, self.terms.profile)
+        return True
 
     def events(self) -> Coroutine[Event, Turn]:
         """Yield Live and Read first, then Thought and Text pieces. A pass that ran out of memory is repeated after a
@@ -299,8 +328,7 @@ class TurnRun:
             with catch_cache_full() as lacks:
                 # tokens were forced, or the KV cache was lost; afterwards the last token is pending
                 if len(session.ids) < len(ids):
-                    while (yield from session.prefill_chunk(ids)):
-                        pass
+                    yield from self._compute(ids)
                 most, writer = min(self._end - len(ids), self._most(len(answer))), self.terms.writer
                 # with these stops, a pass adds no token after a thought that a constraint waits for
                 stops = {*asked.stops, *self._thinking.end_ids} if self._waits else asked.stops
@@ -381,14 +409,30 @@ class TurnRun:
         session = self.session
         if session.shared(ids) < len(session.ids):  # the pass went on after the end of the thought
             session.resume(ids)
+        self._prefills = [*(self._prefills if session.committed else ()), (session.committed, len(ids))]
         if self._waits:
             self._waits = False
             self._words.stop_splitting()
             session.constraint, session.answer_at = self._asked.constraint, len(ids)
 
+    def _compute(self, ids: Sequence[int]) -> Passes[None]:
+        """Compute the missing KV of `ids` as it is computed first: of prompt and forced tokens by prefill, of others
+        by decoding, so that compression points are the same."""
+        session = self.session
+        if not session.committed:  # KV from before this answer was lost too
+            self._prefills[0] = 0, self._prefills[0][1]
+        for start, end in self._prefills:
+            if len(session.ids) < end:
+                yield from session.replay(ids[: start + 1])
+                while (yield from session.prefill_chunk(ids[:end])):
+                    pass
+        if len(session.ids) < len(ids):
+            yield from session.replay(ids)
+            yield from await_passes(session.drafter.start(session.ids, session.sampler))
+
     def _read(self) -> Coroutine[Event, None]:
         session, stats, ids, began = self.session, self._stats, self._asked.ids, time.perf_counter()
-        is_more = True
+        is_more, self._prefills = True, [(session.committed, len(ids))]
         while is_more:
             with catch_cache_full() as lacks:
                 is_more = yield from session.prefill_chunk(ids)
@@ -405,8 +449,9 @@ class TurnRun:
             if is_more and self._cancel():
                 return
 
-    def _relieve(self, lack: CacheFull, phase: Phase) -> Passes[None]:
-        """Repair the session, then apply steps of `memory.fallbacks` until it is ready for a forward pass.
+    def _relieve(self, lack: CacheFull, phase: Phase) -> Coroutine[Event, None]:
+        """Repair the session, then free memory of other sequences until it is ready for a forward pass. An answer that
+        is alone applies steps of `memory.fallbacks`.
 
         If the KV cache could not be saved, the session is empty, and its ids are prefilled again. Raises the error,
         explained, if no step is left.
@@ -418,6 +463,8 @@ class TurnRun:
             is_due = repair_session(session)
         if lacks:
             _restart(session, self.terms.profile)
+        while not is_ready and (yield from self.free_memory()):
+            is_ready = yield from _is_ready(session, is_due, phase)
         while not is_ready and self.terms.profile.memory.on_oom == "degrade" and self.terms.profile.memory.fallbacks:
             before = self.terms
             self.terms = self._switch(next_fallback(before.profile, before.limit))

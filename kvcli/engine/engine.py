@@ -195,7 +195,8 @@ class EngineTask(Generic[E, T]):
 
     def send(self, result: ForwardResult) -> None:
         """Send the result of the pending request to the coroutine."""
-        self._go_on(lambda: self._work.send(result))
+        if not self.is_over:  # another task may have cancelled it
+            self._go_on(lambda: self._work.send(result))
 
     def throw(self, error: Exception) -> None:
         """Throw an error into the coroutine: its pending request failed in a pass that ran no other request."""

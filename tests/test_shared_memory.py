@@ -1,0 +1,233 @@
+"""Answers of event loops share one pool of memory: who begins when, and what a lack of memory does to whom."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import cache
+from typing import Any
+
+import pytest
+
+import kvcli
+from kvcli.api import End, Event, Turn, Waiting
+from kvcli.chat.admission import AdmissionQueue, Claim, EngineLimits
+from kvcli.chat.model import Model
+from kvcli.chat.text_session import TextSession
+from kvcli.engine import engine
+from kvcli.engine.engine import run
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult
+from kvcli.errors import Busy, DoesNotFit
+from kvcli.kv.out_of_memory import CacheFull
+from tests import families
+
+NEW = 14
+SAMPLED = {"temperature": 0.8, "seed": 5}
+PROFILES = ["exact", "ngram", "streaming", "lean"]
+SMALL = {"prefill.chunk": 32}  # so that prompts of the tests have several chunks
+# they evict, quantize and draft within these short texts
+TIGHT: dict[str, dict[str, Any]] = {
+    "streaming": {"policy.window": 40, "policy.compression_interval": 8},
+    "lean": {"kv.residual": 16, "kv.group": 16},
+}
+
+
+@cache
+def demo() -> Model:
+    """In fp32: in 16 bits a row beside others rounds otherwise."""
+    return kvcli.load("demo", set={"load.dtype": "fp32"})
+
+
+def opened(i: int) -> TextSession:
+    name = PROFILES[i % len(PROFILES)]
+    return demo().open(name, set={**SMALL, **TIGHT.get(name, {})})
+
+
+def asked(i: int) -> tuple[list[int], dict[str, Any]]:
+    """A prompt for each text, every second one sampled."""
+    sampled = SAMPLED if i // len(PROFILES) % 2 else {}
+    return families.prompt(70 + 11 * i, demo().lm.vocab, i), {"max_new_tokens": NEW, "ignore_eos": True, **sampled}
+
+
+@cache
+def alone(i: int) -> Turn:
+    ids, options = asked(i)
+    with opened(i) as text:
+        return text.generate(ids, **options)
+
+
+@pytest.fixture(autouse=True)
+def limits() -> Iterator[None]:
+    yield
+    demo().engine.limits = EngineLimits()
+
+
+async def turn_of(text: TextSession, i: int, events: list[Event] | None = None, **options: Any) -> Turn:
+    ids, usual = asked(i)
+    async for event in text.astream(ids, **{**usual, **options}):
+        if events is not None:
+            events.append(event)
+        if isinstance(event, End):
+            return event.turn
+    raise AssertionError("a stream ends with End")
+
+
+async def together(texts: dict[int, TextSession]) -> dict[int, list[Event]]:
+    """Ask each text for its answer, all before the first pass; return the events before the answers."""
+    shared, gate, events = demo().engine, threading.Event(), {i: list[Event]() for i in texts}
+    shared._pool = shared._pool or ThreadPoolExecutor(1)
+    shared._pool.submit(gate.wait, 60)
+    tasks = [asyncio.create_task(turn_of(text, i, events[i])) for i, text in texts.items()]
+    await asyncio.sleep(0)  # each begins, and its request waits for the gate
+    gate.set()
+    for i, turn in zip(texts, await asyncio.gather(*tasks), strict=True):
+        assert (turn.ids, turn.text) == (alone(i).ids, alone(i).text), texts[i].profile.name
+        assert turn.stats.shortages == [], "no profile is degraded"
+    return events
+
+
+# --- the order in which answers begin
+
+
+def claim(need: int, client: str = "") -> Claim:
+    return Claim(iter(()), None, None, need, client)  # type: ignore[arg-type]
+
+
+def begun(queue: AdmissionQueue, left: int, skips: int = 2) -> list[int]:
+    """Admit all that fits into `left` bytes; return their needs."""
+    found = list[int]()
+    while (one := queue.next(lambda claim: sum(found) + claim.need <= left, skips)) is not None:
+        found.append(one.need)
+    return found
+
+
+def test_clients_take_turns_and_each_is_served_in_order() -> None:
+    queue = AdmissionQueue()
+    for need, client in ((1, "a"), (2, "a"), (3, "a"), (4, "b"), (5, "c"), (6, "b")):
+        queue.add(claim(need, client), 9, 1.0)
+    assert begun(queue, 100) == [1, 4, 5, 2, 6, 3]
+    assert len(queue) == 0
+
+
+def test_small_answers_pass_a_large_one_so_often_and_no_more() -> None:
+    queue = AdmissionQueue()
+    for need in (50, 1, 2, 3):
+        queue.add(claim(need), 9, 1.0)
+    assert begun(queue, 10) == [1, 2]
+    assert begun(queue, 10) == [], "the large one waits for memory, and all others for it"
+    assert begun(queue, 60) == [50, 3]
+
+
+def test_a_full_queue_says_when_to_come_again() -> None:
+    queue = AdmissionQueue()
+    for _ in range(3):
+        queue.add(claim(1), 3, 2.0)
+    with pytest.raises(Busy, match="3 requests wait") as error:
+        queue.add(claim(1), 3, 2.0)
+    assert (error.value.code, error.value.retry_after) == ("queue_full", 6.0)
+
+
+def test_an_answer_waits_until_its_memory_is_free() -> None:
+    demo().engine.limits = EngineLimits(pool_bytes=2 << 20)  # for one answer
+
+    async def ask() -> None:
+        texts = {i: opened(i) for i in (0, 1, 4)}
+        events = await together(texts)
+        waits = [[event.ahead for event in each if isinstance(event, Waiting)] for each in events.values()]
+        assert waits == [[], [0], [1, 0]]
+        assert [text.nbytes > 0 for text in texts.values()] == [False, False, True], "idle KV made room"
+
+    asyncio.run(ask())
+
+
+def test_what_never_fits_is_refused_with_the_number_and_a_full_queue_too() -> None:
+    demo().engine.limits = EngineLimits(pool_bytes=1 << 20, queue=0)
+
+    async def ask() -> None:
+        with pytest.raises(DoesNotFit, match="84 tokens need") as error:
+            await turn_of(demo().open("exact"), 0)
+        assert (error.value.code, error.value.detail["pool"]) == ("no_room", 1 << 20)
+        demo().engine.limits = EngineLimits(queue=0)
+        with pytest.raises(Busy):
+            await turn_of(demo().open("exact"), 0)
+
+    asyncio.run(ask())
+
+
+def test_one_who_leaves_the_queue_is_not_served() -> None:
+    demo().engine.limits = EngineLimits(pool_bytes=2 << 20)
+
+    async def ask() -> None:
+        first, second, third = (demo().open("exact", set=SMALL) for _ in range(3))
+        running = asyncio.create_task(turn_of(first, 0))
+        await asyncio.sleep(0)
+        async with aclosing(second.astream(asked(4)[0], max_new_tokens=9)) as stream:
+            assert await anext(stream) == Waiting(0)
+            assert demo().engine.snapshot().waiting == 1
+        assert (await turn_of(third, 8)).ids == alone(8).ids
+        assert (await running).ids == alone(0).ids
+        assert not second.session.ids
+
+    asyncio.run(ask())
+
+
+# --- memory runs out
+
+
+def lacks(text: TextSession, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let memory run out once, at this pass of the text, in whatever company it is."""
+    passes, is_due, real = 0, False, run
+
+    def failing(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
+        nonlocal passes, is_due
+        if any(one.states is text.session.states for one in requests):
+            passes += not is_due
+            is_due |= passes == at
+            if is_due:
+                is_due = len(requests) > 1  # the engine runs it again, by halves, until it is alone
+                passes += not is_due
+                raise CacheFull("injected")
+        return real(requests)
+
+    monkeypatch.setattr(engine, "run", failing)
+
+
+PHASES = [1, 3, 9]  # of passes: the first chunk, a later one, decoding
+
+
+@pytest.mark.parametrize("at", PHASES)
+@pytest.mark.parametrize("failing", [0, 3])
+def test_a_lack_of_memory_changes_no_answer(failing: int, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer that began last computes its KV again, with its policy's decisions; no profile is degraded."""
+
+    async def ask() -> None:
+        texts = {i: opened(i) for i in range(4)}
+        lacks(texts[failing], at, monkeypatch)
+        before = demo().engine.snapshot().preempted
+        await together(texts)
+        assert demo().engine.snapshot().preempted - before == (failing == 0)
+        for text in texts.values():
+            await text.aclose()
+
+    asyncio.run(ask())
+
+
+def test_an_answer_that_is_alone_takes_its_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = demo().open(set={**SMALL, "memory.fallbacks": ["prefill.chunk=16"]})
+    idle = demo().open("exact")
+
+    async def ask() -> None:
+        await turn_of(idle, 4)
+        lacks(text, 4, monkeypatch)
+        assert (await turn_of(text, 0)).stats.shortages == []
+        assert not idle.nbytes, "idle sessions lose their KV first"
+        await text.aclose()
+        lacks(text, 4, monkeypatch)
+        turn = await turn_of(text, 0)
+        assert "prefill.chunk=16" in turn.stats.shortages[0]
+        assert turn.ids == alone(0).ids
+
+    asyncio.run(ask())
