@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import cache
@@ -63,11 +63,17 @@ def alone(i: int) -> Turn:
 def limits() -> Iterator[None]:
     yield
     demo().engine.limits = EngineLimits()
+    for text in [*demo().engine._sessions]:  # nothing is shared with the next test
+        text.close()
 
 
 async def turn_of(text: TextSession, i: int, events: list[Event] | None = None, **options: Any) -> Turn:
     ids, usual = asked(i)
-    async for event in text.astream(ids, **{**usual, **options}):
+    return await last(text.astream(ids, **{**usual, **options}), events)
+
+
+async def last(stream: AsyncIterator[Event], events: list[Event] | None = None) -> Turn:
+    async for event in stream:
         if events is not None:
             events.append(event)
         if isinstance(event, End):
@@ -170,6 +176,38 @@ def test_one_who_leaves_the_queue_is_not_served() -> None:
         assert (await turn_of(third, 8)).ids == alone(8).ids
         assert (await running).ids == alone(0).ids
         assert not second.session.ids
+
+    asyncio.run(ask())
+
+
+# --- prefixes are shared
+
+
+def test_a_prompt_is_prefilled_once_and_copied_by_all_that_share_its_beginning() -> None:
+    ids, rest = families.prompt(150, demo().lm.vocab, 1), families.prompt(40, demo().lm.vocab, 2)
+    prompts = [ids, ids, [*ids[:101], *rest], rest]
+    with demo().open("exact", set=SMALL) as text:
+        want = [text.generate(each, max_new_tokens=9, ignore_eos=True) for each in prompts if not text.close()]
+
+    async def ask() -> None:
+        texts = [demo().open(name, set=SMALL) for name in ("exact", "ngram", "exact", "exact")]
+        streams = (
+            text.astream(each, max_new_tokens=9, ignore_eos=True) for text, each in zip(texts, prompts, strict=True)
+        )
+        turns = await asyncio.gather(*map(last, streams))
+        assert [turn.ids for turn in turns] == [turn.ids for turn in want]
+        assert [turn.stats.cached for turn in turns] == [0, 149, 101, 0]
+        assert (await last(texts[0].astream(prompts[2], max_new_tokens=9))).stats.cached == 140
+        assert demo().engine.snapshot().reused["copy"] >= 149 + 101 + 39
+
+    asyncio.run(ask())
+
+
+def test_a_session_of_another_profile_gives_nothing() -> None:
+    async def ask() -> None:
+        texts = [opened(i) for i in (0, 2, 3)]
+        for text in texts:
+            assert (await last(text.astream(asked(0)[0], max_new_tokens=2))).stats.cached == 0
 
     asyncio.run(ask())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ class Claim:
     skipped: int = 0  # answers that began before it
     ahead: int = -1  # requests before it, as last told
     order: int = 0  # of admission
+    copies: dict[Claim, int] = field(default_factory=dict)  # prompt tokens that it can copy from another answer
     began: float = 0.0
 
 
@@ -71,11 +72,14 @@ class AdmissionQueue:
             line.remove(claim)
         self._lines |= {claim.client: line} if line else {}
 
-    def next(self, fits: Callable[[Claim], bool], skips: int) -> Claim | None:
-        """Remove and return the next claim that fits; None = none. A claim is skipped at most `skips` times."""
+    def next(self, fits: Callable[[Claim], bool | None], skips: int) -> Claim | None:
+        """Remove and return the next claim that fits; None = none. A claim for which `fits` is False is skipped at most
+        `skips` times; one for which it is None waits for no memory."""
         skipped = list[Claim]()
         for claim in self.order():
-            if fits(claim):
+            if (is_next := fits(claim)) is None:
+                continue
+            if is_next:
                 for one in skipped:
                     one.skipped += 1
                 self.remove(claim)

@@ -94,6 +94,11 @@ class EngineThread:
             reused=dict(self.reused),
         )
 
+    @property
+    def sessions(self) -> list[Any]:
+        """Sessions used here before, whose KV no pass changes now; [] outside of the thread."""
+        return [*self._sessions] if get_ident() == self._ident else []
+
     def between_rounds(self, act: Callable[[], object]) -> None:
         """Run `act`, which changes a sequence, between two engine steps and wait for it."""
         if self._pool is None or get_ident() == self._ident:
@@ -143,7 +148,13 @@ class EngineThread:
         busy = {claim.session for claim in (*self._running, *self._parked)}
         return [session for session in self._sessions if session not in busy and session.nbytes]
 
-    def _fits(self, claim: Claim) -> bool:
+    def _fits(self, claim: Claim) -> bool | None:
+        """True if memory is left for an answer; None while another answer prefills a prefix for it to copy."""
+        for other in self._running:
+            if other not in claim.copies:
+                claim.copies[other] = claim.session.copies_from(claim.run.ids, other.session, other.run.ids)
+            if other.session.session.committed < claim.copies[other]:
+                return None
         if not self._running:
             return True
         stays = sum(one.nbytes for one in self._idle() if not one.can_drop and one is not claim.session)

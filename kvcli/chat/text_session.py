@@ -23,6 +23,7 @@ from kvcli.kv.out_of_memory import CacheFull, Preempted, catch_cache_full
 from kvcli.kv.slots import nbytes
 from kvcli.models.text import Messages, StopStrings, decode, encode
 from kvcli.models.tool_calls import CallReader
+from kvcli.prefix_cache.live_prefix import common_prefix, copy_prefix, shared_prefix
 from kvcli.prefix_cache.prefix_cache import SaveResult
 from kvcli.settings.schema import ORDER, texts_of
 
@@ -64,6 +65,11 @@ class TextSession:
         """Close without blocking the event loop while a forward pass ends."""
         await self.model.engine.apart(self.close)
 
+    async def aend(self) -> None:
+        """End the running answer, if there is one, as `aclose` does. Its committed KV is kept."""
+        if self._answer is not None and getgeneratorstate(self._answer) != GEN_CLOSED:
+            await self.model.engine.apart(self._end)
+
     def close(self) -> None:
         """End the running answer, and free the KV cache."""
         self._end()
@@ -86,16 +92,44 @@ class TextSession:
         return AnswerSettings(self.profile, self.limit, self.writer)
 
     def fetch(self, ids: Sequence[int]) -> int:
-        """Load KV of the prompt from the pack and the prefix cache; returns how many tokens need no prefill."""
+        """Load KV of the prompt from the pack, another session and the prefix cache; returns how many tokens need no
+        prefill."""
+        found = [self.session.committed]
         if self.pack is not None:
             self.pack.fetch(self.session, ids)
+        if (source := self.source(ids)) is not None:
+            with catch_cache_full():
+                copy_prefix(self.session, source.session, ids)
+        found.append(self.session.committed)
         if (prefixes := self.model.prefix_cache) is not None and not self.session.condensed:
             with catch_cache_full():  # without room, the prompt is prefilled
                 for conditions in (ways := assemble.loadable_conditions(self.profile)):
                     prefixes.load_prefix(self.session, ids, conditions)
                 if (reuse := assemble.span_reuse(self.session, self.profile)) is not None and ways[-1].is_intact:
                     reuse.add(prefixes.find_spans(self.session, ids, ways[-1], reuse.min_span))
+        found.append(self.session.committed)
+        for name, n, before in zip(("warm", "copy", "disk"), found, (0, *found), strict=False):
+            self.model.engine.reused[name] += n - before
         return self.session.committed
+
+    def source(self, ids: Sequence[int]) -> TextSession | None:
+        """Return the session used by event loops that shares the longest prefix with a prompt and stores KV alike."""
+        alike = [one for one in self.model.engine.sessions if one is not self and self.shares_with(one)]
+        return max(alike, key=lambda one: shared_prefix(one.session, ids), default=None)
+
+    def shares_with(self, other: TextSession) -> bool:
+        """True if both sessions keep the same KV of the same tokens, as computed."""
+        (mine, *_), (its, *_) = (assemble.loadable_conditions(one.profile) for one in (self, other))
+        types = self.session.cache.dtype, other.session.cache.dtype
+        return mine.is_intact and mine.settings == its.settings and types[0] == types[1] and other.pack is None
+
+    def copies_from(self, ids: Sequence[int], other: TextSession, its_ids: Sequence[int]) -> int:
+        """Return how many tokens of a prompt this session can copy from `other` once that has prefilled its prompt; 0 =
+        too few to wait for."""
+        if not self.shares_with(other):
+            return 0
+        found = [self, source] if (source := self.source(ids)) is not None else [self]
+        return common_prefix(ids, its_ids, [one.session for one in found])
 
     def has_read(self, ids: Sequence[int]) -> bool:
         """True if the KV cache begins with these ids."""
