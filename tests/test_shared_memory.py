@@ -17,11 +17,13 @@ from kvcli.api import End, Event, Turn, Waiting
 from kvcli.chat.admission import AdmissionQueue, Claim, EngineLimits
 from kvcli.chat.model import Model
 from kvcli.chat.text_session import TextSession
+from kvcli.chat.warm_sessions import WarmSessions
 from kvcli.engine import engine
 from kvcli.engine.engine import run
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult
 from kvcli.errors import Busy, DoesNotFit
 from kvcli.kv.out_of_memory import CacheFull
+from kvcli.models.text import encode
 from tests import families
 
 NEW = 14
@@ -73,12 +75,11 @@ async def turn_of(text: TextSession, i: int, events: list[Event] | None = None, 
 
 
 async def last(stream: AsyncIterator[Event], events: list[Event] | None = None) -> Turn:
-    async for event in stream:
-        if events is not None:
-            events.append(event)
-        if isinstance(event, End):
-            return event.turn
-    raise AssertionError("a stream ends with End")
+    found = [event async for event in stream]
+    if events is not None:
+        events += found
+    (turn,) = (event.turn for event in found if isinstance(event, End))
+    return turn
 
 
 async def together(texts: dict[int, TextSession]) -> dict[int, list[Event]]:
@@ -215,19 +216,20 @@ def test_a_session_of_another_profile_gives_nothing() -> None:
 # --- memory runs out
 
 
-def lacks(text: TextSession, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let memory run out once, at this pass of the text, in whatever company it is."""
-    passes, is_due, real = 0, False, run
+def lacks(at: dict[TextSession, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let memory run out once for each text, at this pass of it, in whatever company it is."""
+    passes, due, real = dict.fromkeys(at, 0), set[TextSession](), run
 
     def failing(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
-        nonlocal passes, is_due
-        if any(one.states is text.session.states for one in requests):
-            passes += not is_due
-            is_due |= passes == at
-            if is_due:
-                is_due = len(requests) > 1  # the engine runs it again, by halves, until it is alone
-                passes += not is_due
-                raise CacheFull("injected")
+        running = [text for text in at if any(one.states is text.session.states for one in requests)]
+        for text in running:
+            passes[text] += text not in due
+            due.update([text] if passes[text] == at[text] else [])
+        if lacking := due & {*running}:
+            if len(requests) == 1:  # the engine runs them again, by halves, until one is alone
+                due.difference_update(lacking)
+                passes[running[0]] += 1
+            raise CacheFull("injected")
         return real(requests)
 
     monkeypatch.setattr(engine, "run", failing)
@@ -243,7 +245,7 @@ def test_a_lack_of_memory_changes_no_answer(failing: int, at: int, monkeypatch: 
 
     async def ask() -> None:
         texts = {i: opened(i) for i in range(4)}
-        lacks(texts[failing], at, monkeypatch)
+        lacks({texts[failing]: at}, monkeypatch)
         before = demo().engine.snapshot().preempted
         await together(texts)
         assert demo().engine.snapshot().preempted - before == (failing == 0)
@@ -253,19 +255,101 @@ def test_a_lack_of_memory_changes_no_answer(failing: int, at: int, monkeypatch: 
     asyncio.run(ask())
 
 
+CHURN = [(5, 0), *(pytest.param(16, shift, marks=pytest.mark.slow) for shift in range(4))]
+
+
+@pytest.mark.parametrize(("n", "shift"), CHURN)
+def test_answers_among_joins_cuts_and_preemptions_are_those_alone(
+    n: int, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`shift`: of which profile the answer is that began last."""
+    demo().engine.limits = EngineLimits(pool_bytes=(n - 2) * (3 << 19))  # some wait first
+
+    async def ask() -> None:
+        texts = {i: opened(i) for i in range(shift, shift + n)}
+        lacks({text: 2 + 5 * i % 17 for i, text in texts.items() if i % 2 == shift % 2}, monkeypatch)
+        cut = demo().open("exact", set=SMALL)
+        leaver = asyncio.create_task(last(cut.astream(asked(3)[0], ignore_eos=True, max_new_tokens=900)))
+        await together(texts)
+        leaver.cancel()
+        assert demo().engine.snapshot().preempted > before
+        for text in texts.values():
+            await text.aclose()
+
+    before = demo().engine.snapshot().preempted
+    asyncio.run(ask())
+
+
 def test_an_answer_that_is_alone_takes_its_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     text = demo().open(set={**SMALL, "memory.fallbacks": ["prefill.chunk=16"]})
     idle = demo().open("exact")
 
     async def ask() -> None:
         await turn_of(idle, 4)
-        lacks(text, 4, monkeypatch)
+        lacks({text: 4}, monkeypatch)
         assert (await turn_of(text, 0)).stats.shortages == []
         assert not idle.nbytes, "idle sessions lose their KV first"
         await text.aclose()
-        lacks(text, 4, monkeypatch)
+        lacks({text: 4}, monkeypatch)
         turn = await turn_of(text, 0)
         assert "prefill.chunk=16" in turn.stats.shortages[0]
         assert turn.ids == alone(0).ids
 
     asyncio.run(ask())
+
+
+# --- sessions of a server
+
+
+async def answer(warm: WarmSessions, ids: list[int], profile: str, seed: int | None = None) -> Turn:
+    sampled = {"temperature": 0.8, "seed": seed} if seed is not None else {}
+    async with warm.session(ids, profile, SMALL) as session:
+        return await last(session.astream(ids, max_new_tokens=9, ignore_eos=True, **sampled))
+
+
+@pytest.mark.parametrize(("profile", "is_shared"), [("exact", True), ("ngram", True), ("streaming", False)])
+def test_alone_copied_and_warm_are_one_answer(profile: str, is_shared: bool) -> None:
+    ids = families.prompt(120, demo().lm.vocab, 3)
+    with demo().open(profile, set=SMALL) as text:
+        first = text.generate(ids, max_new_tokens=9, ignore_eos=True)
+        longer = [*ids, *first.ids, *ids[:7]]
+        text.close()
+        want = text.generate(longer, max_new_tokens=9, ignore_eos=True, temperature=0.8, seed=4)
+
+    async def ask() -> None:
+        warm = WarmSessions(demo(), idle_bytes=1 << 30)
+        assert (await answer(warm, ids, profile)).ids == first.ids
+        turns = await asyncio.gather(answer(warm, longer, profile, 4), answer(warm, longer, profile, 4))
+        assert {turn.ids for turn in turns} == {want.ids}
+        assert [turn.stats.cached > 120 for turn in turns] == [is_shared] * 2
+        assert demo().engine.snapshot().idle == 2 * is_shared
+        await warm.aclose()
+        assert demo().engine.snapshot().idle == 0
+
+    asyncio.run(ask())
+
+
+def test_idle_sessions_are_closed_beyond_a_bound_and_a_short_beginning_takes_none() -> None:
+    prompts = [families.prompt(90, demo().lm.vocab, i) for i in range(3)]
+
+    async def ask() -> None:
+        warm = WarmSessions(demo(), idle_bytes=4 << 20)  # of two sessions
+        for ids in prompts:
+            await answer(warm, ids, "exact")
+        assert demo().engine.snapshot().idle == 2
+        assert (await answer(warm, [*prompts[2][:40], 9, *prompts[1]], "exact")).stats.cached == 40
+        assert [(await answer(warm, prompts[i], "exact")).stats.cached for i in (2, 1, 0)] == [89, 0, 0]
+
+    asyncio.run(ask())
+
+
+def test_an_answer_in_other_tokens_is_still_the_beginning_of_the_next_prompt() -> None:
+    warm, text = WarmSessions(demo(), 0), demo().open("exact")
+    ids = warm.prompt_ids("Hello, how deep")
+    odd = [*encode(demo().tokenizer, " w"), *encode(demo().tokenizer, "ell")]
+    said = Turn(" well", tuple(odd), "length", text.generate("Hello", 1).stats)
+    assert odd != encode(demo().tokenizer, " well")
+    warm.remember("Hello, how deep", ids, said)
+    later = warm.prompt_ids("Hello, how deep well is it?")
+    assert later[: len(ids) + len(odd)] == [*ids, *odd]
+    assert warm.prompt_ids("Hello, how") == encode(demo().tokenizer, "Hello, how")

@@ -57,7 +57,7 @@ class WarmSessions:
         """Return the idle session that shares most of the prompt, unless it would lose more tokens than it shares."""
         ids = new.model.encode(prompt)
         self._idle = [one for one in self._idle if one.nbytes]  # the engine drops KV when it lacks memory
-        shared = {one: one.session.shared(ids) for one in self._idle if one.profile == new.profile}
+        shared = {one: one.session.shared(ids) for one in self._idle if one.profile.hash == new.profile.hash}
         best = max(shared, key=shared.__getitem__, default=new)
         if best is new or 2 * shared[best] < len(best.session.ids):
             return new
