@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import cache
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import kvcli
 from kvcli.api import End, Event, Turn, Waiting
@@ -55,10 +57,20 @@ def asked(i: int) -> tuple[list[int], dict[str, Any]]:
 
 
 @cache
-def alone(i: int) -> Turn:
+def alone(i: int) -> tuple[Turn, dict[str, Any]]:
+    """The answer, and all KV and decisions behind it."""
     ids, options = asked(i)
     with opened(i) as text:
-        return text.generate(ids, **options)
+        turn = text.generate(ids, **options)
+        return turn, dict(leaves(copy.deepcopy(text.session.state())))
+
+
+def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from leaves(value, f"{name}.{key}")
+    else:
+        yield name, state.tolist() if isinstance(state, Tensor) else state
 
 
 @pytest.fixture(autouse=True)
@@ -91,8 +103,11 @@ async def together(texts: dict[int, TextSession]) -> dict[int, list[Event]]:
     await asyncio.sleep(0)  # each begins, and its request waits for the gate
     gate.set()
     for i, turn in zip(texts, await asyncio.gather(*tasks), strict=True):
-        assert (turn.ids, turn.text) == (alone(i).ids, alone(i).text), texts[i].profile.name
+        want, its_state = alone(i)
+        assert (turn.ids, turn.text) == (want.ids, want.text), texts[i].profile.name
         assert turn.stats.shortages == [], "no profile is degraded"
+        if texts[i].nbytes:  # it has not made room for another
+            assert dict(leaves(texts[i].session.state())) == its_state, texts[i].profile.name
     return events
 
 
@@ -174,8 +189,8 @@ def test_one_who_leaves_the_queue_is_not_served() -> None:
         async with aclosing(second.astream(asked(4)[0], max_new_tokens=9)) as stream:
             assert await anext(stream) == Waiting(0)
             assert demo().engine.snapshot().waiting == 1
-        assert (await turn_of(third, 8)).ids == alone(8).ids
-        assert (await running).ids == alone(0).ids
+        assert (await turn_of(third, 8)).ids == alone(8)[0].ids
+        assert (await running).ids == alone(0)[0].ids
         assert not second.session.ids
 
     asyncio.run(ask())
@@ -206,7 +221,7 @@ def test_a_prompt_is_prefilled_once_and_copied_by_all_that_share_its_beginning()
 
 def test_a_session_of_another_profile_gives_nothing() -> None:
     async def ask() -> None:
-        texts = [opened(i) for i in (0, 2, 3)]
+        texts = [opened(i) for i in (3, 2, 0)]
         for text in texts:
             assert (await last(text.astream(asked(0)[0], max_new_tokens=2))).stats.cached == 0
 
@@ -293,7 +308,7 @@ def test_an_answer_that_is_alone_takes_its_fallback(monkeypatch: pytest.MonkeyPa
         lacks({text: 4}, monkeypatch)
         turn = await turn_of(text, 0)
         assert "prefill.chunk=16" in turn.stats.shortages[0]
-        assert turn.ids == alone(0).ids
+        assert turn.ids == alone(0)[0].ids
 
     asyncio.run(ask())
 
