@@ -18,7 +18,7 @@ from kvcli.chat.engine_status import EngineStatus, EngineStep
 from kvcli.chat.turn import alone
 from kvcli.engine.engine import Engine
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult
-from kvcli.errors import DoesNotFit, KvcliError
+from kvcli.errors import DoesNotFit
 from kvcli.kv.out_of_memory import Preempted
 
 
@@ -168,10 +168,10 @@ class EngineThread:
                     raise no_room(claim, pool)
                 claim.need = pool
             self._queue.add(claim, self.limits.queue, self._answer_seconds / max(1, len(self._running)))
-        except KvcliError as error:
+            self._admit()
+        except Exception as error:
+            self._queue.remove(claim)
             self._end(claim, error)
-            return
-        self._admit()
         if not self._is_turning and self._running and self._pool is not None:
             self._alive_at, self._is_turning = time.monotonic(), True
             self._pool.submit(self._round)  # behind others that join at the same time
