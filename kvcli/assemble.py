@@ -193,14 +193,15 @@ def pool_bytes(lm: LM, profile: Profile) -> int:
     return max(0, free_beside_weights(lm) - pass_bytes(lm, chunk(lm, profile), rows, lm.dtype, kind))
 
 
-def kv_bytes(lm: LM, profile: Profile, n: int, new: int) -> int:
+def kv_bytes(lm: LM, profile: Profile, n: int, new: int, pair: ModelPair | None = None) -> int:
     """Return the most bytes of KV on the device that a sequence of n tokens needs, that of its drafter included. `new`:
     of these, tokens of the answer."""
     from kvcli.kv.capacity import EVERY
     from kvcli.kv.slots import windows_of
 
     checked = [profile.verifying_profile, profile] if profile.is_checked else [profile]
-    total, most = 0, chunk(lm, profile)
+    draft, most = pair.draft if pair is not None and pair.draft is not lm else None, chunk(lm, profile)
+    total = n * sum(shape.slot_bytes(draft.dtype.itemsize) for shape in draft.shapes) if draft is not None else 0
     for of in checked:
         its, kept, fresh = plan(lm, of).footprint, of.policy.footprint(n), max(most, compression_interval(of) or EVERY)
         top = (

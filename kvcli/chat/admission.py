@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from kvcli.errors import Busy
-
 if TYPE_CHECKING:
     from kvcli.chat.turn import TurnRun
     from kvcli.engine.engine import EngineTask
@@ -59,10 +57,11 @@ class AdmissionQueue:
         """Return the claims in the order in which they are to begin."""
         return [claim for each in zip_longest(*self._lines.values()) for claim in each if claim is not None]
 
-    def add(self, claim: Claim, most: int, answer_seconds: float) -> None:
-        """Add a claim. Raises Busy if `most` claims wait; an answer ends each `answer_seconds`."""
-        if (n := len(self)) >= most:
-            raise Busy(f"{n:,} requests wait already", retry_after=max(1.0, n * answer_seconds), try_=["later again"])
+    def __contains__(self, claim: Claim) -> bool:
+        return claim in self._lines.get(claim.client, ())
+
+    def add(self, claim: Claim) -> None:
+        """Add a claim."""
         self._lines.setdefault(claim.client, deque()).append(claim)
 
     def remove(self, claim: Claim) -> None:

@@ -18,7 +18,7 @@ from kvcli.chat.engine_status import EngineStatus, EngineStep
 from kvcli.chat.turn import alone
 from kvcli.engine.engine import Engine
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult
-from kvcli.errors import DoesNotFit
+from kvcli.errors import Busy, DoesNotFit
 from kvcli.kv.out_of_memory import Preempted
 
 
@@ -132,7 +132,7 @@ class EngineThread:
                     self._park(other)
                 return True
         if len(self._running) > 1:
-            yield Waiting(len(self._parked))
+            yield Waiting(0)
             return True
         return False
 
@@ -167,7 +167,7 @@ class EngineThread:
                 if not claim.can_shrink:
                     raise no_room(claim, pool)
                 claim.need = pool
-            self._queue.add(claim, self.limits.queue, self._answer_seconds / max(1, len(self._running)))
+            self._queue.add(claim)
             self._admit()
         except Exception as error:
             self._queue.remove(claim)
@@ -213,8 +213,11 @@ class EngineThread:
                     lack -= session.nbytes
                     session.close()
             self._run(claim)
-        for ahead, claim in enumerate(self._queue.order()):
-            if claim.ahead != ahead:
+        for ahead, claim in enumerate(order := self._queue.order()):
+            if claim.ahead < 0 and len(order) > self.limits.queue:
+                self._queue.remove(claim)
+                self._end(claim, busy(len(order) - 1, self._answer_seconds / max(1, len(self._running))))
+            elif claim.ahead != ahead:
                 claim.ahead = ahead
                 claim.tell(Waiting(ahead))
 
@@ -241,7 +244,6 @@ class EngineThread:
                     output = work.throw(error)
                 else:
                     output = work.send(result)
-            claim.tell(output)
             self._park(claim)
         except StopIteration:
             self._end(claim)
@@ -252,6 +254,7 @@ class EngineThread:
             raise
 
     def _park(self, claim: Claim) -> None:
+        claim.tell(Waiting(len(self._parked)))
         self._running.remove(claim)
         self._parked.append(claim)
 
@@ -265,6 +268,13 @@ class EngineThread:
         claim.run.free_memory = alone  # the session refers to the last run, and this refers to the model's thread
         claim.error = claim.error or error
         claim.tell(None)
+
+
+def busy(n: int, answer_seconds: float) -> Busy:
+    """Return the error for an answer beyond the n that may wait. An answer ends each `answer_seconds`."""
+    return Busy(
+        f"as many requests wait as may: {n:,}", retry_after=max(1.0, n * answer_seconds), try_=["the same, later"]
+    )
 
 
 def no_room(claim: Claim, pool: int) -> DoesNotFit:

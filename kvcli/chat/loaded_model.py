@@ -113,6 +113,10 @@ class LoadedModel:
             )
         return self.profile.replace(policy={"headmap": str(self.map_heads(self))})
 
+    def kv_bytes(self, n: int, new: int) -> int:
+        """Return the most bytes of KV that a session needs for n tokens, of which `new` are the answer's."""
+        return assemble.kv_bytes(self.lm, self.profile, n, new, self._draft())
+
     def new_writer(self) -> Writer | None:
         """Return the writer that generates by reasoning steps, if the profile asks for it."""
         return assemble.step_writer(self.lm, self.profile, self._draft(), self.tokenizer)

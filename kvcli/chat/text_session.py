@@ -212,12 +212,9 @@ class TextSession:
         The answer waits while other answers use the memory that it needs; `client`: whose turn it is in that queue.
         Raises Busy if the queue is full, and DoesNotFit (`no_room`) if the answer could never fit.
         """
-        work, run, profile = self.answer(prompt, **options), self._run, self.profile
-        memory, need = (
-            profile.memory,
-            assemble.kv_bytes(self.model.lm, profile, run.most_tokens, run.most_tokens - len(run.ids)),
-        )
-        can_shrink = "offloads" in profile.effects or (memory.on_oom == "degrade" and bool(memory.fallbacks))
+        work, run, memory = self.answer(prompt, **options), self._run, self.profile.memory
+        can_shrink = "offloads" in self.profile.effects or (memory.on_oom == "degrade" and bool(memory.fallbacks))
+        need = self.model.kv_bytes(run.most_tokens, run.most_tokens - len(run.ids))
         claim = Claim(work, self, run, need, client, can_shrink)
         run.free_memory = partial(self.model.engine.free_memory, claim)
         return self.model.engine.events(claim)

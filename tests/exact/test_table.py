@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvcli.engine.drafting.drafter import Drafter, ModelPair
 from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.forward_request import Coroutine, await_passes
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.slots import KVCache
@@ -43,6 +44,7 @@ from tests.exact.table import (
     SPENDS,
     STOP,
     STORAGES,
+    TWINS,
     Make,
     decode,
     lm,
@@ -56,6 +58,11 @@ from tests.exact.table import (
     written,
 )
 from tests.small_tokenizers import letters
+
+
+def continued(session: GenerationSession, new: int) -> Coroutine[object, list[int]]:
+    yield from session.stream(new, stop={STOP})
+    return session.ids
 
 
 def is_slow(storage: str, policy: str, sampler: str, drafter: str = CHAINS[1]) -> bool:
@@ -111,6 +118,22 @@ def test_texts_side_by_side_are_those_of_plain_decoding_alone(
             assert isinstance(task.error, MemoryError)
         elif at != CANCELLED:
             assert task.result() == want
+
+
+REPLAYED = [row for row in BESIDE if row[0] not in ("blend", *TWINS)]  # a prompt with spans of others is not read again
+
+
+@pytest.mark.parametrize(("storage", "dtype", "policy"), marked(REPLAYED, spread(covering(REPLAYED, 1), 6), set()))
+def test_a_text_whose_kv_is_computed_again_goes_on_as_if_it_had_never_been_lost(
+    storage: str, policy: str, dtype: str
+) -> None:
+    want = plain(storage, policy, "sampled", dtype)
+    session, n = opened(storage, policy, "sampled", dtype, DRAFTERS["chain"](want)), len(prompt(storage))
+    run_to_end(session.read(prompt(storage)))
+    run_to_end(session.replay(want[: n + 23]))
+    run_to_end(await_passes(session.drafter.start(session.ids, session.sampler)))
+    left = n + NEW - len(session.ids)
+    assert run_to_end(continued(session, left if STOP not in session.ids[n:] else 0)) == want
 
 
 @pytest.mark.parametrize(("drafter", "sampler", "is_apart"), pairs(product(DRAFTERS, SAMPLERS, (False, True))))
