@@ -123,7 +123,7 @@ def test_texts_side_by_side_are_those_of_plain_decoding_alone(
 REPLAYED = [row for row in BESIDE if row[0] not in ("blend", *TWINS)]  # a prompt with spans of others is not read again
 
 
-@pytest.mark.parametrize(("storage", "dtype", "policy"), marked(REPLAYED, spread(covering(REPLAYED, 1), 6), set()))
+@pytest.mark.parametrize(("storage", "dtype", "policy"), marked(REPLAYED, spread(covering(REPLAYED, 1), 4), set()))
 def test_a_text_whose_kv_is_computed_again_goes_on_as_if_it_had_never_been_lost(
     storage: str, policy: str, dtype: str
 ) -> None:
