@@ -230,7 +230,7 @@ def lacks(at: dict[TextSession, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let memory run out once for each text, at this pass of it, in whatever company it is."""
     passes, due, real = dict.fromkeys(at, 0), set[TextSession](), run
 
-    def failing(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
+    def failing(requests: Sequence[ForwardRequest], *more: Any) -> list[ForwardResult]:
         running = [text for text in at if any(one.states is text.session.states for one in requests)]
         for text in running:
             passes[text] += text not in due
@@ -240,7 +240,7 @@ def lacks(at: dict[TextSession, int], monkeypatch: pytest.MonkeyPatch) -> None:
                 due.difference_update(lacking)
                 passes[running[0]] += 1
             raise CacheFull("injected")
-        return real(requests)
+        return real(requests, *more)
 
     monkeypatch.setattr(engine, "run", failing)
 
