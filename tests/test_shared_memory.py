@@ -70,7 +70,7 @@ def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         for key, value in state.items():
             yield from leaves(value, f"{name}.{key}")
     else:
-        yield name, state.tolist() if isinstance(state, Tensor) else state
+        yield name, state.contiguous().numpy().tobytes() if isinstance(state, Tensor) else state
 
 
 @pytest.fixture(autouse=True)
@@ -230,7 +230,7 @@ def lacks(at: dict[TextSession, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let memory run out once for each text, at this pass of it, in whatever company it is."""
     passes, due, real = dict.fromkeys(at, 0), set[TextSession](), run
 
-    def failing(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
+    def failing(requests: Sequence[ForwardRequest], *more: Any) -> list[ForwardResult]:
         running = [text for text in at if any(one.states is text.session.states for one in requests)]
         for text in running:
             passes[text] += text not in due
@@ -240,13 +240,13 @@ def lacks(at: dict[TextSession, int], monkeypatch: pytest.MonkeyPatch) -> None:
                 due.difference_update(lacking)
                 passes[running[0]] += 1
             raise CacheFull("injected")
-        return real(requests)
+        return real(requests, *more)
 
     monkeypatch.setattr(engine, "run", failing)
 
 
-# by pass: the first chunk, a later one, decoding
-@pytest.mark.parametrize(("failing", "at"), [(0, 1), (0, 9), (3, 3), (3, 9)])
+# a pass of decoding, and one of the prompt
+@pytest.mark.parametrize(("failing", "at"), [(0, 9), (3, 3)])
 def test_a_lack_of_memory_changes_no_answer(failing: int, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer that began last computes its KV again, with its policy's decisions; no profile is degraded."""
 
@@ -314,7 +314,7 @@ async def answer(warm: WarmSessions, ids: list[int], profile: str, seed: int | N
         return await last(session.astream(ids, max_new_tokens=9, ignore_eos=True, **sampled))
 
 
-@pytest.mark.parametrize(("profile", "is_shared"), [("exact", True), ("ngram", True), ("streaming", False)])
+@pytest.mark.parametrize(("profile", "is_shared"), [("exact", True), ("streaming", False)])
 def test_alone_copied_and_warm_are_one_answer(profile: str, is_shared: bool) -> None:
     ids = families.prompt(120, demo().lm.vocab, 3)
     with demo().open(profile, set=SMALL) as text:

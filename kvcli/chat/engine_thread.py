@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -148,17 +149,14 @@ class EngineThread:
         busy = {claim.session for claim in (*self._running, *self._parked)}
         return [session for session in self._sessions if session not in busy and session.nbytes]
 
-    def _fits(self, claim: Claim) -> bool | None:
-        """True if memory is left for an answer; None while another answer prefills a prefix for it to copy."""
+    def _fits(self, claim: Claim, left: int) -> bool | None:
+        """True if `left` bytes are enough for an answer; None while another prefills a prefix for it to copy."""
         for other in self._running:
             if other not in claim.copies:
                 claim.copies[other] = claim.session.copies_from(claim.run.ids, other.session, other.run.ids)
             if other.session.session.committed < claim.copies[other]:
                 return None
-        if not self._running:
-            return True
-        stays = sum(one.nbytes for one in self._idle() if not one.can_drop and one is not claim.session)
-        return bool(self._promised() + stays + claim.need <= self._pool_bytes)
+        return not self._running or claim.need <= left
 
     def _join(self, claim: Claim) -> None:
         self._ident = get_ident()
@@ -203,14 +201,17 @@ class EngineThread:
         while self._parked and (self._has_ended or not self._running):
             self._has_ended = False
             self._run(self._parked.popleft())
-        while not self._parked and (claim := self._queue.next(self._fits, self.limits.skips)) is not None:
+        while self._queue and not self._parked:
+            idle, promised = self._idle(), self._promised()
+            left = self._pool_bytes - promised - sum(one.nbytes for one in idle if not one.can_drop)
+            if (claim := self._queue.next(partial(self._fits, left=left), self.limits.skips)) is None:
+                break
             self._n_begun += 1
             claim.order, claim.began = self._n_begun, time.monotonic()
-            idle = [session for session in self._idle() if session is not claim.session]
-            lack = self._promised() + claim.need + sum(session.nbytes for session in idle) - self._pool_bytes
+            left -= claim.need + sum(one.nbytes for one in idle if one.can_drop and one is not claim.session)
             for session in idle:
-                if lack > 0 and session.can_drop:
-                    lack -= session.nbytes
+                if left < 0 and session.can_drop and session is not claim.session:
+                    left += session.nbytes
                     session.close()
             self._run(claim)
         for ahead, claim in enumerate(order := self._queue.order()):

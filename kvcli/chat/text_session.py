@@ -44,7 +44,7 @@ class TextSession:
     def __init__(self, model: LoadedModel) -> None:
         self.switch_profile(model)
         self.session = model.new_session(by_steps=True)
-        self._run: TurnRun  # of the last call of `answer`
+        self._run: TurnRun | None = None  # of the last call of `answer`
         self._answer: Coroutine[Event, Turn | None] | None = None  # the answer that began last
         self.pack: Pack | None = None  # the pack of the documents that questions are about
         self._has_save_failed = False  # the last save to the prefix cache failed
@@ -76,6 +76,7 @@ class TextSession:
         """End the running answer, and free the KV cache."""
         self._end()
         self.has_begun = False
+        self._run = None  # it refers to this session: in a cycle, KV caches would remain until a garbage collection
         self.session = self.model.new_session(by_steps=True)
         release(self.session.lm)
 
@@ -241,6 +242,7 @@ class TextSession:
         Raises Busy if the queue is full, and DoesNotFit (`no_room`) if the answer could never fit.
         """
         work, run, memory = self.answer(prompt, **options), self._run, self.profile.memory
+        assert run is not None, "an answer has a run"
         can_shrink = "offloads" in self.profile.effects or (memory.on_oom == "degrade" and bool(memory.fallbacks))
         need = self.model.kv_bytes(run.most_tokens, run.most_tokens - len(run.ids))
         claim = Claim(work, self, run, need, client, can_shrink)

@@ -24,6 +24,7 @@ from kvcli.kv.slots import KVCache
 from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.off import Off
 from kvcli.models.retokenizer import TokenMapping
+from kvcli.prefix_cache.live_prefix import copy_prefix
 from tests import drafters, families, make
 from tests.covering import covering, marked, pairs, spread
 from tests.exact.half import Half
@@ -123,7 +124,7 @@ def test_texts_side_by_side_are_those_of_plain_decoding_alone(
 REPLAYED = [row for row in BESIDE if row[0] not in ("blend", *TWINS)]  # a prompt with spans of others is not read again
 
 
-@pytest.mark.parametrize(("storage", "dtype", "policy"), marked(REPLAYED, spread(covering(REPLAYED, 1), 6), set()))
+@pytest.mark.parametrize(("storage", "dtype", "policy"), marked(REPLAYED, spread(covering(REPLAYED, 1), 4), set()))
 def test_a_text_whose_kv_is_computed_again_goes_on_as_if_it_had_never_been_lost(
     storage: str, policy: str, dtype: str
 ) -> None:
@@ -134,6 +135,20 @@ def test_a_text_whose_kv_is_computed_again_goes_on_as_if_it_had_never_been_lost(
     run_to_end(await_passes(session.drafter.start(session.ids, session.sampler)))
     left = n + NEW - len(session.ids)
     assert run_to_end(continued(session, left if STOP not in session.ids[n:] else 0)) == want
+
+
+WHOLE = ("dense", "sliding", "sinks", "uneven", "latents", "given")  # storages of all KV as computed
+
+
+@pytest.mark.parametrize(("storage", "dtype"), [row for row in STORAGES if row[0] in WHOLE])
+def test_a_text_that_copies_its_beginning_from_another_is_written_as_one_that_prefills_it(
+    storage: str, dtype: str
+) -> None:
+    source, session = (opened(storage, "all", "sampled", dtype, Off()) for _ in range(2))
+    run_to_end(source.read([*prompt(storage), 5, 6, 7]))
+    copy_prefix(session, source, prompt(storage))
+    assert session.committed == len(prompt(storage)) - 1
+    assert run_to_end(written(session, storage)) == plain(storage, "all", "sampled", dtype)
 
 
 @pytest.mark.parametrize(("drafter", "sampler", "is_apart"), pairs(product(DRAFTERS, SAMPLERS, (False, True))))
