@@ -4,6 +4,7 @@ leave."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -551,3 +552,16 @@ def test_host_names_are_parsed_strictly():
     good: Callable[[str], str] = gate.host_of
     assert [good(name) for name in ("LOCALHOST:1", "[::1]", "a.b:99999", "[::1", "a/b", "a b", "a:123456")] == [
         "localhost", "::1", "a.b", "", "", "", ""]  # fmt: skip
+
+
+def test_a_closed_session_frees_its_kv_without_a_garbage_collection(served):
+    """A profile that changes KV keeps no session: what it held must not wait for the collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert served.post(CHAT, HELLO, model="demo:snap").status_code == 200
+        sessions = [one for one in served.host.model.texts if one.profile.name == "snap"]
+        assert len(sessions) <= 1
+    finally:
+        gc.enable()
