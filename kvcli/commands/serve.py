@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import socket
 import stat
@@ -71,6 +72,8 @@ def serve(world: Environment, options: ServeOptions) -> int:
     for flag, typed in (("--kv", options.kv or "1GiB"), ("--idle-kv", options.idle_kv)):
         if not re.fullmatch(SIZE.pattern, typed):
             raise UsageError(f"{flag} takes {SIZE.words}, not {typed!r}", try_=[f"{flag} 1GiB"])
+    if options.queue < 1 or options.grace < 0:
+        raise UsageError("--queue takes a number from 1, --grace one from 0", try_=["--queue 256 --grace 30"])
     with listen(options.host, options.port) as listener:
         setup = Setup(world, options.model, o.profile_flags(options.values()), options.run.exact, reuses=True)
         setup.look(setup.profile)
@@ -113,7 +116,7 @@ def _run(
         return machine_gave_out(error) or KvcliError("internal error; the log of the server has more")
 
     pool = size_of(options.kv) if options.kv else None
-    model.engine.limits = EngineLimits(pool_bytes=pool, queue=max(1, options.queue))
+    model.engine.limits = EngineLimits(pool_bytes=pool, queue=options.queue)
     host = Host(model, name, profiles, bug, idle_bytes=size_of(options.idle_kv))
     hosts = [name.lower() for name in (options.host, *(options.allow_host or ()))]
     origins = [url.lower().rstrip("/") for url in options.allow_origin or ()]
@@ -174,9 +177,11 @@ def read_key(world: Environment, file: Path | None) -> bytes | None:
         return None
     path = world.cwd / expanduser(file)
     with reading(file):
-        mode, key = path.stat().st_mode, path.read_bytes().strip()
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise BadInput(f"other users may read or write {file}", code="key_not_private", try_=[f"chmod 600 {file}"])
+        mode = path.stat().st_mode
+        if mode & (stat.S_IRWXG | stat.S_IRWXO) or not stat.S_ISREG(mode):
+            said = f"{file} is no file that only its owner may read and write"
+            raise BadInput(said, code="key_not_private", try_=[f"chmod 600 {file}"])
+        key = path.read_bytes().strip()
     if not 16 <= len(key) <= 4096 or not key.isascii() or b"\n" in key:
         make = f"(umask 077; openssl rand -hex 24 > {file})"
         raise BadInput(f"{file} has no key of 16 ASCII characters or more in one line", code="bad_key", try_=[make])
@@ -189,5 +194,6 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        said = f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}"
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        said = f"cannot listen on {host} port {port}: {why}"
         raise BadInput(said, code="no_port", try_=["--port 0, which takes a free one"]) from None
