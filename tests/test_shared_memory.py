@@ -166,7 +166,7 @@ def test_what_never_fits_is_refused_with_the_number_and_who_finds_the_queue_full
         texts, events = [opened(0), opened(1), opened(4)], list[Event]()
         running = [asyncio.create_task(turn_of(text, 0)) for text in texts[:2]]
         await asyncio.sleep(0)
-        with pytest.raises(Busy, match="as may: 1") as full:
+        with pytest.raises(Busy, match="the queue is full: 1") as full:
             await turn_of(texts[2], 0, events)
         assert (full.value.code, full.value.retry_after, events) == ("queue_full", 1.0, [])
         assert [len((await task).ids) for task in running] == [NEW, NEW]
