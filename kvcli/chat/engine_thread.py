@@ -32,7 +32,7 @@ class EngineThread:
     object changes in the thread alone.
     """
 
-    def __init__(self, free_bytes: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, free_bytes: Callable[[], int]) -> None:
         """`free_bytes`: measures the memory for KV, if `limits` has no number."""
         self.limits = EngineLimits()
         self.reused: Counter[str] = Counter()  # as in `EngineStatus`
