@@ -166,7 +166,7 @@ def test_what_never_fits_is_refused_with_the_number_and_who_finds_the_queue_full
         texts, events = [opened(0), opened(1), opened(4)], list[Event]()
         running = [asyncio.create_task(turn_of(text, 0)) for text in texts[:2]]
         await asyncio.sleep(0)
-        with pytest.raises(Busy, match="as may: 1") as full:
+        with pytest.raises(Busy, match="the queue is full: 1") as full:
             await turn_of(texts[2], 0, events)
         assert (full.value.code, full.value.retry_after, events) == ("queue_full", 1.0, [])
         assert [len((await task).ids) for task in running] == [NEW, NEW]
@@ -284,6 +284,34 @@ def test_answers_among_joins_cuts_and_preemptions_are_those_alone(
             await text.aclose()
 
     before = demo().engine.snapshot().preempted
+    asyncio.run(ask())
+
+
+def test_kv_that_would_become_another_is_not_dropped_and_the_answer_that_lacks_memory_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second turn under a policy continues what the first one kept."""
+
+    async def turns(text: TextSession, other: TextSession | None) -> tuple[Turn, ...]:
+        first = await turn_of(text, 2)
+        stream = text.astream([*asked(2)[0], *first.ids, *asked(1)[0]], ignore_eos=True, max_new_tokens=NEW)
+        if other is None:
+            return (await last(stream),)
+        older = asyncio.create_task(turn_of(other, 0, events))
+        await asyncio.sleep(0)
+        return await asyncio.gather(last(stream), older)
+
+    async def ask() -> None:
+        (want,) = await turns(opened(2), None)
+        text, other = opened(2), opened(0)
+        lacks({other: 9}, monkeypatch)
+        second, older = await turns(text, other)
+        assert second.stats.cached > len(asked(2)[0])
+        assert (second.ids, older.ids) == (want.ids, alone(0)[0].ids)
+        assert demo().engine.snapshot().preempted == before
+        assert any(isinstance(event, Waiting) for event in events)
+
+    events, before = list[Event](), demo().engine.snapshot().preempted
     asyncio.run(ask())
 
 

@@ -32,7 +32,7 @@ class EngineThread:
     object changes in the thread alone.
     """
 
-    def __init__(self, free_bytes: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, free_bytes: Callable[[], int]) -> None:
         """`free_bytes`: measures the memory for KV, if `limits` has no number."""
         self.limits = EngineLimits()
         self.reused: Counter[str] = Counter()  # as in `EngineStatus`
@@ -274,7 +274,7 @@ class EngineThread:
 def busy(n: int, answer_seconds: float) -> Busy:
     """Return the error for an answer beyond the n that may wait. An answer ends each `answer_seconds`."""
     return Busy(
-        f"as many requests wait as may: {n:,}", retry_after=max(1.0, n * answer_seconds), try_=["the same, later"]
+        f"the queue is full: {n:,} requests wait", retry_after=max(1.0, n * answer_seconds), try_=["ask again later"]
     )
 
 

@@ -138,9 +138,10 @@ def test_a_text_whose_kv_is_computed_again_goes_on_as_if_it_had_never_been_lost(
 
 
 WHOLE = ("dense", "sliding", "sinks", "uneven", "latents", "given")  # storages of all KV as computed
+COPIED = [row for row in STORAGES if row[0] in WHOLE]
 
 
-@pytest.mark.parametrize(("storage", "dtype"), [row for row in STORAGES if row[0] in WHOLE])
+@pytest.mark.parametrize(("storage", "dtype"), marked(COPIED, spread(COPIED, 3)))
 def test_a_text_that_copies_its_beginning_from_another_is_written_as_one_that_prefills_it(
     storage: str, dtype: str
 ) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.constraint import Constraint
 
 
-REPLAYED = 64  # most rows of a pass that computes decoded tokens again
+REPLAYED = 64  # most rows of a pass that computes decoded tokens again: as many as stay batch invariant on a GPU
 
 
 class GenerationSession(SequenceState):
