@@ -12,7 +12,7 @@ from starlette.routing import Router
 
 from kvcli.errors import BadInput
 from kvcli.models.text import decode, encode
-from kvcli.serve import completions, page
+from kvcli.serve import completions, messages, page, responses
 from kvcli.serve.gate import Gate
 from kvcli.serve.host import Asked, Host
 from kvcli.serve.openapi import Operation, document
@@ -26,7 +26,7 @@ def server_app(
     host: Host, *, hosts: Collection[str] = (), origins: Collection[str] = (), key: bytes | None = None
 ) -> Gate:
     """Return the ASGI application. Parameters are those of the gate."""
-    made = [one for api in (completions, page) for one in api.operations(host)]
+    made = [one for api in (completions, responses, messages, page) for one in api.operations(host)]
     made += _operations(host)
     openapi = document(made)
 
