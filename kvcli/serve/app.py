@@ -12,7 +12,7 @@ from starlette.routing import Router
 
 from kvcli.errors import BadInput
 from kvcli.models.text import decode, encode
-from kvcli.serve import completions
+from kvcli.serve import completions, messages, page, responses
 from kvcli.serve.gate import Gate
 from kvcli.serve.host import Asked, Host
 from kvcli.serve.openapi import Operation, document
@@ -26,7 +26,8 @@ def server_app(
     host: Host, *, hosts: Collection[str] = (), origins: Collection[str] = (), key: bytes | None = None
 ) -> Gate:
     """Return the ASGI application. Parameters are those of the gate."""
-    made = [*completions.operations(host), *_operations(host)]
+    made = [one for api in (completions, responses, messages, page) for one in api.operations(host)]
+    made += _operations(host)
     openapi = document(made)
 
     async def described(_: Request) -> Response:
@@ -52,8 +53,8 @@ def _operations(host: Host) -> list[Operation]:
         body = await parsed(TokenizeRequest, request)
         if (body.prompt is None) == (not body.messages):
             raise BadInput("either prompt or messages", code="bad_field", try_=["only one of them"])
-        messages, variables = [m.plain for m in body.messages], body.chat_template_kwargs
-        asked = Asked(body.model, messages=messages, variables=variables, tools=body.tools)
+        plain, variables = await completions.plain(host, body), body.chat_template_kwargs
+        asked = Asked(body.model, messages=plain, variables=variables, tools=body.tools)
         profile = host.profile_of(asked)
         if body.prompt is None:
             ids = (await host.prompt_of(asked, profile)).ids

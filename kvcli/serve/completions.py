@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -17,12 +17,16 @@ from starlette.types import ASGIApp
 
 from kvcli.api import End, Event, Live, Text, Thought, TokenScore, ToolCall, Turn
 from kvcli.errors import BadInput, KvcliError
+from kvcli.models.text import Messages
 from kvcli.models.tool_calls import check_tools
 from kvcli.safe_output import BROKEN
 from kvcli.serve.host import Asked, Host
 from kvcli.serve.openapi import Operation
-from kvcli.serve.schemas import ChatRequest, Common, TextRequest, parsed
+from kvcli.serve.schemas import ChatRequest, Common, TextRequest, TokenizeRequest, parsed
 from kvcli.serve.stream import EventStream, error_frame, frame, several, turns_of
+
+if TYPE_CHECKING:
+    from kvcli.engine.stats import Stats
 
 FINISH = {"loop": "length", "interrupted": "length"}  # reasons that OpenAI does not have: the text is incomplete
 MODES = {"none": "off", "minimal": "low"}  # efforts that are no mode of thinking
@@ -36,7 +40,8 @@ def operations(host: Host) -> list[Operation]:
 
     async def chat(request: Request) -> ASGIApp:
         body = await parsed(ChatRequest, request)
-        return await _answer(host, body, _of_chat(body, client_of(request, body.user)), ChatForm())
+        asked = asked_of(body, await plain(host, body), client_of(request, body.user))
+        return await _answer(host, body, asked, ChatForm())
 
     async def complete(request: Request) -> ASGIApp:
         body = await parsed(TextRequest, request)
@@ -66,7 +71,13 @@ def _copies(asked: Asked, n: int) -> list[Asked]:
     return [replace(asked, sample={**asked.sample, **each}) for each in seeds]
 
 
-def _of_chat(body: ChatRequest, client: str) -> list[Asked]:
+async def plain(host: Host, body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
+    """Return the messages as chat templates take them, with the text of their documents."""
+    return [one.plain(await host.documents.text_of(one.content)) for one in body.messages]
+
+
+def asked_of(body: ChatRequest, messages: Messages, client: str) -> list[Asked]:
+    """Return the answers that a request wants, whose messages have texts as their content. Raises BadInput."""
     if body.top_logprobs is not None and not body.logprobs:
         raise BadInput("top_logprobs needs logprobs", code="bad_field", try_=["logprobs: true"])
     tools = check_tools(body.tools, "tools") if body.tools and body.tool_choice != "none" else []
@@ -84,7 +95,7 @@ def _of_chat(body: ChatRequest, client: str) -> list[Asked]:
     asked = _common(
         body,
         client,
-        messages=[message.plain for message in body.messages],
+        messages=messages,
         variables=body.chat_template_kwargs,
         thinking=MODES.get(effort, effort) if (effort := body.reasoning_effort) else "auto",
         thinking_tokens=body.thinking_tokens,
@@ -118,13 +129,15 @@ async def _answer(host: Host, body: Common, asked: Sequence[Asked], form: Form) 
         "model": body.model or host.name,
         "system_fingerprint": host.fingerprint(host.profile_of(asked[0])),
     }
-    form = replace(form, base=base, n=body.n, wants_usage=body.stream_options.include_usage, word=host.word)
+    form = replace(form, base=base, n=body.n, word=host.word, wants_timings=body.timings_per_token)
+    form.wants_usage = body.stream_options.include_usage
     events = several(host.events(one) for one in asked)
     if body.stream:
         return await EventStream.started(events, form)
     turns = await turns_of(events)
     choices = [{"index": i, **form.whole(turn, asked[i]), **finish_of(turn)} for i, turn in enumerate(turns)]
-    return JSONResponse({**base, "choices": choices, "usage": usage(turns, body.n), "timings": timings(turns[-1])})
+    figures = {"usage": usage(turns, body.n), "timings": timings(turns[-1].stats)}
+    return JSONResponse({**base, "choices": choices, **figures})
 
 
 def finish_of(turn: Turn) -> dict[str, Any]:
@@ -145,9 +158,9 @@ def usage(turns: Sequence[Turn], n: int = 1) -> dict[str, Any]:
     return found | {"completion_tokens_details": details}
 
 
-def timings(turn: Turn) -> dict[str, Any]:
+def timings(s: Stats) -> dict[str, Any]:
     """Return the times of an answer in llama-server's words."""
-    s, found = turn.stats, dict[str, Any]()
+    found = dict[str, Any]()
     parts = (("prompt", s.prompt - s.cached, s.read, s.read_tok_s), ("predicted", s.new, s.decode, s.decode_tok_s))
     for name, n, seconds, speed in parts:
         found |= {f"{name}_n": n, f"{name}_ms": 1e3 * seconds, f"{name}_per_second": speed}
@@ -169,9 +182,11 @@ class Form:
     base: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1  # answers to a prompt
     wants_usage: bool = False
+    wants_timings: bool = False  # in each frame, not only in the last one
     echoes: bool = False  # the prompt is returned before the answer
     word: Callable[[int], str] = str  # text of a token
     turns: dict[int, Turn] = field(default_factory=dict)  # by index, as they end
+    stats: dict[int, Stats] = field(default_factory=dict)  # of answers so far, by index
     sent: Counter[int] = field(default_factory=Counter)  # tokens whose scores were sent, by index
     calls: Counter[int] = field(default_factory=Counter)  # tool calls so far, by index
 
@@ -190,16 +205,20 @@ class Form:
         raise NotImplementedError
 
     def of(self, index: int, event: Event) -> Iterable[str]:
+        if isinstance(event, Live):
+            self.stats[index] = event.stats
         if (said := self.delta(event, index)) is None:
             return
-        is_end, scores = isinstance(event, End), getattr(event, "scores", ())
+        has_timings, scores = self.wants_timings or isinstance(event, End), getattr(event, "scores", ())
         also: dict[str, Any] = {"finish_reason": None}
         if isinstance(event, End):  # the scores of tokens without a text, such as the last one
             self.turns[index], scores = event.turn, event.turn.scores[self.sent[index] :]
+            self.stats[index] = event.turn.stats
             also = finish_of(event.turn)
         self.sent[index] += len(getattr(event, "ids", ()))
         choice = {"index": index, **said, "logprobs": self.scored(scores), **also}
-        yield frame({**self.base, "choices": [choice], **({"timings": timings(self.turns[index])} if is_end else {})})
+        times = {"timings": timings(self.stats[index])} if has_timings else {}
+        yield frame({**self.base, "choices": [choice], **times})
 
     def end(self) -> Iterable[str]:
         if self.wants_usage:

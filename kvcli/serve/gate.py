@@ -31,7 +31,7 @@ PATIENCE = 10.0  # seconds for a head, and for a body
 STALL = 60.0  # seconds in which a client has to read something of a response
 CONNECTIONS = 2000
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?")
-OPEN = ("/", "/health")  # paths that need no key
+OPEN = ("/", "/page.css", "/page.js", "/health")  # paths that need no key
 
 log = logging.getLogger("kvcli.serve")
 

@@ -22,6 +22,7 @@ from kvcli.errors import BadConfig, BadInput, Busy, KvcliError
 from kvcli.models.grammar import Grammar
 from kvcli.models.text import decode, encode, render_text
 from kvcli.models.tool_calls import check_tools
+from kvcli.serve.documents import Documents
 from kvcli.serve.errors import Refused
 from kvcli.serve.metrics import Metrics
 from kvcli.version import __version__
@@ -94,6 +95,7 @@ class Host:
         self.model, self.name, self.profiles, self.bug = model, name, dict(profiles), bug
         self.warm = WarmSessions(model, idle_bytes)
         self.metrics = Metrics(model.engine.snapshot)
+        self.documents = Documents()
         self._texts = ThreadPoolExecutor(1, "kvcli-text")  # renders and tokenizes prompts
         self._grammars = ThreadPoolExecutor(2, "kvcli-grammar")
 
@@ -181,6 +183,7 @@ class Host:
     async def aclose(self) -> None:
         """Free the KV of all requests."""
         await self.warm.aclose()
+        self.documents.close()
         for pool in (self._texts, self._grammars):
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,13 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     refusal = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     for one in operations:
-        found: dict[str, Any] = {"summary": one.summary, "operationId": one.path.strip("/").replace("/", "_") or "page"}
+        names = re.findall(r"{(\w+)}", one.path)
+        found: dict[str, Any] = {
+            "summary": one.summary,
+            "operationId": re.sub(r"\W+", "_", one.path).strip("_") or "page",
+        }
+        text = {"type": "string"}
+        found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
         content = {kind: {"schema": {} if kind != "application/json" else {"type": "object"}} for kind in one.gives}
         found["responses"] = {
             "200": {"description": "The answer.", "content": content},

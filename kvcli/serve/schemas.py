@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import from_json
 
 from kvcli.schemas.base import Json
@@ -33,10 +33,36 @@ class RequestJson(Json):
 
 async def parsed(kind: type[R], request: Request) -> R:
     """Return the body of a request as `kind`. Raises Refused (400), which names the field."""
+    return checked(kind, await json_of(request))
+
+
+async def json_of(request: Request) -> Any:
     try:
-        given = from_json(await request.body(), allow_inf_nan=False)
+        return from_json(await request.body(), allow_inf_nan=False)
     except ValueError as error:
         raise Refused(400, f"the request is not JSON: {error}", code="bad_json") from None
+
+
+def translated(given: Any, as_chat: Callable[[Any], dict[str, Any]]) -> ChatRequest:
+    """Return a request of another protocol as one for chat completions, whose schema checks it. Raises Refused (400),
+    which names the field by its place in chat completions."""
+    try:
+        made = checked(ChatRequest, as_chat({key: value for key, value in given.items() if value is not None}))
+        if made.n > 1:
+            raise Refused(400, "n is not supported", code="unsupported_field", param="n", try_=["several requests"])
+        return made
+    except KeyError as error:
+        raise Refused(400, f"{error.args[0]} is missing", code="bad_field", param=str(error.args[0])) from None
+    except (AttributeError, TypeError, ValueError):  # a list or a text where an object belongs
+        raise Refused(400, "the request does not have the form of this protocol", code="bad_field") from None
+
+
+def rest_of(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return the other fields of an object, without those that are null."""
+    return {key: value for key, value in given.items() if key not in names and value is not None}
+
+
+def checked(kind: type[R], given: Any) -> R:
     try:
         return kind.model_validate(given)
     except ValidationError as errors:
@@ -83,6 +109,7 @@ class Common(Sampling):  # type: ignore[misc]  # its fields are those of a datac
     set: dict[str, Any] = Field(default={}, description="profile keys of [sample] and [spec], such as spec.method")
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    timings_per_token: bool = Field(default=False, description="send timings with each piece of a stream")
     n: Annotated[int, Field(ge=1, le=16)] = Field(default=1, description="answers, with seeds that follow each other")
     stop: str | Annotated[list[str], Field(max_length=16)] = Field(default=[], description="texts that end the answer")
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -117,6 +144,26 @@ class TextPart(RequestJson):
     text: str
 
 
+class FileData(RequestJson):
+    filename: str = "document"
+    file_data: str = Field(default="", description="the file in base64, or a data: address of it")
+    file_id: str = Field(default="", description="of a document at /kvcli/pages, in place of file_data")
+
+
+class FilePart(RequestJson):
+    type: Literal["file"]
+    file: FileData
+
+
+def as_parts(given: Any) -> Any:
+    """Return the content of a message as a list of parts."""
+    return [{"type": "text", "text": given}] if isinstance(given, str) else given
+
+
+Part = Annotated[TextPart | FilePart, Field(discriminator="type")]
+Content = Annotated[list[Part], BeforeValidator(as_parts, json_schema_input_type=str | list[Part])]
+
+
 class CalledFunction(RequestJson):
     name: str
     arguments: str = "{}"
@@ -131,17 +178,15 @@ class CallOf(RequestJson):
 
 class ChatMessage(RequestJson):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
+    content: Content = Field(default=[])
     name: str = ""
     tool_calls: list[CallOf] = Field(default=[])
     tool_call_id: str = ""
     reasoning_content: str = Field(default="", description="accepted and not shown: a thought ends with its answer")
     annotations: Annotated[list[Any], Field(max_length=0)] = Field(default=[])
 
-    @property
-    def plain(self) -> dict[str, Any]:
-        """Return the message as chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def plain(self, content: str) -> dict[str, Any]:
+        """Return the message as chat templates take it, with the text of its content."""
         role = "system" if self.role == "developer" else self.role
         found: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
@@ -202,7 +247,7 @@ class ChatRequest(Common):
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "on"] | None = None
     thinking_tokens: Annotated[int, Field(ge=0)] = Field(default=0, description="most tokens of a thought")
     chat_template_kwargs: dict[str, Any] = Field(default={}, description="variables of the chat template")
     modalities: list[Literal["text"]] = Field(default=["text"])

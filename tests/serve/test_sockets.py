@@ -23,6 +23,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.parrot import parrot
+from tests.serve.test_protocols import HOW, SAYS
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +37,8 @@ ENDLESS = {"ignore_eos": True, "stop_loops": 0, "temperature": 1, "max_tokens": 
 class Server:
     """`kvcli serve demo` in a process of its own."""
 
-    def __init__(self, *options: str) -> None:
-        run = [sys.executable, "-m", "kvcli", "serve", "demo", "--port", "0", "--json", *options]
+    def __init__(self, *options: str, model: str = "demo") -> None:
+        run = [sys.executable, "-m", "kvcli", "serve", model, "--port", "0", "--json", *options]
         self.process = subprocess.Popen(run, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.about = json.loads(self.process.stdout.readline())
@@ -110,6 +113,15 @@ def test_official_clients(server: Server) -> None:
     needs("openai, llm, langchain_openai")
     done = client_run(str(Path(__file__).with_name("clients.py")), server.about["url"])
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_official_clients_of_responses_and_messages(tmp_path: Path) -> None:
+    needs("openai, anthropic")
+    parrot(tmp_path / "m", SAYS, **HOW)
+    server = Server("--profile", "exact", model=str(tmp_path / "m"))
+    done = client_run(str(Path(__file__).with_name("protocol_clients.py")), server.base)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert server.end() == 0
 
 
 def test_schemathesis_finds_no_fault_and_no_status_that_is_not_described(server: Server) -> None:

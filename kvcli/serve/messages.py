@@ -1,0 +1,199 @@
+"""Anthropic's messages, and the count of their tokens."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from pydantic import ConfigDict
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp
+
+from kvcli.api import End, Event, Read, Turn
+from kvcli.errors import BadInput, KvcliError
+from kvcli.models.text import decode
+from kvcli.serve.blocks import AnswerBlock, AnswerBlocks, blocks_of
+from kvcli.serve.completions import asked_of, client_of, finish_of, plain
+from kvcli.serve.errors import error_body
+from kvcli.serve.host import Host
+from kvcli.serve.openapi import Operation
+from kvcli.serve.schemas import RequestJson, as_parts, json_of, rest_of, translated
+from kvcli.serve.stream import EventStream, frame, several, turns_of
+
+_MODES = {"enabled": "on", "disabled": "none", "adaptive": None}  # of thinking; absent: as the model does by itself
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}  # others are the end of a turn
+_DELTAS = {"thought": "thinking", "text": "text", "call": "input_json"}
+
+
+class CountRequest(RequestJson):
+    """A conversation. Other fields are those of the Messages API that chat completions have too."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str
+    messages: list[dict[str, Any]]
+
+
+class MessageRequest(CountRequest):
+    max_tokens: int
+
+
+def operations(host: Host) -> list[Operation]:
+    """Return the operations of this protocol."""
+
+    async def answer(request: Request) -> ASGIApp:
+        given = await json_of(request)
+        body = translated(given, lambda given: as_chat(given) | {"max_tokens": given["max_tokens"]})
+        (asked,) = asked_of(body, await plain(host, body), client_of(request, body.user))
+        base = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": body.model}
+        events, end = several([host.events(asked)]), partial(_end, host, asked.sample.get("stop", ()))
+        if body.stream:
+            return await EventStream.started(events, MessageFrames(base, end))
+        (turn,) = await turns_of(events)
+        content = [_block(block, block.text) for block in blocks_of(turn)]
+        return JSONResponse({**base, "content": content, **end(turn), "usage": _usage(turn)})
+
+    async def count(request: Request) -> ASGIApp:
+        body = translated(await json_of(request), as_chat)
+        (asked,) = asked_of(body, await plain(host, body), "")
+        prompt = await host.prompt_of(asked, host.profile_of(asked))
+        return JSONResponse({"input_tokens": len(prompt.ids)})
+
+    kinds = ("application/json", "text/event-stream")
+    return [
+        Operation("/v1/messages", "Answer a conversation of content blocks.", answer, MessageRequest, kinds),
+        Operation("/v1/messages/count_tokens", "Count the tokens of a conversation.", count, CountRequest),
+    ]
+
+
+def as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request as one for chat completions. Thoughts of earlier answers are no part of it."""
+    own = ("system", "messages", "tools", "tool_choice", "thinking", "output_config", "metadata")
+    asked, system = rest_of(given, "cache_control", *own), given.get("system")
+    thinking, config, choice = (given.get(key, {}) for key in ("thinking", "output_config", "tool_choice"))
+    messages = [{"role": "system", "content": [_part(one) for one in as_parts(system)]}] if system else []
+    for message in given["messages"]:
+        parts, calls = list[Any](), list[Any]()
+        for block in as_parts(message["content"]):
+            kind, other = block["type"], rest_of(block, "type", "cache_control", *_OF_CALLS)
+            if kind == "tool_use":
+                function = {"name": block["name"], "arguments": json.dumps(block["input"])}
+                calls.append({**other, "id": block["id"], "function": function})
+            elif kind == "tool_result":
+                said = [_part(one) for one in as_parts(block.get("content") or "")]
+                said = [*as_parts("error:"), *said] if block.get("is_error") else said
+                messages.append({**other, "role": "tool", "tool_call_id": block["tool_use_id"], "content": said})
+            elif kind not in ("thinking", "redacted_thinking"):
+                parts.append(_part(block))
+        if parts or calls:
+            messages.append({**message, "content": parts, "tool_calls": calls})
+    if messages and messages[-1]["role"] == "assistant":
+        ways = ["let messages end with one of role user"]
+        raise BadInput("an answer at the end is not continued", code="not_supported", try_=ways)
+    if tools := given.get("tools"):
+        asked["tools"] = [_tool(one) for one in tools]
+    if choice:
+        asked["tool_choice"] = {"any": "required"}.get(choice["type"], choice["type"])
+        if choice["type"] == "tool":
+            asked["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+        asked["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)
+    if thinking:
+        asked["reasoning_effort"] = _MODES.get(thinking["type"], thinking["type"])
+        asked["thinking_tokens"] = thinking.get("budget_tokens", 0)
+    if config.get("effort"):
+        asked["reasoning_effort"] = config["effort"]
+    if config.get("format"):
+        asked["response_format"] = {"type": "json_schema", "json_schema": rest_of(config["format"], "type")}
+    if asked.get("service_tier") == "standard_only":
+        del asked["service_tier"]
+    asked |= rest_of(thinking, "type", "budget_tokens") | rest_of(config, "effort", "format")  # refused by their names
+    if "stop" not in asked:
+        asked["stop"] = asked.pop("stop_sequences", [])
+    return {"user": given.get("metadata", {}).get("user_id") or "", **asked, "messages": messages}
+
+
+_OF_CALLS = ("id", "name", "input", "tool_use_id", "content", "is_error")  # fields of blocks for calls and results
+
+
+def _part(block: Mapping[str, Any]) -> dict[str, Any]:
+    rest = rest_of(block, "cache_control")
+    if rest["type"] != "document":
+        return rest
+    source, other = rest["source"], rest_of(rest, "type", "source", "title", "citations")
+    data = b64encode(source["data"].encode()).decode() if source["type"] == "text" else source.get("data")
+    if source["type"] not in ("base64", "text") or rest.get("citations", {}).get("enabled"):
+        ways = ["a source of type base64 or text", 'citations: {"enabled": false}']
+        raise BadInput("this document has citations or another source", code="not_supported", try_=ways)
+    return {**other, "type": "file", "file": {"filename": rest.get("title", "document"), "file_data": data}}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type", "custom")
+    function = {**rest_of(tool, "type", "input_schema", "cache_control"), "parameters": tool.get("input_schema")}
+    return {"type": "function" if kind == "custom" else kind, "function": function}
+
+
+def _end(host: Host, stops: Any, turn: Turn) -> dict[str, Any]:
+    """Return why an answer ended, and the stop sequence that ended it."""
+    reason, stop = _REASONS.get(finish_of(turn)["finish_reason"], "end_turn"), None
+    if turn.finish == "stop" and turn.ids and turn.ids[-1] not in host.model.lm.stop_ids:
+        text = decode(host.model.tokenizer, turn.ids)
+        places = [(at, one) for one in stops if (at := text.rfind(one)) >= 0]
+        reason, stop = ("stop_sequence", min(places)[1]) if places else (reason, None)
+    return {"stop_reason": reason, "stop_sequence": stop}
+
+
+class MessageFrames:
+    """The events of a streamed message."""
+
+    def __init__(self, base: Mapping[str, Any], end: Callable[[Turn], Mapping[str, Any]]) -> None:
+        self._base, self._end, self._blocks, self._has_begun = base, end, AnswerBlocks(), False
+
+    def of(self, index: int, event: Event) -> Iterable[str]:
+        steps = [*self._blocks.of(event)]
+        if not self._has_begun and (steps or isinstance(event, Read | End)):
+            self._has_begun = True
+            n, cached = (event.total, event.cached) if isinstance(event, Read) else (0, 0)
+            usage = {"input_tokens": n - cached, "cache_read_input_tokens": cached, "output_tokens": 0}
+            message = {**self._base, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+            yield _frame("message_start", message=message)
+        for step, block, said in steps:
+            at, name = {"index": block.index}, _DELTAS[block.kind]
+            if step == "begin":
+                yield _frame("content_block_start", **at, content_block=_block(block, ""))
+            elif step == "add":
+                key = "partial_json" if block.kind == "call" else name
+                yield _frame("content_block_delta", **at, delta={"type": f"{name}_delta", key: said})
+            else:
+                yield _frame("content_block_stop", **at)
+        if isinstance(event, End):
+            yield _frame("message_delta", delta=self._end(event.turn), usage=_usage(event.turn))
+            yield _frame("message_stop")
+
+    def end(self) -> Iterable[str]:
+        return ()
+
+    def error(self, error: KvcliError) -> Iterable[str]:
+        yield _frame("error", **error_body(error))
+
+
+def _frame(name: str, /, **fields: Any) -> str:
+    return frame({"type": name, **fields}, name)
+
+
+def _block(block: AnswerBlock, text: str) -> dict[str, Any]:
+    if block.kind == "thought":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    if block.kind == "text":
+        return {"type": "text", "text": text}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": json.loads(text or "{}")}
+
+
+def _usage(turn: Turn) -> dict[str, int]:
+    stats = turn.stats
+    counts = {"input_tokens": stats.prompt - stats.cached, "cache_read_input_tokens": stats.cached}
+    return {**counts, "cache_creation_input_tokens": 0, "output_tokens": stats.new}
