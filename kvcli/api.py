@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from kvcli.engine.sequence.state import Repetition
@@ -23,12 +23,24 @@ class Read:
     seconds: float
 
 
+class TokenScore(NamedTuple):
+    """The log-probability of a token, and the most likely tokens in its place, with theirs.
+
+    It is the model's own, of its log-softmax in float64: before temperature, truncation, penalties, bias, constraint.
+    """
+
+    id: int
+    logprob: float | None  # None = input, not predicted: the first token of a prompt, and the forced end of a thought
+    top: tuple[tuple[int, float], ...] = ()  # id and log-probability, the most likely first
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     """A piece of the answer, whole characters only; `ids` are the tokens since the piece before."""
 
     text: str
     ids: tuple[int, ...]
+    scores: tuple[TokenScore, ...] = ()  # of `ids`, if `top_logprobs` asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,7 @@ class Thought:
 
     text: str
     ids: tuple[int, ...]
+    scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +89,8 @@ class Turn:
     loop: Repetition | None = None  # the repetition that ended it, if finish is "loop"
     thinking: str = ""  # not in the text
     tool_calls: tuple[ToolCall, ...] = ()  # not in the text; finish is then "tool_calls"
+    scores: tuple[TokenScore, ...] = ()  # of `ids`, if `top_logprobs` asks for them
+    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens, if `prompt_logprobs` asks for them
 
 
 Cancel = Callable[[], bool]  # called between passes; True ends the turn and keeps the text

@@ -12,6 +12,7 @@ from kvcli import assemble
 from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
 from kvcli.chat.loaded_model import LoadedModel
 from kvcli.chat.overflow import ContextWindow
+from kvcli.chat.scores import refuse_scores
 from kvcli.chat.transcript import chat_spans
 from kvcli.chat.turn import AnswerSettings, ThinkingLimit, TurnRequest, TurnRun
 from kvcli.engine.engine import iterate_events, release, run_to_end
@@ -93,6 +94,9 @@ class TextSession:
                 if (reuse := assemble.span_reuse(self.session, self.profile)) is not None and ways[-1].is_intact:
                     reuse.add(prefixes.find_spans(self.session, ids, ways[-1], reuse.min_span))
         return self.session.committed
+
+    def _fetch_nothing(self, ids: Sequence[int]) -> int:
+        return self.session.rewind(0)
 
     def has_read(self, ids: Sequence[int]) -> bool:
         """True if the KV cache begins with these ids."""
@@ -185,6 +189,8 @@ class TextSession:
         messages: Messages = (),
         constraint: Constraint | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        top_logprobs: int | None = None,
+        prompt_logprobs: bool = False,
         **sample: object,
     ) -> Coroutine[Event, Turn]:
         """Return one answer as a coroutine for an engine, alone or with other sequences (`kvcli.generate_together`).
@@ -195,6 +201,9 @@ class TextSession:
         tell system text from the rest.
         `constraint`: structured output, as from `model.constraint`; it decides where the answer may end.
         `tools`: function definitions in the prompt, whose calls are returned apart from the text.
+        `top_logprobs`: return the log-probability of each token of the answer, and so many most likely tokens, 0 to 20,
+        in `Turn.scores` and in the events. `prompt_logprobs`: also those of the prompt, in `Turn.prompt_scores`; the
+        whole prompt is then read, without saved KV.
         Raises ContextOverflow before the prefill.
         """
         if constraint is not None and ignore_eos:
@@ -207,6 +216,7 @@ class TextSession:
             raise BadInput(
                 "a constrained answer cannot call tools", code="constrained_tools", try_=["tools or a constraint"]
             )
+        refuse_scores(self.profile, top_logprobs, prompt_logprobs)
         variables = {"tools": tools} if tools else {}
         model, ids = self.model, self.model.encode(prompt, **variables)
         if isinstance(prompt, str):
@@ -243,11 +253,12 @@ class TextSession:
             () if ignore_eos else model.lm.stop_ids,
             StopStrings([*texts_of(profile.sample.stop), *(() if ignore_eos else model.lm.stop_strings)]),
             cancel or (lambda: False),
-            assemble.sampler(model.lm, profile),
+            replace(assemble.sampler(model.lm, profile), top_logprobs=top_logprobs),
             0 if ignore_eos else profile.sample.stop_loops,
             constraint,
             thinking,
             CallReader(model.tokenizer, model.call_syntax(), tools) if tools else None,
+            scores_prompt=prompt_logprobs,
         )
         self.has_begun = True  # before the prefill, as other sessions check it meanwhile
         run = TurnRun(
@@ -256,7 +267,7 @@ class TextSession:
             AnswerSettings(self.profile, self.limit, self.writer),
             tokenizer=self.tokenizer,
             load_seconds=self.info.load_seconds,
-            fetch=self.fetch,
+            fetch=self._fetch_nothing if prompt_logprobs else self.fetch,
             switch=self._degrade,
         )
         return self._only(run.events())

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble, environment
-from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, ToolCall, Turn
+from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, TokenScore, ToolCall, Turn
+from kvcli.chat.scores import ROWS, PromptScores, scores_of
 from kvcli.engine.forward_request import Coroutine, Passes, await_passes
 from kvcli.engine.policy.policy import Phase
 from kvcli.engine.resources import peak_bytes, used_bytes
@@ -242,6 +243,7 @@ class TurnRequest:
     constraint: Constraint | None = None
     thinking: ThinkingLimit | None = None  # None: thoughts count as the answer
     calls: CallReader | None = None  # splits off tool calls; None: there are no tools
+    scores_prompt: bool = False  # the whole prompt is read, and its tokens are scored
 
 
 class TurnRun:
@@ -269,6 +271,9 @@ class TurnRun:
         is_split = asked.constraint is None or thinking.is_due
         self._words = Channels(tokenizer, asked.ids, asked.strings, is_split=is_split, **around)
         self._said: list[str] = []  # text of the answer so far, which an error returns
+        top = asked.sampler.top_logprobs
+        self._scores: list[TokenScore] | None = [] if top is not None else None  # of the answer's tokens, if asked for
+        self._prompt = PromptScores(session, asked.ids, top or 0) if asked.scores_prompt else None
         # most tokens of prompt and answer
         self._end = min(len(asked.ids) + asked.new + thinking.tokens + len(thinking.end_ids), terms.limit)
         self._waits = thinking.is_due  # the constraint begins after the thought
@@ -287,7 +292,7 @@ class TurnRun:
         by_layers = profile.prune.describe_read or profile.prefill.order == "layers"
         stats.order = "layers" if by_layers else "chunks"
         yield Live(stats)
-        with environment.return_large_blocks():
+        with environment.return_large_blocks(), self._few_rows():
             yield from self._read()
         ids, answer = list(asked.ids), list[int]()
         before = session.drafter.report()
@@ -306,6 +311,8 @@ class TurnRun:
                 stops = {*asked.stops, *self._thinking.end_ids} if self._waits else asked.stops
                 step = yield from session.step(stops, most) if writer is None else writer.step(session, stops, most)
                 stats.add_step(step)
+            if lacks and self._scores is not None:  # a broken pass leaves no scores: its tokens are sampled again
+                session.resume(ids)
             added = session.ids[len(ids) :] if lacks else step.new  # a broken pass may have added some
             if lacks and added:
                 stats.passes += 1
@@ -313,7 +320,7 @@ class TurnRun:
             ids += added
             stats.first_token = stats.first_token or fetched + stats.read + stats.decode
             self._measure()
-            pieces = list[Piece]()
+            pieces, forced, at = list[Piece](), None, len(answer)
             for i in added:  # one by one: tokens after a stop string do not count, even those of the same pass
                 answer.append(i)
                 thinks, is_open = words.thinks, words.is_open
@@ -329,6 +336,9 @@ class TurnRun:
                     break
                 if asked.strings.is_hit or loop:
                     break
+            if self._scores is not None and added:
+                self._scores += scores_of(step)[: len(answer) - at - len(forced or ())]
+                self._scores += [TokenScore(i, None) for i in forced or ()]
             stats.thinking_seconds += step.seconds if added and not lacks and stats.thinking > thought else 0.0
             if pieces:
                 yield from self._tell(pieces, answer[shown:])
@@ -349,7 +359,8 @@ class TurnRun:
         self._measure(at_once=True)
         if (report := session.drafter.report()) is not None and before is not None:
             stats.add_draft_report(before, report)
-        return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip(), called)
+        scores, of_prompt = tuple(self._scores or ()), self._prompt.scores if self._prompt is not None else ()
+        return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip(), called, scores, of_prompt)
 
     def _shown(self, token: int) -> list[Piece]:
         """Return the pieces that became certain with a token. A thought that mentions calls makes none."""
@@ -386,12 +397,25 @@ class TurnRun:
             self._words.stop_splitting()
             session.constraint, session.answer_at = self._asked.constraint, len(ids)
 
+    @contextmanager
+    def _few_rows(self) -> Iterator[None]:
+        """Read a prompt that is scored in small chunks, because of its logits, where chunks change nothing else."""
+        session, rows = self.session, self.session.chunk_rows
+        if self._prompt is not None and session.policy is None and session.lm.is_row_invariant:
+            session.chunk_rows = min(rows, ROWS)
+        try:
+            yield
+        finally:
+            if self._prompt is not None:  # a lack of memory may have made chunks smaller
+                session.chunk_rows = min(rows, assemble.chunk(session.lm, self.terms.profile))
+
     def _read(self) -> Coroutine[Event, None]:
         session, stats, ids, began = self.session, self._stats, self._asked.ids, time.perf_counter()
         is_more = True
         while is_more:
+            passes = session.prefill_chunk(ids)
             with catch_cache_full() as lacks:
-                is_more = yield from session.prefill_chunk(ids)
+                is_more = yield from passes if self._prompt is None else self._prompt.through(passes)
             if lacks:
                 yield from self._relieve(lacks[0], "read" if session.committed == len(ids) - 1 else "reading")
                 if len(ids) >= self.terms.limit:
@@ -449,7 +473,8 @@ class TurnRun:
         for thinks, group in groupby(pieces, key=lambda piece: piece[0]):
             piece = "".join(text for _, text in group)
             self._said += [] if thinks else [piece]
-            yield (Thought if thinks else Text)(piece, tuple(ids))
+            scores = self._scores[-len(ids) :] if self._scores is not None and ids else ()
+            yield (Thought if thinks else Text)(piece, tuple(ids), tuple(scores))
             ids = ()
 
     def _measure(self, at_once: bool = False) -> None:
