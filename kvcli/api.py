@@ -23,6 +23,9 @@ class Read:
     seconds: float
 
 
+MOST_TOP = 20  # of `top_logprobs`
+
+
 class TokenScore(NamedTuple):
     """The log-probability of a token, and the most likely tokens in its place, with theirs.
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from kvcli.api import TokenScore
+from kvcli.api import MOST_TOP, TokenScore
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Passes
-from kvcli.engine.sequence.token_scores import MOST_TOP, score_tokens
+from kvcli.engine.sequence.token_scores import score_tokens
 from kvcli.errors import BadInput
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def refuse_scores(profile: Profile, top: int | None, of_prompt: bool) -> None:
         "reasoning_steps.method=none": top is not None
         and profile.reasoning_steps.takes,  # takes another model's tokens
         "prune.method=none": of_prompt and profile.prune.describe_read,
-        "reuse.method=prefix": of_prompt and profile.reuse.describe_reused,
+        "reuse.method=none": of_prompt and profile.reuse.describe_reused,
         "prefill.order=chunks": of_prompt and profile.prefill.order == "layers",
     }
     if ways := [f"--set {way}" for way, is_due in methods.items() if is_due]:

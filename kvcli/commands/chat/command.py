@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.api import End, turn_of
+from kvcli.api import MOST_TOP, End, turn_of
 from kvcli.commands.common import flags as o
 from kvcli.commands.common.inputs import tell
 from kvcli.commands.common.options import Options, choice, command, flag
@@ -151,6 +151,7 @@ _WORDS = "A question, as -p, and files to attach, as -f."
 
 _TOP_P = "Nucleus sampling: the smallest set of tokens with total probability F."
 _STOP = "End the answer before this text. Repeatable."
+_LOGPROBS = "With --json: log-probabilities of each token and of the N most likely ones, up to 20."
 _PENALTY = "Above 1, tokens that occurred before become less likely."
 
 
@@ -197,6 +198,7 @@ class AnswerOptions(Options, panel="The answer"):
     show_thinking: bool = flag(help="Print what the model thinks, instead of one row about it.", rare=True)
     stats: o.Figures = None
     stream: bool = flag(help="With --json: one line for each event.", rare=True)
+    logprobs: int | None = choice(metavar="N", help=_LOGPROBS, rare=True)
 
 
 class ChatOptions(Options, panel="The model"):
@@ -230,6 +232,8 @@ def chat(world: Environment, options: ChatOptions) -> int:
     options = replace(options, model=model, question=asked)
     if wanted.stream and not world.options.json:
         raise UsageError("--stream needs --json", try_=["--json --stream"])
+    if wanted.logprobs is not None and not (world.options.json and 0 <= wanted.logprobs <= MOST_TOP):
+        raise UsageError(f"--logprobs needs --json and a number from 0 to {MOST_TOP}", try_=["--json --logprobs 5"])
     others = [asked.file or named, asked.system, asked.system_file, asked.continue_, asked.resume, options.dry_run]
     packed = pack_of(world, asked.pack, others, ALONE)
     files = find_files(world, asked.file or [], named)
@@ -394,7 +398,8 @@ class ChatRun:
         profile, chat, session = self.run.profile, self.chat, self.chat.text_session
         is_whole = self.world.options.json and not self.options.answer.stream  # one document, of the last answer
         with Interrupt(self.world.clock) as cancel:
-            options = {"cancel": cancel, "constraint": self.constraint}
+            top = self.options.answer.logprobs
+            options = {"cancel": cancel, "constraint": self.constraint} | ({} if top is None else {"top_logprobs": top})
 
             def show(asked: str | list[str]) -> Turn:
                 if isinstance(asked, str):

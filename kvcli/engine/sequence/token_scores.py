@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MOST_TOP = 20  # most likely tokens that are returned with each token, at most, as in other servers
 BLOCK = 64  # rows that are scored together: one takes about 24 bytes per token of the vocabulary
 
 
