@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble
-from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
+from kvcli.api import Cancel, End, Event, Events, Prompt, Read, Turn, turn_of
 from kvcli.chat.loaded_model import LoadedModel
 from kvcli.chat.overflow import ContextWindow
 from kvcli.chat.scores import refuse_scores
+from kvcli.chat.side_by_side import SideBySide
 from kvcli.chat.transcript import chat_spans
 from kvcli.chat.turn import AnswerSettings, ThinkingLimit, TurnRequest, TurnRun
 from kvcli.engine.engine import iterate_events, release, run_to_end
@@ -171,6 +172,37 @@ class TextSession:
     def stream(self, prompt: Prompt, **options: Any) -> Events:
         """Yield one answer as events: Live and Read first, then Text pieces, End last."""
         return iterate_events(self.answer(prompt, **options))
+
+    def samples(self, prompt: Prompt, n: int, *, seed: int | None = None, **options: Any) -> Iterator[Events]:
+        """Yield the events of n answers to one prompt, each with the next seed. They run together, and each is the
+        answer of `stream` with its seed. The prompt is read once, by this session; the others are copies of it.
+        """
+        together, copies, answers = SideBySide(), list[TextSession](), list[Events]()
+        own = self.profile.sample
+        seed = own.seed if seed is None else seed
+        heat = options.get("temperature"), own.temperature, self.model.lm.generation.get("temperature")
+        if n > 1 and not next((each for each in heat if each is not None), 0):
+            raise BadInput(
+                f"temperature is 0, so all {n} answers would be the same",
+                code="same_samples",
+                try_=["a temperature, -t 0.8"],
+            )
+
+        def hear(event: Event) -> None:
+            if isinstance(event, Read) and event.done == event.total:
+                for i in range(1, n):
+                    copies.append(TextSession(self.model))
+                    copies[-1].session = self.session.fork()
+                    answers.append(together.add(copies[-1].answer(prompt, seed=seed + i, **options)))
+
+        try:
+            yield together.add(self.answer(prompt, seed=seed, **options), hear)
+            while len(answers) < n - 1 and together.step():
+                pass
+            yield from answers
+        finally:
+            for copy in copies:
+                copy.close()
 
     def astream(self, prompt: Prompt, **options: Any) -> AsyncGenerator[Event]:
         """Yield one answer as events in a coroutine, batched with other sessions of the model used by event loops.
