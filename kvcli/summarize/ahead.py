@@ -23,7 +23,7 @@ class Asked:
     ended: Callable[[Turn], object] = lambda turn: None  # called when the answer has ended
 
 
-class Ahead:
+class Ahead(SideBySide):
     """Sessions that answer prompts in their order, each the next one as soon as it is free."""
 
     def __init__(
@@ -34,8 +34,9 @@ class Ahead:
         ended: Callable[[TextSession, Turn], object] = lambda session, turn: None,
     ) -> None:
         """`prompts` is read as sessions become free, until `cancel`. `ended` is called before a session goes on."""
+        super().__init__()
         self._free, self._prompts, self._cancel, self._ended = [*sessions], prompts, cancel, ended
-        self._together, self._begun = SideBySide(), dict[tuple[int, ...], Events]()
+        self._begun: dict[tuple[int, ...], Events] = {}
         self.n_running = 0
 
     def stream(self, ids: Sequence[int], **options: Any) -> Events:
@@ -43,9 +44,13 @@ class Ahead:
         self._fill()
         if (key := tuple(ids)) not in self._begun:
             while not self._free:
-                self._together.step()
+                self.step()
             self._begin(Asked([*ids], options))
         yield from self._begun.pop(key)
+
+    def step(self) -> bool:
+        self._fill()
+        return super().step()
 
     def _fill(self) -> None:
         while self._free and not self._cancel() and (asked := next(self._prompts, None)) is not None:
@@ -54,7 +59,7 @@ class Ahead:
 
     def _begin(self, asked: Asked) -> None:
         session, self.n_running = self._free.pop(0), self.n_running + 1
-        self._begun[tuple(asked.ids)] = self._together.add(self._answer(session, asked))
+        self._begun[tuple(asked.ids)] = self.add(self._answer(session, asked))
 
     def _answer(self, session: TextSession, asked: Asked) -> Coroutine[Event, Turn]:
         try:
@@ -62,10 +67,6 @@ class Ahead:
             asked.ended(turn)
             self._ended(session, turn)
             return turn
-        except GeneratorExit:  # closed: nothing more is begun
-            self._prompts = iter(())
-            raise
         finally:
             self.n_running -= 1
             self._free.append(session)
-            self._fill()
