@@ -42,11 +42,15 @@ class Ahead(SideBySide):
     def stream(self, ids: Sequence[int], **options: Any) -> Events:
         """Yield the events of the answer to a prompt. If it has not begun, it begins once a session is free."""
         self._fill()
-        if (key := tuple(ids)) not in self._begun:
+        if not self.has_begun(ids):
             while not self._free:
                 self.step()
             self._begin(Asked([*ids], options))
-        yield from self._begun.pop(key)
+        yield from self._begun.pop(tuple(ids))
+
+    def has_begun(self, ids: Sequence[int]) -> bool:
+        """True if the answer to this prompt was begun, and is not read yet."""
+        return tuple(ids) in self._begun
 
     def step(self) -> bool:
         self._fill()
@@ -54,7 +58,7 @@ class Ahead(SideBySide):
 
     def _fill(self) -> None:
         while self._free and not self._cancel() and (asked := next(self._prompts, None)) is not None:
-            if tuple(asked.ids) not in self._begun:
+            if not self.has_begun(asked.ids):
                 self._begin(asked)
 
     def _begin(self, asked: Asked) -> None:

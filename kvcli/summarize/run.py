@@ -71,14 +71,14 @@ def summarize(
         wording.refuse(request, model.info.id)
         plan = make_plan(documents, request, PlanWindow.of(model), wording)
     yield Planned(plan)
-    yield from _Run(model, plan, spoken_names(documents), cache, cancel or (lambda: False), ahead or model).events()
+    yield from _Run(model, plan, spoken_names(documents), cache, cancel or (lambda: False), ahead).events()
 
 
 def asked_parts(
     model: TextSession, documents: Sequence[Document], cache: Cache | None, cancel: Cancel, plan: Plan
 ) -> Iterator[Asked]:
     """Yield the prompts of a summary's parts that have no saved answer. Their answers are saved once they end."""
-    yield from _Run(model, plan, spoken_names(documents), cache, cancel, model).asked()
+    yield from _Run(model, plan, spoken_names(documents), cache, cancel).asked()
 
 
 # end of a sentence with its citations; also brackets, because no sentence ends inside them
@@ -98,7 +98,7 @@ class _Run:
     names: list[str]  # names that may be in citations
     cache: Cache | None
     cancel: Cancel
-    writer: Model | TextSession | Ahead  # streams the answers
+    ahead: Ahead | None = None
     turns: list[Answered] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unkept: str = ""  # reason why an answer could not be saved
@@ -231,11 +231,10 @@ class _Run:
         if kept is not None:
             yield from pen.write(kept.text, whole=True)
             return kept
-        if self.cancel():
+        ids, said = self._ids(messages), ""
+        if self.cancel() and not self._is_begun(ids):
             raise _Cancelled
-        said = ""
-        ids = self._ids(messages)
-        for event in self.writer.stream(ids, **self._options(messages)):
+        for event in (self.ahead or self.model).stream(ids, **self._options(messages)):
             if isinstance(event, End):
                 if event.turn.finish == "interrupted":
                     raise _Cancelled
@@ -275,7 +274,12 @@ class _Run:
         return replace(turn, text=turn.text[: line + max(ends, default=0)])
 
     def _kept(self, messages: Messages) -> Turn | None:
-        return self.cache.get(messages, self.plan.answer) if self.cache is not None else None
+        if self.cache is None or self._is_begun(self._ids(messages)):  # an answer that was begun ahead is of this run
+            return None
+        return self.cache.get(messages, self.plan.answer)
+
+    def _is_begun(self, ids: Sequence[int]) -> bool:
+        return self.ahead is not None and self.ahead.has_begun(ids)
 
     def _keep(self, messages: Messages, turn: Turn) -> Iterator[CacheWriteFailed]:
         why = self.cache.put(messages, self.plan.answer, turn) if self.cache is not None else ""
