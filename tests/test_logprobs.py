@@ -79,7 +79,7 @@ def test_scores_are_those_of_the_row_under_any_profile_and_in_company() -> None:
 def test_a_prompt_is_scored_in_any_chunks_and_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
     long = QUESTION * 9
     whole = demo().open().generate(long, 1, prompt_logprobs=True, top_logprobs=1).prompt_scores
-    monkeypatch.setattr("kvcli.chat.turn.ROWS", 7)
+    monkeypatch.setattr("kvcli.chat.scores.ROWS", 7)
     texts = [demo().open(), demo().open(profile="ngram")]
     rows = [text.session.chunk_rows for text in texts]
     asked = {"max_new_tokens": 2, "prompt_logprobs": True, "top_logprobs": 1}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvcli.api import MOST_TOP, TokenScore
-from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Passes
+from kvcli.engine.forward_request import Coroutine, ForwardRequest
 from kvcli.engine.sequence.token_scores import score_tokens
 from kvcli.errors import BadInput
 
 if TYPE_CHECKING:
+    from kvcli.api import Event, Turn
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.engine.stats import Step
     from kvcli.settings.profile import Profile
@@ -48,36 +50,35 @@ def scores_of(step: Step) -> list[TokenScore]:
     return [token_score(token, step.score(row)) for token, row in zip(step.new, step.path, strict=True)]
 
 
-class PromptScores(Generator[ForwardRequest, ForwardResult, Any]):
-    """Passes that read a prompt, with logits of their rows, from which the tokens are scored."""
+def score_prompt(
+    answer: Coroutine[Event, Turn], session: GenerationSession, ids: Sequence[int], top: int, chunk: Callable[[], int]
+) -> Coroutine[Event, Turn]:
+    """Run an answer to `ids`, and add the scores of the prompt's tokens, from logits of the passes that read them.
 
-    def __init__(self, session: GenerationSession, ids: Sequence[int], top: int) -> None:
-        self._session, self._ids, self._top = session, ids, top
-        self._found = {0: TokenScore(ids[0], None)}  # by position
-        self._pos: Sequence[int] = ()  # of the rows of the pass under way, if it reads the prompt
-
-    def through(self, passes: Passes[Any]) -> Self:
-        """Continue with these passes."""
-        self._passes, self._pos = passes, ()
-        return self
-
-    def send(self, result: ForwardResult | None) -> ForwardRequest:
-        if result is not None and self._pos:
-            ids = [self._ids[at + 1] for at in self._pos]
-            numbers = score_tokens(result.logits, torch.tensor(ids, device=result.logits.device), self._top).tolist()
-            scores = map(token_score, ids, numbers)
-            self._found |= {at + 1: score for at, score in zip(self._pos, scores, strict=True)}
-        return self._asked(self._passes.send(result))  # type: ignore[arg-type]
-
-    def throw(self, *error: Any) -> ForwardRequest:
-        return self._asked(self._passes.throw(*error))
-
-    def _asked(self, request: ForwardRequest) -> ForwardRequest:
-        is_read = request.is_prompt and request.cache is self._session.cache  # not the KV of a draft model
-        self._pos = request.rows.pos if is_read else ()
-        return replace(request, want=range(request.rows.n_rows)) if is_read else request
-
-    @property
-    def scores(self) -> tuple[TokenScore, ...]:
-        """The scores of the tokens that were read."""
-        return tuple(self._found[at] for at in sorted(self._found))
+    `chunk`: returns the rows of a prefill pass under the profile.
+    """
+    found, rows, step = {0: TokenScore(ids[0], None)}, session.chunk_rows, partial(next, answer)
+    if session.policy is None and session.lm.is_row_invariant:
+        session.chunk_rows = min(rows, ROWS)
+    try:
+        while True:
+            output = step()
+            pos: Sequence[int] = ()  # of rows that read the prompt, not into the KV cache of a draft model
+            if isinstance(output, ForwardRequest) and output.is_prompt and output.cache is session.cache:
+                pos = [at for at in output.rows.pos if at + 1 < len(ids)]
+                output = replace(output, want=range(len(pos)))
+            try:
+                result = yield output
+            except BaseException as error:
+                step = partial(answer.throw, error)
+                continue
+            if pos:
+                behind = [ids[at + 1] for at in pos]
+                numbers = score_tokens(result.logits, torch.tensor(behind, device=result.logits.device), top).tolist()
+                found |= {at + 1: token_score(*of) for at, *of in zip(pos, behind, numbers, strict=True)}
+            step = partial(answer.send, result)
+    except StopIteration as end:
+        turn: Turn = end.value
+        return replace(turn, prompt_scores=tuple(found[at] for at in sorted(found)))
+    finally:
+        session.chunk_rows = min(rows, chunk())  # a lack of memory may have made it smaller

@@ -12,7 +12,7 @@ from kvcli import assemble
 from kvcli.api import Cancel, End, Event, Events, Prompt, Read, Turn, turn_of
 from kvcli.chat.loaded_model import LoadedModel
 from kvcli.chat.overflow import ContextWindow
-from kvcli.chat.scores import refuse_scores
+from kvcli.chat.scores import refuse_scores, score_prompt
 from kvcli.chat.side_by_side import SideBySide
 from kvcli.chat.transcript import chat_spans
 from kvcli.chat.turn import AnswerSettings, ThinkingLimit, TurnRequest, TurnRun
@@ -95,9 +95,6 @@ class TextSession:
                 if (reuse := assemble.span_reuse(self.session, self.profile)) is not None and ways[-1].is_intact:
                     reuse.add(prefixes.find_spans(self.session, ids, ways[-1], reuse.min_span))
         return self.session.committed
-
-    def _fetch_nothing(self, ids: Sequence[int]) -> int:
-        return self.session.rewind(0)
 
     def has_read(self, ids: Sequence[int]) -> bool:
         """True if the KV cache begins with these ids."""
@@ -290,7 +287,6 @@ class TextSession:
             constraint,
             thinking,
             CallReader(model.tokenizer, model.call_syntax(), tools) if tools else None,
-            scores_prompt=prompt_logprobs,
         )
         self.has_begun = True  # before the prefill, as other sessions check it meanwhile
         run = TurnRun(
@@ -299,10 +295,14 @@ class TextSession:
             AnswerSettings(self.profile, self.limit, self.writer),
             tokenizer=self.tokenizer,
             load_seconds=self.info.load_seconds,
-            fetch=self._fetch_nothing if prompt_logprobs else self.fetch,
+            fetch=(lambda ids: self.session.rewind(0)) if prompt_logprobs else self.fetch,
             switch=self._degrade,
         )
-        return self._only(run.events())
+        answer = run.events()
+        if prompt_logprobs:
+            chunk = lambda: assemble.chunk(model.lm, self.profile)  # noqa: E731
+            answer = score_prompt(answer, self.session, ids, top_logprobs or 0, chunk)
+        return self._only(answer)
 
     def _refuse_crowd(self, most: int) -> None:
         """Raise CacheFull if as many sessions as `memory.sequences` allows already share the free memory."""

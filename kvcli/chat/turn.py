@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble, environment
 from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, TokenScore, ToolCall, Turn
-from kvcli.chat.scores import ROWS, PromptScores, scores_of
+from kvcli.chat.scores import scores_of
 from kvcli.engine.forward_request import Coroutine, Passes, await_passes
 from kvcli.engine.policy.policy import Phase
 from kvcli.engine.resources import peak_bytes, used_bytes
@@ -243,7 +243,6 @@ class TurnRequest:
     constraint: Constraint | None = None
     thinking: ThinkingLimit | None = None  # None: thoughts count as the answer
     calls: CallReader | None = None  # splits off tool calls; None: there are no tools
-    scores_prompt: bool = False  # the whole prompt is read, and its tokens are scored
 
 
 class TurnRun:
@@ -271,9 +270,8 @@ class TurnRun:
         is_split = asked.constraint is None or thinking.is_due
         self._words = Channels(tokenizer, asked.ids, asked.strings, is_split=is_split, **around)
         self._said: list[str] = []  # text of the answer so far, which an error returns
-        top = asked.sampler.top_logprobs
-        self._scores: list[TokenScore] | None = [] if top is not None else None  # of the answer's tokens, if asked for
-        self._prompt = PromptScores(session, asked.ids, top or 0) if asked.scores_prompt else None
+        # of the answer's tokens, if asked for
+        self._scores: list[TokenScore] | None = [] if asked.sampler.top_logprobs is not None else None
         # most tokens of prompt and answer
         self._end = min(len(asked.ids) + asked.new + thinking.tokens + len(thinking.end_ids), terms.limit)
         self._waits = thinking.is_due  # the constraint begins after the thought
@@ -292,7 +290,7 @@ class TurnRun:
         by_layers = profile.prune.describe_read or profile.prefill.order == "layers"
         stats.order = "layers" if by_layers else "chunks"
         yield Live(stats)
-        with environment.return_large_blocks(), self._few_rows():
+        with environment.return_large_blocks():
             yield from self._read()
         ids, answer = list(asked.ids), list[int]()
         before = session.drafter.report()
@@ -359,8 +357,8 @@ class TurnRun:
         self._measure(at_once=True)
         if (report := session.drafter.report()) is not None and before is not None:
             stats.add_draft_report(before, report)
-        scores, of_prompt = tuple(self._scores or ()), self._prompt.scores if self._prompt is not None else ()
-        return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip(), called, scores, of_prompt)
+        scores = tuple(self._scores or ())
+        return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip(), called, scores)
 
     def _shown(self, token: int) -> list[Piece]:
         """Return the pieces that became certain with a token. A thought that mentions calls makes none."""
@@ -397,25 +395,12 @@ class TurnRun:
             self._words.stop_splitting()
             session.constraint, session.answer_at = self._asked.constraint, len(ids)
 
-    @contextmanager
-    def _few_rows(self) -> Iterator[None]:
-        """Read a prompt that is scored in small chunks, because of its logits, where chunks change nothing else."""
-        session, rows = self.session, self.session.chunk_rows
-        if self._prompt is not None and session.policy is None and session.lm.is_row_invariant:
-            session.chunk_rows = min(rows, ROWS)
-        try:
-            yield
-        finally:
-            if self._prompt is not None:  # a lack of memory may have made chunks smaller
-                session.chunk_rows = min(rows, assemble.chunk(session.lm, self.terms.profile))
-
     def _read(self) -> Coroutine[Event, None]:
         session, stats, ids, began = self.session, self._stats, self._asked.ids, time.perf_counter()
         is_more = True
         while is_more:
-            passes = session.prefill_chunk(ids)
             with catch_cache_full() as lacks:
-                is_more = yield from passes if self._prompt is None else self._prompt.through(passes)
+                is_more = yield from session.prefill_chunk(ids)
             if lacks:
                 yield from self._relieve(lacks[0], "read" if session.committed == len(ids) - 1 else "reading")
                 if len(ids) >= self.terms.limit:

@@ -189,7 +189,8 @@ class SummaryRun:
             said = self.plan_words(given, plan, window, self.screen.err.width) if self.tells else []
         self.screen.err.lines(said)
         look = RowOptions(self.run.profile.name, stopping=self.cancel)
-        view = SummaryView(self.screen, look, plan, self.out.live(), tells=self.tells, ahead=self.ahead)
+        view = SummaryView(self.screen, look, plan, self.out.live(), tells=self.tells)
+        view.ahead = self.ahead
         run = self.text_session, documents
         events = summarize(*run, cache=self.cache, cancel=self.cancel, plan=plan, ahead=self.ahead)
         with self.cancel, view.running(), closing(cast("Generator[Event]", events)):

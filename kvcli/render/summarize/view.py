@@ -40,17 +40,10 @@ class SummaryView(TurnView):
     """A live summary. `writer` formats points for stdout as they are completed; None prints nothing before the end."""
 
     def __init__(
-        self,
-        screen: Screen,
-        look: RowOptions,
-        plan: Plan,
-        writer: Writer | None,
-        *,
-        tells: bool = True,
-        ahead: Ahead | None = None,
+        self, screen: Screen, look: RowOptions, plan: Plan, writer: Writer | None, *, tells: bool = True
     ) -> None:
         super().__init__(screen, look)
-        self.ahead = ahead
+        self.ahead: Ahead | None = None  # answers about other parts at the same time
         self.plan, self.writer, self.tells = plan, writer, tells and not screen.quiet
         self.summary: Summary | None = None
         self.stopped: Stopped | None = None
@@ -118,8 +111,8 @@ class SummaryView(TurnView):
             at, words = len(self.plan.parts) + step.number, [f"merge {step.number}", f"{step.n_points} points"]
         left = time_left(self.plan, at, self.took, self.screen.clock() - self.started)
         beside = self.ahead.n_running - 1 if self.ahead is not None else 0
-        words += [f"{f.count(step.prompt)} tokens", f"{beside} more beside it" if beside > 0 else ""]
-        words += [f"{f.clock(left)} left" if left is not None else ""]
+        words += [f"{f.count(step.prompt)} tokens", f"{f.clock(left)} left" if left is not None else ""]
+        words += [f"{beside} more at the same time" if beside > 0 else ""]
         return [(clip(" " + DOT.join(filter(None, words)), width - 2), "")]
 
 
