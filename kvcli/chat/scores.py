@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ROWS = 256  # prompt rows whose logits are held at once, where that changes nothing else
 
 
-def refuse_scores(profile: Profile, top: int | None, of_prompt: bool) -> None:
+def refuse_scores(session: GenerationSession, profile: Profile, top: int | None, of_prompt: bool) -> None:
     """Raise BadInput if `top` is out of range, or if some tokens have no logits of the model under this profile."""
     if top is not None and not 0 <= top <= MOST_TOP:
         raise BadInput(f"top_logprobs is {top}", code="bad_logprobs", try_=[f"0 to {MOST_TOP}, or None for no scores"])
@@ -32,6 +32,7 @@ def refuse_scores(profile: Profile, top: int | None, of_prompt: bool) -> None:
         and profile.reasoning_steps.takes,  # takes another model's tokens
         "prune.method=none": of_prompt and profile.prune.describe_read,
         "reuse.method=none": of_prompt and profile.reuse.describe_reused,
+        "context.on_overflow=drop": of_prompt and session.condensed,  # its first ids stand for more tokens
         "prefill.order=chunks": of_prompt and profile.prefill.order == "layers",
     }
     if ways := [f"--set {way}" for way, is_due in methods.items() if is_due]:
@@ -74,7 +75,8 @@ def score_prompt(
                 continue
             if pos:
                 behind = [ids[at + 1] for at in pos]
-                numbers = score_tokens(result.logits, torch.tensor(behind, device=result.logits.device), top).tolist()
+                logits = result.logits.cpu() if result.logits.device.type == "mps" else result.logits  # as in Readback
+                numbers = score_tokens(logits, torch.tensor(behind, device=logits.device), top).tolist()
                 found |= {at + 1: token_score(*of) for at, *of in zip(pos, behind, numbers, strict=True)}
             step = partial(answer.send, result)
     except StopIteration as end:

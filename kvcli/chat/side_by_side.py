@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvcli.api import Event, Events, Turn
-from kvcli.engine.engine import Engine, EngineTask
-from kvcli.engine.forward_request import Coroutine
+
+if TYPE_CHECKING:
+    from kvcli.engine.engine import EngineTask
+    from kvcli.engine.forward_request import Coroutine
 
 
 class SideBySide:
     """Answers that run together, each in a text session of its own. Reading the events of one runs them all."""
 
     def __init__(self) -> None:
+        from kvcli.engine.engine import Engine  # late: it imports torch, and a plan of parts needs none
+
         self._engine = Engine()
 
     def add(self, answer: Coroutine[Event, Turn], hear: Callable[[Event], object] = lambda event: None) -> Events:

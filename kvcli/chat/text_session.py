@@ -174,16 +174,11 @@ class TextSession:
         """Yield the events of n answers to one prompt, each with the next seed. They run together, and each is the
         answer of `stream` with its seed. The prompt is read once, by this session; the others are copies of it.
         """
-        together, copies, answers = SideBySide(), list[TextSession](), list[Events]()
-        own = self.profile.sample
-        seed = own.seed if seed is None else seed
-        heat = options.get("temperature"), own.temperature, self.model.lm.generation.get("temperature")
-        if n > 1 and not next((each for each in heat if each is not None), 0):
-            raise BadInput(
-                f"temperature is 0, so all {n} answers would be the same",
-                code="same_samples",
-                try_=["a temperature, -t 0.8"],
-            )
+        together, copies, answers, own = SideBySide(), list[TextSession](), list[Events](), self.profile.sample
+        seed, heat = own.seed if seed is None else seed, options.get("temperature", own.temperature)
+        if n > 1 and not (self.model.lm.generation.get("temperature") if heat is None else heat):
+            message = f"temperature is 0, so all {n} answers would be the same"
+            raise BadInput(message, code="same_samples", try_=["a temperature, -t 0.8"])
 
         def hear(event: Event) -> None:
             if isinstance(event, Read) and event.done == event.total:
@@ -245,7 +240,7 @@ class TextSession:
             raise BadInput(
                 "a constrained answer cannot call tools", code="constrained_tools", try_=["tools or a constraint"]
             )
-        refuse_scores(self.profile, top_logprobs, prompt_logprobs)
+        refuse_scores(self.session, self.profile, top_logprobs, prompt_logprobs)
         variables = {"tools": tools} if tools else {}
         model, ids = self.model, self.model.encode(prompt, **variables)
         if isinstance(prompt, str):

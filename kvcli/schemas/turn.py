@@ -167,7 +167,7 @@ class TurnDocument(Json):
     thinking: str = Field(description="reasoning before the answer; not part of the text")
     finish: Finish
     tool_calls: list[Call] = Field(description="calls that the model asks for, which nothing has run yet")
-    scores: list[Score] = Field(default=[], description="--logprobs: all tokens of the answer, thinking included")
+    scores: list[Score] = Field(description="--logprobs: all tokens of the answer, thinking included; else empty")
     order: Order = Field(description="prefill order: in chunks, or layer by layer")
     approx: bool = Field(description="true: the answer is approximate, so facts may be missing")
     sampling: dict[str, int | float] = Field(description="sampling settings that have an effect, by profile key")

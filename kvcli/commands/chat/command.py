@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from os.path import expanduser
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -261,9 +261,7 @@ def chat(world: Environment, options: ChatOptions) -> int:
         if packed is not None:
             question = about_pack(question, packed)
         if wanted.samples != 1 and (wanted.samples < 1 or question.text is None or tools is not None):
-            raise UsageError(
-                "--samples needs a question, at least one answer, and no tools", try_=["-p TEXT --samples 4"]
-            )
+            raise UsageError("--samples needs a question and no tools; it is 1 or more", try_=["-p TEXT --samples 4"])
         setup = find_model(setup, [d.name for d in question.documents if d.name == STDIN])
         if question.text is not None and not question.documents:
             tell_toy(setup)
@@ -403,8 +401,8 @@ class ChatRun:
 
         chat, wanted = self.chat, self.options.answer
         with Interrupt(self.world.clock) as cancel:
-            top = wanted.logprobs
-            options = {"cancel": cancel, "constraint": self.constraint} | ({} if top is None else {"top_logprobs": top})
+            options: dict[str, Any] = {"cancel": cancel, "constraint": self.constraint}
+            options |= {} if wanted.logprobs is None else {"top_logprobs": wanted.logprobs}
 
             def show(asked: str | list[str]) -> Turn:
                 if isinstance(asked, str):

@@ -144,12 +144,9 @@ class SummaryRun:
                 self.tell(note)
             wording = wording_of(session.info)
             wording.refuse(self.request, session.info.id)
-            window, info, folder = (
-                PlanWindow.of(session, self.setup.pass_times(session.model)),
-                session.info,
-                self.world.paths.cache,
-            )
-            self.cache = Cache.of(folder, info, self.run.profile, is_fresh=self.options.parts.no_cache)
+            window = PlanWindow.of(session, self.setup.pass_times(session.model))
+            folder, is_fresh = self.world.paths.cache, self.options.parts.no_cache
+            self.cache = Cache.of(folder, session.info, self.run.profile, is_fresh=is_fresh)
             plans = [cache(partial(self.plan, given, window, wording)) for given in self.groups]
             with self.several(plans) as self.ahead:
                 for given, plan in zip(self.groups, plans, strict=True):
@@ -167,9 +164,9 @@ class SummaryRun:
 
         def prompts() -> Iterator[Asked]:
             for given, plan in zip(self.groups, plans, strict=True):
+                of = self.text_session, [one.document for one in given]
                 with suppress(KvcliError):  # reported when its turn comes
-                    documents = [one.document for one in given]
-                    yield from asked_parts(self.text_session, documents, self.cache, self.cancel, plan())
+                    yield from asked_parts(*of, self.cache, self.cancel, plan())
 
         with ExitStack() as ends:
             sessions = [self.text_session]
@@ -191,8 +188,8 @@ class SummaryRun:
         look = RowOptions(self.run.profile.name, stopping=self.cancel)
         view = SummaryView(self.screen, look, plan, self.out.live(), tells=self.tells)
         view.ahead = self.ahead
-        run = self.text_session, documents
-        events = summarize(*run, cache=self.cache, cancel=self.cancel, plan=plan, ahead=self.ahead)
+        of = self.text_session, documents
+        events = summarize(*of, cache=self.cache, cancel=self.cancel, plan=plan, ahead=self.ahead)
         with self.cancel, view.running(), closing(cast("Generator[Event]", events)):
             for event in events:
                 view.on(event)
@@ -200,9 +197,8 @@ class SummaryRun:
                     self.save_kv_cache(self.text_session, event.answered.turn)
         if view.summary is None:
             if view.stopped and self.tells:
-                self.screen.err.lines(
-                    joined([stopped(view.stopped, no_cache=self.cache.is_fresh)], self.screen.err.width)
-                )
+                words = stopped(view.stopped, no_cache=self.cache.is_fresh)
+                self.screen.err.lines(joined([words], self.screen.err.width))
             return
         if not view.summary.points:
             is_loop = any(answered.turn.finish == "loop" for answered in view.summary.turns)

@@ -19,11 +19,8 @@ def score_width(top: int | None, vocab: int) -> int:
 
 
 def score_tokens(logits: Tensor, ids: Tensor, top: int) -> Tensor:
-    """Return the scores of tokens `ids` [n], one behind each row of logits [n, V] -> [n, score_width] float64.
-
-    Each has the token's log-probability, then the `top` most likely ids, likeliest first, and theirs. Without a host
-    synchronization. Rows with NaN or infinity give no numbers.
-    """
+    """Return the scores of tokens `ids` [n], one behind each row of logits [n, V] -> [n, score_width] float64: the
+    token's log-probability, the `top` most likely ids, and their log-probabilities. The host waits for nothing."""
     blocks = zip(torch.split(logits, BLOCK), torch.split(ids, BLOCK), strict=True)
     return torch.cat([_block(of, drawn, min(top, logits.shape[-1])) for of, drawn in blocks])
 

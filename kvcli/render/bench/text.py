@@ -52,7 +52,8 @@ def blocks(document: BenchDocument, width: int | None = None) -> Iterator[Block]
     shown, batch = set[str](), document.args.batch
     beside = f" · {batch} texts side by side, tok/s of all" if batch > 1 else ""
     for (ctx, workload), rows in cases(document).items():
-        table = cells(rows, document, CELLS if width is None else filled(rows, document))
+        every = [name for name in CELLS if name != "a text" or batch > 1]
+        table = cells(rows, document, every if width is None else filled(rows, document))
         table = table if width is None else fitting(table, width, DROPPED)
         shown |= {*table[0]}
         yield Text("heading", f"{workload} · {ctx:,} tokens, {rows[0].new:,} of them new{beside}")
