@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvcli.engine.cuda_graphs import captured_pass
 from kvcli.engine.cuda_graphs.captured_pass import CapturedForward, CapturedPasses, captured_passes
-from kvcli.engine.engine import generate_together, run_to_end
+from kvcli.engine.engine import Engine, generate_together, run_to_end
 from kvcli.engine.forward_request import Draft
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.loading.open_lm import wrap_lm
@@ -123,15 +123,16 @@ def test_a_captured_pass_gives_the_scores_of_single_operations(drafts: str) -> N
     for is_recorded in (False, True):
         its, graphs = recorded("llama")
         its.remembers = {CapturedPasses: captured_passes(its)} if is_recorded else {}
-        text = session(its, Off() if drafts == "off" else Bush(truth, 97, 96), sampler)
-        run_to_end(text.read(PROMPT))
-        steps = []
-        while len(text.ids) < len(truth):
-            step = run_to_end(text.step((), len(truth) - len(text.ids)))
-            steps += [step.score(row) for row in step.path]
-        assert text.ids == truth
-        each.append(torch.tensor(steps))
-    assert each[1].shape == (NEW, 5)
+        texts = [session(its, Off() if drafts == "off" else Bush(truth, 97, 96), sampler) for _ in range(2)]
+        generate_together(*(text.read(PROMPT) for text in texts))
+        engine, scores = Engine(), ([], [])
+        for text, found in zip(texts, scores, strict=True):
+            engine.add(text.stream(NEW), lambda step, found=found: found.extend(map(step.score, step.path)))
+        while engine.step():
+            pass
+        assert [text.ids for text in texts] == [truth] * 2
+        each.append(torch.tensor(scores))
+    assert each[1].shape == (2, NEW, 5)
     assert not captured_passes(its).eager
     assert graphs.waits <= NEW
     torch.testing.assert_close(*each)

@@ -515,17 +515,17 @@ def test_the_demo_finds_a_fact_in_its_report(kvcli):
     assert spec["tokens_per_pass"] * spec["passes"] == pytest.approx(document["tokens"]["new"])
 
 
-def test_several_answers_come_one_after_the_other(kvcli):
+def test_several_answers_come_one_after_the_other(tmp_path):
+    machine = Machine(tmp_path)  # with the demo model itself
     asked = ["chat", "demo", "-p", "Hello", "-n", "5", "-t", "1.5", "--seed", "4", "--samples", "2", "--no-save"]
-    out, _ = kvcli(*asked, "--json", "--logprobs", "1").communicate(timeout=300)
-    documents = [json.loads(line) for line in out.splitlines()]
+    documents = [json.loads(line) for line in machine(*asked, "--json", "--logprobs", "1").out.splitlines()]
+    assert len(documents) == 2
     for number, document in enumerate(documents, 1):
         validate("turn", document)
         assert (document["turn"], document["sampling"]["seed"]) == (number, 3 + number)
         assert "".join(score["text"] for score in document["scores"]) == document["text"]
         assert all(len(score["top"]) == 1 for score in document["scores"])
-    out, _ = kvcli(*asked).communicate(timeout=300)
-    assert out.decode() == "".join(("\n" if i else "") + f"{d['text']}\n" for i, d in enumerate(documents))
+    assert machine(*asked).out == "".join(("\n" if i else "") + f"{d['text']}\n" for i, d in enumerate(documents))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ tests/exact holds those of drafted texts and of texts side by side to those of p
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import kvcli
 from kvcli.api import End, Text, Thought, TokenScore, turn_of
+from kvcli.chat.scores import refuse_scores
 from kvcli.chat.text_session import TextSession
 from kvcli.engine.sequence.token_scores import BLOCK, score_tokens
 from kvcli.errors import BadInput
@@ -69,7 +71,10 @@ def test_scores_are_raw_and_in_every_event(sample: dict[str, Any]) -> None:
 def test_scores_are_those_of_the_row_under_any_profile_and_in_company() -> None:
     how = {"max_new_tokens": 40, "top_logprobs": 5, "ignore_eos": True, "stop_loops": 0}
     want = demo().generate(QUESTION, **how)
-    texts = [demo().open(profile=name) for name in ("exact", "ngram", "fafo")]
+    texts = [
+        demo().open(profile=name, set={"spec.adaptive": False} if name != "exact" else {})
+        for name in ("exact", "ngram", "fafo")
+    ]
     tasks = kvcli.generate_together(*(text.answer(QUESTION, **how) for text in texts))
     turns = [task.result() for task in tasks]
     assert turns[1].stats.accepted_tokens + turns[2].stats.accepted_tokens > 0
@@ -115,7 +120,7 @@ def test_the_forced_end_of_a_thought_has_no_score(tmp_path: Any) -> None:
         assert said == turn.scores[:-1]  # no text comes with the stop token
 
 
-@pytest.mark.parametrize("at", [7, 20, 40])
+@pytest.mark.parametrize("at", [7, 40])
 def test_tokens_of_a_pass_that_ran_out_of_memory_are_scored(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory runs out while a pass is committed, and after its tokens were added."""
     how = {"max_new_tokens": 20, "top_logprobs": 2}
@@ -149,8 +154,26 @@ def test_scores_that_do_not_exist_are_refused(settings: dict[str, Any], options:
     with pytest.raises(BadInput) as caught:
         session.generate("Hello", 2, **options)
     assert any(says in way for way in caught.value.try_)
+    assert caught.value.code == ("bad_logprobs" if says == "0 to 20" else "no_logprobs")
     if "prompt_logprobs" in options:
         assert len(session.generate("Hello", 2, top_logprobs=1).scores) == 2
+
+
+@pytest.mark.parametrize(("top", "of_prompt", "condensed", "says"), [(0, False, 0, "steps"), (None, True, 4, "drop")])
+def test_tokens_of_another_model_and_condensed_ids_have_no_scores(
+    top: int | None, of_prompt: bool, condensed: int, says: str
+) -> None:
+    of = SimpleNamespace
+    profile = of(
+        name="mine",
+        reasoning_steps=of(takes="steps"),
+        prune=of(describe_read=""),
+        reuse=of(describe_reused=""),
+        prefill=of(order="chunks"),
+    )
+    with pytest.raises(BadInput, match="profile mine") as caught:
+        refuse_scores(of(condensed=condensed), profile, top, of_prompt)
+    assert says in caught.value.try_[0]
 
 
 @pytest.mark.parametrize("profile", ["fafo", "kvzip"])
@@ -163,8 +186,9 @@ def test_samples_are_the_answers_of_their_seeds_and_read_the_prompt_once(profile
         assert len({turn.ids for turn in turns}) == 3
         assert turns[0].stats.cached == 0
         assert {turn.stats.cached for turn in turns[1:]} == {len(demo().encode(QUESTION)) - 1}
-        with pytest.raises(BadInput, match="temperature is 0"):
+        with pytest.raises(BadInput, match="temperature is 0") as caught:
             next(session.samples(QUESTION, 3, temperature=0.0))
+        assert caught.value.code == "same_samples"
 
 
 def test_samples_after_a_cancel_or_an_error_are_none() -> None:

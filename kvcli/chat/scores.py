@@ -36,8 +36,11 @@ def refuse_scores(session: GenerationSession, profile: Profile, top: int | None,
         "prefill.order=chunks": of_prompt and profile.prefill.order == "layers",
     }
     if ways := [f"--set {way}" for way, is_due in methods.items() if is_due]:
-        message = f"under profile {profile.name} some tokens have no log-probability of the model"
-        raise BadInput(message, code="no_logprobs", try_=[" ".join(ways)])
+        raise BadInput(
+            f"under profile {profile.name} some tokens have no log-probability",
+            code="no_logprobs",
+            try_=[" ".join(ways)],
+        )
 
 
 def token_score(token: int, numbers: Sequence[float]) -> TokenScore:

@@ -215,8 +215,9 @@ class TextSession:
         together, copies, answers, own = SideBySide(), list[TextSession](), list[Events](), self.profile.sample
         seed, heat = own.seed if seed is None else seed, options.get("temperature", own.temperature)
         if n > 1 and not (self.model.lm.generation.get("temperature") if heat is None else heat):
-            message = f"temperature is 0, so all {n} answers would be the same"
-            raise BadInput(message, code="same_samples", try_=["a temperature, -t 0.8"])
+            raise BadInput(
+                f"temperature is 0, so all {n} answers would be the same", code="same_samples", try_=["-t 0.8"]
+            )
 
         def hear(event: Event) -> None:
             if isinstance(event, Read) and event.done == event.total:

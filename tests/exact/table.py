@@ -235,8 +235,12 @@ def respelled() -> TokenMapping:
     return TokenMapping(small_tokenizers.letters(97, 1), small_tokenizers.letters(131, 2))
 
 
-@cache
 def lm(storage: str, dtype: str, device: str = "cpu") -> LM:
+    return _lm(storage, dtype, device)  # a cache distinguishes calls with and without a default
+
+
+@cache
+def _lm(storage: str, dtype: str, device: str) -> LM:
     if storage == "kept":
         return of_files(kept_in(dtype, device), dtype, device)
     quant = "int4" if storage == "blocks" else EXPERTS.get(storage, "none")

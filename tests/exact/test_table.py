@@ -152,6 +152,18 @@ def test_a_text_that_copies_its_beginning_from_another_is_written_as_one_that_pr
     assert run_to_end(written(session, storage)) == plain(storage, "all", "sampled", dtype)
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("drafter", ["right", "moody", "bush"])
+def test_scores_of_drafts_that_are_read_back_at_once_are_those_of_plain_decoding(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = plain("dense", "ragged", "sampled", "fp32")  # read back row by row
+    monkeypatch.setattr(lm("dense", "fp32"), "is_on_accelerator", True)
+    found = decode("dense", "ragged", "sampled", "fp32", DRAFTERS[drafter](want))
+    assert found == want
+    assert [len(score) for score in found.scores] == [1 + 2 * 3] * (len(want) - len(prompt()))
+
+
 @pytest.mark.parametrize(("drafter", "sampler", "is_apart"), pairs(product(DRAFTERS, SAMPLERS, (False, True))))
 def test_a_constraint_is_kept_under_any_sampler(
     drafter: str, sampler: str, is_apart: bool, monkeypatch: pytest.MonkeyPatch
