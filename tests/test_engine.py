@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvcli.engine import engine as module
+from kvcli.engine import step_time
 from kvcli.engine.engine import Engine, iterate_events, run, run_to_end
-from kvcli.engine.forward_request import Coroutine, ForwardRequest, Passes, Rows
+from kvcli.engine.forward_request import Coroutine, ForwardRequest, ForwardResult, Passes, Rows
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import GenerationSession
 from tests import families, make
@@ -148,6 +149,52 @@ def test_a_chunk_of_more_rows_than_a_round_takes_waits_for_nobody_to_end() -> No
         many.step()
     assert large.is_over
     assert not written.is_over
+
+
+def test_beside_texts_being_written_a_chunk_is_cut_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, steps, run = [0.0], list[list[int]](), module.run
+
+    def timed(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
+        steps.append([request.rows.n_rows for request in requests])
+        now[0] += sum(steps[-1]) * 0.01
+        return run(requests)
+
+    def work(seed: int, n: int, new: int) -> Coroutine[object, list[int]]:
+        return answer(make.session(model, chunk=64), families.prompt(n, seed=seed), new)
+
+    model = make.model("llama", kernels=True)
+    wants = [run_to_end(work(*of)) for of in ((1, 6, 12), (2, 200, 3))]
+    monkeypatch.setattr(module, "run", timed)
+    many = Engine(longest=0.25, clock=lambda: now[0])
+    written = many.add(work(1, 6, 12))
+    many.step()
+    read = many.add(work(2, 200, 3))
+    while many.step():
+        pass
+    assert [written.result(), read.result()] == wants
+    among = [step for step in steps[1:] if step[1:]]
+    assert among[0] == [1, step_time.LEAST]  # nothing is known yet
+    assert max(among) == [1, 20]  # 210 of 250 ms; chunks end where they would
+    assert sum(sum(step[1:]) for step in among[:4]) == 64
+    assert [64] in steps  # nobody waits any more
+
+
+def test_rows_that_attend_to_more_are_expected_to_take_longer() -> None:
+    model = make.model("llama")
+
+    def request(at: int) -> ForwardRequest:
+        return ForwardRequest(model, Rows.chain([1], at), make.dense(model), is_prompt=True)
+
+    took = step_time.StepTime(0.1 / step_time.FILLED)
+    assert took.share(request(0)) == 1 / step_time.LEAST
+    took.learn(0.02, [(request(0), 20)])
+    assert took.share(request(0)) == pytest.approx(0.01)
+    assert took.share(request(step_time.FLAT)) == pytest.approx(0.02)
+    took.learn(0.05, [])  # decoding takes half of the step
+    assert took.share(request(0)) == pytest.approx(0.02)
+    assert took.share(request(0), used=0.05) == 1 / step_time.LEAST
+    took.learn(0.0, [(request(0), 20)])  # a measurement that cannot be right counts in part
+    assert took.share(request(0)) == pytest.approx(0.02 / step_time.SURE)
 
 
 def test_an_outbox_that_fails_ends_its_own_text() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Generic
@@ -14,8 +15,10 @@ from kvcli.engine.forward import BatchedPass, ForwardPass, state_shim
 from kvcli.engine.forward_request import Coroutine, E, ForwardRequest, ForwardResult, Passes, T
 from kvcli.engine.hf.cache_shim import call
 from kvcli.engine.hf.layer_gates import StopForward
+from kvcli.engine.prefill.prompt_pieces import PromptPieces
 from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.resources import one_pool, use_device
+from kvcli.engine.step_time import StepTime
 from kvcli.kv.offload.transfer import bus_of
 
 if TYPE_CHECKING:
@@ -172,9 +175,21 @@ class EngineTask(Generic[E, T]):
     def __init__(self, work: Coroutine[E, T], outbox: Callable[[E], object]) -> None:
         self._work, self._outbox = work, outbox
         self.request: ForwardRequest | None = None  # pending request; None = the task is over
+        self.part: ForwardRequest | None = None  # what the coming pass runs of it
+        self._pieces: PromptPieces | None = None  # those of the pending request, if it is cut
         self.error: BaseException | None = None  # error that ended the task
         self._found: T | None = None
         self._go_on(lambda: next(work))
+
+    def cut(self, most: int) -> int:
+        """Set `part` to the next rows of the pending request, at most `most` if it can be cut. Returns how many."""
+        assert self.request is not None, "the task is over"
+        left = self.request.rows.n_rows - (self._pieces.n_done if self._pieces is not None else 0)
+        n = min(left, most) if PromptPieces.can_cut(self.request) else left
+        if self._pieces is None and n < left:
+            self._pieces = PromptPieces(self.request)
+        self.part = self.request if self._pieces is None else self._pieces.piece(n)
+        return n
 
     @property
     def is_over(self) -> bool:
@@ -191,11 +206,14 @@ class EngineTask(Generic[E, T]):
         """Cancel the task between two passes. KV that it has committed is kept."""
         if not self.is_over:
             self._work.close()
-            self.request, self.error = None, CancelledError()
+            self.request = self.part = self._pieces = None
+            self.error = CancelledError()
 
     def send(self, result: ForwardResult) -> None:
-        """Send the result of the pending request to the coroutine."""
-        self._go_on(lambda: self._work.send(result))
+        """Take the result of `part`. If it completes that of the pending request, send it to the coroutine."""
+        whole = result if self._pieces is None else self._pieces.add(result)
+        if whole is not None:
+            self._go_on(lambda: self._work.send(whole))
 
     def throw(self, error: Exception) -> None:
         """Throw an error into the coroutine: its pending request failed in a pass that ran no other request."""
@@ -203,32 +221,38 @@ class EngineTask(Generic[E, T]):
 
     def _go_on(self, step: Callable[[], ForwardRequest | E]) -> None:
         """Advance to the next request. Events on the way are handed to the outbox."""
+        self._pieces = None
         try:
             output = step()
             while not isinstance(output, ForwardRequest):
                 self._outbox(output)
                 output = next(self._work)
-            self.request = output
+            self.request = self.part = output
         except StopIteration as end:
-            self._found, self.request = end.value, None
+            self.request = self.part = None
+            self._found = end.value
         except Exception as error:  # raised by this sequence or its outbox; other tasks continue
             self._work.close()
-            self.error, self.request = error, None
+            self.request = self.part = None
+            self.error = error
 
 
 class Engine:
     """An engine for several sequences. Each engine step runs rows of many sequences together, as `run` groups them.
 
-    A step takes the decoding sequences first, then prompt chunks up to a number of rows. After a step with prompt
-    chunks comes one without, as long as any sequence is decoding. So a long prompt delays a decoding step by one
-    step with prompt chunks at most. The weights are read once per pass, however many sequences share it.
+    A step takes the decoding sequences first, then prompt chunks up to a number of rows. While any sequence decodes,
+    chunks are cut so that the step takes at most `longest` seconds, and after a step with prompt rows comes one
+    without. A chunk is not cut where that could change the bits of its rows, as on a GPU: the step then takes one
+    chunk, and others only if there is time. The weights are read once per pass, however many sequences share it.
     """
 
-    def __init__(self, rows: int = 2048) -> None:
-        """`rows`: most prompt rows in an engine step. A chunk of more rows runs as the only chunk of its step."""
-        self._rows = rows
+    def __init__(self, rows: int = 2048, longest: float = 0.25, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`rows`: most prompt rows in a step. A chunk of more rows runs as the only chunk of its step. `longest`:
+        seconds that a token of a decoding sequence waits for prompt rows, as far as chunks can be cut. `clock`: the
+        time in seconds."""
+        self._rows, self._clock, self._time = rows, clock, StepTime(longest)
         self._n_waiting = 0  # tasks at the front of the list that were not in the last step
-        self._has_read = False  # did the last step have prompt chunks?
+        self._prompts: list[tuple[ForwardRequest, int]] = []  # prompt requests of the last step, and their rows in it
         self._tasks: list[EngineTask[Any, Any]] = []
 
     def add(self, work: Coroutine[E, T], outbox: Callable[[E], object] = lambda output: None) -> EngineTask[E, T]:
@@ -241,22 +265,28 @@ class Engine:
     def step(self) -> bool:
         """Run one engine step. False if no sequence is left."""
         self._tasks = [task for task in self._tasks if not task.is_over]
+        began = self._clock()
         if turn := self._turn():
             self._tasks.sort(key=turn.__contains__)  # tasks that were left out are first next time
             self._n_waiting = len(self._tasks) - len(turn)
             self._pass(turn)
+            if len(turn) > len(self._prompts):
+                self._time.learn(self._clock() - began, self._prompts)
         return bool(turn)
 
     def _turn(self) -> list[EngineTask[Any, Any]]:
         waiting = [(task, task.request) for task in self._tasks if task.request is not None]
         found = [task for task, request in waiting if not request.is_prompt]
-        room = 0 if found and self._has_read else self._rows
-        self._has_read = False
-        for task, request in waiting:
-            if request.is_prompt and (room >= request.rows.n_rows or room == self._rows):
-                found.append(task)
-                room -= request.rows.n_rows
-                self._has_read = True
+        is_alone, waits = not found, bool(found and self._prompts)
+        self._prompts, left = [], 1.0  # share of the step that is left
+        for task, request in () if waits else waiting:
+            share = max(1 / self._rows, 0.0 if is_alone else self._time.share(request))
+            if request.is_prompt and (fits := max(0, int(left / share + 1e-6))):
+                n = task.cut(request.rows.n_rows if is_alone else fits)
+                if n <= fits or not self._prompts:
+                    self._prompts.append((request, n))
+                    found.append(task)
+                    left -= n * share
         return found
 
     def _pass(self, tasks: list[EngineTask[Any, Any]]) -> None:
@@ -264,7 +294,7 @@ class Engine:
         task that causes it."""
         tasks = [task for task in tasks if not task.is_over]  # an outbox may have cancelled one
         try:
-            results = run([task.request for task in tasks if task.request is not None])
+            results = run([task.part for task in tasks if task.part is not None])
         except Exception as error:
             if len(tasks) == 1:
                 tasks[0].throw(error)

@@ -15,10 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcli.engine import step_time
 from kvcli.engine.drafting.drafter import Drafter, ModelPair
 from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.prefill.prompt_pieces import PromptPieces
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
+from kvcli.kernels.native import native
 from kvcli.kv.slots import KVCache
 from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.off import Off
@@ -111,6 +114,27 @@ def test_texts_side_by_side_are_those_of_plain_decoding_alone(
             assert isinstance(task.error, MemoryError)
         elif at != CANCELLED:
             assert task.result() == want
+
+
+IN_PIECES = [row for row in BESIDE if row[1] != "fp64" and native() is not None]
+IN_PIECES = covering([row for row in IN_PIECES if not is_slow(row[0], row[2], "greedy")], 1)
+SHORT_PIECES = [row for row in IN_PIECES if row[0] in ("dense", "given", "blend")]
+
+
+@pytest.mark.parametrize(("storage", "dtype", "policy"), marked(IN_PIECES, SHORT_PIECES, SHORT_PIECES))
+def test_a_chunk_in_pieces_beside_others_gives_the_text_of_one_pass(
+    storage: str, policy: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step has time for more than the least rows, and texts join while others are read and written."""
+    monkeypatch.setattr(step_time, "LEAST", 5)
+    cut = list[int]()
+    piece = PromptPieces.piece
+    monkeypatch.setattr(PromptPieces, "piece", lambda of, n: cut.append(n) or piece(of, n))  # type: ignore[func-returns-value]
+    for at, (task, want) in enumerate(side_by_side(storage, policy, dtype, longest=0.0, apart=4)):
+        assert task.is_over
+        if at not in (BROKEN, CANCELLED):
+            assert task.result() == want
+    assert cut.count(5) > 5
 
 
 @pytest.mark.parametrize(("drafter", "sampler", "is_apart"), pairs(product(DRAFTERS, SAMPLERS, (False, True))))
