@@ -11,10 +11,12 @@ import torch
 
 from kvcli.engine import engine as module
 from kvcli.engine import step_time
+from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import Engine, iterate_events, run, run_to_end
 from kvcli.engine.forward_request import Coroutine, ForwardRequest, ForwardResult, Passes, Rows
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import GenerationSession
+from kvcli.methods.drafts.model import SeparateModelDraft
 from tests import families, make
 
 
@@ -195,6 +197,25 @@ def test_rows_that_attend_to_more_are_expected_to_take_longer() -> None:
     assert took.share(request(0), used=0.05) == 1 / step_time.LEAST
     took.learn(0.0, [(request(0), 20)])  # a measurement that cannot be right counts in part
     assert took.share(request(0)) == pytest.approx(0.02 / step_time.SURE)
+
+
+def test_draft_passes_of_one_text_cost_others_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, second, together = lm(), lm("gemma3"), list[tuple[LM, int]]()
+    run = module.run
+
+    def noted(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
+        together.extend((request.lm, len(requests)) for request in requests[:1])
+        return run(requests)
+
+    monkeypatch.setattr(module, "run", noted)
+    drafter = SeparateModelDraft(adaptive=False, depth=4, copies=False).drafter([], ModelPair(model, second))
+    many = Engine(longest=60)
+    first = many.add(answer(make.session(model, drafter=drafter), families.prompt(9), 9))
+    other = many.add(answer(session(), families.prompt(9, seed=2), 9))
+    while not (first.is_over or other.is_over):
+        many.step()
+    assert {n for of, n in together if of is model} == {2}  # each pass of the model is one of both
+    assert len([n for of, n in together if of is second]) > 9
 
 
 def test_an_outbox_that_fails_ends_its_own_text() -> None:

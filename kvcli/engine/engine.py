@@ -240,7 +240,7 @@ class EngineTask(Generic[E, T]):
 class Engine:
     """An engine for several sequences. Each engine step runs rows of many sequences together, as `run` groups them.
 
-    A step takes the decoding sequences first, then prompt chunks up to a number of rows. While any sequence decodes,
+    A step runs draft passes first, then takes the decoding sequences, then prompt chunks up to a number of rows. While any sequence decodes,
     chunks are cut so that the step takes at most `longest` seconds, and after a step with prompt rows comes one
     without. A chunk is not cut where that could change the bits of its rows, as on a GPU: the step then takes one
     chunk, and others only if there is time. The weights are read once per pass, however many sequences share it.
@@ -266,21 +266,32 @@ class Engine:
         """Run one engine step. False if no sequence is left."""
         self._tasks = [task for task in self._tasks if not task.is_over]
         began = self._clock()
-        if turn := self._turn():
+        self._run_ahead(began)
+        used = self._clock() - began
+        if turn := self._turn(used):
             self._tasks.sort(key=turn.__contains__)  # tasks that were left out are first next time
             self._n_waiting = len(self._tasks) - len(turn)
             self._pass(turn)
             if len(turn) > len(self._prompts):
-                self._time.learn(self._clock() - began, self._prompts)
+                self._time.learn(self._clock() - began - used, self._prompts)
         return bool(turn)
 
-    def _turn(self) -> list[EngineTask[Any, Any]]:
+    def _run_ahead(self, began: float) -> None:
+        """Run requests that only prepare a decoding step, such as those of draft models, while the step has time. So
+        all sequences decode in one pass, and none waits for a pass over its model between two draft tokens of
+        another."""
+        while ahead := [task for task in self._tasks if task.request is not None and task.request.is_preparing]:
+            if self._time.left(self._clock() - began) <= 0:
+                return
+            self._pass(ahead)
+
+    def _turn(self, used: float = 0.0) -> list[EngineTask[Any, Any]]:
         waiting = [(task, task.request) for task in self._tasks if task.request is not None]
         found = [task for task, request in waiting if not request.is_prompt]
         is_alone, waits = not found, bool(found and self._prompts)
         self._prompts, left = [], 1.0  # share of the step that is left
         for task, request in () if waits else waiting:
-            share = max(1 / self._rows, 0.0 if is_alone else self._time.share(request))
+            share = max(1 / self._rows, 0.0 if is_alone else self._time.share(request, used))
             if request.is_prompt and (fits := max(0, int(left / share + 1e-6))):
                 n = task.cut(request.rows.n_rows if is_alone else fits)
                 if n <= fits or not self._prompts:

@@ -238,6 +238,11 @@ class ForwardRequest:
     only_kv: bool = False  # the pass ends once it has the keys and values of the last of these layers
     record_hidden_states: bool = False  # return the hidden state of each wanted row, as the output layer gets it
 
+    @property
+    def is_preparing(self) -> bool:
+        """True if the pass neither samples a token nor prefills a prompt: it prepares such a pass."""
+        return self.draw is None and not self.is_prompt
+
 
 @dataclass(slots=True)  # not frozen: one is made per layer and pass, and freezing takes four times as long
 class NewKV:

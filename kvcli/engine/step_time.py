@@ -23,12 +23,16 @@ class StepTime:
         self._decoding: deque[float] = deque(maxlen=5)  # seconds of steps without prompt rows
         self._rows: dict[tuple[int, int], tuple[float, int]] = {}  # seconds of a row, and its position
 
+    def left(self, used: float) -> float:
+        """Return the seconds of a step that are left beside decoding. `used`: seconds of it that are over."""
+        return FILLED * self._longest - median(self._decoding or [0.0]) - used
+
     def share(self, request: ForwardRequest, used: float = 0.0) -> float:
-        """Return the share of a step that one prompt row of the request takes. `used`: seconds of it that are over.
+        """Return the share of a step that one prompt row of the request takes. `used` as in `left`.
 
         A row takes longer the more slots it attends to, beyond the first at most in proportion.
         """
-        left = FILLED * self._longest - median(self._decoding or [0.0]) - used
+        left = self.left(used)
         if left <= 0 or (known := self._rows.get(_kind(request))) is None:
             return 1 / LEAST
         seconds, at = known
