@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from torch import Tensor
 
 from kvcli.engine.cuda_graphs.captured_pass import captured_passes
+from kvcli.engine.drafting.pass_timer import Company, PassTimer
 from kvcli.engine.forward import BatchedPass, ForwardPass, state_shim
 from kvcli.engine.forward_request import Coroutine, E, ForwardRequest, ForwardResult, Passes, T
 from kvcli.engine.hf.cache_shim import call
@@ -25,10 +28,13 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
 
 
-def run(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
+def run(
+    requests: Sequence[ForwardRequest], finished: Callable[[Sequence[ForwardRequest]], object] = len
+) -> list[ForwardResult]:
     """Run all requests in as few forward passes as possible. The results are in the order of the requests.
 
     A pass serves one model and range of layers; decoding rows beyond `max_invariant_rows` take a further pass.
+    `finished` is called after each pass with its requests.
     """
     results: dict[int, ForwardResult] = {}
     for group in group_requests(requests):
@@ -36,6 +42,7 @@ def run(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
         # operations on a prompt are large enough for torch's threads
         with one_pool(lm.has_pool and not any(request.is_prompt for request in grouped)):
             results |= zip(group, _run(lm, grouped), strict=True)
+        finished(grouped)
     return [results[i] for i in range(len(requests))]
 
 
@@ -253,6 +260,9 @@ class Engine:
         self._rows, self._clock, self._time = rows, clock, StepTime(longest)
         self._n_waiting = 0  # tasks at the front of the list that were not in the last step
         self._prompts: list[tuple[ForwardRequest, int]] = []  # prompt requests of the last step, and their rows in it
+        # by model and number of sequences, times of their decoding passes
+        self._timers: dict[tuple[int, int], PassTimer] = defaultdict(PassTimer)
+        self._began = 0.0  # time at which the running pass began
         self._tasks: list[EngineTask[Any, Any]] = []
 
     def add(self, work: Coroutine[E, T], outbox: Callable[[E], object] = lambda output: None) -> EngineTask[E, T]:
@@ -304,8 +314,10 @@ class Engine:
         """Run the requests of these tasks. If that fails, run each half by itself, so that out of memory ends only the
         task that causes it."""
         tasks = [task for task in tasks if not task.is_over]  # an outbox may have cancelled one
+        parts = [task.part for task in tasks if task.part is not None]
         try:
-            results = run([task.part for task in tasks if task.part is not None])
+            self._began = self._clock()
+            results = run(parts, self._finished)
         except Exception as error:
             if len(tasks) == 1:
                 tasks[0].throw(error)
@@ -314,8 +326,19 @@ class Engine:
             self._pass(tasks[:half])
             self._pass(tasks[half:])
         else:
-            for task, of in zip(tasks, results, strict=True):
+            writing = Counter(id(part.lm) for part in parts if part.draw is not None)
+            for task, part, of in zip(tasks, parts, results, strict=True):
+                n = writing[id(part.lm)] if part.draw is not None else 0
+                if n > 1 or (n and self._prompts):
+                    of = replace(of, company=Company(n, self._timers[id(part.lm), n] if n > 1 else None))
                 task.send(of)
+
+    def _finished(self, requests: Sequence[ForwardRequest]) -> None:
+        """Record the time of a decoding pass of several sequences, if no prompt rows share the step."""
+        began, self._began = self._began, self._clock()
+        if len(requests) > 1 and not self._prompts and all(request.draw is not None for request in requests):
+            more = sum(request.rows.n_rows for request in requests) - len(requests)
+            self._timers[id(requests[0].lm), len(requests)].add(more, self._began - began)
 
 
 def generate_together(*works: Coroutine[E, T]) -> list[EngineTask[E, T]]:

@@ -20,6 +20,7 @@ from kvcli.engine.sequence.sampler import STUCK, Sampler
 from kvcli.engine.sequence.token_history import TokenHistory
 
 if TYPE_CHECKING:
+    from kvcli.engine.drafting.pass_timer import Company
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.constraint import Constraint
     from kvcli.kv.recurrent_state import RecurrentStates
@@ -269,6 +270,7 @@ class ForwardResult:
     commit_rows: Callable[[Sequence[int]], None] | None = None
     # advances the recurrent states by so many rows; None = no recurrent layers
     fold: Callable[[int], None] | None = None
+    company: Company | None = None  # what shared a decoding pass; None = nothing
 
 
 Passes = Generator[ForwardRequest, ForwardResult, T]  # generator that may request forward passes; it returns T

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.engine.drafting.pass_timer import Company
     from kvcli.engine.forward_request import Rows
     from kvcli.settings.schema import Order
 
@@ -84,6 +85,7 @@ class Step:
     hook_output: Callable[[int], list[float]] = _nothing  # output of the drafter's logits hook, by row of `logits`
     queries: Sequence[Tensor] = ()  # per layer [H, tree, D], if the draft needs them
     hidden: Tensor | None = None  # [len(rows.want), E] by row of `logits`, after the last norm, if the draft needs them
+    company: Company | None = None  # what shared the pass; None = nothing, so that `seconds` is its time
 
     @property
     def n_drafted(self) -> int:

@@ -71,7 +71,7 @@ class GenerationSession(SequenceState):
         self.history.add(new)
         finished = partial(
             Step, rows, result.logits, path, new, hook_output=result.hook_output, queries=result.queries,
-            hidden=result.hidden,
+            hidden=result.hidden, company=result.company,
         )  # fmt: skip
         yield from await_passes(self.drafter.observe(finished(seconds=time.perf_counter() - began)))
         if self.committed == self.next_compression_at:
