@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvcli.engine.engine import Engine, iterate_events, run, run_to_end
 from kvcli.engine.forward_request import Coroutine, ForwardRequest, ForwardResult, Passes, Rows
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import GenerationSession
+from kvcli.engine.stats import Step
 from kvcli.methods.drafts.model import SeparateModelDraft
 from tests import families, make
 
@@ -156,10 +157,10 @@ def test_a_chunk_of_more_rows_than_a_round_takes_waits_for_nobody_to_end() -> No
 def test_beside_texts_being_written_a_chunk_is_cut_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now, steps, run = [0.0], list[list[int]](), module.run
 
-    def timed(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
+    def timed(requests: Sequence[ForwardRequest], *more: Any) -> list[ForwardResult]:
         steps.append([request.rows.n_rows for request in requests])
         now[0] += sum(steps[-1]) * 0.01
-        return run(requests)
+        return run(requests, *more)
 
     def work(seed: int, n: int, new: int) -> Coroutine[object, list[int]]:
         return answer(make.session(model, chunk=64), families.prompt(n, seed=seed), new)
@@ -203,9 +204,9 @@ def test_draft_passes_of_one_text_cost_others_no_pass(monkeypatch: pytest.Monkey
     model, second, together = lm(), lm("gemma3"), list[tuple[LM, int]]()
     run = module.run
 
-    def noted(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
+    def noted(requests: Sequence[ForwardRequest], *more: Any) -> list[ForwardResult]:
         together.extend((request.lm, len(requests)) for request in requests[:1])
-        return run(requests)
+        return run(requests, *more)
 
     monkeypatch.setattr(module, "run", noted)
     drafter = SeparateModelDraft(adaptive=False, depth=4, copies=False).drafter([], ModelPair(model, second))
@@ -216,6 +217,56 @@ def test_draft_passes_of_one_text_cost_others_no_pass(monkeypatch: pytest.Monkey
         many.step()
     assert {n for of, n in together if of is model} == {2}  # each pass of the model is one of both
     assert len([n for of, n in together if of is second]) > 9
+
+
+def test_a_step_hears_of_those_that_share_its_pass_and_how_long_passes_of_so_many_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, run, heard = [0.0], module.run, list[tuple[int, float | None] | None]()
+
+    def timed(requests: Sequence[ForwardRequest], finished: Callable[[Sequence[ForwardRequest]], object]) -> Any:
+        now[0] += sum(request.rows.n_rows for request in requests)
+        return run(requests, finished)
+
+    def hears(said: object) -> None:
+        if isinstance(said, Step):
+            of = said.company
+            heard.append(of and (of.n, of.timer and of.timer.plain))
+
+    monkeypatch.setattr(module, "run", timed)
+    many = Engine(clock=lambda: now[0])
+    many.add(answer(session(), families.prompt(6), 9), hears)
+    for _ in range(2):
+        many.step()
+    other = many.add(answer(session(), families.prompt(20, seed=2), 3))
+    while not other.is_over:
+        many.step()
+    while many.step():
+        pass
+    # alone, with a chunk, alone, with the other chunk, with the other text, and alone again
+    assert heard == [None, (1, None), None, (1, None), *[(2, 2.0)] * 3, None, None]
+
+
+@pytest.mark.parametrize(("error", "passes"), [(MemoryError, [4, 2, 2, 1, 1]), (ValueError, [4, 1, 1, 1, 1])])
+def test_a_pass_is_halved_where_memory_is_short_and_else_each_text_is_alone(
+    error: type[Exception], passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, run = list[int](), module.run
+
+    def breaks(requests: Sequence[ForwardRequest], *more: Any) -> list[ForwardResult]:
+        ran.append(len(requests))
+        if any(request.cache is bad.cache for request in requests):
+            raise error
+        return run(requests, *more)
+
+    texts = [session() for _ in range(4)]
+    bad = texts[3]
+    many = Engine()
+    tasks = [many.add(answer(text, families.prompt(6), 1)) for text in texts]
+    monkeypatch.setattr(module, "run", breaks)
+    many.step()
+    assert ran == passes
+    assert [type(task.error) for task in tasks] == [type(None)] * 3 + [error]
 
 
 def test_an_outbox_that_fails_ends_its_own_text() -> None:

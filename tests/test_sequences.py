@@ -366,7 +366,7 @@ def test_what_is_free_is_for_as_many_texts_as_are_said() -> None:
         assert any(isinstance(event, End) for event in iterate_events(begun))
 
 
-@pytest.mark.parametrize("way", ["aclose", "async with"])
+@pytest.mark.parametrize("way", ["close", "aclose", "async with"])
 def test_closing_in_a_coroutine_does_not_hold_the_loop(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass of another text goes on meanwhile, and so do the other tasks."""
     busy, text, held = demo().open(), demo().open(), threading.Event()
@@ -384,7 +384,12 @@ def test_closing_in_a_coroutine_does_not_hold_the_loop(way: str, monkeypatch: py
         await turn_of(text.astream("Hello", max_new_tokens=2))
         held.set()
         await asyncio.sleep(0.02)  # into a round
-        if way == "aclose":
+        if way == "close":
+            before = time.perf_counter()
+            text.close()
+            assert time.perf_counter() - before < 0.05  # of the 0.1 s that a round takes
+            closing = asyncio.ensure_future(asyncio.sleep(0.02))
+        elif way == "aclose":
             closing = asyncio.ensure_future(text.aclose())
         else:
             closing = asyncio.ensure_future(text.__aexit__(None, None, None))

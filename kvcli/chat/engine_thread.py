@@ -54,12 +54,12 @@ class EngineThread:
             leaves = pool.submit(lambda: joined.result().cancel())
             await asyncio.shield(asyncio.wrap_future(leaves))  # afterwards the text session is free again
 
-    def between_rounds(self, act: Callable[[], object]) -> None:
-        """Run `act`, which changes a sequence, between two engine steps and wait for it."""
+    def between_rounds(self, act: Callable[[], object], *, waits: bool = True) -> None:
+        """Run `act`, which changes a sequence, between two engine steps and wait for it, unless `waits` is False."""
         if self._pool is None or get_ident() == self._ident:
             act()
-        else:
-            self._pool.submit(act).result()
+        elif (done := self._pool.submit(act)) and waits:
+            done.result()
 
     async def apart(self, act: Callable[[], object]) -> None:
         """Like `between_rounds`, without blocking the event loop. Cancelling the task does not stop `act`."""

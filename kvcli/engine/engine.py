@@ -23,6 +23,7 @@ from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.resources import one_pool, use_device
 from kvcli.engine.step_time import StepTime
 from kvcli.kv.offload.transfer import bus_of
+from kvcli.kv.out_of_memory import as_cache_full
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
@@ -247,10 +248,11 @@ class EngineTask(Generic[E, T]):
 class Engine:
     """An engine for several sequences. Each engine step runs rows of many sequences together, as `run` groups them.
 
-    A step runs draft passes first, then takes the decoding sequences, then prompt chunks up to a number of rows. While any sequence decodes,
-    chunks are cut so that the step takes at most `longest` seconds, and after a step with prompt rows comes one
-    without. A chunk is not cut where that could change the bits of its rows, as on a GPU: the step then takes one
-    chunk, and others only if there is time. The weights are read once per pass, however many sequences share it.
+    A step runs draft passes first, then takes the decoding sequences, then prompt chunks up to a number of rows. While
+    any sequence decodes, chunks are cut so that the step takes at most `longest` seconds, and after a step with prompt
+    rows comes one without. A chunk is not cut where that could change the bits of its rows, as on a GPU: the step then
+    takes one chunk, and others only if there is time. The weights are read once per pass, however many sequences share
+    it.
     """
 
     def __init__(self, rows: int = 2048, longest: float = 0.25, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -311,8 +313,8 @@ class Engine:
         return found
 
     def _pass(self, tasks: list[EngineTask[Any, Any]]) -> None:
-        """Run the requests of these tasks. If that fails, run each half by itself, so that out of memory ends only the
-        task that causes it."""
+        """Run the requests of these tasks. If that fails, run fewer at once, so that only the tasks that cause it get
+        the error: each half by itself if memory is short, because fewer rows need less, else each task alone."""
         tasks = [task for task in tasks if not task.is_over]  # an outbox may have cancelled one
         parts = [task.part for task in tasks if task.part is not None]
         try:
@@ -322,9 +324,9 @@ class Engine:
             if len(tasks) == 1:
                 tasks[0].throw(error)
                 return
-            half = len(tasks) // 2
-            self._pass(tasks[:half])
-            self._pass(tasks[half:])
+            n = 1 if as_cache_full(error) is None else -(-len(tasks) // 2)
+            for first in range(0, len(tasks), n):
+                self._pass(tasks[first : first + n])
         else:
             writing = Counter(id(part.lm) for part in parts if part.draw is not None)
             for task, part, of in zip(tasks, parts, results, strict=True):

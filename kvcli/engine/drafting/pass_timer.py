@@ -78,8 +78,9 @@ class PassTimer:
             self.time_plain(seconds)
         elif self.plain and seconds < ABSURD * self.plain:
             self.forget_plain()
-        elif self.plain:
-            self.time(more + 1, seconds / self.plain)
+        elif self.plain:  # stairs of several sequences are level at best: the time is that of the end of the stair
+            rows, units = more + 1, seconds / self.plain
+            self.time(rows, 1 + (units - 1) * (_stair(rows) - 1) / more)
 
     def forget_plain(self) -> None:
         self._plain.clear()
