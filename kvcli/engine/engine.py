@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
@@ -263,7 +263,7 @@ class Engine:
         self._n_waiting = 0  # tasks at the front of the list that were not in the last step
         self._prompts: list[tuple[ForwardRequest, int]] = []  # prompt requests of the last step, and their rows in it
         # by model and number of sequences, times of their decoding passes
-        self._timers: dict[tuple[int, int], PassTimer] = defaultdict(PassTimer)
+        self._timers: dict[tuple[int, int], PassTimer] = {}
         self._began = 0.0  # time at which the running pass began
         self._tasks: list[EngineTask[Any, Any]] = []
 
@@ -332,15 +332,18 @@ class Engine:
             for task, part, of in zip(tasks, parts, results, strict=True):
                 n = writing[id(part.lm)] if part.draw is not None else 0
                 if n > 1 or (n and self._prompts):
-                    of = replace(of, company=Company(n, self._timers[id(part.lm), n] if n > 1 else None))
+                    of = replace(of, company=Company(n, self._timer(part.lm, n) if n > 1 else None))
                 task.send(of)
+
+    def _timer(self, lm: LM, n: int) -> PassTimer:
+        return self._timers.setdefault((id(lm), n), PassTimer(n))
 
     def _finished(self, requests: Sequence[ForwardRequest]) -> None:
         """Record the time of a decoding pass of several sequences, if no prompt rows share the step."""
         began, self._began = self._began, self._clock()
         if len(requests) > 1 and not self._prompts and all(request.draw is not None for request in requests):
             more = sum(request.rows.n_rows for request in requests) - len(requests)
-            self._timers[id(requests[0].lm), len(requests)].add(more, self._began - began)
+            self._timer(requests[0].lm, len(requests)).add(more, self._began - began)
 
 
 def generate_together(*works: Coroutine[E, T]) -> list[EngineTask[E, T]]:

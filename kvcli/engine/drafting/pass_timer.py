@@ -20,7 +20,10 @@ class PassTimer:
     """Pass times by row count, in units of a plain pass, which has one row per sequence. Calibrated times serve until
     measured. Medians are used because times on a shared machine are noisy."""
 
-    def __init__(self) -> None:
+    def __init__(self, n: int = 1) -> None:
+        """`n`: sequences of a pass. With several, a row that was never timed is assumed to take half as long as one of
+        theirs."""
+        self._slope = _SLOPE if n == 1 else 0.5 / n
         self._now = 0  # passes
         self._plain: deque[float] = deque(maxlen=5)  # seconds
         self._units: dict[int, deque[float]] = {}  # stair -> units of passes on it
@@ -88,7 +91,7 @@ class PassTimer:
     def costs(self, most: int) -> list[float]:
         """Return the units of passes with 1, 2, ... `most` rows, interpolated linearly between known stairs."""
         known = self._stairs = self._stairs or self._climb()
-        return known[:most] + [known[-1] + _SLOPE * i for i in range(1, most - len(known) + 1)]
+        return known[:most] + [known[-1] + self._slope * i for i in range(1, most - len(known) + 1)]
 
     def _climb(self) -> list[float]:
         measured, costs, least = [], [1.0], math.inf
