@@ -1,13 +1,14 @@
 """Several texts side by side in one process, and one after the other; and a question that comes while another reads.
 
-    python tests/bench/together.py [--what writing,all,late] [--name demo] [--texts 8] [--ctx 2048] [--new 64]
+    python tests/bench/together.py [--what writing,all,late,gaps,drafts] [--name demo] [--texts 8] [--ctx 2048] [--new 64]
         [--long 6144] [--reps 3] [--out FILE]
 
 A small model, profile `exact`, texts of their own. Sides take turns. *writing*: the texts are read before. *all*:
 reading counts, too. *late*: a question of some thirty tokens joins as a text of `--long` tokens begins its second
 chunk, the worst moment; its first token, in times of one such chunk. *gaps*: CPU time of the thread between two tokens
 of texts being written, while a text of `--long` tokens is read, with chunks in pieces and whole; `times` is how much
-longer it takes to read beside them in pieces, and alone in an engine rather than without one.
+longer it takes to read beside them in pieces, and alone in an engine rather than without one. *drafts*: a list is
+repeated, tokens per CPU second with `ngram` over those with `exact`, of one text and of `--texts`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -27,6 +29,7 @@ from kvcli import generate_together, load
 from kvcli.api import Text
 from kvcli.bench.workloads import prompt_of
 from kvcli.engine.engine import Engine, run_to_end
+from kvcli.models.text import encode
 from tests.bench.harness import Rows, Words, in_turns, measurement, quotients, seconds, spread
 
 
@@ -107,6 +110,26 @@ def read_alone(model: Any, ids: list[int]) -> dict[str, float]:
     return found
 
 
+def drafts(model: Any, n: int, new: int) -> dict[str, float]:
+    """Tokens per CPU second of n texts that repeat a list, by profile. Drafters see CPU time, too."""
+    items = ", ".join(f"item {i} costs {7 * i % 53} coins" for i in range(60))
+    ids, found = encode(model.tokenizer, f"The list: {items}. The list again: item 0 costs 0 coins, item"), {}
+    for profile in ("exact", "ngram"):
+        opened, engine = [model.open(profile) for _ in range(n)], Engine(clock=time.thread_time)
+        for text in opened:
+            text.generate(ids, max_new_tokens=1, temperature=0)
+        for text in opened:
+            engine.add(text.answer(ids, max_new_tokens=new, ignore_eos=True, temperature=0, stop_loops=0))
+        began = time.thread_time()
+        with patch("time.perf_counter", time.thread_time):
+            while engine.step():
+                pass
+        found[profile] = n * new / (time.thread_time() - began)
+        for text in opened:
+            text.close()
+    return found
+
+
 @measurement(
     "{texts} texts of {ctx} tokens side by side, {new} new; a question beside {long}",
     columns=["what", "alone tok/s", "together tok/s", "times"],
@@ -133,6 +156,8 @@ def measure(
             "gaps": lambda: gaps(model, prompts, one, 0.25),
             "gaps, whole chunks": lambda: gaps(model, prompts, one, math.inf),
             "gaps, alone": lambda: read_alone(model, one),
+            "drafts, 1 text": lambda: drafts(model, 1, new),
+            f"drafts, {texts} texts": lambda: drafts(model, texts, new),
         }
         runs = in_turns({way: run for way, run in ways.items() if way.split(",")[0] in what}, reps, 0)
     for name in filter(runs.__contains__, ("writing", "all")):
@@ -148,6 +173,10 @@ def measure(
     if "gaps" in runs:
         plain, engine = ([run[way] for run in runs["gaps, alone"]] for way in ("plain", "engine"))
         yield {"what": "read alone", "times": quotients(engine, plain, 2)}
+    for name in (name for name in runs if name.startswith("drafts")):
+        exact, ngram = ([run[way] for run in runs[name]] for way in ("exact", "ngram"))
+        row = {"what": name, "exact tok/s": round(median(exact), 1), "ngram tok/s": round(median(ngram), 1)}
+        yield row | {"times": quotients(ngram, exact, 2)}
 
 
 if __name__ == "__main__":
