@@ -1,7 +1,7 @@
 """Several texts side by side in one process, and one after the other; and a question that comes while another reads.
 
-    python tests/bench/together.py [--what writing,all,late,gaps,drafts] [--name demo] [--texts 8] [--ctx 2048] [--new 64]
-        [--long 6144] [--reps 3] [--out FILE]
+    python tests/bench/together.py [--what writing,all,late,gaps,drafts] [--name demo] [--texts 8]
+        [--ctx 2048] [--new 64] [--long 6144] [--reps 3] [--out FILE]
 
 A small model, profile `exact`, texts of their own. Sides take turns. *writing*: the texts are read before. *all*:
 reading counts, too. *late*: a question of some thirty tokens joins as a text of `--long` tokens begins its second
