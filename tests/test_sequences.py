@@ -193,7 +193,9 @@ def test_tasks_of_an_event_loop_share_passes_and_hear_of_their_own_texts(
     want = [alone(i).ids for i in range(8)]
     shared, real = list[tuple[int, int]](), kvcli.engine.engine.run
     monkeypatch.setattr(
-        kvcli.engine.engine, "run", lambda feeds: (shared.append((len(feeds), threading.get_ident())), real(feeds))[1]
+        kvcli.engine.engine,
+        "run",
+        lambda feeds, *more: (shared.append((len(feeds), threading.get_ident())), real(feeds, *more))[1],
     )
 
     async def ask() -> list[Turn]:
@@ -323,10 +325,10 @@ def test_an_answer_asked_elsewhere_ends_the_one_that_a_task_waits_for() -> None:
 def test_who_ends_an_answer_elsewhere_waits_for_the_pass_that_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
     text, in_pass, goes_on = demo().open(), threading.Event(), threading.Event()
 
-    def held(feeds: Sequence[ForwardRequest]) -> list[ForwardResult]:
+    def held(feeds: Sequence[ForwardRequest], *more: Any) -> list[ForwardResult]:
         in_pass.set()
         assert goes_on.wait(60)
-        return run(feeds)
+        return run(feeds, *more)
 
     async def ask() -> None:
         stream = text.astream("Hello")

@@ -124,7 +124,7 @@ def _stair(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Company:
-    """What shares the passes of a sequence that decodes: other sequences that decode, or prompt rows."""
+    """Sequences that share the passes of one that decodes, or prompt rows that do."""
 
-    n: int  # sequences that decode in a pass, this one included
+    n: int  # sequences that decode in a pass, itself included
     timer: PassTimer | None  # times of passes with rows of so many; None = one sequence, beside prompt rows
