@@ -192,11 +192,12 @@ def test_tasks_of_an_event_loop_share_passes_and_hear_of_their_own_texts(
 ) -> None:
     want = [alone(i).ids for i in range(8)]
     shared, real = list[tuple[int, int]](), kvcli.engine.engine.run
-    monkeypatch.setattr(
-        kvcli.engine.engine,
-        "run",
-        lambda feeds, *more: (shared.append((len(feeds), threading.get_ident())), real(feeds, *more))[1],
-    )
+
+    def noted(feeds: Sequence[ForwardRequest], *more: Any) -> list[ForwardResult]:
+        shared.append((len(feeds), threading.get_ident()))
+        return real(feeds, *more)
+
+    monkeypatch.setattr(kvcli.engine.engine, "run", noted)
 
     async def ask() -> list[Turn]:
         streams = [
