@@ -337,6 +337,13 @@ FAULTS = [
     ),
     # the drafts
     Fault(
+        "E16",
+        "kvcli/drafts/pacing/draft_controller.py",
+        "return [1 + n * (cost - 1) for",
+        "return [cost for",
+        "tests/drafts/test_draft_controller.py::test_among_others_a_draft_row_costs_what_it_delays_them_all",
+    ),
+    Fault(
         "D1",
         "kvcli/drafts/pacing/draft_controller.py",
         ">= price:\n                self._rest = _REST",
