@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from threading import Lock
 from typing import Literal, TextIO, cast
 
 from kvcli.files import sweep
@@ -33,18 +34,25 @@ from kvcli.safe_output import SafeStream
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGE = 1 << 20  # bytes, while loading or prefilling
 LARGEST = 32 << 20  # glibc's own limit
+_open, _switching = list[bool](), Lock()  # contexts that are open: the setting is the process's, so their count is too
 
 
 @contextmanager
 def return_large_blocks() -> Iterator[None]:
-    """Return large freed blocks to the system while the context is open, in the whole process. Affects glibc only."""
-    _from(LARGE, 128 << 10)
+    """Return large freed blocks to the system while any such context is open in the process. Affects glibc only."""
+    with _switching:
+        _open.append(True)
+        if len(_open) == 1:
+            _from(LARGE, 128 << 10)
     try:
         yield
     finally:
         if (functions := native()) is not None:
             functions.release()  # a decoding step's own rows need almost none of this memory
-        _from(LARGEST, 2 * LARGEST)
+        with _switching:
+            _open.pop()
+            if not _open:
+                _from(LARGEST, 2 * LARGEST)
 
 
 def _from(large: int, kept: int) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from kvcli import load
 from kvcli.commands.common.run_setup import Setup
-from kvcli.drafts.pacing.draft_controller import PassTimer
+from kvcli.engine.drafting.pass_timer import PassTimer
 from kvcli.errors import KvcliError
 from kvcli.fit import calibrate as run
 from kvcli.fit.calibrate import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from kvcli.engine import engine as module
+from kvcli.engine import step_time
+from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import Engine, iterate_events, run, run_to_end
-from kvcli.engine.forward_request import Coroutine, ForwardRequest, Passes, Rows
+from kvcli.engine.forward_request import Coroutine, ForwardRequest, ForwardResult, Passes, Rows
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import GenerationSession
+from kvcli.engine.stats import Step
+from kvcli.methods.drafts.model import SeparateModelDraft
 from tests import families, make
 
 
@@ -148,6 +152,121 @@ def test_a_chunk_of_more_rows_than_a_round_takes_waits_for_nobody_to_end() -> No
         many.step()
     assert large.is_over
     assert not written.is_over
+
+
+def test_beside_texts_being_written_a_chunk_is_cut_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, steps, run = [0.0], list[list[int]](), module.run
+
+    def timed(requests: Sequence[ForwardRequest], *more: Any) -> list[ForwardResult]:
+        steps.append([request.rows.n_rows for request in requests])
+        now[0] += sum(steps[-1]) * 0.01
+        return run(requests, *more)
+
+    def work(seed: int, n: int, new: int) -> Coroutine[object, list[int]]:
+        return answer(make.session(model, chunk=64), families.prompt(n, seed=seed), new)
+
+    model = make.model("llama", kernels=True)
+    wants = [run_to_end(work(*of)) for of in ((1, 6, 12), (2, 200, 3))]
+    monkeypatch.setattr(module, "run", timed)
+    many = Engine(longest=0.25, clock=lambda: now[0])
+    written = many.add(work(1, 6, 12))
+    many.step()
+    read = many.add(work(2, 200, 3))
+    while many.step():
+        pass
+    assert [written.result(), read.result()] == wants
+    among = [step for step in steps[1:] if step[1:]]
+    assert among[0] == [1, step_time.LEAST]  # nothing is known yet
+    assert max(among) == [1, 20]  # 210 of 250 ms; chunks end where they would
+    assert sum(sum(step[1:]) for step in among[:4]) == 64
+    assert [64] in steps  # nobody waits any more
+
+
+def test_rows_that_attend_to_more_are_expected_to_take_longer() -> None:
+    model = make.model("llama")
+
+    def request(at: int) -> ForwardRequest:
+        return ForwardRequest(model, Rows.chain([1], at), make.dense(model), is_prompt=True)
+
+    took = step_time.StepTime(0.1 / step_time.FILLED)
+    assert took.share(request(0)) == 1 / step_time.LEAST
+    took.learn(0.02, [(request(0), 20)])
+    assert took.share(request(0)) == pytest.approx(0.01)
+    assert took.share(request(step_time.FLAT)) == pytest.approx(0.02)
+    took.learn(0.05, [])  # decoding takes half of the step
+    assert took.share(request(0)) == pytest.approx(0.02)
+    assert took.share(request(0), used=0.05) == 1 / step_time.LEAST
+    took.learn(0.0, [(request(0), 20)])  # a measurement that cannot be right counts in part
+    assert took.share(request(0)) == pytest.approx(0.02 / step_time.SURE)
+
+
+def test_draft_passes_of_one_text_cost_others_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, second, together = lm(), lm("gemma3"), list[tuple[LM, int]]()
+    run = module.run
+
+    def noted(requests: Sequence[ForwardRequest], *more: Any) -> list[ForwardResult]:
+        together.extend((request.lm, len(requests)) for request in requests[:1])
+        return run(requests, *more)
+
+    monkeypatch.setattr(module, "run", noted)
+    drafter = SeparateModelDraft(adaptive=False, depth=4, copies=False).drafter([], ModelPair(model, second))
+    many = Engine(longest=60)
+    first = many.add(answer(make.session(model, drafter=drafter), families.prompt(9), 9))
+    other = many.add(answer(session(), families.prompt(9, seed=2), 9))
+    while not (first.is_over or other.is_over):
+        many.step()
+    assert {n for of, n in together if of is model} == {2}  # each pass of the model is one of both
+    assert len([n for of, n in together if of is second]) > 9
+
+
+def test_a_step_hears_of_those_that_share_its_pass_and_how_long_passes_of_so_many_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, run, heard = [0.0], module.run, list[tuple[int, float | None] | None]()
+
+    def timed(requests: Sequence[ForwardRequest], finished: Callable[[Sequence[ForwardRequest]], object]) -> Any:
+        now[0] += sum(request.rows.n_rows for request in requests)
+        return run(requests, finished)
+
+    def hears(said: object) -> None:
+        if isinstance(said, Step):
+            of = said.company
+            heard.append(of and (of.n, of.timer and of.timer.plain))
+
+    monkeypatch.setattr(module, "run", timed)
+    many = Engine(clock=lambda: now[0])
+    many.add(answer(session(), families.prompt(6), 9), hears)
+    for _ in range(2):
+        many.step()
+    other = many.add(answer(session(), families.prompt(20, seed=2), 3))
+    while not other.is_over:
+        many.step()
+    while many.step():
+        pass
+    # alone, with a chunk, alone, with the other chunk, with the other text, and alone again
+    assert heard == [None, (1, None), None, (1, None), *[(2, 2.0)] * 3, None, None]
+
+
+@pytest.mark.parametrize(("error", "passes"), [(MemoryError, [4, 2, 2, 1, 1]), (ValueError, [4, 1, 1, 1, 1])])
+def test_a_pass_is_halved_where_memory_is_short_and_else_each_text_is_alone(
+    error: type[Exception], passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, run = list[int](), module.run
+
+    def breaks(requests: Sequence[ForwardRequest], *more: Any) -> list[ForwardResult]:
+        ran.append(len(requests))
+        if any(request.cache is bad.cache for request in requests):
+            raise error
+        return run(requests, *more)
+
+    texts = [session() for _ in range(4)]
+    bad = texts[3]
+    many = Engine()
+    tasks = [many.add(answer(text, families.prompt(6), 1)) for text in texts]
+    monkeypatch.setattr(module, "run", breaks)
+    many.step()
+    assert ran == passes
+    assert [type(task.error) for task in tasks] == [type(None)] * 3 + [error]
 
 
 def test_an_outbox_that_fails_ends_its_own_text() -> None:

@@ -17,6 +17,11 @@ def resident():
         return int(file.read().split()[1]) * 4096
 
 torch.ones(7 << 20)  # 28 MiB: from here on glibc has smaller blocks in one heap
+reading = environment.return_large_blocks()
+if sys.argv[1] == "two reading":
+    reading.__enter__()
+    with environment.return_large_blocks():
+        pass  # another ends first
 with environment.return_large_blocks() if sys.argv[1] == "reading" else contextlib.nullcontext():
     blocks = [torch.ones(2 << 20) for _ in range(8)]
     later = [torch.ones(1000) for _ in range(100)]  # behind them
@@ -33,4 +38,5 @@ def test_freed_blocks_leave_no_holes_while_a_prompt_is_read():
         return int(done.stdout)
 
     assert given_back("reading") > 60 << 20
+    assert given_back("two reading") > 60 << 20
     assert given_back("usual") < 30 << 20

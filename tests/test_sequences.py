@@ -192,9 +192,12 @@ def test_tasks_of_an_event_loop_share_passes_and_hear_of_their_own_texts(
 ) -> None:
     want = [alone(i).ids for i in range(8)]
     shared, real = list[tuple[int, int]](), kvcli.engine.engine.run
-    monkeypatch.setattr(
-        kvcli.engine.engine, "run", lambda feeds: (shared.append((len(feeds), threading.get_ident())), real(feeds))[1]
-    )
+
+    def noted(feeds: Sequence[ForwardRequest], *more: Any) -> list[ForwardResult]:
+        shared.append((len(feeds), threading.get_ident()))
+        return real(feeds, *more)
+
+    monkeypatch.setattr(kvcli.engine.engine, "run", noted)
 
     async def ask() -> list[Turn]:
         streams = [
@@ -322,10 +325,10 @@ def test_an_answer_asked_elsewhere_ends_the_one_that_a_task_waits_for() -> None:
 def test_who_ends_an_answer_elsewhere_waits_for_the_pass_that_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
     text, in_pass, goes_on = demo().open(), threading.Event(), threading.Event()
 
-    def held(feeds: Sequence[ForwardRequest]) -> list[ForwardResult]:
+    def held(feeds: Sequence[ForwardRequest], *more: Any) -> list[ForwardResult]:
         in_pass.set()
         assert goes_on.wait(60)
-        return run(feeds)
+        return run(feeds, *more)
 
     async def ask() -> None:
         stream = text.astream("Hello")
@@ -365,7 +368,7 @@ def test_what_is_free_is_for_as_many_texts_as_are_said() -> None:
         assert any(isinstance(event, End) for event in iterate_events(begun))
 
 
-@pytest.mark.parametrize("way", ["aclose", "async with"])
+@pytest.mark.parametrize("way", ["close", "aclose", "async with"])
 def test_closing_in_a_coroutine_does_not_hold_the_loop(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass of another text goes on meanwhile, and so do the other tasks."""
     busy, text, held = demo().open(), demo().open(), threading.Event()
@@ -383,7 +386,12 @@ def test_closing_in_a_coroutine_does_not_hold_the_loop(way: str, monkeypatch: py
         await turn_of(text.astream("Hello", max_new_tokens=2))
         held.set()
         await asyncio.sleep(0.02)  # into a round
-        if way == "aclose":
+        if way == "close":
+            before = time.perf_counter()
+            text.close()
+            assert time.perf_counter() - before < 0.05  # of the 0.1 s that a round takes
+            closing = asyncio.ensure_future(asyncio.sleep(0.02))
+        elif way == "aclose":
             closing = asyncio.ensure_future(text.aclose())
         else:
             closing = asyncio.ensure_future(text.__aexit__(None, None, None))

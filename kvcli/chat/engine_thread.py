@@ -100,12 +100,12 @@ class EngineThread:
         """Sessions used here before, whose KV no pass changes now; [] outside of the thread."""
         return [*self._sessions] if get_ident() == self._ident else []
 
-    def between_rounds(self, act: Callable[[], object]) -> None:
-        """Run `act`, which changes a sequence, between two engine steps and wait for it."""
+    def between_rounds(self, act: Callable[[], object], *, waits: bool = True) -> None:
+        """Run `act`, which changes a sequence, between two engine steps and wait for it, unless `waits` is False."""
         if self._pool is None or get_ident() == self._ident:
             act()
-        else:
-            self._pool.submit(act).result()
+        elif (done := self._pool.submit(act)) and waits:
+            done.result()
 
     async def apart(self, act: Callable[[], object]) -> None:
         """Like `between_rounds`, without blocking the event loop. Cancelling the task does not stop `act`."""

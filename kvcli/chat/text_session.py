@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
@@ -73,12 +75,14 @@ class TextSession:
             await self.model.engine.apart(self._end)
 
     def close(self) -> None:
-        """End the running answer, and free the KV cache."""
-        self._end()
+        """End the running answer, and free the KV cache. In an event loop, which must not wait for a forward pass,
+        both happen after the engine's step."""
+        waits = not _is_in_loop()
+        self._end(waits=waits)
         self.has_begun = False
         self._run = None  # it refers to this session: in a cycle, KV caches would remain until a garbage collection
         self.session = self.model.new_session(by_steps=True)
-        release(self.session.lm)
+        self.model.engine.between_rounds(partial(release, self.session.lm), waits=waits)
 
     def switch_profile(self, model: LoadedModel) -> None:
         """Take another profile over the same weights. The caller changes the generation session to match."""
@@ -401,10 +405,16 @@ class TextSession:
         yield End(turn)
         return turn
 
-    def _end(self) -> None:
+    def _end(self, *, waits: bool = True) -> None:
         """End the running answer. Its committed KV is kept."""
         if self._answer is not None:
-            self.model.engine.between_rounds(partial(_close, self._answer))
+            self.model.engine.between_rounds(partial(_close, self._answer), waits=waits)
+
+
+def _is_in_loop() -> bool:
+    with suppress(RuntimeError):
+        return bool(asyncio.get_running_loop())
+    return False
 
 
 def _close(answer: Coroutine[Event, Turn | None]) -> None:

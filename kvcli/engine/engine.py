@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from torch import Tensor
 
 from kvcli.engine.cuda_graphs.captured_pass import captured_passes
+from kvcli.engine.drafting.pass_timer import Company, PassTimer
 from kvcli.engine.forward import BatchedPass, ForwardPass, state_shim
 from kvcli.engine.forward_request import Coroutine, E, ForwardRequest, ForwardResult, Passes, T
 from kvcli.engine.hf.cache_shim import call
 from kvcli.engine.hf.layer_gates import StopForward
+from kvcli.engine.prefill.prompt_pieces import PromptPieces
 from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.resources import one_pool, use_device
+from kvcli.engine.step_time import StepTime
 from kvcli.kv.offload.transfer import bus_of
+from kvcli.kv.out_of_memory import as_cache_full
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
 
 
-def run(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
+def run(
+    requests: Sequence[ForwardRequest], finished: Callable[[Sequence[ForwardRequest]], object] = len
+) -> list[ForwardResult]:
     """Run all requests in as few forward passes as possible. The results are in the order of the requests.
 
     A pass serves one model and range of layers; decoding rows beyond `max_invariant_rows` take a further pass.
+    `finished` is called after each pass with its requests.
     """
     results: dict[int, ForwardResult] = {}
     for group in group_requests(requests):
@@ -33,6 +43,7 @@ def run(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
         # operations on a prompt are large enough for torch's threads
         with one_pool(lm.has_pool and not any(request.is_prompt for request in grouped)):
             results |= zip(group, _run(lm, grouped), strict=True)
+        finished(grouped)
     return [results[i] for i in range(len(requests))]
 
 
@@ -173,9 +184,21 @@ class EngineTask(Generic[E, T]):
     def __init__(self, work: Coroutine[E, T], outbox: Callable[[E], object]) -> None:
         self._work, self._outbox = work, outbox
         self.request: ForwardRequest | None = None  # pending request; None = the task is over
+        self.part: ForwardRequest | None = None  # what the coming pass runs of it
+        self._pieces: PromptPieces | None = None  # those of the pending request, if it is cut
         self.error: BaseException | None = None  # error that ended the task
         self._found: T | None = None
         self._go_on(lambda: next(work))
+
+    def cut(self, most: int) -> int:
+        """Set `part` to the next rows of the pending request, at most `most` if it can be cut. Returns how many."""
+        assert self.request is not None, "the task is over"
+        left = self.request.rows.n_rows - (self._pieces.n_done if self._pieces is not None else 0)
+        n = min(left, most) if PromptPieces.can_cut(self.request) else left
+        if self._pieces is None and n < left:
+            self._pieces = PromptPieces(self.request)
+        self.part = self.request if self._pieces is None else self._pieces.piece(n)
+        return n
 
     @property
     def is_over(self) -> bool:
@@ -192,12 +215,16 @@ class EngineTask(Generic[E, T]):
         """Cancel the task between two passes. KV that it has committed is kept."""
         if not self.is_over:
             self._work.close()
-            self.request, self.error = None, CancelledError()
+            self.request = self.part = self._pieces = None
+            self.error = CancelledError()
 
     def send(self, result: ForwardResult) -> None:
-        """Send the result of the pending request to the coroutine."""
-        if not self.is_over:  # another task may have cancelled it
-            self._go_on(lambda: self._work.send(result))
+        """Take the result of `part`. If it completes that of the pending request, send it to the coroutine."""
+        if self.is_over:  # another task has cancelled it
+            return
+        whole = result if self._pieces is None else self._pieces.add(result)
+        if whole is not None:
+            self._go_on(lambda: self._work.send(whole))
 
     def throw(self, error: Exception) -> None:
         """Throw an error into the coroutine: its pending request failed in a pass that ran no other request."""
@@ -205,32 +232,42 @@ class EngineTask(Generic[E, T]):
 
     def _go_on(self, step: Callable[[], ForwardRequest | E]) -> None:
         """Advance to the next request. Events on the way are handed to the outbox."""
+        self._pieces = None
         try:
             output = step()
             while not isinstance(output, ForwardRequest):
                 self._outbox(output)
                 output = next(self._work)
-            self.request = output
+            self.request = self.part = output
         except StopIteration as end:
-            self._found, self.request = end.value, None
+            self.request = self.part = None
+            self._found = end.value
         except Exception as error:  # raised by this sequence or its outbox; other tasks continue
             self._work.close()
-            self.error, self.request = error, None
+            self.request = self.part = None
+            self.error = error
 
 
 class Engine:
     """An engine for several sequences. Each engine step runs rows of many sequences together, as `run` groups them.
 
-    A step takes the decoding sequences first, then prompt chunks up to a number of rows. After a step with prompt
-    chunks comes one without, as long as any sequence is decoding. So a long prompt delays a decoding step by one
-    step with prompt chunks at most. The weights are read once per pass, however many sequences share it.
+    A step runs draft passes first, then takes the decoding sequences, then prompt chunks up to a number of rows. While
+    any sequence decodes, chunks are cut so that the step takes at most `longest` seconds, and after a step with prompt
+    rows comes one without. A chunk is not cut where that could change the bits of its rows, as on a GPU: the step then
+    takes one chunk, and others only if there is time. The weights are read once per pass, however many sequences share
+    it.
     """
 
-    def __init__(self, rows: int = 2048) -> None:
-        """`rows`: most prompt rows in an engine step. A chunk of more rows runs as the only chunk of its step."""
-        self._rows = rows
+    def __init__(self, rows: int = 2048, longest: float = 0.25, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`rows`: most prompt rows in a step. A chunk of more rows runs as the only chunk of its step. `longest`:
+        seconds that a token of a decoding sequence waits for prompt rows, as far as chunks can be cut. `clock`: the
+        time in seconds."""
+        self._rows, self._clock, self._time = rows, clock, StepTime(longest)
         self._n_waiting = 0  # tasks at the front of the list that were not in the last step
-        self._has_read = False  # did the last step have prompt chunks?
+        self._prompts: list[tuple[ForwardRequest, int]] = []  # prompt requests of the last step, and their rows in it
+        # by model and number of sequences, times of their decoding passes
+        self._timers: dict[tuple[int, int], PassTimer] = {}
+        self._began = 0.0  # time at which the running pass began
         self._tasks: list[EngineTask[Any, Any]] = []
 
     def add(self, work: Coroutine[E, T], outbox: Callable[[E], object] = lambda output: None) -> EngineTask[E, T]:
@@ -243,40 +280,73 @@ class Engine:
     def step(self) -> bool:
         """Run one engine step. False if no sequence is left."""
         self._tasks = [task for task in self._tasks if not task.is_over]
-        if turn := self._turn():
+        began = self._clock()
+        self._run_ahead(began)
+        used = self._clock() - began
+        if turn := self._turn(used):
             self._tasks.sort(key=turn.__contains__)  # tasks that were left out are first next time
             self._n_waiting = len(self._tasks) - len(turn)
             self._pass(turn)
+            if len(turn) > len(self._prompts):
+                self._time.learn(self._clock() - began - used, self._prompts)
         return bool(turn)
 
-    def _turn(self) -> list[EngineTask[Any, Any]]:
+    def _run_ahead(self, began: float) -> None:
+        """Run requests that only prepare a decoding step, such as those of draft models, while the step has time. So
+        all sequences decode in one pass, and none waits for a pass over its model between two draft tokens of
+        another."""
+        while ahead := [task for task in self._tasks if task.request is not None and task.request.is_preparing]:
+            if self._time.left(self._clock() - began) <= 0:
+                return
+            self._pass(ahead)
+
+    def _turn(self, used: float = 0.0) -> list[EngineTask[Any, Any]]:
         waiting = [(task, task.request) for task in self._tasks if task.request is not None]
         found = [task for task, request in waiting if not request.is_prompt]
-        room = 0 if found and self._has_read else self._rows
-        self._has_read = False
-        for task, request in waiting:
-            if request.is_prompt and (room >= request.rows.n_rows or room == self._rows):
-                found.append(task)
-                room -= request.rows.n_rows
-                self._has_read = True
+        is_alone, waits = not found, bool(found and self._prompts)
+        self._prompts, left = [], 1.0  # share of the step that is left
+        for task, request in () if waits else waiting:
+            share = max(1 / self._rows, 0.0 if is_alone else self._time.share(request, used))
+            if request.is_prompt and (fits := max(0, int(left / share + 1e-6))):
+                n = task.cut(request.rows.n_rows if is_alone else fits)
+                if n <= fits or not self._prompts:
+                    self._prompts.append((request, n))
+                    found.append(task)
+                    left -= n * share
         return found
 
     def _pass(self, tasks: list[EngineTask[Any, Any]]) -> None:
-        """Run the requests of these tasks. If that fails, run each half by itself, so that out of memory ends only the
-        task that causes it."""
+        """Run the requests of these tasks. If that fails, run fewer at once, so that only the tasks that cause it get
+        the error: each half by itself if memory is short, because fewer rows need less, else each task alone."""
         tasks = [task for task in tasks if not task.is_over]  # an outbox may have cancelled one
+        parts = [task.part for task in tasks if task.part is not None]
         try:
-            results = run([task.request for task in tasks if task.request is not None])
+            self._began = self._clock()
+            results = run(parts, self._finished)
         except Exception as error:
             if len(tasks) == 1:
                 tasks[0].throw(error)
                 return
-            half = len(tasks) // 2
-            self._pass(tasks[:half])
-            self._pass(tasks[half:])
+            n = 1 if as_cache_full(error) is None else -(-len(tasks) // 2)
+            for first in range(0, len(tasks), n):
+                self._pass(tasks[first : first + n])
         else:
-            for task, of in zip(tasks, results, strict=True):
+            writing = Counter(id(part.lm) for part in parts if part.draw is not None)
+            for task, part, of in zip(tasks, parts, results, strict=True):
+                n = writing[id(part.lm)] if part.draw is not None else 0
+                if n > 1 or (n and self._prompts):
+                    of = replace(of, company=Company(n, self._timer(part.lm, n) if n > 1 else None))
                 task.send(of)
+
+    def _timer(self, lm: LM, n: int) -> PassTimer:
+        return self._timers.setdefault((id(lm), n), PassTimer(n))
+
+    def _finished(self, requests: Sequence[ForwardRequest]) -> None:
+        """Record the time of a decoding pass of several sequences, if no prompt rows share the step."""
+        began, self._began = self._began, self._clock()
+        if len(requests) > 1 and not self._prompts and all(request.draw is not None for request in requests):
+            more = sum(request.rows.n_rows for request in requests) - len(requests)
+            self._timer(requests[0].lm, len(requests)).add(more, self._began - began)
 
 
 def generate_together(*works: Coroutine[E, T]) -> list[EngineTask[E, T]]:

@@ -20,6 +20,7 @@ from kvcli.engine.sequence.sampler import STUCK, Sampler
 from kvcli.engine.sequence.token_history import TokenHistory
 
 if TYPE_CHECKING:
+    from kvcli.engine.drafting.pass_timer import Company
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.constraint import Constraint
     from kvcli.kv.recurrent_state import RecurrentStates
@@ -238,6 +239,11 @@ class ForwardRequest:
     only_kv: bool = False  # the pass ends once it has the keys and values of the last of these layers
     record_hidden_states: bool = False  # return the hidden state of each wanted row, as the output layer gets it
 
+    @property
+    def is_preparing(self) -> bool:
+        """True if the pass neither samples a token nor prefills a prompt: it prepares such a pass."""
+        return self.draw is None and not self.is_prompt
+
 
 @dataclass(slots=True)  # not frozen: one is made per layer and pass, and freezing takes four times as long
 class NewKV:
@@ -265,6 +271,7 @@ class ForwardResult:
     # advances the recurrent states by so many rows; None = no recurrent layers
     fold: Callable[[int], None] | None = None
     score: Callable[[int], list[float]] = lambda row: []  # row whose token was drawn -> its score (token_scores.py)
+    company: Company | None = None  # what shared a decoding pass; None = nothing
 
 
 Passes = Generator[ForwardRequest, ForwardResult, T]  # generator that may request forward passes; it returns T

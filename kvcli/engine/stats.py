@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.engine.drafting.pass_timer import Company
     from kvcli.engine.forward_request import Rows
     from kvcli.settings.schema import Order
 
@@ -85,6 +86,7 @@ class Step:
     score: Callable[[int], list[float]] = _nothing  # accepted row -> score of its token (token_scores.py), if asked for
     queries: Sequence[Tensor] = ()  # per layer [H, tree, D], if the draft needs them
     hidden: Tensor | None = None  # [len(rows.want), E] by row of `logits`, after the last norm, if the draft needs them
+    company: Company | None = None  # what shared the pass; None = nothing, so that `seconds` is its time
 
     @property
     def n_drafted(self) -> int:

@@ -35,6 +35,8 @@ class HeadWindow:
 class RestrictedHeads:
     """Cache view of `store` in which heads with `blind` [L, K] set attend only to slots in `reach`; never committed."""
 
+    batch_variant_reason = "its parts are merged by torch"
+
     def __init__(self, store: KVCache, blind: Tensor, reach: HeadWindow) -> None:
         self.dtype = store.dtype
         self._store, self._blind, self._reach = store, blind, reach

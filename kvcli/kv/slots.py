@@ -161,6 +161,10 @@ class CacheReader(Attendable, Protocol):
     def dtype(self) -> torch.dtype:
         """Data type in which a pass reads its new KV and the stored slots."""
 
+    @property
+    def batch_variant_reason(self) -> str:
+        """Reason why the bits of a row may depend on the other rows of its pass; "" if they do not."""
+
     def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Return device tables by which a captured pass reads all slots, with capacity for `rows` more per head.
 

@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from kvcli.drafts.pacing.draft_controller import DraftController, Mode
+from kvcli.engine.drafting.pass_timer import Company, PassTimer
 from kvcli.methods.drafts.ngram import Ngram
 
 COSTS: dict[str, Callable[[int], float]] = {  # rows -> plain passes
@@ -35,6 +36,29 @@ SLOW: dict[str, Callable[[int], float]] = {
     "noisy": noise(5),
     "slow start": lambda number: 10.0 if number < 5 else 1.0,
 }
+
+
+@pytest.mark.parametrize(("row", "chance", "rows"), [(1.0, 0.95, 0), (0.2, 0.95, 8), (0.2, 0.1, 0), (0.0, 0.1, 8)])
+def test_among_others_a_draft_row_costs_what_it_delays_them_all(row: float, chance: float, rows: int):
+    """Eight texts: a pass takes 8 s, and `row` seconds for each row beyond one of each."""
+    timer, control = PassTimer(), DraftController()
+    control.observe_beside(Company(8, timer), 0, 1, 1, 0.0)
+    assert control.mode() is Mode.PLAIN  # of which all wait for the time
+    for more in (0, 0, 8, 8):
+        timer.add(more, 8 + more * row)
+        control.observe_beside(Company(8, timer), 0, 1, 1, 0.0)
+    assert control.mode() is Mode.DRAFT
+    assert control.rows([chance] * 8, 8) == rows
+    assert control.costs(9)[8] == pytest.approx(1 + 8 * row)
+    control.observe(0, 1, 1.0)
+    assert control.plain == 0.0  # alone nothing is known yet
+
+
+def test_a_plain_time_that_drafts_undercut_is_measured_again():
+    timer = PassTimer()
+    for more, seconds in ((0, 8.0), (4, 3.0)):  # shorter texts have joined
+        timer.add(more, seconds)
+    assert not timer.plain
 
 
 @pytest.mark.parametrize("slow", SLOW)

@@ -406,21 +406,23 @@ CANCELLED, BROKEN = 5, 3  # which of the texts side by side
 
 
 def side_by_side(
-    storage: str, policy: str, dtype: str, device: str = "cpu"
+    storage: str, policy: str, dtype: str, device: str = "cpu", longest: float = 0.25, apart: int = 0
 ) -> list[tuple[EngineTask[object, Written], Written]]:
     """Eight in one engine, by turns every drafter with every sampler, each with the text of plain decoding alone.
 
-    One is cancelled, and one breaks on the way.
+    One is cancelled, and one breaks on the way. `apart`: steps between two that join.
     """
     pairs = list(product([name for name in DRAFTERS if serves(storage, policy, name)], SAMPLERS))
     first = 7 * (list(POLICIES).index(policy) + len(POLICIES) * STORAGES.index((storage, dtype)))
-    engine, texts = Engine(rows=40), []
+    engine, texts = Engine(rows=40, longest=longest), []
     for at in range(8):
         drafter, sampler = pairs[(first + at) % len(pairs)]
         of = device, at if sampler == "held" else 0  # each is held to something else
         want = plain(storage, policy, sampler, dtype, *of)
         session = opened(storage, policy, sampler, dtype, DRAFTERS[drafter](want), *of)
         texts.append((engine.add(broken(session) if at == BROKEN else written(session, storage)), want))
+        for _ in range(apart):
+            engine.step()
     for n in range(10_000):
         if not engine.step():
             break

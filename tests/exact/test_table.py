@@ -15,11 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcli.engine import step_time
 from kvcli.engine.drafting.drafter import Drafter, ModelPair
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.forward_request import Coroutine, await_passes
+from kvcli.engine.prefill.prompt_pieces import PromptPieces
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
+from kvcli.kernels.native import native
 from kvcli.kv.slots import KVCache
 from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.off import Off
@@ -162,6 +165,27 @@ def test_scores_of_drafts_that_are_read_back_at_once_are_those_of_plain_decoding
     found = decode("dense", "ragged", "sampled", "fp32", DRAFTERS[drafter](want))
     assert found == want
     assert [len(score) for score in found.scores] == [1 + 2 * 3] * (len(want) - len(prompt()))
+
+
+IN_PIECES = [row for row in BESIDE if row[1] != "fp64" and native() is not None]
+IN_PIECES = covering([row for row in IN_PIECES if not is_slow(row[0], row[2], "greedy")], 1)
+SHORT_PIECES = [row for row in IN_PIECES if row[0] in ("dense", "given", "blend")]
+
+
+@pytest.mark.parametrize(("storage", "dtype", "policy"), marked(IN_PIECES, SHORT_PIECES, SHORT_PIECES))
+def test_a_chunk_in_pieces_beside_others_gives_the_text_of_one_pass(
+    storage: str, policy: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step has time for more than the least rows, and texts join while others are read and written."""
+    monkeypatch.setattr(step_time, "LEAST", 5)
+    cut = list[int]()
+    piece = PromptPieces.piece
+    monkeypatch.setattr(PromptPieces, "piece", lambda of, n: cut.append(n) or piece(of, n))  # type: ignore[func-returns-value]
+    for at, (task, want) in enumerate(side_by_side(storage, policy, dtype, longest=0.0, apart=4)):
+        assert task.is_over
+        if at not in (BROKEN, CANCELLED):
+            assert task.result() == want
+    assert cut.count(5) > 5
 
 
 @pytest.mark.parametrize(("drafter", "sampler", "is_apart"), pairs(product(DRAFTERS, SAMPLERS, (False, True))))

@@ -4,119 +4,21 @@ The rule is the marginal one of Sequoia (arXiv 2402.12374): a row is worth verif
 exceeds its cost at the present rate. Costs are measured while decoding, in units: one unit is the time of a pass with
 one row. A growing context or a slower machine therefore changes both sides alike. The decisions change the speed and
 never the text.
+
+If several sequences share a pass, a row delays all of them, so its price is their number times its share of the pass.
+All sequences then ask the same price, and the best draft tokens of all are verified (TETRIS, arXiv 2502.15197).
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from statistics import median, median_low
+from statistics import median_low
 
+from kvcli.engine.drafting.pass_timer import ABSURD, Company, PassTimer
 from kvcli.engine.stats import DraftReport
-
-# Measure pass times by row count, in units of a pass with one row. Calibrated times serve until measured.
-
-
-# Kernels process rows in blocks, so pass times are a staircase. Row counts that round up to the same stair share times.
-_STAIRS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 257)
-_SLOPE = 0.03  # units per row, assumed for row counts that were never timed
-_STALE = 1024  # passes after which the cost of a row count is forgotten
-_STEADY = 1.33  # plain passes further apart than this factor are not comparable
-
-
-class PassTimer:
-    """Pass times by row count. Medians are used because times on a shared machine are noisy."""
-
-    def __init__(self) -> None:
-        self._now = 0  # passes
-        self._plain: deque[float] = deque(maxlen=5)  # seconds
-        self._units: dict[int, deque[float]] = {}  # stair -> units of passes on it
-        self._medians: dict[int, float] = {}  # stair -> median, for stairs timed more than once
-        self._timed: dict[int, int] = {}  # stair -> pass in which it was last timed
-        self._prior: dict[int, float] = {}  # stair -> units from a calibration; used until the stair is timed
-        # units of 1, 2, ... rows up to the largest known stair; empty = must be recomputed
-        self._stairs: list[float] = []
-
-    @property
-    def plain(self) -> float:
-        """Seconds of a pass with one row; 0 = not measured."""
-        return median(self._plain) if self._plain else 0.0
-
-    @property
-    def measured(self) -> dict[int, float]:
-        """Stair -> units. Of the first two passes the faster one counts, because the first includes preparation."""
-        return dict(sorted(self._medians.items()))
-
-    def expect(self, costs: Mapping[int, float]) -> None:
-        """Set calibrated pass times: rows -> units."""
-        self._prior = {_stair(rows): units for rows, units in costs.items() if rows > 1}
-        self._stairs = []
-
-    def tick(self) -> None:
-        """Count a pass. Costs that were not measured for long are dropped: they may come from one bad moment."""
-        self._now += 1
-        for stair in [stair for stair, when in self._timed.items() if self._now - when > _STALE]:
-            del self._units[stair], self._timed[stair]
-            self._medians.pop(stair, None)
-            self._stairs = []
-
-    def agrees(self, seconds: float) -> bool:
-        """True if the plain pass took about as long as the ones before."""
-        return not self.plain or 1 / _STEADY < seconds / self.plain < _STEADY
-
-    def time_plain(self, seconds: float) -> None:
-        """Record the time of a plain pass."""
-        self._plain.append(seconds)
-
-    def time(self, rows: int, units: float) -> None:
-        """Record that a pass of `rows` rows, more than one, took as long as `units` plain passes."""
-        stair = _stair(rows)
-        times = self._units.setdefault(stair, deque(maxlen=9))
-        times.append(units)
-        if len(times) > 1:
-            self._medians[stair] = median_low(times)
-        self._timed[stair] = self._now
-        self._stairs = []
-
-    def forget_plain(self) -> None:
-        self._plain.clear()
-
-    def costs(self, most: int) -> list[float]:
-        """Return the units of passes with 1, 2, ... `most` rows, interpolated linearly between known stairs."""
-        known = self._stairs = self._stairs or self._climb()
-        return known[:most] + [known[-1] + _SLOPE * i for i in range(1, most - len(known) + 1)]
-
-    def _climb(self) -> list[float]:
-        measured, costs, least = [], [1.0], math.inf
-        for stair, units in sorted((self._prior | self._medians).items(), reverse=True):
-            least = max(1.0, min(least, units))  # fewer rows cannot take longer: a higher value is noise
-            measured.append((stair, least))
-        for stair, units in reversed(measured):
-            step = (units - costs[-1]) / (stair - len(costs))
-            costs += [costs[-1] + step * i for i in range(1, stair - len(costs) + 1)]
-        return costs
-
-    @property
-    def reach(self) -> int:
-        """Largest row count whose cost can be measured next: one stair above the stairs timed lately."""
-        return _stair(max(self._medians, default=1) + 1)
-
-    def knows(self, rows: int) -> bool:
-        """True if passes of this many rows or more were timed lately."""
-        return rows <= max(self._medians, default=1)
-
-    def is_fading(self, rows: int) -> bool:
-        """True if the cost of this many rows is unknown or will soon be dropped."""
-        stair = _stair(rows)
-        return stair > 1 and (len(self._units.get(stair, ())) < 2 or self._now - self._timed[stair] > _STALE // 4)
-
-
-def _stair(rows: int) -> int:
-    return next((stair for stair in _STAIRS if rows <= stair), rows)
-
 
 # Switch a draft source off while it costs more time than it saves.
 #
@@ -206,7 +108,6 @@ _EARLY, _CLEARLY = 16, 0.08  # passes after which drafting stops early if it is 
 _PAUSE, _LONGEST_PAUSE = 64, 1024  # passes; a pause doubles each time drafting fails again
 _RELAPSE = 128  # passes after a pause within which another failure doubles the next one
 _DRY_RUN_INTERVAL = 8  # passes between two dry-run drafts during a pause
-_ABSURD = 0.6  # units; if a pass with draft tokens seems faster than this, the plain time is wrong
 # at most 2 times in 128 passes the plain time is measured again; after that, differences are noise
 _DOUBTS, _LATELY = 2, 128
 _MARGINAL = 1.2  # multiple of plain speed
@@ -269,7 +170,8 @@ class DraftController:
         self.min_speedup = min_speedup  # multiple of plain speed below which drafting pauses
         self.baseline_interval = baseline_interval  # passes between two plain passes timed as the baseline
         self.paused_passes = 0
-        self._clock = PassTimer()
+        self._own = PassTimer()  # of passes without company
+        self._company: Company | None = None  # in the last pass
         self._passes = 0
         self._owed = _FIRST_PLAIN  # plain passes still to be timed
         self._timed = 0  # pass in which a plain pass was last timed
@@ -285,17 +187,23 @@ class DraftController:
 
     def expect(self, costs: Mapping[int, float]) -> None:
         """Set initial costs of passes: rows -> time in plain passes."""
-        self._clock.expect(costs)
+        self._own.expect(costs)
 
     def restart(self) -> None:
         """Start a new sequence. The plain time is measured again; the cost of rows in units is kept."""
         self._window.clear()
         self._owed = max(self._owed, 1)
 
+    @property
+    def _clock(self) -> PassTimer:
+        return self._own if self._company is None or self._company.timer is None else self._company.timer
+
     def mode(self) -> Mode:
         """Choose the purpose of the coming pass."""
         if self._left:
             self._mode = Mode.DRY_RUN if self._left % _DRY_RUN_INTERVAL == 0 else Mode.PLAIN
+        elif self._company is not None:  # others time passes, too
+            self._mode = Mode.DRAFT if self._clock.plain else Mode.PLAIN
         else:
             # when drafting gains little, a plain pass costs little, and an accurate baseline matters
             every = self.baseline_interval // 4 if self._window.rate < _MARGINAL else self.baseline_interval
@@ -317,7 +225,7 @@ class DraftController:
 
     def _best(self, chances: Sequence[float], safe: int) -> tuple[int, float]:
         """Return the best number of draft tokens to verify, and their net gain in tokens."""
-        costs = self._clock.costs(len(chances) + 1)
+        costs = self.costs(len(chances) + 1)
         rate, reach = max(self._window.rate, 1.0), self._clock.reach
         best, most, tokens = 0, 0.0, 0.0
         for n, chance in enumerate(chances, start=1):
@@ -338,7 +246,7 @@ class DraftController:
         rate = max(self._window.rate, 1.0)
         if chance * mean <= rate * each:  # further draft tokens are accepted no more often
             return False
-        costs = self._clock.costs(most + 2)
+        costs = self.costs(most + 2)
         for further in range(1, min(most, max(_SAFE, self._clock.reach - 1)) - n + 1):
             chance *= mean
             gain += chance
@@ -347,8 +255,9 @@ class DraftController:
         return False
 
     def costs(self, most: int) -> list[float]:
-        """Return the cost of passes with 1, 2, ... `most` rows, in plain passes."""
-        return self._clock.costs(most)
+        """Return the cost of passes with 1, 2, ... `most` rows, in plain passes; with company, to all sequences."""
+        n = self._company.n if self._company is not None else 1
+        return [1 + n * (cost - 1) for cost in self._clock.costs(most)]
 
     @property
     def plain(self) -> float:
@@ -362,7 +271,7 @@ class DraftController:
 
     def surcharge(self, rows: int) -> float:
         """Estimate how many plain passes longer a pass takes with this many rows added to a few draft tokens."""
-        costs = self._clock.costs(rows + 4)
+        costs = self.costs(rows + 4)
         return costs[-1] - costs[3]
 
     def wants_alone(self, n_draft_tokens: int) -> bool:
@@ -381,7 +290,7 @@ class DraftController:
 
         Returns the extra time caused by the lookahead rows in plain passes, or None if it is unknown.
         """
-        self._passes += 1
+        self._company, self._passes = None, self._passes + 1
         self._clock.tick()
         if self._passes <= _WARM_UP:
             return None
@@ -394,7 +303,7 @@ class DraftController:
             return None
         before = ahead / self._clock.plain
         units = seconds / self._clock.plain - before
-        if (n_draft_tokens or lookahead_rows) and units < _ABSURD and self._doubt(_FIRST_PLAIN):
+        if (n_draft_tokens or lookahead_rows) and units < ABSURD and self._doubt(_FIRST_PLAIN):
             return None  # the plain time was measured while warming up, or the machine has become faster
         # a single stall (a compression point, another program) is no evidence about drafting
         usual, is_known = self._clock.costs(n_draft_tokens + 1)[-1], self._clock.knows(n_draft_tokens + 1)
@@ -403,6 +312,18 @@ class DraftController:
         most = (1.5 if is_known and not lookahead_rows else 4) * usual
         self._note(TimedPass(n_draft_tokens, tokens, before + min(units, most)))
         return units - usual if lookahead_rows else None
+
+    def observe_beside(
+        self, company: Company, n_draft_tokens: int, tokens: int, rows: int, spent: float
+    ) -> float | None:
+        """Record a pass with company, as `observe`. Its time is the engine's to record. `rows`: rows of this sequence;
+        `spent`: seconds between two passes."""
+        self._company, self._passes = company, self._passes + 1
+        if not self._clock.plain:
+            return None
+        costs = self.costs(rows)
+        self._note(TimedPass(n_draft_tokens, tokens, costs[-1] + company.n * spent / self._clock.plain))
+        return costs[-1] - costs[n_draft_tokens]
 
     def observe_dry_run(self, came_true: bool) -> None:
         """Record a dry run. 1 correct dry run ends a first pause; the number doubles with each relapse."""

@@ -181,8 +181,11 @@ class TreeDrafter:
         self._extend(step.new)
         # work between two passes counts, because plain decoding would not need it
         spent = perf_counter() - began if self._mode is Mode.DRAFT else 0.0
-        seconds = step.seconds + spent
-        surcharge = self._control.observe(step.n_drafted, len(step.new), seconds, lookahead_rows, ahead)
+        of = step.n_drafted, len(step.new)
+        if step.company is not None:
+            surcharge = self._control.observe_beside(step.company, *of, step.rows.n_rows, spent)
+        else:
+            surcharge = self._control.observe(*of, step.seconds + spent, lookahead_rows, ahead)
         if lookahead_rows and self._config.adaptive:
             self._lookahead_payoff.observe(brought, surcharge, self._control.speed)
         self._draft_tokens, self._lookahead = None, None

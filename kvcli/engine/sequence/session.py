@@ -74,7 +74,7 @@ class GenerationSession(SequenceState):
         self.history.add(new)
         finished = partial(
             Step, rows, result.logits, path, new, hook_output=result.hook_output, score=result.score,
-            queries=result.queries, hidden=result.hidden,
+            queries=result.queries, hidden=result.hidden, company=result.company,
         )  # fmt: skip
         yield from await_passes(self.drafter.observe(finished(seconds=time.perf_counter() - began)))
         if self.committed == self.next_compression_at:

@@ -20,6 +20,7 @@ class UncapturedReader:
     """Base of readers of another object's slots, whose passes are not captured."""
 
     why_not: str  # reason why its passes are not captured
+    batch_variant_reason = "it reads another object's slots"
 
     def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Return the reason why passes over it are not captured."""

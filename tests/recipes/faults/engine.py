@@ -212,6 +212,21 @@ FAULTS = [
         "[i for i, row in enumerate(active, self._n_done_rows) if row in",
         "tests/test_revival.py::test_a_token_has_a_prefix_of_the_layers_and_each_once",
     ),
+    # a chunk in pieces: compressed at the end of each, and a piece that does not see those before
+    Fault(
+        "E14",
+        "kvcli/engine/engine.py",
+        "result if self._pieces is None else self._pieces.add(result)",
+        "result",
+        "tests/exact/test_table.py::test_a_chunk_in_pieces_beside_others_gives_the_text_of_one_pass",
+    ),
+    Fault(
+        "E15",
+        "kvcli/engine/prefill/prompt_pieces.py",
+        "            k, v = self._put(layer, own.k, own.v)\n",
+        "            k, v = self._put(layer, own.k, own.v)\n            k = k.flip(1)\n",
+        "tests/exact/test_table.py::test_a_chunk_in_pieces_beside_others_gives_the_text_of_one_pass",
+    ),
     # the KV cache
     Fault(
         "V1",
@@ -321,6 +336,13 @@ FAULTS = [
         "tests/test_prefix_cache.py::test_texts_share_what_they_begin_with",
     ),
     # the drafts
+    Fault(
+        "E16",
+        "kvcli/drafts/pacing/draft_controller.py",
+        "return [1 + n * (cost - 1) for",
+        "return [cost for",
+        "tests/drafts/test_draft_controller.py::test_among_others_a_draft_row_costs_what_it_delays_them_all",
+    ),
     Fault(
         "D1",
         "kvcli/drafts/pacing/draft_controller.py",
