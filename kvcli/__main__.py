@@ -15,6 +15,10 @@ def main() -> None:
     status = [1]
     atexit.register(end_now, status)  # the first one registered runs last, after threads and worker processes ended
     try:
+        from kvcli.resident_client import run_in_resident
+
+        if (code := run_in_resident(sys.argv[1:], os.environ)) is not None:
+            sys.exit(code)
         from kvcli.cli import main as run
 
         run()

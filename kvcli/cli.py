@@ -22,6 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvcli.commands.common.common_options import NARROW, take_common
 from kvcli.commands.common.exits import press_again, start_log
+from kvcli.commands.resident.fork_server import Forked
 from kvcli.environment import Environment
 from kvcli.errors import ExitStatus, KvcliError, UsageError
 from kvcli.safe_output import LibraryStream
@@ -34,6 +35,7 @@ HOMES = {  # modules of commands with another name, or with several files
     "spec": "spec.command",
     "profile-heads": "heads.command",
     "models": "models.command",
+    "keep": "resident.keep",
 }
 COMMANDS = {
     "chat": "Chat with a model, or ask one question with -p.",
@@ -44,6 +46,7 @@ COMMANDS = {
     "spec": "Speculative decoding: measure and tune.",
     "profile-heads": "Analyze attention heads: which need the full context.",
     "profiles": "Profiles (named settings): list, show, compare, check.",
+    "keep": "Keep a model loaded, so that chat and summarize start at once.",
     "models": "Models: list, suggest, download, check, remove.",
     "chats": "Saved chats: list, search, show, export, remove.",
     "cache": "Cached files: show their size, and remove them.",
@@ -160,7 +163,14 @@ def main() -> None:
     sys.unraisablehook = press_again
     world = Environment.real()
     world.is_own_process = True
-    status = run(sys.argv[1:], world)
+    try:
+        status = run(sys.argv[1:], world)
+    except Forked as fork:  # in a process of its own, below no code of the parent's command
+        shared = world.shared
+        fork.become()
+        world = Environment.real()
+        world.is_own_process, world.shared = True, shared
+        status = run(sys.argv[1:], world)
     if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):
         # Die of SIGPIPE, the default of programs; this also keeps Python from flushing into the pipe.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
