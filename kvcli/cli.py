@@ -35,7 +35,7 @@ HOMES = {  # modules of commands with another name, or with several files
     "spec": "spec.command",
     "profile-heads": "heads.command",
     "models": "models.command",
-    "keep": "resident.keep",
+    **{name: f"resident.{name}" for name in ("keep", "ps", "stop")},
 }
 COMMANDS = {
     "chat": "Chat with a model, or ask one question with -p.",
@@ -47,6 +47,8 @@ COMMANDS = {
     "profile-heads": "Analyze attention heads: which need the full context.",
     "profiles": "Profiles (named settings): list, show, compare, check.",
     "keep": "Keep a model loaded, so that chat and summarize start at once.",
+    "ps": "List the models that kvcli keep has loaded.",
+    "stop": "End kvcli keep, for one model or for all.",
     "models": "Models: list, suggest, download, check, remove.",
     "chats": "Saved chats: list, search, show, export, remove.",
     "cache": "Cached files: show their size, and remove them.",
@@ -70,14 +72,13 @@ HABITS = {  # word of other programs -> command
     "create": "profiles new",
     "templates": "profiles list",
     "prompt": "chat -p",
+    **dict.fromkeys(("start", "load", "preload"), "keep"),
+    "status": "ps",
+    "unload": "stop",
 }
-_ONE = "kvcli chat MODEL, which loads the model for as long as the chat lasts"
+_KEEP = "kvcli keep MODEL, which keeps it loaded for chat and summarize"
 ABSENT: dict[str, tuple[str, ...]] = {  # command names of other programs -> why there is none, and what to type instead
-    **dict.fromkeys(("serve", "server", "start"), ("there is no server yet: each command loads its own model", _ONE)),
-    **dict.fromkeys(
-        ("ps", "status", "load", "unload", "stop"),
-        ("no model stays loaded between commands yet", "kvcli models list", _ONE),
-    ),
+    **dict.fromkeys(("serve", "server"), ("there is no server for other programs yet", _KEEP)),
     **dict.fromkeys(("push", "cp"), ("kvcli does not copy or upload models", "kvcli models path MODEL")),
     "search": ("kvcli does not search the hub", "kvcli models suggest", "kvcli chats search WORDS"),
     "embed": ("kvcli has no embeddings", "kvcli --help"),

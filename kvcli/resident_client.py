@@ -117,15 +117,18 @@ def run_in_resident(argv: Sequence[str], environ: Mapping[str, str]) -> int | No
     except FileNotFoundError:
         return None
     except OSError as error:
-        return _decline(argv, str(error))
+        _decline(argv, str(error))
+        return None
     if not found:
         return None
     if in_background():
-        return _decline(argv, "it runs in the background of a terminal")
+        _decline(argv, "it runs in the background of a terminal")
+        return None
     resident = next((each for each in found if {each["model"], each["path"]} & {*argv}), found[0])
     mine = facts(argv, environ)
     if other := sorted(name for name in {*mine, *resident["facts"]} if mine.get(name) != resident["facts"].get(name)):
-        return _decline(argv, f"{', '.join(other)} differ from those of the server of {resident['model']}")
+        _decline(argv, f"{', '.join(other)} differ from those of the server of {resident['model']}")
+        return None
     if (connection := connect(resident)) is None:
         return None
     with connection:
@@ -185,7 +188,8 @@ class _Command:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         if self.process:
             return self.lost()
-        return _decline([*self.argv, "-v"], f"the server of {self.resident['model']} did not answer")
+        _decline(["-v"], f"the server of {self.resident['model']} did not answer")
+        return None
 
     def forward(self, number: int, _frame: object) -> None:
         with suppress(ProcessLookupError):

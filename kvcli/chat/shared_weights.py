@@ -29,7 +29,8 @@ log = logging.getLogger("kvcli.server")
 class SharedWeights:
     """A model as its files were opened. This process computes nothing with it, so every fork begins with the same."""
 
-    found: Source
+    given: Source  # as found by name
+    found: Source  # the same, or a copy converted from GGUF
     load: Load
     tokenizer: PreTrainedTokenizerBase
     lm: LM
@@ -37,17 +38,17 @@ class SharedWeights:
     nbytes: int  # memory that the forks share and that belongs to no file
 
     @classmethod
-    def open(cls, found: Source, load: Load) -> SharedWeights:
+    def open(cls, given: Source, found: Source, load: Load) -> SharedWeights:
         """Open the files on one thread: OpenMP's threads do not survive a fork, and a fork would wait for them."""
         before, threads = _private_bytes(), torch.get_num_threads()
         use_threads(1)
         tokenizer = load_tokenizer(found, load.trust_remote_code)
         lm = open_lm(found, **asdict(replace(load, threads=1)))
-        return cls(found, load, tokenizer, lm, threads, max(0, _private_bytes() - before))
+        return cls(given, found, load, tokenizer, lm, threads, max(0, _private_bytes() - before))
 
     def matches(self, found: Source, load: Load) -> bool:
         """True if these are the weights of the same files, unchanged since, under the same settings."""
-        why = f"the server has {self.found.id}" if replace(found, files=()) != replace(self.found, files=()) else ""
+        why = f"the server has {self.given.id}" if replace(found, files=()) != replace(self.found, files=()) else ""
         loaded, wanted = asdict(self.load), asdict(load)
         others = [f"load.{key}" for key in wanted if wanted[key] != loaded[key] and key != "threads"]
         if not why and others:

@@ -23,6 +23,7 @@ from kvcli.schemas.listings import (
     PathsDocument,
     PlanDocument,
     ProfilesDocument,
+    ServersDocument,
     SuggestionsDocument,
 )
 from kvcli.schemas.pack import PackDocument
@@ -44,6 +45,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "profiles": ProfilesDocument,
     "doctor": DoctorDocument,
     "paths": PathsDocument,
+    "servers": ServersDocument,
     "cache": CacheDocument,
     "plan": PlanDocument,
     "fit": FitDocument,

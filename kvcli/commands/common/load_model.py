@@ -91,7 +91,13 @@ def outlook_of(setup: Setup, found: Source, tell: Callable[[str], None] | None =
 
     paths = setup.world.paths
     base = memory.elsewhere(paths.cache) if tell is None else memory.here()
-    return Preflight(subject_of(found), setup.name, paths.data, base=base, find=setup.sizes(tell))
+    outlook = Preflight(subject_of(found), setup.name, paths.data, base=base, find=setup.sizes(tell))
+    if (shared := setup.world.shared) is not None:  # weights are counted once, as if this process had loaded them
+        outlook.base -= shared.nbytes
+        if shared.given.path == found.path:
+            room = outlook.found["cpu"]
+            outlook.found = {**outlook.found, "cpu": replace(room, available=room.available + shared.nbytes)}
+    return outlook
 
 
 def prepare(setup: Setup, profile: Profile, wanted: MemoryWishes, tell: Callable[[str], None]) -> CheckedRun:

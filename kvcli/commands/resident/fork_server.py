@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvcli.files import private_folder, write_private
+from kvcli.render.terminal.terminal import plural
 from kvcli.resident_client import FORWARDED, at, peer
 
 SECONDS = 10.0  # for a client to send its request
@@ -98,111 +99,96 @@ def listening(folder: Path, about: Mapping[str, Any]) -> Iterator[socket.socket]
 
 
 class ForkServer:
-    """The loop of the resident process. It computes nothing and has one thread."""
+    """The loop of the resident process, which computes nothing and has one thread."""
 
     def __init__(self, tell: Callable[[str], None], keep: float | None) -> None:
         """`keep`: seconds without a command after which it ends; None = never."""
         self.tell, self.keep = tell, keep
-        self.running: dict[int, socket.socket] = {}  # by the process of the command
+        self.running: dict[int, socket.socket | None] = {}  # process of a command -> its client; None = killed
+        self.used = time.monotonic()
         self.ends = 0  # signals to end so far
 
     def run(self, folder: Path, about: Mapping[str, Any]) -> None:
-        """Serve until a signal, or until it was idle for long enough; then wait for the commands that run.
+        """Serve until a signal, or until no command came for long enough; then wait for the commands that run.
 
         Raises Forked in each forked process.
         """
         self._leave_terminal()
         wakes, waker = socket.socketpair()
-        waker.setblocking(False)
         wakes.setblocking(False)
+        waker.setblocking(False)
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in ENDS:
             signal.signal(number, self._hear)
-        with wakes, waker:
-            with listening(folder, about) as listener:
-                self._loop(wakes, listener)
-            self._loop(wakes, None)
-            signal.set_wakeup_fd(-1)
+        with listening(folder, about) as listener:
+            while not self.ends and self._serve(wakes, listener):
+                pass
+        while self.running:
+            self._serve(wakes)
+        signal.set_wakeup_fd(-1)
 
     def _hear(self, _number: int, _frame: object) -> None:
         self.ends += 1
-        if self.ends == 1 and self.running:
-            self.tell(f"ends after {len(self.running)} running commands; once more, to end them too")
+        if self.running:
+            more = "ends them" if self.ends > 1 else "ends after them; again, to end them too"
+            self.tell(f"{plural(len(self.running), 'command')} running: {more}")
         for process in self.running if self.ends > 1 else ():
             _kill(process, signal.SIGTERM)
 
-    def _loop(self, wakes: socket.socket, listener: socket.socket | None) -> None:
+    def _serve(self, wakes: socket.socket, listener: socket.socket | None = None) -> bool:
+        """Wait for a command, a signal or the end of a client, and handle it; False if nothing happened for `keep`."""
+        clients = {client.fileno(): process for process, client in self.running.items() if client is not None}
         poll = select.poll()
-        poll.register(wakes, select.POLLIN)
-        if listener is not None:
-            poll.register(listener, select.POLLIN)
-        for connection in self.running.values():
-            poll.register(connection, select.POLLRDHUP)
-        used = time.monotonic()
-        while self.running or (listener is not None and not self.ends):
-            left = None if self.keep is None or self.running else used + self.keep - time.monotonic()
-            if listener is None and not self.running:
-                return
-            if left is not None and left <= 0:
-                self.tell("ends: no command used it")
-                return
-            if self.ends and listener is not None:
-                return
-            for handle, _ in poll.poll(None if left is None else left * 1000):
-                if listener is not None and handle == listener.fileno():
-                    if (connection := self._fork(listener)) is not None:
-                        poll.register(connection, select.POLLRDHUP)
-                elif handle == wakes.fileno():
-                    with suppress(BlockingIOError):
-                        wakes.recv(4096)
-                else:  # the client was killed
-                    poll.unregister(handle)
-                    for process in [p for p, c in self.running.items() if c.fileno() == handle]:
-                        _kill(process, signal.SIGKILL)
-            for connection in self._ended():
-                with suppress(KeyError):
-                    poll.unregister(connection)
-                connection.close()
-                used = time.monotonic()
+        for handle in clients:
+            poll.register(handle, select.POLLRDHUP)
+        for each in filter(None, (wakes, listener)):
+            poll.register(each, select.POLLIN)
+        left = None if self.keep is None or self.running else max(0.0, self.used + self.keep - time.monotonic())
+        ready = {handle for handle, _ in poll.poll(None if left is None else 1000 * left)}
+        with suppress(BlockingIOError):
+            wakes.recv(1 << 12)
+        for process in (clients[handle] for handle in ready & clients.keys()):  # the client was killed
+            self.running[process] = None
+            _kill(process, signal.SIGKILL)
+        if listener is not None and listener.fileno() in ready:
+            self._fork(listener)
+        self._reap()
+        return bool(ready)
 
-    def _fork(self, listener: socket.socket) -> socket.socket | None:
-        connection, _ = listener.accept()
-        if peer(connection)[1] != os.getuid():
-            connection.close()
-            return None
-        own = os.getpid()
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDS, signal.SIGCHLD))
+    def _fork(self, listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        if peer(client)[1] != os.getuid():
+            client.close()
+            return
+        own, held = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDS, signal.SIGCHLD))
         try:
-            process = os.fork()
+            if not (process := os.fork()):
+                raise Forked(client, own)
+            client.setblocking(False)
+            self.running[process] = client
         except OSError as error:  # no memory, or too many processes: the client loads the model itself
+            client.close()
             self.tell(f"a command was not started: {error.strerror}")
-            connection.close()
-            return None
         finally:
             if os.getpid() == own:
                 signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        if not process:
-            raise Forked(connection, own)
-        connection.setblocking(False)
-        self.running[process] = connection
-        return connection
 
-    def _ended(self) -> Iterator[socket.socket]:
-        """Tell the clients about processes that ended or stopped; yield the connections of those that ended."""
+    def _reap(self) -> None:
+        """Tell the clients about processes that ended or stopped."""
         while self.running:
             process, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
             if not process:
                 return
-            if process not in self.running:
-                continue
-            is_stopped, connection = os.WIFSTOPPED(status), self.running[process]
+            is_stopped = os.WIFSTOPPED(status)
             said = "stopped" if is_stopped else f"ended {os.waitstatus_to_exitcode(status)}"
-            with suppress(OSError):  # the client is gone
-                connection.send(f"{said}\n".encode())
-            if not is_stopped:
-                del self.running[process]
-                yield connection
+            client = self.running.get(process) if is_stopped else self.running.pop(process, None)
+            self.used = time.monotonic()
+            if client is not None:
+                with suppress(OSError):  # it was killed meanwhile
+                    client.send(f"{said}\n".encode())
+                if not is_stopped:
+                    client.close()
 
     @staticmethod
     def _leave_terminal() -> None:

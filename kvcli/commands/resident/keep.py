@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
 from pkgutil import walk_packages
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -32,7 +32,7 @@ app = typer.Typer(add_completion=False)
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 # Packages whose modules a command may import: a fork has them already
-USED = "chat commands.chat commands.common commands.summarize documents prefix_cache render schemas summarize".split()
+USED = "chat commands drafts engine fit kv methods policies prefix_cache render schemas summarize".split()
 
 
 class KeepOptions(Options, panel="The model"):
@@ -52,7 +52,7 @@ def keep(world: Environment, options: KeepOptions) -> None:
     """
     from kvcli.resident_client import facts, folder_of
 
-    about = {"facts": facts(sys.argv, world.environ)}  # first: libraries set variables
+    about: dict[str, Any] = {"facts": facts(sys.argv, world.environ)}  # first: libraries set variables
     refuse_platform()
     idle = seconds(options.keep)
     from kvcli.commands.common.load_model import MemoryWishes, prepare
@@ -90,9 +90,9 @@ def opened(setup: Setup, profile: Profile, tell: Callable[[str], None]) -> Share
             for module in walk_packages(import_module(f"kvcli.{package}").__path__, f"kvcli.{package}."):
                 import_module(module.name)
         packs, cache = keeps_quantized(profile.load), setup.world.paths.cache
-        found = setup.fetch(profile, tell)
-        found = convert.convert_if_needed(found, profile.load.dtype, cache, packs=packs, tell=tell)
-        shared = SharedWeights.open(found, profile.load)
+        given = setup.fetch(profile, tell)
+        found = convert.convert_if_needed(given, profile.load.dtype, cache, packs=packs, tell=tell)
+        shared = SharedWeights.open(given, found, profile.load)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the pages of all objects
     assert threading.active_count() == 1, f"a fork would lack {threading.enumerate()[1:]}"
