@@ -162,16 +162,15 @@ def main() -> None:
     # torch and transformers make a million permanent objects, whose garbage collection took a sixth of the start
     gc.set_threshold(1_000_000)
     sys.unraisablehook = press_again
-    world = Environment.real()
-    world.is_own_process = True
-    try:
-        status = run(sys.argv[1:], world)
-    except Forked as fork:  # in a process of its own, below no code of the parent's command
-        shared = world.shared
-        fork.become()
+    shared = status = None
+    while status is None:
         world = Environment.real()
         world.is_own_process, world.shared = True, shared
-        status = run(sys.argv[1:], world)
+        try:
+            status = run(sys.argv[1:], world)
+        except Forked as fork:  # in a process of its own, which has left the code of the parent's command
+            fork.become()
+            shared = world.shared
     if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):
         # Die of SIGPIPE, the default of programs; this also keeps Python from flushing into the pipe.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -36,15 +36,18 @@ class SharedWeights:
     lm: LM
     threads: int  # used where `load.threads` is 0
     nbytes: int  # memory that the forks share and that belongs to no file
+    base: int  # memory of the program before
 
     @classmethod
-    def open(cls, given: Source, found: Source, load: Load) -> SharedWeights:
+    def open(cls, given: Source, found: Source, load: Load, base: int) -> SharedWeights:
         """Open the files on one thread: OpenMP's threads do not survive a fork, and a fork would wait for them."""
         before, threads = _private_bytes(), torch.get_num_threads()
         use_threads(1)
         tokenizer = load_tokenizer(found, load.trust_remote_code)
         lm = open_lm(found, **asdict(replace(load, threads=1)))
-        return cls(given, found, load, tokenizer, lm, threads, max(0, _private_bytes() - before))
+        if (chats := vars(tokenizer).get("apply_chat_template")) is not None:
+            chats.stop()
+        return cls(given, found, load, tokenizer, lm, threads, max(0, _private_bytes() - before), base)
 
     def matches(self, found: Source, load: Load) -> bool:
         """True if these are the weights of the same files, unchanged since, under the same settings."""
@@ -68,6 +71,8 @@ class SharedWeights:
         use_threads(threads)
         if threads > 1:  # torch's layers may divide their sums among threads
             self.lm.is_row_invariant = is_invariant(self.lm)
+        if (chats := vars(self.tokenizer).get("apply_chat_template")) and self.tokenizer.chat_template:
+            chats.start()
         return self.tokenizer, self.lm
 
 

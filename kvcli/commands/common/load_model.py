@@ -44,7 +44,9 @@ class CheckedRun:
 
     def record(self, profile: Profile, turn: Turn) -> str:
         """Log the memory of a turn with its estimate; returns a note the first time that logging fails."""
-        return self.outlook.record(profile, turn.stats) if self.outlook is not None else ""
+        # the peak of a process that shares its weights says little about one that loads them
+        is_logged = self.outlook is not None and self.setup.world.shared is None
+        return self.outlook.record(profile, turn.stats) if is_logged else ""
 
     # for an interactive chat, whose settings may change; files may have changed since it began
 
@@ -93,7 +95,7 @@ def outlook_of(setup: Setup, found: Source, tell: Callable[[str], None] | None =
     base = memory.elsewhere(paths.cache) if tell is None else memory.here()
     outlook = Preflight(subject_of(found), setup.name, paths.data, base=base, find=setup.sizes(tell))
     if (shared := setup.world.shared) is not None:  # weights are counted once, as if this process had loaded them
-        outlook.base -= shared.nbytes
+        outlook.base = shared.base
         if shared.given.path == found.path:
             room = outlook.found["cpu"]
             outlook.found = {**outlook.found, "cpu": replace(room, available=room.available + shared.nbytes)}

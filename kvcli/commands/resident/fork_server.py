@@ -104,6 +104,7 @@ class ForkServer:
     def __init__(self, tell: Callable[[str], None], keep: float | None) -> None:
         """`keep`: seconds without a command after which it ends; None = never."""
         self.tell, self.keep = tell, keep
+        self.waiting: list[socket.socket] = []  # clients that have sent nothing yet
         self.running: dict[int, socket.socket | None] = {}  # process of a command -> its client; None = killed
         self.used = time.monotonic()
         self.ends = 0  # signals to end so far
@@ -142,7 +143,7 @@ class ForkServer:
         poll = select.poll()
         for handle in clients:
             poll.register(handle, select.POLLRDHUP)
-        for each in filter(None, (wakes, listener)):
+        for each in filter(None, (wakes, listener, *self.waiting)):
             poll.register(each, select.POLLIN)
         left = None if self.keep is None or self.running else max(0.0, self.used + self.keep - time.monotonic())
         ready = {handle for handle, _ in poll.poll(None if left is None else 1000 * left)}
@@ -151,19 +152,25 @@ class ForkServer:
         for process in (clients[handle] for handle in ready & clients.keys()):  # the client was killed
             self.running[process] = None
             _kill(process, signal.SIGKILL)
+        for client in [each for each in self.waiting if each.fileno() in ready]:
+            self.waiting.remove(client)
+            self._fork(client)
         if listener is not None and listener.fileno() in ready:
-            self._fork(listener)
+            client, _ = listener.accept()
+            self.waiting.append(client)
         self._reap()
         return bool(ready)
 
-    def _fork(self, listener: socket.socket) -> None:
-        client, _ = listener.accept()
-        if peer(client)[1] != os.getuid():
+    def _fork(self, client: socket.socket) -> None:
+        """Fork a process for the client. One of another user is not served, nor one that ended without a request."""
+        if peer(client)[1] != os.getuid() or not client.recv(1, socket.MSG_PEEK):
             client.close()
             return
         own, held = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDS, signal.SIGCHLD))
         try:
             if not (process := os.fork()):
+                for other in filter(None, (*self.waiting, *self.running.values())):
+                    other.close()
                 raise Forked(client, own)
             client.setblocking(False)
             self.running[process] = client

@@ -78,6 +78,7 @@ def opened(setup: Setup, profile: Profile, tell: Callable[[str], None]) -> Share
     """Open the model's weights for the processes that are forked. Raises KvcliError for a GPU."""
     from kvcli.chat.shared_weights import SharedWeights
     from kvcli.engine.loading.weights import find_device, keeps_quantized
+    from kvcli.fit import memory
     from kvcli.models.gguf import convert
 
     if (device := find_device(profile.load.device)).type != "cpu":
@@ -92,10 +93,13 @@ def opened(setup: Setup, profile: Profile, tell: Callable[[str], None]) -> Share
         packs, cache = keeps_quantized(profile.load), setup.world.paths.cache
         given = setup.fetch(profile, tell)
         found = convert.convert_if_needed(given, profile.load.dtype, cache, packs=packs, tell=tell)
-        shared = SharedWeights.open(given, found, profile.load)
+        shared = SharedWeights.open(given, found, profile.load, memory.here())
+    import psutil
+
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the pages of all objects
     assert threading.active_count() == 1, f"a fork would lack {threading.enumerate()[1:]}"
+    assert not psutil.Process().children(), "forks would share the pipes of a process"
     return shared
 
 
