@@ -21,6 +21,7 @@ from typing import Any
 from kvcli.version import __version__
 
 COMMANDS = {"chat", "summarize"}
+SECONDS = 10.0  # for the resident process to start a command
 UNREACHABLE = 7  # ExitStatus.ENGINE_UNREACHABLE
 # Variables that Python, kvcli's libraries and the C library read once, at their start. A command whose variables differ
 # from those of the resident process loads the model itself.
@@ -173,10 +174,10 @@ class _Command:
         finally:
             os.close(here)
         self.restore = _terminal()
-        lines = self.connection.makefile("r")
-        for line in lines:
+        for line in self._lines():
             what, _, number = line.strip().partition(" ")
             if what == "process":
+                self.connection.settimeout(None)
                 self.process = int(number)
                 for each in {*signals} - {*ignored}:
                     signal.signal(each, self.forward)
@@ -190,6 +191,11 @@ class _Command:
             return self.lost()
         _decline(["-v"], f"the server of {self.resident['model']} did not answer")
         return None
+
+    def _lines(self) -> Iterator[str]:
+        self.connection.settimeout(SECONDS)
+        with suppress(OSError):
+            yield from self.connection.makefile("r")
 
     def forward(self, number: int, _frame: object) -> None:
         with suppress(ProcessLookupError):

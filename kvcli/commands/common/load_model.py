@@ -44,9 +44,9 @@ class CheckedRun:
 
     def record(self, profile: Profile, turn: Turn) -> str:
         """Log the memory of a turn with its estimate; returns a note the first time that logging fails."""
-        # the peak of a process that shares its weights says little about one that loads them
-        is_logged = self.outlook is not None and self.setup.world.shared is None
-        return self.outlook.record(profile, turn.stats) if is_logged else ""
+        if self.outlook is None or self.setup.world.shared is not None:  # the peak of shared weights is another
+            return ""
+        return self.outlook.record(profile, turn.stats)
 
     # for an interactive chat, whose settings may change; files may have changed since it began
 

@@ -10,16 +10,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from kvcli.files import private_folder, write_private
 from kvcli.render.terminal.terminal import plural
 from kvcli.resident_client import FORWARDED, at, peer
 
-SECONDS = 10.0  # for a client to send its request
+SECONDS = 10.0  # for the rest of a request
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl
 ENDS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
@@ -56,7 +56,10 @@ class Forked(BaseException):
             signal.signal(each, signal.SIG_IGN if each in request["ignored"] else signal.SIG_DFL)
         if signal.SIGINT not in request["ignored"]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.connection.sendall(f"process {os.getpid()}\n".encode())
+        try:
+            self.connection.sendall(f"process {os.getpid()}\n".encode())
+        except OSError:  # the client ended, or did not wait so long
+            os._exit(1)
         self.connection.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 

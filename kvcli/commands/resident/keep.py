@@ -57,16 +57,21 @@ def keep(world: Environment, options: KeepOptions) -> None:
     idle = seconds(options.keep)
     from kvcli.commands.common.load_model import MemoryWishes, prepare
     from kvcli.commands.common.run_setup import Setup
+    from kvcli.commands.resident.ps import alive
     from kvcli.render.terminal.screen import Screen
 
     screen = Screen.of(world)
     setup = Setup(world, options.model, o.profile_flags(options.values()), is_typed=options.model is not None)
     run = prepare(setup, setup.profile, MemoryWishes(options.force), screen.note)
+    load = [f"{key} = {value}" for key, value in asdict(run.profile.load).items() if value != getattr(Load(), key)]
+    for each in alive(world):
+        if (each["model"], each["load"]) == (setup.name, load):
+            lines, try_ = [f"process {each['pid']} keeps it"], ["kvcli ps", f"kvcli stop {setup.name}"]
+            raise UsageError(f"{setup.name} is loaded already", lines=lines, try_=try_)
     shared = world.shared = opened(setup, run.profile, screen.note)
     from kvcli.commands.resident.fork_server import ForkServer
 
-    about |= {"model": setup.name, "path": str(shared.found.path), "since": time.time(), "keep": idle}
-    about["load"] = [f"{key} = {value}" for key, value in asdict(shared.load).items() if value != getattr(Load(), key)]
+    about |= {"model": setup.name, "path": str(shared.given.path), "load": load, "since": time.time(), "keep": idle}
     until = f"until {options.keep} pass without a command" if options.keep else "until Ctrl-C or kvcli stop"
     screen.note(f"{setup.name} is loaded for kvcli chat and summarize, {until}")
     world.stdout.flush()
