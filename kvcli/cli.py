@@ -72,7 +72,7 @@ HABITS = {  # word of other programs -> command
     "create": "profiles new",
     "templates": "profiles list",
     "prompt": "chat -p",
-    **dict.fromkeys(("start", "load", "preload"), "keep"),
+    **dict.fromkeys(("start", "load"), "keep"),
     "status": "ps",
     "unload": "stop",
 }
@@ -122,7 +122,7 @@ class Tree(TyperGroup):
             return super().resolve_command(ctx, args)
         why, *instead = ABSENT.get(name, ("",))
         if name in HABITS:
-            rest = [] if HABITS[name].endswith("list") else args[1:]
+            rest = [] if HABITS[name].endswith(("list", "ps")) else args[1:]
             instead = [f"kvcli {HABITS[name]} {shlex.join(rest)}".rstrip()]
         near = [f"kvcli {command}" for command in get_close_matches(name, self.commands)]
         raise UsageError(

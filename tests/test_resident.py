@@ -182,14 +182,14 @@ def test_keep_refuses_what_cannot_be_forked(tmp_path: Path, monkeypatch: pytest.
     if sys.platform == "linux":
         monkeypatch.setattr(weights, "find_device", lambda name: torch.device("cuda", 0))
         done = machine("keep", "demo")
-        assert (done.status, "cannot share a model on cuda:0" in done.err) == (ExitStatus.USAGE, True)
+        assert (done.exit, "cannot share a model on cuda:0" in done.err) == (ExitStatus.USAGE, True)
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     done = machine("keep", "demo")
-    assert (done.status, "needs Linux" in done.err) == (ExitStatus.USAGE, True)
+    assert (done.exit, "needs Linux" in done.err) == (ExitStatus.USAGE, True)
     for wrong in ("30", "0m", "-1h", "soon"):
         with pytest.raises(UsageError):
             seconds(wrong)
     assert [seconds("30m"), seconds("1.5h"), seconds(None)] == [1800, 5400, None]
-    assert machine("stop", "demo").status == ExitStatus.BAD_INPUT
+    assert machine("stop", "demo").exit == ExitStatus.BAD_INPUT
     assert "no model is kept" in machine("stop").err
