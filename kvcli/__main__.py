@@ -5,11 +5,6 @@ import os
 import sys
 from contextlib import suppress
 
-ERROR = (  # the JSON of commands/common/exits.py, which is not imported yet
-    '{"schema": "kvcli.error/1", "code": "interrupted", "exit": 130, "message": "interrupted before there was a result"'
-    ', "lines": [], "detail": {}, "try": []}'
-)
-
 
 def main() -> None:
     status = [1]
@@ -27,7 +22,9 @@ def main() -> None:
         raise
     except KeyboardInterrupt:
         if "--json" in sys.argv:
-            print(f'{{"event": "error", "error": {ERROR}}}' if "--stream" in sys.argv else ERROR)
+            from kvcli.resident_client import print_error
+
+            print_error(sys.argv, "interrupted", 130, "interrupted before there was a result")
         else:
             sys.stderr.write("interrupted\n")
         status[0] = 130

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,10 @@ def residents(folder: Path) -> Iterator[dict[str, Any]]:
     if about.st_uid != os.getuid() or about.st_mode & 0o077:  # another user could take the terminal
         raise PermissionError(f"{folder} is not a private folder of this user")
     for file in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True):
-        with suppress(OSError, ValueError):  # it ended meanwhile
-            yield {**json.loads(file.read_text()), "pid": int(file.stem), "socket": str(file.with_suffix(".sock"))}
+        with suppress(OSError, ValueError, KeyError):  # it ended meanwhile, or is of another version
+            found = json.loads(file.read_text())
+            if found["version"] == __version__:
+                yield {**found, "pid": int(file.stem), "socket": str(file.with_suffix(".sock"))}
 
 
 def connect(resident: Mapping[str, Any]) -> socket.socket | None:
@@ -77,7 +79,7 @@ def connect(resident: Mapping[str, Any]) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     path = Path(resident["socket"])
     try:
-        with at(path) as short:
+        with short_path(path) as short:
             connection.connect(short)
         if peer(connection) == (resident["pid"], os.getuid()):
             return connection
@@ -88,18 +90,14 @@ def connect(resident: Mapping[str, Any]) -> socket.socket | None:
     return None
 
 
-class at:
-    """A short path to a socket, which the system limits to 108 bytes, while the context is open."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> str:
-        self.handle = os.open(self.path.parent, os.O_DIRECTORY)
-        return f"/proc/self/fd/{self.handle}/{self.path.name}"
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.handle)
+@contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """Yield a short path to a socket, which the system limits to 108 bytes."""
+    folder = os.open(path.parent, os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
@@ -110,35 +108,37 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 def run_in_resident(argv: Sequence[str], environ: Mapping[str, str]) -> int | None:
     """Run the command line in a resident process and return its exit code; None = run it in this process."""
-    streams = sys.stdin, sys.stdout, sys.stderr
-    if not hasattr(socket, "SO_PEERCRED") or not COMMANDS & {*argv} or "--no-server" in argv or None in streams:
+    is_ours = COMMANDS & {*(argv if argv[:1] and argv[0].startswith("-") else argv[:1])} and "--no-server" not in argv
+    if not is_ours or not hasattr(socket, "SO_PEERCRED") or None in (sys.stdin, sys.stdout, sys.stderr):
         return None
+    connection = None
     try:
-        found = list(residents(folder_of(environ)))
+        if not (found := list(residents(folder_of(environ)))):
+            return None
+        resident = next((each for each in found if {each["model"], each["path"]} & {*argv}), found[0])
+        if not (why := _misfit(argv, environ, resident)):
+            if (connection := connect(resident)) is None:
+                return None
+            with connection:
+                if (status := _Command(connection, resident, argv).run(environ)) is not None:
+                    return status
+            why = f"the server of {resident['model']} does not answer"
     except FileNotFoundError:
         return None
     except OSError as error:
-        _decline(argv, str(error))
-        return None
-    if not found:
-        return None
-    if in_background():
-        _decline(argv, "it runs in the background of a terminal")
-        return None
-    resident = next((each for each in found if {each["model"], each["path"]} & {*argv}), found[0])
-    mine = facts(argv, environ)
-    if other := sorted(name for name in {*mine, *resident["facts"]} if mine.get(name) != resident["facts"].get(name)):
-        _decline(argv, f"{', '.join(other)} differ from those of the server of {resident['model']}")
-        return None
-    if (connection := connect(resident)) is None:
-        return None
-    with connection:
-        return _Command(connection, resident, argv).run(environ)
-
-
-def _decline(argv: Sequence[str], why: str) -> None:
-    if {"-v", "-vv", "--verbose"} & {*argv}:
+        why = str(error)
+    if connection is not None or {"-v", "-vv", "--verbose"} & {*argv}:
         sys.stderr.write(f"kvcli.server: this command loads the model itself: {why}\n")
+    return None
+
+
+def _misfit(argv: Sequence[str], environ: Mapping[str, str], resident: Mapping[str, Any]) -> str:
+    """Return why the command cannot run in the resident process; "" if it can."""
+    if in_background():
+        return "it runs in the background of a terminal"
+    mine, its = facts(argv, environ), resident["facts"]
+    other = sorted(name for name in {*mine, *its} if mine.get(name) != its.get(name))
+    return f"{', '.join(other)} differ from those of the server of {resident['model']}" if other else ""
 
 
 def in_background() -> bool:
@@ -184,13 +184,10 @@ class _Command:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
             elif what == "stopped":
                 self.stop()
-            elif what == "ended":
+            elif self.process:
                 return self.end(int(number))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        if self.process:
-            return self.lost()
-        _decline(["-v"], f"the server of {self.resident['model']} did not answer")
-        return None
+        return self.lost() if self.process else None
 
     def _lines(self) -> Iterator[str]:
         self.connection.settimeout(SECONDS)
@@ -224,14 +221,18 @@ class _Command:
         """Report that the resident process was killed, with the command."""
         self.restore()
         said = f"the server of {self.resident['model']}, process {self.resident['pid']}, was killed with this command"
-        try_ = "the same command again, which loads the model itself"
-        if "--json" in self.argv:
-            error = {"schema": "kvcli.error/1", "code": "server_lost", "exit": UNREACHABLE, "message": said}
-            error |= {"lines": [], "detail": {}, "try": [try_]}
-            print(json.dumps({"event": "error", "error": error} if "--stream" in self.argv else error))
-        else:
-            sys.stderr.write(f"error: {said}\n  try: {try_}\n")
+        print_error(self.argv, "server_lost", UNREACHABLE, said, "the same command again, which loads the model itself")
         return UNREACHABLE
+
+
+def print_error(argv: Sequence[str], code: str, status: int, said: str, *try_: str) -> None:
+    """Print an error as commands/common/exits.py does, which is not imported here."""
+    if "--json" in argv:
+        error = {"schema": "kvcli.error/1", "code": code, "exit": status, "message": said, "lines": [], "detail": {}}
+        error |= {"try": [*try_]}
+        print(json.dumps({"event": "error", "error": error} if "--stream" in argv else error))
+    else:
+        sys.stderr.write("".join((f"error: {said}\n", *(f"  try: {each}\n" for each in try_))))
 
 
 def _terminal() -> Callable[[], None]:

@@ -24,6 +24,7 @@ from kvcli.engine.loading import weights
 from kvcli.environment import Paths
 from kvcli.errors import ExitStatus, UsageError
 from kvcli.resident_client import connect, facts, folder_of, residents
+from kvcli.version import __version__
 from tests.fakes import Machine
 
 ROOT = Path(__file__).parents[1]
@@ -167,7 +168,7 @@ def test_only_what_is_read_once_must_be_the_same() -> None:
 @linux
 def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:
     about = tmp_path / "1.json"
-    about.write_text("{}")
+    about.write_text(json.dumps({"version": __version__}))
     tmp_path.chmod(0o755)
     with pytest.raises(PermissionError):
         next(residents(tmp_path))

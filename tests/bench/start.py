@@ -3,8 +3,8 @@
     python tests/bench/start.py [--old CHECKOUT] [--model demo] [--reps 7] [--out FILE]
 
 Help, a typing error, one question to the demo about its report, and `import torch` alone, which is the floor of every
-command that loads a model. With --old the same commands of another checkout take turns with ours. The first round counts
-for nothing: it writes bytecode and looks at the machine once.
+command that loads a model. With --old the same commands of another checkout take turns with ours. The first round does
+not count: it writes bytecode and looks at the machine once.
 
 Last the question to --model beside `kvcli keep`, in turns with the same without it: user time of the command and of its
 process in the server, wall time, and wall time to the first character of the answer.

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvcli.files import private_folder, write_private
 from kvcli.render.terminal.terminal import plural
-from kvcli.resident_client import FORWARDED, at, peer
+from kvcli.resident_client import FORWARDED, peer, short_path
 
 SECONDS = 10.0  # for the rest of a request
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl
@@ -31,14 +31,38 @@ class Forked(BaseException):
         self.connection, self.parent = connection, parent
 
     def become(self) -> None:
-        """Become the client's command: its arguments, variables, folder, streams and signals."""
-        os.setpgid(0, 0)  # a group in the parent's session, so that the command can be stopped
-        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
-        request, (*streams, here) = self._request()
+        """Become the client's command: its arguments, variables, folder, streams and signals.
+
+        Ends the process if it cannot; its client then runs the command itself.
+        """
+        try:
+            os.setpgid(0, 0)  # a group in the parent's session, so that the command can be stopped
+            ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+            self._take(*self._request())
+            self.connection.sendall(f"process {os.getpid()}\n".encode())
+        except (OSError, ValueError):  # the client ended, or its folder cannot be entered
+            os._exit(1)
+        self.connection.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+    def _request(self) -> tuple[dict[str, Any], list[int]]:
+        """Receive the request, with standard streams and folder."""
+        self.connection.settimeout(SECONDS)
+        data, (_, handles, _, _) = bytearray(), socket.recv_fds(self.connection, 1, 4)
+        while not data.endswith(b"\n"):
+            if not (piece := self.connection.recv(1 << 16)):
+                os._exit(1)
+            data += piece
+        if os.getppid() != self.parent or len(handles) != 4:  # it may have ended before the line above
+            os._exit(1)
+        return json.loads(data), handles
+
+    def _take(self, request: dict[str, Any], handles: list[int]) -> None:
+        *streams, here = handles
         os.fchdir(here)
         for number, handle in enumerate(streams):
             os.dup2(handle, number)
-        for handle in (*streams, here):
+        for handle in handles:
             os.close(handle)
         os.umask(request["umask"])
         os.environ.clear()
@@ -53,31 +77,8 @@ class Forked(BaseException):
             setattr(sys, f"__{name}__", stream)
         signal.set_wakeup_fd(-1)
         for each in (*filter(None, FORWARDED), signal.SIGCHLD):
-            signal.signal(each, signal.SIG_IGN if each in request["ignored"] else signal.SIG_DFL)
-        if signal.SIGINT not in request["ignored"]:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            self.connection.sendall(f"process {os.getpid()}\n".encode())
-        except OSError:  # the client ended, or did not wait so long
-            os._exit(1)
-        self.connection.close()
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-    def _request(self) -> tuple[dict[str, Any], list[int]]:
-        """Receive the request. Ends the process if its client ended, or if its parent did before the line above."""
-        self.connection.settimeout(SECONDS)
-        data = bytearray()
-        try:
-            _, handles, _, _ = socket.recv_fds(self.connection, 1, 4)
-            while not data.endswith(b"\n"):
-                if not (piece := self.connection.recv(1 << 16)):
-                    os._exit(1)
-                data += piece
-        except OSError:
-            os._exit(1)
-        if os.getppid() != self.parent or len(handles) != 4:
-            os._exit(1)
-        return json.loads(data), handles
+            usual = signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL
+            signal.signal(each, signal.SIG_IGN if each in request["ignored"] else usual)
 
 
 @contextmanager
@@ -88,7 +89,7 @@ def listening(folder: Path, about: Mapping[str, Any]) -> Iterator[socket.socket]
     try:
         file.unlink(missing_ok=True)
         before = os.umask(0o177)
-        with at(file) as short:
+        with short_path(file) as short:
             listener.bind(short)
         os.umask(before)
         listener.listen(64)
@@ -124,7 +125,8 @@ class ForkServer:
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in ENDS:
-            signal.signal(number, self._hear)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
+                signal.signal(number, self._hear)
         with listening(folder, about) as listener:
             while not self.ends and self._serve(wakes, listener):
                 pass

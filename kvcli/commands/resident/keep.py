@@ -12,16 +12,20 @@ from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
 from pkgutil import walk_packages
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvcli.commands.common import flags as o
 from kvcli.commands.common.exits import insisting
 from kvcli.commands.common.options import Options, choice, command
+from kvcli.commands.resident.fork_server import ForkServer
+from kvcli.commands.resident.ps import alive
 from kvcli.environment import Environment
 from kvcli.errors import UsageError
+from kvcli.resident_client import facts, folder_of
 from kvcli.settings.schema import Load
+from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.chat.shared_weights import SharedWeights
@@ -50,14 +54,11 @@ def keep(world: Environment, options: KeepOptions) -> None:
     They use it by themselves while it runs, in any terminal, if they need the
     same files and load settings. Ctrl-C or kvcli stop ends it.
     """
-    from kvcli.resident_client import facts, folder_of
-
-    about: dict[str, Any] = {"facts": facts(sys.argv, world.environ)}  # first: libraries set variables
+    same = facts(sys.argv, world.environ)  # first: libraries set variables
     refuse_platform()
     idle = seconds(options.keep)
     from kvcli.commands.common.load_model import MemoryWishes, prepare
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.commands.resident.ps import alive
     from kvcli.render.terminal.screen import Screen
 
     screen = Screen.of(world)
@@ -69,14 +70,12 @@ def keep(world: Environment, options: KeepOptions) -> None:
             lines, try_ = [f"process {each['pid']} keeps it"], ["kvcli ps", f"kvcli stop {setup.name}"]
             raise UsageError(f"{setup.name} is loaded already", lines=lines, try_=try_)
     shared = world.shared = opened(setup, run.profile, screen.note)
-    from kvcli.commands.resident.fork_server import ForkServer
-
-    about |= {"model": setup.name, "path": str(shared.given.path), "load": load, "since": time.time(), "keep": idle}
+    about = {"version": __version__, "facts": same, "model": setup.name, "path": str(shared.given.path), "load": load}
     until = f"until {options.keep} pass without a command" if options.keep else "until Ctrl-C or kvcli stop"
     screen.note(f"{setup.name} is loaded for kvcli chat and summarize, {until}")
     world.stdout.flush()
     world.stderr.flush()
-    ForkServer(screen.note, idle).run(folder_of(world.environ), about)
+    ForkServer(screen.note, idle).run(folder_of(world.environ), about | {"since": time.time(), "keep": idle})
 
 
 def opened(setup: Setup, profile: Profile, tell: Callable[[str], None]) -> SharedWeights:
