@@ -40,6 +40,7 @@ class Resident:
         self.home, self.model = folder / ("long" * 30), folder / "model"  # a socket's path may have 108 bytes
         shutil.copytree(weights_dir(), self.model)
         self.env = {**os.environ, "KVCLI_HOME": str(self.home), "PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8"}
+        self.env |= {"OPENBLAS_NUM_THREADS": "1"}  # its threads end before a fork
         self.process = self.start("keep", str(self.model), "--set", "load.threads=2")
         self.wait(lambda: self.files)
 
@@ -90,6 +91,12 @@ def test_a_command_prints_the_same_and_ends_the_same(resident: Resident) -> None
     assert resident("chat", "--nonsense")[0] == ExitStatus.USAGE
     (server,) = json.loads(resident("ps", "--json")[1])["servers"]
     assert (server["pid"], server["running"], server["load"]) == (resident.process.pid, 0, ["threads = 2"])
+
+
+@linux
+def test_the_parent_has_one_thread_of_all_libraries(resident: Resident) -> None:
+    """A fork waits for ever for threads of OpenMP that its parent had."""
+    assert os.listdir(f"/proc/{resident.process.pid}/task") == [str(resident.process.pid)]
 
 
 @linux
