@@ -88,7 +88,6 @@ def test_a_command_prints_the_same_and_ends_the_same(resident: Resident) -> None
     assert (found["model"]["id"], found["finish"]) == (str(resident.model), "stop")
     assert found["time"]["load"] < 1
     assert resident("chat", str(resident.model), "-f", "none.pdf", "-p", "?")[0] == ExitStatus.BAD_INPUT
-    assert resident("chat", "--nonsense")[0] == ExitStatus.USAGE
     (server,) = json.loads(resident("ps", "--json")[1])["servers"]
     assert (server["pid"], server["running"], server["load"]) == (resident.process.pid, 0, ["threads = 2"])
 
@@ -154,8 +153,6 @@ def test_a_command_reports_that_its_server_was_killed(resident: Resident) -> Non
     said, _ = client.communicate(timeout=60)
     assert (client.returncode, json.loads(said)["code"]) == (ExitStatus.ENGINE_UNREACHABLE, "server_lost")
     resident.wait(lambda: not Path("/proc", process).exists())
-    assert json.loads(resident("ps", "--json")[1])["servers"] == []
-    assert resident.files == []  # of the killed process
 
 
 @pytest.mark.parametrize("environ", [{"KVCLI_HOME": "/a"}, {"XDG_STATE_HOME": "/b"}, {"XDG_STATE_HOME": "b"}, {}])
