@@ -30,9 +30,8 @@ READ_ONCE = (
     *("RAYON_", "TORCH", "PYTORCH_", "ATEN_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "NPY_"),
     *("CUDA_", "NVIDIA_", "TRITON_", "LD_", "MALLOC_", "GLIBC_", "SSL_", "TMPDIR", "BNB_"),
 )
-FORWARDED = [
-    getattr(signal, f"SIG{name}", None) for name in ("INT", "TERM", "HUP", "QUIT", "WINCH", "TSTP", "USR1", "USR2")
-]
+ENDS = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+FORWARDED = [*ENDS, *(n for n in signal.Signals if n.name in ("SIGQUIT", "SIGWINCH", "SIGTSTP", "SIGUSR1", "SIGUSR2"))]
 
 
 def folder_of(environ: Mapping[str, str]) -> Path:
@@ -158,9 +157,8 @@ class _Command:
         self.restore: Callable[[], None] = lambda: None
 
     def run(self, environ: Mapping[str, str]) -> int | None:
-        signals = [number for number in FORWARDED if number is not None]
-        ignored = [number for number in signals if signal.getsignal(number) is signal.SIG_IGN]
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until the process is known that they are meant for
+        ignored = [number for number in FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until the process is known that they are meant for
         umask = os.umask(0o077)
         os.umask(umask)
         streams = [(stream.encoding, stream.errors) for stream in (sys.stdin, sys.stdout, sys.stderr)]
@@ -179,14 +177,14 @@ class _Command:
             if what == "process":
                 self.connection.settimeout(None)
                 self.process = int(number)
-                for each in {*signals} - {*ignored}:
+                for each in {*FORWARDED} - {*ignored}:
                     signal.signal(each, self.forward)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
             elif what == "stopped":
                 self.stop()
             elif self.process:
                 return self.end(int(number))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         return self.lost() if self.process else None
 
     def _lines(self) -> Iterator[str]:

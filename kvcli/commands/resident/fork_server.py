@@ -17,11 +17,10 @@ from typing import Any
 
 from kvcli.files import private_folder, write_private
 from kvcli.render.terminal.terminal import plural
-from kvcli.resident_client import FORWARDED, peer, short_path
+from kvcli.resident_client import ENDS, FORWARDED, peer, short_path
 
 SECONDS = 10.0  # for the rest of a request
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl
-ENDS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 class Forked(BaseException):
@@ -76,7 +75,7 @@ class Forked(BaseException):
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
         signal.set_wakeup_fd(-1)
-        for each in (*filter(None, FORWARDED), signal.SIGCHLD):
+        for each in (*FORWARDED, signal.SIGCHLD):
             usual = signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL
             signal.signal(each, signal.SIG_IGN if each in request["ignored"] else usual)
 

@@ -54,8 +54,8 @@ def keep(world: Environment, options: KeepOptions) -> None:
     They use it by themselves while it runs, in any terminal, if they need the
     same files and load settings. Ctrl-C or kvcli stop ends it.
     """
-    same = facts(sys.argv, world.environ)  # first: libraries set variables
     refuse_platform()
+    same = facts(sys.argv, world.environ)  # before the imports: libraries set variables
     idle = seconds(options.keep)
     from kvcli.commands.common.load_model import MemoryWishes, prepare
     from kvcli.commands.common.run_setup import Setup
