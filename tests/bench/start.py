@@ -23,7 +23,7 @@ from statistics import median
 from typing import Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.bench.harness import ROOT, Rows, in_turns, measurement
+from tests.bench.harness import ROOT, Rows, in_turns, measurement, picked
 
 COMMANDS = {
     "help": ["-m", "kvcli", "--help"],
@@ -68,6 +68,7 @@ def _of_children(process: int) -> float:
 @measurement("Time to start")
 def start(
     old: Annotated[Path | None, "another checkout to compare with"] = None,
+    commands: Annotated[tuple[str, ...], "names of the commands"] = tuple(COMMANDS),
     model: Annotated[str, "model that kvcli keep loads"] = "demo",
     reps: int = 7,
 ) -> Rows:
@@ -75,8 +76,10 @@ def start(
     with tempfile.TemporaryDirectory() as folder:
         for side in checkouts:
             Path(folder, side).mkdir()
-        for command, words in COMMANDS.items():
-            works = {side: partial(once, words, at, str(Path(folder, side))) for side, at in checkouts.items()}
+        for command in picked(commands, COMMANDS):
+            works = {
+                side: partial(once, COMMANDS[command], at, str(Path(folder, side))) for side, at in checkouts.items()
+            }
             for side, found in in_turns(works, reps).items():
                 user, wall = ([one[j] for one in found] for j in (0, 1))
                 row = {"command": command, "side": side, "user_s": median(user), "wall_s": median(wall)}
