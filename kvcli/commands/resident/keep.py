@@ -20,7 +20,7 @@ from kvcli.commands.common import flags as o
 from kvcli.commands.common.exits import insisting
 from kvcli.commands.common.options import Options, choice, command
 from kvcli.commands.resident.fork_server import ForkServer
-from kvcli.commands.resident.ps import alive
+from kvcli.commands.resident.ps import servers
 from kvcli.environment import Environment
 from kvcli.errors import UsageError
 from kvcli.resident_client import facts, folder_of
@@ -65,10 +65,9 @@ def keep(world: Environment, options: KeepOptions) -> None:
     setup = Setup(world, options.model, o.profile_flags(options.values()), is_typed=options.model is not None)
     run = prepare(setup, setup.profile, MemoryWishes(options.force), screen.note)
     load = [f"{key} = {value}" for key, value in asdict(run.profile.load).items() if value != getattr(Load(), key)]
-    for each in alive(world):
-        if (each["model"], each["load"]) == (setup.name, load):
-            lines, try_ = [f"process {each['pid']} keeps it"], ["kvcli ps", f"kvcli stop {setup.name}"]
-            raise UsageError(f"{setup.name} is loaded already", lines=lines, try_=try_)
+    if same_one := [each.pid for each in servers(world) if (each.model, each.load) == (setup.name, load)]:
+        try_ = ["kvcli ps", f"kvcli stop {setup.name}"]
+        raise UsageError(f"{setup.name} is loaded already, by process {same_one[0]}", try_=try_)
     shared = world.shared = opened(setup, run.profile, screen.note)
     about = {"version": __version__, "facts": same, "model": setup.name, "path": str(shared.given.path), "load": load}
     until = f"until {options.keep} pass without a command" if options.keep else "until Ctrl-C or kvcli stop"

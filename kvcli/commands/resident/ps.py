@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvcli.commands.common.options import command
 from kvcli.commands.common.output import print_json, print_table
 from kvcli.environment import Environment
+from kvcli.errors import BadInput
 from kvcli.render.terminal.terminal import clock, long_size
 from kvcli.resident_client import connect, folder_of, residents
 
@@ -25,7 +26,7 @@ def ps(world: Environment) -> None:
     """List the models that kvcli keep has loaded."""
     from kvcli.schemas.listings import ServersDocument
 
-    document = ServersDocument(servers=[entry(each) for each in alive(world)])
+    document = ServersDocument(servers=servers(world))
     if world.options.json:
         print_json(world, document)
         return
@@ -37,30 +38,27 @@ def ps(world: Environment) -> None:
     print_table(world, rows, drop=["load settings", "ends after", "runs for"])
 
 
-def alive(world: Environment) -> list[dict[str, Any]]:
-    """Return the descriptions of the resident processes that run."""
-    found = []
-    with suppress(FileNotFoundError):
-        for each in residents(folder_of(world.environ)):
-            if (connection := connect(each)) is not None:
-                connection.close()
-                found.append(each)
-    return found
-
-
-def entry(about: dict[str, Any]) -> ServerEntry:
+def servers(world: Environment) -> list[ServerEntry]:
+    """Return the resident processes that run, the newest first. Raises BadInput if their folder cannot be used."""
     import psutil
 
     from kvcli.schemas.listings import ServerEntry
 
-    process = psutil.Process(about["pid"])
-    return ServerEntry(
-        model=about["model"],
-        path=about["path"],
-        pid=about["pid"],
-        load=about["load"],
-        seconds=max(0.0, time.time() - about["since"]),
-        keep=about["keep"],
-        running=len(process.children()),
-        bytes=process.memory_info().rss,
-    )
+    found = []
+    try:
+        for about in residents(folder_of(world.environ)):
+            if (connection := connect(about)) is None:
+                continue
+            connection.close()
+            with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                process = psutil.Process(about["pid"])
+                seconds = max(0.0, time.time() - about["since"])
+                figures = {"running": len(process.children()), "bytes": process.memory_info().rss, "seconds": seconds}
+                found.append(
+                    ServerEntry(**{key: about[key] for key in ("model", "path", "pid", "load", "keep")}, **figures)
+                )
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise BadInput(str(error), code="folder_unusable", try_=[f"chmod 700 {folder_of(world.environ)}"]) from None
+    return found
