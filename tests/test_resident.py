@@ -196,5 +196,8 @@ def test_keep_refuses_what_cannot_be_forked(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(UsageError):
             seconds(wrong)
     assert [seconds("30m"), seconds("1.5h"), seconds(None)] == [1800, 5400, None]
-    assert machine("stop", "demo").exit == ExitStatus.BAD_INPUT
+    assert json.loads(machine("stop", "demo", "--json").out)["code"] == "not_running"
     assert "no model is kept" in machine("stop").err
+    if sys.platform != "win32":
+        folder_of(machine.world().environ).mkdir(parents=True, mode=0o755)
+        assert json.loads(machine("ps", "--json").out)["code"] == "folder_unusable"
