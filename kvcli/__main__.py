@@ -5,16 +5,15 @@ import os
 import sys
 from contextlib import suppress
 
-ERROR = (  # the JSON of commands/common/exits.py, which is not imported yet
-    '{"schema": "kvcli.error/1", "code": "interrupted", "exit": 130, "message": "interrupted before there was a result"'
-    ', "lines": [], "detail": {}, "try": []}'
-)
-
 
 def main() -> None:
     status = [1]
     atexit.register(end_now, status)  # the first one registered runs last, after threads and worker processes ended
     try:
+        from kvcli.resident_client import run_in_resident
+
+        if (code := run_in_resident(sys.argv[1:], os.environ)) is not None:
+            sys.exit(code)
         from kvcli.cli import main as run
 
         run()
@@ -23,7 +22,9 @@ def main() -> None:
         raise
     except KeyboardInterrupt:
         if "--json" in sys.argv:
-            print(f'{{"event": "error", "error": {ERROR}}}' if "--stream" in sys.argv else ERROR)
+            from kvcli.resident_client import print_error
+
+            print_error(sys.argv, "interrupted", 130, "interrupted before there was a result")
         else:
             sys.stderr.write("interrupted\n")
         status[0] = 130

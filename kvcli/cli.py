@@ -22,6 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvcli.commands.common.common_options import NARROW, take_common
 from kvcli.commands.common.exits import press_again, start_log
+from kvcli.commands.resident.fork_server import Forked
 from kvcli.environment import Environment
 from kvcli.errors import ExitStatus, KvcliError, UsageError
 from kvcli.safe_output import LibraryStream
@@ -34,6 +35,7 @@ HOMES = {  # modules of commands with another name, or with several files
     "spec": "spec.command",
     "profile-heads": "heads.command",
     "models": "models.command",
+    **{name: f"resident.{name}" for name in ("keep", "ps", "stop")},
 }
 COMMANDS = {
     "chat": "Chat with a model, or ask one question with -p.",
@@ -45,6 +47,9 @@ COMMANDS = {
     "spec": "Speculative decoding: measure and tune.",
     "profile-heads": "Analyze attention heads: which need the full context.",
     "profiles": "Profiles (named settings): list, show, compare, check.",
+    "keep": "Keep a model loaded, so that chat and summarize start at once.",
+    "ps": "List the models that kvcli keep has loaded.",
+    "stop": "End kvcli keep, for one model or for all.",
     "models": "Models: list, suggest, download, check, remove.",
     "chats": "Saved chats: list, search, show, export, remove.",
     "cache": "Cached files: show their size, and remove them.",
@@ -69,13 +74,11 @@ HABITS = {  # word of other programs -> command
     "create": "profiles new",
     "templates": "profiles list",
     "prompt": "chat -p",
+    "load": "keep",
+    "status": "ps",
+    "unload": "stop",
 }
-_ONE = "kvcli chat MODEL, which loads the model for as long as the chat lasts"
 ABSENT: dict[str, tuple[str, ...]] = {  # command names of other programs -> why there is none, and what to type instead
-    **dict.fromkeys(
-        ("ps", "status", "load", "unload", "stop"),
-        ("no model stays loaded between commands yet", "kvcli serve MODEL", _ONE),
-    ),
     **dict.fromkeys(("push", "cp"), ("kvcli does not copy or upload models", "kvcli models path MODEL")),
     "search": ("kvcli does not search the hub", "kvcli models suggest", "kvcli chats search WORDS"),
     "embed": ("kvcli has no embeddings", "kvcli --help"),
@@ -119,7 +122,7 @@ class Tree(TyperGroup):
             return super().resolve_command(ctx, args)
         why, *instead = ABSENT.get(name, ("",))
         if name in HABITS:
-            rest = [] if HABITS[name].endswith("list") else args[1:]
+            rest = [] if HABITS[name].endswith(("list", "ps")) else args[1:]
             instead = [f"kvcli {HABITS[name]} {shlex.join(rest)}".rstrip()]
         near = [f"kvcli {command}" for command in get_close_matches(name, self.commands)]
         raise UsageError(
@@ -159,9 +162,15 @@ def main() -> None:
     # torch and transformers make a million permanent objects, whose garbage collection took a sixth of the start
     gc.set_threshold(1_000_000)
     sys.unraisablehook = press_again
-    world = Environment.real()
-    world.is_own_process = True
-    status = run(sys.argv[1:], world)
+    shared = status = None
+    while status is None:
+        world = Environment.real()
+        world.is_own_process, world.shared = True, shared
+        try:
+            status = run(sys.argv[1:], world)
+        except Forked as fork:  # in a process of its own, which has left the code of the parent's command
+            fork.become()
+            shared = world.shared
     if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):
         # Die of SIGPIPE, the default of programs; this also keeps Python from flushing into the pipe.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

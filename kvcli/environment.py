@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from threading import Lock
-from typing import Literal, TextIO, cast
+from typing import Any, Literal, TextIO, cast
 
 from kvcli.files import sweep
 from kvcli.kernels.native import native
@@ -132,6 +132,7 @@ class Environment:
     options: Common = field(default_factory=Common)
     file_notes: list[str] = field(default_factory=list)  # on the files read, for the JSON document
     is_own_process: bool = False  # the process runs this command alone, so settings of the interpreter may change
+    shared: Any = None  # SharedWeights of the resident process that this one was forked from
 
     def __post_init__(self) -> None:
         """Wrap the output streams, so that all output passes through a SafeStream."""

@@ -137,6 +137,12 @@ class Standby:
         """Start the process in advance, without waiting for it."""
         self._process = self._start(self._room)
 
+    def stop(self) -> None:
+        """End the process, before this one is forked. The next request starts another."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+
     def ask(self, asked: object, terms: Callable[[int], tuple[float, int]]) -> dict[str, Any]:
         """Return the JSON object of the answer. `terms`: bytes of a request -> seconds and bytes for its answer."""
         line = json.dumps(asked, ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -84,7 +84,7 @@ def test_kvcli_alone_shows_examples_and_that_documents_want_a_model(machine):
 def test_help_lists_what_exists_and_nothing_else(machine):
     listed = machine("--help").out.partition("Commands")[2]
     assert [name for name in ("chat", "summarize", "profiles", "models", "chats", "doctor") if name not in listed] == []
-    assert [name for name in ("run", "embed") if f" {name} " in listed] == []
+    assert [name for name in ("run", "push", "embed") if f" {name} " in listed] == []
 
 
 @pytest.mark.parametrize("command", [*(c for c in COMMANDS if c not in GROUPS), "models show", "spec tune"])
@@ -499,6 +499,8 @@ def test_what_is_wrong_with_the_config_does_not_disturb_the_tab_key(tmp_path):
         ("run", "kvcli chat 'a b'"),
         ("create", "kvcli profiles new 'a b'"),
         ("templates", "kvcli profiles list"),
+        ("load", "kvcli keep 'a b'"),
+        ("status", "kvcli ps"),
     ],
 )
 def test_a_verb_of_another_program_is_answered_by_ours(machine, typed, advice):
@@ -506,7 +508,7 @@ def test_a_verb_of_another_program_is_answered_by_ours(machine, typed, advice):
     assert json.loads(done.out)["try"] == [advice]
 
 
-@pytest.mark.parametrize("typed", ["ps", "stop", "load", "push", "cp", "embed", "search"])
+@pytest.mark.parametrize("typed", ["push", "cp", "embed", "search"])
 def test_what_others_do_and_we_do_not_is_said(machine, typed):
     found = json.loads(machine(typed, "--json").out)
     assert found["exit"] == ExitStatus.USAGE

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # Lowest first: a folder of kvcli/ with all that is in it, or a file; "kvcli" is __init__.py itself. Each imports only
 # itself and those before it, types included.
 FOLDERS = (
-    "version errors installing kernels files safe_output worker_process sandbox environment "
+    "version errors resident_client installing kernels files safe_output worker_process sandbox environment "
     "settings demo models kv engine prefix_cache "
     "policies drafts methods api documents schemas assemble chat fit summarize quality bench heads "
     "render serve commands door kvcli cli __main__"

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from kvcli.chat.shared_weights import SharedWeights
     from kvcli.engine.hf.lm import LM
     from kvcli.models.source import Source
     from kvcli.settings.profile import Profile
@@ -144,11 +145,13 @@ def load(
     find: Callable[[str], Source] | None = None,
     offline: bool = False,
     tell: Callable[[str], None] | None = None,
+    shared: SharedWeights | None = None,
 ) -> Model:
     """Load `demo`, a folder, a GGUF file, a hub id, or files already found; config files of the user are not read.
 
     A hub id is downloaded only with `offline=False` and a `tell` for messages. A GGUF file is converted below `cache`.
-    `find`: finds the files of a draft model by name; default: as for `model`. Raises KvcliError subclasses.
+    `find`: finds the files of a draft model by name; default: as for `model`. `shared`: weights that are used if they
+    are of the same files. Raises KvcliError subclasses.
     """
     from kvcli.engine.loading.open_lm import open_lm
     from kvcli.engine.loading.weights import keeps_quantized
@@ -163,9 +166,12 @@ def load(
     found = named(model, allow_pickle=wants.allow_pickle) if isinstance(model, str) else model
     packs = keeps_quantized(wants)
     given, found = found, convert.convert_if_needed(found, wants.dtype, cache, packs=packs, tell=tell)
-    # first: its errors show at once, and its chat template is compiled while the weights are loaded
-    tokenizer = load_tokenizer(found, wants.trust_remote_code)
-    lm = open_lm(found, **asdict(wants))  # the keys of [load] are the parameters
+    if shared is not None and shared.matches(found, wants):
+        tokenizer, lm = shared.take(wants)
+    else:
+        # first: its errors show at once, and its chat template is compiled while the weights are loaded
+        tokenizer = load_tokenizer(found, wants.trust_remote_code)
+        lm = open_lm(found, **asdict(wants))  # the keys of [load] are the parameters
     ids, strings = ends(tokenizer, lm.vocab)
     lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
     lm.tokens_with = lru_cache(partial(tokens_with, tokenizer, lm.vocab))

@@ -59,7 +59,7 @@ class Chats(Guarded):
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer)
         self._standby = Standby(_started, ROOM, START, _failed)
-        self.start = self._standby.start
+        self.start, self.stop = self._standby.start, self._standby.stop
 
     def __call__(self, conversation: Sequence[Mapping[str, str]], *others: Any, **options: Any) -> str:
         """Render the chat as text. `options`: those of ASKED, and variables for the template, such as `tools`.

@@ -24,6 +24,7 @@ from kvcli.schemas.listings import (
     PlanDocument,
     ProfilesDocument,
     ServeDocument,
+    ServersDocument,
     SuggestionsDocument,
 )
 from kvcli.schemas.pack import PackDocument
@@ -46,6 +47,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "profiles": ProfilesDocument,
     "doctor": DoctorDocument,
     "paths": PathsDocument,
+    "servers": ServersDocument,
     "cache": CacheDocument,
     "plan": PlanDocument,
     "fit": FitDocument,

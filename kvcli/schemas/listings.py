@@ -197,6 +197,26 @@ class CacheDocument(Json):
     kinds: list[CacheKind]
 
 
+class ServerEntry(Json):
+    """A process that keeps a model loaded."""
+
+    model: str
+    path: str
+    pid: Count
+    load: list[str] = Field(description="load settings that differ from the defaults")
+    seconds: float = Field(description="time since the model was loaded")
+    keep: float | None = Field(description="seconds without a command after which it ends; null: never")
+    running: Count = Field(description="commands that run in processes of it")
+    bytes: Bytes = Field(description="resident memory, which its commands share")
+
+
+class ServersDocument(Json):
+    """Models that stay loaded."""
+
+    schema_: Literal["kvcli.servers/1"] = Field(default="kvcli.servers/1", alias="schema")
+    servers: list[ServerEntry]
+
+
 class Device(Json):
     name: str
     kind: str

@@ -1,10 +1,13 @@
 """How long a command takes to start: user time and wall time of whole commands, rounds interleaved.
 
-    python tests/bench/start.py [--old CHECKOUT] [--reps 7] [--out FILE]
+    python tests/bench/start.py [--old CHECKOUT] [--model demo] [--reps 7] [--out FILE]
 
 Help, a typing error, one question to the demo about its report, and `import torch` alone, which is the floor of every
-command that answers. With --old the same commands of another checkout take turns with ours. The first round counts for
-nothing: it writes bytecode and looks at the machine once.
+command that loads a model. With --old the same commands of another checkout take turns with ours. The first round does
+not count: it writes bytecode and looks at the machine once.
+
+Last the question to --model beside `kvcli keep`, in turns with the same without it: user time of the command and of its
+process in the server, wall time, and wall time to the first character of the answer.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from statistics import median
 from typing import Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.bench.harness import ROOT, Rows, in_turns, measurement
+from tests.bench.harness import ROOT, Rows, in_turns, measurement, picked
 
 COMMANDS = {
     "help": ["-m", "kvcli", "--help"],
@@ -30,28 +33,72 @@ COMMANDS = {
 }
 
 
-def once(command: str, checkout: Path, home: str) -> tuple[float, float]:
+def environment(checkout: Path, home: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(checkout), "KVCLI_HOME": home, "HF_HUB_OFFLINE": "1"}
+
+
+def once(command: list[str], checkout: Path, home: str) -> tuple[float, float]:
     """User and wall seconds of one process."""
-    env = os.environ | {"PYTHONPATH": str(checkout), "KVCLI_HOME": home, "HF_HUB_OFFLINE": "1"}
     quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     began = time.perf_counter()
-    child = subprocess.Popen([sys.executable, *COMMANDS[command]], cwd=home, env=env, **quiet)
+    child = subprocess.Popen([sys.executable, *command], cwd=home, env=environment(checkout, home), **quiet)
     _, _, used = os.wait4(child.pid, 0)
     return used.ru_utime, time.perf_counter() - began
 
 
+def asked(command: list[str], home: str, server: int) -> tuple[float, float, float]:
+    """User seconds of a command, with its process in the server; its wall seconds; those to its first character."""
+    before, began = _of_children(server), time.perf_counter()
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+    child = subprocess.Popen([sys.executable, *command], cwd=home, env=environment(ROOT, home), bufsize=0, **pipes)
+    child.stdout.read(1)
+    first = time.perf_counter() - began
+    while child.stdout.read(1 << 16):
+        pass
+    _, _, used = os.wait4(child.pid, 0)
+    return used.ru_utime + _of_children(server) - before, time.perf_counter() - began, first
+
+
+def _of_children(process: int) -> float:
+    """User seconds of the children of a process that ended."""
+    words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return int(words[13]) / os.sysconf("SC_CLK_TCK")
+
+
 @measurement("Time to start")
-def start(old: Annotated[Path | None, "another checkout to compare with"] = None, reps: int = 7) -> Rows:
+def start(
+    old: Annotated[Path | None, "another checkout to compare with"] = None,
+    commands: Annotated[tuple[str, ...], "names of the commands"] = tuple(COMMANDS),
+    model: Annotated[str, "model that kvcli keep loads"] = "demo",
+    reps: int = 7,
+) -> Rows:
     checkouts = {"ours": ROOT, **({"old": old.resolve()} if old else {})}
     with tempfile.TemporaryDirectory() as folder:
         for side in checkouts:
             Path(folder, side).mkdir()
-        for command in COMMANDS:
-            works = {side: partial(once, command, at, str(Path(folder, side))) for side, at in checkouts.items()}
+        for command in picked(commands, COMMANDS):
+            works = {
+                side: partial(once, COMMANDS[command], at, str(Path(folder, side))) for side, at in checkouts.items()
+            }
             for side, found in in_turns(works, reps).items():
                 user, wall = ([one[j] for one in found] for j in (0, 1))
                 row = {"command": command, "side": side, "user_s": median(user), "wall_s": median(wall)}
                 yield {**row, "user_low": min(user), "user_high": max(user)}
+        home = str(Path(folder, "ours"))
+        keeps = [sys.executable, "-m", "kvcli", "keep", model]
+        server = subprocess.Popen(keeps, cwd=home, env=environment(ROOT, home), stderr=subprocess.DEVNULL)
+        while not list(Path(home, "state").glob("resident/*.json")):
+            time.sleep(0.1)
+        question = [model if word == "demo" else word for word in COMMANDS["one question"]]
+        sides = {"kvcli keep": [], "loads itself": ["--no-server"]}
+        works = {side: partial(asked, question + extra, home, server.pid) for side, extra in sides.items()}
+        for side, found in in_turns(works, reps).items():
+            user, wall, first = ([one[j] for one in found] for j in (0, 1, 2))
+            row = {"command": f"one question to {Path(model).name}", "side": side, "user_s": median(user)}
+            row |= {"wall_s": median(wall), "first_s": median(first), "first_low": min(first)}
+            yield {**row, "user_low": min(user), "user_high": max(user)}
+        server.terminate()
+        server.wait()
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ class RunOptions(Options, panel="The model"):
     exact: bool = flag(help=_EXACT, rare=True)
     force: Force = False
     allow_pickle: Pickle = False
+    no_server: bool = flag(help="Load the model in this process, even if kvcli keep has it.", rare=True)
 
 
 # flag -> key; `origin` names the flag wherever a setting is shown

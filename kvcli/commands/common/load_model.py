@@ -44,7 +44,9 @@ class CheckedRun:
 
     def record(self, profile: Profile, turn: Turn) -> str:
         """Log the memory of a turn with its estimate; returns a note the first time that logging fails."""
-        return self.outlook.record(profile, turn.stats) if self.outlook is not None else ""
+        if self.outlook is None or self.setup.world.shared is not None:  # the peak of shared weights is another
+            return ""
+        return self.outlook.record(profile, turn.stats)
 
     # for an interactive chat, whose settings may change; files may have changed since it began
 
@@ -91,7 +93,13 @@ def outlook_of(setup: Setup, found: Source, tell: Callable[[str], None] | None =
 
     paths = setup.world.paths
     base = memory.elsewhere(paths.cache) if tell is None else memory.here()
-    return Preflight(subject_of(found), setup.name, paths.data, base=base, find=setup.sizes(tell))
+    outlook = Preflight(subject_of(found), setup.name, paths.data, base=base, find=setup.sizes(tell))
+    if (shared := setup.world.shared) is not None:  # weights are counted once, as if this process had loaded them
+        outlook.base = shared.base
+        if shared.given.path == found.path:
+            room = outlook.found["cpu"]
+            outlook.found = {**outlook.found, "cpu": replace(room, available=room.available + shared.nbytes)}
+    return outlook
 
 
 def prepare(setup: Setup, profile: Profile, wanted: MemoryWishes, tell: Callable[[str], None]) -> CheckedRun:

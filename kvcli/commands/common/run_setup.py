@@ -341,12 +341,12 @@ class Setup:
             if self.world.is_own_process:  # later collections skip what was imported
                 gc.freeze()
                 gc.set_threshold(20_000)
-            model = load(found, profile, tell=tell, cache=self.world.paths.cache, find=partial(self.draft, tell=tell))
+            cache, shared = self.world.paths.cache, self.world.shared if self.reuses else None
+            model = load(found, profile, tell=tell, cache=cache, find=partial(self.draft, tell=tell), shared=shared)
         info = model.info = replace(model.info, id=self.name)
         model.time_passes = partial(self.costs, tell=tell or log.info) if times else None
         model.map_heads = partial(self.map_heads, tell=tell or log.info)
         model.prepare()
-        cache = self.world.paths.cache
         if self.reuses and self.config.keep_chats and (most := self.config.prefix_cache_size(free_bytes(cache))):
             from kvcli.prefix_cache.prefix_cache import PrefixCache
 

@@ -74,9 +74,7 @@ def open_lm(
     use_threads(threads or torch.get_num_threads())
     use_device(where)
     loras = [find_adapter(text) for text in adapters]
-    files = model_files(source.path, [file.path for file in source.files], source.made_of)
-    if loras:
-        files["adapters"] = [Stamped.of(path) for one in loras for path in (one.file.path, one.config)]
+    files = files_of(source, adapters)
     with quiet():
         config = read_config(source, trust_remote_code)
         model, notes = weights.load_weights(source, config, dtype, where, trust_remote_code, quant, loras)
@@ -101,6 +99,15 @@ def open_lm(
         enable_graph_capture(lm, graphs)
     lm.info = replace(lm.info, load_seconds=time.perf_counter() - began)
     return lm
+
+
+def files_of(source: Source, adapters: Sequence[str] = ()) -> dict[str, list[Stamped]]:
+    """Stamp all files that `open_lm` reads."""
+    files = model_files(source.path, [file.path for file in source.files], source.made_of)
+    if adapters:
+        loras = map(find_adapter, adapters)
+        files["adapters"] = [Stamped.of(path) for one in loras for path in (one.file.path, one.config)]
+    return files
 
 
 def wrap_lm(
@@ -205,7 +212,13 @@ def install_kernels(lm: LM) -> None:
         lm.info = replace(lm.info, backend=f"{lm.info.backend}, {fused} fused")
     with reduced_model(lm, layers):
         lm.direct_forward = direct_forward_of(lm, layers)
-        lm.is_row_invariant = not is_batch_variant(lm)
+    lm.is_row_invariant = is_invariant(lm)
+
+
+def is_invariant(lm: LM) -> bool:
+    """True if a test of the first and last layers finds the model batch invariant, on the threads now in use."""
+    with reduced_model(lm, list(() if lm.recurrent_layers else lm.layers or ())):
+        return not is_batch_variant(lm)
 
 
 def enable_graph_capture(lm: LM, graphs: str) -> None:

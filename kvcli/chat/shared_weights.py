@@ -1,0 +1,98 @@
+"""Weights and tokenizer of a model, opened once for the processes that are forked from this one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcli.engine.loading.open_lm import files_of, is_invariant, open_lm
+from kvcli.engine.resources import use_threads
+from kvcli.errors import KvcliError
+from kvcli.models.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvcli.engine.hf.lm import LM
+    from kvcli.models.source import Source
+    from kvcli.settings.schema import Load
+
+log = logging.getLogger("kvcli.server")
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """A model as its files were opened. This process computes nothing with it, so every fork begins with the same."""
+
+    given: Source  # as found by name
+    found: Source  # the same, or a copy converted from GGUF
+    load: Load
+    tokenizer: PreTrainedTokenizerBase
+    lm: LM
+    threads: int  # used where `load.threads` is 0
+    nbytes: int  # memory that the forks share and that belongs to no file
+    base: int  # memory of the program before
+
+    @classmethod
+    def open(cls, given: Source, found: Source, load: Load, base: int) -> SharedWeights:
+        """Open the files on one thread: OpenMP's threads do not survive a fork, and a fork would wait for them."""
+        before, threads = _private_bytes(), torch.get_num_threads()
+        use_threads(1)
+        tokenizer = load_tokenizer(found, load.trust_remote_code)
+        lm = open_lm(found, **asdict(replace(load, threads=1)))
+        if (chats := vars(tokenizer).get("apply_chat_template")) is not None:
+            chats.stop()
+        if (n := load.threads or threads) > 1:
+            lm.is_row_invariant = _is_invariant_on(n, lm)
+        return cls(given, found, load, tokenizer, lm, threads, max(0, _private_bytes() - before), base)
+
+    def matches(self, found: Source, load: Load) -> bool:
+        """True if these are the weights of the same files, unchanged since, under the same settings."""
+        why = f"the server has {self.given.id}" if replace(found, files=()) != replace(self.found, files=()) else ""
+        loaded, wanted = asdict(self.load), asdict(load)
+        others = [f"load.{key}" for key in wanted if wanted[key] != loaded[key] and key != "threads"]
+        if not why and others:
+            why = f"the server has another {' and '.join(others)}"
+        try:
+            if not why and files_of(found, load.adapters) != self.lm.files:
+                why = "its files changed since the server loaded them"
+        except KvcliError as error:  # reported where they are loaded
+            why = error.message
+        if why:
+            log.info("this command loads the model itself: %s", why)
+        return not why
+
+    def take(self, load: Load) -> tuple[PreTrainedTokenizerBase, LM]:
+        """Return tokenizer and weights for a process that was forked, and use its number of threads."""
+        threads = load.threads or self.threads
+        use_threads(threads)
+        if threads != (self.load.threads or self.threads):
+            self.lm.is_row_invariant = is_invariant(self.lm)
+        if (chats := vars(self.tokenizer).get("apply_chat_template")) and self.tokenizer.chat_template:
+            chats.start()
+        return self.tokenizer, self.lm
+
+
+def _is_invariant_on(threads: int, lm: LM) -> bool:
+    """Test in a fork, which may start threads: torch's layers may divide their sums among them."""
+    if not (process := os.fork()):
+        found = 2
+        try:
+            use_threads(threads)
+            found = int(is_invariant(lm))
+        finally:
+            os._exit(found)
+    found = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    assert found in (0, 1), f"the test for batch invariance ended with {found}"
+    return found == 1
+
+
+def _private_bytes() -> int:
+    """Return the resident bytes of this process that are not mapped from files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon")), 0)

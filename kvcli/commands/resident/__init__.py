@@ -1,0 +1,1 @@
+"""A model that stays loaded, and the commands that are forked from its process."""

@@ -1,0 +1,218 @@
+"""A process that forks one process for each command of `resident_client`, and tells the client how that ended."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from kvcli.files import private_folder, write_private
+from kvcli.render.terminal.terminal import plural
+from kvcli.resident_client import ENDS, FORWARDED, peer, short_path
+
+SECONDS = 10.0  # for the rest of a request
+DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl
+
+
+class Forked(BaseException):
+    """Raised in a forked process, which then leaves the code of its parent and runs a command instead."""
+
+    def __init__(self, connection: socket.socket, parent: int) -> None:
+        self.connection, self.parent = connection, parent
+
+    def become(self) -> None:
+        """Become the client's command: its arguments, variables, folder, streams and signals.
+
+        Ends the process if it cannot; its client then runs the command itself.
+        """
+        try:
+            os.setpgid(0, 0)  # a group in the parent's session, so that the command can be stopped
+            ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+            self._take(*self._request())
+            self.connection.sendall(f"process {os.getpid()}\n".encode())
+        except (OSError, ValueError):  # the client ended, or its folder cannot be entered
+            os._exit(1)
+        self.connection.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+    def _request(self) -> tuple[dict[str, Any], list[int]]:
+        """Receive the request, with standard streams and folder."""
+        self.connection.settimeout(SECONDS)
+        data, (_, handles, _, _) = bytearray(), socket.recv_fds(self.connection, 1, 4)
+        while not data.endswith(b"\n"):
+            if not (piece := self.connection.recv(1 << 16)):
+                os._exit(1)
+            data += piece
+        if os.getppid() != self.parent or len(handles) != 4:  # it may have ended before the line above
+            os._exit(1)
+        return json.loads(data), handles
+
+    def _take(self, request: dict[str, Any], handles: list[int]) -> None:
+        *streams, here = handles
+        os.fchdir(here)
+        for number, handle in enumerate(streams):
+            os.dup2(handle, number)
+        for handle in handles:
+            os.close(handle)
+        os.umask(request["umask"])
+        os.environ.clear()
+        os.environ.update(request["environ"])
+        time.tzset()
+        sys.argv[1:] = request["argv"]
+        for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+            encoding, errors = request["streams"][number]
+            lines = 1 if name == "stderr" else -1
+            stream = open(number, mode, lines, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        signal.set_wakeup_fd(-1)
+        for each in (*FORWARDED, signal.SIGCHLD):
+            usual = signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL
+            signal.signal(each, signal.SIG_IGN if each in request["ignored"] else usual)
+
+
+@contextmanager
+def listening(folder: Path, about: Mapping[str, Any]) -> Iterator[socket.socket]:
+    """Yield a socket in the folder, beside its description; both are removed at the end."""
+    owner, file = os.getpid(), private_folder(folder) / f"{os.getpid()}.sock"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        file.unlink(missing_ok=True)
+        before = os.umask(0o177)
+        with short_path(file) as short:
+            listener.bind(short)
+        os.umask(before)
+        listener.listen(64)
+        write_private(file.with_suffix(".json"), json.dumps(dict(about)))
+        yield listener
+    finally:
+        listener.close()
+        if os.getpid() == owner:
+            for each in (file, file.with_suffix(".json")):
+                each.unlink(missing_ok=True)
+
+
+class ForkServer:
+    """The loop of the resident process, which computes nothing and has one thread."""
+
+    def __init__(self, tell: Callable[[str], None], keep: float | None) -> None:
+        """`keep`: seconds without a command after which it ends; None = never."""
+        self.tell, self.keep = tell, keep
+        self.waiting: list[socket.socket] = []  # clients that have sent nothing yet
+        self.running: dict[int, socket.socket | None] = {}  # process of a command -> its client; None = killed
+        self.used = time.monotonic()
+        self.ends = 0  # signals to end so far
+
+    def run(self, folder: Path, about: Mapping[str, Any]) -> None:
+        """Serve until a signal, or until no command came for long enough; then wait for the commands that run.
+
+        Raises Forked in each forked process.
+        """
+        self._leave_terminal()
+        wakes, waker = socket.socketpair()
+        wakes.setblocking(False)
+        waker.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in ENDS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
+                signal.signal(number, self._hear)
+        with listening(folder, about) as listener:
+            while not self.ends and self._serve(wakes, listener):
+                pass
+        while self.running:
+            self._serve(wakes)
+        signal.set_wakeup_fd(-1)
+
+    def _hear(self, _number: int, _frame: object) -> None:
+        self.ends += 1
+        if self.running:
+            more = "ends them" if self.ends > 1 else "ends after them; again, to end them too"
+            self.tell(f"{plural(len(self.running), 'command')} running: {more}")
+        for process in self.running if self.ends > 1 else ():
+            _kill(process, signal.SIGTERM)
+
+    def _serve(self, wakes: socket.socket, listener: socket.socket | None = None) -> bool:
+        """Wait for a command, a signal or the end of a client, and handle it; False if nothing happened for `keep`."""
+        clients = {client.fileno(): process for process, client in self.running.items() if client is not None}
+        poll = select.poll()
+        for handle in clients:
+            poll.register(handle, select.POLLRDHUP)
+        for each in filter(None, (wakes, listener, *self.waiting)):
+            poll.register(each, select.POLLIN)
+        left = None if self.keep is None or self.running else max(0.0, self.used + self.keep - time.monotonic())
+        ready = {handle for handle, _ in poll.poll(None if left is None else 1000 * left)}
+        with suppress(BlockingIOError):
+            wakes.recv(1 << 12)
+        for process in (clients[handle] for handle in ready & clients.keys()):  # the client was killed
+            self.running[process] = None
+            _kill(process, signal.SIGKILL)
+        for client in [each for each in self.waiting if each.fileno() in ready]:
+            self.waiting.remove(client)
+            self._fork(client)
+        if listener is not None and listener.fileno() in ready:
+            client, _ = listener.accept()
+            self.waiting.append(client)
+        self._reap()
+        return bool(ready)
+
+    def _fork(self, client: socket.socket) -> None:
+        """Fork a process for the client. One of another user is not served, nor one that ended without a request."""
+        if peer(client)[1] != os.getuid() or not client.recv(1, socket.MSG_PEEK):
+            client.close()
+            return
+        own, held = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDS, signal.SIGCHLD))
+        try:
+            if not (process := os.fork()):
+                for other in filter(None, (*self.waiting, *self.running.values())):
+                    other.close()
+                raise Forked(client, own)
+            client.setblocking(False)
+            self.running[process] = client
+        except OSError as error:  # no memory, or too many processes: the client loads the model itself
+            client.close()
+            self.tell(f"a command was not started: {error.strerror}")
+        finally:
+            if os.getpid() == own:
+                signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+    def _reap(self) -> None:
+        """Tell the clients about processes that ended or stopped."""
+        while self.running:
+            process, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+            if not process:
+                return
+            is_stopped = os.WIFSTOPPED(status)
+            said = "stopped" if is_stopped else f"ended {os.waitstatus_to_exitcode(status)}"
+            client = self.running.get(process) if is_stopped else self.running.pop(process, None)
+            self.used = time.monotonic()
+            if client is not None:
+                with suppress(OSError):  # it was killed meanwhile
+                    client.send(f"{said}\n".encode())
+                if not is_stopped:
+                    client.close()
+
+    @staticmethod
+    def _leave_terminal() -> None:
+        """Give up the controlling terminal: a command in it would be stopped when it reads from there."""
+        import fcntl
+        import termios
+
+        if os.getsid(0) != os.getpid():
+            with suppress(OSError), open("/dev/tty", "rb", buffering=0) as terminal:
+                fcntl.ioctl(terminal, termios.TIOCNOTTY)
+
+
+def _kill(process: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, number)
+        os.killpg(process, signal.SIGCONT)

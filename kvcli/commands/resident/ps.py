@@ -1,0 +1,64 @@
+"""`kvcli ps`: the models that stay loaded for this user."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import typer
+
+from kvcli.commands.common.options import command
+from kvcli.commands.common.output import print_json, print_table
+from kvcli.environment import Environment
+from kvcli.errors import BadInput
+from kvcli.render.terminal.terminal import clock, long_size
+from kvcli.resident_client import connect, folder_of, residents
+
+if TYPE_CHECKING:
+    from kvcli.schemas.listings import ServerEntry
+
+app = typer.Typer(add_completion=False)
+
+
+@command(app)
+def ps(world: Environment) -> None:
+    """List the models that kvcli keep has loaded."""
+    from kvcli.schemas.listings import ServersDocument
+
+    document = ServersDocument(servers=servers(world))
+    if world.options.json:
+        print_json(world, document)
+        return
+    rows = [["model", "process", "memory", "commands", "runs for", "ends after", "load settings"]]
+    for each in document.servers:
+        ends = "" if each.keep is None else clock(each.keep)
+        figures = [long_size(each.bytes), str(each.running), clock(each.seconds), ends]
+        rows.append([each.model, str(each.pid), *figures, ", ".join(each.load)])
+    print_table(world, rows, drop=["load settings", "ends after", "runs for"])
+
+
+def servers(world: Environment) -> list[ServerEntry]:
+    """Return the resident processes that run, the newest first. Raises BadInput if their folder cannot be used."""
+    import psutil
+
+    from kvcli.schemas.listings import ServerEntry
+
+    found = []
+    try:
+        for about in residents(folder_of(world.environ)):
+            if (connection := connect(about)) is None:
+                continue
+            connection.close()
+            with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                process = psutil.Process(about["pid"])
+                seconds = max(0.0, time.time() - about["since"])
+                figures = {"running": len(process.children()), "bytes": process.memory_info().rss, "seconds": seconds}
+                found.append(
+                    ServerEntry(**{key: about[key] for key in ("model", "path", "pid", "load", "keep")}, **figures)
+                )
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise BadInput(str(error), code="folder_unusable", try_=[f"chmod 700 {folder_of(world.environ)}"]) from None
+    return found
