@@ -10,6 +10,7 @@ EXTRAS = {  # as in pyproject.toml
     "ocr": ("rapidocr", "onnxruntime"),
     "schema": ("llguidance",),
     "mcp": ("mcp",),
+    "ray": ("ray",),
     "llama": ("llama-cpp-python",),
 }
 

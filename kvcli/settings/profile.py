@@ -279,6 +279,12 @@ class Profile:
             found |= {f"{table}.{f.name}": getattr(filled, f.name) for f in dataclasses.fields(filled) if f.init}
         return found
 
+    @property
+    def written(self) -> dict[str, object]:
+        """The values of `values` that a file, a flag or a variable sets, without the label."""
+        given = (key for key, origin in self.origins.items() if origin != DEFAULT.name and key != "exactness")
+        return {key: self.values[key] for key in given if key in self.values}
+
     @cached_property
     def hash(self) -> str:
         """Hash of the settings in twelve digits, whatever the profile is called."""

@@ -22,8 +22,8 @@ EVERY = 0.5  # seconds between two stats lines
 
 def run_of(profile: Profile, session: TextSession, notes: Sequence[str] = ()) -> Run:
     """Return the settings of a turn of the session."""
-    method = profile.spec.method
-    return Run(profile.name, method, profile.hash, session.promise, cautions=session.cautions, notes=notes)
+    method, promise = profile.spec.method, session.promise or None
+    return Run(profile.name, method, profile.hash, promise, 1, session.cautions, notes, session.engine)
 
 
 def print_turn(world: Environment, events: Iterable[Event], info: ModelInfo, run: Run) -> Turn:

@@ -1,0 +1,85 @@
+"""`kvcli top`: running and waiting requests, KV cache and speed of inference servers, live."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from kvcli.commands.common.exits import Interrupt
+from kvcli.commands.common.options import Options, choice, command
+from kvcli.commands.common.output import print_json, print_table
+from kvcli.environment import Environment
+from kvcli.errors import EngineUnreachable, ExitStatus, UsageError
+from kvcli.render.terminal.screen import LiveRegion
+from kvcli.render.terminal.tables import columns
+from kvcli.render.terminal.terminal import Terminal
+
+app = typer.Typer(add_completion=False)
+
+_URLS = "Addresses of vLLM, SGLang (--enable-metrics), llama-server (--metrics) or kvcli serve."
+
+
+class TopOptions(Options, panel="The servers"):
+    urls: Annotated[list[str], typer.Argument(metavar="URL...", help=_URLS, show_default=False)]
+    interval: float = choice(default=2.0, metavar="SECONDS", help="Time between two looks. Default: 2.")
+
+
+@command(app)
+def top(world: Environment, options: TopOptions) -> int:
+    """Show load and speed of inference servers until Ctrl-C; in a pipe or with --json, once.
+
+    KV is the used part of the KV cache; the rates are of the last interval.
+    """
+    from kvcli.engines.http import Refused, Server
+    from kvcli.engines.metrics import Look, figures
+
+    if not 0.1 <= options.interval <= 3600:
+        raise UsageError("--interval takes 0.1 to 3600 seconds", try_=["--interval 2"])
+    bases = [url.rstrip("/").removesuffix("/v1") for url in options.urls]
+    servers = [Server(url, connect=2.0, first_byte=5.0, silence=5.0, tries=1) for url in bases]
+    before: dict[str, Look] = {}
+
+    def look() -> list[dict[str, Any]]:
+        rows = []
+        for server in servers:
+            try:
+                now = Look.of("\n".join(server.lines("/metrics")), time.monotonic())
+                rows.append({"url": server.url, **figures(now, before.get(server.url)), "error": None})
+                before[server.url] = now
+            except Refused as error:
+                rows.append({"url": server.url, "error": f"no metrics ({error.status})"})
+            except EngineUnreachable as error:
+                rows.append({"url": server.url, "error": error.message})
+        return rows
+
+    out = Terminal.of(world, "stdout")
+    with Interrupt(world.clock) as cancel:
+        rows = look()
+        region = LiveRegion(out) if out.live and not world.options.json else None
+        while not cancel():
+            if region is not None:
+                region.draw([], [out.paint([(line, "")]) for line in columns(table(rows), out.width - 1)])
+            until = time.monotonic() + options.interval
+            while time.monotonic() < until and not cancel():
+                time.sleep(0.05)
+            rows = look() if not cancel() else rows
+            if region is None:
+                break
+        if region is not None:
+            region.close([out.paint([(line, "")]) for line in columns(table(rows), out.width - 1)])
+    if world.options.json:
+        print_json(world, {"schema": "kvcli.top/1", "servers": rows})
+    elif region is None:
+        print_table(world, table(rows))
+    return ExitStatus.ENGINE_UNREACHABLE if all(row["error"] for row in rows) else ExitStatus.OK
+
+
+def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Return a header, and a row for each server."""
+    shapes = {"running": "{:g}", "waiting": "{:g}", "kv": "{:.0%}", "tok_s": "{:.1f}", "read_tok_s": "{:.0f}"}
+    shapes |= {"acceptance": "{:.0%}", "first_token": "{:.2f} s"}
+    head = ["server", "running", "waiting", "KV", "tok/s", "read tok/s", "accepted", "first token", ""]
+    cells = [[s.format(v) if (v := row.get(c)) is not None else "-" for c, s in shapes.items()] for row in rows]
+    return [head, *([row["url"], *cell, row["error"] or ""] for row, cell in zip(rows, cells, strict=True))]
