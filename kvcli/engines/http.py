@@ -63,19 +63,19 @@ class Server:
         with asyncio.Runner() as runner:
             for attempt in count(1):
                 lines, seconds, wait = self._once(path, body), self.first_byte, min(0.25 * 2**attempt, LATEST)
+                has_begun = False
                 try:
-                    while (line := runner.run(_next(lines, seconds, cancel))) is not None:
-                        seconds = min(seconds, self.silence)
+                    while not cancel() and (line := runner.run(_next(lines, seconds, cancel))) is not None:
+                        seconds, has_begun = self.silence, True
                         yield line
-                        attempt = self.tries  # an answer that has begun is not repeated
                     return
                 except Refused as error:
                     wait = wait if error.after is None else error.after
                     if attempt == self.tries or error.status not in BUSY or wait > LATEST:
                         raise
                 except (httpx2.TransportError, TimeoutError) as error:
-                    if attempt == self.tries or isinstance(error, TimeoutError):
-                        raise self._lost(error, seconds) from None
+                    if has_begun or attempt == self.tries or isinstance(error, TimeoutError):
+                        raise self._lost(error, seconds, has_begun) from None
                 finally:
                     runner.run(lines.aclose())
                 until = time.monotonic() + wait
@@ -98,12 +98,14 @@ class Server:
             async for line in response.aiter_lines():
                 yield line
 
-    def _lost(self, error: Exception, seconds: float) -> EngineUnreachable:
+    def _lost(self, error: Exception, seconds: float, has_begun: bool) -> EngineUnreachable:
         if isinstance(error, TimeoutError):
             ways = ["--engine-timeout SECONDS, for a server that is slow or busy", "look at the server's log"]
             return EngineUnreachable(f"{self.url} sent nothing for {seconds:g} s", code="engine_silent", try_=ways)
         ways = ["start the server, or wait until it has its model", "--base-url with the address that it prints"]
-        return EngineLost(f"no answer from {self.url}: {str(error) or type(error).__name__}", try_=ways)
+        what = f"{self.url} was lost during its answer" if has_begun else f"no answer from {self.url}"
+        code = "engine_lost" if has_begun else "engine_unreachable"
+        return EngineLost(f"{what}: {str(error) or type(error).__name__}", code=code, try_=ways)
 
 
 async def _next(lines: AsyncGenerator[str], seconds: float, cancel: Cancel) -> str | None:

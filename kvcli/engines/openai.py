@@ -75,9 +75,7 @@ class Endpoint:
         it, as by `kvcli serve`. Raises EngineUnreachable, BadModel."""
         try:
             listed = json.loads("\n".join(server.lines("/models")))["data"]
-            entries: dict[str, dict[str, Any]] = {
-                str(one["id"]): one | (one.get("meta") or {}) for one in listed
-            }
+            entries: dict[str, dict[str, Any]] = {str(one["id"]): one | (one.get("meta") or {}) for one in listed}
         except Refused as error:
             raise refusal(server, error) from None
         except (ValueError, LookupError, TypeError):
@@ -247,7 +245,7 @@ def refusal(server: Server, error: Refused, endpoint: Endpoint | None = None, pr
         detail = {"prompt": prompt, "reserve": 0, "limit": endpoint.limit if endpoint else 0}
         return ContextOverflow(f"too long for {server.url} {status}", lines=[said], detail=detail, try_=ways)
     if error.status == 404 and endpoint is not None:
-        ways = [f"-m {name}" for name in endpoint.others]
+        ways = [f"-m {name}" for name in endpoint.others if name != endpoint.model]
         return BadModel(f"{server.url} has no model {endpoint.model}", code="model_not_found", lines=[said], try_=ways)
     code, what, way = TABLE["errors"].get(str(error.status), TABLE["errors"]["other"])
     return EngineUnreachable(f"{server.url} {what} {status}", code=code, lines=[said] if said else [], try_=[way])

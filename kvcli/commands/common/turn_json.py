@@ -22,7 +22,7 @@ EVERY = 0.5  # seconds between two stats lines
 
 def run_of(profile: Profile, session: TextSession, notes: Sequence[str] = ()) -> Run:
     """Return the settings of a turn of the session."""
-    method, promise = profile.spec.method, session.promise or None
+    method, promise = profile.spec.method if session.engine is None else "off", session.promise or None
     return Run(profile.name, method, profile.hash, promise, 1, session.cautions, notes, session.engine)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -166,6 +167,7 @@ class SummaryRun:
         where = {"ray": "local", "ray://auto": "auto"}.get(address, address)
         n = self.options.parts.parallel
         with ExitStack() as ends:
+            ends.enter_context(redirect_stdout(sys.stderr))  # Ray prints there that a worker died
             with busy_word(self.screen, f"starting workers on {address}"):
                 workers = ends.enter_context(closing(RayWorkers(where, self.setup.lasting_name, self.profile, n)))
                 about = workers.about()
