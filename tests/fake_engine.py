@@ -84,10 +84,8 @@ class _Handler(BaseHTTPRequestHandler):
         if how == "garbage":
             return self._line("data: <html>it works</html>")
         if how == "silent":
-            for _ in range(200):
-                time.sleep(0.05)
-                self.wfile.flush()
-                self.connection.sendall(b"")
+            self.rfile.read(1)  # until the client hangs up
+            self.server.left.set()
             return None
         if how == "comments":
             for i in range(4):
@@ -105,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
             if how == "dropped" and i == 1:
                 return None
             if how == "stalls" and i == 1:
-                time.sleep(5)
+                time.sleep(1)
             if how == "fails" and i == 1:
                 return self._line('data: {"error": {"message": "out of memory", "code": 500}}')
         self._line(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvcli.api import Turn, turn_of
+from kvcli.api import End, Text, Turn, turn_of
 from kvcli.chat.conversation import Chat
 from kvcli.cli import run
 from kvcli.engines.http import Server
@@ -177,13 +176,19 @@ def test_comments_keep_a_slow_prefill_alive(engine: FakeEngine) -> None:
     assert ask(session(engine, first_byte=0.4, silence=0.4)).text == WELL
 
 
-def test_cancel_hangs_up_at_once(engine: FakeEngine) -> None:
-    engine.behaviours = ["endless"]
-    flag = threading.Event()
-    threading.Timer(0.2, flag.set).start()
-    turn = ask(session(engine), cancel=flag.is_set)
-    assert turn.finish == "interrupted"
-    assert turn.text.startswith("word ")
+@pytest.mark.parametrize("behaviour", ["endless", "silent"])
+def test_cancel_hangs_up_at_once(engine: FakeEngine, behaviour: str) -> None:
+    engine.behaviours = [behaviour]
+    words: list[str] = []
+
+    def cancel() -> bool:
+        return len(engine.bodies) > 0 and (behaviour == "silent" or len(words) > 2)
+
+    for event in session(engine).stream((), messages=[{"role": "user", "content": "Hi"}], cancel=cancel):
+        words += [event.text] if isinstance(event, Text) else []
+    assert isinstance(event, End)
+    assert event.turn.finish == "interrupted"
+    assert event.turn.text == "".join(words) == "word " * len(words)
     assert engine.left.wait(5)
 
 
