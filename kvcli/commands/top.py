@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -13,10 +14,18 @@ from kvcli.commands.common.output import print_json, print_table
 from kvcli.environment import Environment
 from kvcli.errors import EngineUnreachable, ExitStatus, UsageError
 from kvcli.render.terminal.screen import LiveRegion
-from kvcli.render.terminal.tables import columns
+from kvcli.render.terminal.tables import columns, fitting
 from kvcli.render.terminal.terminal import Terminal
+from kvcli.safe_output import Styled
 
 app = typer.Typer(add_completion=False)
+
+SHAPES = {
+    "running": "{:g}", "waiting": "{:g}", "kv": "{:.0%}", "tok_s": "{:.1f}", "read_tok_s": "{:.0f}",
+    "acceptance": "{:.0%}", "first_token": "{:.2f} s",
+}  # fmt: skip
+HEAD = ("server", "running", "waiting", "KV", "tok/s", "read tok/s", "accepted", "first token", "")
+DROP = ("read tok/s", "accepted", "first token", "waiting")  # columns that a narrow terminal leaves out, in order
 
 _URLS = "Addresses of vLLM, SGLang (--enable-metrics), llama-server (--metrics) or kvcli serve."
 
@@ -51,35 +60,38 @@ def top(world: Environment, options: TopOptions) -> int:
             except Refused as error:
                 rows.append({"url": server.url, "error": f"no metrics ({error.status})"})
             except EngineUnreachable as error:
-                rows.append({"url": server.url, "error": error.message})
+                rows.append({"url": server.url, "error": error.code})
         return rows
 
     out = Terminal.of(world, "stdout")
+    region = LiveRegion(out) if out.live and not world.options.json else None
+
+    def lines() -> list[Styled]:
+        shown = columns(fitting(table(rows), out.width - 1, DROP), out.width - 1)
+        return [out.paint([(line, "")]) for line in shown]
+
     with Interrupt(world.clock) as cancel:
         rows = look()
-        region = LiveRegion(out) if out.live and not world.options.json else None
         while not cancel():
             if region is not None:
-                region.draw([], [out.paint([(line, "")]) for line in columns(table(rows), out.width - 1)])
+                region.draw([], lines())
             until = time.monotonic() + options.interval
             while time.monotonic() < until and not cancel():
                 time.sleep(0.05)
             rows = look() if not cancel() else rows
             if region is None:
                 break
-        if region is not None:
-            region.close([out.paint([(line, "")]) for line in columns(table(rows), out.width - 1)])
-    if world.options.json:
+    if region is not None:
+        region.close(lines())
+    elif world.options.json:
         print_json(world, {"schema": "kvcli.top/1", "servers": rows})
-    elif region is None:
-        print_table(world, table(rows))
+    else:
+        print_table(world, table(rows), DROP)
     return ExitStatus.ENGINE_UNREACHABLE if all(row["error"] for row in rows) else ExitStatus.OK
 
 
-def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return a header, and a row for each server."""
-    shapes = {"running": "{:g}", "waiting": "{:g}", "kv": "{:.0%}", "tok_s": "{:.1f}", "read_tok_s": "{:.0f}"}
-    shapes |= {"acceptance": "{:.0%}", "first_token": "{:.2f} s"}
-    head = ["server", "running", "waiting", "KV", "tok/s", "read tok/s", "accepted", "first token", ""]
-    cells = [[s.format(v) if (v := row.get(c)) is not None else "-" for c, s in shapes.items()] for row in rows]
-    return [head, *([row["url"], *cell, row["error"] or ""] for row, cell in zip(rows, cells, strict=True))]
+    cells = [[s.format(v) if (v := row.get(c)) is not None else "-" for c, s in SHAPES.items()] for row in rows]
+    names = [row["url"].partition("://")[2] for row in rows]
+    return [[*HEAD], *([n, *cell, row["error"] or ""] for n, row, cell in zip(names, rows, cells, strict=True))]
