@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, redirect_stdout
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, redirect_stdout
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvcli.commands.chat.save_chat import said_of
 from kvcli.commands.common.exits import Interrupt
@@ -151,7 +151,8 @@ class SummaryRun:
             wording.refuse(self.request, session.info.id)
             window = PlanWindow.of(session, self.setup.pass_times(session.model))
             if (n := self.options.parts.parallel) > 1:
-                return self.side_by_side(lambda given: self.summary_of(given, window, wording), n)
+                work = partial(self.summary_of, window=window, wording=wording)
+                return self.finish_all(ordered(work, self.groups, n, self.cancel))
             for given in self.groups:
                 self.begin(given)
                 with self.attempt(given):
@@ -162,25 +163,24 @@ class SummaryRun:
 
     def summarize_on(self, address: str) -> int:
         """Make all summaries by the workers of a Ray cluster; returns the exit code."""
-        from kvcli.engines.ray import RayWorkers
+        from kvcli.commands.summarize.on_ray import summaries
 
         where = {"ray": "local", "ray://auto": "auto"}.get(address, address)
-        n = self.options.parts.parallel
-        with ExitStack() as ends:
-            ends.enter_context(redirect_stdout(sys.stderr))  # Ray prints there that a worker died
-            with busy_word(self.screen, f"starting workers on {address}"):
-                workers = ends.enter_context(closing(RayWorkers(where, self.setup.lasting_name, self.profile, n)))
-                about = workers.about()
-            self.text_session, self.run = cast("TextSession", about), CheckedRun(self.setup, about.profile)
-            for note in about.cautions:
-                self.tell(note)
-            requested = self.request
-            return self.side_by_side(lambda given: workers.summary([one.document for one in given], requested), n)
+        given = (where, self.setup.lasting_name, self.profile, self.request, self.groups, self.options.parts.parallel)
 
-    def side_by_side(self, make: Callable[[Sequence[InputDocument]], Summary], n: int) -> int:
-        """Make `n` summaries at a time, and finish them in the order of their files; returns the exit code."""
+        def of(result: Callable[[], Any]) -> Summary:
+            about = result()
+            self.text_session, self.run = about, CheckedRun(self.setup, about.profile)
+            return cast("Summary", about.summary)
+
+        with redirect_stdout(sys.stderr):  # Ray prints there that a worker died
+            found = summaries(*given, self.cancel)
+            return self.finish_all((group, partial(of, result)) for group, result in found)
+
+    def finish_all(self, found: Iterable[tuple[Sequence[InputDocument], Callable[[], Summary]]]) -> int:
+        """Finish summaries that are made side by side, in the order of their files; returns the exit code."""
         with self.cancel:
-            for i, (given, result) in enumerate(ordered(make, self.groups, n, self.cancel), 1):
+            for i, (given, result) in enumerate(found, 1):
                 if self.cancel():
                     break
                 self.begin(given)
@@ -193,13 +193,12 @@ class SummaryRun:
         return ExitStatus.INTERRUPTED if self.cancel() else self.status
 
     def summary_of(self, given: Sequence[InputDocument], window: PlanWindow, wording: Wording) -> Summary:
-        """Make one summary without showing its progress. A part that Ctrl-C stops has no summary, and no reader."""
-        documents, profile = [one.document for one in given], self.run.profile
+        """Make one summary without showing its progress."""
+        documents, is_fresh = [one.document for one in given], self.options.parts.no_cache
         plan = make_plan(documents, self.request, window, wording)
-        is_fresh = self.options.parts.no_cache
-        cache = Cache.of(self.world.paths.cache, self.text_session.info, profile, is_fresh=is_fresh)
+        cache = Cache.of(self.world.paths.cache, self.text_session.info, self.run.profile, is_fresh=is_fresh)
         events = summarize(self.text_session, documents, cache=cache, cancel=self.cancel, plan=plan)
-        return next(event.summary for event in events if isinstance(event, Done))
+        return next(event.summary for event in events if isinstance(event, Done))  # after Ctrl-C nobody asks for it
 
     def begin(self, given: Sequence[InputDocument]) -> None:
         """Begin the output of one summary, with a heading if there are several."""
