@@ -88,8 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.left.set()
             return None
         if how == "comments":
-            for i in range(4):
-                self._line(f": read {i} of 4")
+            for i in range(8):
+                self._line(f": read {i} of 8")
                 time.sleep(0.15)
         if how == "endless":
             while True:

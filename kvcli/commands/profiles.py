@@ -135,8 +135,7 @@ def export(
     profile = load_profile(name, sources=sources(world), sets=world.options.set)
     made = exported(profile, to)
     if world.options.json:
-        facts = {"words": made.words, "fields": made.fields, "approximated": made.approximated, "lost": made.lost}
-        _json(world, profiles=[name], engine=to, **facts)
+        _json(world, profiles=[name], export=made.document())
         return
     print_lines(world, [shlex.join(made.words)] if made.words else json.dumps(made.fields, indent=2).split("\n"))
     for kind, reasons in (("approximated", made.approximated), ("lost", made.lost)):

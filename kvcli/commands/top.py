@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ from kvcli.render.terminal.screen import LiveRegion
 from kvcli.render.terminal.tables import columns, fitting
 from kvcli.render.terminal.terminal import Terminal
 from kvcli.safe_output import Styled
+from kvcli.schemas.listings import ServerLoad, TopDocument
 
 app = typer.Typer(add_completion=False)
 
@@ -50,17 +51,17 @@ def top(world: Environment, options: TopOptions) -> int:
     servers = [Server(url, connect=2.0, first_byte=5.0, silence=5.0, tries=1) for url in bases]
     before: dict[str, Look] = {}
 
-    def look() -> list[dict[str, Any]]:
+    def look() -> list[ServerLoad]:
         rows = []
         for server in servers:
             try:
                 now = Look.of("\n".join(server.lines("/metrics")), time.monotonic())
-                rows.append({"url": server.url, **figures(now, before.get(server.url)), "error": None})
+                rows.append(ServerLoad.from_attributes(url=server.url, **figures(now, before.get(server.url))))
                 before[server.url] = now
             except Refused as error:
-                rows.append({"url": server.url, "error": f"no metrics ({error.status})"})
+                rows.append(ServerLoad(url=server.url, error=f"no metrics ({error.status})"))
             except EngineUnreachable as error:
-                rows.append({"url": server.url, "error": error.code})
+                rows.append(ServerLoad(url=server.url, error=error.code))
         return rows
 
     out = Terminal.of(world, "stdout")
@@ -84,14 +85,14 @@ def top(world: Environment, options: TopOptions) -> int:
     if region is not None:
         region.close(lines())
     elif world.options.json:
-        print_json(world, {"schema": "kvcli.top/1", "servers": rows})
+        print_json(world, TopDocument(servers=rows))
     else:
         print_table(world, table(rows), DROP)
-    return ExitStatus.ENGINE_UNREACHABLE if all(row["error"] for row in rows) else ExitStatus.OK
+    return ExitStatus.ENGINE_UNREACHABLE if all(row.error for row in rows) else ExitStatus.OK
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def table(rows: Sequence[ServerLoad]) -> list[list[str]]:
     """Return a header, and a row for each server."""
-    cells = [[s.format(v) if (v := row.get(c)) is not None else "-" for c, s in SHAPES.items()] for row in rows]
-    names = [row["url"].partition("://")[2] for row in rows]
-    return [[*HEAD], *([n, *cell, row["error"] or ""] for n, row, cell in zip(names, rows, cells, strict=True))]
+    cells = [[s.format(v) if (v := getattr(row, c)) is not None else "-" for c, s in SHAPES.items()] for row in rows]
+    named = zip(rows, cells, strict=True)
+    return [[*HEAD], *([row.url.partition("://")[2], *cell, row.error or ""] for row, cell in named)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tomli
+
+from kvcli.schemas.listings import ExportedProfile
 
 if TYPE_CHECKING:
     from kvcli.settings.profile import Profile
@@ -17,20 +18,10 @@ TABLE = tomli.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-
 ENGINES = tuple(name for name in TABLE if name != "all")
 
 
-@dataclass
-class ExportedProfile:
-    """A command line, or the fields of a `generation_config.json` if there is none, and differences by profile key."""
-
-    words: list[str]
-    fields: dict[str, Any] = field(default_factory=dict)
-    approximated: dict[str, str] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)
-
-
 def export(profile: Profile, engine: str) -> ExportedProfile:
-    """Translate the settings of a profile that are no defaults, by export.toml."""
+    """Translate the settings of a profile that are no defaults, by export.toml, to a command line or to fields."""
     keys, why = TABLE[engine]["keys"], TABLE["all"]["lost"]
-    options, made = dict[str, list[str]](), ExportedProfile(list(TABLE[engine]["start"]))
+    options, approximated, lost = dict[str, list[str]](), dict[str, str](), dict[str, str]()
     objects = dict[str, dict[str, Any]]()  # of options whose value is JSON: several keys share one
     used = set[str]()
 
@@ -45,12 +36,12 @@ def export(profile: Profile, engine: str) -> ExportedProfile:
     for key, value in profile.written.items():
         entry: list[str] | None = keys.get(f"{key}={str(value).lower()}", keys.get(key))
         if entry is None:
-            made.lost[key] = why[key.partition(".")[0]]
+            lost[key] = why[key.partition(".")[0]]
             continue
         name = ""
         for word in entry:
             if word.startswith("~"):
-                made.approximated[key] = word[1:]
+                approximated[key] = word[1:]
             elif word.startswith("{"):
                 objects.setdefault(name, {}).update(json.loads(filled(word, value)))
                 options[name] = [json.dumps(objects[name])]
@@ -58,7 +49,6 @@ def export(profile: Profile, engine: str) -> ExportedProfile:
                 options[name := word] = []
             else:
                 options[name] = [filled(word, value)]
-    made.fields = objects.get("", {})
-    made.lost = {key: said for key, said in made.lost.items() if key not in used}
-    made.words += [word for name, values in options.items() if name for word in (name, *values)]
-    return made
+    words = [*TABLE[engine]["start"], *(word for name, values in options.items() if name for word in (name, *values))]
+    lost = {key: said for key, said in lost.items() if key not in used}
+    return ExportedProfile(engine=engine, words=words, fields=objects.get("", {}), approximated=approximated, lost=lost)

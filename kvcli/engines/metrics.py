@@ -10,7 +10,6 @@ from pathlib import Path
 import tomli
 
 TABLE = tomli.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-COLUMNS = tuple(column for columns in TABLE.values() for column in columns)
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+([-+.\w]+)(?:\s+-?\d+)?$")
 
 
@@ -41,7 +40,7 @@ def figures(now: Look, before: Look | None = None) -> dict[str, float | None]:
     def grown(name: str) -> float:
         return max(0.0, now.values[name] - (old[name] if old[name] <= now.values[name] else 0.0))  # it began again
 
-    found: dict[str, float | None] = dict.fromkeys(COLUMNS)
+    found = dict[str, float | None]()
     for column, names in TABLE["now"].items():
         found[column] = next((float(now.values[name]) for name in names if name in now.values), None)
     for column, names in TABLE["per_second"].items():

@@ -87,7 +87,7 @@ class Endpoint:
             raise BadModel(f"{server.url} {what}", code="model_not_found", try_=[f"-m {one}" for one in plain[:8]])
         name = one if (one := f"{name}:{profile}") in entries else name
         facts = entries[name]
-        sizes = [facts[key] for key in ("max_model_len", "n_ctx", "context") if isinstance(facts.get(key), int)]
+        sizes = [n for key in ("max_model_len", "n_ctx", "context") if isinstance(n := facts.get(key), int) and n > 0]
         kind, promise = str(facts.get("owned_by")), str(facts.get("promise", ""))
         return cls(server, name, kind if kind in ENGINES else "all", min(sizes, default=0), promise, plain)
 
@@ -192,7 +192,7 @@ class _Answer:
             delta = choice.get("delta") or {}
             text, thought = delta.get("content") or "", delta.get("reasoning_content") or delta.get("reasoning") or ""
             self.text, self.thinking = self.text + text, self.thinking + thought
-            self.finish = choice.get("finish_reason") or self.finish
+            self.finish = str(choice.get("finish_reason") or self.finish)
         except (ValueError, LookupError, TypeError, AttributeError):
             raise _garbage(self.endpoint.server, f"a line cannot be read: {data[:60]!r}") from None
         if chunk.get("error"):
@@ -206,13 +206,13 @@ class _Answer:
 
     def _count(self) -> None:
         """Replace the number of pieces by the server's token counts."""
-        usage, stats = self.usage, self.stats
-        of = {**(usage.get("prompt_tokens_details") or {}), **(usage.get("completion_tokens_details") or {})}
-        stats.prompt, stats.new = usage.get("prompt_tokens", self.prompt), usage.get("completion_tokens", stats.new)
-        stats.context, stats.cached = stats.prompt + stats.new, of.get("cached_tokens") or 0
-        stats.thinking = of.get("reasoning_tokens") or stats.thinking
-        stats.accepted_tokens = of.get("accepted_prediction_tokens") or 0
-        stats.draft_tokens = stats.accepted_tokens + (of.get("rejected_prediction_tokens") or 0)
+        stats, parts = self.stats, (self.usage, *(value for value in self.usage.values() if isinstance(value, dict)))
+        n = {key: value for part in parts for key, value in part.items() if isinstance(value, int) and value >= 0}
+        stats.prompt, stats.new = n.get("prompt_tokens", self.prompt), n.get("completion_tokens", stats.new)
+        stats.context, stats.cached = stats.prompt + stats.new, n.get("cached_tokens", 0)
+        stats.thinking = n.get("reasoning_tokens", stats.thinking)
+        stats.accepted_tokens = n.get("accepted_prediction_tokens", 0)
+        stats.draft_tokens = stats.accepted_tokens + n.get("rejected_prediction_tokens", 0)
 
 
 def translated(endpoint: Endpoint, profile: Profile) -> tuple[dict[str, Any], EngineFacts]:

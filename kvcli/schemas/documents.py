@@ -24,6 +24,7 @@ from kvcli.schemas.listings import (
     PlanDocument,
     ProfilesDocument,
     SuggestionsDocument,
+    TopDocument,
 )
 from kvcli.schemas.pack import PackDocument
 from kvcli.schemas.quality import AgreementDocument, QualityDocument
@@ -61,6 +62,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "summary": SummaryDocument,
     "summary_plan": SummaryPlanDocument,
     "extract": ExtractDocument,
+    "top": TopDocument,
 }
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvcli.engines import export as exports
-from kvcli.engines.metrics import COLUMNS, Look, figures
+from kvcli.engines.metrics import Look, figures
+from kvcli.schemas.listings import ProfilesDocument, ServerLoad, TopDocument
 from kvcli.settings.config import Sources, builtin_files
 from kvcli.settings.profile import load_profile
 from kvcli.settings.schema import METHOD_TABLES, SECTIONS, registries
@@ -45,8 +46,8 @@ def test_export_prints_the_nearest_settings(shell: Shell, engine_: str, sets: li
 
 
 def test_export_names_what_is_lost(shell: Shell) -> None:  # noqa: F811
-    assert shell("profiles", "export", "snap", "--to", "vllm", "--json", "--set", "load.adapters=[\"a'b\"]") == 0
-    document = json.loads(shell.out)
+    assert shell("profiles", "export", "snap", "--to", "vllm", "--json", "--set", 'load.adapters=["a\'b"]') == 0
+    document = ProfilesDocument.model_validate_json(shell.out).document()["export"]
     assert set(document["lost"]) == {"policy.name", "policy.keep", "policy.alloc", "load.adapters"}
     assert set(document["approximated"]) == {"spec.method"}
     assert document["words"][:3] == ["vllm", "serve", "MODEL"]
@@ -118,16 +119,16 @@ def test_figures_since_the_start_and_between_two_looks() -> None:
 )
 def test_names_of_other_servers(text: str, column: str, value: float | None) -> None:
     found = figures(Look.of(text, 1.0))
-    assert tuple(found) == COLUMNS
+    assert found.keys() == ServerLoad.model_fields.keys() - {"url", "error"}
     assert found[column] == value
 
 
 def test_top_once_with_a_server_that_does_not_answer(shell: Shell, engine: FakeEngine, tmp_path: Path) -> None:  # noqa: F811
     engine.metrics = VLLM
     assert shell("top", "URL", "http://127.0.0.1:9/x", "--interval", "0.1", "--json") == 0
-    up, down = json.loads(shell.out)["servers"]
-    assert (up["running"], up["tok_s"], up["error"]) == (4, 0.0, None)
-    assert down["error"] == "engine_unreachable"
+    up, down = TopDocument.model_validate_json(shell.out).servers
+    assert (up.running, up.tok_s, up.error) == (4, 0.0, None)
+    assert down.error == "engine_unreachable"
     assert shell("top", "URL", "--interval", "0.1") == 0
     assert "25%" in shell.out
     assert shell("top", "http://127.0.0.1:9", "--interval", "0.1") == 7

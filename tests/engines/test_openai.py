@@ -134,18 +134,18 @@ def test_a_profile_of_the_server_is_chosen_and_its_promise_told(shell: Shell) ->
         (["garbage"], 7, "engine_garbage", "it works"),
         (["fails"], 7, "engine_failed", "out of memory"),
         (["dropped"], 7, "engine_lost", "after 17 characters"),
-        (["stalls"], 7, "engine_silent", "sent nothing for 0.2 s"),
+        (["stalls"], 7, "engine_silent", "sent nothing for 0.3 s"),
         (["silent"], 7, "engine_silent", "sent nothing for 0.3 s"),
     ],
 )
 def test_each_failure_has_its_error(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, behaviours: list[str], status: int, code: str, said: str
 ) -> None:
-    monkeypatch.setattr(Server, "silence", 0.2)
+    waits = {"silence": 0.3} if behaviours == ["stalls"] else {"first_byte": 0.3} if behaviours == ["silent"] else {}
     init = Server.__init__
-    monkeypatch.setattr(Server, "__init__", lambda self, *args, **more: init(self, *args, silence=0.2, **more))
+    monkeypatch.setattr(Server, "__init__", lambda self, *args, **more: init(self, *args, **more | waits))
     shell.engine.behaviours = behaviours
-    assert shell.chat("--engine-timeout", "0.3") == status
+    assert shell.chat() == status
     assert f"[{code}]" in shell.err
     assert said in shell.err
     assert len(shell.engine.bodies) == 1  # none of these is tried again
@@ -173,7 +173,7 @@ def test_only_a_request_without_an_answer_is_repeated(engine: FakeEngine) -> Non
 
 def test_comments_keep_a_slow_prefill_alive(engine: FakeEngine) -> None:
     engine.behaviours = ["comments"]
-    assert ask(session(engine, first_byte=0.4, silence=0.4)).text == WELL
+    assert ask(session(engine, first_byte=0.5, silence=0.5)).text == WELL
 
 
 @pytest.mark.parametrize("behaviour", ["endless", "silent"])
