@@ -41,6 +41,7 @@ from kvcli.settings.schema import (
     Sample,
     Thinking,
     foreign,
+    plain_value,
     registries,
     size_of,
 )
@@ -281,9 +282,9 @@ class Profile:
 
     @property
     def written(self) -> dict[str, object]:
-        """The values of `values` that a file, a flag or a variable sets, without the label."""
-        given = (key for key, origin in self.origins.items() if origin != DEFAULT.name and key != "exactness")
-        return {key: self.values[key] for key in given if key in self.values}
+        """The values that a file, a flag or a variable sets, other than the defaults, without the label."""
+        given = ((key, value) for key, value in self.values.items() if self.origins[key] != DEFAULT.name)
+        return {key: value for key, value in given if key != "exactness" and value != plain_value(key)}
 
     @cached_property
     def hash(self) -> str:

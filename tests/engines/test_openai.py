@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,6 +204,7 @@ def test_the_key_is_private_and_in_no_message(shell: Shell) -> None:
     key.write_text("s3cret\n")
     key.chmod(0o644)
     assert shell.chat("--key-file", "key") == 3
+    assert "[key_not_private]" in shell.err
     assert "chmod 600 key" in shell.err
     key.chmod(0o600)
     shell.engine.behaviours = ["403"]
@@ -225,6 +227,7 @@ def test_a_summary_needs_a_known_window(shell: Shell) -> None:
     (shell.home / "a.txt").write_text("The well is 40 m deep.")
     del shell.engine.models[0]["max_model_len"]
     assert shell.summarize("a.txt") == 2
+    assert "[unknown_window]" in shell.err
     assert "--ctx N" in shell.err
     assert shell.summarize("a.txt", "--ctx", "2048", "--json") == 0
     assert json.loads(shell.out)["points"][0]["text"] == WELL
@@ -245,6 +248,25 @@ def test_documents_side_by_side_come_in_order_and_a_lost_one_is_done_again(shell
     assert shell.summarize(*names, "--each", "--parallel", "3", "--json", "--no-cache") == 3
     codes = [json.loads(line)["code"] for line in shell.out.splitlines()]
     assert codes == ["empty_file"] + 5 * ["engine_lost"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--each", "--on", "ray"], "[no_ray]"),
+        (["--on", "ray"], "need --each"),
+        (["--each", "--parallel", "2"], "need --each"),
+        (["--each", "--on", "slurm"], "--on takes ray"),
+        (["--each", "--on", "ray", "--dry-run"], "--on takes ray"),
+    ],
+)
+def test_piles_are_refused_where_nothing_can_share_them(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, args: list[str], said: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (shell.home / "a.txt").write_text("The well is 40 m deep.")
+    assert shell("summarize", "a.txt", "-m", "demo", *args) in (2, 3)
+    assert said in shell.err
 
 
 def test_ordered_keeps_the_order_and_each_error() -> None:
