@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -74,7 +74,7 @@ class Endpoint:
         """Ask the server for its models. `wanted`: None = the only one. `profile`: chosen if the model is listed with
         it, as by `kvcli serve`. Raises EngineUnreachable, BadModel."""
         try:
-            listed = json.loads("\n".join(server.lines("/models")))["data"]
+            listed = json.loads("\n".join(replace(server, tries=4).lines("/models")))["data"]
             entries: dict[str, dict[str, Any]] = {str(one["id"]): one | (one.get("meta") or {}) for one in listed}
         except Refused as error:
             raise refusal(server, error) from None
@@ -88,7 +88,7 @@ class Endpoint:
         name = one if (one := f"{name}:{profile}") in entries else name
         facts = entries[name]
         sizes = [n for key in ("max_model_len", "n_ctx", "context") if isinstance(n := facts.get(key), int) and n > 0]
-        kind, promise = str(facts.get("owned_by")), str(facts.get("promise", ""))
+        kind, promise = str(facts.get("owned_by")), str(facts.get("exactness", ""))
         return cls(server, name, kind if kind in ENGINES else "all", min(sizes, default=0), promise, plain)
 
 
@@ -220,14 +220,17 @@ def translated(endpoint: Endpoint, profile: Profile) -> tuple[dict[str, Any], En
     command line and that no field stands for."""
     about, url, mode, values = ENGINES[endpoint.kind], endpoint.server.url, profile.thinking.mode, profile.values
     known, thinks = ENGINES["all"]["fields"] | about["fields"], about.get("thinks", False)
-    fields = {known[key]: value for key, value in values.items() if key in known and value not in (None, ())}
+    sent = {*profile.written, "sample.seed", "sample.max_new_tokens"} & known.keys()
+    fields = {known[key]: value for key, value in values.items() if key in sent}
     if mode in ("low", "medium", "high"):
         fields["reasoning_effort"] = mode
     elif mode != "auto" and thinks:
         fields["chat_template_kwargs"] = {"enable_thinking": mode == "on"}
     followed = {*known, *OWN} - (set() if thinks or mode not in ("on", "off") else {"thinking.mode"})
     off = {f"sample.{key}": value for key, value in NO_PENALTY.items()}
-    lost = [key for key, value in profile.written.items() if key not in followed and value != off.get(key)]
+    served = "built-in " if endpoint.model.endswith(f":{profile.name}") else "\n"  # that profile runs there
+    open_ = {key: value for key, value in profile.written.items() if not profile.origins[key].startswith(served)}
+    lost = [key for key, value in open_.items() if key not in followed and value != off.get(key)]
     if profile.context.on_overflow == "compress":
         lost.append("context.on_overflow")
     if refused := [f"{key} ({profile.origins[key]})" for key in lost if profile.origins[key].startswith("--")]:

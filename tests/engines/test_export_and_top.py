@@ -112,7 +112,7 @@ def test_figures_since_the_start_and_between_two_looks() -> None:
         ("sglang:num_running_reqs 2", "running", 2),
         ("sglang:token_usage 0.28", "kv", 0.28),
         ("llamacpp:requests_deferred 1", "waiting", 1),
-        ("kvcli_first_token_seconds_sum 3\nkvcli_first_token_seconds_count 2", "first_token", 1.5),
+        ("sglang:time_to_first_token_seconds_sum 3\nsglang:time_to_first_token_seconds_count 2", "first_token", 1.5),
         ("other:thing 1", "running", None),
         ("", "tok_s", None),
     ],

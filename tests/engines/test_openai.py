@@ -119,10 +119,13 @@ def test_fields_follow_the_server(shell: Shell) -> None:
 
 
 def test_a_profile_of_the_server_is_chosen_and_its_promise_told(shell: Shell) -> None:
-    shell.engine.models = [{"id": name, "owned_by": "kvcli", "promise": "exact"} for name in ("m", "m:exact", "m:snap")]
+    shell.engine.models = [
+        {"id": name, "owned_by": "kvcli", "exactness": "exact"} for name in ("m", "m:exact", "m:snap")
+    ]
     assert shell.chat("--json", "-P", "snap") == 0
     assert shell.engine.bodies[0]["model"] == "m:snap"
-    assert json.loads(shell.out)["exactness"] == "exact"
+    turn = json.loads(shell.out)
+    assert (turn["exactness"], turn["engine"]["without_effect"]) == ("exact", [])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from os.path import expanduser
@@ -75,8 +75,9 @@ def remote_setup(world: Environment, options: Options, asked: EngineOptions, fla
     if world.options.offline:
         raise UsageError("--engine openai excludes --offline", try_=["only one of them"])
     key = read_key(world, asked.key_file) if asked.key_file is not None else ""
-    server = Server(asked.base_url, key, first_byte=asked.engine_timeout)
-    values: Mapping[str, object] = options.values()
+    values = options.values()
+    # a pile of files waits a minute for a server that starts again
+    server = Server(asked.base_url, key, first_byte=asked.engine_timeout, tries=9 if values.get("each") else 4)
     model = values.get("model")
     return RemoteSetup(world, str(model) if model else None, flags, is_typed=True, server=server)
 
