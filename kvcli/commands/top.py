@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -32,7 +32,7 @@ _URLS = "Addresses of vLLM, SGLang (--enable-metrics), llama-server (--metrics) 
 
 
 class TopOptions(Options, panel="The servers"):
-    urls: Annotated[list[str], typer.Argument(metavar="URL...", help=_URLS, show_default=False)]
+    urls: Annotated[list[str], typer.Argument(metavar="URL", help=_URLS, show_default=False)]
     interval: float = choice(default=2.0, metavar="SECONDS", help="Time between two looks. Default: 2.")
 
 
@@ -43,21 +43,22 @@ def top(world: Environment, options: TopOptions) -> int:
     KV is the used part of the KV cache; the rates are of the last interval.
     """
     from kvcli.engines.http import Refused, Server
-    from kvcli.engines.metrics import Look, figures
+    from kvcli.engines.metrics import figures, parsed
 
     if not 0.1 <= options.interval <= 3600:
         raise UsageError("--interval takes 0.1 to 3600 seconds", try_=["--interval 2"])
     bases = [url.rstrip("/").removesuffix("/v1") for url in options.urls]
     servers = [Server(url, connect=2.0, first_byte=5.0, silence=5.0, tries=1) for url in bases]
-    before: dict[str, Look] = {}
+    looks: dict[str, tuple[float, Mapping[str, float]]] = {}
 
     def look() -> list[ServerLoad]:
         rows = []
         for server in servers:
             try:
-                now = Look.of("\n".join(server.lines("/metrics")), time.monotonic())
-                rows.append(ServerLoad.from_attributes(url=server.url, **figures(now, before.get(server.url))))
-                before[server.url] = now
+                at, now = time.monotonic(), parsed("\n".join(server.lines("/metrics")))
+                then, before = looks.get(server.url, (at, {}))
+                looks[server.url] = at, now
+                rows.append(ServerLoad.from_attributes(url=server.url, **figures(now, before, at - then)))
             except Refused as error:
                 rows.append(ServerLoad(url=server.url, error=f"no metrics ({error.status})"))
             except EngineUnreachable as error:

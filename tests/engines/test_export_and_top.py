@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcli.engines import export as exports
-from kvcli.engines.metrics import Look, figures
+from kvcli.engines.metrics import figures, parsed
 from kvcli.schemas.listings import ProfilesDocument, ServerLoad, TopDocument
 from kvcli.settings.config import Sources, builtin_files
 from kvcli.settings.profile import load_profile
@@ -95,15 +95,14 @@ nonsense line {
 
 
 def test_figures_since_the_start_and_between_two_looks() -> None:
-    first = Look.of(VLLM, 10.0)
-    assert figures(first) == {
+    first = parsed(VLLM)
+    assert figures(first, {}, 0.0) == {
         "running": 4, "waiting": 2, "kv": 0.25, "tok_s": None, "read_tok_s": None, "acceptance": 0.6, "first_token": 0.5
     }  # fmt: skip
-    later = Look.of(VLLM.replace("1e3", "1100").replace("_tokens_total 100", "_tokens_total 120"), 12.0)
-    between = figures(later, first)
+    later = parsed(VLLM.replace("1e3", "1100").replace("_tokens_total 100", "_tokens_total 120"))
+    between = figures(later, first, 2.0)
     assert (between["tok_s"], between["acceptance"], between["first_token"]) == (50.0, 0.0, None)
-    began_again = Look.of("vllm:generation_tokens_total 30", 14.0)
-    assert figures(began_again, later)["tok_s"] == 15.0
+    assert figures(parsed("vllm:generation_tokens_total 30"), later, 2.0)["tok_s"] == 15.0  # the server began again
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,7 @@ def test_figures_since_the_start_and_between_two_looks() -> None:
     ],
 )
 def test_names_of_other_servers(text: str, column: str, value: float | None) -> None:
-    found = figures(Look.of(text, 1.0))
+    found = figures(parsed(text), {}, 0.0)
     assert found.keys() == ServerLoad.model_fields.keys() - {"url", "error"}
     assert found[column] == value
 

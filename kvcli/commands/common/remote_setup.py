@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from os.path import expanduser
 from typing import TYPE_CHECKING, cast
+from urllib.parse import urlsplit
 
+from kvcli.commands.common.inputs import tell
 from kvcli.commands.common.run_setup import Flags, Setup
 from kvcli.engines.http import Server
 from kvcli.engines.openai import Endpoint, RemoteSession
@@ -72,12 +74,17 @@ def remote_setup(world: Environment, options: Options, asked: EngineOptions, fla
     if asked.engine is None or asked.base_url is None:
         raise UsageError("--engine openai and --base-url URL belong together", try_=["--engine openai --base-url URL"])
     options.refuse_others("--engine openai", COMMON)
+    if not 0 < asked.engine_timeout < 1e6:
+        raise UsageError("--engine-timeout takes a number of seconds above 0", try_=["--engine-timeout 600"])
     if world.options.offline:
         raise UsageError("--engine openai excludes --offline", try_=["only one of them"])
     key = read_key(world, asked.key_file) if asked.key_file is not None else ""
     values = options.values()
     # a pile of files waits a minute for a server that starts again
     server = Server(asked.base_url, key, first_byte=asked.engine_timeout, tries=9 if values.get("each") else 4)
+    address = urlsplit(asked.base_url)
+    if key and address.scheme == "http" and address.hostname not in ("localhost", "127.0.0.1", "::1"):
+        tell(world, f"the key is sent to {address.hostname} without encryption; https or an SSH tunnel protects it")
     model = values.get("model")
     return RemoteSetup(world, str(model) if model else None, flags, is_typed=True, server=server)
 

@@ -36,6 +36,8 @@ def summarize(world: Environment, options: SummarizeOptions) -> int:
         options.refuse_others("--extract-only", kept)
     if options.dry_run and result.output not in (None, "-"):
         raise UsageError("--dry-run prints the plan and writes no file", try_=["leave out -o"])
+    if parts.parallel < 1:
+        raise UsageError(f"--parallel {parts.parallel}: at least 1 file at a time", try_=["--parallel 4"])
     if (parts.on is not None or parts.parallel > 1) and not (given.each and (parts.on or options.engine.engine)):
         raise UsageError("--parallel and --on need --each, and --parallel another engine", try_=["--each --on ray"])
     if parts.on is not None and (parts.on.partition("://")[0] != "ray" or options.dry_run or given.extract_only):
