@@ -95,6 +95,11 @@ class _Handler(BaseHTTPRequestHandler):
             while True:
                 self._data({"content": "word "})
                 time.sleep(0.02)
+        if how == "long":
+            while True:
+                self.wfile.write(b"x" * (1 << 20))
+        if how == "separators":
+            self._line('data: {"choices": [{"delta": {"content": "a\u2028b\x85c "}}]}')
         if how == "thinks":
             self._data({"reasoning_content": "hmm, "})
             self._data({"reasoning_content": "wells"})
@@ -103,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
             if how == "dropped" and i == 1:
                 return None
             if how == "stalls" and i == 1:
-                time.sleep(1)
+                self.server.left.wait(5)
             if how == "fails" and i == 1:
                 return self._line('data: {"error": {"message": "out of memory", "code": 500}}')
         self._line(

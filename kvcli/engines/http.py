@@ -17,6 +17,7 @@ from kvcli.version import __version__
 
 POLL = 0.1  # seconds between two looks at `cancel`
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # answers after which the same request may succeed
+LONGEST = 16 << 20  # bytes of a line, at most
 LATEST = 60.0  # seconds of Retry-After that are waited for, at most
 
 
@@ -95,8 +96,14 @@ class Server:
             if response.status_code != 200:
                 await response.aread()
                 raise Refused(response)
-            async for line in response.aiter_lines():
-                yield line
+            rest = b""
+            async for data in response.aiter_bytes():
+                *lines, rest = (rest + data).split(b"\n")  # not splitlines: text in JSON may have other line ends
+                for line in lines:
+                    yield line.decode(errors="replace").rstrip("\r")
+                if len(rest) > LONGEST:
+                    raise httpx2.RemoteProtocolError(f"a line has more than {LONGEST:,} bytes")
+            yield rest.decode(errors="replace")
 
     def _lost(self, error: Exception, seconds: float, has_begun: bool) -> EngineUnreachable:
         if isinstance(error, TimeoutError):

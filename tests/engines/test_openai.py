@@ -139,14 +139,14 @@ def test_a_profile_of_the_server_is_chosen_and_its_promise_told(shell: Shell) ->
         (["garbage"], 7, "engine_garbage", "it works"),
         (["fails"], 7, "engine_failed", "out of memory"),
         (["dropped"], 7, "engine_lost", "after 17 characters"),
-        (["stalls"], 7, "engine_silent", "sent nothing for 0.3 s"),
-        (["silent"], 7, "engine_silent", "sent nothing for 0.3 s"),
+        (["stalls"], 7, "engine_silent", "sent nothing for 0.5 s"),
+        (["silent"], 7, "engine_silent", "sent nothing for 2 s"),
     ],
 )
 def test_each_failure_has_its_error(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, behaviours: list[str], status: int, code: str, said: str
 ) -> None:
-    waits = {"silence": 0.3} if behaviours == ["stalls"] else {"first_byte": 0.3} if behaviours == ["silent"] else {}
+    waits = {"silence": 0.5} if behaviours == ["stalls"] else {"first_byte": 2.0} if behaviours == ["silent"] else {}
     init = Server.__init__
     monkeypatch.setattr(Server, "__init__", lambda self, *args, **more: init(self, *args, **more | waits))
     shell.engine.behaviours = behaviours
@@ -195,6 +195,13 @@ def test_cancel_hangs_up_at_once(engine: FakeEngine, behaviour: str) -> None:
     assert event.turn.finish == "interrupted"
     assert event.turn.text == "".join(words) == "word " * len(words)
     assert engine.left.wait(5)
+
+
+def test_only_a_line_feed_ends_a_line_and_no_line_is_endless(engine: FakeEngine) -> None:
+    engine.behaviours = ["separators", "long"]
+    assert ask(session(engine)).text == f"a\u2028b\x85c {WELL}"
+    with pytest.raises(EngineUnreachable, match="a line has more than"):
+        ask(session(engine, tries=1))
 
 
 def test_thoughts_are_apart(engine: FakeEngine) -> None:
