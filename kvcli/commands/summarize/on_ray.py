@@ -51,7 +51,7 @@ def summaries(
     try:
         import ray
     except ImportError:
-        raise BadInput("--on ray needs Ray", code="no_ray", try_=[pip("kvcli[ray]")]) from None
+        raise BadInput("--on ray needs Ray", code="no_ray", try_=[pip("ray")]) from None
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
