@@ -175,8 +175,8 @@ class _Answer:
                 yield event
         if not self.finish and not self.cancel():
             said = f"after {len(self.text):,} characters" if self.text else "before it began"
-            what = f"{server.url} ended its answer {said}, without saying that it is complete"
-            raise EngineLost(what, try_=["the same command again", "look at the server's log"])
+            ways = ["the same command again", "look at the server's log"]
+            raise EngineLost(f"{server.url} ended its answer {said}, without saying that it is complete", try_=ways)
         if self.finish and self.finish not in ENDS:
             stats.shortages.append(f"the server ended its answer: {self.finish}")
         self._count()

@@ -60,7 +60,7 @@ class RemoteSetup(Setup):
         self.open_elsewhere(profile)
 
     def fetch(self, profile: Profile, tell: Callable[[str], None] | None = None) -> Source:
-        raise BadModel(f"the files of {self.server.url} are not here")
+        raise BadModel(f"the files of {self.server.url} are not here", code="model_not_found")
 
     def pass_times(self, model: LoadedModel, tell: object = None) -> list[PassTime]:
         return []

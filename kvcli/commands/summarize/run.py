@@ -139,8 +139,8 @@ class SummaryRun:
         self.run, self.text_session = load_model(self.setup, self.profile, self.wanted, self.screen)
         session = self.text_session
         if not session.info.limit:
-            what = f"the context window of {session.info.id} is not known"
-            raise UsageError(what, code="unknown_window", try_=["--ctx N, as its server was started"])
+            way = "--ctx N, as its server was started"
+            raise UsageError(f"{session.info.id} does not tell its context window", code="unknown_window", try_=[way])
         with session:
             if self.packed is not None:
                 self.packed.refuse_other(session.session, session.profile)
