@@ -73,6 +73,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
+        if how == "torn":
+            self.send_header("Content-Length", "100000")
         self.end_headers()
         try:
             self._stream(how)
@@ -105,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._data({"reasoning_content": "wells"})
         for i, word in enumerate(WORDS):
             self._data({"content": word})
-            if how == "dropped" and i == 1:
+            if how in ("dropped", "torn") and i == 1:
                 return None
             if how == "stalls" and i == 1:
                 self.server.left.wait(5)

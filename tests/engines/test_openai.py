@@ -139,6 +139,7 @@ def test_a_profile_of_the_server_is_chosen_and_its_promise_told(shell: Shell) ->
         (["garbage"], 7, "engine_garbage", "it works"),
         (["fails"], 7, "engine_failed", "out of memory"),
         (["dropped"], 7, "engine_lost", "after 17 characters"),
+        (["torn"], 7, "engine_lost", "was lost during its answer"),
         (["stalls"], 7, "engine_silent", "sent nothing for 0.5 s"),
         (["silent"], 7, "engine_silent", "sent nothing for 2 s"),
     ],
@@ -154,7 +155,7 @@ def test_each_failure_has_its_error(
     assert f"[{code}]" in shell.err
     assert said in shell.err
     assert len(shell.engine.bodies) == 1  # none of these is tried again
-    assert ("The well is 40 m" in shell.out) == (behaviours[0] in ("fails", "dropped", "stalls"))
+    assert ("The well is 40 m" in shell.out) == (behaviours[0] in ("fails", "dropped", "torn", "stalls"))
 
 
 def test_a_failure_keeps_the_words_so_far(engine: FakeEngine) -> None:
