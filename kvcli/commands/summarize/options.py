@@ -50,7 +50,7 @@ class PartOptions(Options, panel="Reading in parts"):
     mode: Wish = choice(default="auto", help=_MODE, rare=True)
     chunk: str | None = choice(metavar="N", help="Maximum tokens of a part.", rare=True)
     overlap: int = choice(default=0, metavar="N", help="Tokens that a part repeats from the part before it.", rare=True)
-    parallel: int = choice(default=1, metavar="N", help=_PARALLEL)
+    parallel: int = choice(default=1, metavar="N", help=_PARALLEL, rare=True)
     on: str | None = choice(metavar="ray[://ADDRESS]", help=_ON, rare=True)
     no_cache: bool = flag(help="Ignore saved results of an earlier run.", rare=True)
 
