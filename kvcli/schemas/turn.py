@@ -155,7 +155,7 @@ class TurnDocument(Json):
     profile: str
     profile_hash: str | None
     exactness: str | None
-    engine: EngineFacts | None = Field(default=None, description="null: kvcli's own")
+    engine: EngineFacts | None = Field(description="engine of another program; null: kvcli's own")
     text: str
     thinking: str = Field(description="reasoning before the answer; not part of the text")
     finish: Finish
