@@ -44,6 +44,7 @@ COMMANDS = {
     "serve": "Serve OpenAI's API over one model, for other programs.",
     "fit": "Estimate memory before loading: model, profile and context.",
     "bench": "Compare profiles: speed, memory, agreement, quality.",
+    "top": "Load and speed of inference engines, live.",
     "spec": "Speculative decoding: measure and tune.",
     "profile-heads": "Analyze attention heads: which need the full context.",
     "profiles": "Profiles (named settings): list, show, compare, check.",

@@ -11,6 +11,7 @@ EXTRAS = {  # as in pyproject.toml
     "schema": ("llguidance",),
     "mcp": ("mcp",),
     "serve": ("starlette", "uvicorn", "prometheus-client"),
+    "ray": ("ray",),
     "llama": ("llama-cpp-python",),
 }
 

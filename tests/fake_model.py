@@ -80,6 +80,7 @@ class FakeModel:
     tokenizer: Any = field(default_factory=FakeTokenizer)
     cautions: Sequence[str] = ()
     promise: str = "exact"
+    engine: None = None
     drafts_by: str = ""
     template_variables: dict[str, Any] = field(default_factory=dict)
     thinking_format: Any = ThinkingFormat

@@ -27,6 +27,7 @@ class Slow(Scribe):
     delay: float = 0.0
     cautions: tuple[str, ...] = ()
     promise: str = "exact"
+    engine: None = None
 
     def __enter__(self):
         return self

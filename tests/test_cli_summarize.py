@@ -47,6 +47,7 @@ class Clerk(Scribe):
 
     cautions: tuple[str, ...] = ()
     promise: str = "exact"
+    engine: None = None
 
     def __enter__(self) -> Clerk:
         return self

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = (
     "version errors resident_client installing kernels files safe_output worker_process sandbox environment "
     "settings demo models kv engine prefix_cache "
-    "policies drafts methods api documents schemas assemble chat fit summarize quality bench heads "
+    "policies drafts methods api documents schemas assemble chat fit summarize engines quality bench heads "
     "render serve commands door kvcli cli __main__"
 ).split()
 RANK = {name: rank for rank, name in enumerate(FOLDERS)}

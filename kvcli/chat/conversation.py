@@ -25,7 +25,7 @@ from kvcli.chat.transcript import (
     tokens_of_turn,
 )
 from kvcli.documents import Document
-from kvcli.errors import BadInput, ContextOverflow, DoesNotFit, writing
+from kvcli.errors import BadInput, ContextOverflow, DoesNotFit, EngineUnreachable, writing
 from kvcli.models.adapters import lasting
 from kvcli.models.text import Messages, encode, render_text, resume_ids
 from kvcli.schemas.turn import (
@@ -132,8 +132,8 @@ class Chat:
         `tools` apply to all later questions, too.
 
         A chat longer than the context window is refused or shown in part, see `context.on_overflow` (overflow.py). An
-        answer that fails leaves the chat unchanged. An answer that is cut short (by `cancel`, Ctrl-C, lack of memory or
-        closing the iterator) is added as "interrupted"; if it has no text yet, the chat is unchanged.
+        answer that fails leaves the chat unchanged. An answer that is cut short (by `cancel`, Ctrl-C, lack of memory, a
+        lost engine or closing the iterator) is added as "interrupted"; if it has no text yet, the chat is unchanged.
         """
         if not text.strip():
             raise BadInput("the question is empty", code="empty_prompt")
@@ -178,7 +178,7 @@ class Chat:
             finally:
                 if len(self.messages) == n:  # no answer was added
                     self.visible_messages = shown
-        except (KeyboardInterrupt, GeneratorExit, DoesNotFit):
+        except (KeyboardInterrupt, GeneratorExit, DoesNotFit, EngineUnreachable):
             if not ended:
                 self._keep(question, "".join(said), "interrupted")
             raise

@@ -34,6 +34,7 @@ from kvcli.settings.schema import ORDER, texts_of
 if TYPE_CHECKING:
     from kvcli.chat.document_pack import Pack
     from kvcli.engine.sequence.constraint import Constraint
+    from kvcli.schemas.turn import EngineFacts
     from kvcli.settings.profile import Profile
 
 
@@ -42,6 +43,8 @@ class TextSession:
 
     Prompt tokens in the cache are not prefilled again. One answer runs at a time: a new answer ends the one before it.
     """
+
+    engine: EngineFacts | None = None  # of a session like this one whose model another program runs
 
     def __init__(self, model: LoadedModel) -> None:
         self.switch_profile(model)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from os.path import expanduser
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
+from kvcli.commands.common.inputs import tell
 from kvcli.commands.common.options import command
 from kvcli.commands.common.output import print_json, print_lines, print_table
 from kvcli.commands.common.run_setup import sources
@@ -118,6 +121,27 @@ def new(
         _json(world, profiles=[name], file=str(path))
     else:
         print_lines(world, [where.shown(path)])
+
+
+@command(app)
+def export(
+    world: Environment,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Profile.")],
+    to: Annotated[Literal["vllm", "sglang", "llama-server", "hf"], typer.Option("--to", help="Engine.")],
+) -> None:
+    """Print the nearest settings of another engine: its command, or generation_config.json, and what is lost."""
+    from kvcli.engines.export import export as exported
+
+    profile = load_profile(name, sources=sources(world), sets=world.options.set)
+    made = exported(profile, to)
+    if world.options.json:
+        _json(world, profiles=[name], export=made.document())
+        return
+    print_lines(world, [shlex.join(made.words)] if made.words else json.dumps(made.fields, indent=2).split("\n"))
+    for kind, reasons in (("approximated", made.approximated), ("lost", made.lost)):
+        for why in dict.fromkeys(reasons.values()):
+            keys = [_assignment(key, profile.values[key]) for key in reasons if reasons[key] == why]
+            tell(world, f"{kind}: {', '.join(keys)}: {why}")
 
 
 def list_rows(found: Iterable[Outcome], config: Config) -> list[list[str]]:

@@ -26,6 +26,7 @@ from kvcli.schemas.listings import (
     ServeDocument,
     ServersDocument,
     SuggestionsDocument,
+    TopDocument,
 )
 from kvcli.schemas.pack import PackDocument
 from kvcli.schemas.quality import AgreementDocument, QualityDocument
@@ -65,6 +66,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "summary": SummaryDocument,
     "summary_plan": SummaryPlanDocument,
     "extract": ExtractDocument,
+    "top": TopDocument,
 }
 
 

@@ -69,6 +69,37 @@ class ProfileDocument(Json):
     origins: dict[str, str]
 
 
+class ExportedProfile(Json):
+    """Settings of another engine that come nearest to a profile."""
+
+    engine: str
+    words: list[str] = Field(description="command line; empty if the engine has a file")
+    fields: dict[str, Any] = Field(description="of generation_config.json")
+    approximated: dict[str, str] = Field(description="profile key -> how the result differs")
+    lost: dict[str, str] = Field(description="profile key -> why the engine has nothing for it")
+
+
+class ServerLoad(Json):
+    """Load and speed of an inference server; null: it has no such metric."""
+
+    url: str
+    running: float | None = Field(default=None, description="requests")
+    waiting: float | None = Field(default=None, description="requests")
+    kv: float | None = Field(default=None, description="used share of the KV cache")
+    tok_s: float | None = Field(default=None, description="generated tokens per second, of the last interval")
+    read_tok_s: float | None = Field(default=None, description="prompt tokens per second")
+    acceptance: float | None = Field(default=None, description="accepted share of the draft tokens")
+    first_token: float | None = Field(default=None, description="mean seconds to the first token")
+    error: str | None = Field(default=None, description="code of the error, if it did not answer")
+
+
+class TopDocument(Json):
+    """Load of inference servers."""
+
+    schema_: Literal["kvcli.top/1"] = Field(default="kvcli.top/1", alias="schema")
+    servers: list[ServerLoad]
+
+
 class ProfilesDocument(Json):
     """Output of the commands under `kvcli profiles`; fields that do not apply to a command are left out."""
 
@@ -78,6 +109,7 @@ class ProfilesDocument(Json):
     differences: Any = Field(default=None, description="diff: keys with unequal values")
     problems: list[ProblemEntry] = Field(default=[], description="check: always empty; problems end in kvcli.error/1")
     file: str = Field(default="", description="new: the file written")
+    export: ExportedProfile | None = Field(default=None, description="export: settings of the other engine")
 
 
 class ModelsDocument(Json):

@@ -110,6 +110,15 @@ class Memory(Json):
         )
 
 
+class EngineFacts(Json):
+    """Engine of another program that wrote the answer."""
+
+    server: str = Field(description="program, as its list of models tells")
+    url: str
+    fields: dict[str, Any] = Field(description="fields of the request, from the profile and the options")
+    without_effect: list[str] = Field(description="profile keys that differ from the default and were not sent")
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Settings and notes of a turn, besides the model."""
@@ -122,6 +131,7 @@ class Run:
     spell: Callable[[int], str] = str  # the text of a token
     cautions: Sequence[str] = ()  # warnings about the profile
     notes: Sequence[str] = ()  # deviations from the settings; may grow during the turn
+    engine: EngineFacts | None = None  # None: kvcli's own
 
 
 KEPT = ConfigDict(extra="ignore", strict=True)  # extra: a later version may have more fields
@@ -163,6 +173,7 @@ class TurnDocument(Json):
     profile: str
     profile_hash: str | None
     exactness: str | None
+    engine: EngineFacts | None = Field(description="engine of another program; null: kvcli's own")
     text: str
     thinking: str = Field(description="reasoning before the answer; not part of the text")
     finish: Finish

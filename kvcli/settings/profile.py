@@ -41,6 +41,7 @@ from kvcli.settings.schema import (
     Sample,
     Thinking,
     foreign,
+    plain_value,
     registries,
     size_of,
 )
@@ -278,6 +279,12 @@ class Profile:
                 filled = filled.settings
             found |= {f"{table}.{f.name}": getattr(filled, f.name) for f in dataclasses.fields(filled) if f.init}
         return found
+
+    @property
+    def written(self) -> dict[str, object]:
+        """The values that a file, a flag or a variable sets, other than the defaults, without the label."""
+        given = ((key, value) for key, value in self.values.items() if self.origins[key] != DEFAULT.name)
+        return {key: value for key, value in given if key != "exactness" and value != plain_value(key)}
 
     @cached_property
     def hash(self) -> str:

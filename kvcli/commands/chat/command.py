@@ -114,6 +114,10 @@ def setup_of(
     from kvcli.commands.common.run_setup import Setup
 
     model, flags = options.model, o.profile_flags(options.values())
+    if options.engine.typed.keys() & {"engine", "base_url", "key_file", "engine_timeout"}:
+        from kvcli.commands.common.remote_setup import remote_setup
+
+        return remote_setup(world, options, options.engine, flags)
     if model is None and packed is not None:
         model = known_here(world, packed.about.model, packed.folder.name, "packs")
     if model is None and opened is not None:
@@ -210,6 +214,7 @@ class ChatOptions(Options, panel="The model"):
     answer: AnswerOptions
     tools: ToolOptions
     run: o.RunOptions
+    engine: o.EngineOptions
     dry_run: bool = flag(help="Print the settings and their memory; load nothing.", rare=True)
 
 

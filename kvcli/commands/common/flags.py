@@ -25,6 +25,8 @@ _PICKLE = "Allow weights in pickle files, which can run code."
 _ADAPTER = "LoRA adapter: a folder, or an id in the local cache. Repeatable."
 _DRAFT = "Draft model for speculative decoding, or auto (same text, fewer passes)."
 _THINK = "Thinking before the answer: on, off, a level, or at most N tokens of it. Default: as the model does."
+_ENGINE = "Ask an OpenAI-compatible server: vLLM, llama-server, Ollama, ..."
+_TIMEOUT = "Wait this long for the first word of an answer. Default: 600."
 _SPEC = "Drafting method for speculative decoding (same text, fewer passes)."
 
 _OCR = "Recognize text of scanned pages (auto), of all pages of a PDF (on), or of none (off)."
@@ -68,6 +70,15 @@ class RunOptions(Options, panel="The model"):
     force: Force = False
     allow_pickle: Pickle = False
     no_server: bool = flag(help="Load the model in this process, even if kvcli keep has it.", rare=True)
+
+
+class EngineOptions(Options, panel="Another engine"):
+    """Options of a server that runs the model."""
+
+    engine: Literal["openai"] | None = choice(help=_ENGINE, rare=True)
+    base_url: str | None = choice(metavar="URL", help="Its address, such as http://127.0.0.1:8000/v1.", rare=True)
+    key_file: str | None = choice(metavar="FILE", help="Private file with its key.", rare=True)
+    engine_timeout: float = choice(default=600.0, metavar="SECONDS", help=_TIMEOUT, rare=True)
 
 
 # flag -> key; `origin` names the flag wherever a setting is shown

@@ -131,6 +131,8 @@ def load_model(setup: Setup, profile: Profile, wanted: MemoryWishes, screen: Scr
     from kvcli.commands.common.exits import insisting
     from kvcli.render.turn.turn_view import busy_word
 
+    if (elsewhere := setup.open_elsewhere(profile)) is not None:
+        return CheckedRun(setup, profile, limit=elsewhere.limit, notes=tuple(elsewhere.cautions)), elsewhere
     with insisting(), busy_word(screen, f"loading {setup.name}") as busy:
 
         def tell(text: str) -> None:  # for a download, which draws its own progress bars

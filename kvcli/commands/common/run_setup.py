@@ -27,6 +27,7 @@ from kvcli.settings.schema import METHOD_TABLES, Kv, Load, plain_value
 if TYPE_CHECKING:
     from kvcli.chat.loaded_model import LoadedModel
     from kvcli.chat.model import Model
+    from kvcli.chat.text_session import TextSession
     from kvcli.engine.drafting.drafter import Costs
     from kvcli.environment import Environment
     from kvcli.fit.plan import PlannedModel
@@ -354,6 +355,10 @@ class Setup:
         refuse_beyond(profile, info.limit, self.name)
         log.info("loaded %s from %s in %.2f s: %s %s", info.id, info.path, info.load_seconds, info.dtype, info.backend)
         return model
+
+    def open_elsewhere(self, profile: Profile) -> TextSession | None:
+        """Return a session of another engine's model; None = the model runs here."""
+        return None
 
     def map_heads(self, model: Model, tell: Callable[[str], None] = log.info) -> Path:
         """Return the file of the model's own head map, and make it if it is missing."""

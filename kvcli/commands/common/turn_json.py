@@ -23,10 +23,10 @@ EVERY = 0.5  # seconds between two stats lines
 
 def run_of(profile: Profile, session: TextSession, notes: Sequence[str] = ()) -> Run:
     """Return the settings of a turn of the session."""
-    method = profile.spec.method
+    method, promise = profile.spec.method if session.engine is None else "off", session.promise or None
     spell = lambda token: decode(session.tokenizer, [token])  # noqa: E731
-    words = profile.name, method, profile.hash, session.promise
-    return Run(*words, cautions=session.cautions, notes=notes, spell=spell)
+    words = profile.name, method, profile.hash, promise
+    return Run(*words, cautions=session.cautions, notes=notes, engine=session.engine, spell=spell)
 
 
 def print_turn(world: Environment, events: Iterable[Event], info: ModelInfo, run: Run) -> Turn:

@@ -36,9 +36,13 @@ def summarize(world: Environment, options: SummarizeOptions) -> int:
         options.refuse_others("--extract-only", kept)
     if options.dry_run and result.output not in (None, "-"):
         raise UsageError("--dry-run prints the plan and writes no file", try_=["leave out -o"])
+    if not given.each and (parts.on is not None or (parts.parallel > 1 and options.engine.engine)):
+        raise UsageError("--on, and --parallel with another engine, work on files: they need --each", try_=["--each"])
+    if parts.on is not None and (parts.on.partition("://")[0] != "ray" or options.dry_run or given.extract_only):
+        raise UsageError("--on takes ray or ray://ADDRESS, and makes summaries alone", try_=["--on ray"])
     request = options.request()
     inputs = [*names, *([given.password_file] if given.password_file else [])]
-    out = outlet(world, result.format, result.output, inputs)
+    out = outlet(world, result.format, result.output, inputs, each=given.each)
     if out.form == "html" and (given.extract_only or options.dry_run):
         raise UsageError("only summaries can be written as HTML", try_=["--format md", "--format json"])
     screen = Screen.of(world, options.stats)

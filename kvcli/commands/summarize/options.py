@@ -20,8 +20,9 @@ _FILES = (
 )
 _CITE = "Cite pages (sections or lines in files without pages), or nothing."
 _MODE = "Read everything in one part (whole), summarize parts and merge (map-reduce), or whole if it fits (auto)."
-_OUTPUT = "Write the complete summary to FILE instead of stdout; - = stdout."
-_PARALLEL = "Answer about N parts or files at the same time, each with a KV cache of its own; the text is the same."
+_OUTPUT = "Write the complete summary to FILE instead of stdout; - = stdout. With --each, FOLDER/ gets a file for each."
+_PARALLEL = "Answer about N parts or files at the same time; the text is the same. With --engine and --on: N files."
+_ON = "With --each, let the workers of a Ray cluster summarize, each with its own model."
 _PASSWORD = "File whose first line is the password of encrypted documents."
 _TYPE = "Treat files as pdf, html, epub, docx, mail, mhtml, notebook, markdown or text."
 
@@ -50,8 +51,9 @@ class PartOptions(Options, panel="Reading in parts"):
     mode: Wish = choice(default="auto", help=_MODE, rare=True)
     chunk: str | None = choice(metavar="N", help="Maximum tokens of a part.", rare=True)
     overlap: int = choice(default=0, metavar="N", help="Tokens that a part repeats from the part before it.", rare=True)
-    no_cache: bool = flag(help="Ignore saved results of an earlier run.", rare=True)
     parallel: int = choice(default=1, metavar="N", help=_PARALLEL, rare=True)
+    on: str | None = choice(metavar="ray[://ADDRESS]", help=_ON, rare=True)
+    no_cache: bool = flag(help="Ignore saved results of an earlier run.", rare=True)
 
 
 class ResultOptions(Options, panel="The result"):
@@ -67,6 +69,7 @@ class SummarizeOptions(Options, panel="The model"):
     result: ResultOptions
     model: o.ModelOption = None
     run: o.RunOptions
+    engine: o.EngineOptions
     stats: o.Figures = None
     dry_run: bool = flag(help="Print the plan; load no weights.", rare=True)
 

@@ -37,9 +37,11 @@ class SummaryOutput:
     world: Environment
     form: Form
     file: Path | None = None
+    folder: Path | None = None  # gets a file for each summary
     held: list[tuple[SummaryDocument, Sequence[Point]]] = field(default_factory=list)  # of an HTML page
     texts: list[str] = field(default_factory=list)  # of a text file
     head: str = ""  # heading of the next text in the file
+    written: set[Path] = field(default_factory=set)  # files in the folder
     has_any: bool = False  # there is some requested output, perhaps incomplete; errors alone replace no file
 
     @property
@@ -69,7 +71,13 @@ class SummaryOutput:
         return said
 
     def begin(self, name: str) -> None:
-        """Begin a summary. With --each, its heading is the name of the file."""
+        """Begin a summary. With --each, its heading is the name of the file, or its own file in the folder is."""
+        if self.folder is not None:
+            stem = Path(split_pages(name)[0]).name.lstrip(".") or "summary"
+            names = [f"{stem}{number}.{self.form}" for number in ("", *(f"-{i}" for i in range(2, 10_000)))]
+            self.file = next(file for one in names if (file := self.folder / one) not in self.written)
+            self.has_any = False
+            return
         if self.form in ("json", "html"):
             return
         clean = neutralise(name, one_line=True)
@@ -85,6 +93,10 @@ class SummaryOutput:
             self.json(document)
         elif self.file is not None and self.writer is not None:
             self._say(self.writer(points))
+        if self.folder is not None and self.file is not None:
+            self.close()
+            self.written.add(self.file)
+            self.texts, self.held, self.has_any = [], [], False
 
     def text(self, text: str) -> None:
         """Output a text that is no summary."""
@@ -120,7 +132,9 @@ class SummaryOutput:
             Terminal.of(self.world, "stdout").write(text)
 
 
-def outlet(world: Environment, form: Form | None, output: str | None, inputs: Sequence[str]) -> SummaryOutput:
+def outlet(
+    world: Environment, form: Form | None, output: str | None, inputs: Sequence[str], *, each: bool = False
+) -> SummaryOutput:
     """Return the destination. Refuses files that cannot be written, before anything is read."""
     if world.options.json and form not in (None, "json"):
         raise UsageError(f"--json and --format {form} exclude each other", try_=["only one of them"])
@@ -130,6 +144,10 @@ def outlet(world: Environment, form: Form | None, output: str | None, inputs: Se
     if not output:
         raise UsageError("-o needs a file name", try_=["-o FILE", "-o - for standard output"])
     file = world.cwd / os.path.expanduser(output)
+    if each and (output.endswith("/") or file.is_dir()):
+        with writing(output, try_=["-o FOLDER/ elsewhere"]):
+            file.mkdir(exist_ok=True)
+        return SummaryOutput(world, form or "md", file, file)
     if any(_same(file, world, name) for typed in inputs for name in (typed, split_pages(typed)[0])):
         raise UsageError(f"-o {output} would overwrite an input file", try_=["another name"])
     ending = ENDINGS.get(file.suffix.lower())

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, redirect_stdout, suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvcli.commands.chat.save_chat import said_of
 from kvcli.commands.common.exits import Interrupt
 from kvcli.commands.common.inputs import notes_of
-from kvcli.commands.common.load_model import MemoryWishes, load_model, outlook_of
+from kvcli.commands.common.load_model import CheckedRun, MemoryWishes, load_model, outlook_of
 from kvcli.commands.common.run_setup import refuse_beyond
 from kvcli.commands.common.turn_json import run_of
 from kvcli.commands.fit import others_of
 from kvcli.commands.summarize.documents import facts
 from kvcli.documents import marked, with_documents
-from kvcli.errors import BadInput, ContextOverflow, ExitStatus, KvcliError
+from kvcli.engines.pool import ordered
+from kvcli.errors import BadInput, ContextOverflow, EngineUnreachable, ExitStatus, KvcliError, UsageError
 from kvcli.render.summarize.notes import about_file, hung, notes, plan_lines, stopped, stretch, totals
 from kvcli.render.summarize.view import SummaryView
 from kvcli.render.terminal.errors import print_error
@@ -28,7 +30,7 @@ from kvcli.schemas.turn import TurnDocument, error_document
 from kvcli.summarize.ahead import Ahead
 from kvcli.summarize.cache import Cache
 from kvcli.summarize.document import extract_document, plan_document, summary_document
-from kvcli.summarize.events import PartEnded
+from kvcli.summarize.events import Done, PartEnded
 from kvcli.summarize.parts import AsRead, names_of
 from kvcli.summarize.plan import PlanWindow, make_plan, most_of
 from kvcli.summarize.run import asked_parts, summarize
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
     from kvcli.api import Turn
     from kvcli.chat.document_pack import Pack
     from kvcli.chat.text_session import TextSession
-    from kvcli.commands.common.load_model import CheckedRun
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.summarize.documents import InputDocument, InputDocuments
     from kvcli.commands.summarize.options import SummarizeOptions
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from kvcli.summarize.events import Event
     from kvcli.summarize.plan import Plan
     from kvcli.summarize.request import Request
+    from kvcli.summarize.result import Summary
 
 
 class EmptySummary(KvcliError):
@@ -65,6 +67,7 @@ class SummaryRun:
 
     run: CheckedRun  # once the model is loaded
     text_session: TextSession
+    ahead: Ahead | None = None  # answers about further parts, with --parallel
 
     def __init__(
         self,
@@ -134,8 +137,13 @@ class SummaryRun:
 
     def summarize(self) -> int:
         """Load the model and make all summaries; returns the exit code."""
+        if self.options.parts.on is not None:
+            return self.summarize_on(self.options.parts.on)
         self.run, self.text_session = load_model(self.setup, self.profile, self.wanted, self.screen)
         session = self.text_session
+        if not session.info.limit:
+            way = "--ctx N, as its server was started"
+            raise UsageError(f"{session.info.id} does not tell its context window", code="unknown_window", try_=[way])
         with session:
             if self.packed is not None:
                 self.packed.refuse_other(session.session, session.profile)
@@ -145,13 +153,15 @@ class SummaryRun:
             wording = wording_of(session.info)
             wording.refuse(self.request, session.info.id)
             window = PlanWindow.of(session, self.setup.pass_times(session.model))
+            if (n := self.options.parts.parallel) > 1 and session.engine is not None:
+                work = partial(self.summary_of, window=window, wording=wording)
+                return self.finish_all(ordered(work, self.groups, n, self.cancel))
             folder, is_fresh = self.world.paths.cache, self.options.parts.no_cache
             self.cache = Cache.of(folder, session.info, self.run.profile, is_fresh=is_fresh)
             plans = [cache(partial(self.plan, given, window, wording)) for given in self.groups]
             with self.several(plans) as self.ahead:
                 for given, plan in zip(self.groups, plans, strict=True):
-                    if self.each and len(self.groups) > 1:
-                        self.out.begin(given[0].heading)
+                    self.begin(given)
                     with self.attempt(given):
                         self.summarize_one(given, plan, window)
                     if self.cancel():
@@ -178,6 +188,50 @@ class SummaryRun:
     def plan(self, given: Sequence[InputDocument], window: PlanWindow, wording: Wording) -> Plan:
         return make_plan([one.document for one in given], self.request, window, wording, self.read)
 
+    def summarize_on(self, address: str) -> int:
+        """Make all summaries by the workers of a Ray cluster; returns the exit code."""
+        from kvcli.commands.summarize.on_ray import summaries
+
+        where = {"ray": "local", "ray://auto": "auto"}.get(address, address)
+        given = (where, self.setup.lasting_name, self.profile, self.request, self.groups, self.options.parts.parallel)
+
+        def of(result: Callable[[], Any]) -> Summary:
+            about = result()
+            self.text_session, self.run = about, CheckedRun(self.setup, about.profile)
+            return cast("Summary", about.summary)
+
+        with redirect_stdout(sys.stderr):  # Ray prints there that a worker died
+            found = summaries(*given, self.cancel)
+            return self.finish_all((group, partial(of, result)) for group, result in found)
+
+    def finish_all(self, found: Iterable[tuple[Sequence[InputDocument], Callable[[], Summary]]]) -> int:
+        """Finish summaries that are made side by side, in the order of their files; returns the exit code."""
+        with self.cancel:
+            for i, (given, result) in enumerate(found, 1):
+                if self.cancel():
+                    break
+                self.begin(given)
+                with self.attempt(given):
+                    summary = result()
+                    if (live := self.out.live()) is not None:
+                        Terminal.of(self.world, "stdout").write(live(summary.points))
+                    self.finish(given, summary)
+                    self.tell(f"{i} of {len(self.groups)}: {given[0].heading}")
+        return ExitStatus.INTERRUPTED if self.cancel() else self.status
+
+    def summary_of(self, given: Sequence[InputDocument], window: PlanWindow, wording: Wording) -> Summary:
+        """Make one summary without showing its progress."""
+        documents, is_fresh = [one.document for one in given], self.options.parts.no_cache
+        plan = make_plan(documents, self.request, window, wording)
+        cache = Cache.of(self.world.paths.cache, self.text_session.info, self.run.profile, is_fresh=is_fresh)
+        events = summarize(self.text_session, documents, cache=cache, cancel=self.cancel, plan=plan)
+        return next(event.summary for event in events if isinstance(event, Done))  # after Ctrl-C nobody asks for it
+
+    def begin(self, given: Sequence[InputDocument]) -> None:
+        """Begin the output of one summary, with a heading if there are several."""
+        if self.each and (len(self.groups) > 1 or self.out.folder is not None):
+            self.out.begin(given[0].heading)
+
     def summarize_one(self, given: Sequence[InputDocument], make: Callable[[], Plan], window: PlanWindow) -> None:
         """Make one summary, from its plan to its last note."""
         documents = [one.document for one in given]
@@ -200,14 +254,7 @@ class SummaryRun:
                 words = stopped(view.stopped, no_cache=self.cache.is_fresh)
                 self.screen.err.lines(joined([words], self.screen.err.width))
             return
-        if not view.summary.points:
-            is_loop = any(answered.turn.finish == "loop" for answered in view.summary.turns)
-            raise EmptySummary(
-                f"{self.text_session.info.id} wrote no summary",
-                lines=["its answer repeated itself" if is_loop else "its answer is empty"],
-                try_=["-m with another model", "--no-cache"],
-            )
-        self.finish(given, view)
+        self.finish(given, view.summary, view.told)
 
     def save_kv_cache(self, session: TextSession, turn: Turn) -> None:
         """Save the KV cache of a part for later runs, before the next part of the session replaces it."""
@@ -215,10 +262,16 @@ class SummaryRun:
             self.tell(f"{self.packed.folder.name} was read again: the question merges with the last token of its text")
         self.tell(said_of(session.keep(self.cancel)))
 
-    def finish(self, given: Sequence[InputDocument], view: SummaryView) -> None:
-        """Output the document, the notes and the figures, and log the memory."""
-        summary, session = view.summary, self.text_session
-        assert summary is not None
+    def finish(self, given: Sequence[InputDocument], summary: Summary, told: Collection[str] = ()) -> None:
+        """Output the document, the notes that are not `told` yet and the figures, and log the memory."""
+        session = self.text_session
+        if not summary.points:
+            is_loop = any(answered.turn.finish == "loop" for answered in summary.turns)
+            raise EmptySummary(
+                f"{session.info.id} wrote no summary",
+                lines=["its answer repeated itself" if is_loop else "its answer is empty"],
+                try_=["-m with another model", "--no-cache"],
+            )
         under = run_of(self.run.profile, session)
         turns = [TurnDocument.of(answered.turn, session.info, under) for answered in summary.turns]
         made = summary_document(summary, facts(given, session.tokenizer), turns)
@@ -228,7 +281,7 @@ class SummaryRun:
         self.out.end(made, summary.points)
         named = {name: one.document for name, one in zip(self.names(given), given, strict=True)}
         for note in notes(summary, named, cited=self.request.cite):
-            if note not in view.told:
+            if note not in told:
                 self.tell(note)
         fresh = [answered.turn for answered in summary.turns if not answered.is_cached]
         if self.tells and self.screen.stats != "off":
@@ -308,7 +361,7 @@ class SummaryRun:
         """Run one summary in the block. With --each, an error is reported and the other summaries continue."""
         try:
             yield
-        except (BadInput, ContextOverflow, EmptySummary) as error:
+        except (BadInput, ContextOverflow, EmptySummary, EngineUnreachable) as error:
             if not self.each:
                 raise
             error.message = f"{given[0].heading}: {error.message}"

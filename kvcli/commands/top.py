@@ -1,0 +1,99 @@
+"""`kvcli top`: running and waiting requests, KV cache and speed of inference servers, live."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import typer
+
+from kvcli.commands.common.exits import Interrupt
+from kvcli.commands.common.options import Options, choice, command
+from kvcli.commands.common.output import print_json, print_table
+from kvcli.environment import Environment
+from kvcli.errors import EngineUnreachable, ExitStatus, UsageError
+from kvcli.render.terminal.screen import LiveRegion
+from kvcli.render.terminal.tables import columns, fitting
+from kvcli.render.terminal.terminal import Terminal
+from kvcli.safe_output import Styled
+from kvcli.schemas.listings import ServerLoad, TopDocument
+
+app = typer.Typer(add_completion=False)
+
+SHAPES = {
+    "running": "{:g}", "waiting": "{:g}", "kv": "{:.0%}", "tok_s": "{:.1f}", "read_tok_s": "{:.0f}",
+    "acceptance": "{:.0%}", "first_token": "{:.2f} s",
+}  # fmt: skip
+HEAD = ("server", "running", "waiting", "KV", "tok/s", "read tok/s", "accepted", "first token", "")
+DROP = ("read tok/s", "accepted", "first token", "waiting")  # columns that a narrow terminal leaves out, in order
+
+_URLS = "Addresses of vLLM, SGLang (--enable-metrics), llama-server (--metrics) or kvcli serve."
+
+
+class TopOptions(Options, panel="The servers"):
+    urls: Annotated[list[str], typer.Argument(metavar="URL", help=_URLS, show_default=False)]
+    interval: float = choice(default=2.0, metavar="SECONDS", help="Time between two looks. Default: 2.")
+
+
+@command(app)
+def top(world: Environment, options: TopOptions) -> int:
+    """Show load and speed of inference servers until Ctrl-C; in a pipe or with --json, once.
+
+    KV is the used part of the KV cache; the rates are of the last interval.
+    """
+    from kvcli.engines.http import Refused, Server
+    from kvcli.engines.metrics import figures, parsed
+
+    if not 0.1 <= options.interval <= 3600:
+        raise UsageError("--interval takes 0.1 to 3600 seconds", try_=["--interval 2"])
+    bases = [url.rstrip("/").removesuffix("/v1") for url in options.urls]
+    servers = [Server(url, connect=2.0, first_byte=5.0, silence=5.0, tries=1) for url in bases]
+    looks: dict[str, tuple[float, Mapping[str, float]]] = {}
+
+    def look() -> list[ServerLoad]:
+        rows = []
+        for server in servers:
+            try:
+                at, now = time.monotonic(), parsed("\n".join(server.lines("/metrics")))
+                then, before = looks.get(server.url, (at, {}))
+                looks[server.url] = at, now
+                rows.append(ServerLoad.from_attributes(url=server.url, **figures(now, before, at - then)))
+            except Refused as error:
+                rows.append(ServerLoad(url=server.url, error=f"no metrics ({error.status})"))
+            except EngineUnreachable as error:
+                rows.append(ServerLoad(url=server.url, error=error.code))
+        return rows
+
+    out = Terminal.of(world, "stdout")
+    region = LiveRegion(out) if out.live and not world.options.json else None
+
+    def lines() -> list[Styled]:
+        shown = columns(fitting(table(rows), out.width - 1, DROP), out.width - 1)
+        return [out.paint([(line, "")]) for line in shown]
+
+    with Interrupt(world.clock) as cancel:
+        rows = look()
+        while not cancel():
+            if region is not None:
+                region.draw([], lines())
+            until = time.monotonic() + options.interval
+            while time.monotonic() < until and not cancel():
+                time.sleep(0.05)
+            rows = look() if not cancel() else rows
+            if region is None:
+                break
+    if region is not None:
+        region.close(lines())
+    elif world.options.json:
+        print_json(world, TopDocument(servers=rows))
+    else:
+        print_table(world, table(rows), DROP)
+    return ExitStatus.ENGINE_UNREACHABLE if all(row.error for row in rows) else ExitStatus.OK
+
+
+def table(rows: Sequence[ServerLoad]) -> list[list[str]]:
+    """Return a header, and a row for each server."""
+    cells = [[s.format(v) if (v := getattr(row, c)) is not None else "-" for c, s in SHAPES.items()] for row in rows]
+    named = zip(rows, cells, strict=True)
+    return [[*HEAD], *([row.url.partition("://")[2], *cell, row.error or ""] for row, cell in named)]

@@ -1,0 +1,1 @@
+"""Engines of other programs: their chat API, their options, and their metrics."""
