@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from kvcli.engine.sequence.state import Repetition
     from kvcli.engine.stats import Stats
 
 Finish = Literal["stop", "length", "interrupted", "loop", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The answer waits for memory that other answers use, or for a prompt that it shares. Only `astream` yields it."""
+
+    ahead: int  # requests that wait before this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +30,27 @@ class Read:
     seconds: float
 
 
+MOST_TOP = 20  # of `top_logprobs`
+
+
+class TokenScore(NamedTuple):
+    """The log-probability of a token, and the most likely tokens in its place, with theirs.
+
+    It is the model's own, of its log-softmax in float64: before temperature, truncation, penalties, bias, constraint.
+    """
+
+    id: int
+    logprob: float | None  # None = input, not predicted: the first token of a prompt, and the forced end of a thought
+    top: tuple[tuple[int, float], ...] = ()  # id and log-probability, the most likely first
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     """A piece of the answer, whole characters only; `ids` are the tokens since the piece before."""
 
     text: str
     ids: tuple[int, ...]
+    scores: tuple[TokenScore, ...] = ()  # of `ids`, if `top_logprobs` asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +59,7 @@ class Thought:
 
     text: str
     ids: tuple[int, ...]
+    scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +85,7 @@ class End:
     turn: Turn
 
 
-Event = Read | Text | Thought | ToolCall | Live | End
+Event = Waiting | Read | Text | Thought | ToolCall | Live | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +99,8 @@ class Turn:
     loop: Repetition | None = None  # the repetition that ended it, if finish is "loop"
     thinking: str = ""  # not in the text
     tool_calls: tuple[ToolCall, ...] = ()  # not in the text; finish is then "tool_calls"
+    scores: tuple[TokenScore, ...] = ()  # of `ids`, if `top_logprobs` asks for them
+    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens, if `prompt_logprobs` asks for them
 
 
 Cancel = Callable[[], bool]  # called between passes; True ends the turn and keeps the text

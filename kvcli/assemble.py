@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.errors import BadConfig
 from kvcli.settings.profile import ALTERED, TIERS
 from kvcli.settings.resolve import method_class
-from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory, registries, texts_of
+from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory, registries, size_of, texts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -183,6 +183,39 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> CachePlan:
         partial(rotaries, lm),
         free_beside_weights(lm) if is_fit else 0,
     )
+
+
+def pool_bytes(lm: LM, profile: Profile) -> int:
+    """Return the memory for the KV of all sequences: what is free beside the weights, without that of a pass."""
+    from kvcli.engine.resources import free_beside_weights, pass_bytes
+
+    kind, rows = "cuda" if lm.is_on_accelerator else "cpu", profile.spec.rows
+    return max(0, free_beside_weights(lm) - pass_bytes(lm, chunk(lm, profile), rows, lm.dtype, kind))
+
+
+def kv_bytes(lm: LM, profile: Profile, n: int, new: int, pair: ModelPair | None = None) -> int:
+    """Return the most bytes of KV on the device that a sequence of n tokens needs, that of its drafter included. `new`:
+    of these, tokens of the answer."""
+    from kvcli.kv.capacity import EVERY
+    from kvcli.kv.slots import windows_of
+
+    checked = [profile.verifying_profile, profile] if profile.is_checked else [profile]
+    draft, most = pair.draft if pair is not None and pair.draft is not lm else None, chunk(lm, profile)
+    total = n * sum(shape.slot_bytes(draft.dtype.itemsize) for shape in draft.shapes) if draft is not None else 0
+    for of in checked:
+        its, kept, fresh = plan(lm, of).footprint, of.policy.footprint(n), max(most, compression_interval(of) or EVERY)
+        top = (
+            n if "evicts" not in of.effects or of.memory.demotes else min(n, max(kept.slots + fresh, kept.peak + most))
+        )
+        windows = windows_of(its.shapes, its.attention_params)
+        for layer, shape in enumerate(its.shapes):
+            slots = min(top, windows[layer].most(new, most)) if layer in windows else top
+            total += its.layer_bytes(shape, slots, fresh)
+        total += its.index_bytes(top, fresh)
+        total += profile.spec.view_slots(top) * sum(shape.slot_bytes(its.number) for shape in its.shapes)
+        if of.memory.device != "auto":
+            total = min(total, size_of(of.memory.device))
+    return total
 
 
 def compression_interval(profile: Profile) -> int | None:

@@ -41,6 +41,7 @@ COMMANDS = {
     "chat": "Chat with a model, or ask one question with -p.",
     "pack": "Prefill documents once and save them with their KV cache.",
     "summarize": "Summarize long documents, with verified page citations.",
+    "serve": "Serve OpenAI's API over one model, for other programs.",
     "fit": "Estimate memory before loading: model, profile and context.",
     "bench": "Compare profiles: speed, memory, agreement, quality.",
     "spec": "Speculative decoding: measure and tune.",
@@ -59,6 +60,7 @@ HABITS = {  # word of other programs -> command
     **dict.fromkeys(("run", "ask", "generate"), "chat"),
     **dict.fromkeys(("summary", "summarise", "tldr", "extract"), "summarize"),
     **dict.fromkeys(("list", "ls"), "models list"),
+    **dict.fromkeys(("server", "start"), "serve"),
     "info": "doctor",
     "estimate": "fit",
     **dict.fromkeys(("benchmark", "perf"), "bench"),
@@ -72,13 +74,11 @@ HABITS = {  # word of other programs -> command
     "create": "profiles new",
     "templates": "profiles list",
     "prompt": "chat -p",
-    **dict.fromkeys(("start", "load"), "keep"),
+    "load": "keep",
     "status": "ps",
     "unload": "stop",
 }
-_KEEP = "kvcli keep MODEL, which keeps it loaded for chat and summarize"
 ABSENT: dict[str, tuple[str, ...]] = {  # command names of other programs -> why there is none, and what to type instead
-    **dict.fromkeys(("serve", "server"), ("there is no server for other programs yet", _KEEP)),
     **dict.fromkeys(("push", "cp"), ("kvcli does not copy or upload models", "kvcli models path MODEL")),
     "search": ("kvcli does not search the hub", "kvcli models suggest", "kvcli chats search WORDS"),
     "embed": ("kvcli has no embeddings", "kvcli --help"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any
 
 
 class ExitStatus(IntEnum):
@@ -62,6 +63,17 @@ class UsageError(KvcliError):
 
 class BadInput(KvcliError):
     code, exit = "bad_input", ExitStatus.BAD_INPUT
+
+
+class Busy(BadInput):
+    """The queue of waiting requests is full. `retry_after`: seconds until it is likely to have room."""
+
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after: float, **told: Any) -> None:
+        super().__init__(message, **told)
+        self.retry_after = retry_after
+        self.detail["retry_after"] = retry_after
 
 
 class BadModel(KvcliError):

@@ -10,6 +10,7 @@ EXTRAS = {  # as in pyproject.toml
     "ocr": ("rapidocr", "onnxruntime"),
     "schema": ("llguidance",),
     "mcp": ("mcp",),
+    "serve": ("starlette", "uvicorn", "prometheus-client"),
     "llama": ("llama-cpp-python",),
 }
 

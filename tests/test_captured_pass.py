@@ -115,6 +115,28 @@ def test_a_captured_pass_gives_the_text_of_single_operations(family: str, drafts
     assert graphs.waits <= NEW if drafts == "off" else graphs.waits < NEW
 
 
+@pytest.mark.parametrize("drafts", ["off", "tree"])
+def test_a_captured_pass_gives_the_scores_of_single_operations(drafts: str) -> None:
+    """Of passes that run ahead as well, in the same read-back; unused rows have none."""
+    sampler, each = replace(SEEDED, top_logprobs=2), []
+    truth = [*PROMPT, *plain("llama", SEEDED)]
+    for is_recorded in (False, True):
+        its, graphs = recorded("llama")
+        its.remembers = {CapturedPasses: captured_passes(its)} if is_recorded else {}
+        text = session(its, Off() if drafts == "off" else Bush(truth, 97, 96), sampler)
+        run_to_end(text.read(PROMPT))
+        steps = []
+        while len(text.ids) < len(truth):
+            step = run_to_end(text.step((), len(truth) - len(text.ids)))
+            steps += [step.score(row) for row in step.path]
+        assert text.ids == truth
+        each.append(torch.tensor(steps))
+    assert each[1].shape == (NEW, 5)
+    assert not captured_passes(its).eager
+    assert graphs.waits <= NEW
+    torch.testing.assert_close(*each)
+
+
 class Hearing(Bush):
     """Is handed the hidden states of its rows."""
 

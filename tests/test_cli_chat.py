@@ -515,6 +515,36 @@ def test_the_demo_finds_a_fact_in_its_report(kvcli):
     assert spec["tokens_per_pass"] * spec["passes"] == pytest.approx(document["tokens"]["new"])
 
 
+def test_several_answers_come_one_after_the_other(kvcli):
+    asked = ["chat", "demo", "-p", "Hello", "-n", "5", "-t", "1.5", "--seed", "4", "--samples", "2", "--no-save"]
+    out, _ = kvcli(*asked, "--json", "--logprobs", "1").communicate(timeout=300)
+    documents = [json.loads(line) for line in out.splitlines()]
+    for number, document in enumerate(documents, 1):
+        validate("turn", document)
+        assert (document["turn"], document["sampling"]["seed"]) == (number, 3 + number)
+        assert "".join(score["text"] for score in document["scores"]) == document["text"]
+        assert all(len(score["top"]) == 1 for score in document["scores"])
+    out, _ = kvcli(*asked).communicate(timeout=300)
+    assert out.decode() == "".join(("\n" if i else "") + f"{d['text']}\n" for i, d in enumerate(documents))
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--logprobs", "3"], "--logprobs needs --json"),
+        (["--logprobs", "21", "--json"], "from 0 to 20"),
+        (["--samples", "0"], "--samples needs"),
+        (["--samples", "2", "--tools", "t.json"], "--samples needs"),
+    ],
+)
+def test_scores_and_samples_are_refused_before_loading(machine, tmp_path, args, said):
+    (tmp_path / "t.json").write_text('[{"type": "function", "function": {"name": "f"}}]')
+    done = machine("chat", "-p", "Hi", *args)
+    assert done.exit == 2
+    assert said in " ".join((done.out + done.err).split())
+    assert machine.model.prompts == []
+
+
 def test_an_answer_is_held_to_a_schema_or_said_to_be_cut(kvcli, tmp_path):
     schema = {"type": "object", "properties": {"boxes": {"type": "integer", "maximum": 999}}, "required": ["boxes"]}
     (tmp_path / "stock.json").write_text(json.dumps(schema | {"additionalProperties": False}))

@@ -22,7 +22,7 @@ FOLDERS = (
     "version errors resident_client installing kernels files safe_output worker_process sandbox environment "
     "settings demo models kv engine prefix_cache "
     "policies drafts methods api documents schemas assemble chat fit summarize quality bench heads "
-    "render commands door kvcli cli __main__"
+    "render serve commands door kvcli cli __main__"
 ).split()
 RANK = {name: rank for rank, name in enumerate(FOLDERS)}
 

@@ -301,9 +301,8 @@ def test_the_thread_of_a_model_ends_with_it() -> None:
     (thread,) = model.engine._pool._threads  # type: ignore[union-attr]
     assert thread.is_alive()
     del model
-    gc.collect()
-    thread.join(10)
-    assert not thread.is_alive()
+    while gc.collect() or thread.is_alive():  # it may be in its last action, which refers to the model
+        thread.join(0.1)
 
 
 def test_an_answer_asked_elsewhere_ends_the_one_that_a_task_waits_for() -> None:

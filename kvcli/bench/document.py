@@ -48,6 +48,7 @@ def row_of(bench: Bench, series: Series) -> BenchRow:
     """Result row of one side on one case."""
     case, runs = series.case, series.samples
     samples = samples_of(runs)
+    found = all_figures(samples)
     recipe = next(r for r in bench.ask.recipes if r.name == series.side)
     kv = [run.kv_bytes for run in runs if run.kv_bytes is not None]
     method = str(recipe.settings["spec.method"]) if recipe.kind == "profile" else "prompt lookup"
@@ -57,7 +58,8 @@ def row_of(bench: Bench, series: Series) -> BenchRow:
         prompt=len(case.prompt),
         prompt_hash=hash_of(case.prompt),
         samples=samples,
-        **all_figures(samples),
+        **found,
+        text_tok_s=found["median"].tok_s and found["median"].tok_s / recipe.batch,
         ratio=ratios_of(bench, series, samples),
         accept=acceptance(runs, method),
         kv_bytes=kv[-1] if kv else None,
@@ -192,5 +194,6 @@ def _conditions(document: BenchDocument) -> Mapping[str, str]:
         "threads": str(env.threads),
         "torch": str(env.versions.get("torch")),
         "--new": str(document.args.new),
+        "--batch": str(document.args.batch),
         "temperature": f"{document.args.temperature:g}",
     }

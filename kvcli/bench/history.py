@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from kvcli.errors import BadInput, reading
 from kvcli.files import private_folder, write_private
-from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, HistoryEntry
+from kvcli.schemas.bench import BenchArgs, BenchDocument, BenchHistoryDocument, HistoryEntry
 
 Note = Callable[[str], None]
 
@@ -64,6 +64,10 @@ def _wanted(entry: HistoryEntry, ctx: Sequence[int], workloads: Sequence[str]) -
     return (not ctx or entry.ctx in ctx) and (not workloads or entry.workload in workloads)
 
 
+def _unusual(args: BenchArgs) -> str:
+    return f", temperature {args.temperature:g}" * bool(args.temperature) + f", {args.batch} texts" * (args.batch > 1)
+
+
 def _entries(document: BenchDocument, file: str) -> Iterator[HistoryEntry]:
     for row in document.rows:
         ratio = row.ratio.tok_s
@@ -71,7 +75,7 @@ def _entries(document: BenchDocument, file: str) -> Iterator[HistoryEntry]:
             row,
             document.env,
             document,
-            profile=row.profile + (f", temperature {document.args.temperature:g}" if document.args.temperature else ""),
+            profile=row.profile + _unusual(document.args),
             tok_s=row.median.tok_s,
             first_token=row.median.first_token,
             ratio=ratio.median if ratio else None,

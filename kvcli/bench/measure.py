@@ -89,7 +89,7 @@ def _once(side: Side, series: Series, *, keep: bool) -> None:
     except Exception as error:  # another program may fail in any way; the other sides' samples are kept
         series.error = words_of(error)
         return
-    if len(sample.ids) != case.new or len(sample.at) != case.new:
+    if len(sample.ids) != case.new or len(sample.at) != case.new * sample.batch:
         series.error = f"wrote {len(sample.ids)} of {case.new} tokens"
     elif keep:
         series.samples.append(sample)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcli.bench.side import TimedSample
-from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.engine import Engine, generate_together
 from kvcli.engine.resources import use_threads
-from kvcli.engine.stats import Stats
+from kvcli.engine.stats import Stats, Step
 from kvcli.errors import BadInput, ContextOverflow
 from kvcli.kv.slots import nbytes
 from kvcli.settings.schema import Memory
@@ -71,8 +71,11 @@ class ProfileSide:
 
     peak_bytes: int | None = None  # it runs in this process
 
-    def __init__(self, name: str, model: Model, threads: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.name, self.model, self.threads, self.clock = name, model, threads, clock
+    def __init__(
+        self, name: str, model: Model, threads: int, clock: Callable[[], float] = time.perf_counter, batch: int = 1
+    ) -> None:
+        """`batch`: texts that are continued side by side; the others are the prompt from another place on."""
+        self.name, self.model, self.threads, self.clock, self.batch = name, model, threads, clock, batch
 
     @property
     def setup(self) -> dict[str, str]:
@@ -96,18 +99,27 @@ class ProfileSide:
         """Continue `prompt`. Drafting starts without history, as in the first question of a process."""
         self._check(prompt, new)
         use_threads(self.threads)
-        session = self.model.new_session()
-        stats, at = Stats(prompt=len(prompt)), list[float]()
+        sessions, n = [self.model.new_session() for _ in range(self.batch)], len(prompt)
+        texts = [
+            [*prompt[:1], *prompt[at:], *prompt[1:at]]
+            for at in (1 + (n - 1) * i // self.batch for i in range(self.batch))
+        ]
+        stats, at, steps, engine = Stats(prompt=n), list[float](), list[Step](), Engine()
         began = self.clock()
-        run_to_end(session.read(prompt))
-        for step in iterate_events(session.stream(new)):
-            at += [self.clock() - began] * len(step.new)
-            stats.add_step(step)
-        kv_bytes = sum(nbytes(session.stored_kv, session.drafter).values())
-        drafts = self.model.profile.spec.method != "off"
-        return TimedSample(
-            tuple(session.ids[len(prompt) :]), tuple(at), len(prompt), kv_bytes, stats if drafts else None
-        )
+        for read in generate_together(*(one.read(text) for one, text in zip(sessions, texts, strict=True))):
+            read.result()
+        tasks = [engine.add(session.stream(new), steps.append) for session in sessions]
+        while engine.step():
+            now = self.clock() - began
+            for step in steps:
+                at += [now] * len(step.new)
+                stats.add_step(step)
+            steps.clear()
+        for task in tasks:
+            task.result()
+        kv_bytes = sum(sum(nbytes(session.stored_kv, session.drafter).values()) for session in sessions)
+        drafted, ids = stats if self.model.profile.spec.method != "off" else None, tuple(sessions[0].ids[n:])
+        return TimedSample(ids, tuple(at), n * self.batch, kv_bytes, drafted, self.batch)
 
     def close(self) -> None:
         """Do nothing: the weights belong to `Models`."""

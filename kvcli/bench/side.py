@@ -15,10 +15,11 @@ class TimedSample:
     """A timed continuation of a prompt. Times are in seconds from the start of the run."""
 
     ids: tuple[int, ...]  # the new tokens
-    at: tuple[float, ...]  # time of each new token; tokens of one pass have the same time
-    prompt: int  # tokens
+    at: tuple[float, ...]  # time of each new token, those of all texts; tokens of one pass have the same time
+    prompt: int  # tokens, of all texts
     kv_bytes: int | None = None  # bytes of KV allocated at the end; None = unknown
     stats: Stats | None = None  # of sides that draft
+    batch: int = 1  # texts side by side; `ids` are those of the first
 
     @property
     def first_token(self) -> float:

@@ -43,10 +43,11 @@ class Recipe:
     settings: Mapping[str, Any]  # dotted keys, as in `Profile.values`
     profile: str  # name
     cache: str  # folder for files that a baseline converts or installs once
+    batch: int = 1  # texts side by side, of a profile
 
     @classmethod
-    def of(cls, name: str, profile: Profile, model: str, cache: str, kind: str = "profile") -> Recipe:
-        return cls(name, kind, model, dict(profile.values), profile.name, cache)
+    def of(cls, name: str, profile: Profile, model: str, cache: str, kind: str = "profile", batch: int = 1) -> Recipe:
+        return cls(name, kind, model, dict(profile.values), profile.name, cache, batch)
 
     @property
     def found(self) -> Source:
@@ -87,7 +88,7 @@ def make(recipe: Recipe, models: Models) -> Side:
     from kvcli.bench.profile_side import ProfileSide
 
     profile = recipe.as_profile()
-    return ProfileSide(recipe.name, models.under(profile), models.threads(profile))
+    return ProfileSide(recipe.name, models.under(profile), models.threads(profile), batch=recipe.batch)
 
 
 def _hf(recipe: Recipe, models: Models, lookup: int = 0) -> Side:

@@ -58,7 +58,9 @@ class LoadedModel:
         self.lm, self.tokenizer = lm, tokenizer
         self.profile = assemble.adapted_profile(lm, profile)
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
-        self.engine = EngineThread()  # for text sessions used by event loops
+        self.engine = EngineThread(
+            cache(partial(assemble.pool_bytes, lm, self.profile))
+        )  # for text sessions used by event loops
         self.data: Path | None = None  # the user's folder of saved chats; None = not set
         self.costs: Costs | None = None  # pass times on this machine; None = not measured
         self.time_passes: Callable[[Any], Costs | None] | None = None  # measures pass times of it; set by the caller
@@ -110,6 +112,10 @@ class LoadedModel:
                 try_=["set Model.map_heads", "policy.headmap=FILE, of kvcli profile-heads"],
             )
         return self.profile.replace(policy={"headmap": str(self.map_heads(self))})
+
+    def kv_bytes(self, n: int, new: int) -> int:
+        """Return the most bytes of KV that a session needs for n tokens, of which `new` are the answer's."""
+        return assemble.kv_bytes(self.lm, self.profile, n, new, self._draft())
 
     def new_writer(self) -> Writer | None:
         """Return the writer that generates by reasoning steps, if the profile asks for it."""

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from inspect import GEN_RUNNING, getgeneratorstate
+from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble
-from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
+from kvcli.api import Cancel, End, Event, Events, Prompt, Read, Turn, turn_of
+from kvcli.chat.admission import Claim
 from kvcli.chat.loaded_model import LoadedModel
 from kvcli.chat.overflow import ContextWindow
+from kvcli.chat.scores import refuse_scores, score_prompt
+from kvcli.chat.side_by_side import SideBySide
 from kvcli.chat.transcript import chat_spans
 from kvcli.chat.turn import AnswerSettings, ThinkingLimit, TurnRequest, TurnRun
 from kvcli.engine.engine import iterate_events, release, run_to_end
 from kvcli.engine.forward_request import Coroutine, run_until_cancelled
 from kvcli.engine.sequence.state import QUESTION, KindSpan
 from kvcli.errors import BadInput, BadModel
-from kvcli.kv.out_of_memory import CacheFull, catch_cache_full
+from kvcli.kv.out_of_memory import CacheFull, Preempted, catch_cache_full
+from kvcli.kv.slots import nbytes
 from kvcli.models.text import Messages, StopStrings, decode, encode
 from kvcli.models.tool_calls import CallReader
+from kvcli.prefix_cache.live_prefix import common_prefix, copy_prefix, shared_prefix
 from kvcli.prefix_cache.prefix_cache import SaveResult
 from kvcli.settings.schema import ORDER, texts_of
 
@@ -39,6 +44,7 @@ class TextSession:
     def __init__(self, model: LoadedModel) -> None:
         self.switch_profile(model)
         self.session = model.new_session(by_steps=True)
+        self._run: TurnRun | None = None  # of the last call of `answer`
         self._answer: Coroutine[Event, Turn | None] | None = None  # the answer that began last
         self.pack: Pack | None = None  # the pack of the documents that questions are about
         self._has_save_failed = False  # the last save to the prefix cache failed
@@ -61,10 +67,16 @@ class TextSession:
         """Close without blocking the event loop while a forward pass ends."""
         await self.model.engine.apart(self.close)
 
+    async def aend(self) -> None:
+        """End the running answer, if there is one, as `aclose` does. Its committed KV is kept."""
+        if self._answer is not None and getgeneratorstate(self._answer) != GEN_CLOSED:
+            await self.model.engine.apart(self._end)
+
     def close(self) -> None:
         """End the running answer, and free the KV cache."""
         self._end()
         self.has_begun = False
+        self._run = None  # it refers to this session: in a cycle, KV caches would remain until a garbage collection
         self.session = self.model.new_session(by_steps=True)
         release(self.session.lm)
 
@@ -83,16 +95,44 @@ class TextSession:
         return AnswerSettings(self.profile, self.limit, self.writer)
 
     def fetch(self, ids: Sequence[int]) -> int:
-        """Load KV of the prompt from the pack and the prefix cache; returns how many tokens need no prefill."""
+        """Load KV of the prompt from the pack, another session and the prefix cache; returns how many tokens need no
+        prefill."""
+        found = [self.session.committed]
         if self.pack is not None:
             self.pack.fetch(self.session, ids)
+        if (source := self.source(ids)) is not None:
+            with catch_cache_full():
+                copy_prefix(self.session, source.session, ids)
+        found.append(self.session.committed)
         if (prefixes := self.model.prefix_cache) is not None and not self.session.condensed:
             with catch_cache_full():  # without room, the prompt is prefilled
                 for conditions in (ways := assemble.loadable_conditions(self.profile)):
                     prefixes.load_prefix(self.session, ids, conditions)
                 if (reuse := assemble.span_reuse(self.session, self.profile)) is not None and ways[-1].is_intact:
                     reuse.add(prefixes.find_spans(self.session, ids, ways[-1], reuse.min_span))
+        found.append(self.session.committed)
+        for name, n, before in zip(("warm", "copy", "disk"), found, (0, *found), strict=False):
+            self.model.engine.reused[name] += n - before
         return self.session.committed
+
+    def source(self, ids: Sequence[int]) -> TextSession | None:
+        """Return the session used by event loops that shares the longest prefix with a prompt and stores KV alike."""
+        alike = [one for one in self.model.engine.sessions if one is not self and self.shares_with(one)]
+        return max(alike, key=lambda one: shared_prefix(one.session, ids), default=None)
+
+    def shares_with(self, other: TextSession) -> bool:
+        """True if both sessions keep the same KV of the same tokens, as computed."""
+        (mine, *_), (its, *_) = (assemble.loadable_conditions(one.profile) for one in (self, other))
+        types = self.session.cache.dtype, other.session.cache.dtype
+        return mine.is_intact and mine.settings == its.settings and types[0] == types[1] and other.pack is None
+
+    def copies_from(self, ids: Sequence[int], other: TextSession, its_ids: Sequence[int]) -> int:
+        """Return how many tokens of a prompt this session can copy from `other` once that has prefilled its prompt; 0 =
+        too few to wait for."""
+        if not self.shares_with(other):
+            return 0
+        found = [self, source] if (source := self.source(ids)) is not None else [self]
+        return common_prefix(ids, its_ids, [one.session for one in found])
 
     def has_read(self, ids: Sequence[int]) -> bool:
         """True if the KV cache begins with these ids."""
@@ -168,12 +208,57 @@ class TextSession:
         """Yield one answer as events: Live and Read first, then Text pieces, End last."""
         return iterate_events(self.answer(prompt, **options))
 
-    def astream(self, prompt: Prompt, **options: Any) -> AsyncGenerator[Event]:
+    def samples(self, prompt: Prompt, n: int, *, seed: int | None = None, **options: Any) -> Iterator[Events]:
+        """Yield the events of n answers to one prompt, each with the next seed. They run together, and each is the
+        answer of `stream` with its seed. The prompt is read once, by this session; the others are copies of it.
+        """
+        together, copies, answers, own = SideBySide(), list[TextSession](), list[Events](), self.profile.sample
+        seed, heat = own.seed if seed is None else seed, options.get("temperature", own.temperature)
+        if n > 1 and not (self.model.lm.generation.get("temperature") if heat is None else heat):
+            message = f"temperature is 0, so all {n} answers would be the same"
+            raise BadInput(message, code="same_samples", try_=["a temperature, -t 0.8"])
+
+        def hear(event: Event) -> None:
+            if isinstance(event, Read) and event.done == event.total:
+                for i in range(1, n):
+                    copies.append(TextSession(self.model))
+                    copies[-1].session = self.session.fork()
+                    answers.append(together.add(copies[-1].answer(prompt, seed=seed + i, **options)))
+
+        try:
+            yield together.add(self.answer(prompt, seed=seed, **options), hear)
+            while len(answers) < n - 1 and together.step():
+                pass
+            yield from answers
+        finally:
+            for copy in copies:
+                copy.close()
+
+    def astream(self, prompt: Prompt, *, client: str = "", **options: Any) -> AsyncGenerator[Event]:
         """Yield one answer as events in a coroutine, batched with other sessions of the model used by event loops.
 
         Passes run in a thread of the model. Leaving the loop by `aclose()`, or cancelling its task, ends the answer.
+        The answer waits while other answers use the memory that it needs; `client`: whose turn it is in that queue.
+        Raises Busy if the queue is full, and DoesNotFit (`no_room`) if the answer could never fit.
         """
-        return self.model.engine.events(self.answer(prompt, **options))
+        work, run, memory = self.answer(prompt, **options), self._run, self.profile.memory
+        assert run is not None, "an answer has a run"
+        can_shrink = "offloads" in self.profile.effects or (memory.on_oom == "degrade" and bool(memory.fallbacks))
+        need = self.model.kv_bytes(run.most_tokens, run.most_tokens - len(run.ids))
+        claim = Claim(work, self, run, need, client, can_shrink)
+        run.free_memory = partial(self.model.engine.free_memory, claim)
+        return self.model.engine.events(claim)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV cache and of the KV of the drafter."""
+        return sum(nbytes(self.session.stored_kv, self.session.drafter).values())
+
+    @property
+    def can_drop(self) -> bool:
+        """True if the session is idle, and a prompt that is prefilled again gets the same KV."""
+        is_idle = self._answer is None or getgeneratorstate(self._answer) == GEN_CLOSED
+        return is_idle and assemble.is_lossless(self.profile)
 
     def answer(
         self,
@@ -185,6 +270,8 @@ class TextSession:
         messages: Messages = (),
         constraint: Constraint | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        top_logprobs: int | None = None,
+        prompt_logprobs: bool = False,
         **sample: object,
     ) -> Coroutine[Event, Turn]:
         """Return one answer as a coroutine for an engine, alone or with other sequences (`kvcli.generate_together`).
@@ -195,6 +282,9 @@ class TextSession:
         tell system text from the rest.
         `constraint`: structured output, as from `model.constraint`; it decides where the answer may end.
         `tools`: function definitions in the prompt, whose calls are returned apart from the text.
+        `top_logprobs`: return the log-probability of each token of the answer, and so many most likely tokens, 0 to 20,
+        in `Turn.scores` and in the events. `prompt_logprobs`: also those of the prompt, in `Turn.prompt_scores`; the
+        whole prompt is then read, without saved KV.
         Raises ContextOverflow before the prefill.
         """
         if constraint is not None and ignore_eos:
@@ -207,6 +297,7 @@ class TextSession:
             raise BadInput(
                 "a constrained answer cannot call tools", code="constrained_tools", try_=["tools or a constraint"]
             )
+        refuse_scores(self.session, self.profile, top_logprobs, prompt_logprobs)
         variables = {"tools": tools} if tools else {}
         model, ids = self.model, self.model.encode(prompt, **variables)
         if isinstance(prompt, str):
@@ -243,23 +334,27 @@ class TextSession:
             () if ignore_eos else model.lm.stop_ids,
             StopStrings([*texts_of(profile.sample.stop), *(() if ignore_eos else model.lm.stop_strings)]),
             cancel or (lambda: False),
-            assemble.sampler(model.lm, profile),
+            replace(assemble.sampler(model.lm, profile), top_logprobs=top_logprobs),
             0 if ignore_eos else profile.sample.stop_loops,
             constraint,
             thinking,
             CallReader(model.tokenizer, model.call_syntax(), tools) if tools else None,
         )
         self.has_begun = True  # before the prefill, as other sessions check it meanwhile
-        run = TurnRun(
+        run = self._run = TurnRun(
             self.session,
             asked,
             AnswerSettings(self.profile, self.limit, self.writer),
             tokenizer=self.tokenizer,
             load_seconds=self.info.load_seconds,
-            fetch=self.fetch,
+            fetch=(lambda ids: self.session.rewind(0)) if prompt_logprobs else self.fetch,
             switch=self._degrade,
         )
-        return self._only(run.events())
+        answer = run.events()
+        if prompt_logprobs:
+            chunk = lambda: assemble.chunk(model.lm, self.profile)  # noqa: E731
+            answer = score_prompt(answer, self.session, ids, top_logprobs or 0, chunk)
+        return self._only(answer)
 
     def _refuse_crowd(self, most: int) -> None:
         """Raise CacheFull if as many sessions as `memory.sequences` allows already share the free memory."""
@@ -291,6 +386,8 @@ class TextSession:
         self._answer = answer
         try:
             turn = yield from answer
+        except Preempted:  # it was closed while it waited
+            turn = None
         except (GeneratorExit, CacheFull):
             raise
         except BaseException:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble, environment
-from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, ToolCall, Turn
+from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, TokenScore, ToolCall, Turn, Waiting
+from kvcli.chat.scores import scores_of
 from kvcli.engine.forward_request import Coroutine, Passes, await_passes
 from kvcli.engine.policy.policy import Phase
 from kvcli.engine.resources import peak_bytes, used_bytes
@@ -244,6 +245,12 @@ class TurnRequest:
     calls: CallReader | None = None  # splits off tool calls; None: there are no tools
 
 
+def alone() -> Generator[Waiting, None, bool]:
+    """Free no memory, because no other answer runs (see `TurnRun.free_memory`)."""
+    yield from ()
+    return False
+
+
 class TurnRun:
     """A running answer."""
 
@@ -269,11 +276,36 @@ class TurnRun:
         is_split = asked.constraint is None or thinking.is_due
         self._words = Channels(tokenizer, asked.ids, asked.strings, is_split=is_split, **around)
         self._said: list[str] = []  # text of the answer so far, which an error returns
+        # of the answer's tokens, if asked for
+        self._scores: list[TokenScore] | None = [] if asked.sampler.top_logprobs is not None else None
         # most tokens of prompt and answer
         self._end = min(len(asked.ids) + asked.new + thinking.tokens + len(thinking.end_ids), terms.limit)
         self._waits = thinking.is_due  # the constraint begins after the thought
         self._cancel = _latched(asked.cancel)
         self._measured = 0.0  # time of the last memory measurement
+        # committed tokens before and all tokens after each prefill, by which a lost KV cache is computed again
+        self._prefills: list[tuple[int, int]] = []
+        # after a pass that lacked memory: frees memory of other sequences, perhaps after a wait; False = there is none
+        self.free_memory: Callable[[], Generator[Waiting, None, bool]] = alone
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Tokens of the prompt."""
+        return self._asked.ids
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of prompt and answer."""
+        return self._end
+
+    def restart(self) -> bool:
+        """Drop the KV cache of the suspended answer, which is computed again when it goes on. False if a part of it was
+        not computed by this answer and would become another."""
+        is_partial = bool(self._prefills and self._prefills[0][0]) or "reuses" in self.terms.profile.effects
+        if is_partial and not assemble.is_lossless(self.terms.profile):
+            return False
+        _restart(self.session, self.terms.profile)
+        return True
 
     def events(self) -> Coroutine[Event, Turn]:
         """Yield Live and Read first, then Thought and Text pieces. A pass that ran out of memory is repeated after a
@@ -299,13 +331,14 @@ class TurnRun:
             with catch_cache_full() as lacks:
                 # tokens were forced, or the KV cache was lost; afterwards the last token is pending
                 if len(session.ids) < len(ids):
-                    while (yield from session.prefill_chunk(ids)):
-                        pass
+                    yield from self._compute(ids)
                 most, writer = min(self._end - len(ids), self._most(len(answer))), self.terms.writer
                 # with these stops, a pass adds no token after a thought that a constraint waits for
                 stops = {*asked.stops, *self._thinking.end_ids} if self._waits else asked.stops
                 step = yield from session.step(stops, most) if writer is None else writer.step(session, stops, most)
                 stats.add_step(step)
+            if lacks and self._scores is not None:  # a broken pass leaves no scores: its tokens are sampled again
+                session.resume(ids)
             added = session.ids[len(ids) :] if lacks else step.new  # a broken pass may have added some
             if lacks and added:
                 stats.passes += 1
@@ -313,7 +346,7 @@ class TurnRun:
             ids += added
             stats.first_token = stats.first_token or fetched + stats.read + stats.decode
             self._measure()
-            pieces = list[Piece]()
+            pieces, forced, at = list[Piece](), None, len(answer)
             for i in added:  # one by one: tokens after a stop string do not count, even those of the same pass
                 answer.append(i)
                 thinks, is_open = words.thinks, words.is_open
@@ -329,6 +362,9 @@ class TurnRun:
                     break
                 if asked.strings.is_hit or loop:
                     break
+            if self._scores is not None and added:
+                self._scores += scores_of(step)[: len(answer) - at - len(forced or ())]
+                self._scores += [TokenScore(i, None) for i in forced or ()]
             stats.thinking_seconds += step.seconds if added and not lacks and stats.thinking > thought else 0.0
             if pieces:
                 yield from self._tell(pieces, answer[shown:])
@@ -349,7 +385,8 @@ class TurnRun:
         self._measure(at_once=True)
         if (report := session.drafter.report()) is not None and before is not None:
             stats.add_draft_report(before, report)
-        return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip(), called)
+        scores = tuple(self._scores or ())
+        return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip(), called, scores)
 
     def _shown(self, token: int) -> list[Piece]:
         """Return the pieces that became certain with a token. A thought that mentions calls makes none."""
@@ -381,14 +418,30 @@ class TurnRun:
         session = self.session
         if session.shared(ids) < len(session.ids):  # the pass went on after the end of the thought
             session.resume(ids)
+        self._prefills = [*(self._prefills if session.committed else ()), (session.committed, len(ids))]
         if self._waits:
             self._waits = False
             self._words.stop_splitting()
             session.constraint, session.answer_at = self._asked.constraint, len(ids)
 
+    def _compute(self, ids: Sequence[int]) -> Passes[None]:
+        """Compute the missing KV of `ids` as it is computed first: of prompt and forced tokens by prefill, of others
+        by decoding, so that compression points are the same."""
+        session = self.session
+        if not session.committed:  # KV from before this answer was lost too
+            self._prefills[0] = 0, self._prefills[0][1]
+        for start, end in self._prefills:
+            if len(session.ids) < end:
+                yield from session.replay(ids[: start + 1])
+                while (yield from session.prefill_chunk(ids[:end])):
+                    pass
+        if len(session.ids) < len(ids):
+            yield from session.replay(ids)
+            yield from await_passes(session.drafter.start(session.ids, session.sampler))
+
     def _read(self) -> Coroutine[Event, None]:
         session, stats, ids, began = self.session, self._stats, self._asked.ids, time.perf_counter()
-        is_more = True
+        is_more, self._prefills = True, [(session.committed, len(ids))]
         while is_more:
             with catch_cache_full() as lacks:
                 is_more = yield from session.prefill_chunk(ids)
@@ -405,8 +458,9 @@ class TurnRun:
             if is_more and self._cancel():
                 return
 
-    def _relieve(self, lack: CacheFull, phase: Phase) -> Passes[None]:
-        """Repair the session, then apply steps of `memory.fallbacks` until it is ready for a forward pass.
+    def _relieve(self, lack: CacheFull, phase: Phase) -> Coroutine[Event, None]:
+        """Repair the session, then free memory of other sequences until it is ready for a forward pass. An answer that
+        is alone applies steps of `memory.fallbacks`.
 
         If the KV cache could not be saved, the session is empty, and its ids are prefilled again. Raises the error,
         explained, if no step is left.
@@ -418,6 +472,8 @@ class TurnRun:
             is_due = repair_session(session)
         if lacks:
             _restart(session, self.terms.profile)
+        while not is_ready and (yield from self.free_memory()):
+            is_ready = yield from _is_ready(session, is_due, phase)
         while not is_ready and self.terms.profile.memory.on_oom == "degrade" and self.terms.profile.memory.fallbacks:
             before = self.terms
             self.terms = self._switch(next_fallback(before.profile, before.limit))
@@ -449,7 +505,8 @@ class TurnRun:
         for thinks, group in groupby(pieces, key=lambda piece: piece[0]):
             piece = "".join(text for _, text in group)
             self._said += [] if thinks else [piece]
-            yield (Thought if thinks else Text)(piece, tuple(ids))
+            scores = self._scores[-len(ids) :] if self._scores is not None and ids else ()
+            yield (Thought if thinks else Text)(piece, tuple(ids), tuple(scores))
             ids = ()
 
     def _measure(self, at_once: bool = False) -> None:

@@ -78,8 +78,9 @@ def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
         fetch(backs)
     for i, (p, rows, back, left) in enumerate(zip(passes, each, backs, gave, strict=True)):
         yield ForwardResult(
-            rows, back.drawn, back.hook_output, p.fresh, p.queries, left, fold=way.cache_shim.advance_state(i)
-        )
+            rows, back.drawn, back.hook_output, p.fresh, p.queries, left,
+            fold=way.cache_shim.advance_state(i), score=back.score,
+        )  # fmt: skip
 
 
 def _forward(
@@ -195,7 +196,8 @@ class EngineTask(Generic[E, T]):
 
     def send(self, result: ForwardResult) -> None:
         """Send the result of the pending request to the coroutine."""
-        self._go_on(lambda: self._work.send(result))
+        if not self.is_over:  # another task may have cancelled it
+            self._go_on(lambda: self._work.send(result))
 
     def throw(self, error: Exception) -> None:
         """Throw an error into the coroutine: its pending request failed in a pass that ran no other request."""

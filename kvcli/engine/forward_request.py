@@ -264,6 +264,7 @@ class ForwardResult:
     commit_rows: Callable[[Sequence[int]], None] | None = None
     # advances the recurrent states by so many rows; None = no recurrent layers
     fold: Callable[[int], None] | None = None
+    score: Callable[[int], list[float]] = lambda row: []  # row whose token was drawn -> its score (token_scores.py)
 
 
 Passes = Generator[ForwardRequest, ForwardResult, T]  # generator that may request forward passes; it returns T

@@ -23,6 +23,11 @@ class CacheFull(DoesNotFit):
         self.most = most
 
 
+class Preempted(BaseException):
+    """Thrown at a pass that did not run, because the KV cache of its sequence was dropped for other sequences. Not an
+    Exception, so that no drafter takes it for a failure of its own."""
+
+
 def as_cache_full(error: Exception) -> CacheFull | None:
     """Convert an out-of-memory or disk-full error to CacheFull; None for other errors."""
     if isinstance(error, CacheFull):
@@ -44,6 +49,8 @@ def catch_cache_full() -> Iterator[list[CacheFull]]:
     found: list[CacheFull] = []
     try:
         yield found
+    except Preempted:
+        found.append(CacheFull("other answers took the memory of the KV cache"))
     except Exception as error:
         if (lack := as_cache_full(error)) is None:
             raise

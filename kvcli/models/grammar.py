@@ -27,11 +27,15 @@ class Grammar:
     name: str
 
     @staticmethod
-    def of_schema(schema: Mapping[str, Any], name: str = "the schema") -> Grammar:
-        """Grammar of the JSON that fits a schema, properties in order. Raises BadInput for unsupported keywords."""
+    def of_schema(schema: Mapping[str, Any], name: str = "the schema", *, is_compact: bool = False) -> Grammar:
+        """Grammar of the JSON that fits a schema, properties in order. Raises BadInput for unsupported keywords.
+
+        `is_compact`: a space after colons and commas, and no other white space.
+        """
         matcher = library().LLMatcher
+        space = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": SPACE}
         with blame_files(lambda said: refused(name, said, "bad_schema")):
-            text = matcher.grammar_from_json_schema(json.dumps(schema), {"whitespace_pattern": SPACE})
+            text = matcher.grammar_from_json_schema(json.dumps(schema), space)
         return _checked(text, name, "bad_schema")
 
     @staticmethod

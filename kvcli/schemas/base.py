@@ -29,13 +29,14 @@ class Json(BaseModel):
 
     def document(self) -> dict[str, Any]:
         """Plain data of the document. Surrogates for bytes of a non-UTF-8 name are replaced: they are no valid JSON."""
-        made: dict[str, Any] = _valid(self.model_dump(mode="json", by_alias=True))
+        made: dict[str, Any] = valid(self.model_dump(mode="json", by_alias=True))
         return made
 
 
-def _valid(value: Any) -> Any:
+def valid(value: Any) -> Any:
+    """Return JSON data without surrogates, which stand for bytes that are no text."""
     if isinstance(value, str):
         return value if value.isascii() else SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
     if isinstance(value, dict):
-        return {_valid(key): _valid(item) for key, item in value.items()}
-    return [_valid(item) for item in value] if isinstance(value, list) else value
+        return {valid(key): valid(item) for key, item in value.items()}
+    return [valid(item) for item in value] if isinstance(value, list) else value

@@ -77,6 +77,7 @@ class BenchArgs(Json):
     query_visible: bool = False
     quality_n: Count | None = None
     quality_lengths: str | None = None
+    batch: Count = Field(default=1, description="texts side by side; tok_s and read_tok_s are of all together")
 
 
 class Samples(Json):
@@ -155,6 +156,7 @@ class BenchRow(Json):
     mean: Figures
     sd: Figures = Field(description="standard deviation; null for one repetition")
     ratio: Ratios = Field(description="both null for the baseline itself")
+    text_tok_s: float | None = Field(default=None, description="median decoding speed of one text of a batch")
     accept: Accept | None = Field(description="null: no drafting")
     kv_bytes: Bytes | None
     peak_bytes: Bytes | None = Field(description="peak memory, measured in a separate process")

@@ -23,6 +23,7 @@ from kvcli.schemas.listings import (
     PathsDocument,
     PlanDocument,
     ProfilesDocument,
+    ServeDocument,
     ServersDocument,
     SuggestionsDocument,
 )
@@ -41,6 +42,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "event": EventDocument,
     "models": ModelsDocument,
     "check": CheckDocument,
+    "serve": ServeDocument,
     "suggestions": SuggestionsDocument,
     "profiles": ProfilesDocument,
     "doctor": DoctorDocument,

@@ -254,3 +254,14 @@ class DoctorDocument(Json):
         description="with --speed: decoding steps per second of a random 86M model in bf16, by threads"
     )
     problems: list[str]
+
+
+class ServeDocument(Json):
+    """A server that listens."""
+
+    schema_: Literal["kvcli.serve/1"] = Field(default="kvcli.serve/1", alias="schema")
+    url: str
+    model: str
+    profile: str
+    exactness: str
+    kv_bytes: Bytes | None = Field(description="memory of all KV caches together; null: not limited")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -14,7 +14,7 @@ from kvcli.settings.schema import Order
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.api import Turn
+    from kvcli.api import TokenScore, Turn
     from kvcli.engine.model_info import ModelInfo
     from kvcli.engine.stats import Stats
     from kvcli.errors import KvcliError
@@ -119,6 +119,7 @@ class Run:
     profile_hash: str | None = None
     exactness: str | None = None
     number: int = 1
+    spell: Callable[[int], str] = str  # the text of a token
     cautions: Sequence[str] = ()  # warnings about the profile
     notes: Sequence[str] = ()  # deviations from the settings; may grow during the turn
 
@@ -135,6 +136,23 @@ class Call(Json):
     arguments: dict[str, Any]
 
 
+class Candidate(Json):
+    id: Count
+    text: str = Field(description="the token by itself; a part of a character is U+FFFD")
+    logprob: float | None = Field(description="of the model, before sampling settings; null: input, not predicted")
+
+
+class Score(Candidate):
+    """Token of the answer with its log-probability."""
+
+    top: list[Candidate] = Field(description="the most likely tokens in its place, the likeliest first")
+
+    @classmethod
+    def of(cls, score: TokenScore, spell: Callable[[int], str]) -> Score:
+        top = [Candidate(id=token, text=spell(token), logprob=logprob) for token, logprob in score.top]
+        return cls(id=score.id, text=spell(score.id), logprob=score.logprob, top=top)
+
+
 class TurnDocument(Json):
     """Result of one answered question."""
 
@@ -149,6 +167,7 @@ class TurnDocument(Json):
     thinking: str = Field(description="reasoning before the answer; not part of the text")
     finish: Finish
     tool_calls: list[Call] = Field(description="calls that the model asks for, which nothing has run yet")
+    scores: list[Score] = Field(description="--logprobs: all tokens of the answer, thinking included; else empty")
     order: Order = Field(description="prefill order: in chunks, or layer by layer")
     approx: bool = Field(description="true: the answer is approximate, so facts may be missing")
     sampling: dict[str, int | float] = Field(description="sampling settings that have an effect, by profile key")
@@ -182,6 +201,7 @@ class TurnDocument(Json):
             model=ModelFacts.from_attributes(info),
             approx=bool(stats.approx),
             tool_calls=[Call.from_attributes(call) for call in turn.tool_calls],
+            scores=[Score.of(score, run.spell) for score in turn.scores],
             tokens=Tokens.from_attributes(stats),
             time=Times.from_attributes(stats, load=load, total=total, thinking=stats.thinking_seconds),
             speed=Speed.from_attributes(stats),
@@ -223,6 +243,7 @@ class TextEvent(Json):
     event: Literal["text", "thinking"]
     text: str
     tokens: Count = Field(description="tokens of the answer so far")
+    scores: list[Score] = Field(default=[], description="--logprobs: tokens since the event before")
 
 
 class StatsEvent(Json):

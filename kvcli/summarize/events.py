@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcli.api import Live, Read, Text, Thought, ToolCall
+from kvcli.api import Live, Read, Text, Thought, ToolCall, Waiting
 from kvcli.summarize.parts import Part
 from kvcli.summarize.plan import Plan
 from kvcli.summarize.result import Answered, Point, Summary
@@ -84,6 +84,7 @@ _End = Stopped | Done
 Event = (
     Planned
     | PartBegan
+    | Waiting
     | Live
     | Read
     | Text

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcli.api import Cancel, End, Text, Turn
 from kvcli.models.channels import Channels
 from kvcli.models.text import render_prompt
 from kvcli.settings.schema import NO_PENALTY
+from kvcli.summarize.ahead import Ahead, Asked
 from kvcli.summarize.check import Checker, Passage, with_ocr
 from kvcli.summarize.claim_words import sentences
 from kvcli.summarize.events import (
@@ -54,11 +57,13 @@ def summarize(
     cache: Cache | None = None,
     cancel: Cancel | None = None,
     plan: Plan | None = None,
+    ahead: Ahead | None = None,
 ) -> Iterator[Event]:
     """Yield events of one summary of all documents; `Planned` first, and `Done` last, or `Stopped` after `cancel`.
 
     `plan` may be made before, for the same documents. Raises UsageError for options that the model does not follow,
-    ContextOverflow if nothing fits, and any error of the model's turns. With a cache, finished parts are kept.
+    ContextOverflow if nothing fits, and any error of the model's turns. With a cache, finished parts are kept. `ahead`
+    answers prompts of `asked_parts`, several at a time; the events are the same.
     """
     if plan is None:
         request = request or Request()
@@ -66,7 +71,14 @@ def summarize(
         wording.refuse(request, model.info.id)
         plan = make_plan(documents, request, PlanWindow.of(model), wording)
     yield Planned(plan)
-    yield from _Run(model, plan, spoken_names(documents), cache, cancel or (lambda: False)).events()
+    yield from _Run(model, plan, spoken_names(documents), cache, cancel or (lambda: False), ahead).events()
+
+
+def asked_parts(
+    model: TextSession, documents: Sequence[Document], cache: Cache | None, cancel: Cancel, plan: Plan
+) -> Iterator[Asked]:
+    """Yield the prompts of a summary's parts that have no saved answer. Their answers are saved once they end."""
+    yield from _Run(model, plan, spoken_names(documents), cache, cancel).asked()
 
 
 # end of a sentence with its citations; also brackets, because no sentence ends inside them
@@ -86,6 +98,7 @@ class _Run:
     names: list[str]  # names that may be in citations
     cache: Cache | None
     cancel: Cancel
+    ahead: Ahead | None = None
     turns: list[Answered] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unkept: str = ""  # reason why an answer could not be saved
@@ -110,12 +123,33 @@ class _Run:
         parts, turns = len(self.plan.parts), tuple(self.turns)
         yield Done(Summary(tuple(points), self.plan.mode, parts, turns, tuple(self.notes)))
 
+    def asked(self) -> Iterator[Asked]:
+        """Yield the prompts of the parts, with the options of their answers."""
+        for part in self.plan.parts:
+            if self._kept(messages := self._asks(part)) is None:
+                ids, ended = self._ids(messages), partial(self._put, part, messages)
+                yield Asked(ids, self._options(messages), ended)
+
+    def _put(self, part: Part, messages: Messages, turn: Turn) -> None:
+        """Save the answer about a part whose turn has not come, as `_turn` does."""
+        if turn.finish != "interrupted" and self.cache is not None:
+            turn, pen = self._without_loop(turn, self._ids(messages)), self._pen_of(part)
+            deque(pen.write(turn.text, whole=True), maxlen=0)
+            if pen.points or len(self.plan.parts) > 1:
+                self.cache.put(messages, self.plan.answer, turn)
+
+    def _asks(self, part: Part) -> Messages:
+        return part_messages(self.plan.wording, self.request, part, self.plan.unit, len(self.plan.parts))
+
+    def _pen_of(self, part: Part) -> PointStream:
+        return self._pen(part.passages, is_final=len(self.plan.parts) == 1, places=not part.cite)
+
     def _part(self, part: Part) -> Generator[Event, None, list[Point]]:
         plan, of, began = self.plan, len(self.plan.parts), time.perf_counter()
-        messages = part_messages(plan.wording, self.request, part, plan.unit, of)
+        messages = self._asks(part)
         kept = self._kept(messages)
         yield PartBegan(part, of, plan.prompts[part.number - 1], kept is not None)
-        pen = self._pen(part.passages, is_final=of == 1, places=not part.cite)
+        pen = self._pen_of(part)
         turn = yield from self._turn(messages, kept, pen, keeps_nothing=of > 1)
         answered = Answered(turn, (part.number, part.number), False, kept is not None)
         self._took(answered, pen, f"part {part.number} of {of}" if of > 1 else "the answer")
@@ -197,16 +231,10 @@ class _Run:
         if kept is not None:
             yield from pen.write(kept.text, whole=True)
             return kept
-        if self.cancel():
+        ids, said = self._ids(messages), ""
+        if self.cancel() and not self._is_begun(ids):
             raise _Cancelled
-        said = ""
-        ids = self._ids(messages)
-        # a small model makes things up if penalties keep it from copying the text
-        own, copies = self.model.profile.sample, self.plan.wording.sentence is not None
-        free = {key: off for key, off in NO_PENALTY.items() if copies and getattr(own, key) is None}
-        how = {"cancel": self.cancel, "messages": messages, "max_new_tokens": self.plan.answer}
-        events = self.model.stream(ids, **how, **free)
-        for event in events:
+        for event in (self.ahead or self.model).stream(ids, **self._options(messages)):
             if isinstance(event, End):
                 if event.turn.finish == "interrupted":
                     raise _Cancelled
@@ -224,6 +252,12 @@ class _Run:
                 yield from pen.write(said)
         raise AssertionError("a stream ends with End")
 
+    def _options(self, messages: Messages) -> dict[str, Any]:
+        # a small model makes things up if penalties keep it from copying the text
+        own, copies = self.model.profile.sample, self.plan.wording.sentence is not None
+        free = {key: off for key, off in NO_PENALTY.items() if copies and getattr(own, key) is None}
+        return {"cancel": self.cancel, "messages": messages, "max_new_tokens": self.plan.answer, **free}
+
     def _without_loop(self, turn: Turn, prompt: Sequence[int]) -> Turn:
         """Return the turn without its loop, cut before the sentence in which the loop began.
 
@@ -240,7 +274,12 @@ class _Run:
         return replace(turn, text=turn.text[: line + max(ends, default=0)])
 
     def _kept(self, messages: Messages) -> Turn | None:
-        return self.cache.get(messages, self.plan.answer) if self.cache is not None else None
+        if self.cache is None or self._is_begun(self._ids(messages)):  # an answer that was begun ahead is of this run
+            return None
+        return self.cache.get(messages, self.plan.answer)
+
+    def _is_begun(self, ids: Sequence[int]) -> bool:
+        return self.ahead is not None and self.ahead.has_begun(ids)
 
     def _keep(self, messages: Messages, turn: Turn) -> Iterator[CacheWriteFailed]:
         why = self.cache.put(messages, self.plan.answer, turn) if self.cache is not None else ""

@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 import kvcli
-from kvcli.bench.profile_side import plain
+from kvcli.bench.profile_side import ProfileSide, plain
 from kvcli.bench.side_factory import drawing
 from kvcli.bench.text_agreement import tie_at
 from kvcli.demo import weights_dir
@@ -41,6 +41,8 @@ def machine(tmp_path: Path) -> Machine:
         (["--workload", "none.txt"], "file_missing", ExitStatus.BAD_INPUT),
         (["--baseline", "hff"], "usage", ExitStatus.USAGE),
         (["--baseline", "none.json"], "file_unreadable", ExitStatus.BAD_INPUT),
+        (["--baseline", "hf", "--batch", "2"], "usage", ExitStatus.USAGE),
+        (["--batch", "0"], "usage", ExitStatus.USAGE),
         (["--baseline", "hf", "--baseline", "old.json"], "usage", ExitStatus.USAGE),
         (["--profiles", "nope"], "bad_config", ExitStatus.BAD_CONFIG),
         (["--profiles", ","], "usage", ExitStatus.USAGE),
@@ -138,6 +140,41 @@ def test_at_a_temperature_profiles_write_one_text_and_others_are_not_asked(machi
     assert cold["rows"][0]["same"] is None
     assert cold["rows"][0]["ids"] != rows["ngram"].ids
     assert [note for note in cold["notes"] if "temperature 2, not 0" in note]
+
+
+def test_texts_side_by_side_are_timed_together_and_written_as_alone(machine: Machine):
+    args = [
+        "--ctx",
+        "64",
+        "-n",
+        "6",
+        "--reps",
+        "1",
+        "--warmup",
+        "0",
+        "--no-memory",
+        "--json",
+        "--profiles",
+        "exact,ngram",
+    ]
+    alone, beside = (json.loads(machine("bench", "demo", *args, "--batch", str(n)).out) for n in (1, 3))
+    assert [row["ids"] for row in beside["rows"]] == [row["ids"] for row in alone["rows"]]
+    for document, n in ((alone, 1), (beside, 3)):
+        for row in document["rows"]:
+            assert row["text_tok_s"] == pytest.approx(row["median"]["tok_s"] / n)
+    assert beside["rows"][0]["kv_bytes"] == 3 * alone["rows"][0]["kv_bytes"]
+    assert beside["args"]["batch"] == 3
+
+
+def test_a_batch_has_as_many_texts_and_all_of_their_tokens():
+    with kvcli.load("demo", plain(Profile.load("exact"))) as model:
+        prompt = model.tokenizer.encode("The depot has a well, and the well has water.")
+        ticks = iter(range(10_000))
+        side = ProfileSide("exact", model, 1, clock=lambda: float(next(ticks)), batch=3)
+        sample = side.run(prompt, 5)
+    assert (len(sample.ids), sample.prompt, sample.batch) == (5, 3 * len(prompt), 3)
+    assert [sample.at.count(moment) for moment in dict.fromkeys(sample.at)] == [3] * 5  # a pass for all
+    assert sample.tok_s == pytest.approx(3.0)
 
 
 def test_a_drawn_token_has_the_highest_sum_of_logit_and_noise():

@@ -110,9 +110,9 @@ LAZY = LazyLLM(
 )  # two of three layers
 SAMPLERS = {
     "greedy": Sampler(),
-    "sampled": Sampler(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3),
+    "sampled": Sampler(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3, top_logprobs=3),
     "penalty": Sampler(temperature=0.7, repetition_penalty=1.3, seed=11),
-    "held": Sampler(temperature=0.8, top_k=40, repetition_penalty=1.2, seed=5),  # to a constraint
+    "held": Sampler(temperature=0.8, top_k=40, repetition_penalty=1.2, seed=5, top_logprobs=0),  # to a constraint
 }
 # all further penalties, and all further truncations; they meet few storages and policies, as they see logits and ids
 FURTHER = {
@@ -121,7 +121,8 @@ FURTHER = {
         dry_breakers=frozenset(range(0, 97, 5)), logit_bias=((7, 1.5), (11, -1.0)), temperature=0.6, seed=13,
     ),
     "cut": Sampler(
-        temperature=1.2, top_n_sigma=2.2, min_p=0.01, typical_p=0.9, xtc_probability=0.5, xtc_threshold=0.05, seed=17
+        temperature=1.2, top_n_sigma=2.2, min_p=0.01, typical_p=0.9, xtc_probability=0.5, xtc_threshold=0.05, seed=17,
+        top_logprobs=20,
     ),
 }  # fmt: skip
 SAMPLERS |= FURTHER
@@ -349,23 +350,47 @@ def opened(
     return session
 
 
-def written(session: GenerationSession, storage: str = "") -> Coroutine[object, list[int]]:
+class Written(list[int]):
+    """Ids, and the scores of the answer's tokens if the sampler asks for them, to the last bit.
+
+    Where kernels give a row other last bits in other company, the tokens alone are compared.
+    """
+
+    scores: Sequence[Sequence[float]] = ()
+
+    def __eq__(self, other: object) -> bool:
+        known = getattr(other, "scores", ())
+        return super().__eq__(other) and (not known or not self.scores or self.scores == known)
+
+
+def written(session: GenerationSession, storage: str = "") -> Coroutine[object, Written]:
     yield from session.read(prompt(storage)[len(session.ids) :])
-    yield from session.stream(NEW, stop={STOP})
-    return session.ids
+    end, scores = len(session.ids) + NEW, list[Sequence[float]]()
+    while not scores or (len(session.ids) < end and session.ids[-1] != STOP):
+        step = yield from session.step({STOP}, end - len(session.ids))
+        scores += map(step.score, step.path)
+        yield step
+    text = Written(session.ids)
+    has_bits = session.lm.is_row_invariant and not session.cache.batch_variant_reason
+    text.scores = scores if has_bits and storage not in FAR else ()  # those have the text of another storage
+    return text
 
 
 def decode(
     storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter, device: str = "cpu", seed: int = 0
-) -> list[int]:
+) -> Written:
     session = opened(storage, policy, sampler, dtype, drafter, device, seed)
-    for said in iterate_events(written(session, storage)):
-        assert session.committed == len(session.ids) - 1 or isinstance(said, int)
-    return session.ids
+    said = iterate_events(written(session, storage))
+    while True:
+        try:
+            event = next(said)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        assert session.committed == len(session.ids) - 1 or isinstance(event, int)
 
 
 @cache
-def plain(storage: str, policy: str, sampler: str, dtype: str, device: str = "cpu", seed: int = 0) -> list[int]:
+def plain(storage: str, policy: str, sampler: str, dtype: str, device: str = "cpu", seed: int = 0) -> Written:
     if storage == "checked":  # whatever is kept beside the whole KV cache
         return plain("dense", "all", sampler, dtype, device, seed)
     if storage in FAR:
@@ -378,7 +403,7 @@ CANCELLED, BROKEN = 5, 3  # which of the texts side by side
 
 def side_by_side(
     storage: str, policy: str, dtype: str, device: str = "cpu"
-) -> list[tuple[EngineTask[object, list[int]], list[int]]]:
+) -> list[tuple[EngineTask[object, Written], Written]]:
     """Eight in one engine, by turns every drafter with every sampler, each with the text of plain decoding alone.
 
     One is cancelled, and one breaks on the way.
@@ -400,7 +425,7 @@ def side_by_side(
     return texts
 
 
-def broken(session: GenerationSession) -> Coroutine[object, list[int]]:
+def broken(session: GenerationSession) -> Coroutine[object, Written]:
     """A text whose pass breaks, alone as among others."""
     yield from session.read(prompt())
 

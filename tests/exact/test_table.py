@@ -17,12 +17,14 @@ from torch import Tensor
 
 from kvcli.engine.drafting.drafter import Drafter, ModelPair
 from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.forward_request import Coroutine, await_passes
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.slots import KVCache
 from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.off import Off
 from kvcli.models.retokenizer import TokenMapping
+from kvcli.prefix_cache.live_prefix import copy_prefix
 from tests import drafters, families, make
 from tests.covering import covering, marked, pairs, spread
 from tests.exact.half import Half
@@ -43,6 +45,7 @@ from tests.exact.table import (
     SPENDS,
     STOP,
     STORAGES,
+    TWINS,
     Make,
     decode,
     lm,
@@ -56,6 +59,11 @@ from tests.exact.table import (
     written,
 )
 from tests.small_tokenizers import letters
+
+
+def continued(session: GenerationSession, new: int) -> Coroutine[object, list[int]]:
+    yield from session.stream(new, stop={STOP})
+    return session.ids
 
 
 def is_slow(storage: str, policy: str, sampler: str, drafter: str = CHAINS[1]) -> bool:
@@ -111,6 +119,36 @@ def test_texts_side_by_side_are_those_of_plain_decoding_alone(
             assert isinstance(task.error, MemoryError)
         elif at != CANCELLED:
             assert task.result() == want
+
+
+REPLAYED = [row for row in BESIDE if row[0] not in ("blend", *TWINS)]  # a prompt with spans of others is not read again
+
+
+@pytest.mark.parametrize(("storage", "dtype", "policy"), marked(REPLAYED, spread(covering(REPLAYED, 1), 4), set()))
+def test_a_text_whose_kv_is_computed_again_goes_on_as_if_it_had_never_been_lost(
+    storage: str, policy: str, dtype: str
+) -> None:
+    want = plain(storage, policy, "sampled", dtype)
+    session, n = opened(storage, policy, "sampled", dtype, DRAFTERS["chain"](want)), len(prompt(storage))
+    run_to_end(session.read(prompt(storage)))
+    run_to_end(session.replay(want[: n + 23]))
+    run_to_end(await_passes(session.drafter.start(session.ids, session.sampler)))
+    left = n + NEW - len(session.ids)
+    assert run_to_end(continued(session, left if STOP not in session.ids[n:] else 0)) == want
+
+
+WHOLE = ("dense", "sliding", "sinks", "uneven", "latents", "given")  # storages of all KV as computed
+
+
+@pytest.mark.parametrize(("storage", "dtype"), [row for row in STORAGES if row[0] in WHOLE])
+def test_a_text_that_copies_its_beginning_from_another_is_written_as_one_that_prefills_it(
+    storage: str, dtype: str
+) -> None:
+    source, session = (opened(storage, "all", "sampled", dtype, Off()) for _ in range(2))
+    run_to_end(source.read([*prompt(storage), 5, 6, 7]))
+    copy_prefix(session, source, prompt(storage))
+    assert session.committed == len(prompt(storage)) - 1
+    assert run_to_end(written(session, storage)) == plain(storage, "all", "sampled", dtype)
 
 
 @pytest.mark.parametrize(("drafter", "sampler", "is_apart"), pairs(product(DRAFTERS, SAMPLERS, (False, True))))

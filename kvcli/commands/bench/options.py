@@ -18,6 +18,7 @@ _WORKLOAD = (
     "prose, code, manual, article, rewrite, translate, talk; for the demo model summary, chat, copy, lookup;"
     " random; a text file. Several with commas. Default article (demo: summary)."
 )
+_BATCH = "Texts that each profile continues side by side; tok/s is that of all together. Default 1."
 _MEMORY = "Measure peak memory in separate runs (on)."
 _QUALITY = "off, agree (identical text), all, or tasks separated by commas. Default agree."
 _VISIBLE = "Quality: compress after the question (default: before)."
@@ -39,6 +40,7 @@ class BenchOptions(Options):
     budget: f.Budget = None
     allow_pickle: f.Pickle = False
     new: str = _measured("-n", default="128", metavar="N", help="Number of new tokens. Default 128.")
+    batch: int = _measured(default=1, metavar="N", help=_BATCH, rare=True)
     reps: int = _measured("-r", default=5, metavar="N", help="Measured repetitions. Default 5.")
     warmup: int = _measured(default=1, metavar="N", help="Warm-up repetitions. Default 1.", rare=True)
     interleave: bool = _measured(

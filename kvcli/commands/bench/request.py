@@ -46,13 +46,13 @@ class BenchArguments:
             same = drawing(profile, *drawn)
             if (second := same.spec.second) is not None:
                 same = same.replace(spec={"model": str(draft(second.model).path)})
-            found.append(Recipe.of(name, same, *where, kind))
+            found.append(Recipe.of(name, same, *where, kind, self.args.batch))
         return found
 
 
 def parse_request(setup: Setup, options: BenchOptions) -> BenchArguments:
     """Check and complete the options. Raises KvcliError subclasses."""
-    for name, least in (("reps", 1), ("warmup", 0), ("seed", 0), ("quality_n", 1)):
+    for name, least in (("reps", 1), ("batch", 1), ("warmup", 0), ("seed", 0), ("quality_n", 1)):
         flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
         if value is not None and value < least:
             raise UsageError(f"{flag} {value}: at least {least}", try_=[f"{flag} {max(least, 1)}"])
@@ -179,6 +179,8 @@ def _baseline(
 ) -> tuple[str, str, Profile]:
     kind = baseline_of(name)
     if kind is not None:
+        if asked.args.batch > 1:
+            raise UsageError(f"--baseline {name} runs one text, and --batch is {asked.args.batch}", try_=["--batch 1"])
         if asked.args.temperature and not BASELINES[kind].draws:
             raise UsageError(
                 f"--baseline {name} is greedy, and sample.temperature is {asked.args.temperature:g}",

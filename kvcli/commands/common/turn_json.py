@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from kvcli.api import End, Event, Live, Read, Text, Thought, Turn, turn_of
 from kvcli.commands.common.output import print_json
-from kvcli.schemas.turn import EndEvent, ModelFacts, ReadEvent, Run, Start, StatsEvent, TextEvent, TurnDocument
+from kvcli.models.text import decode
+from kvcli.schemas.turn import EndEvent, ModelFacts, ReadEvent, Run, Score, Start, StatsEvent, TextEvent, TurnDocument
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ EVERY = 0.5  # seconds between two stats lines
 def run_of(profile: Profile, session: TextSession, notes: Sequence[str] = ()) -> Run:
     """Return the settings of a turn of the session."""
     method = profile.spec.method
-    return Run(profile.name, method, profile.hash, session.promise, cautions=session.cautions, notes=notes)
+    spell = lambda token: decode(session.tokenizer, [token])  # noqa: E731
+    words = profile.name, method, profile.hash, session.promise
+    return Run(*words, cautions=session.cautions, notes=notes, spell=spell)
 
 
 def print_turn(world: Environment, events: Iterable[Event], info: ModelInfo, run: Run) -> Turn:
@@ -45,7 +48,8 @@ def print_events(world: Environment, events: Iterable[Event], info: ModelInfo, r
         elif isinstance(event, Text | Thought):
             tokens += len(event.ids)
             kind: Literal["text", "thinking"] = "thinking" if isinstance(event, Thought) else "text"
-            print_json(world, TextEvent(event=kind, text=event.text, tokens=tokens))
+            scores = [Score.of(score, run.spell) for score in event.scores]
+            print_json(world, TextEvent(event=kind, text=event.text, tokens=tokens, scores=scores))
             if stats is not None and world.clock() - last >= EVERY:
                 last = world.clock()
                 print_json(world, StatsEvent.of(stats))

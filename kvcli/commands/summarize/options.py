@@ -8,6 +8,7 @@ import typer
 
 from kvcli.commands.common import flags as o
 from kvcli.commands.common.options import Options, choice, flag
+from kvcli.errors import UsageError
 from kvcli.summarize.request import Request, Style, Wish, length_of
 
 Form = Literal["md", "txt", "json", "html"]
@@ -20,6 +21,7 @@ _FILES = (
 _CITE = "Cite pages (sections or lines in files without pages), or nothing."
 _MODE = "Read everything in one part (whole), summarize parts and merge (map-reduce), or whole if it fits (auto)."
 _OUTPUT = "Write the complete summary to FILE instead of stdout; - = stdout."
+_PARALLEL = "Answer about N parts or files at the same time, each with a KV cache of its own; the text is the same."
 _PASSWORD = "File whose first line is the password of encrypted documents."
 _TYPE = "Treat files as pdf, html, epub, docx, mail, mhtml, notebook, markdown or text."
 
@@ -49,6 +51,7 @@ class PartOptions(Options, panel="Reading in parts"):
     chunk: str | None = choice(metavar="N", help="Maximum tokens of a part.", rare=True)
     overlap: int = choice(default=0, metavar="N", help="Tokens that a part repeats from the part before it.", rare=True)
     no_cache: bool = flag(help="Ignore saved results of an earlier run.", rare=True)
+    parallel: int = choice(default=1, metavar="N", help=_PARALLEL, rare=True)
 
 
 class ResultOptions(Options, panel="The result"):
@@ -70,6 +73,8 @@ class SummarizeOptions(Options, panel="The model"):
     def request(self) -> Request:
         """Return the request of the summary. Raises UsageError for options that exclude each other."""
         said, parts = self.summary, self.parts
+        if parts.parallel < 1:
+            raise UsageError(f"--parallel {parts.parallel}: at least 1", try_=["--parallel 2"])
         return Request(
             mode=parts.mode,
             length=length_of(said.length) if said.length is not None else None,

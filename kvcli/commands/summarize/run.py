@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import cache, partial
 from typing import TYPE_CHECKING, cast
 
 from kvcli.commands.chat.save_chat import said_of
@@ -25,12 +25,13 @@ from kvcli.render.turn.status_row import RowOptions
 from kvcli.render.turn.turn_summary import joined
 from kvcli.render.turn.turn_view import busy_word, show_summary
 from kvcli.schemas.turn import TurnDocument, error_document
+from kvcli.summarize.ahead import Ahead
 from kvcli.summarize.cache import Cache
 from kvcli.summarize.document import extract_document, plan_document, summary_document
 from kvcli.summarize.events import PartEnded
 from kvcli.summarize.parts import AsRead, names_of
 from kvcli.summarize.plan import PlanWindow, make_plan, most_of
-from kvcli.summarize.run import summarize
+from kvcli.summarize.run import asked_parts, summarize
 from kvcli.summarize.wording import Wording, wording_of
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from kvcli.render.terminal.screen import Screen
     from kvcli.schemas.fit import PassTime
     from kvcli.settings.profile import Profile
+    from kvcli.summarize.ahead import Asked
     from kvcli.summarize.events import Event
     from kvcli.summarize.plan import Plan
     from kvcli.summarize.request import Request
@@ -143,35 +145,60 @@ class SummaryRun:
             wording = wording_of(session.info)
             wording.refuse(self.request, session.info.id)
             window = PlanWindow.of(session, self.setup.pass_times(session.model))
-            for given in self.groups:
-                if self.each and len(self.groups) > 1:
-                    self.out.begin(given[0].heading)
-                with self.attempt(given):
-                    self.summarize_one(given, window, wording)
-                if self.cancel():
-                    return ExitStatus.INTERRUPTED
+            folder, is_fresh = self.world.paths.cache, self.options.parts.no_cache
+            self.cache = Cache.of(folder, session.info, self.run.profile, is_fresh=is_fresh)
+            plans = [cache(partial(self.plan, given, window, wording)) for given in self.groups]
+            with self.several(plans) as self.ahead:
+                for given, plan in zip(self.groups, plans, strict=True):
+                    if self.each and len(self.groups) > 1:
+                        self.out.begin(given[0].heading)
+                    with self.attempt(given):
+                        self.summarize_one(given, plan, window)
+                    if self.cancel():
+                        return ExitStatus.INTERRUPTED
         return self.status
 
-    def summarize_one(self, given: Sequence[InputDocument], window: PlanWindow, wording: Wording) -> None:
+    @contextmanager
+    def several(self, plans: Sequence[Callable[[], Plan]]) -> Iterator[Ahead | None]:
+        """Open the sessions of --parallel, which answer about parts of all plans; None = one answer at a time."""
+
+        def prompts() -> Iterator[Asked]:
+            for given, plan in zip(self.groups, plans, strict=True):
+                of = self.text_session, [one.document for one in given]
+                with suppress(KvcliError):  # reported when its turn comes
+                    yield from asked_parts(*of, self.cache, self.cancel, plan())
+
+        with ExitStack() as ends:
+            sessions = [self.text_session]
+            for _ in range(self.options.parts.parallel - 1):
+                sessions.append(ends.enter_context(self.text_session.with_profile(self.text_session.profile)))
+                sessions[-1].pack = self.packed
+            yield Ahead(sessions, prompts(), self.cancel, self.save_kv_cache) if len(sessions) > 1 else None
+
+    def plan(self, given: Sequence[InputDocument], window: PlanWindow, wording: Wording) -> Plan:
+        return make_plan([one.document for one in given], self.request, window, wording, self.read)
+
+    def summarize_one(self, given: Sequence[InputDocument], make: Callable[[], Plan], window: PlanWindow) -> None:
         """Make one summary, from its plan to its last note."""
         documents = [one.document for one in given]
         with busy_word(self.screen, "counting tokens"):
-            plan = make_plan(documents, self.request, window, wording, self.read)
+            plan = make()
             said = self.plan_words(given, plan, window, self.screen.err.width) if self.tells else []
         self.screen.err.lines(said)
-        folder, is_fresh = self.world.paths.cache, self.options.parts.no_cache
-        cache = Cache.of(folder, self.text_session.info, self.run.profile, is_fresh=is_fresh)
         look = RowOptions(self.run.profile.name, stopping=self.cancel)
         view = SummaryView(self.screen, look, plan, self.out.live(), tells=self.tells)
-        events = summarize(self.text_session, documents, cache=cache, cancel=self.cancel, plan=plan)
+        view.ahead = self.ahead
+        of = self.text_session, documents
+        events = summarize(*of, cache=self.cache, cancel=self.cancel, plan=plan, ahead=self.ahead)
         with self.cancel, view.running(), closing(cast("Generator[Event]", events)):
             for event in events:
                 view.on(event)
-                if isinstance(event, PartEnded) and not event.answered.is_cached:
-                    self.save_kv_cache(event.answered.turn)
+                if self.ahead is None and isinstance(event, PartEnded) and not event.answered.is_cached:
+                    self.save_kv_cache(self.text_session, event.answered.turn)
         if view.summary is None:
             if view.stopped and self.tells:
-                self.screen.err.lines(joined([stopped(view.stopped, no_cache=is_fresh)], self.screen.err.width))
+                words = stopped(view.stopped, no_cache=self.cache.is_fresh)
+                self.screen.err.lines(joined([words], self.screen.err.width))
             return
         if not view.summary.points:
             is_loop = any(answered.turn.finish == "loop" for answered in view.summary.turns)
@@ -182,11 +209,11 @@ class SummaryRun:
             )
         self.finish(given, view)
 
-    def save_kv_cache(self, turn: Turn) -> None:
-        """Save the KV cache of a part for later runs, before the next part replaces it."""
+    def save_kv_cache(self, session: TextSession, turn: Turn) -> None:
+        """Save the KV cache of a part for later runs, before the next part of the session replaces it."""
         if self.packed is not None and turn.stats.cached < self.packed.about.tokens:
             self.tell(f"{self.packed.folder.name} was read again: the question merges with the last token of its text")
-        self.tell(said_of(self.text_session.keep(self.cancel)))
+        self.tell(said_of(session.keep(self.cancel)))
 
     def finish(self, given: Sequence[InputDocument], view: SummaryView) -> None:
         """Output the document, the notes and the figures, and log the memory."""
@@ -211,7 +238,7 @@ class SummaryRun:
                 self.screen.err.lines(joined(totals(summary), self.screen.err.width, indent="  "), "dim")
         if any(answered.turn.finish == "loop" for answered in summary.turns):
             self.status = self.status or ExitStatus.BAD_OUTPUT
-        for turn in fresh:
+        for turn in fresh if self.ahead is None else ():  # the estimate is of one text
             self.tell(self.run.record(self.run.profile, turn))
 
     # --- --dry-run: the tokenizer is loaded, the weights are not
@@ -222,7 +249,7 @@ class SummaryRun:
         wording.refuse(self.request, self.setup.name)
         for given in self.groups:
             with self.attempt(given):
-                plan = make_plan([one.document for one in given], self.request, window, wording, self.read)
+                plan = self.plan(given, window, wording)
                 if self.out.form == "json":
                     self.out.json(plan_document(plan, facts(given, window.tokenizer), self.world.file_notes))
                 else:

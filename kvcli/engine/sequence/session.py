@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.constraint import Constraint
 
 
+REPLAYED = 64  # most rows of a pass that computes decoded tokens again
+
+
 class GenerationSession(SequenceState):
     """A generation session of one sequence: ids in, ids out. Methods that need a model are generators that yield
     forward requests for the engine (engine.py).
@@ -70,8 +73,8 @@ class GenerationSession(SequenceState):
         self.ids += new
         self.history.add(new)
         finished = partial(
-            Step, rows, result.logits, path, new, hook_output=result.hook_output, queries=result.queries,
-            hidden=result.hidden,
+            Step, rows, result.logits, path, new, hook_output=result.hook_output, score=result.score,
+            queries=result.queries, hidden=result.hidden,
         )  # fmt: skip
         yield from await_passes(self.drafter.observe(finished(seconds=time.perf_counter() - began)))
         if self.committed == self.next_compression_at:
@@ -138,6 +141,22 @@ class GenerationSession(SequenceState):
             if not self.cache.reaches(self.committed):  # the chunk needs the evicted slots if it is prefilled again
                 self.rewind(0)
             raise
+
+    def replay(self, ids: Sequence[int]) -> Passes[None]:
+        """Continue the sequence with `ids`, which it had decoded before its KV cache was dropped. Compression points
+        are those of decoding steps. The last of `ids` is pending afterwards."""
+        while self.committed < len(ids) - 1:
+            end = int(min(self.committed + REPLAYED, len(ids) - 1, self.next_compression_at))
+            rows = Rows.chain(ids[self.committed : end], self.committed)
+            recorded = self.query_recorder.rows_to_record_in_tree(rows.tree)
+            result = yield ForwardRequest(
+                self.lm, rows, self.cache, self.view, record_queries=recorded, states=self.states
+            )
+            self._commit(rows, recorded, result, range(rows.n_rows))
+            self.history.add(ids[len(self.ids) : end + 1])
+            self.ids = list(ids[: end + 1])
+            if self.committed == self.next_compression_at:
+                yield from self.compress_cache()
 
     @property
     def progress(self) -> int:

@@ -34,7 +34,7 @@ SEPARATED = {
     **{f"ratio_{end}": f"ratio.tok_s.{end}" for end in ("low", "high")},
     "verdict": "ratio.tok_s.verdict",
     **{n: f"accept.{n}" for n in ("mean_acceptance_length", "drafted_share", "tokens_per_pass", "acceptance_rate")},
-    **{name: name for name in ("kv_bytes", "peak_bytes", "exactness", "ends")},
+    **{name: name for name in ("text_tok_s", "kv_bytes", "peak_bytes", "exactness", "ends")},
     **{f"same_{n}": f"same.{n}" for n in ("tokens", "of", "share", "first_difference", "near_tie", "margin", "bound")},
 }
 BARS = "▁▂▃▄▅▆▇█"
@@ -49,12 +49,14 @@ def blocks(document: BenchDocument, width: int | None = None) -> Iterator[Block]
     The tables have the columns with values that fit into `width`; None = all columns.
     """
     yield Text("title", heading(document))
-    shown = set[str]()
+    shown, batch = set[str](), document.args.batch
+    beside = f" · {batch} texts side by side, tok/s of all" if batch > 1 else ""
     for (ctx, workload), rows in cases(document).items():
-        table = cells(rows, document, CELLS if width is None else filled(rows, document))
+        every = [name for name in CELLS if name != "a text" or batch > 1]
+        table = cells(rows, document, every if width is None else filled(rows, document))
         table = table if width is None else fitting(table, width, DROPPED)
         shown |= {*table[0]}
-        yield Text("heading", f"{workload} · {ctx:,} tokens, {rows[0].new:,} of them new")
+        yield Text("heading", f"{workload} · {ctx:,} tokens, {rows[0].new:,} of them new{beside}")
         yield ReportTable(table, is_split=False)
         if said := ranges(rows):
             yield Text("caption", said)
@@ -208,6 +210,7 @@ CELLS: Mapping[str, Cell] = {
     "read/s": lambda row, _: NONE if row.median.read_tok_s is None else f"{row.median.read_tok_s:,.0f}",
     "1st tok": lambda row, _: NONE if row.median.first_token is None else f.seconds(row.median.first_token),
     "tok/s": speed,
+    "a text": lambda row, d: NONE if row.text_tok_s is None or d.args.batch == 1 else _number(row.text_tok_s),
     "×": times,
     "accept": accept,
     "kv MiB": lambda row, _: _mib(row.kv_bytes, 1),

@@ -28,6 +28,7 @@ from kvcli.summarize.events import (
 
 if TYPE_CHECKING:
     from kvcli.render.terminal.screen import Screen
+    from kvcli.summarize.ahead import Ahead
     from kvcli.summarize.events import Event
     from kvcli.summarize.plan import Plan
     from kvcli.summarize.result import Point, Summary
@@ -42,6 +43,7 @@ class SummaryView(TurnView):
         self, screen: Screen, look: RowOptions, plan: Plan, writer: Writer | None, *, tells: bool = True
     ) -> None:
         super().__init__(screen, look)
+        self.ahead: Ahead | None = None  # answers about other parts at the same time
         self.plan, self.writer, self.tells = plan, writer, tells and not screen.quiet
         self.summary: Summary | None = None
         self.stopped: Stopped | None = None
@@ -108,7 +110,9 @@ class SummaryView(TurnView):
         else:
             at, words = len(self.plan.parts) + step.number, [f"merge {step.number}", f"{step.n_points} points"]
         left = time_left(self.plan, at, self.took, self.screen.clock() - self.started)
+        beside = self.ahead.n_running - 1 if self.ahead is not None else 0
         words += [f"{f.count(step.prompt)} tokens", f"{f.clock(left)} left" if left is not None else ""]
+        words += [f"{beside} more at the same time" if beside > 0 else ""]
         return [(clip(" " + DOT.join(filter(None, words)), width - 2), "")]
 
 

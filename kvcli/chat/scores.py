@@ -1,0 +1,86 @@
+"""Scores of an answer and of its prompt: what `top_logprobs` and `prompt_logprobs` ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcli.api import MOST_TOP, TokenScore
+from kvcli.engine.forward_request import Coroutine, ForwardRequest
+from kvcli.engine.sequence.token_scores import score_tokens
+from kvcli.errors import BadInput
+
+if TYPE_CHECKING:
+    from kvcli.api import Event, Turn
+    from kvcli.engine.sequence.session import GenerationSession
+    from kvcli.engine.stats import Step
+    from kvcli.settings.profile import Profile
+
+ROWS = 256  # prompt rows whose logits are held at once, where that changes nothing else
+
+
+def refuse_scores(session: GenerationSession, profile: Profile, top: int | None, of_prompt: bool) -> None:
+    """Raise BadInput if `top` is out of range, or if some tokens have no logits of the model under this profile."""
+    if top is not None and not 0 <= top <= MOST_TOP:
+        raise BadInput(f"top_logprobs is {top}", code="bad_logprobs", try_=[f"0 to {MOST_TOP}, or None for no scores"])
+    methods = {
+        "reasoning_steps.method=none": top is not None
+        and profile.reasoning_steps.takes,  # takes another model's tokens
+        "prune.method=none": of_prompt and profile.prune.describe_read,
+        "reuse.method=none": of_prompt and profile.reuse.describe_reused,
+        "context.on_overflow=drop": of_prompt and session.condensed,  # its first ids stand for more tokens
+        "prefill.order=chunks": of_prompt and profile.prefill.order == "layers",
+    }
+    if ways := [f"--set {way}" for way, is_due in methods.items() if is_due]:
+        message = f"under profile {profile.name} some tokens have no log-probability of the model"
+        raise BadInput(message, code="no_logprobs", try_=[" ".join(ways)])
+
+
+def token_score(token: int, numbers: Sequence[float]) -> TokenScore:
+    """Return the score of a token from its numbers (token_scores.py)."""
+    n = len(numbers) // 2
+    return TokenScore(token, numbers[0], tuple(zip(map(int, numbers[1 : n + 1]), numbers[n + 1 :], strict=True)))
+
+
+def scores_of(step: Step) -> list[TokenScore]:
+    """Return the scores of the tokens that a decoding step added."""
+    return [token_score(token, step.score(row)) for token, row in zip(step.new, step.path, strict=True)]
+
+
+def score_prompt(
+    answer: Coroutine[Event, Turn], session: GenerationSession, ids: Sequence[int], top: int, chunk: Callable[[], int]
+) -> Coroutine[Event, Turn]:
+    """Run an answer to `ids`, and add the scores of the prompt's tokens, from logits of the passes that read them.
+
+    `chunk`: returns the rows of a prefill pass under the profile.
+    """
+    found, rows, step = {0: TokenScore(ids[0], None)}, session.chunk_rows, partial(next, answer)
+    if session.policy is None and session.lm.is_row_invariant:
+        session.chunk_rows = min(rows, ROWS)
+    try:
+        while True:
+            output = step()
+            pos: Sequence[int] = ()  # of rows that read the prompt, not into the KV cache of a draft model
+            if isinstance(output, ForwardRequest) and output.is_prompt and output.cache is session.cache:
+                pos = [at for at in output.rows.pos if at + 1 < len(ids)]
+                output = replace(output, want=range(len(pos)))
+            try:
+                result = yield output
+            except BaseException as error:
+                step = partial(answer.throw, error)
+                continue
+            if pos:
+                behind = [ids[at + 1] for at in pos]
+                logits = result.logits.cpu() if result.logits.device.type == "mps" else result.logits  # as in Readback
+                numbers = score_tokens(logits, torch.tensor(behind, device=logits.device), top).tolist()
+                found |= {at + 1: token_score(*of) for at, *of in zip(pos, behind, numbers, strict=True)}
+            step = partial(answer.send, result)
+    except StopIteration as end:
+        turn: Turn = end.value
+        return replace(turn, prompt_scores=tuple(found[at] for at in sorted(found)))
+    finally:
+        session.chunk_rows = min(rows, chunk())  # a lack of memory may have made it smaller

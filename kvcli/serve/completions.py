@@ -1,0 +1,275 @@
+"""OpenAI's chat completions and completions, as a whole or as a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp
+
+from kvcli.api import End, Event, Live, Text, Thought, TokenScore, ToolCall, Turn
+from kvcli.errors import BadInput, KvcliError
+from kvcli.models.tool_calls import check_tools
+from kvcli.safe_output import BROKEN
+from kvcli.serve.host import Asked, Host
+from kvcli.serve.openapi import Operation
+from kvcli.serve.schemas import ChatRequest, Common, TextRequest, parsed
+from kvcli.serve.stream import EventStream, error_frame, frame, several, turns_of
+
+FINISH = {"loop": "length", "interrupted": "length"}  # reasons that OpenAI does not have: the text is incomplete
+MODES = {"none": "off", "minimal": "low"}  # efforts that are no mode of thinking
+MOST = 64  # answers of a request
+LEAST = -9999.0  # log-probability that stands for minus infinity, as in OpenAI's API
+DONE = "data: [DONE]\n\n"
+
+
+def operations(host: Host) -> list[Operation]:
+    """Return the operations of this protocol."""
+
+    async def chat(request: Request) -> ASGIApp:
+        body = await parsed(ChatRequest, request)
+        return await _answer(host, body, _of_chat(body, client_of(request, body.user)), ChatForm())
+
+    async def complete(request: Request) -> ASGIApp:
+        body = await parsed(TextRequest, request)
+        return await _answer(host, body, _of_text(body, client_of(request, body.user)), TextForm(echoes=body.echo))
+
+    kinds = ("application/json", "text/event-stream")
+    return [
+        Operation("/v1/chat/completions", "Answer a conversation.", chat, ChatRequest, kinds),
+        Operation("/v1/completions", "Continue texts.", complete, TextRequest, kinds),
+    ]
+
+
+def client_of(request: Request, user: str = "") -> str:
+    """Return the name under which requests wait in turn: the address, and the user that the request names."""
+    return f"{request.client.host if request.client else ''} {user}".strip()
+
+
+def _common(body: Common, client: str, **also: Any) -> Asked:
+    given = {key: getattr(body, key) for key in ("model", "profile", "set", "ignore_eos", "grammar")}
+    return Asked(**given, sample=body.sample, client=client, **also)
+
+
+def _copies(asked: Asked, n: int) -> list[Asked]:
+    """Return the request n times, with seeds that follow each other."""
+    seed = asked.sample.get("seed")
+    seeds = [{} if seed is None else {"seed": (int(str(seed)) + i) % (1 << 63)} for i in range(n)]
+    return [replace(asked, sample={**asked.sample, **each}) for each in seeds]
+
+
+def _of_chat(body: ChatRequest, client: str) -> list[Asked]:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise BadInput("top_logprobs needs logprobs", code="bad_field", try_=["logprobs: true"])
+    tools = check_tools(body.tools, "tools") if body.tools and body.tool_choice != "none" else []
+    names, forced = [tool["function"]["name"] for tool in tools], list[str]()
+    if not isinstance(body.tool_choice, str):
+        forced = [body.tool_choice.function.name]
+    elif body.tool_choice == "required":
+        forced = names
+    if not set(forced) <= {*names} or (body.tool_choice == "required" and not forced):
+        raise BadInput("tool_choice names no function of tools", code="bad_tools", try_=[f"one of {names}"])
+    schema = body.response_format.grammar
+    if [schema is not None, body.grammar is not None, bool(tools)].count(True) > 1:
+        said = "response_format, grammar and tools exclude each other"
+        raise BadInput(said, code="constrained_tools", try_=["only one of them", 'tool_choice: "none"'])
+    asked = _common(
+        body,
+        client,
+        messages=[message.plain for message in body.messages],
+        variables=body.chat_template_kwargs,
+        thinking=MODES.get(effort, effort) if (effort := body.reasoning_effort) else "auto",
+        thinking_tokens=body.thinking_tokens,
+        schema=schema,
+        tools=tools,
+        forced=forced,
+        most_calls=None if body.parallel_tool_calls else 1,
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    return _copies(asked, body.n)
+
+
+def _of_text(body: TextRequest, client: str) -> list[Asked]:
+    if body.echo and body.stream:
+        raise BadInput("echo and stream exclude each other", code="unsupported_field", try_=["only one of them"])
+    is_list = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+    prompts: Any = body.prompt if is_list else [body.prompt]
+    if not all(prompts):
+        raise BadInput("the prompt is empty", code="empty_prompt")
+    if len(prompts) * body.n > MOST:
+        raise BadInput(f"{len(prompts) * body.n} answers are asked for; a request has at most {MOST}", code="bad_field")
+    scores = {"top_logprobs": body.logprobs, "prompt_logprobs": body.echo and body.logprobs is not None}
+    return [one for text in prompts for one in _copies(_common(body, client, prompt=text, **scores), body.n)]
+
+
+async def _answer(host: Host, body: Common, asked: Sequence[Asked], form: Form) -> ASGIApp:
+    base = {
+        "id": f"{form.prefix}-{uuid4().hex}",
+        "object": form.chunk_kind if body.stream else form.kind,
+        "created": int(time.time()),
+        "model": body.model or host.name,
+        "system_fingerprint": host.fingerprint(host.profile_of(asked[0])),
+    }
+    form = replace(form, base=base, n=body.n, wants_usage=body.stream_options.include_usage, word=host.word)
+    events = several(host.events(one) for one in asked)
+    if body.stream:
+        return await EventStream.started(events, form)
+    turns = await turns_of(events)
+    choices = [{"index": i, **form.whole(turn, asked[i]), **finish_of(turn)} for i, turn in enumerate(turns)]
+    return JSONResponse({**base, "choices": choices, "usage": usage(turns, body.n), "timings": timings(turns[-1])})
+
+
+def finish_of(turn: Turn) -> dict[str, Any]:
+    """Return why an answer ended. `stop_reason` has what OpenAI's words do not say."""
+    odd = turn.finish if turn.finish in FINISH else None
+    return {"finish_reason": FINISH.get(turn.finish, turn.finish), "stop_reason": odd}
+
+
+def usage(turns: Sequence[Turn], n: int = 1) -> dict[str, Any]:
+    """Return the tokens of answers, n to each prompt."""
+    stats = [turn.stats for turn in turns]
+    prompt, new = sum(one.prompt for one in stats[::n]), sum(one.new for one in stats)
+    drafted, accepted = sum(one.draft_tokens for one in stats), sum(one.accepted_tokens for one in stats)
+    details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+    details["reasoning_tokens"] = sum(one.thinking for one in stats)
+    found: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    found["prompt_tokens_details"] = {"cached_tokens": sum(one.cached for one in stats[::n])}
+    return found | {"completion_tokens_details": details}
+
+
+def timings(turn: Turn) -> dict[str, Any]:
+    """Return the times of an answer in llama-server's words."""
+    s, found = turn.stats, dict[str, Any]()
+    parts = (("prompt", s.prompt - s.cached, s.read, s.read_tok_s), ("predicted", s.new, s.decode, s.decode_tok_s))
+    for name, n, seconds, speed in parts:
+        found |= {f"{name}_n": n, f"{name}_ms": 1e3 * seconds, f"{name}_per_second": speed}
+        found[f"{name}_per_token_ms"] = 1e3 * seconds / max(1, n)
+    drafts = {"draft_n": s.draft_tokens, "draft_n_accepted": s.accepted_tokens}
+    return {"cache_n": s.cached, **found, **drafts, "kv_bytes": s.kv_bytes}
+
+
+def call_of(call: ToolCall) -> dict[str, Any]:
+    """Return a tool call in OpenAI's form."""
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+@dataclass
+class Form:
+    """Frames of a stream, and choices of a whole response, in one of OpenAI's two forms."""
+
+    base: Mapping[str, Any] = field(default_factory=dict)
+    n: int = 1  # answers to a prompt
+    wants_usage: bool = False
+    echoes: bool = False  # the prompt is returned before the answer
+    word: Callable[[int], str] = str  # text of a token
+    turns: dict[int, Turn] = field(default_factory=dict)  # by index, as they end
+    sent: Counter[int] = field(default_factory=Counter)  # tokens whose scores were sent, by index
+    calls: Counter[int] = field(default_factory=Counter)  # tool calls so far, by index
+
+    prefix = kind = chunk_kind = ""
+
+    def delta(self, event: Event, index: int) -> dict[str, Any] | None:
+        """Return the part of a choice for an event; None = it has none."""
+        raise NotImplementedError
+
+    def whole(self, turn: Turn, asked: Asked) -> dict[str, Any]:
+        """Return the choice of a finished answer."""
+        raise NotImplementedError
+
+    def scored(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+        """Return the log-probabilities of tokens; None = none were asked for."""
+        raise NotImplementedError
+
+    def of(self, index: int, event: Event) -> Iterable[str]:
+        if (said := self.delta(event, index)) is None:
+            return
+        is_end, scores = isinstance(event, End), getattr(event, "scores", ())
+        also: dict[str, Any] = {"finish_reason": None}
+        if isinstance(event, End):  # the scores of tokens without a text, such as the last one
+            self.turns[index], scores = event.turn, event.turn.scores[self.sent[index] :]
+            also = finish_of(event.turn)
+        self.sent[index] += len(getattr(event, "ids", ()))
+        choice = {"index": index, **said, "logprobs": self.scored(scores), **also}
+        yield frame({**self.base, "choices": [choice], **({"timings": timings(self.turns[index])} if is_end else {})})
+
+    def end(self) -> Iterable[str]:
+        if self.wants_usage:
+            turns = [self.turns[index] for index in sorted(self.turns)]
+            yield frame({**self.base, "choices": [], "usage": usage(turns, self.n)})
+        yield DONE
+
+    def error(self, error: KvcliError) -> Iterable[str]:
+        yield error_frame(error)
+
+
+class ChatForm(Form):
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def delta(self, event: Event, index: int) -> dict[str, Any] | None:
+        said: dict[str, Any] = {}
+        if isinstance(event, Live):
+            said = {"role": "assistant", "content": ""}
+        elif isinstance(event, Text):
+            said = {"content": event.text}
+        elif isinstance(event, Thought):
+            said = {"reasoning_content": event.text}
+        elif isinstance(event, ToolCall):
+            said = {"tool_calls": [{"index": self.calls[index], **call_of(event)}]}
+            self.calls[index] += 1
+        return {"delta": said} if said or isinstance(event, End) else None
+
+    def whole(self, turn: Turn, asked: Asked) -> dict[str, Any]:
+        calls = [call_of(call) for call in turn.tool_calls]
+        text = turn.text or (None if calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        message |= {"reasoning_content": turn.thinking} if turn.thinking else {}
+        message |= {"tool_calls": calls} if calls else {}
+        return {"message": message, "logprobs": self.scored(turn.scores[turn.stats.thinking :])}
+
+    def scored(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+        each = [{**self._token(s.id, s.logprob), "top_logprobs": [self._token(*one) for one in s.top]} for s in scores]
+        return {"content": each, "refusal": None} if each else None
+
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        word = self.word(token)
+        raw = None if BROKEN in word else list(word.encode("utf-8", "replace"))
+        return {"token": word, "logprob": _finite(logprob), "bytes": raw}
+
+
+class TextForm(Form):
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def delta(self, event: Event, index: int) -> dict[str, Any] | None:
+        if isinstance(event, Text | Thought):
+            return {"text": event.text}
+        return {"text": ""} if isinstance(event, End) else None
+
+    def whole(self, turn: Turn, asked: Asked) -> dict[str, Any]:
+        before = asked.prompt if isinstance(asked.prompt, str) else "".join(map(self.word, asked.prompt))
+        echo = before if self.echoes else ""
+        return {"text": echo + turn.thinking + turn.text, "logprobs": self.scored([*turn.prompt_scores, *turn.scores])}
+
+    def scored(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+        if not scores:
+            return None
+        words = [self.word(score.id) for score in scores]
+        return {
+            "tokens": words,
+            "token_logprobs": [None if s.logprob is None else _finite(s.logprob) for s in scores],
+            "top_logprobs": [{self.word(i): _finite(p) for i, p in s.top} or None for s in scores],
+            "text_offset": [*accumulate(map(len, words[:-1]), initial=0)],
+        }
+
+
+def _finite(logprob: float | None) -> float:
+    """Return a number that JSON has. OpenAI's clients want one for a token that was input."""
+    return max(LEAST, logprob) if logprob is not None else 0.0
