@@ -155,7 +155,7 @@ class ForkServer:
         elif self.running:
             more = "ends them" if self.ends > 1 else "ends after them; again, to end them too"
             self.tell(f"{plural(len(self.running), 'command')} running: {more}")
-        for process in self.running if self.ends > 1 else ():
+        for process in self.running.keys() - {self.own} if self.ends > 1 else ():
             _kill(process, signal.SIGTERM)
 
     def _serve(self, wakes: socket.socket, listener: socket.socket | None = None) -> bool:
