@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import stat
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from os.path import expanduser
@@ -24,6 +25,7 @@ from kvcli.environment import Environment
 from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError, reading
 from kvcli.installing import EXTRAS, pip
 from kvcli.render.terminal.terminal import long_size, plural
+from kvcli.resident_client import facts
 from kvcli.schemas.listings import ServeDocument
 from kvcli.settings.schema import SIZE, size_of
 
@@ -61,10 +63,12 @@ def serve(world: Environment, options: ServeOptions) -> int:
     except ImportError as error:
         said = f"the server needs {error.name}, which is not installed"
         raise BadInput(said, code="missing_extra", try_=[pip(*EXTRAS["serve"])]) from None
-    from kvcli.commands.common.load_model import MemoryWishes, load_model
+    from kvcli.commands.common.load_model import MemoryWishes, load_model, prepare
     from kvcli.commands.common.run_setup import Setup
+    from kvcli.commands.resident.keep import can_share, share
     from kvcli.render.terminal.screen import Screen
 
+    same = facts(sys.argv, world.environ) if sys.platform == "linux" else {}  # first: libraries set variables
     key = read_key(world, options.key_file)
     if key is None and not is_loopback(options.host):
         said = f"{options.host} is not an address of this machine alone, and a server for others needs a key"
@@ -74,11 +78,14 @@ def serve(world: Environment, options: ServeOptions) -> int:
             raise UsageError(f"{flag} takes {SIZE.words}, not {typed!r}", try_=[f"{flag} 1GiB"])
     if options.queue < 1 or options.grace < 0:
         raise UsageError("--queue takes a number from 1, --grace one from 0", try_=["--queue 256 --grace 30"])
+    setup = Setup(world, options.model, o.profile_flags(options.values()), options.run.exact, reuses=True)
+    setup.look(setup.profile)
+    screen, wanted = Screen.of(world), MemoryWishes(options.run.force, options.run.ctx == "max")
     with listen(options.host, options.port) as listener:
-        setup = Setup(world, options.model, o.profile_flags(options.values()), options.run.exact, reuses=True)
-        setup.look(setup.profile)
-        screen = Screen.of(world)
-        wanted = MemoryWishes(options.run.force, options.run.ctx == "max")
+        if world.shared is None and not options.run.no_server and can_share(setup.profile):
+            listener.close()  # the fork opens it again, with the same command line
+            profile = prepare(setup, setup.profile, wanted, screen.note).profile
+            return share(world, same, setup, profile, screen.note, "until Ctrl-C or kvcli stop", has_own=True)
         run, session = load_model(setup, setup.profile, wanted, screen)
         session.close()
         for note in run.notes:

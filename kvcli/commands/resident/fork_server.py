@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl
 class Forked(BaseException):
     """Raised in a forked process, which then leaves the code of its parent and runs a command instead."""
 
-    def __init__(self, connection: socket.socket, parent: int) -> None:
+    def __init__(self, connection: socket.socket | None, parent: int) -> None:
+        """`connection`: to the client; None = the command is that of the parent."""
         self.connection, self.parent = connection, parent
 
     def become(self) -> None:
@@ -37,19 +38,23 @@ class Forked(BaseException):
         try:
             os.setpgid(0, 0)  # a group in the parent's session, so that the command can be stopped
             ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
-            self._take(*self._request())
-            self.connection.sendall(f"process {os.getpid()}\n".encode())
+            if self.connection is not None:
+                with self.connection:
+                    request, handles = self._request(self.connection)
+                    self._take(request, handles)
+                    self.connection.sendall(f"process {os.getpid()}\n".encode())
+            else:
+                self._take_signals([each for each in ENDS if signal.getsignal(each) is signal.SIG_IGN])
         except (OSError, ValueError):  # the client ended, or its folder cannot be entered
             os._exit(1)
-        self.connection.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-    def _request(self) -> tuple[dict[str, Any], list[int]]:
+    def _request(self, connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         """Receive the request, with standard streams and folder."""
-        self.connection.settimeout(SECONDS)
-        data, (_, handles, _, _) = bytearray(), socket.recv_fds(self.connection, 1, 4)
+        connection.settimeout(SECONDS)
+        data, (_, handles, _, _) = bytearray(), socket.recv_fds(connection, 1, 4)
         while not data.endswith(b"\n"):
-            if not (piece := self.connection.recv(1 << 16)):
+            if not (piece := connection.recv(1 << 16)):
                 os._exit(1)
             data += piece
         if os.getppid() != self.parent or len(handles) != 4:  # it may have ended before the line above
@@ -74,10 +79,13 @@ class Forked(BaseException):
             stream = open(number, mode, lines, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
+        self._take_signals(request["ignored"])
+
+    def _take_signals(self, ignored: Collection[int]) -> None:
         signal.set_wakeup_fd(-1)
         for each in (*FORWARDED, signal.SIGCHLD):
             usual = signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL
-            signal.signal(each, signal.SIG_IGN if each in request["ignored"] else usual)
+            signal.signal(each, signal.SIG_IGN if each in ignored else usual)
 
 
 @contextmanager
@@ -104,18 +112,22 @@ def listening(folder: Path, about: Mapping[str, Any]) -> Iterator[socket.socket]
 class ForkServer:
     """The loop of the resident process, which computes nothing and has one thread."""
 
-    def __init__(self, tell: Callable[[str], None], keep: float | None) -> None:
-        """`keep`: seconds without a command after which it ends; None = never."""
-        self.tell, self.keep = tell, keep
+    def __init__(self, tell: Callable[[str], None], keep: float | None, *, has_own: bool = False) -> None:
+        """`keep`: seconds without a command after which it ends; None = never. `has_own`: run the command of this
+        process in a fork, too, and end with it.
+        """
+        self.tell, self.keep, self.has_own = tell, keep, has_own
+        self.own = 0  # its process
+        self.status = 0  # its exit code
         self.waiting: list[socket.socket] = []  # clients that have sent nothing yet
         self.running: dict[int, socket.socket | None] = {}  # process of a command -> its client; None = killed
         self.used = time.monotonic()
         self.ends = 0  # signals to end so far
 
-    def run(self, folder: Path, about: Mapping[str, Any]) -> None:
+    def run(self, folder: Path, about: Mapping[str, Any]) -> int:
         """Serve until a signal, or until no command came for long enough; then wait for the commands that run.
 
-        Raises Forked in each forked process.
+        Returns the exit code of the own command. Raises Forked in each forked process.
         """
         self._leave_terminal()
         wakes, waker = socket.socketpair()
@@ -127,18 +139,23 @@ class ForkServer:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
                 signal.signal(number, self._hear)
         with listening(folder, about) as listener:
+            if self.has_own:
+                self.own = self._fork(None)
             while not self.ends and self._serve(wakes, listener):
                 pass
         while self.running:
             self._serve(wakes)
         signal.set_wakeup_fd(-1)
+        return self.status
 
     def _hear(self, _number: int, _frame: object) -> None:
         self.ends += 1
-        if self.running:
+        if self.own:
+            _kill(self.own, signal.SIGINT)
+        elif self.running:
             more = "ends them" if self.ends > 1 else "ends after them; again, to end them too"
             self.tell(f"{plural(len(self.running), 'command')} running: {more}")
-        for process in self.running if self.ends > 1 else ():
+        for process in self.running.keys() - {self.own} if self.ends > 1 else ():
             _kill(process, signal.SIGTERM)
 
     def _serve(self, wakes: socket.socket, listener: socket.socket | None = None) -> bool:
@@ -165,25 +182,30 @@ class ForkServer:
         self._reap()
         return bool(ready)
 
-    def _fork(self, client: socket.socket) -> None:
+    def _fork(self, client: socket.socket | None) -> int:
         """Fork a process for the client. One of another user is not served, nor one that ended without a request."""
-        if peer(client)[1] != os.getuid() or not client.recv(1, socket.MSG_PEEK):
+        process = 0
+        if client is not None and (peer(client)[1] != os.getuid() or not client.recv(1, socket.MSG_PEEK)):
             client.close()
-            return
+            return process
         own, held = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDS, signal.SIGCHLD))
         try:
             if not (process := os.fork()):
                 for other in filter(None, (*self.waiting, *self.running.values())):
                     other.close()
                 raise Forked(client, own)
-            client.setblocking(False)
+            if client is not None:
+                client.setblocking(False)
             self.running[process] = client
         except OSError as error:  # no memory, or too many processes: the client loads the model itself
+            if client is None:
+                raise
             client.close()
             self.tell(f"a command was not started: {error.strerror}")
         finally:
             if os.getpid() == own:
                 signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        return process
 
     def _reap(self) -> None:
         """Tell the clients about processes that ended or stopped."""
@@ -195,6 +217,8 @@ class ForkServer:
             said = "stopped" if is_stopped else f"ended {os.waitstatus_to_exitcode(status)}"
             client = self.running.get(process) if is_stopped else self.running.pop(process, None)
             self.used = time.monotonic()
+            if process == self.own and not is_stopped:
+                self.own, self.ends, self.status = 0, 1, os.waitstatus_to_exitcode(status)
             if client is not None:
                 with suppress(OSError):  # it was killed meanwhile
                     client.send(f"{said}\n".encode())

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib import import_module
 from pkgutil import walk_packages
@@ -64,17 +64,37 @@ def keep(world: Environment, options: KeepOptions) -> None:
     screen = Screen.of(world)
     setup = Setup(world, options.model, o.profile_flags(options.values()), is_typed=options.model is not None)
     run = prepare(setup, setup.profile, MemoryWishes(options.force), screen.note)
-    load = [f"{key} = {value}" for key, value in asdict(run.profile.load).items() if value != getattr(Load(), key)]
-    if same_one := [each.pid for each in servers(world) if (each.model, each.load) == (setup.name, load)]:
-        try_ = ["kvcli ps", f"kvcli stop {setup.name}"]
-        raise UsageError(f"{setup.name} is loaded already, by process {same_one[0]}", try_=try_)
-    shared = world.shared = opened(setup, run.profile, screen.note)
-    about = {"version": __version__, "facts": same, "model": setup.name, "path": str(shared.given.path), "load": load}
     until = f"until {options.keep} pass without a command" if options.keep else "until Ctrl-C or kvcli stop"
-    screen.note(f"{setup.name} is loaded for kvcli chat and summarize, {until}")
+    share(world, same, setup, run.profile, screen.note, until, idle)
+
+
+def share(
+    world: Environment,
+    same: Mapping[str, str],
+    setup: Setup,
+    profile: Profile,
+    tell: Callable[[str], None],
+    until: str,
+    idle: float | None = None,
+    *,
+    has_own: bool = False,
+) -> int:
+    """Load the model and fork commands. `same`: the facts of this process. `has_own`: run its own command in a fork.
+
+    Returns the exit code of that; in the forks, `world.shared` has the weights. Raises Forked there.
+    """
+    load = [f"{key} = {value}" for key, value in asdict(profile.load).items() if value != getattr(Load(), key)]
+    others = [each.pid for each in servers(world) if (each.model, each.load) == (setup.name, load)]
+    if others and not has_own:
+        try_ = ["kvcli ps", f"kvcli stop {setup.name}"]
+        raise UsageError(f"{setup.name} is loaded already, by process {others[0]}", try_=try_)
+    shared = world.shared = opened(setup, profile, tell)
+    about = {"version": __version__, "facts": same, "model": setup.name, "path": str(shared.given.path), "load": load}
+    tell(f"{setup.name} is loaded for kvcli chat and summarize, {until}")
     world.stdout.flush()
     world.stderr.flush()
-    ForkServer(screen.note, idle).run(folder_of(world.environ), about | {"since": time.time(), "keep": idle})
+    times = {"since": time.time(), "keep": idle, "own": int(has_own)}
+    return ForkServer(tell, idle, has_own=has_own).run(folder_of(world.environ), about | times)
 
 
 def opened(setup: Setup, profile: Profile, tell: Callable[[str], None]) -> SharedWeights:
@@ -104,6 +124,13 @@ def opened(setup: Setup, profile: Profile, tell: Callable[[str], None]) -> Share
     assert threading.active_count() == 1, f"a fork would lack {threading.enumerate()[1:]}"
     assert not psutil.Process().children(), "forks would share the pipes of a process"
     return shared
+
+
+def can_share(profile: Profile) -> bool:
+    """True if the weights can be shared with forked processes."""
+    from kvcli.engine.loading.weights import find_device
+
+    return sys.platform == "linux" and find_device(profile.load.device).type == "cpu"
 
 
 def refuse_platform() -> None:

@@ -53,7 +53,11 @@ def servers(world: Environment) -> list[ServerEntry]:
             with suppress(psutil.NoSuchProcess):  # it ended meanwhile
                 process = psutil.Process(about["pid"])
                 seconds = max(0.0, time.time() - about["since"])
-                figures = {"running": len(process.children()), "bytes": process.memory_info().rss, "seconds": seconds}
+                figures = {
+                    "running": len(process.children()) - about["own"],
+                    "bytes": process.memory_info().rss,
+                    "seconds": seconds,
+                }
                 found.append(
                     ServerEntry(**{key: about[key] for key in ("model", "path", "pid", "load", "keep")}, **figures)
                 )
