@@ -140,6 +140,10 @@ class Environment:
             cwd = Path(".")
         return cls(*streams, os.environ, cwd, Paths.of(os.environ))
 
+    def path(self, typed: str | Path) -> Path:
+        """Path of a file that the user named, relative to the working folder, with the home folder for `~`."""
+        return self.cwd / os.path.expanduser(typed)
+
     def stream(self, name: Stream) -> TextIO:
         return {"stdin": self.stdin, "stdout": self.stdout, "stderr": self.stderr}[name]
 

@@ -112,7 +112,7 @@ def new(
             lines=[_defined_in(name, config)],
             try_=[f"kvcli profiles show {name}", f"kvcli profiles new {name}-2"],
         )
-    path = output or world.paths.config / "profiles" / f"{name}.toml"
+    path = world.path(output) if output else world.paths.config / "profiles" / f"{name}.toml"
     write_new(path, text, where.shown(path))
     if world.options.json:
         _json(world, profiles=[name], file=str(path))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from os.path import expanduser
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -81,7 +79,7 @@ def read_grammar(world: Environment, schema: str | None, rules: str | None, json
 
 def _read(world: Environment, name: str, code: str) -> bytes:
     try:
-        return read_small(world.cwd / os.path.expanduser(name), LARGEST)
+        return read_small(world.path(name), LARGEST)
     except Unfit as error:
         raise BadInput(f"{name} {error}", code=code) from None
 
@@ -100,7 +98,7 @@ def pack_of(world: Environment, typed: str | None, others: Sequence[object], fla
             f"--pack excludes {flags}: the pack contains its documents",
             try_=["--pack NAME.kvs alone", "kvcli pack FILE... -o NAME.kvs, with all files and the system text"],
         )
-    return open_pack(world.cwd / expanduser(typed))
+    return open_pack(world.path(typed))
 
 
 def setup_of(

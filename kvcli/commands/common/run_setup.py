@@ -44,13 +44,13 @@ log = logging.getLogger("kvcli.setup")
 
 def sources(world: Environment) -> Sources:
     """Return the sources of settings for this environment."""
-    home, config = world.environ.get("HOME"), world.options.config
+    home = world.environ.get("HOME")
     return Sources(
         system=SYSTEM_CONFIG,
         user=world.paths.config,
         cwd=world.cwd,
         home=Path(home) if home else None,
-        config=world.cwd / expanduser(config) if config else None,
+        config=world.options.config,
         environ=world.environ,
     )
 

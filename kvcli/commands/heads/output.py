@@ -121,7 +121,7 @@ def outlet(world: Environment, model: str, ask: ProbeRequest, options: HeadsOpti
             f"--show {chosen} needs --probe {SHOWN[chosen]}",
             try_=[f"--probe {','.join([*ask.probes, SHOWN[chosen]])} --show {chosen}"],
         )
-    folder = world.cwd / os.path.expanduser(options.out or f"heads-{_safe(model)}")
+    folder = world.path(options.out or f"heads-{_safe(model)}")
     forms = _forms(options.emit)
     if forms:
         _check_folder(folder)
@@ -129,7 +129,7 @@ def outlet(world: Environment, model: str, ask: ProbeRequest, options: HeadsOpti
     if (compare := options.compare) is not None:
         from kvcli.heads.headmap import read_map
 
-        path = world.cwd / os.path.expanduser(compare)
+        path = world.path(compare)
         read_map(path, compare)
         held = (path, compare, chosen)
     return HeadsOutput(world, chosen, options.top, forms, folder, held)

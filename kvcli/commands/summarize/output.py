@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,7 +128,7 @@ def outlet(world: Environment, form: Form | None, output: str | None, inputs: Se
         return SummaryOutput(world, form or "md")
     if not output:
         raise UsageError("-o needs a file name", try_=["-o FILE", "-o - for standard output"])
-    file = world.cwd / os.path.expanduser(output)
+    file = world.path(output)
     if any(_same(file, world, name) for typed in inputs for name in (typed, split_pages(typed)[0])):
         raise UsageError(f"-o {output} would overwrite an input file", try_=["another name"])
     ending = ENDINGS.get(file.suffix.lower())
@@ -141,6 +140,6 @@ def outlet(world: Environment, form: Form | None, output: str | None, inputs: Se
 
 def _same(file: Path, world: Environment, name: str) -> bool:
     try:
-        return file.samefile(world.cwd / os.path.expanduser(name))
+        return file.samefile(world.path(name))
     except (OSError, BadInput):  # the input does not exist
         return False
