@@ -436,7 +436,7 @@ def find(
         raise BadModel(
             f"{name[:80] or 'a model without a name'} does not exist",
             code="model_not_found",
-            try_=["kvcli models list", "give the folder that holds config.json, or a GGUF file"],
+            try_=["kvcli models list", "OWNER/NAME, or the folder that holds config.json, or a GGUF file"],
         )
     repo, _, file = name.partition(":")
     try:
