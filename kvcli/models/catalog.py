@@ -275,8 +275,8 @@ class CatalogModel:
 
     @property
     def quantized(self) -> int:
-        """Bytes of a GGUF file whose weights stay quantized; 0 = they are in 16 bits, as experts always are."""
-        if self.unpacks or self.shape.experts:
+        """Bytes of a GGUF file whose weights stay quantized; 0 = they are in 16 bits."""
+        if self.unpacks:
             return 0
         return self.package.nbytes if self.package else self.file.bytes if self.file else 0
 

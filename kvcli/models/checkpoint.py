@@ -41,6 +41,12 @@ class TensorHeader:
     shape: tuple[int, ...]
     nbytes: int
     is_made: bool = False  # its numbers are computed from those of the file, so none of the file's blocks is used
+    is_turned: bool = False  # the file has each of its matrices transposed
+
+    @property
+    def in_file(self) -> tuple[int, ...]:
+        """Its shape with the file's matrices."""
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.is_turned else self.shape
 
 
 @dataclass(frozen=True, slots=True)
