@@ -44,6 +44,7 @@ from kvcli.models.gguf.header import BLOCKS, Header, read
 from kvcli.models.gguf.pieces import raw_rows, values
 from kvcli.models.gguf.words import splits
 from kvcli.models.refusals import blame_files, no_tokenizer
+from kvcli.models.sampling import sampling_of
 from kvcli.settings.schema import NUMBERS
 
 if TYPE_CHECKING:
@@ -223,20 +224,10 @@ def _make(
     with writing(folder, try_=["df -h"]), replacing_folder(folder) as made:
         ends = _write_words(made, found, header, described)
         (made / "config.json").write_text(json.dumps(config))
-        settings = ({"eos_token_id": ends} if ends else {}) | sampling_of(header)
+        settings = ({"eos_token_id": ends} if ends else {}) | sampling_of(header, found.id)
         (made / "generation_config.json").write_text(json.dumps(settings))
         _write_weights(made / "model.safetensors", plan)
         file.check()
-
-
-def sampling_of(header: Header) -> dict[str, Any]:
-    """Return the sampling settings that a file of 2025 or later states, by transformers' names."""
-    theirs = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
-    alike = "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold"
-    settings = {key: header.meta.get(f"general.sampling.{key}") for key in (*theirs, *alike)}
-    known = {theirs.get(key, key): value for key, value in settings.items() if isinstance(value, int | float)}
-    found = {key: value if isinstance(value, int) else float(f"{value:.6g}") for key, value in known.items()}
-    return found | {"do_sample": found.get("temperature", 1) != 0} if found else {}
 
 
 # ---- weights ----
