@@ -58,22 +58,10 @@ ACTIONS = (
     "repaired inspected moved measured cleaned marked sealed painted replaced tested opened closed watched drained "
     "lifted photographed counted sketched covered reached"
 ).split()
-TIMES = [
-    "before dawn",
-    "at noon",
-    "after the storm",
-    "in the evening",
-    "during the night",
-    "on the second day",
-    "last week",
-    "in early spring",
-    "at low tide",
-    "after the thaw",
-    "without delay",
-    "for two hours",
-    "in heavy rain",
-    "before the frost",
-]
+TIMES = (
+    "before dawn, at noon, after the storm, in the evening, during the night, on the second day, last week, "
+    "in early spring, at low tide, after the thaw, without delay, for two hours, in heavy rain, before the frost"
+).split(", ")
 GOODS = "salt rope oil sand timber wire grain coal glass nails tar paper cement cloth seed bricks".split()
 UNITS = "crates sacks barrels bundles boxes carts".split()
 COLOURS = "red blue green yellow white black orange purple brown silver".split()
