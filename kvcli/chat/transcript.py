@@ -13,7 +13,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvcli.api import Finish, ToolCall
+from kvcli.api import Finish, ToolCall, Turn
 from kvcli.documents import Document, with_documents
 from kvcli.engine.sequence.state import END, NEWLINE, PUNCT, QUESTION, SHOT, SPECIAL, SYSTEM, TEXT, TOOLS, KindSpan
 from kvcli.errors import BadInput, UsageError, writing
@@ -26,7 +26,6 @@ from kvcli.schemas.turn import ChatDocument, Figures, SavedDocument, SavedMessag
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.api import Turn
     from kvcli.engine.stats import Stats
 
 # Token kinds: the kind of each id of a tokenizer, and the spans of template text and system text in a chat.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -23,8 +23,6 @@ from kvcli.settings.schema import NUMBERS, DraftModelRef, Memory
 from kvcli.settings.values import BY, DEFAULT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kvcli.fit.available_memory import AvailableMemory
     from kvcli.kv.cache.precision_budget import PrecisionBudget
     from kvcli.models.catalog import CatalogModel

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from kvcli.fit.advice import binding, changes
 from kvcli.fit.explain import budget, parts
-from kvcli.fit.plan import chosen
-from kvcli.fit.preflight import gib
+from kvcli.fit.plan import Plan, PlannedModel, chosen
+from kvcli.fit.preflight import Preflight, gib
 from kvcli.fit.speed import speed, split
-from kvcli.schemas.fit import FitChange, FitDocument, FitPlan, FitRuns
+from kvcli.schemas.fit import CalibrationDocument, FitChange, FitDocument, FitPlan, FitRuns
+from kvcli.settings.profile import Profile
 from kvcli.version import __version__
-
-if TYPE_CHECKING:
-    from kvcli.fit.plan import Plan, PlannedModel
-    from kvcli.fit.preflight import Preflight
-    from kvcli.schemas.fit import CalibrationDocument
-    from kvcli.settings.profile import Profile
 
 
 def document(

@@ -12,17 +12,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import StatisticsError, correlation
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvcli.errors import BadInput
 from kvcli.policies.scoring.headmap import read_headmap
-from kvcli.schemas.heads import HeadsCompare
-
-if TYPE_CHECKING:
-    from kvcli.schemas.heads import HeadsDocument
+from kvcli.schemas.heads import HeadsCompare, HeadsDocument
 
 CARRY = 0.9  # share of the score sum in the heads that keep the full cache
 FULL = 0.5  # heads from this number on keep the full cache

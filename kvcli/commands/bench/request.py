@@ -16,14 +16,13 @@ from kvcli.bench.workloads import NAMES, usual
 from kvcli.commands.common.document_files import read_file
 from kvcli.commands.common.flags import listed, tokens
 from kvcli.errors import UsageError
-from kvcli.schemas.bench import BenchArgs
+from kvcli.schemas.bench import BenchArgs, BenchDocument
 
 if TYPE_CHECKING:
     from kvcli.commands.bench.options import BenchOptions
     from kvcli.commands.common.run_setup import Setup
     from kvcli.documents import Document
     from kvcli.models.source import Source
-    from kvcli.schemas.bench import BenchDocument
     from kvcli.settings.profile import Profile
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.api import End, turn_of
+from kvcli.api import Cancel, End, Event, Turn, turn_of
 from kvcli.commands.common import flags as o
-from kvcli.commands.common.inputs import tell
+from kvcli.commands.common.inputs import Question, tell
 from kvcli.commands.common.options import Options, choice, command, flag
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, DoesNotFit, ExitStatus, UsageError
@@ -19,14 +19,12 @@ from kvcli.models.grammar import Grammar
 from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
-    from kvcli.api import Cancel, Event, Turn
     from kvcli.chat.conversation import Chat
     from kvcli.chat.document_pack import Pack
     from kvcli.chat.saved_chats import SavedChat
     from kvcli.chat.text_session import TextSession
     from kvcli.commands.chat.repl import Repl
     from kvcli.commands.chat.tools import ChatTools
-    from kvcli.commands.common.inputs import Question
     from kvcli.commands.common.load_model import CheckedRun, MemoryWishes
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.summarize.options import SummarizeOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from kvcli.chat.saved_chats import SavedChats
+from kvcli.chat.saved_chats import SavedChat, SavedChats
 from kvcli.commands.common.exits import Interrupt
 from kvcli.errors import BadInput, BadModel
 from kvcli.render.terminal.terminal import Terminal, long_size, plural
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcli.chat.conversation import Chat
-    from kvcli.chat.saved_chats import SavedChat
     from kvcli.chat.text_session import TextSession
     from kvcli.environment import Environment
     from kvcli.prefix_cache.prefix_cache import SaveResult as Read

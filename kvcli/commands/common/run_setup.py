@@ -23,6 +23,7 @@ from kvcli.models.catalog import BY_NAME, CatalogModel, listed, stands_for
 from kvcli.settings.config import Config, Sources, from_environ, from_sets, load_config, set_value
 from kvcli.settings.profile import LOSSY, SMALLER, Profile, load_profile
 from kvcli.settings.schema import METHOD_TABLES, Kv, Load, plain_value
+from kvcli.settings.schema import Model as Entry
 
 if TYPE_CHECKING:
     from kvcli.chat.loaded_model import LoadedModel
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from kvcli.fit.plan import PlannedModel
     from kvcli.schemas.fit import PassTime
     from kvcli.schemas.pack import PackDocument
-    from kvcli.settings.schema import Model as Entry
 
 Flags = Mapping[str, tuple[object, str]]  # dotted key -> value and its flag
 SYSTEM_CONFIG = Path("/etc/xdg/kvcli/config.toml")

@@ -7,14 +7,13 @@ from os import W_OK, access
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.commands.common.run_setup import sources
+from kvcli.commands.common.run_setup import Setup, sources
 from kvcli.commands.profiles import write_new
 from kvcli.errors import BadInput, UsageError
 from kvcli.settings.config import NAME, load_config
 from kvcli.settings.small_file import toml_value
 
 if TYPE_CHECKING:
-    from kvcli.commands.common.run_setup import Setup
     from kvcli.schemas.spec import SpecTuneDocument
     from kvcli.settings.profile import Profile
 

@@ -15,11 +15,10 @@ from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import write_output
 from kvcli.render.terminal.terminal import Terminal
 from kvcli.safe_output import escaped, neutralise
-from kvcli.schemas.base import SURROGATE
+from kvcli.schemas.base import SURROGATE, Json
 
 if TYPE_CHECKING:
     from kvcli.environment import Environment
-    from kvcli.schemas.base import Json
     from kvcli.schemas.summary import SummaryDocument
     from kvcli.summarize.result import Point
 

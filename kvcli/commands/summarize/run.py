@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, cast
 from kvcli.commands.chat.save_chat import said_of
 from kvcli.commands.common.exits import Interrupt
 from kvcli.commands.common.inputs import notes_of
-from kvcli.commands.common.load_model import MemoryWishes, load_model, outlook_of
-from kvcli.commands.common.run_setup import refuse_beyond
+from kvcli.commands.common.load_model import CheckedRun, MemoryWishes, load_model, outlook_of
+from kvcli.commands.common.run_setup import Setup, refuse_beyond
 from kvcli.commands.common.turn_json import run_of
 from kvcli.commands.fit import others_of
-from kvcli.commands.summarize.documents import facts
+from kvcli.commands.summarize.documents import InputDocument, InputDocuments, facts
 from kvcli.documents import marked, with_documents
 from kvcli.errors import BadInput, ContextOverflow, ExitStatus, KvcliError
 from kvcli.render.summarize.notes import about_file, hung, notes, plan_lines, stopped, stretch, totals
@@ -27,21 +27,16 @@ from kvcli.render.turn.turn_view import busy_word, show_summary
 from kvcli.schemas.turn import TurnDocument, error_document
 from kvcli.summarize.cache import Cache
 from kvcli.summarize.document import extract_document, plan_document, summary_document
-from kvcli.summarize.events import PartEnded
+from kvcli.summarize.events import Event, PartEnded
 from kvcli.summarize.parts import AsRead, names_of
-from kvcli.summarize.plan import PlanWindow, make_plan, most_of
+from kvcli.summarize.plan import Plan, PlanWindow, make_plan, most_of
 from kvcli.summarize.run import summarize
 from kvcli.summarize.wording import Wording, wording_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from kvcli.api import Turn
     from kvcli.chat.document_pack import Pack
     from kvcli.chat.text_session import TextSession
-    from kvcli.commands.common.load_model import CheckedRun
-    from kvcli.commands.common.run_setup import Setup
-    from kvcli.commands.summarize.documents import InputDocument, InputDocuments
     from kvcli.commands.summarize.options import SummarizeOptions
     from kvcli.commands.summarize.output import SummaryOutput
     from kvcli.fit.plan import Plan as Fitted
@@ -49,8 +44,6 @@ if TYPE_CHECKING:
     from kvcli.render.terminal.screen import Screen
     from kvcli.schemas.fit import PassTime
     from kvcli.settings.profile import Profile
-    from kvcli.summarize.events import Event
-    from kvcli.summarize.plan import Plan
     from kvcli.summarize.request import Request
 
 

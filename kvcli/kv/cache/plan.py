@@ -23,12 +23,12 @@ from kvcli.kv.capacity import CacheCapacity, CacheFootprint
 from kvcli.kv.footprint import STEP
 from kvcli.kv.formats.format import FormatContext
 from kvcli.kv.formats.kivi import Kivi
-from kvcli.kv.slots import params_of_storing_layers, windows_of
+from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Tier, params_of_storing_layers, windows_of
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.host import PIECE
+from kvcli.kv.tiers.host import PIECE, HostTier
 from kvcli.models.machine import kept_free
 from kvcli.settings.profile import tier_effects
-from kvcli.settings.schema import size_of
+from kvcli.settings.schema import Kv, Memory, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +36,8 @@ if TYPE_CHECKING:
     from kvcli.kernels.rope import Rotary
     from kvcli.kv.formats.block_format import BlockFormat
     from kvcli.kv.offload.host_access import Way
-    from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Tier
     from kvcli.kv.sparse.page_source import PageTier
     from kvcli.kv.sparse.settings import SparseMethod
-    from kvcli.kv.tiers.host import HostTier
-    from kvcli.settings.schema import Kv, Memory
 
 
 @dataclass(frozen=True)

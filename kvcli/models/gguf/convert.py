@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from itertools import repeat
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +45,8 @@ from kvcli.models.gguf.pieces import raw_rows, values
 from kvcli.models.gguf.words import splits
 from kvcli.models.refusals import blame_files, no_tokenizer
 from kvcli.models.sampling import sampling_of
+from kvcli.models.source import Source
 from kvcli.settings.schema import NUMBERS
-
-if TYPE_CHECKING:
-    from kvcli.models.source import Source
 
 # Quantizer for transformers: weights stay quantized while transformers loads them, by its quantizer interface.
 #
