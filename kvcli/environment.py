@@ -29,7 +29,6 @@ from kvcli.safe_output import SafeStream
 # vocabulary above all, and fresh pages would cost more than the rest of the pass. So blocks are kept there, as by
 # default in glibc.
 
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGE = 1 << 20  # bytes, while loading or prefilling
 LARGEST = 32 << 20  # glibc's own limit

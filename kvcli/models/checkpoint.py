@@ -22,7 +22,6 @@ from kvcli.settings.small_file import Unfit, open_regular, parse_object
 
 # Headers of safetensors files: their tensors, and a check of the file's length. Standard library only.
 
-
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
     "U16": 16, "U8": 8, "BOOL": 8, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,

@@ -269,7 +269,6 @@ def error_document(error: KvcliError) -> ErrorDocument:
 
 # Saved chat that `kvcli chat -c` continues.
 
-
 SCHEMA: Final = "kvcli.chat/1"
 
 

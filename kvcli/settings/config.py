@@ -33,7 +33,6 @@ from kvcli.settings.values import (
 
 # Sources of settings: files in order of precedence, the environment, `--set` and flags, each with its position.
 
-
 PROJECT_FILE = ".kvcli.toml"
 PREFIX = "KVCLI_"
 

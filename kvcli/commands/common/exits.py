@@ -30,7 +30,6 @@ from kvcli.version import __version__
 
 # Ctrl-C as a flag that the decoding loop checks between passes, and as an error that libraries cannot suppress.
 
-
 IMPATIENT = 1.0  # seconds after the first Ctrl-C in which a second one is ignored
 
 
@@ -117,7 +116,6 @@ def _is_ours() -> bool:
 
 
 # Logging: to stderr with -v, to a file with --log-file, and to the user's log after an internal error.
-
 
 LARGEST = 1 << 20  # bytes; beyond that the older half is deleted
 FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 # Printing of JSON documents and tables on stdout.
 
-
 GLUE = "\ue000"  # between two words that are not wrapped apart
 
 
@@ -63,7 +62,6 @@ def print_cells(world: Environment, rows: Sequence[Sequence[str]]) -> None:
 
 
 # The output file of `-o`. A file that cannot be written is refused before the work starts.
-
 
 Form = TypeVar("Form", bound=str)
 

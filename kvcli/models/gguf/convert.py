@@ -53,7 +53,6 @@ from kvcli.settings.schema import NUMBERS
 # A checkpoint that says `quant_method: kvcli` has, in place of each weight that it names with its type and shape, the
 # bytes of `kvcli.kernels.linear_quantized.of_blocks`. transformers loads and ties them like any other tensor.
 
-
 METHOD = "kvcli"
 
 
@@ -126,7 +125,6 @@ def experts_of(module: nn.Module, name: str, codes: Codes, dtype: torch.dtype) -
 
 
 # Cache of models converted to another format. Copies are named by a hash of their source; the oldest are removed.
-
 
 FOLDER = "gguf"  # folder below the cache
 KEPT = 4  # copies, the most recently used
