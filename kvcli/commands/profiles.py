@@ -21,7 +21,6 @@ from kvcli.settings.problems import Problem, bad_config
 from kvcli.settings.profile import Outcome, Profile, Rules, load_profile, resolve_profile
 from kvcli.settings.profile_file import new_profile
 from kvcli.settings.small_file import toml_value
-from kvcli.settings.values import Setting
 
 SCHEMA = "kvcli.profiles/2"
 
@@ -161,7 +160,8 @@ def checked(what: str | None, where: Sources, rules: Rules) -> tuple[list[str], 
     is_project = path.name == PROJECT_FILE  # project files have their own rules
     config = read_config(replace(where, cwd=path.parent) if is_project else replace(where, config=path))
     source = where.shown(path)
-    named = [name for name, settings in config.profiles.items() if _is_from(source, settings.values())]
+    made = {name: [each.origin.document for each in said.values()] for name, said in config.profiles.items()}
+    named = [name for name, documents in made.items() if any(one.source == source for one in documents)]
     return _all_problems(config, named, [p for p in config.problems if p.place.source == source], rules)
 
 
@@ -180,10 +180,6 @@ def _all_problems(
 ) -> tuple[list[str], list[Problem]]:
     found = [problem for name in names for problem in resolve_profile(name, config, rules).problems]
     return list(names), [*problems, *found, *config.unknown_profiles()]
-
-
-def _is_from(source: str, settings: Iterable[Setting]) -> bool:
-    return any(setting.origin.document.source == source for setting in settings)
 
 
 def _defined_in(name: str, config: Config) -> str:

@@ -14,7 +14,6 @@ from kvcli.fit.advice import MIB, changes
 from kvcli.fit.available_memory import AvailableMemory, choose, rooms
 from kvcli.fit.memory import BASE
 from kvcli.fit.plan import MeasuredFacts, Plan, PlannedModel, plan, plan_on
-from kvcli.fit.run_log import NOTHING
 from kvcli.schemas.fit import RunEntry
 from kvcli.version import __version__
 
@@ -43,10 +42,8 @@ class Preflight:
 
     def facts(self, device: str) -> MeasuredFacts:
         """Return the program's memory, and the excess of this model's earlier runs over their estimates."""
-        past = run_log.measured_excess(
-            run_log.read(self.data), run_log.Like(self.name, device.partition(":")[0], memory.build())
-        )
-        return MeasuredFacts(self.base, past or NOTHING, self.find)
+        runs, kind = run_log.read(self.data), device.partition(":")[0]
+        return MeasuredFacts(self.base, run_log.measured_excess(runs, self.name, kind, memory.build()), self.find)
 
     def plan(self, profile: Profile, context: int | None = None, *, as_is: bool = False) -> Plan:
         """Plan the profile for a context, or for its own window; open settings are chosen so that the model fits a GPU.

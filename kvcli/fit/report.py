@@ -64,6 +64,7 @@ def _entry(
     host: CalibrationDocument | None,
 ) -> FitPlan:
     need, past = plan.need, plan.facts.beyond
+    away = {"host": need.host + need.host_weights + need.host_working, "disk": need.disk}
     tried = [] if plan.fits else changes(outlook.subject, plan, others, outlook.found, plan.facts)
     return FitPlan.from_attributes(
         need,
@@ -82,19 +83,13 @@ def _entry(
         binding=None if plan.fits else binding(plan),
         order=plan.run.order,
         chosen=chosen(plan),
-        places=_places(plan),
+        places={plan.room.kind: need.running} | {place: n for place, n in away.items() if n},
         split=split(plan, host),
         changes=[FitChange(type=c.type, total=c.total, ctx=c.context) for c in tried],
         speed=speed(plan, outlook.subject.shape, calibration, host),
         budget=None,
         parts=None,
     )
-
-
-def _places(plan: Plan) -> dict[str, int]:
-    need = plan.need
-    away = {"host": need.host + need.host_weights + need.host_working, "disk": need.disk}
-    return {plan.room.kind: need.running} | {place: n for place, n in away.items() if n}
 
 
 def notes_of(subject: PlannedModel, plan: Plan) -> list[str]:

@@ -166,14 +166,9 @@ class LogFile(logging.FileHandler):
             print_warning(err, f"cannot write the log {self.baseFilename}: {error.strerror}")
 
 
-def log_path(world: Environment) -> Path:
-    """Return the file for tracebacks of internal errors."""
-    return world.options.log_file or world.paths.state / "kvcli.log"
-
-
 def write_traceback(world: Environment, error: BaseException) -> Path | None:
     """Append the traceback to the log and return its path; None if that fails."""
-    path = log_path(world)
+    path = world.options.log_file or world.paths.state / "kvcli.log"
     text = "".join(traceback.format_exception(error))
     try:
         private_folder(path.parent)

@@ -83,10 +83,6 @@ class AssistantHead(HiddenStateHead):
 
     # ---- passes ----
 
-    def prefill(self) -> Passes[None]:
-        """No prefill is needed."""
-        yield from ()
-
     def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Return the hook output of the pending token's row; empty if no token comes before it."""
         assert want == 1, "more than one hook output is wanted"
