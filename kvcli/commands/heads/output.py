@@ -13,6 +13,8 @@ from kvcli.commands.common.output import print_cells, print_json
 from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
 from kvcli.heads.headmap import DUO_CONFIG, PROFILE, TSV
+from kvcli.render.heads.html import html
+from kvcli.render.heads.text import Look, heads_lines, markdown, plain_rows
 from kvcli.render.terminal.terminal import Terminal
 from kvcli.settings.small_file import toml_value
 
@@ -61,8 +63,6 @@ class HeadsOutput:
             if form == "json":
                 yield PROFILE, document.model_dump_json(by_alias=True) + "\n"
             elif form == "html":
-                from kvcli.render.heads.html import html
-
                 yield "heads.html", html(document, tokens, self._where)
             elif form == "npz":
                 yield "profile.npz", headmap.arrays(document)
@@ -72,8 +72,6 @@ class HeadsOutput:
                 if line := headmap.retrieval_line(document):
                     yield "retrieval_heads.json", line
             elif form == "md":
-                from kvcli.render.heads.text import markdown
-
                 yield "heads.md", markdown(document)
             elif form == "toml":
                 yield "profile.toml", _profile(document, self.folder / PROFILE)
@@ -96,8 +94,6 @@ class HeadsOutput:
         return _short(self.folder, self.world.cwd) if "json" in self.forms else None
 
     def _print(self, document: HeadsDocument) -> None:
-        from kvcli.render.heads.text import Look, heads_lines, plain_rows
-
         if self.world.options.json:
             print_json(self.world, document)
             return
