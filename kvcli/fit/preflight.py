@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from kvcli.engine.stats import Stats
 from kvcli.errors import DoesNotFit
 from kvcli.fit import memory, run_log
 from kvcli.fit.advice import MIB, changes
@@ -15,13 +16,8 @@ from kvcli.fit.available_memory import AvailableMemory, choose, rooms
 from kvcli.fit.memory import BASE
 from kvcli.fit.plan import MeasuredFacts, Plan, PlannedModel, plan, plan_on
 from kvcli.schemas.fit import RunEntry
+from kvcli.settings.profile import Profile
 from kvcli.version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from kvcli.engine.stats import Stats
-    from kvcli.settings.profile import Profile
 
 
 @dataclass
