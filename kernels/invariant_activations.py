@@ -43,6 +43,9 @@ class WholeVectors:
     def __call__(self, x: Tensor) -> Tensor:
         own = self._own()
         assert own is not None
+        return self._pieces(own, x)
+
+    def _pieces(self, own: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         n = x.numel()
         if x.device.type != "cpu" or not n or (n % STEP == 0 and n <= PIECE and x.is_contiguous()):
             return own(x)
@@ -50,15 +53,10 @@ class WholeVectors:
         return torch.cat([own(piece) for piece in flat.split(PIECE)])[:n].view(x.shape)
 
 
-class WholeRows:
+class WholeRows(WholeVectors):
     """Gate function inside experts (gpt-oss), x [M, W] -> [M, W / 2]: whole vectors run in pieces, others singly."""
 
-    def __init__(self, own: Callable[[Tensor], Tensor]) -> None:
-        self._own = WeakMethod(own)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        own = self._own()
-        assert own is not None
+    def _pieces(self, own: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         n, wide = x.shape
         if x.device.type != "cpu" or not n:
             return own(x)

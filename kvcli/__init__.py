@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.version import __version__
 
-if TYPE_CHECKING:
-    from kvcli.chat.conversation import Chat
-    from kvcli.chat.model import Model
-    from kvcli.documents import Document, read_document
-    from kvcli.door import load
-    from kvcli.engine.engine import generate_together
-    from kvcli.errors import KvcliError
-    from kvcli.models.grammar import Grammar
-    from kvcli.settings.profile import Profile
+if TYPE_CHECKING:  # named twice, so that type checkers take the names as exported
+    from kvcli.chat.conversation import Chat as Chat
+    from kvcli.chat.model import Model as Model
+    from kvcli.documents import Document as Document
+    from kvcli.documents import read_document as read_document
+    from kvcli.door import load as load
+    from kvcli.engine.engine import generate_together as generate_together
+    from kvcli.errors import KvcliError as KvcliError
+    from kvcli.models.grammar import Grammar as Grammar
+    from kvcli.settings.profile import Profile as Profile
 
 _HOMES = {
     "load": "kvcli.door",
@@ -36,18 +37,7 @@ _HOMES = {
     "Profile": "kvcli.settings.profile",
 }
 
-__all__ = [
-    "Chat",
-    "Document",
-    "Grammar",
-    "KvcliError",
-    "Model",
-    "Profile",
-    "__version__",
-    "generate_together",
-    "load",
-    "read_document",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
@@ -57,4 +47,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted(__all__)

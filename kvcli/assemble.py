@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadConfig
-from kvcli.settings.profile import ALTERED, TIERS
+from kvcli.settings.profile import ALTERED, TIERS, Profile
 from kvcli.settings.resolve import method_class
 from kvcli.settings.schema import METHOD_TABLES, NUMBERS, Memory, registries, size_of, texts_of
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from kvcli.methods.reuse.span_reuse import SpanReuse
     from kvcli.methods.steps.step_writer import Writer
     from kvcli.prefix_cache.prefix_cache import CacheConditions
-    from kvcli.settings.profile import Profile
 
 # tables that the content of a KV cache depends on
 SHAPE = ("prefill", "prune", "reuse", "kv", "kv_format", "memory", "policy", "sparse")

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from typing import Annotated, Any, TextIO, cast
 
@@ -107,6 +108,8 @@ class Lazy(TyperCommand):
         rare, width = bool(extra.get("resilient_parsing")), parent.obj.width() if parent is not None else NARROW
         command = take_common(typer.main.get_command(app), rare=rare, width=width)
         command.name = self.name
+        if isinstance(command, TyperGroup):
+            command.resolve_command = partial(resolve, command)  # type: ignore[method-assign]
         return command.make_context(info_name, args, parent=parent, **extra)
 
 
@@ -118,19 +121,32 @@ class Tree(TyperGroup):
         self.commands = {name: Lazy(name, help=help) for name, help in COMMANDS.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name = args[0]
-        if name in self.commands or name.startswith("-") or ctx.resilient_parsing:
-            return super().resolve_command(ctx, args)
-        why, *instead = ABSENT.get(name, ("",))
-        if name in HABITS:
-            rest = [] if HABITS[name].endswith(("list", "ps")) else args[1:]
-            instead = [f"kvcli {HABITS[name]} {shlex.join(rest)}".rstrip()]
-        near = [f"kvcli {command}" for command in get_close_matches(name, self.commands)]
-        raise UsageError(
-            f"there is no command {name!r}",
-            lines=[why] if why else [],
-            try_=instead or near or [f"kvcli chat {name}", "kvcli --help"],
-        )
+        return resolve(self, ctx, args)
+
+
+def resolve(group: TyperGroup, ctx: Any, args: list[str]) -> Any:
+    """Return the command of a group that `args` begin with. Raises UsageError, with a hint for names of other tools."""
+    name, path = args[0], ctx.command_path
+    if name in group.commands or name.startswith("-") or ctx.resilient_parsing:
+        return TyperGroup.resolve_command(group, ctx, args)
+    why, *instead = ABSENT.get(name, ("",))
+    habit = HABITS.get(name, "")
+    own = _own(group, habit)
+    if own or (habit and not (ctx.parent and " " in habit)):  # a hint of one group is wrong in another
+        rest = [] if habit.endswith(("list", "ps")) else args[1:]
+        instead = [f"{f'{path} {own}' if own else f'kvcli {habit}'} {shlex.join(rest)}".rstrip()]
+    near = [f"{path} {command}" for command in get_close_matches(name, group.commands)]
+    raise UsageError(
+        f"there is no command {name!r}" + (f" of {path}" if ctx.parent else ""),
+        lines=[why] if why else [],
+        try_=instead or near or ([f"{path} --help"] if ctx.parent else [f"kvcli chat {name}", "kvcli --help"]),
+    )
+
+
+def _own(group: TyperGroup, habit: str) -> str:
+    """Return the command of the group that does the same as `habit`; "" = none."""
+    alike = (word for word, other in HABITS.items() if habit and other == habit)
+    return next((word for word in (habit.rpartition(" ")[2], *alike) if word in group.commands), "")
 
 
 app = typer.Typer(

@@ -30,7 +30,6 @@ from kvcli.safe_output import SafeStream
 # vocabulary above all, and fresh pages would cost more than the rest of the pass. So blocks are kept there, as by
 # default in glibc.
 
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGE = 1 << 20  # bytes, while loading or prefilling
 LARGEST = 32 << 20  # glibc's own limit
@@ -148,6 +147,10 @@ class Environment:
         except FileNotFoundError:  # the folder was removed
             cwd = Path(".")
         return cls(*streams, os.environ, cwd, Paths.of(os.environ))
+
+    def path(self, typed: str | Path) -> Path:
+        """Path of a file that the user named, relative to the working folder, with the home folder for `~`."""
+        return self.cwd / os.path.expanduser(typed)
 
     def stream(self, name: Stream) -> TextIO:
         return {"stdin": self.stdin, "stdout": self.stdout, "stderr": self.stderr}[name]

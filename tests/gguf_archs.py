@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests import families, hybrids
-from tests.gguf_files import VOCAB, put, vocabulary
+from tests.gguf_files import VOCAB, finish, names_of, put, tensors_of, vocabulary
 
 Tensors = Iterator[tuple[str, Tensor]]  # by transformers' names, or names that the map knows beside them
 
@@ -580,23 +580,17 @@ def write(path: Path, name: str, blocks: tuple[str, ...] = (), *, unpacked: bool
                 writer.add_tensor(ours, raw, raw_dtype=what)
         else:
             writer.add_tensor(ours, numbers)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return model
 
 
 def converted(model: PreTrainedModel, name: str) -> Tensors:
     """Tensors by llama.cpp's names."""
     kind, c = KINDS[name], SimpleNamespace(**model.config.to_dict())
-    arch = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == kind.arch)
-    names = gguf.get_tensor_name_map(arch, c.num_hidden_layers + 1)
+    names = names_of(kind.arch, c.num_hidden_layers + 1)
     drafts = kind.mtp(model) if kind.mtp is not None else {}
     behind = {_behind(name, c.num_hidden_layers): weight for name, weight in drafts.items()}
-    for theirs, weight in (model.state_dict() | behind).items():
-        if theirs == "lm_head.weight" and c.tie_word_embeddings:
-            continue
+    for theirs, weight in (tensors_of(model) | behind).items():
         for given, numbers in kind.change(theirs, weight, c):
             ours = given if given.startswith("blk.") else names.get_name(given, try_suffixes=(".weight", ".bias"))
             assert ours, f"the gguf package has no name for {given}"

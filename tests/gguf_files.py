@@ -57,9 +57,7 @@ def write(
     c, arch = model.config, ARCHS[family]
     if arch.startswith("gemma"):  # or a token's own row outweighs what the layers say, and one is repeated for ever
         model.get_input_embeddings().weight.mul_(0.05)
-    names = gguf.get_tensor_name_map(
-        next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), c.num_hidden_layers
-    )
+    names = names_of(arch, c.num_hidden_layers)
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     said = {**_keys(arch, c), **vocabulary(arch, words), **keys}
@@ -67,9 +65,7 @@ def write(
         if key not in drop:
             put(writer, key, value)
     turn = 0
-    for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and c.tie_word_embeddings:
-            continue
+    for name, weight in tensors_of(model).items():
         base, _, part = name.rpartition(".")
         ours = f"{names.get_name(base)}.{part}"
         kind = (
@@ -80,11 +76,27 @@ def write(
             weight.copy_(_tensor(writer, ours, weight, kind, c, arch))
     for ours, numbers in tensors.items():
         writer.add_tensor(ours, numbers)
+    finish(writer)
+    return model
+
+
+def names_of(arch: str, layers: int) -> Any:
+    """Return llama.cpp's names of an architecture's tensors."""
+    return gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), layers)
+
+
+def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the tensors that a file has: no head that is tied to the embedding."""
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set[str]()
+    return {name: weight for name, weight in model.state_dict().items() if name not in tied}
+
+
+def finish(writer: Any) -> None:
+    """Write all that was added, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return model
 
 
 def _tensor(writer: Any, name: str, weight: torch.Tensor, kind: str, c: Any, arch: str) -> torch.Tensor:

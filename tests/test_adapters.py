@@ -148,7 +148,8 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, case: str):
 def test_pickled_and_missing_adapters_are_refused(tmp_path: Path):
     folder = Path(adapter(tmp_path / "a", matrices(Q, 64, 48)))
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    for name, words, code in ((str(folder), "pickle", "adapter_unsupported"), ("/none", "", "adapter_missing")):
+    missing = [(name, "", "adapter_missing") for name in ("/none", "", ":0.5")]
+    for name, words, code in ((str(folder), "pickle", "adapter_unsupported"), *missing):
         with pytest.raises(BadModel) as caught:
             find_adapter(name)
         assert words in "".join(caught.value.lines)

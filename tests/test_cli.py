@@ -501,19 +501,47 @@ def test_what_is_wrong_with_the_config_does_not_disturb_the_tab_key(tmp_path):
         ("templates", "kvcli profiles list"),
         ("load", "kvcli keep 'a b'"),
         ("status", "kvcli ps"),
+        ("models pull", "kvcli models get 'a b'"),
+        ("models rm", "kvcli models remove 'a b'"),
+        ("models run", "kvcli chat 'a b'"),
+        ("chats delete", "kvcli chats rm 'a b'"),
+        ("cache ls", "kvcli cache --help"),  # not models list
     ],
 )
 def test_a_verb_of_another_program_is_answered_by_ours(machine, typed, advice):
-    done = machine("--json", typed, "a b")
+    done = machine("--json", *typed.split(), "a b")
     assert json.loads(done.out)["try"] == [advice]
 
 
 @pytest.mark.parametrize("typed", ["push", "cp", "embed", "search"])
 def test_what_others_do_and_we_do_not_is_said(machine, typed):
-    found = json.loads(machine(typed, "--json").out)
+    found = json.loads(machine(*typed.split(), "--json").out)
     assert found["exit"] == ExitStatus.USAGE
     assert len(found["lines"]) == 1
     assert f"kvcli chat {typed}" not in found["try"]
+
+
+# --- files of the home folder
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ("chat --tools=~/it -p a", "~/it is not JSON"),
+        ("chat --schema=~/it -p a", "~/it is not JSON"),
+        ("spec tune --output=~/it", "it exists already"),
+        ("profiles new mine --output=~/it", "it exists already"),
+        ("config path --config=~/it", "{home}/it\n"),
+        ("config path --log-file=~/it", ""),
+    ],
+)
+def test_a_tilde_in_a_path_is_the_home_folder(machine, tmp_path, monkeypatch, args, words):
+    (tmp_path / "of_user").mkdir()
+    (tmp_path / "of_user" / "it").write_text("not what any option takes")
+    monkeypatch.setenv("HOME", str(tmp_path / "of_user"))
+    done = machine(*args.split())
+    assert words.format(home=tmp_path / "of_user") in done.out + done.err
+    assert not (tmp_path / "~").exists()
 
 
 # --- help on a narrow terminal

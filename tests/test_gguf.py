@@ -615,6 +615,17 @@ def test_what_a_file_says_of_sampling_holds(tmp_path: Path, keys: dict[str, Any]
     assert "sampling" not in told
 
 
+def test_sampling_settings_out_of_range_are_those_of_the_gguf_file(tmp_path: Path):
+    write(tmp_path / "tiny.gguf", keys={"general.sampling.top_p": 7.0})
+    for act in (
+        lambda: loaded(tmp_path / "tiny.gguf"),
+        lambda: stated_sampling(source.find(str(tmp_path / "tiny.gguf"))),
+    ):
+        error = refused(act)
+        assert "general.sampling of" in error.message
+        assert "generation_config" not in str(error)
+
+
 @pytest.mark.parametrize("known", CATALOG, ids=lambda known: known.name)
 def test_a_model_of_the_list_is_known_by_its_sizes(known: CatalogModel):
     names = {"num_hidden_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads"}

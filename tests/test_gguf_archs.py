@@ -11,11 +11,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import kvcli
+from kvcli.engine.loading.open_lm import open_lm
+from kvcli.fit.plan import subject_of
+from kvcli.fit.weights import weigh
+from kvcli.kernels.linear_quantized import codes_of
 from kvcli.models import source
 from kvcli.models.draft_heads import has_mtp
 from kvcli.models.gguf import convert
 from tests.families import prompt
 from tests.gguf_archs import KINDS, write
+from tests.test_model_probe import our_logits
 
 gguf = pytest.importorskip("gguf")
 DTYPE = {"load.dtype": "fp32", "load.device": "cpu", "sample.temperature": 0.0}
@@ -85,6 +90,27 @@ def test_blocks_are_joined_and_reordered_as_their_numbers_are(tmp_path: Path, na
     assert not any(key.startswith("mtp.") for key in packed)  # transformers' model has no such layer
     assert blocks.keys() == right.keys()
     assert all(torch.equal(blocks[key], right[key]) for key in right.keys() - packed)
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt_oss"])  # in gpt_oss, matrices are turned and rows interleaved
+def test_experts_stay_in_blocks_and_fit_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64}
+    monkeypatch.setitem(KINDS, name, replace(KINDS[name], config={**KINDS[name].config, **sizes}))
+    theirs = write(tmp_path / "tiny.gguf", name, ("Q8_0",))
+    found, logits = source.find(str(tmp_path / "tiny.gguf")), []
+    for packs in (True, False):
+        lm = open_lm(convert.convert_if_needed(found, "fp32", tmp_path / "cache", packs=packs), device="cpu")
+        held = [codes for module in lm.model.modules() for _, _, codes in codes_of(module)]
+        assert lm.info.parameters == theirs.num_parameters()
+        assert len(held) == 2 * lm.model.config.num_hidden_layers * packs
+        logits.append(our_logits(lm, prompt(37), 13))
+        subject = subject_of(found)
+        foretold = weigh(
+            subject.held, subject.shape, number=4, quant="none", device="cpu" if packs else "cuda", given=False
+        )
+        rope = sum(b.nbytes for key, b in lm.model.named_buffers() if "inv_freq" in key)
+        assert foretold.memory == pytest.approx(lm.info.weight_bytes - rope, abs=64)
+    assert torch.allclose(*logits, rtol=1e-3, atol=1e-3), (logits[0] - logits[1]).abs().max()
 
 
 def test_a_file_of_gemma_4_that_states_no_cap_has_llama_cpps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

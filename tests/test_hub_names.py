@@ -42,7 +42,8 @@ def test_prefixes_of_other_programs_mean_the_hub_id(typed: str, meant: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["o/n:../x.gguf", "o/n:a/../../x.gguf", "o/n:/etc/x.gguf", "o/n:Q4/K", "o/n:", "o/n:a b"]
+    "name",
+    ["o/n:../x.gguf", "o/n:a/../../x.gguf", "o/n:/etc/x.gguf", "o/n:Q4/K", "o/n:", "o/n:a b", "hf.co/o", "HF.co/o"],
 )
 def test_what_leaves_the_repository_is_no_hub_id(name: str):
     assert not ID.fullmatch(name)

@@ -27,8 +27,7 @@ from kvcli.errors import BadModel
 from kvcli.files import BEGINS, SPARE
 from kvcli.fit import available_memory
 from kvcli.models import catalog
-from kvcli.models.catalog import BY_NAME, CatalogModel, Terms
-from kvcli.models.refusals import PackagedFile, Wheel
+from kvcli.models.catalog import BY_NAME, CatalogModel, PackagedFile, Terms, Wheel
 from tests.fakes import Machine, Stream
 from tests.small_hub import Hub, serving
 from tests.test_sandbox import is_gone, until

@@ -368,6 +368,22 @@ def test_markdown_loses_no_letter(text, width):
     assert Counter(re.findall("[ab<&:]", text)) <= Counter(re.findall("[ab<&:]", shown))
 
 
+@pytest.mark.parametrize("marks", [">" * 25, "> " * 60, "> - " * 20])
+def test_text_of_a_deep_quote_is_shown(marks):
+    wrapper = MarkdownWrapper()
+    shown = wrapper.feed(f"{marks}deep\n> more\n\nend\n", 40) + wrapper.flush(40)
+    assert all(word in "".join(shown) for word in ("deep", "more", "end"))
+
+
+def test_lines_of_one_list_are_parsed_only_where_a_block_may_begin(monkeypatch):
+    wrapper, parsed = MarkdownWrapper(), []
+    blocks = wrapper._blocks
+    monkeypatch.setattr(wrapper, "_blocks", lambda lines: parsed.append(len(lines)) or blocks(lines))
+    for depth in range(100):
+        wrapper.feed(f"{'  ' * depth}- item\n", 80)
+    assert max(parsed) == 1
+
+
 def test_an_empty_list_item_has_its_mark_and_a_deep_list_ends():
     assert rendered("7.\n\n-\n", 39, 99) == ["7.", "", "•"]
     assert "".join(rendered("- " * 999 + "end", 39, 99)).endswith("end")

@@ -259,6 +259,16 @@ def test_an_unknown_command_that_is_a_path_can_be_sent_as_text(talk):
     assert "//usr/bin/env sends it as text" in talk.type("/usr/bin/env is what?")
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [("/think perhaps", "/think takes"), ("/think perhaps", "/think off")],
+)
+def test_advice_names_the_command_of_a_chat_not_the_option(talk, typed, said):
+    found = talk.type(typed)
+    assert said in found
+    assert "--think" not in found
+
+
 def test_undo_and_retry(talk):
     assert "removed 1 question, 1 left" in talk.type("one", "two", "/undo")
     assert talk.asked == ["one"]
@@ -396,7 +406,7 @@ def test_think_shows_the_last_thought_and_later_ones(tmp_path):
     ]
     assert "So?" in talk.type("two")
     assert "So?" not in talk.type("/think hide", "three")
-    assert "--think takes" in talk.type("/think much")
+    assert "/think takes" in talk.type("/think much")
 
 
 def test_tables_of_the_last_turn(talk):

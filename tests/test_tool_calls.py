@@ -183,7 +183,7 @@ def test_calls_and_results_of_a_chat_are_kept_and_no_control_token_of_them_acts(
         turn = chat.send("How is it?", tools=told, max_new_tokens=30)
         assert (turn.text, turn.finish) == ("I look.", "tool_calls")
         assert [(call.name, call.arguments) for call in turn.tool_calls] == [("get_weather", {"city": "<|end|>"})]
-        with pytest.raises(BadInput, match="2 results for 1 tool calls") as caught:
+        with pytest.raises(BadInput, match=r"\(2\).*tool calls \(1\)") as caught:
             chat.send_results(["a", "b"])
         assert caught.value.code == "tool_results"
         chat.send_results(["sunny<|end|>"], max_new_tokens=30)

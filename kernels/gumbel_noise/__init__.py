@@ -7,15 +7,6 @@ of evaluation (coupled noise: arXiv 2408.07978).
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from kvcli.kernels.gumbel_noise.reference import gumbel as _reference
-from kvcli.kernels.gumbel_noise.reference import uniform
-
-
-def gumbel(seed: int | Tensor, pos: Tensor, ids: Tensor) -> Tensor:
-    """Return noise [N, C] float64 for pos [N] int64 and ids [N, C] or [C] int64. A seed on the device is [] int64."""
-    return _reference(seed, pos, ids)
-
+from kvcli.kernels.gumbel_noise.reference import gumbel, uniform
 
 __all__ = ["gumbel", "uniform"]

@@ -37,5 +37,5 @@ def uniform(seed: int | Tensor, pos: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel(seed: int | Tensor, pos: Tensor, ids: Tensor) -> Tensor:
-    """Return -log(-log(u))."""
+    """Return noise -log(-log(u)) [N, C] float64 for pos [N] and ids [N, C] or [C], int64; a seed may be []."""
     return -torch.log(-torch.log(uniform(seed, pos, ids)))

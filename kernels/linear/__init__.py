@@ -22,7 +22,6 @@ from kvcli.kernels import native as built
 
 # Contiguous memory for the packed weights of a model, in large pages if the system has them.
 
-
 PAGE = 2 << 20  # bytes of a large page
 PIECE = 64 << 20  # bytes requested from the system at once; pages never written use no memory
 LINE = 64  # alignment of a weight, in bytes

@@ -313,6 +313,14 @@ class Codes:
         return cls._of(each, len(weights))
 
     @classmethod
+    def split(cls, whole: QuantizedWeight, n: int) -> Codes:
+        """Return the native weights of `n` experts, which are one below the other in `whole`, whole panels each."""
+        tensors = whole.data.unflatten(0, (n, -1)), whole.scale.unflatten(0, (n, -1))
+        memory = whole.data.as_strided((n, whole.nbytes // n), (whole.nbytes // n, 1))
+        one = replace(whole, shape=(whole.shape[0] // n, whole.shape[1]))
+        return cls._in(Stack(memory, tensors), one)
+
+    @classmethod
     def _of(cls, each: Iterator[QuantizedWeight], n: int) -> Codes:
         first = next(each)
         room = WeightArena() if first.data.device.type == "cpu" else None

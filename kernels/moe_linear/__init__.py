@@ -88,14 +88,16 @@ def weights_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool | st
     """
     if type(module).__module__.startswith("torch."):  # convolutions have three dimensions, too
         return
-    how = getattr(getattr(module, "config", None), "_experts_implementation", None)
     for name in list(module._parameters):  # by name: a list of weights would keep each alive until the end
         weight = module._parameters[name]
         if type(weight) is not nn.Parameter or weight.dim() != 3 or min(weight.shape) < 2:
             continue
-        if not hasattr(module, "is_transposed"):
-            yield name, weight, "their module does not say how it multiplies experts"
-        elif how != "grouped_mm":
-            yield name, weight, f"experts are multiplied by {how}, not in groups"
-        else:
-            yield name, weight, not module.is_transposed
+        yield name, weight, why_not_grouped(module) or not module.is_transposed
+
+
+def why_not_grouped(module: nn.Module) -> str:
+    """Return why transformers does not multiply the module's experts in groups; "" if it does."""
+    if not hasattr(module, "is_transposed"):
+        return "their module does not say how it multiplies experts"
+    how = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return "" if how == "grouped_mm" else f"experts are multiplied by {how}, not in groups"

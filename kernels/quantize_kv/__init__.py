@@ -128,10 +128,5 @@ def unpack_values(r: Rounded, like: Tensor, n: int) -> Tensor:
     return values_of(r.bits, r.codes, r.scale, r.zero, like.dtype, r.fine)[:n]
 
 
-__all__ = [
-    "hadamard",
-    "round_range",
-    "spread",
-    "squeeze",
-    "width_of",
-]  # imported for others, beside what is defined here
+# imported for others, beside what is defined here
+__all__ = ["hadamard", "round_range", "spread", "squeeze", "width_of"]

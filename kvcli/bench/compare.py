@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,6 @@ from kvcli.engine.stats import Stats
 from kvcli.schemas.bench import Accept, Figures, Ratio, Samples, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvcli.bench.side import TimedSample
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from kvcli.bench.compare import acceptance, all_figures, paired, samples_of, unpaired
 from kvcli.bench.environment import environment
 from kvcli.bench.fail_if import Condition
+from kvcli.bench.measure import Series
 from kvcli.bench.run import Bench, hash_of
 from kvcli.bench.text_agreement import first_difference
 from kvcli.schemas.bench import BenchDocument, BenchModel, BenchRow, Check, Ratio, Ratios, Same, Samples
 from kvcli.version import __version__
-
-if TYPE_CHECKING:
-    from kvcli.bench.measure import Series
-
 
 SURE = 5  # repetitions, the default: with fewer, a verdict of faster or slower is too often wrong
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvcli.engine.engine import iterate_events, run_to_end
-from kvcli.engine.stats import Stats
+from kvcli.engine.stats import DraftReport, Stats
 from kvcli.kv.slots import nbytes
 from kvcli.schemas.spec import Difference, Kind, LookaheadFigures, Range, SpecDocument, SpecTuneDocument, Tried
 from kvcli.version import __version__
@@ -17,7 +17,6 @@ from kvcli.version import __version__
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
     from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.engine.stats import DraftReport
     from kvcli.schemas.fit import PassTime
     from kvcli.settings.profile import Profile
 

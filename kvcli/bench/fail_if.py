@@ -7,13 +7,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
 
 from kvcli.errors import UsageError
-from kvcli.schemas.bench import Check
-
-if TYPE_CHECKING:
-    from kvcli.schemas.bench import BenchRow
+from kvcli.schemas.bench import BenchRow, Check
 
 Figure = Callable[["BenchRow"], float | None]
 

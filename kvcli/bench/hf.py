@@ -6,7 +6,8 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig
@@ -17,12 +18,8 @@ from kvcli.engine.loading import weights
 from kvcli.engine.stats import Stats
 from kvcli.models.family import read_config
 from kvcli.models.gguf.convert import convert_if_needed
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kvcli.models.source import Source
-    from kvcli.settings.profile import Profile
+from kvcli.models.source import Source
+from kvcli.settings.profile import Profile
 
 LOOKUP = 10  # draft tokens of prompt lookup, the number that transformers' documentation uses
 

@@ -120,7 +120,7 @@ class Chat:
         calls = self.messages[-1].calls if self.messages else ()
         if len(calls) != len(results):
             raise BadInput(
-                f"{len(results)} results for {len(calls)} tool calls of the last answer",
+                f"the number of results ({len(results)}) is not that of the last answer's tool calls ({len(calls)})",
                 code="tool_results",
                 try_=["one text for each call, in their order"],
             )
@@ -484,7 +484,9 @@ class Chat:
         text, has_template = render_text(tokenizer, contents, note=self.note, **thinking, **self._with_tools)
         other = next((mode for mode in modes if thinking and mode != thinking), None)
         if other is not None and render_text(tokenizer, contents, **other, **self._with_tools)[0] == text:
-            self.note("--think has no effect here: the model's chat template ignores it, perhaps for the system text")
+            self.note(
+                "thinking.mode has no effect here: the model's chat template ignores it, perhaps for the system text"
+            )
         known = self.prompt_tokens.of(text, self.text_session.is_compressed_prefix)
         ids = resume_ids(tokenizer, text, known, special=not has_template)
         return Rendered(contents, text, ids, has_template)

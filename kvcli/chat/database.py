@@ -29,7 +29,6 @@ from kvcli.schemas.turn import SCHEMA, ChatDocument, Figures, SavedDocument
 
 # A file lock, so that one process at a time works on a saved chat. The system frees it when the process ends.
 
-
 NOTE_BYTES = 40  # bytes of the note on the process that has the lock
 MOMENT = 0.05  # seconds; the cleanup of temporary files locks the file of a dead process for less
 

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -35,10 +34,8 @@ from kvcli.prefix_cache.tensor_codec import coded_state, decoded_state
 from kvcli.schemas.pack import PackDocument, PackedFile
 from kvcli.schemas.turn import ChatDocument
 from kvcli.settings.config import set_value
+from kvcli.settings.profile import Profile
 from kvcli.settings.small_file import Unfit, open_regular, read_small
-
-if TYPE_CHECKING:
-    from kvcli.settings.profile import Profile
 
 MANIFEST, CHAT, PAST = "manifest.json", "chat.json", "past.kv"
 OF_MODEL = ("exactness", "load.quant", "load.dtype", "kv.dtype")  # exactness and number formats of the KV cache

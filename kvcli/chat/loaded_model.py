@@ -15,7 +15,7 @@ from kvcli.api import Prompt
 from kvcli.chat.engine_thread import EngineThread
 from kvcli.chat.overflow import refuse_longer
 from kvcli.chat.transcript import kinds_by_id
-from kvcli.engine.drafting.drafter import ModelPair
+from kvcli.engine.drafting.drafter import Costs, ModelPair
 from kvcli.engine.model_info import ModelInfo
 from kvcli.errors import BadConfig, KvcliError
 from kvcli.kv.out_of_memory import as_cache_full, free_caches
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.engine.drafting.drafter import Costs
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.constraint import Constraint, Vocabulary
     from kvcli.engine.sequence.session import GenerationSession

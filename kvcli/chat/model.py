@@ -91,7 +91,6 @@ class Model(LoadedModel):
 
 # Loading of a draft model: found by name, and paired with the target model by the tokens that both know.
 
-
 Tell = Callable[[str], None]
 
 

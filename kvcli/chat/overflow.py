@@ -15,7 +15,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from kvcli.chat.transcript import Message
-from kvcli.documents import split_pages
+from kvcli.documents import Document, split_pages
 from kvcli.errors import BadInput, ContextOverflow
 from kvcli.models.catalog import CATALOG
 from kvcli.models.text import encode
@@ -23,7 +23,6 @@ from kvcli.models.text import encode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.documents import Document
 
 # The context window: tokens that a prompt leaves for its answer, and advice when they are too few.
 

@@ -31,7 +31,6 @@ from kvcli.settings.small_file import Unfit, read_small
 
 # Saved chats as JSON files, written by `/save` or by other users.
 
-
 MOST = 512 << 20  # bytes of a file that is read, at most; several times the largest document
 
 

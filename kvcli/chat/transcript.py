@@ -13,7 +13,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvcli.api import Finish, ToolCall
+from kvcli.api import Finish, ToolCall, Turn
 from kvcli.documents import Document, with_documents
 from kvcli.engine.sequence.state import END, NEWLINE, PUNCT, QUESTION, SHOT, SPECIAL, SYSTEM, TEXT, TOOLS, KindSpan
 from kvcli.errors import BadInput, UsageError, writing
@@ -26,14 +26,12 @@ from kvcli.schemas.turn import ChatDocument, Figures, SavedDocument, SavedMessag
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.api import Turn
     from kvcli.engine.stats import Stats
 
 # Token kinds: the kind of each id of a tokenizer, and the spans of template text and system text in a chat.
 #
 # The kind of an id comes from the token's text. Chat templates also write words and line ends that are no control
 # tokens ("user", "[INST]"): these are the text around the messages, wherever the template puts the messages.
-
 
 ENDS = frozenset(".!?…\u3002\uff01\uff1f\u061f\u0964")  # marks that end a sentence
 SIGNS = frozenset({"Sm", "Sc", "Sk"})  # categories of < = > | + $ ^ and their like; emoji are none of them
@@ -159,7 +157,6 @@ def _starts(tokenizer: PreTrainedTokenizerBase, text: str, places: Sequence[int]
 # The chat keeps all messages, and their whole text is rendered. A condensed beginning has fewer ids than its text has
 # tokens. These ids are valid only in the text session that condensed it, so callers first check that the session still
 # has the condensed KV in its cache.
-
 
 LEAST = 64  # slots per head; with fewer, the beginning is as good as dropped
 NEWEST = 1 / 8  # share of the context window: newest tokens that are not condensed, if possible

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from os.path import expanduser
 from typing import Annotated
 
 import typer
@@ -78,7 +77,7 @@ def export(world: Environment, output: Out, chat: Chat = None) -> None:
 
     saved_chats = saved_chats_of(world)
     name = saved_chats.find(chat)
-    world.stdout.write(f"{export_chat(saved_chats.read(name)[0], world.cwd / expanduser(output))}\n")
+    world.stdout.write(f"{export_chat(saved_chats.read(name)[0], world.path(output))}\n")
 
 
 @command(app)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -15,10 +16,6 @@ from kvcli.environment import Environment
 from kvcli.errors import UsageError
 from kvcli.fit.run_log import NAME as RUNS
 from kvcli.models.catalog import NAME as MODELS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 app = typer.Typer(add_completion=False, help="Paths of config files, and the schemas of the JSON output.")
 

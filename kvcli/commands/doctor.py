@@ -16,6 +16,7 @@ from kvcli.commands.common.output import print_json
 from kvcli.commands.config import places
 from kvcli.demo import weights_dir
 from kvcli.environment import Environment
+from kvcli.models import machine
 from kvcli.models.machine import installed
 from kvcli.render.terminal.terminal import Terminal, long_size
 from kvcli.version import __version__
@@ -81,7 +82,6 @@ def examine(world: Environment) -> DoctorDocument:
 def steps_by_threads() -> dict[int, float]:
     """Measure decoding steps per second with one thread and with all threads."""
     from kvcli.bench.scaling import random_model, steps_a_second
-    from kvcli.models import machine
 
     return steps_a_second(random_model(), sorted({1, machine.threads()}))
 
@@ -99,8 +99,6 @@ def hardware(world: Environment) -> dict[str, Any]:
     from kvcli.schemas.listings import Device, Kernel
 
     try:
-        from kvcli.models import machine
-
         return {
             "cpu": machine.cpu_name(),
             "cpu_flags": machine.cpu_flags(),

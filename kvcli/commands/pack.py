@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from contextlib import closing
 from dataclasses import MISSING
-from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,7 +75,7 @@ def pack(world: Environment, options: PackOptions) -> int:
 
 def output_folder(world: Environment, typed: str) -> Path:
     """Return the path of the new folder. Raises BadInput if the folder exists or cannot be made."""
-    folder = world.cwd / expanduser(typed)
+    folder = world.path(typed)
     if folder.suffix != ENDS:
         raise BadInput(f"-o {typed}: a pack is named NAME{ENDS}", code="unknown_format", try_=[f"-o {typed}{ENDS}"])
     if folder.exists() or folder.is_symlink():

@@ -24,7 +24,6 @@ from kvcli.settings.problems import Problem, bad_config
 from kvcli.settings.profile import Outcome, Profile, Rules, load_profile, resolve_profile
 from kvcli.settings.profile_file import new_profile
 from kvcli.settings.small_file import toml_value
-from kvcli.settings.values import Setting
 
 SCHEMA = "kvcli.profiles/2"
 
@@ -115,7 +114,7 @@ def new(
             lines=[_defined_in(name, config)],
             try_=[f"kvcli profiles show {name}", f"kvcli profiles new {name}-2"],
         )
-    path = output or world.paths.config / "profiles" / f"{name}.toml"
+    path = world.path(output) if output else world.paths.config / "profiles" / f"{name}.toml"
     write_new(path, text, where.shown(path))
     if world.options.json:
         _json(world, profiles=[name], file=str(path))
@@ -185,7 +184,8 @@ def checked(what: str | None, where: Sources, rules: Rules) -> tuple[list[str], 
     is_project = path.name == PROJECT_FILE  # project files have their own rules
     config = read_config(replace(where, cwd=path.parent) if is_project else replace(where, config=path))
     source = where.shown(path)
-    named = [name for name, settings in config.profiles.items() if _is_from(source, settings.values())]
+    made = {name: [each.origin.document for each in said.values()] for name, said in config.profiles.items()}
+    named = [name for name, documents in made.items() if any(one.source == source for one in documents)]
     return _all_problems(config, named, [p for p in config.problems if p.place.source == source], rules)
 
 
@@ -204,10 +204,6 @@ def _all_problems(
 ) -> tuple[list[str], list[Problem]]:
     found = [problem for name in names for problem in resolve_profile(name, config, rules).problems]
     return list(names), [*problems, *found, *config.unknown_profiles()]
-
-
-def _is_from(source: str, settings: Iterable[Setting]) -> bool:
-    return any(setting.origin.document.source == source for setting in settings)
 
 
 def _defined_in(name: str, config: Config) -> str:

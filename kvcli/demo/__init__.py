@@ -29,7 +29,6 @@ def sample_path() -> Path:
 
 # Vocabulary of the demo world: word lists, and the names and numbers drawn from them.
 
-
 T = TypeVar("T")
 
 ONSETS = "B Br D Dr F G Gr H J K Kl L M N P R S Sk St T Tr V W Z".split()
@@ -58,22 +57,10 @@ ACTIONS = (
     "repaired inspected moved measured cleaned marked sealed painted replaced tested opened closed watched drained "
     "lifted photographed counted sketched covered reached"
 ).split()
-TIMES = [
-    "before dawn",
-    "at noon",
-    "after the storm",
-    "in the evening",
-    "during the night",
-    "on the second day",
-    "last week",
-    "in early spring",
-    "at low tide",
-    "after the thaw",
-    "without delay",
-    "for two hours",
-    "in heavy rain",
-    "before the frost",
-]
+TIMES = (
+    "before dawn, at noon, after the storm, in the evening, during the night, on the second day, last week, "
+    "in early spring, at low tide, after the thaw, without delay, for two hours, in heavy rain, before the frost"
+).split(", ")
 GOODS = "salt rope oil sand timber wire grain coal glass nails tar paper cement cloth seed bricks".split()
 UNITS = "crates sacks barrels bundles boxes carts".split()
 COLOURS = "red blue green yellow white black orange purple brown silver".split()

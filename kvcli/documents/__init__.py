@@ -4,40 +4,21 @@ Text and markdown are read in this process. All other kinds are parsed in a sepa
 time (parse_in_process.py). Their parsers are imported nowhere else.
 """
 
-from kvcli.documents.decode import decode
-from kvcli.documents.document import (
-    Counter,
-    Document,
-    Section,
-    Unit,
-    is_address,
-    listed,
-    mark,
-    marked,
-    parse_pages,
-    split_pages,
-    with_documents,
-)
-from kvcli.documents.read import BUNDLED, MAX_BYTES, document_of, read_document, too_large
-from kvcli.worker_process import Limits
-
-__all__ = [
-    "BUNDLED",
-    "MAX_BYTES",
-    "Counter",
-    "Document",
-    "Limits",
-    "Section",
-    "Unit",
-    "decode",
-    "document_of",
-    "is_address",
-    "listed",
-    "mark",
-    "marked",
-    "parse_pages",
-    "read_document",
-    "split_pages",
-    "too_large",
-    "with_documents",
-]
+from kvcli.documents.decode import decode as decode
+from kvcli.documents.document import Counter as Counter
+from kvcli.documents.document import Document as Document
+from kvcli.documents.document import Section as Section
+from kvcli.documents.document import Unit as Unit
+from kvcli.documents.document import is_address as is_address
+from kvcli.documents.document import listed as listed
+from kvcli.documents.document import mark as mark
+from kvcli.documents.document import marked as marked
+from kvcli.documents.document import parse_pages as parse_pages
+from kvcli.documents.document import split_pages as split_pages
+from kvcli.documents.document import with_documents as with_documents
+from kvcli.documents.read import BUNDLED as BUNDLED
+from kvcli.documents.read import MAX_BYTES as MAX_BYTES
+from kvcli.documents.read import document_of as document_of
+from kvcli.documents.read import read_document as read_document
+from kvcli.documents.read import too_large as too_large
+from kvcli.worker_process import Limits as Limits

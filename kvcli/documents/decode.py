@@ -16,7 +16,6 @@ from kvcli.errors import BadInput, UsageError
 
 # ruff: noqa: RUF001 - letters of many alphabets
 
-
 BEYOND = bytes(range(128, 256))
 SAMPLE = 1 << 16  # bytes that the guess reads, from the first one beyond ASCII
 # smallest share of a language's common letters among the characters beyond ASCII, and its lead over the second
@@ -231,7 +230,6 @@ def _bad_encoding(body: bytes, start: int, encoding: str, error: UnicodeDecodeEr
 
 
 # Detect the kind of a file from its content, and from its name only if the content is ambiguous.
-
 
 NAMED = {  # kind -> suffixes of such files
     "pdf": "pdf",

@@ -14,7 +14,6 @@ from kvcli.models.text import tokenizer_failed
 
 # Parse page ranges as typed: `1-20,35`, and `paper.pdf:3-9` for a file with its pages.
 
-
 Span = tuple[int, int | None]  # first and last page, both included; None: to the end
 RANGES = re.compile(r"\d{1,9}(-\d{0,9})?(,\d{1,9}(-\d{0,9})?)*")
 SUFFIX = re.compile(rf"(.+):({RANGES.pattern})", re.DOTALL)

@@ -22,7 +22,6 @@ from kvcli.documents.xml_tree import first_words, parse_xml
 
 # Parts of a DOCX, each found through the relations of the part before it.
 
-
 SPACES = (
     "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
     "http://purl.oclc.org/ooxml/wordprocessingml/main",  # of the strict format
@@ -99,7 +98,6 @@ class Parts:
 
 
 # Style sheet of a DOCX: heading levels, raised and lowered letters, and how numbers and bullets are counted.
-
 
 NOTES = {"footnote": "note", "endnote": "endnote"}
 BULLET = "-"
@@ -223,7 +221,6 @@ class Sheet:
 
 
 # Words of a DOCX with all tracked changes accepted: paragraphs, tables, text boxes, equations.
-
 
 PARAGRAPH, TABLE, ROW, CELL, RUN = tags("p"), tags("tbl"), tags("tr"), tags("tc"), tags("r")
 # deleted text, moved text at its old position, and the second copy of a drawing for older programs

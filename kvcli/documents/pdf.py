@@ -19,7 +19,6 @@ from kvcli.errors import BadInput
 
 # Open a PDF, or refuse it with the reason: encrypted, cut off, or no PDF at all.
 
-
 TAIL = 4096  # bytes at the end in which a complete file has its end mark
 PRINT = "print the form to a PDF, for example with Adobe Reader"
 BEHIND = 1 << 16  # bytes of padding and comments that may follow

@@ -40,7 +40,6 @@ ink = told(raw.FPDFText_GetCharBox, ctypes.c_double, (0, 2, 1, 3))  # ink box of
 
 # Annotations of a PDF page: filled form fields, one line each, and text that was typed onto the page.
 
-
 MOST = 2000  # fields of one page; a form for people has fewer
 LONGEST = 1 << 16  # bytes of one value
 TICKED = (raw.FPDF_FORMFIELD_CHECKBOX, raw.FPDF_FORMFIELD_RADIOBUTTON)

@@ -23,7 +23,6 @@ from kvcli.documents.superscripts import joined
 
 # Find line numbers in the margin, as in manuscripts and listings.
 
-
 FEW = 3  # fewest numbers in a series
 PROSE = 0.2  # share of the text lines beside them that must run on into the next line
 MANUSCRIPT = 0.5  # the same share for lines in monospaced letters, which may be code

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from kvcli.kv.footprint import Footprint, ModelSizes
-from kvcli.settings.schema import Range
+from kvcli.settings.schema import DraftModelRef, Range
 from kvcli.settings.values import WrongValue, check, keys_of
-
-if TYPE_CHECKING:
-    from kvcli.settings.schema import DraftModelRef
 
 
 @dataclass(frozen=True)

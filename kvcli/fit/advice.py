@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcli.errors import KvcliError
-from kvcli.fit.available_memory import choose
+from kvcli.fit.available_memory import AvailableMemory, choose
 from kvcli.fit.plan import MeasuredFacts, Plan, PlannedModel, plan_on
 from kvcli.fit.run_log import NOTHING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from kvcli.fit.available_memory import AvailableMemory
-    from kvcli.settings.profile import Profile
+from kvcli.settings.profile import Profile
 
 MIB = 1 << 20
 MOST = 3

@@ -36,7 +36,6 @@ Tell = Callable[[str], None]
 
 # Measure the machine without a model: bandwidths, matrix products, launch cost.
 
-
 SIZE = 256 << 20  # bytes moved: more than any CPU or GPU cache holds
 EDGE = 1024  # size of the square matrices that are multiplied
 CALLS = 2000  # tiny operations timed together
@@ -114,7 +113,6 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 # Measure the pass times of a loaded model, by rows and tokens in the KV cache.
 
-
 GRID_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)  # the last is a prefill pass: products gain no more speed from more rows
 FIRST = 512  # tokens; each context is four times the one before
 LAST = 32768  # beyond, times are extrapolated linearly, and the KV of the test could fill the memory
@@ -189,7 +187,6 @@ def once(lm: LM, kv: Dense, rows: int, context: int) -> float:
 #
 # `kvcli bench --calibrate` measures more and for longer, and its result has priority. Passes that take too long are
 # left out, because the drafter times its own passes anyway.
-
 
 ROWS = (1, 2, 4, 8, 16, 32)
 READING = GRID_ROWS[-1]  # rows of a prefill pass

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcli.errors import KvcliError
-from kvcli.fit.plan import plan_on
+from kvcli.fit.plan import Plan, PlannedModel, plan_on
 from kvcli.fit.speed import at, by_rows
+from kvcli.kv.cache.precision_budget import PrecisionBudget
 from kvcli.methods.policies.precision.plan import level_paths, quality
-from kvcli.schemas.fit import FitBudget, FitChange, FitLevel, FitPart
+from kvcli.schemas.fit import CalibrationDocument, FitBudget, FitChange, FitLevel, FitPart
 from kvcli.schemas.heads import SAMPLE, TEXTS
 from kvcli.settings.schema import size_of
-
-if TYPE_CHECKING:
-    from kvcli.fit.plan import Plan, PlannedModel
-    from kvcli.kv.cache.precision_budget import PrecisionBudget
-    from kvcli.schemas.fit import CalibrationDocument
 
 # rows of each short pass after a text when a head map is made (heads/run.py): one pass without each head in turn, one
 # with all heads, and two that verify the result

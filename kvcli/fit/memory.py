@@ -11,7 +11,6 @@ from functools import cached_property, lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -19,28 +18,21 @@ from kvcli.engine.resources import WIDE, captured_bytes, captured_sizes, new_kv_
 from kvcli.errors import KvcliError
 from kvcli.files import private_folder, write_private
 from kvcli.fit import cuda_overhead
+from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.run_log import FOLDER, digest
-from kvcli.fit.weights import BYTES
+from kvcli.fit.weights import BYTES, Weights
 from kvcli.kernels.attend.cpu import MANY
 from kvcli.kv.cache.level import SLACK
-from kvcli.kv.cache.precision_budget import PLACED, WORTH
-from kvcli.kv.capacity import EVERY, CacheFootprint
+from kvcli.kv.cache.precision_budget import PLACED, WORTH, PrecisionBudget
+from kvcli.kv.capacity import EVERY, CacheCapacity, CacheFootprint
 from kvcli.kv.footprint import STEP, Footprint, ModelSizes
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import AttentionParams, LayerShape, Window, windows_of
 from kvcli.kv.tiers.device_tables import MOST_ROWS
-from kvcli.settings.profile import TIERS
-from kvcli.settings.schema import size_of
+from kvcli.models.shape import Shape
+from kvcli.settings.profile import TIERS, Method, Profile
+from kvcli.settings.schema import Order, size_of
 from kvcli.version import __version__
-
-if TYPE_CHECKING:
-    from kvcli.fit.available_memory import AvailableMemory
-    from kvcli.fit.weights import Weights
-    from kvcli.kv.cache.precision_budget import PrecisionBudget
-    from kvcli.kv.capacity import CacheCapacity
-    from kvcli.models.shape import Shape
-    from kvcli.settings.profile import Method, Profile
-    from kvcli.settings.schema import Order
 
 # Memory of the program without a model. It is measured, because builds of torch differ by hundreds of MiB.
 

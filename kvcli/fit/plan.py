@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from kvcli.assemble import may_split
 from kvcli.engine.resources import working_bytes
 from kvcli.errors import BadInput
 from kvcli.fit import cuda_overhead, memory, weights
+from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.memory import BASE, is_fused, is_native
 from kvcli.fit.run_log import NOTHING, Beyond
+from kvcli.kv.cache.precision_budget import PrecisionBudget
 from kvcli.kv.footprint import Footprint
 from kvcli.kv.slots import POSITION
 from kvcli.models.adapters import find_adapter
+from kvcli.models.catalog import CatalogModel
 from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
+from kvcli.models.source import Source
+from kvcli.settings.profile import Profile
 from kvcli.settings.schema import NUMBERS, DraftModelRef, Memory
 from kvcli.settings.values import BY, DEFAULT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvcli.fit.available_memory import AvailableMemory
-    from kvcli.kv.cache.precision_budget import PrecisionBudget
-    from kvcli.models.catalog import CatalogModel
-    from kvcli.models.source import Source
-    from kvcli.settings.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +299,6 @@ def _has_head(source: Source) -> bool:
 # Settings that the user gave are never changed. The GPU keeps the last layers and the head. A forward pass then crosses
 # to the GPU only once and without waiting, and tokens are sampled where the logits are. The embeddings leave the GPU
 # first, because a pass reads only a few of their rows.
-
 
 WINDOW = 8192  # tokens that a split is planned for when no context window is requested
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from kvcli.engine.stats import Stats
 from kvcli.errors import DoesNotFit
 from kvcli.fit import memory, run_log
 from kvcli.fit.advice import MIB, changes
 from kvcli.fit.available_memory import AvailableMemory, choose, rooms
 from kvcli.fit.memory import BASE
 from kvcli.fit.plan import MeasuredFacts, Plan, PlannedModel, plan, plan_on
-from kvcli.fit.run_log import NOTHING
 from kvcli.schemas.fit import RunEntry
+from kvcli.settings.profile import Profile
 from kvcli.version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from kvcli.engine.stats import Stats
-    from kvcli.settings.profile import Profile
 
 
 @dataclass
@@ -43,10 +38,8 @@ class Preflight:
 
     def facts(self, device: str) -> MeasuredFacts:
         """Return the program's memory, and the excess of this model's earlier runs over their estimates."""
-        past = run_log.measured_excess(
-            run_log.read(self.data), run_log.Like(self.name, device.partition(":")[0], memory.build())
-        )
-        return MeasuredFacts(self.base, past or NOTHING, self.find)
+        runs, kind = run_log.read(self.data), device.partition(":")[0]
+        return MeasuredFacts(self.base, run_log.measured_excess(runs, self.name, kind, memory.build()), self.find)
 
     def plan(self, profile: Profile, context: int | None = None, *, as_is: bool = False) -> Plan:
         """Plan the profile for a context, or for its own window; open settings are chosen so that the model fits a GPU.

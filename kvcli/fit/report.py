@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from kvcli.fit.advice import binding, changes
 from kvcli.fit.explain import budget, parts
-from kvcli.fit.plan import chosen
-from kvcli.fit.preflight import gib
+from kvcli.fit.plan import Plan, PlannedModel, chosen
+from kvcli.fit.preflight import Preflight, gib
 from kvcli.fit.speed import speed, split
-from kvcli.schemas.fit import FitChange, FitDocument, FitPlan, FitRuns
+from kvcli.schemas.fit import CalibrationDocument, FitChange, FitDocument, FitPlan, FitRuns
+from kvcli.settings.profile import Profile
 from kvcli.version import __version__
-
-if TYPE_CHECKING:
-    from kvcli.fit.plan import Plan, PlannedModel
-    from kvcli.fit.preflight import Preflight
-    from kvcli.schemas.fit import CalibrationDocument
-    from kvcli.settings.profile import Profile
 
 
 def document(
@@ -70,6 +64,7 @@ def _entry(
     host: CalibrationDocument | None,
 ) -> FitPlan:
     need, past = plan.need, plan.facts.beyond
+    away = {"host": need.host + need.host_weights + need.host_working, "disk": need.disk}
     tried = [] if plan.fits else changes(outlook.subject, plan, others, outlook.found, plan.facts)
     return FitPlan.from_attributes(
         need,
@@ -88,19 +83,13 @@ def _entry(
         binding=None if plan.fits else binding(plan),
         order=plan.run.order,
         chosen=chosen(plan),
-        places=_places(plan),
+        places={plan.room.kind: need.running} | {place: n for place, n in away.items() if n},
         split=split(plan, host),
         changes=[FitChange(type=c.type, total=c.total, ctx=c.context) for c in tried],
         speed=speed(plan, outlook.subject.shape, calibration, host),
         budget=None,
         parts=None,
     )
-
-
-def _places(plan: Plan) -> dict[str, int]:
-    need = plan.need
-    away = {"host": need.host + need.host_weights + need.host_working, "disk": need.disk}
-    return {plan.room.kind: need.running} | {place: n for place, n in away.items() if n}
 
 
 def notes_of(subject: PlannedModel, plan: Plan) -> list[str]:

@@ -18,7 +18,6 @@ from kvcli.schemas.fit import CalibrationDocument, RunEntry
 
 # Calibration files: one per machine, and one per model on it. A damaged file is measured again.
 
-
 FOLDER = "calibration"
 
 
@@ -106,15 +105,6 @@ MOST = 256 << 10  # bytes; beyond that, the older half is deleted
 
 
 @dataclass(frozen=True, slots=True)
-class Like:
-    """Facts that two runs must share, because only then their estimates are made alike."""
-
-    model: str
-    kind: str  # kind of device
-    build: str  # digest of torch's build and other imports
-
-
-@dataclass(frozen=True, slots=True)
 class Beyond:
     """Measured bytes beyond the estimate; negative if the estimate was too high."""
 
@@ -147,15 +137,13 @@ def read(folder: Path) -> list[RunEntry]:
     return found
 
 
-def measured_excess(entries: Sequence[RunEntry], like: Like) -> Beyond | None:
-    """Return the excess of the last runs with the same facts, or None. The last turn of a process counts."""
-    same = {e.run: e for e in entries if like == _like(e)}
+def measured_excess(entries: Sequence[RunEntry], model: str, kind: str, build: str) -> Beyond:
+    """Return the excess of the last runs of a model on a kind of device, with one build of torch and other imports,
+    because only such estimates are made alike. The last turn of a process counts."""
+    facts = model, kind, build
+    same = {e.run: e for e in entries if (e.model, e.device.partition(":")[0], e.build) == facts}
     found = [e.measured - e.predicted for e in same.values()][-LAST:]
     if not found:
-        return None
+        return NOTHING
     padded = [*found, *[0] * (FEWEST - len(found))]
     return Beyond(int(median(padded)), min(found), max(found), len(found))
-
-
-def _like(e: RunEntry) -> Like:
-    return Like(e.model, e.device.partition(":")[0], e.build)

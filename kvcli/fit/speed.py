@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.schemas.fit import FitSpeed, FitSplit
+from kvcli.schemas.fit import CalibrationDocument, FitSpeed, FitSplit, PassTime
 
 if TYPE_CHECKING:
     from kvcli.fit.plan import Plan
     from kvcli.models.shape import Shape
-    from kvcli.schemas.fit import CalibrationDocument, PassTime
 
 
 BANDWIDTH = 40e9  # bytes per second of host memory, if it was not measured: about two channels of DDR4

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.kernels.linear import PANEL
 from kvcli.kernels.linear_quantized import group_of, padded_outputs, why_not
 from kvcli.models.checkpoint import CheckpointFormat, sizes_of
-from kvcli.models.gguf.blocks import PACKED, stays_packed
+from kvcli.models.gguf import blocks
 
 if TYPE_CHECKING:
     from kvcli.models.shape import LayerKVShape, Shape
@@ -120,8 +120,8 @@ def of_files(source: Source) -> tuple[CheckpointTensor, ...]:
             if of_experts and len(shape) == 3:
                 shape = _by_outputs(name, shape, hidden)
             is_float = tensor.dtype in _FLOATS or source.is_gguf or unpacked is not None
-            is_packed = source.is_gguf and not tensor.is_made and stays_packed(name, tensor.dtype, tensor.shape)
-            stays = sum(PACKED[tensor.dtype].format.nbytes(*tensor.shape)) if is_packed else 0
+            is_packed = source.is_gguf and blocks.stays_packed(name, tensor)
+            stays = blocks.packed_bytes(tensor.dtype, tensor.in_file) if is_packed else 0
             packs = packs and source.family != "gpt2" and not name.endswith(_EXPANDS)
             layer = int(inside[1]) if inside is not None else None
             of = (source.is_gguf, stays, layer, embeds, of_experts)

@@ -12,17 +12,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import StatisticsError, correlation
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvcli.errors import BadInput
 from kvcli.policies.scoring.headmap import read_headmap
-from kvcli.schemas.heads import HeadsCompare
-
-if TYPE_CHECKING:
-    from kvcli.schemas.heads import HeadsDocument
+from kvcli.schemas.heads import HeadsCompare, HeadsDocument
 
 CARRY = 0.9  # share of the score sum in the heads that keep the full cache
 FULL = 0.5  # heads from this number on keep the full cache
@@ -54,7 +50,6 @@ def full_heads(heads: Tensor) -> list[tuple[int, int]]:
 #
 # DuoAttention (arXiv 2410.10819) writes `full_attention_heads.tsv`, one line of gates from 0 to 1 per layer, and a
 # `config.json` with its window. Retrieval_Head (arXiv 2404.15574) writes {"layer-head": [scores]} by query head.
-
 
 TSV, DUO_CONFIG, PROFILE = "full_attention_heads.tsv", "config.json", "profile.json"
 Map = list[list[float]]  # [layers][KV heads]

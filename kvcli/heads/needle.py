@@ -14,13 +14,12 @@ from torch import Tensor
 
 from kvcli.engine.engine import run
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult
-from kvcli.kv.slots import window_start
+from kvcli.kv.slots import AttentionParams, KVCache, window_start
 from kvcli.kv.sparse.index import scale_and_softcap
 
 if TYPE_CHECKING:
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.heads.sample import ProbeSample
-    from kvcli.kv.slots import AttentionParams, KVCache
 
 OFFSETS = range(-4, 9)
 

@@ -15,14 +15,13 @@ from torch import Tensor
 from kvcli.engine.engine import run_to_end
 from kvcli.heads.attention import normaliser
 from kvcli.heads.query_probe import listening
-from kvcli.kv.slots import AttentionParams
+from kvcli.kv.slots import AttentionParams, Slots
 from kvcli.kv.sparse.index import scale_and_softcap
 from kvcli.models.text import special_ids
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
     from kvcli.engine.policy.policy import LayerContext
-    from kvcli.kv.slots import Slots
 
 ROWS = 64  # rows of the second copy that are recorded
 LONGEST = 512  # most tokens that are repeated

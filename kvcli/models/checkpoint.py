@@ -22,7 +22,6 @@ from kvcli.settings.small_file import Unfit, open_regular, parse_object
 
 # Headers of safetensors files: their tensors, and a check of the file's length. Standard library only.
 
-
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
     "U16": 16, "U8": 8, "BOOL": 8, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
@@ -41,6 +40,12 @@ class TensorHeader:
     shape: tuple[int, ...]
     nbytes: int
     is_made: bool = False  # its numbers are computed from those of the file, so none of the file's blocks is used
+    is_turned: bool = False  # the file has each of its matrices transposed
+
+    @property
+    def in_file(self) -> tuple[int, ...]:
+        """Its shape with the file's matrices."""
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.is_turned else self.shape
 
 
 @dataclass(frozen=True, slots=True)

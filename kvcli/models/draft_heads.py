@@ -8,13 +8,9 @@ of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from kvcli.models.refusals import is_assistant
-from kvcli.models.source import read_json
-
-if TYPE_CHECKING:
-    from kvcli.models.source import Source
+from kvcli.models.source import Source, read_json
 
 # names that families use for the number of MTP layers
 _MTP = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")

@@ -10,7 +10,9 @@ from kvcli.errors import BadModel
 
 _PREFIX = re.compile(r"(?:https://)?(?:hf\.co|huggingface\.co)/|hf://", re.IGNORECASE)
 # hub id: OWNER/NAME; OWNER/NAME:FILE.gguf for one of its files, OWNER/NAME:QUANT for that of a quantization
-ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(:(?P<file>(?!.*\.\.)[\w-][\w./-]*\.gguf|[\w-]+))?")
+ID = re.compile(
+    r"(?!(?i:hf|huggingface)\.co/)(?P<id>[\w-][\w.-]*/[\w.-]+)(:(?P<file>(?!.*\.\.)[\w-][\w./-]*\.gguf|[\w-]+))?"
+)
 DEFAULTS = ("Q4_K_M", "Q8_0")  # quantizations of a name without one, in the order of llama.cpp
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE)
 _BESIDE = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")  # in names of files that are no model

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 # Sizes of the recurrent state, from the config. A loaded model reports the same sizes (engine/hf/recurrent_layers.py).
 
-
 WIDE = 4  # bytes of a number of a recurrent state
 _FOLDS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"}
 _ATTENDS = {"full_attention", "sliding_attention", "attention", "hybrid", "hybrid_sliding"}

@@ -28,7 +28,6 @@ from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_sm
 
 # Models of the Hugging Face hub: the local cache, and downloads into it.
 
-
 _CACHED = "models--"  # prefix of a model's folder in the cache, whose / is written --
 _DOWNLOAD = ["model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md"]
 
@@ -219,7 +218,6 @@ def _cache() -> Path:
 
 # Settings of a model: config.json and similar files, read with a size limit.
 
-
 Config = dict[str, Any]
 
 CONFIG = 4 << 20  # bytes; the longest lists are layer types and layers that are not quantized
@@ -272,7 +270,6 @@ def unread(path: Path) -> list[str]:
 
 
 # Weight files of a model folder: one file, or several shards with an index, checked by their headers.
-
 
 INDEX = 32 << 20  # bytes, enough for half a million tensors
 
@@ -436,7 +433,7 @@ def find(
         raise BadModel(
             f"{name[:80] or 'a model without a name'} does not exist",
             code="model_not_found",
-            try_=["kvcli models list", "give the folder that holds config.json, or a GGUF file"],
+            try_=["kvcli models list", "OWNER/NAME, or the folder that holds config.json, or a GGUF file"],
         )
     repo, _, file = name.partition(":")
     try:

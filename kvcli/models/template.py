@@ -115,7 +115,6 @@ def broken(why: str) -> BadModel:
 # A template is an untrusted program: it may drop a role, all but the last turn, or every text that is not a list of
 # parts. It is first rendered with a mark in place of each text. Where the marks appear, the texts must appear.
 
-
 Messages = Sequence[Mapping[str, Any]]
 
 LEAST = 0.5  # share of the words of a text; with fewer found, the text counts as left out

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 # Comparison of the vocabularies of two models on disk, by a sample of their words. Standard library only.
 
-
 SAME = 0.95  # share of the compared words
 _LARGEST = 128 << 20  # bytes of a tokenizer.json
 
@@ -66,7 +65,6 @@ def alike(one: Words, other: Words) -> bool:
 # for hours, in a library that ignores Ctrl-C. So short texts with plain steps run in this process: plain steps take
 # time in proportion to the text, and nearly all models have no others. Everything else runs in a sandboxed process that
 # can be killed.
-
 
 PIECE = 1 << 18  # characters encoded in this process, in less than a second, during which Ctrl-C has no effect
 GROWTH = 8  # factor by which plain steps may lengthen a text, at most

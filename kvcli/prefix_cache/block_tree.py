@@ -138,7 +138,6 @@ def _alike(a: np.ndarray, b: np.ndarray) -> int:
 # file is used only if its sizes are those of the loaded model, and only under the name it was written for: the folder
 # name is a hash of the cache key, and the file name begins with the parent block's hash.
 
-
 LENGTH = 256  # tokens of a full block
 SUM = "crc32"
 HEADER = 1 << 20  # maximum bytes

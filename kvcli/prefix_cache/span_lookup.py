@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 # Disk quota of a prefix cache: the least recently used files are evicted before new ones are written.
 
-
 LEFT = 0.9  # share of the quota to which files are evicted when it is exceeded
 TICK = 0.001  # seconds
 

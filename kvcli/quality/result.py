@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from kvcli.schemas.quality import (
 )
 
 K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -111,9 +112,7 @@ def _worst(tasks: Sequence[QualityTask]) -> WorstTask:
 
 def _difference(cells: Cells, full: Cells, seed: int) -> Difference:
     """Compute the difference with its interval: contexts are resampled within each task and length, which are fixed."""
-    groups: dict[str, list[float]] = {}
-    for spot, outcome in cells.items():
-        groups.setdefault(f"{spot.task} {spot.length}", []).append(outcome.score - full[spot].score)
+    groups = _grouped((_group(spot), outcome.score - full[spot].score) for spot, outcome in cells.items())
     low, high = bootstrap(groups, seed, least=-1, most=1) or (None, None)
     return Difference(mean=mean_of_means(groups), low=low, high=high)
 
@@ -132,26 +131,22 @@ def _mcnemar(cells: Cells, full: Cells) -> McNemar | None:
 
 
 def _grid(cells: Cells) -> list[GridCell]:
-    found: dict[tuple[int, float], list[float]] = {}
-    for spot, outcome in cells.items():
-        found.setdefault((spot.length, float(outcome.answers[0].meta["depth"])), []).append(outcome.score)
+    found = _grouped(((s.length, float(o.answers[0].meta["depth"])), o.score) for s, o in cells.items())
     return [GridCell(length=n, depth=d, score=fmean(v), contexts=len(v)) for (n, d), v in sorted(found.items())]
 
 
 def _turns(cells: Cells) -> list[TurnScore]:
-    found: dict[int, list[float]] = {}
-    for answer in _answers(cells):
-        if "turn" in answer.meta:
-            found.setdefault(int(answer.meta["turn"]), []).append(answer.score)
+    found = _grouped((int(a.meta["turn"]), a.score) for a in _answers(cells) if "turn" in a.meta)
     return [TurnScore(turn=turn, score=fmean(v), questions=len(v)) for turn, v in sorted(found.items())]
 
 
 def _scores(cells: Cells) -> dict[str, list[float]]:
     """Group scores by task and length, one number per context."""
-    groups: dict[str, list[float]] = {}
-    for spot, outcome in cells.items():
-        groups.setdefault(f"{spot.task} {spot.length}", []).append(outcome.score)
-    return groups
+    return _grouped((_group(spot), outcome.score) for spot, outcome in cells.items())
+
+
+def _group(spot: Spot) -> str:
+    return f"{spot.task} {spot.length}"
 
 
 def _answers(cells: Cells) -> list[Answer]:
@@ -159,7 +154,11 @@ def _answers(cells: Cells) -> list[Answer]:
 
 
 def _by(cells: Cells, what: Callable[[Spot], K]) -> dict[K, dict[Spot, Outcome]]:
-    groups: dict[K, dict[Spot, Outcome]] = {}
-    for spot, outcome in cells.items():
-        groups.setdefault(what(spot), {})[spot] = outcome
+    return {key: dict(each) for key, each in _grouped((what(cell[0]), cell) for cell in cells.items()).items()}
+
+
+def _grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
     return groups

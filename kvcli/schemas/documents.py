@@ -6,68 +6,27 @@ field keeps the number behind the name; any other change raises it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from importlib import import_module
+from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchLine, BenchPlanDocument
-from kvcli.schemas.chats import ChatsDocument
-from kvcli.schemas.fit import CalibrationDocument, FitDocument, RunEntry
-from kvcli.schemas.heads import HeadsDocument
-from kvcli.schemas.listings import (
-    CacheDocument,
-    CheckDocument,
-    DoctorDocument,
-    ModelsDocument,
-    PathsDocument,
-    PlanDocument,
-    ProfilesDocument,
-    ServeDocument,
-    ServersDocument,
-    SuggestionsDocument,
-    TopDocument,
-)
-from kvcli.schemas.pack import PackDocument
-from kvcli.schemas.quality import AgreementDocument, QualityDocument
-from kvcli.schemas.spec import SpecDocument, SpecTuneDocument
-from kvcli.schemas.summary import ExtractDocument, SummaryDocument, SummaryPlanDocument
-from kvcli.schemas.turn import ChatDocument, ErrorDocument, EventDocument, TurnDocument
+from kvcli.schemas.base import Json
+from kvcli.schemas.turn import EventDocument
 
-DOCUMENTS: Mapping[str, Any] = {
-    "turn": TurnDocument,
-    "chat": ChatDocument,
-    "chats": ChatsDocument,
-    "pack": PackDocument,
-    "error": ErrorDocument,
-    "event": EventDocument,
-    "models": ModelsDocument,
-    "check": CheckDocument,
-    "serve": ServeDocument,
-    "suggestions": SuggestionsDocument,
-    "profiles": ProfilesDocument,
-    "doctor": DoctorDocument,
-    "paths": PathsDocument,
-    "servers": ServersDocument,
-    "cache": CacheDocument,
-    "plan": PlanDocument,
-    "fit": FitDocument,
-    "calibration": CalibrationDocument,
-    "run": RunEntry,
-    "bench": BenchDocument,
-    "bench_history": BenchHistoryDocument,
-    "bench_row": BenchLine,
-    "bench_plan": BenchPlanDocument,
-    "quality": QualityDocument,
-    "agreement": AgreementDocument,
-    "spec": SpecDocument,
-    "spec_tune": SpecTuneDocument,
-    "heads": HeadsDocument,
-    "summary": SummaryDocument,
-    "summary_plan": SummaryPlanDocument,
-    "extract": ExtractDocument,
-    "top": TopDocument,
-}
+MODULES = "turn chats pack listings fit bench quality spec heads summary".split()
+
+
+def _documents() -> dict[str, Any]:
+    """Return the documents by the name in their `schema`; events have one for all."""
+    found = [kind for name in MODULES for kind in vars(import_module(f"kvcli.schemas.{name}")).values()]
+    kinds = [kind for kind in found if isinstance(kind, type) and issubclass(kind, Json)]
+    fields = [(kind.model_fields["schema_"], kind) for kind in kinds if "schema_" in kind.model_fields]
+    stated = {get_args(field.annotation)[0]: kind for field, kind in fields}
+    return {name[6:].partition("/")[0]: kind for name, kind in stated.items()} | {"event": EventDocument}
+
+
+DOCUMENTS = _documents()
 
 
 def json_schema(name: str) -> dict[str, Any]:

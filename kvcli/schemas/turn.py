@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvcli.api import Finish
+from kvcli.api import Finish, TokenScore, Turn
 from kvcli.schemas.base import OR_NULL, Bytes, Count, Json, Seconds, Share
 from kvcli.settings.schema import Order
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.api import TokenScore, Turn
     from kvcli.engine.model_info import ModelInfo
     from kvcli.engine.stats import Stats
     from kvcli.errors import KvcliError
@@ -301,7 +300,6 @@ def error_document(error: KvcliError) -> ErrorDocument:
 
 
 # Saved chat that `kvcli chat -c` continues.
-
 
 SCHEMA: Final = "kvcli.chat/1"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from os.path import exists  # unlike Path.exists, False instead of an error below a folder without access
 from pathlib import Path, PurePath
-from typing import get_args
+from typing import Any, get_args
 
 import tomli
 
@@ -32,7 +32,6 @@ from kvcli.settings.values import (
 )
 
 # Sources of settings: files in order of precedence, the environment, `--set` and flags, each with its position.
-
 
 PROJECT_FILE = ".kvcli.toml"
 PREFIX = "KVCLI_"
@@ -189,15 +188,18 @@ class Config:
         except WrongSetting as wrong:
             self.problems.append(wrong.problem)
 
+    def _stated(self, key: str) -> Any:
+        """The value of a key outside of tables, or its default."""
+        setting = self.top.get(key)
+        return setting.value if setting else getattr(Top, key)
+
     @property
     def default_model(self) -> str:
-        setting = self.top.get("default_model")
-        return str(setting.value) if setting else Top.default_model
+        return str(self._stated("default_model"))
 
     @property
     def keep_chats(self) -> bool:
-        setting = self.top.get("keep_chats")
-        return bool(setting.value) if setting else Top.keep_chats
+        return bool(self._stated("keep_chats"))
 
     def prefix_cache_size(self, free: int) -> int:
         """Size limit of the prefix cache in bytes; by default at most a tenth of the bytes `free` on the disk."""
@@ -206,8 +208,7 @@ class Config:
 
     @property
     def default_profile(self) -> str:
-        setting = self.top.get("default_profile")
-        return str(setting.value) if setting else Top.default_profile
+        return str(self._stated("default_profile"))
 
     def names(self) -> list[str]:
         """All profile names, ordered by purpose and then by name; profiles of papers are last."""

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvcli.settings.profile import ALTERED, EFFECTS, KV_OF_ALL, LOSSY, SMALLER, WORDS, Conflict, Needs
+from kvcli.settings.profile import ALTERED, EFFECTS, KV_OF_ALL, LOSSY, SMALLER, WORDS, Conflict, Needs, Profile
 from kvcli.settings.schema import METHOD_TABLES
-
-if TYPE_CHECKING:
-    from kvcli.settings.profile import Profile
 
 PROMISES = ("exact", "certified", "approx")  # values of `exactness`, the strictest first
 

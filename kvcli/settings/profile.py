@@ -52,7 +52,6 @@ from kvcli.settings.values import DEFAULT, Setting, Settings, merge
 # A method declares `needs` in its class; a method without it needs nothing. Conflicts are the effects that a need and
 # the other settings share.
 
-
 Effect = Literal[
     "quantizes", "offloads", "caps", "demotes", "spends", "evicts", "selects", "degrades",
     "prunes", "reuses", "condenses", "steps", "drafts", "views",

@@ -18,7 +18,6 @@ import tomli
 # "mine"` a method whose table is the frozen dataclass `Mine`. A method is imported only when a profile names it, and no
 # package can replace a method of kvcli.
 
-
 Registries = Mapping[str, Mapping[str, str]]  # table -> name of a method -> "module:Class"
 GROUP = "kvcli.methods"
 

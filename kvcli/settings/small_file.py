@@ -95,7 +95,6 @@ def _said(error: Exception) -> str:
 
 # TOML reader that records the position of each key and value.
 
-
 Keys = tuple[str, ...]
 Level = Literal["built-in", "system", "user", "project", "--config", "typed"]
 LARGEST = 1 << 20  # bytes; a device or a model given by mistake must not be read to its end

@@ -6,15 +6,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from kvcli.documents import Document, Section, Unit
 from kvcli.schemas.base import SURROGATE
 from kvcli.summarize.check import Passage
 from kvcli.summarize.citations import Place, write
 from kvcli.summarize.claim_words import sentences
-
-if TYPE_CHECKING:
-    from kvcli.documents import Document, Section, Unit
 
 Count = Callable[[str], int]
 

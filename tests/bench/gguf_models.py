@@ -26,6 +26,7 @@ from kvcli.engine.sequence.session import commit
 from tests import make
 from tests.bench.harness import ROOT, Words, measurement, picked
 from tests.bench.harness import Rows as Found
+from tests.gguf_files import finish
 
 CHUNK = 256  # rows
 
@@ -136,10 +137,7 @@ def in_float(file: Path, to: Path) -> Path:
             writer.add_key_value(name, field.contents(), field.types[0], inner)
     for t in reader.tensors:
         writer.add_tensor(t.name, gguf.quants.dequantize(t.data, t.tensor_type))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return to
 
 

@@ -75,7 +75,8 @@ def test_names_of_files_select_a_quantization_whose_bytes_fit_the_parameters(all
             assert 4.25 < 8 * known.file.bytes / known.parameters < 6
             assert known.download == known.file.bytes
             assert (known.quants(("none", "int8")) == ("none",)) == (known.quantized == known.file.bytes)
-            assert known.quantized == (0 if known.shape.experts else known.file.bytes)
+            assert known.quantized == known.file.bytes
+            assert known.on("cuda").quantized == 0
 
 
 def test_they_come_by_size_with_a_licence_each():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -30,7 +29,7 @@ def entry(run="", **changes):
     return RunEntry(**(facts | changes))
 
 
-LIKE = run_log.Like("demo", "cpu", "b")
+LIKE = "demo", "cpu", "b"
 
 
 def test_the_middle_of_the_last_six_of_the_same_kind_under_any_profile(tmp_path):
@@ -38,16 +37,16 @@ def test_the_middle_of_the_last_six_of_the_same_kind_under_any_profile(tmp_path)
         run_log.append(tmp_path, entry(measured=measured, profile=f"p{measured}"))
     for other in ({"model": "other"}, {"device": "cuda:0"}, {"build": "another torch"}):
         run_log.append(tmp_path, entry(measured=500, **other))
-    assert run_log.measured_excess(run_log.read(tmp_path), LIKE) == run_log.Beyond(5, -10, 20, 6)
-    assert run_log.measured_excess(run_log.read(tmp_path), replace(LIKE, model="none")) is None
+    assert run_log.measured_excess(run_log.read(tmp_path), *LIKE) == run_log.Beyond(5, -10, 20, 6)
+    assert run_log.measured_excess(run_log.read(tmp_path), "none", *LIKE[1:]) == run_log.NOTHING
 
 
 @pytest.mark.parametrize("odd", [3000, 20])
 def test_one_odd_run_moves_nothing_and_two_that_agree_do(odd):
-    assert run_log.measured_excess([entry(measured=odd)], LIKE) == run_log.Beyond(0, odd - 100, odd - 100, 1)
-    assert run_log.measured_excess([entry(measured=104), entry(measured=odd)], LIKE).middle == (4 if odd > 100 else 0)
-    assert run_log.measured_excess([entry(measured=104), entry(measured=106)], LIKE).middle == 4
-    assert run_log.measured_excess([entry(measured=104), entry(measured=106), entry(measured=odd)], LIKE).middle in (
+    assert run_log.measured_excess([entry(measured=odd)], *LIKE) == run_log.Beyond(0, odd - 100, odd - 100, 1)
+    assert run_log.measured_excess([entry(measured=104), entry(measured=odd)], *LIKE).middle == (4 if odd > 100 else 0)
+    assert run_log.measured_excess([entry(measured=104), entry(measured=106)], *LIKE).middle == 4
+    assert run_log.measured_excess([entry(measured=104), entry(measured=106), entry(measured=odd)], *LIKE).middle in (
         4,
         6,
     )
@@ -55,7 +54,7 @@ def test_one_odd_run_moves_nothing_and_two_that_agree_do(odd):
 
 def test_many_turns_of_one_chat_are_one_run():
     turns = [entry(measured=100 + i, run="long chat") for i in range(20)]
-    assert run_log.measured_excess([entry(measured=90), *turns, entry(measured=105)], LIKE) == run_log.Beyond(
+    assert run_log.measured_excess([entry(measured=90), *turns, entry(measured=105)], *LIKE) == run_log.Beyond(
         5, -10, 19, 3
     )
 

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcli.bench.grid import contexts
 from kvcli.commands.bench.options import Format
 from kvcli.commands.common.flags import listed
 from kvcli.commands.common.output import output_file, print_json, print_lines, print_table
 from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError, writing
 from kvcli.files import try_folder, write_output
+from kvcli.render.bench.progress import progress
 from kvcli.render.report import markdown, terminal_lines
+from kvcli.render.terminal.screen import Screen
 from kvcli.render.terminal.terminal import ASCII, Terminal, plural
 from kvcli.safe_output import escaped, neutralise
 
@@ -144,10 +147,8 @@ def rendered(document: BenchDocument, format: Format, width: int, world: Environ
 
 def print_history(world: Environment, model: str, ctx: str | None, workload: str | None) -> int:
     """Print earlier results of a model."""
-    from kvcli.bench.grid import contexts
     from kvcli.bench.history import history
     from kvcli.render.bench.text import trend
-    from kvcli.render.terminal.screen import Screen
 
     note = Screen.of(world).note
     workloads = listed(workload or "")
@@ -209,8 +210,6 @@ def print_calibration(setup: Setup) -> int:
     """Measure, and print a JSON object with --json, one line per figure with --plain, else sentences."""
     from kvcli.bench.run import refuse_unbuilt
     from kvcli.fit.calibrate import run_calibration
-    from kvcli.render.bench.progress import progress
-    from kvcli.render.terminal.screen import Screen
 
     world = setup.world
     refuse_unbuilt()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,14 +16,13 @@ from kvcli.bench.workloads import NAMES, usual
 from kvcli.commands.common.document_files import read_file
 from kvcli.commands.common.flags import listed, tokens
 from kvcli.errors import UsageError
-from kvcli.schemas.bench import BenchArgs
+from kvcli.schemas.bench import BenchArgs, BenchDocument
 
 if TYPE_CHECKING:
     from kvcli.commands.bench.options import BenchOptions
     from kvcli.commands.common.run_setup import Setup
     from kvcli.documents import Document
     from kvcli.models.source import Source
-    from kvcli.schemas.bench import BenchDocument
     from kvcli.settings.profile import Profile
 
 
@@ -101,7 +99,7 @@ def read_workloads(setup: Setup, text: str | None, most: int = 1) -> tuple[list[
     for name in names:
         if name in NAMES:
             continue
-        is_path = any(c in name for c in "./\\:") or (setup.world.cwd / name).exists()
+        is_path = any(c in name for c in "./\\:") or setup.world.path(name).exists()
         if not is_path:
             near = get_close_matches(name, NAMES, 1)
             raise UsageError(
@@ -166,7 +164,7 @@ def _with_baselines(
         if name.endswith(".json"):
             if i:
                 raise UsageError("a file can only be the first --baseline", try_=[f"--baseline {name} first"])
-            asked.earlier, asked.earlier_name = read(setup.world.cwd / expanduser(name)), Path(name).name
+            asked.earlier, asked.earlier_name = read(setup.world.path(name)), Path(name).name
             continue
         side = _baseline(setup, name, profiles, asked)
         first, last = ([side], last) if i == 0 else (first, [*last, side])

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from os.path import expanduser
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli.api import MOST_TOP, End, turn_of
+from kvcli.api import MOST_TOP, Cancel, End, Events, Turn, turn_of
 from kvcli.commands.common import flags as o
-from kvcli.commands.common.inputs import tell
+from kvcli.commands.common.inputs import Question, tell
 from kvcli.commands.common.options import Options, choice, command, flag
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, DoesNotFit, ExitStatus, UsageError
@@ -21,14 +19,12 @@ from kvcli.models.grammar import Grammar
 from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
-    from kvcli.api import Cancel, Events, Turn
     from kvcli.chat.conversation import Chat
     from kvcli.chat.document_pack import Pack
     from kvcli.chat.saved_chats import SavedChat
     from kvcli.chat.text_session import TextSession
     from kvcli.commands.chat.repl import Repl
     from kvcli.commands.chat.tools import ChatTools
-    from kvcli.commands.common.inputs import Question
     from kvcli.commands.common.load_model import CheckedRun, MemoryWishes
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.summarize.options import SummarizeOptions
@@ -81,7 +77,7 @@ def read_grammar(world: Environment, schema: str | None, rules: str | None, json
 
 def _read(world: Environment, name: str, code: str) -> bytes:
     try:
-        return read_small(world.cwd / os.path.expanduser(name), LARGEST)
+        return read_small(world.path(name), LARGEST)
     except Unfit as error:
         raise BadInput(f"{name} {error}", code=code) from None
 
@@ -100,7 +96,7 @@ def pack_of(world: Environment, typed: str | None, others: Sequence[object], fla
             f"--pack excludes {flags}: the pack contains its documents",
             try_=["--pack NAME.kvs alone", "kvcli pack FILE... -o NAME.kvs, with all files and the system text"],
         )
-    return open_pack(world.cwd / expanduser(typed))
+    return open_pack(world.path(typed))
 
 
 def setup_of(

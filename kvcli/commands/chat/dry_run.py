@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.commands.common.load_model import outlook_of
 from kvcli.commands.common.output import print_json, print_table
-from kvcli.commands.common.run_setup import refuse_beyond
+from kvcli.commands.common.run_setup import Setup, refuse_beyond
 from kvcli.commands.models.command import kind_of, look_at
 from kvcli.errors import ExitStatus, KvcliError
 from kvcli.models.sampling import stated_sampling
@@ -15,7 +15,6 @@ from kvcli.render.terminal.terminal import ORDERS, count, long_size
 from kvcli.schemas.listings import PlanDocument
 
 if TYPE_CHECKING:
-    from kvcli.commands.common.run_setup import Setup
     from kvcli.documents import Document
     from kvcli.fit.plan import Plan
     from kvcli.models.source import Source

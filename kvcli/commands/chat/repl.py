@@ -132,7 +132,7 @@ class Repl:
             else:
                 self.ask(line)
         except KvcliError as error:
-            print_error(self.screen.err, error)
+            print_error(self.screen.err, self.commands.reworded(error))
         except KeyboardInterrupt:
             self.say("stopped")
         except Exception as error:  # a bug of kvcli must not end the chat

@@ -5,16 +5,18 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from kvcli.chat.saved_chats import SavedChats
+from kvcli.chat.saved_chats import SavedChat, SavedChats
 from kvcli.commands.common.exits import Interrupt
+from kvcli.commands.common.run_setup import config_of, find
+from kvcli.commands.models.model_names import known
 from kvcli.errors import BadInput, BadModel
+from kvcli.render.terminal.errors import print_warning
 from kvcli.render.terminal.terminal import Terminal, long_size, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcli.chat.conversation import Chat
-    from kvcli.chat.saved_chats import SavedChat
     from kvcli.chat.text_session import TextSession
     from kvcli.environment import Environment
     from kvcli.prefix_cache.prefix_cache import SaveResult as Read
@@ -27,8 +29,6 @@ def saved_chats_of(world: Environment) -> SavedChats:
     """Return the user's saved chats."""
 
     def warn(text: str) -> None:
-        from kvcli.render.terminal.errors import print_warning
-
         print_warning(Terminal.of(world, "stderr"), text)
 
     return SavedChats(world.paths.data, warn)
@@ -68,9 +68,6 @@ def adapters_of(opened: SavedChat) -> dict[str, tuple[object, str]]:
 
 def known_here(world: Environment, name: str, file: str, own: str) -> str:
     """Return the model that a file from elsewhere names. Raises BadInput if it is not known and complete here."""
-    from kvcli.commands.common.run_setup import config_of, find
-    from kvcli.commands.models.model_names import known
-
     if name == config_of(world).default_model:
         return name
     try:

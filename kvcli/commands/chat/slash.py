@@ -313,7 +313,7 @@ def _export(repl: Repl, argument: str) -> None:
     path = argument.strip("\"'")
     if not path:
         raise UsageError("which file?", try_=["/export chat.md"])
-    repl.say(f"wrote {repl.chat.export(path if path.startswith('~') else repl.world.cwd / path)}")
+    repl.say(f"wrote {repl.chat.export(repl.world.path(path))}")
 
 
 def _number(text: str, example: str) -> int:

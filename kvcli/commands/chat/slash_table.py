@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvcli.errors import UsageError
+from kvcli.errors import KvcliError, UsageError
 from kvcli.settings.renamed import FORMER
 
 Handler = Callable[[Any, str], None]  # takes the chat (repl.py) and the argument
@@ -54,6 +55,16 @@ class SlashTable(dict[str, Slash]):
             code="unknown_command",
             try_=[f"did you mean /{near[0]}?"] if near else ["/help", f"//{name} sends it as text"],
         )
+
+    def reworded(self, error: KvcliError) -> KvcliError:
+        """Return the error with `/think on` for `--think on`, so that its advice can be typed in a chat."""
+        typed = "|".join(name for name, command in self.items() if command.usage)
+
+        def in_chat(text: str) -> str:
+            return text if text.startswith("kvcli ") else re.sub(rf"(?<!\S)--({typed})(?![\w-])", r"/\1", text)
+
+        error.message, error.try_ = in_chat(error.message), tuple(map(in_chat, error.try_))
+        return error
 
     def rows(self) -> list[tuple[str, str]]:
         """Return usage and help of every command."""

@@ -26,7 +26,7 @@ REFUSED = "error: the user did not allow this call"
 def read_json(world: Environment, name: str, code: str) -> Any:
     """Return the value in a JSON file; - is standard input."""
     try:
-        raw = world.read_stdin(LARGEST) if name == "-" else read_small(world.cwd / name, LARGEST)
+        raw = world.read_stdin(LARGEST) if name == "-" else read_small(world.path(name), LARGEST)
         return json.loads(raw)
     except (Unfit, ValueError, RecursionError) as error:
         raise BadInput(f"{name} {error if isinstance(error, Unfit) else f'is not JSON: {error}'}", code=code) from None

@@ -6,7 +6,6 @@ The shell makes many words of `-f notes/*` without quotes: one file with -f, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os.path import expanduser
 
 from kvcli.commands.common.inputs import tell
 from kvcli.documents import BUNDLED, is_address, split_pages
@@ -22,7 +21,7 @@ def sort_words(world: Environment, model: str | None, more: Sequence[str]) -> tu
     files, questions = list[str](), list[str]()
     if model is not None and _is_text(world, model):
         files, model = [model], None
-    elif model is not None and " " in model.strip() and not (world.cwd / expanduser(model)).exists():
+    elif model is not None and " " in model.strip() and not (world.path(model)).exists():
         questions, model = [model], None
     for word in more:
         (files if _is_document(world, word) else questions).append(word)
@@ -39,13 +38,13 @@ def _is_document(world: Environment, word: str) -> bool:
     bare = split_pages(word)[0]
     if not word:
         return False  # an empty variable of the shell, not the folder of the user
-    return is_address(word) or bare in BUNDLED or any((world.cwd / expanduser(one)).exists() for one in (word, bare))
+    return is_address(word) or bare in BUNDLED or any((world.path(one)).exists() for one in (word, bare))
 
 
 def _is_text(world: Environment, word: str) -> bool:
     """True for a document where a model could be named: not for a folder, a file of weights, or a word alone."""
     if not ("." in word or "/" in word) or is_address(word):
         return is_address(word)
-    path = world.cwd / expanduser(word)
+    path = world.path(word)
     with reading(word):
         return path.is_file() and looks_readable(path)

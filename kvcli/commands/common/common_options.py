@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from copy import copy
 from functools import cache, partial
-from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,7 @@ def _note_model(context: Any, param: Any, value: Any) -> None:
 def _one_model(context: Any, param: Any, value: Any) -> Any:
     """Return the model of the argument MODEL or of --model, which must not differ."""
     named = context.meta.get("model")
-    is_word = value and (" " in value.strip() or "://" in value or (context.obj.cwd / expanduser(value)).is_file())
+    is_word = value and (" " in value.strip() or "://" in value or (context.obj.path(value)).is_file())
     if named and is_word and any(one.opts == ["words"] for one in context.command.params):
         context.meta["words"] = (value,)
         return named
@@ -143,7 +142,7 @@ def _take(context: Any, param: Any, value: Any) -> None:
     name = param.name.rstrip("_")
     before = getattr(world.options, name)
     if name in ("config", "log_file"):
-        value = Path(value)  # older Typers leave the conversion to the function, which these parameters do not have
+        value = world.path(value)
     elif isinstance(before, list):
         value = [*before, *map(str, value)]
     elif isinstance(before, int) and not isinstance(before, bool):

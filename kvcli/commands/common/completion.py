@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcli.commands import cache
 from kvcli.commands.common.flags import KEYS
 from kvcli.commands.common.run_setup import config_of, sources
 from kvcli.commands.models.model_names import known
+from kvcli.environment import Environment
 from kvcli.errors import KvcliError
 from kvcli.models.catalog import CATALOG
 from kvcli.settings.profile import load_profile
 from kvcli.settings.schema import METHOD_TABLES, TABLES, registries
 from kvcli.settings.values import keys_of, words
-
-if TYPE_CHECKING:
-    from kvcli.environment import Environment
 
 Found = Mapping[str, str] | Iterable[str]  # words, with descriptions if there are any
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from glob import iglob
 from itertools import islice
-from pathlib import Path
 
 from kvcli.commands.common.inputs import tell_notes, tell_of_file, well_formed
 from kvcli.documents import BUNDLED, Document, is_address, read_document, split_pages
@@ -51,7 +50,7 @@ def find_files(world: Environment, names: Sequence[str], many: Sequence[str] = (
     `many` are more names, of which the shell may have made a pattern. Files that are left out are named in a note.
     Raises BadInput for a name without documents, and for too many.
     """
-    matched = [name for name in many if len(many) > 1 and os.path.lexists(_path(world, name))]
+    matched = [name for name in many if len(many) > 1 and os.path.lexists(world.path(name))]
     found = list[DocumentFile]()
     for name in (*names, *(name for name in many if name not in matched)):
         inside = _inside(world, name)
@@ -68,10 +67,6 @@ def find_files(world: Environment, names: Sequence[str], many: Sequence[str] = (
     return found
 
 
-def _path(world: Environment, name: str) -> Path:
-    return world.cwd / os.path.expanduser(name)
-
-
 def _inside(world: Environment, name: str) -> list[str] | None:
     """Return the files of a folder or pattern; None for a name of one document."""
     if is_address(name):  # before a note repeats the password of one
@@ -80,19 +75,19 @@ def _inside(world: Environment, name: str) -> list[str] | None:
         refuse_address(split_pages(name)[0])
         return None
     with reading(name):
-        if not name or not (set(name) & set("*?[") or _path(world, name).is_dir()):
+        if not name or not (set(name) & set("*?[") or world.path(name).is_dir()):
             return None
-        if _path(world, name).is_dir():
-            return [os.path.join(name, entry.name) for entry in _path(world, name).iterdir()]
+        if world.path(name).is_dir():
+            return [os.path.join(name, entry.name) for entry in world.path(name).iterdir()]
         matching = iglob(os.path.expanduser(name), root_dir=world.cwd, recursive=True)
-        return None if os.path.lexists(_path(world, name)) else [*islice(matching, MANY)]
+        return None if os.path.lexists(world.path(name)) else [*islice(matching, MANY)]
 
 
 def _documents(world: Environment, name: str, inside: Iterable[str]) -> list[DocumentFile]:
     """Return the documents among files of a folder or pattern; the others are named in a note."""
     documents, left = list[DocumentFile](), list[str]()
     for file in sorted(inside, key=natural):
-        path = _path(world, file)
+        path = world.path(file)
         try:
             is_document = path.is_file() and looks_readable(path) and not path.name.startswith(".")
             why = "hidden" if path.name.startswith(".") else "a folder" if path.is_dir() else "no document"
@@ -158,7 +153,7 @@ def read_file(world: Environment, name: str, how: ReadOptions = PLAIN) -> Docume
             from kvcli.documents.fetch import read_address
 
             return read_address(name, **asdict(how), on_page=on_page)
-        path = name if split_pages(name)[0] in BUNDLED else world.cwd / os.path.expanduser(name)
+        path = name if split_pages(name)[0] in BUNDLED else world.path(name)
         return read_document(path, name=name, **asdict(how), on_page=on_page)
 
 

@@ -30,7 +30,6 @@ from kvcli.version import __version__
 
 # Ctrl-C as a flag that the decoding loop checks between passes, and as an error that libraries cannot suppress.
 
-
 IMPATIENT = 1.0  # seconds after the first Ctrl-C in which a second one is ignored
 
 
@@ -118,7 +117,6 @@ def _is_ours() -> bool:
 
 # Logging: to stderr with -v, to a file with --log-file, and to the user's log after an internal error.
 
-
 LARGEST = 1 << 20  # bytes; beyond that the older half is deleted
 FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -168,14 +166,9 @@ class LogFile(logging.FileHandler):
             print_warning(err, f"cannot write the log {self.baseFilename}: {error.strerror}")
 
 
-def log_path(world: Environment) -> Path:
-    """Return the file for tracebacks of internal errors."""
-    return world.options.log_file or world.paths.state / "kvcli.log"
-
-
 def write_traceback(world: Environment, error: BaseException) -> Path | None:
     """Append the traceback to the log and return its path; None if that fails."""
-    path = log_path(world)
+    path = world.options.log_file or world.paths.state / "kvcli.log"
     text = "".join(traceback.format_exception(error))
     try:
         private_folder(path.parent)

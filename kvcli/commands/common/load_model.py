@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvcli.commands.common.run_setup import refuse_beyond
+from kvcli.commands.common.run_setup import Setup, refuse_beyond
 from kvcli.errors import BadConfig, BadModel, DoesNotFit, KvcliError
 from kvcli.settings.values import BY, DEFAULT
 
 if TYPE_CHECKING:
     from kvcli.api import Turn
     from kvcli.chat.text_session import TextSession
-    from kvcli.commands.common.run_setup import Setup
     from kvcli.fit.preflight import Preflight
     from kvcli.models.source import Source
     from kvcli.render.terminal.screen import Screen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from kvcli.schemas.base import Json
 
 # Printing of JSON documents and tables on stdout.
-
 
 GLUE = "\ue000"  # between two words that are not wrapped apart
 
@@ -65,13 +63,12 @@ def print_cells(world: Environment, rows: Sequence[Sequence[str]]) -> None:
 
 # The output file of `-o`. A file that cannot be written is refused before the work starts.
 
-
 Form = TypeVar("Form", bound=str)
 
 
 def output_file(world: Environment, typed: str, endings: Mapping[str, Form], form: Form | None) -> tuple[Path, Form]:
     """Return the file and its format: that of --format, else that of the file's suffix."""
-    file = world.cwd / expanduser(typed)
+    file = world.path(typed)
     form = form or endings.get(file.suffix.lower())
     if form is None:
         names = dict.fromkeys(endings.values())

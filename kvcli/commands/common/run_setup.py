@@ -23,6 +23,7 @@ from kvcli.models.catalog import BY_NAME, CatalogModel, listed, stands_for
 from kvcli.settings.config import Config, Sources, from_environ, from_sets, load_config, set_value
 from kvcli.settings.profile import LOSSY, SMALLER, Profile, load_profile
 from kvcli.settings.schema import METHOD_TABLES, Kv, Load, plain_value
+from kvcli.settings.schema import Model as Entry
 
 if TYPE_CHECKING:
     from kvcli.chat.loaded_model import LoadedModel
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from kvcli.fit.plan import PlannedModel
     from kvcli.schemas.fit import PassTime
     from kvcli.schemas.pack import PackDocument
-    from kvcli.settings.schema import Model as Entry
 
 Flags = Mapping[str, tuple[object, str]]  # dotted key -> value and its flag
 SYSTEM_CONFIG = Path("/etc/xdg/kvcli/config.toml")
@@ -45,13 +45,13 @@ log = logging.getLogger("kvcli.setup")
 
 def sources(world: Environment) -> Sources:
     """Return the sources of settings for this environment."""
-    home, config = world.environ.get("HOME"), world.options.config
+    home = world.environ.get("HOME")
     return Sources(
         system=SYSTEM_CONFIG,
         user=world.paths.config,
         cwd=world.cwd,
         home=Path(home) if home else None,
-        config=world.cwd / expanduser(config) if config else None,
+        config=world.options.config,
         environ=world.environ,
     )
 

@@ -13,6 +13,8 @@ from kvcli.commands.common.output import print_cells, print_json
 from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
 from kvcli.heads.headmap import DUO_CONFIG, PROFILE, TSV
+from kvcli.render.heads.html import html
+from kvcli.render.heads.text import Look, heads_lines, markdown, plain_rows
 from kvcli.render.terminal.terminal import Terminal
 from kvcli.settings.small_file import toml_value
 
@@ -61,8 +63,6 @@ class HeadsOutput:
             if form == "json":
                 yield PROFILE, document.model_dump_json(by_alias=True) + "\n"
             elif form == "html":
-                from kvcli.render.heads.html import html
-
                 yield "heads.html", html(document, tokens, self._where)
             elif form == "npz":
                 yield "profile.npz", headmap.arrays(document)
@@ -72,8 +72,6 @@ class HeadsOutput:
                 if line := headmap.retrieval_line(document):
                     yield "retrieval_heads.json", line
             elif form == "md":
-                from kvcli.render.heads.text import markdown
-
                 yield "heads.md", markdown(document)
             elif form == "toml":
                 yield "profile.toml", _profile(document, self.folder / PROFILE)
@@ -96,8 +94,6 @@ class HeadsOutput:
         return _short(self.folder, self.world.cwd) if "json" in self.forms else None
 
     def _print(self, document: HeadsDocument) -> None:
-        from kvcli.render.heads.text import Look, heads_lines, plain_rows
-
         if self.world.options.json:
             print_json(self.world, document)
             return
@@ -121,7 +117,7 @@ def outlet(world: Environment, model: str, ask: ProbeRequest, options: HeadsOpti
             f"--show {chosen} needs --probe {SHOWN[chosen]}",
             try_=[f"--probe {','.join([*ask.probes, SHOWN[chosen]])} --show {chosen}"],
         )
-    folder = world.cwd / os.path.expanduser(options.out or f"heads-{_safe(model)}")
+    folder = world.path(options.out or f"heads-{_safe(model)}")
     forms = _forms(options.emit)
     if forms:
         _check_folder(folder)
@@ -129,7 +125,7 @@ def outlet(world: Environment, model: str, ask: ProbeRequest, options: HeadsOpti
     if (compare := options.compare) is not None:
         from kvcli.heads.headmap import read_map
 
-        path = world.cwd / os.path.expanduser(compare)
+        path = world.path(compare)
         read_map(path, compare)
         held = (path, compare, chosen)
     return HeadsOutput(world, chosen, options.top, forms, folder, held)

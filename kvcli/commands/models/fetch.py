@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvcli.commands.common.inputs import agrees, tell
 from kvcli.commands.common.run_setup import config_of, entry_of, find
 from kvcli.environment import Environment
 from kvcli.errors import BadModel, UsageError
 from kvcli.files import check_room
-from kvcli.models.catalog import BY_NAME, CatalogModel, Fetching, file_of, is_whole, terms_of
+from kvcli.models.catalog import BY_NAME, CatalogModel, Fetching, PackagedFile, file_of, is_whole, terms_of
 from kvcli.models.hub_names import hub_id
 from kvcli.models.source import cached_folder, cached_ids, may_fetch, verify
 from kvcli.render.terminal.terminal import long_size
-
-if TYPE_CHECKING:
-    from kvcli.models.refusals import PackagedFile
 
 
 def ensure_model(world: Environment, name: str, *, accepts: bool = False) -> Path:

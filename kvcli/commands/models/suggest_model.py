@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 # Writing of `default_model` to the user's config file, with the rest of it unchanged.
 
-
 KEY = "default_model"
 
 

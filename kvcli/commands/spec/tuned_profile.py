@@ -7,14 +7,13 @@ from os import W_OK, access
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.commands.common.run_setup import sources
+from kvcli.commands.common.run_setup import Setup, sources
 from kvcli.commands.profiles import write_new
 from kvcli.errors import BadInput, UsageError
 from kvcli.settings.config import NAME, load_config
 from kvcli.settings.small_file import toml_value
 
 if TYPE_CHECKING:
-    from kvcli.commands.common.run_setup import Setup
     from kvcli.schemas.spec import SpecTuneDocument
     from kvcli.settings.profile import Profile
 
@@ -35,15 +34,17 @@ def place(setup: Setup, save: str | None, output: Path | None) -> ProfileFile:
         raise UsageError(f"{toml_value(name)} is not a profile name: use letters, digits, dots, - and _")
     if save is not None and output is None and name in load_config(where).profiles:
         raise BadInput(f"there is a profile {toml_value(name)} already", try_=[f"--save {name}-2", "-o FILE"])
-    path = output if output is not None else world.paths.config / "profiles" / f"{name}.toml" if save else None
-    if path is not None and path != Path("-") and (world.cwd / path).exists():
+    path = world.paths.config / "profiles" / f"{name}.toml" if save else None
+    if output is not None:
+        path = output if output == Path("-") else world.path(output)
+    if path is not None and path != Path("-") and path.exists():
         raise BadInput(f"{where.shown(path)} exists already", try_=["another -o", "--save NAME"])
-    folder = None if path is None or path == Path("-") else (world.cwd / path).parent
+    folder = None if path is None or path == Path("-") else path.parent
     while folder is not None and not folder.exists():
         folder = folder.parent
     if folder is not None and not (folder.is_dir() and access(folder, W_OK)):
         raise BadInput(f"{where.shown(folder)} is not a writable folder", try_=["another -o", "--save NAME"])
-    return ProfileFile(name, path if path is None or path == Path("-") else world.cwd / path)
+    return ProfileFile(name, path)
 
 
 def profile_text(base: Profile, found: SpecTuneDocument) -> str:

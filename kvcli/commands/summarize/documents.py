@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from os.path import expanduser
 from typing import TYPE_CHECKING
 
 from kvcli.commands.common.document_files import DocumentFile, ReadOptions, read_file
@@ -96,7 +95,7 @@ def _file_of(world: Environment, name: str) -> object:
         return name
     for candidate, which in ((name, None), (path, pages)):
         try:
-            found = (world.cwd / expanduser(candidate)).stat()
+            found = (world.path(candidate)).stat()
         except OSError:
             continue
         return found.st_dev, found.st_ino, which
@@ -124,7 +123,7 @@ def password_of(world: Environment, file: str | None) -> str | None:
     """Return the first line of the file."""
     if file is None:
         return None
-    path = world.cwd / expanduser(file)
+    path = world.path(file)
     try:
         with path.open("rb") as stream:
             line = stream.readline(4096).decode("utf-8-sig").rstrip("\r\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +15,10 @@ from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import write_output
 from kvcli.render.terminal.terminal import Terminal
 from kvcli.safe_output import escaped, neutralise
-from kvcli.schemas.base import SURROGATE
+from kvcli.schemas.base import SURROGATE, Json
 
 if TYPE_CHECKING:
     from kvcli.environment import Environment
-    from kvcli.schemas.base import Json
     from kvcli.schemas.summary import SummaryDocument
     from kvcli.summarize.result import Point
 
@@ -143,7 +141,7 @@ def outlet(
         return SummaryOutput(world, form or "md")
     if not output:
         raise UsageError("-o needs a file name", try_=["-o FILE", "-o - for standard output"])
-    file = world.cwd / os.path.expanduser(output)
+    file = world.path(output)
     if each and (output.endswith("/") or file.is_dir()):
         with writing(output, try_=["-o FOLDER/ elsewhere"]):
             file.mkdir(exist_ok=True)
@@ -159,6 +157,6 @@ def outlet(
 
 def _same(file: Path, world: Environment, name: str) -> bool:
     try:
-        return file.samefile(world.cwd / os.path.expanduser(name))
+        return file.samefile(world.path(name))
     except (OSError, BadInput):  # the input does not exist
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout, suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
@@ -12,10 +12,10 @@ from kvcli.commands.chat.save_chat import said_of
 from kvcli.commands.common.exits import Interrupt
 from kvcli.commands.common.inputs import notes_of
 from kvcli.commands.common.load_model import CheckedRun, MemoryWishes, load_model, outlook_of
-from kvcli.commands.common.run_setup import refuse_beyond
+from kvcli.commands.common.run_setup import Setup, refuse_beyond
 from kvcli.commands.common.turn_json import run_of
 from kvcli.commands.fit import others_of
-from kvcli.commands.summarize.documents import facts
+from kvcli.commands.summarize.documents import InputDocument, InputDocuments, facts
 from kvcli.documents import marked, with_documents
 from kvcli.engines.pool import ordered
 from kvcli.errors import BadInput, ContextOverflow, EngineUnreachable, ExitStatus, KvcliError, UsageError
@@ -30,20 +30,16 @@ from kvcli.schemas.turn import TurnDocument, error_document
 from kvcli.summarize.ahead import Ahead
 from kvcli.summarize.cache import Cache
 from kvcli.summarize.document import extract_document, plan_document, summary_document
-from kvcli.summarize.events import Done, PartEnded
+from kvcli.summarize.events import Done, Event, PartEnded
 from kvcli.summarize.parts import AsRead, names_of
-from kvcli.summarize.plan import PlanWindow, make_plan, most_of
+from kvcli.summarize.plan import Plan, PlanWindow, make_plan, most_of
 from kvcli.summarize.run import asked_parts, summarize
 from kvcli.summarize.wording import Wording, wording_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from kvcli.api import Turn
     from kvcli.chat.document_pack import Pack
     from kvcli.chat.text_session import TextSession
-    from kvcli.commands.common.run_setup import Setup
-    from kvcli.commands.summarize.documents import InputDocument, InputDocuments
     from kvcli.commands.summarize.options import SummarizeOptions
     from kvcli.commands.summarize.output import SummaryOutput
     from kvcli.fit.plan import Plan as Fitted
@@ -52,8 +48,6 @@ if TYPE_CHECKING:
     from kvcli.schemas.fit import PassTime
     from kvcli.settings.profile import Profile
     from kvcli.summarize.ahead import Asked
-    from kvcli.summarize.events import Event
-    from kvcli.summarize.plan import Plan
     from kvcli.summarize.request import Request
     from kvcli.summarize.result import Summary
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,14 +19,12 @@ from kvcli.drafts.draft_models.mtp_head import recompute_hidden_states
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.gemma4_assistant import kv_source_layers
 from kvcli.engine.forward_request import ForwardRequest, Passes, Rows
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.stats import Step
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.slots import AttentionParams, KVCache, Usage
 from kvcli.kv.views.uncaptured import UncapturedReader
-
-if TYPE_CHECKING:
-    from kvcli.engine.hf.lm import LM
-    from kvcli.engine.stats import Step
-    from kvcli.kernels.attend_invariant import NewRows
-    from kvcli.kernels.merge_attention import PartialAttention
-    from kvcli.kv.slots import AttentionParams, KVCache, Usage
 
 _WIDER = 2  # tokens; the assistant's window is inclusive and counted from the newest slot, one before its rows
 
@@ -85,10 +82,6 @@ class AssistantHead(HiddenStateHead):
             self._at, self._state = step.rows.pos[row] + 1, step.hidden[row : row + 1].clone()
 
     # ---- passes ----
-
-    def prefill(self) -> Passes[None]:
-        """No prefill is needed."""
-        yield from ()
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Return the hook output of the pending token's row; empty if no token comes before it."""

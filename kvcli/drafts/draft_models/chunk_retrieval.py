@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 # unchanged, and the softmax of one row is computed afterwards over the stored keys. This needs memory for one row only,
 # works with every KV format, and changes no bit of the pass.
 
-
 STAYS = 1.1  # a stored chunk is replaced by one with more than this multiple of its score
 
 
@@ -131,7 +130,6 @@ def _tensors(of: LayerShape) -> int:
 
 
 # Triggers that decide when chunks are scored again.
-
 
 LEAST, MOST = 2, 32  # engine steps between two scorings
 FALL = 0.15  # drop of the recent acceptance rate of first draft tokens below the long-term one

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 # Tokens of a text are not the tokens of its parts, so the newest text is tokenized again each time. The text is cut at
 # word beginnings far before its end, and tokens before a cut are final.
 
-
 PIECE = 48  # maximum tokens between two cuts
 OPEN = 24  # minimum newest tokens that are tokenized again
 

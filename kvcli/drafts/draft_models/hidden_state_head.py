@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcli.engine.forward_request import NeededTensors
+from kvcli.engine.forward_request import NeededTensors, Passes
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import DraftContext
@@ -46,6 +46,10 @@ class HiddenStateHead:
     def newest(self, n: int) -> list[int]:
         """Return the pending token. Earlier tokens have known successors, and their states are not kept."""
         return self._text[-1:]
+
+    def prefill(self) -> Passes[None]:
+        """No prefill: hidden states of a prompt are not recorded, and the target model's KV cache is filled by it."""
+        yield from ()
 
     def bind(self, context: DraftContext | None) -> None:
         """Set the target model's cache."""

@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvcli.drafts.sources.logit_recycling import top
-from kvcli.engine.forward_request import ForwardRequest, Rows
-from kvcli.kv.slots import Slots, compact, layer_groups
+from kvcli.engine.forward_request import ForwardRequest, Passes, Rows
+from kvcli.kv.slots import CacheReader, KVCache, Slots, compact, layer_groups
 from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
-    from kvcli.kv.slots import CacheReader, KVCache
 
 SEEN = 32  # tokens by which a layer set is scored
 _BEFORE = 256  # earlier tokens that the scored rows attend to

@@ -94,10 +94,6 @@ class MtpHead(HiddenStateHead):
 
     # ---- passes ----
 
-    def prefill(self) -> Passes[None]:
-        """No prefill: hidden states of a prompt are not recorded."""
-        yield from ()
-
     def catch_up(self, want: int = 1, most: float = math.inf) -> Passes[list[list[float]]]:
         """Return the hook output of the pending token's row; empty if the hidden state before it is unknown."""
         assert want == 1, "more than one hook output is wanted"

@@ -28,7 +28,6 @@ from kvcli.engine.stats import DraftReport
 # switched off. The pause doubles each time; afterwards the source is tested for several passes in a row, because its
 # draft tokens take several passes to build up.
 
-
 _BURST = 16  # passes with a source before it is judged
 _FIRST = 3  # passes of a burst after which a source too expensive for any text is switched off
 # most tokens per pass that a source adds: Lookahead gets 1.64 on Spec-Bench, 0.64 more than plain

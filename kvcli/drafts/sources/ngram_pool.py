@@ -8,12 +8,10 @@ first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate
-
-if TYPE_CHECKING:
-    from kvcli.engine.stats import AcceptanceByMatch
+from kvcli.engine.stats import AcceptanceByMatch
 
 KEYS = 1 << 14  # maximum; the oldest keys are evicted first
 KEY_BYTES = 520  # bytes of a key and its n-grams as Python objects; measured with tracemalloc

@@ -11,15 +11,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcli.drafts.tree.tree import AcceptanceRates, DraftCandidate, by_bits
-
-if TYPE_CHECKING:
-    from kvcli.engine.stats import AcceptanceByMatch
+from kvcli.engine.stats import AcceptanceByMatch
 
 # Find earlier occurrences of the end of a sequence.
 #

@@ -23,7 +23,6 @@ from typing import Literal, NamedTuple, Protocol
 # is fitted while decoding. Only draft tokens whose parents were accepted are learned from, because the others were
 # never tested.
 
-
 Rule = Literal["marginal", "reject", "disco"]
 _RATE = 0.05  # learning rate, per draft token
 

@@ -8,8 +8,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from kvcli.drafts.pacing.draft_controller import DraftController, Mode, SourcePayoff
-from kvcli.drafts.tree.tree import FAINT, SURE, DraftSource, DraftToken, decided, grow
-from kvcli.engine.stats import DraftReport, LookaheadReport
+from kvcli.drafts.tree.tree import FAINT, SURE, Beyond, DraftSource, DraftToken, decided, grow
+from kvcli.engine.stats import DraftReport, LookaheadReport, Step
 
 if TYPE_CHECKING:
     from kvcli.drafts.draft_settings import DraftSettings
@@ -18,11 +18,9 @@ if TYPE_CHECKING:
     from kvcli.drafts.sources.model_draft import ModelDraft
     from kvcli.drafts.sources.ngram_pool import NgramPool
     from kvcli.drafts.tree.growth import StopRule
-    from kvcli.drafts.tree.tree import Beyond
     from kvcli.engine.drafting.drafter import Costs, DraftContext, ViewSpec
     from kvcli.engine.forward_request import Draft, LogitsHook, LookaheadRows, Passes
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
 
 _PATIENT, _EAGER = 64, 16  # passes before the first lookahead rows, with other sources and alone

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvcli.kv.slots import AttentionParams, Masks, Slots, Usage
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.slots import AttentionParams, KVCache, Masks, Slots, Usage
+from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.kv.tiers.device_tables import DeviceCache
-
-if TYPE_CHECKING:
-    from kvcli.kernels.attend_invariant import NewRows
-    from kvcli.kernels.merge_attention import PartialAttention
-    from kvcli.kv.slots import KVCache
-    from kvcli.kv.snapshot import SnapshotReader, State
 
 
 class DraftAndFullCache:

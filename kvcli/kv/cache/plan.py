@@ -6,41 +6,35 @@ lower level, sparse attention gets one on the same device.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 
 from kvcli.errors import BadConfig
 from kvcli.kernels import dispatch, triton_support
+from kvcli.kernels.rope import Rotary
 from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.cache.precision_budget import PrecisionBudget, keys_in, unit
 from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.capacity import CacheCapacity, CacheFootprint
 from kvcli.kv.footprint import STEP
+from kvcli.kv.formats.block_format import BlockFormat
 from kvcli.kv.formats.format import FormatContext
 from kvcli.kv.formats.kivi import Kivi
-from kvcli.kv.slots import params_of_storing_layers, windows_of
+from kvcli.kv.offload.host_access import Way
+from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Tier, params_of_storing_layers, windows_of
+from kvcli.kv.sparse.page_source import PageTier
+from kvcli.kv.sparse.settings import SparseMethod
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.host import PIECE
+from kvcli.kv.tiers.host import PIECE, HostTier
 from kvcli.models.machine import kept_free
 from kvcli.settings.profile import tier_effects
-from kvcli.settings.schema import size_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from kvcli.kernels.rope import Rotary
-    from kvcli.kv.formats.block_format import BlockFormat
-    from kvcli.kv.offload.host_access import Way
-    from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Tier
-    from kvcli.kv.sparse.page_source import PageTier
-    from kvcli.kv.sparse.settings import SparseMethod
-    from kvcli.kv.tiers.host import HostTier
-    from kvcli.settings.schema import Kv, Memory
+from kvcli.settings.schema import Kv, Memory, size_of
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvcli.kernels.quantize_kv import LANES, width_of
 from kvcli.kv.footprint import STEP
-from kvcli.kv.slots import POSITION
+from kvcli.kv.slots import POSITION, LayerShape
 from kvcli.kv.tiers.dense_ragged import room_of
 from kvcli.settings.schema import size_of
-
-if TYPE_CHECKING:
-    from kvcli.kv.slots import LayerShape
 
 SCALE = 2  # bytes of a scale; a zero point takes as many
 NOTED = 24  # bytes of the tables that locate one head

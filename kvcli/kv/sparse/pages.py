@@ -218,7 +218,6 @@ def _filled(k: Tensor, pos: Tensor) -> Tensor:
 # were not selected are the likeliest to be selected next, so they are copied while others are read. The page cache
 # never changes the selection or the values that rows read.
 
-
 NONE = torch.iinfo(torch.int64).max  # sorts after all slot indices
 
 

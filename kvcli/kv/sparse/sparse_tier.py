@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,15 +36,12 @@ from kvcli.kernels.attend_invariant import (
 )
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.page_scores import log_masses
-from kvcli.kv.slots import AttentionParams, KVCache, Loss, Masks, Slots, Usage, attend_new_only, visible
+from kvcli.kv.slots import AttentionParams, KVCache, Loss, Masks, Slots, Tier, Usage, attend_new_only, visible
 from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.kv.sparse.index import PageIndex
 from kvcli.kv.sparse.page_source import PageSource
 from kvcli.kv.sparse.pages import PageBudget, PageCache, Pages, padded
 from kvcli.kv.tiers.device_tables import DeviceCache
-
-if TYPE_CHECKING:
-    from kvcli.kv.slots import Tier
 
 UNREAD: Loss = "unread"
 AHEAD = 0.25  # prefetched pages (the best that no row selected), as a share of the pages that a row may select

@@ -42,7 +42,6 @@ from kvcli.kv.snapshot import SnapshotReader, State
 
 # Folder of the private KV file: on a disk, not on a file system in memory.
 
-
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are no disk
 
 
@@ -69,7 +68,6 @@ def _file_system(folder: Path) -> str:
 # where unlinking is not possible), is readable only by its owner, and is deleted with the process. Disk blocks are
 # allocated before use, so that a full disk is an error on demotion and never a crash on reading. At most `writes` bytes
 # are written in total, because disks wear.
-
 
 ALIGNED = 16  # bytes, the load size of kernels
 LARGEST = 4096  # most slots allocated ahead in an extent; extents grow with the layer

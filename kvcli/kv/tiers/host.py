@@ -31,7 +31,6 @@ from kvcli.kv.tiers.disk import ALIGNED, LARGEST, Extent, ExtentStorage, ExtentT
 # come first and holes last, so that kernels read them by length without a mask; heads of unequal length take the space
 # of the longest.
 
-
 PIECE = 16 << 20  # most bytes of an extent: the unit of copies, of which a device holds two at a time
 
 

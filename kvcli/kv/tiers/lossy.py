@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvcli.kernels.attend_invariant import StoredKV
 from kvcli.kv.slots import Slots, compact, empty_like, picked, run_of
-
-if TYPE_CHECKING:
-    from kvcli.kernels.attend_invariant import StoredKV
 
 
 class LossyTier:

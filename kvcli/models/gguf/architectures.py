@@ -58,8 +58,8 @@ class Piece:
 
     @property
     def is_plain(self) -> bool:
-        """True if the tensor has rows of stored tensors, with their numbers."""
-        return not (self.is_turned or self.is_log or self.offset) and all(part.by == "rows" for part in self.parts)
+        """True if the tensor has rows of stored tensors, with their numbers, or is the transpose of such rows."""
+        return not (self.is_log or self.offset) and all(part.by == "rows" for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)

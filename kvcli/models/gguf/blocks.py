@@ -5,9 +5,10 @@ A row of such a tensor is a row of whole blocks, so rows are read in any order a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from kvcli.kernels import native
 from kvcli.kernels.linear_quantized.formats import PANEL, Format
+
+if TYPE_CHECKING:
+    from kvcli.models.checkpoint import TensorHeader
 
 Bytes = NDArray[np.uint8]
 _STRETCH = 1 << 22  # numbers dequantized at a time: 16 MiB in float32
@@ -28,11 +32,19 @@ def stretches(rows: int, columns: int) -> Iterator[slice]:
     return (slice(a, min(a + step, rows)) for a in range(0, rows, step))
 
 
-def stays_packed(name: str, kind: str, shape: tuple[int, ...]) -> bool:
+def stays_packed(name: str, tensor: TensorHeader) -> bool:
     """True if, on a CPU, a tensor of this transformers name is multiplied without dequantizing it."""
     if name.startswith("mtp."):  # a draft head loads its layers itself, as numbers
         return False
-    return name.endswith(_WEIGHTS) and kind in PACKED and len(shape) == 2 and native.native() is not None
+    # no panel has outputs of two experts
+    of_experts = len(tensor.shape) == 3 and ".experts." in name and tensor.in_file[1] % PANEL == 0
+    is_served = of_experts or (len(tensor.shape) == 2 and name.endswith(_WEIGHTS) and not tensor.is_turned)
+    return is_served and not tensor.is_made and tensor.dtype in PACKED and native.native() is not None
+
+
+def packed_bytes(kind: str, shape: Sequence[int]) -> int:
+    """Bytes in panels of a weight [N, K], or of those of experts [E, N, K]."""
+    return sum(PACKED[kind].format.nbytes(prod(shape[:-1]), shape[-1]))
 
 
 def numbers(raw: Bytes, kind: str) -> Tensor:

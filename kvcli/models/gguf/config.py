@@ -54,7 +54,7 @@ class Described:
             stored = [header.tensors[part.stored] for part in piece.parts]
             nbytes = sum(t.nbytes * prod(p.view) // _rows(t, p) for t, p in zip(stored, piece.parts, strict=True))
             is_made = not piece.is_plain or len({t.kind for t in stored}) > 1
-            found[name] = TensorHeader(stored[0].kind, piece.shape, nbytes, is_made)
+            found[name] = TensorHeader(stored[0].kind, piece.shape, nbytes, is_made, piece.is_turned)
         return found
 
 

@@ -21,38 +21,37 @@ from importlib.util import find_spec
 from itertools import repeat
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from kvcli.errors import BadModel, writing
 from kvcli.files import check_room, private_folder, replacing_folder
 from kvcli.installing import pip
 from kvcli.kernels.linear import NativeWeight, WeightArena
-from kvcli.kernels.linear_quantized import PackedLinear, of_blocks
+from kvcli.kernels.linear_quantized import Codes, PackedLinear, of_blocks
 from kvcli.kernels.linear_quantized.formats import arrange_panels, arrange_scales
+from kvcli.kernels.moe_linear import why_not_grouped
+from kvcli.kernels.moe_linear.tensor import Experts
 from kvcli.models import source
 from kvcli.models.catalog import Hashes, Stamped, releases
 from kvcli.models.control_words import spelled
 from kvcli.models.gguf.architectures import Piece
-from kvcli.models.gguf.blocks import PACKED, Bytes, stays_packed
+from kvcli.models.gguf.blocks import PACKED, Bytes, packed_bytes, stays_packed
 from kvcli.models.gguf.config import Described, describe
 from kvcli.models.gguf.header import BLOCKS, Header, read
 from kvcli.models.gguf.pieces import raw_rows, values
 from kvcli.models.gguf.words import splits
 from kvcli.models.refusals import blame_files, no_tokenizer
+from kvcli.models.sampling import sampling_of
+from kvcli.models.source import Source
 from kvcli.settings.schema import NUMBERS
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from kvcli.models.source import Source
 
 # Quantizer for transformers: weights stay quantized while transformers loads them, by its quantizer interface.
 #
 # A checkpoint that says `quant_method: kvcli` has, in place of each weight that it names with its type and shape, the
 # bytes of `kvcli.kernels.linear_quantized.of_blocks`. transformers loads and ties them like any other tensor.
-
 
 METHOD = "kvcli"
 
@@ -77,13 +76,15 @@ def register() -> None:
 
         def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
             for name, (kind, *shape) in self.quantization_config.weights.items():
-                module = model.get_submodule(name.removesuffix(".weight"))
-                if type(module) is not torch.nn.Linear and not isinstance(module, torch.nn.Embedding):
+                path, _, own = name.rpartition(".")
+                module, of_experts = model.get_submodule(path), len(shape) == 3
+                if not of_experts and type(module) is not nn.Linear and not isinstance(module, nn.Embedding):
                     raise TypeError(f"{name} is quantized in the file, but is no linear layer or embedding")
-                if module.weight.shape != torch.Size(shape):
-                    raise ValueError(f"{name} is {shape} in the file, and {list(module.weight.shape)} in the model")
-                blob = torch.empty(sum(PACKED[kind].format.nbytes(*shape)), dtype=torch.uint8, device="meta")
-                module.weight = torch.nn.Parameter(blob, requires_grad=False)
+                there = list(getattr(module, own).shape)
+                if shape != there and not (of_experts and sorted(shape) == sorted(there)):
+                    raise ValueError(f"{name} is {shape} in the file, and {there} in the model")
+                blob = torch.empty(packed_bytes(kind, shape), dtype=torch.uint8, device="meta")
+                setattr(module, own, nn.Parameter(blob, requires_grad=False))
 
 
 @torch.no_grad()
@@ -98,21 +99,32 @@ def attach_(model: Any, done_with: Callable[[Tensor], object]) -> None:
     for parent in model.modules():
         for name, module in parent.named_children():
             users.setdefault(id(module._parameters.get("weight")), []).append((parent, name, module))
-    for full, (kind, n, k) in stated.weights.items() if getattr(stated, "quant_method", "") == METHOD else ():
+    for full, (kind, *shape) in stated.weights.items() if getattr(stated, "quant_method", "") == METHOD else ():
         old = model.get_parameter(full)
         blob = room.empty((old.nbytes // 4,)).view(torch.uint8)
         blob.copy_(old)
-        weight = of_blocks(blob, PACKED[kind].format, (n, k))
-        for parent, name, module in users.pop(id(old)):
-            if isinstance(module, torch.nn.Linear):
+        weight = of_blocks(blob, PACKED[kind].format, (prod(shape[:-1]), shape[-1]))
+        path, _, own = full.rpartition(".")
+        if len(shape) == 3:
+            module = model.get_submodule(path)
+            setattr(module, own, experts_of(module, own, Codes.split(weight, shape[0]), model.dtype))
+        for parent, name, module in users.pop(id(old), ()):
+            if isinstance(module, nn.Linear):
                 setattr(parent, name, PackedLinear(weight, module.bias, model.dtype))
             else:
-                module.weight = torch.nn.Parameter(NativeWeight(weight, (n, k), model.dtype), requires_grad=False)
+                module.weight = nn.Parameter(NativeWeight(weight, weight.shape, model.dtype), requires_grad=False)
         done_with(old)
 
 
-# Cache of models converted to another format. Copies are named by a hash of their source; the oldest are removed.
+def experts_of(module: nn.Module, name: str, codes: Codes, dtype: torch.dtype) -> nn.Parameter:
+    """Return a module's weights of experts, as numbers unless transformers multiplies them in groups."""
+    is_turned = not getattr(module, "is_transposed", False)
+    n, k = codes.like.shape
+    made = Experts(codes, torch.Size((len(codes), n, k) if is_turned else (len(codes), k, n)), dtype, is_turned)
+    return nn.Parameter(made.plain() if why_not_grouped(module) else made, requires_grad=False)
 
+
+# Cache of models converted to another format. Copies are named by a hash of their source; the oldest are removed.
 
 FOLDER = "gguf"  # folder below the cache
 KEPT = 4  # copies, the most recently used
@@ -147,7 +159,7 @@ def _used(copy: Path) -> int:
     return file.stat().st_atime_ns if file.exists() else 0
 
 
-VERSION = 4  # version of the output format
+VERSION = 5  # version of the output format
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors' name
 
 
@@ -180,7 +192,7 @@ def conversion_notes(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
     if not found.is_gguf:
         return ()
     tensors = [(name, t) for file in found.files for name, t in file.tensors.items() if t.dtype in BLOCKS]
-    stay = Counter(t.dtype for name, t in tensors if packs and not t.is_made and stays_packed(name, t.dtype, t.shape))
+    stay = Counter(t.dtype for name, t in tensors if packs and stays_packed(name, t))
     gone = Counter(t.dtype for _, t in tensors) - stay
     told = (("GGUF tensors that run in the file's bits", stay), (f"GGUF tensors converted to {dtype}", gone))
     return tuple(f"{what}: {', '.join(f'{n} {kind}' for kind, n in sorted(c.items()))}" for what, c in told if c)
@@ -208,20 +220,10 @@ def _make(
     with writing(folder, try_=["df -h"]), replacing_folder(folder) as made:
         ends = _write_words(made, found, header, described)
         (made / "config.json").write_text(json.dumps(config))
-        settings = ({"eos_token_id": ends} if ends else {}) | sampling_of(header)
+        settings = ({"eos_token_id": ends} if ends else {}) | sampling_of(header, found.id)
         (made / "generation_config.json").write_text(json.dumps(settings))
         _write_weights(made / "model.safetensors", plan)
         file.check()
-
-
-def sampling_of(header: Header) -> dict[str, Any]:
-    """Return the sampling settings that a file of 2025 or later states, by transformers' names."""
-    theirs = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
-    alike = "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold"
-    settings = {key: header.meta.get(f"general.sampling.{key}") for key in (*theirs, *alike)}
-    known = {theirs.get(key, key): value for key, value in settings.items() if isinstance(value, int | float)}
-    found = {key: value if isinstance(value, int) else float(f"{value:.6g}") for key, value in known.items()}
-    return found | {"do_sample": found.get("temperature", 1) != 0} if found else {}
 
 
 # ---- weights ----
@@ -243,10 +245,10 @@ def _plan(header: Header, described: Described, dtype: str, packs: bool) -> Iter
     number = getattr(torch, dtype)
     for name, tensor in described.tensors(header).items():
         rows = partial(raw_rows, header, described.pieces[name])
-        if packs and not tensor.is_made and stays_packed(name, tensor.dtype, tensor.shape):
-            nbytes = sum(PACKED[tensor.dtype].format.nbytes(*tensor.shape))
+        if packs and stays_packed(name, tensor):
+            nbytes = packed_bytes(tensor.dtype, tensor.in_file)
             panels = partial(_panels, rows, tensor.dtype)
-            yield _Out(name, "U8", (nbytes,), nbytes, panels, (tensor.dtype, *tensor.shape))
+            yield _Out(name, "U8", (nbytes,), nbytes, panels, (tensor.dtype, *tensor.in_file))
         else:
             plain = partial(_numbers, header, described.pieces[name], number)
             yield _Out(name, _KINDS[dtype], tensor.shape, prod(tensor.shape) * number.itemsize, plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import prod
 from typing import TypeVar
 
@@ -20,9 +21,13 @@ Indices = NDArray[np.intp]
 
 
 def raw_rows(header: Header, piece: Piece) -> Iterator[Bytes]:
-    """Blocks of a plain tensor, whose parts are of one kind, [N, bytes] in the order of its rows."""
+    """Blocks of a plain tensor, whose parts are of one kind, [N, bytes] in the order of its rows in the file."""
     held = [_raw(header, part) for part in piece.parts]
-    return _read(piece, [blocks.__getitem__ for blocks in held], lambda n: np.empty((n, held[0].shape[1]), np.uint8))
+    return _read(
+        replace(piece, is_turned=False),
+        [blocks.__getitem__ for blocks in held],
+        lambda n: np.empty((n, held[0].shape[1]), np.uint8),
+    )
 
 
 def values(header: Header, piece: Piece) -> Iterator[Tensor]:

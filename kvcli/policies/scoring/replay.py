@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvcli.engine.forward_request import ForwardRequest, Passes, Rows
-from kvcli.engine.policy.policy import LayerContext
+from kvcli.engine.policy.policy import CompressionPoint, LayerContext
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.slots import AttentionParams, Slots, attend_new_only, compact, visible
 from kvcli.kv.views.uncaptured import UncapturedReader
-
-if TYPE_CHECKING:
-    from kvcli.engine.policy.policy import CompressionPoint
 
 Pick = Callable[[Slots, LayerContext], Tensor]  # one layer -> slots to keep [K, S]
 

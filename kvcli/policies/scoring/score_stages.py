@@ -8,16 +8,13 @@ A stage sets the score of a slot to +inf to keep it in any case.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvcli.engine.policy.policy import LayerContext
+from kvcli.kv.slots import Slots
 from kvcli.policies.scoring import selection, token_units
-
-if TYPE_CHECKING:
-    from kvcli.engine.policy.policy import LayerContext
-    from kvcli.kv.slots import Slots
 
 Post = Callable[[Tensor, "Slots", "LayerContext", Tensor], Tensor]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from kvcli.engine.policy.policy import Policy, PolicyRequirements, ProtectedTokens
+from kvcli.engine.policy.policy import CompressionPoint, LayerContext, Policy, PolicyRequirements, ProtectedTokens
 from kvcli.errors import BadModel
 from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
 from kvcli.policies.scoring.headmap import head_rows
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from kvcli.engine.forward_request import Passes
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.policy import CompressionPoint, LayerContext
     from kvcli.engine.policy.policy_inputs import ProjectedValueNorms
     from kvcli.kv.slots import Masks, Slots
     from kvcli.kv.snapshot import SnapshotReader, Snapshottable, State

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from kvcli.render.bench import charts
 from kvcli.render.bench import html_quality as quality
@@ -12,9 +11,7 @@ from kvcli.render.bench import text as b
 from kvcli.render.html import Markup, bullets, cards, data_table, join, number, page, section, tag
 from kvcli.render.report import NONE
 from kvcli.render.terminal.terminal import long_size
-
-if TYPE_CHECKING:
-    from kvcli.schemas.bench import BenchArgs, BenchDocument, BenchRow, Ratio
+from kvcli.schemas.bench import BenchArgs, BenchDocument, BenchRow, Ratio
 
 _TEXT = {
     "base": ("the baseline", "square"),

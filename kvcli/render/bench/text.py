@@ -6,18 +6,15 @@ import csv
 import io
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcli.render import quality as q
 from kvcli.render.report import NONE, Block, ReportTable, Text
 from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.tables import fitting
 from kvcli.safe_output import escaped
-from kvcli.schemas.bench import BenchLine
+from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchLine, BenchRow, HistoryEntry, Ratio
 from kvcli.settings.schema import NUMBERS
-
-if TYPE_CHECKING:
-    from kvcli.schemas.bench import BenchDocument, BenchHistoryDocument, BenchRow, HistoryEntry, Ratio
 
 DTYPES = {theirs: ours for ours, theirs in NUMBERS.items()}
 # columns to drop one after the other if the terminal is too narrow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from kvcli.fit.run_log import age_days
 from kvcli.render.fit.explain import explained
@@ -12,9 +11,7 @@ from kvcli.render.terminal import terminal as f
 from kvcli.render.terminal.tables import columns, turned, widest
 from kvcli.render.terminal.terminal import Span, folded, styled, text_width
 from kvcli.render.turn.turn_summary import joined
-
-if TYPE_CHECKING:
-    from kvcli.schemas.fit import CalibrationDocument, FitDocument, FitPlan, PassTime
+from kvcli.schemas.fit import CalibrationDocument, FitDocument, FitPlan, PassTime
 
 GIB, MIB = 1 << 30, 1 << 20
 STEADY = 1.5  # on an undisturbed machine, slowest pass / fastest pass is below this

@@ -85,7 +85,7 @@ def top_table(document: HeadsDocument, top: int) -> list[list[str]]:
     """Return the heads with the largest scores in the map."""
     there = {column: name for column, name in LISTED.items() if name in document.scalars}
     places = [(layer, head) for layer in document.probed for head in range(document.kv_heads)]
-    places.sort(key=lambda at: -_score(document, *at))
+    places.sort(key=lambda at: -document.heads[at[0]][at[1]])
     policy = ["policy"] if document.policy is not None else []
     offset = ["at"] if document.offsets is not None else []
     rows = [["head", *there, *offset, *policy]]
@@ -98,10 +98,6 @@ def top_table(document: HeadsDocument, top: int) -> list[list[str]]:
             row.append("window" if chosen < 0 else document.policy.candidates[chosen])
         rows.append(row)
     return rows
-
-
-def _score(document: HeadsDocument, layer: int, head: int) -> float:
-    return document.heads[layer][head]
 
 
 def _cell(value: float) -> str:

@@ -129,8 +129,4 @@ def _names(document: SummaryDocument, *, alone: bool) -> list[str]:
         return [source.name for source in document.sources]
     if not alone:
         return [source.path for source in document.sources]
-    return [source.name if source.path == "-" else _last(source.path) for source in document.sources]
-
-
-def _last(path: str) -> str:
-    return path.rpartition("/")[2] or path
+    return [s.name if s.path == "-" else s.path.rpartition("/")[2] or s.path for s in document.sources]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.documents import listed
+from kvcli.documents import Document, listed
 from kvcli.engine.stats import FEW
 from kvcli.render.terminal import terminal as f
 from kvcli.render.turn.turn_summary import joined
 
 if TYPE_CHECKING:
-    from kvcli.documents import Document
     from kvcli.summarize.events import MergeEnded, PartEnded, Stopped
     from kvcli.summarize.parts import Part
     from kvcli.summarize.plan import Plan

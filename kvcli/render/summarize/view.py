@@ -9,6 +9,7 @@ from kvcli.api import Event as TurnEvent
 from kvcli.api import Text, Thought
 from kvcli.render.summarize.notes import hung, merge_done, part_done, stretch
 from kvcli.render.terminal import terminal as f
+from kvcli.render.terminal.screen import Screen
 from kvcli.render.terminal.tables import clip
 from kvcli.render.terminal.terminal import Span
 from kvcli.render.turn.status_row import NARROWEST, RowOptions
@@ -17,6 +18,7 @@ from kvcli.render.turn.turn_view import TurnView
 from kvcli.summarize.events import (
     CacheWriteFailed,
     Done,
+    Event,
     MergeBegan,
     MergeEnded,
     PartBegan,
@@ -25,13 +27,11 @@ from kvcli.summarize.events import (
     PointReady,
     Stopped,
 )
+from kvcli.summarize.plan import Plan
+from kvcli.summarize.result import Point, Summary
 
 if TYPE_CHECKING:
-    from kvcli.render.terminal.screen import Screen
     from kvcli.summarize.ahead import Ahead
-    from kvcli.summarize.events import Event
-    from kvcli.summarize.plan import Plan
-    from kvcli.summarize.result import Point, Summary
 
 Writer = Callable[[Sequence["Point"]], str]
 

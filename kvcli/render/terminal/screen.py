@@ -20,7 +20,6 @@ from kvcli.safe_output import Styled
 
 # Terminal input during a turn: echo is off, and Ctrl-Z restores the terminal.
 
-
 try:
     import termios
 except ImportError:  # Windows has no echo to switch off here
@@ -82,7 +81,6 @@ def suspendable(region: LiveRegion | None, stdin: TextIO | None) -> Iterator[Non
 # Rich's `Live` finds its lines by counting upwards from the last one. The count is wrong after a terminal rewraps its
 # lines to a narrower window, and lines are torn or lost. Here the cursor is always at the start of the first line,
 # which every terminal tracks, so a redraw begins at the cursor and needs no count.
-
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 WRAP, NO_WRAP = "\x1b[?7h", "\x1b[?7l"

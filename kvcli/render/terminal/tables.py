@@ -106,7 +106,7 @@ def kv_table(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
         for group in alike.values()
     ]
     body = [[_cell(key, row.get(key)) for key in keys] for row in shared]
-    total = [_total(key, table) for key in keys]
+    total = [f.long_size(sum(row.get(key) or 0 for row in table)) if _is_bytes(key) else "" for key in keys]
     names = ["bytes" if key == "nbytes" else key.replace("_", " ") for key in keys]
     return [names, *body, ["total" if i == 0 else t for i, t in enumerate(total)]]
 
@@ -121,13 +121,6 @@ def _cell(key: str, value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f.count(value)
     return str(value)
-
-
-def _total(key: str, table: Sequence[Mapping[str, Any]]) -> str:
-    values = [row.get(key) for row in table]
-    if not _is_bytes(key):
-        return ""
-    return f.long_size(sum(v for v in values if isinstance(v, int)))
 
 
 def _is_bytes(key: str) -> bool:

@@ -108,7 +108,6 @@ class Terminal:
 
 # Wrap text at word ends as it arrives; each finished line is returned once.
 
-
 TAB = 8  # columns
 
 
@@ -190,7 +189,6 @@ class Wrapper:
 
 
 # Number formats for people: counts, sizes and times.
-
 
 KIB, UNITS = 1024, "KMGTP"
 TIERS = {"cpu": "host", "cuda": "GPU", "mps": "GPU", "packed": "quantized", "packed cuda": "quantized GPU"}

@@ -17,6 +17,7 @@ NARROW = 20  # columns of a nested list, at least
 # rules that would drop characters of the answer: backslashes, entities, brackets, addresses of images and references
 DROPPING = ["escape", "entity", "autolink", "image", "reference"]
 ITEM = re.compile(r" {0,3}([-*+]|\d{1,9}[.)])( {1,4}|$)")
+DEEP = re.compile(r"^ {0,3}>([ \t]*([>*+-]|\d{1,9}[.)])){19}", re.MULTILINE)  # the parser drops deeper text
 CODE = r"\x1b\[[\d;]*m"
 LOOKS = {"code": "cyan", "h1": "bold", "h2": "bold", "h3": "bold", "h4": "bold", "h5": "bold", "link_url": "underline"}
 
@@ -28,8 +29,9 @@ class MarkdownWrapper(Wrapper):
     """
 
     def feed(self, text: str, width: int) -> list[str]:
+        written = (self.tail.rpartition("\n")[2] + text).split("\n")[:-1]
         self.tail += text
-        if "\n" not in text:
+        if all(line[:1] in ("", " ", "\t") for line in written):  # no line of these begins a block
             return []
         lines = neutralise(self.tail).split("\n")
         blocks = self._blocks(lines[:-1])  # the last line may go on
@@ -74,7 +76,10 @@ class MarkdownWrapper(Wrapper):
         return self._rendered(lines, width) if width >= NARROW else (s for line in lines for s in fold(line, NARROW))
 
     def _leaf(self, text: str, width: int) -> Iterator[Styled]:
-        """Yield the lines of a paragraph, heading, quote, table or rule."""
+        """Yield the lines of a paragraph, heading, quote, table or rule; deep quotes as written."""
+        if DEEP.search(text):
+            yield from (Styled(row) for line in text.split("\n") for row in fold(line, width))
+            return
         from rich.console import Console
         from rich.markdown import Markdown
         from rich.theme import Theme
