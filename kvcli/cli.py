@@ -187,6 +187,10 @@ def run(args: Sequence[str], world: Environment) -> int:
     if completes:
         command.main(list(args), prog_name="kvcli", complete_var="_KVCLI_COMPLETE", obj=world)
     try:
+        if world.is_own_process and "TORCHELASTIC_RUN_ID" in world.environ:
+            from kvcli.commands.common.torchrun import join
+
+            join(world, args)
         out, err = cast("TextIO", LibraryStream(world.stdout)), cast("TextIO", LibraryStream(world.stderr))
         with redirect_stdout(out), redirect_stderr(err):  # libraries write to Python's streams
             status = _invoke(command, args, world)

@@ -1,9 +1,9 @@
 """Ranks: the processes that share one model by tensor parallelism, as torchrun starts them.
 
 Every rank runs the same program over the same tokens, with its part of the weights and heads. The logits are the same
-on all ranks. Anything else that a decision depends on differs: time, free memory, attention of a rank's own heads. It is
-exchanged here, so that all ranks decide alike. `check` finds out if they did not, before their passes mix or wait for
-each other for ever.
+on all ranks. Anything else that a decision depends on differs: time, free memory, attention of a rank's own heads. It
+is exchanged here, so that all ranks decide alike. `check` finds out if they did not, before their passes mix or wait
+for each other for ever.
 """
 
 from __future__ import annotations

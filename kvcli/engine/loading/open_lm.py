@@ -115,7 +115,8 @@ def open_lm(
         )
         model.register_forward_pre_hook(lm.ranks.check, with_kwargs=True)
         how = f"torch's linear layers, split over {ranks} processes"
-        lm.info = replace(lm.info, backend=f"{lm.info.backend}, {how}")
+        whole = {"heads": lm.n_heads * ranks, "kv_heads": given}  # the probe saw this rank's
+        lm.info = replace(lm.info, backend=f"{lm.info.backend}, {how}", **whole)
     else:  # native and fused layers, and captured passes, expect whole weights
         install_kernels(lm)
         if lm.is_on_accelerator:

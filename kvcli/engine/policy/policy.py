@@ -116,6 +116,8 @@ class Policy:
     # tokens between two compression points while decoding; None = there are none then, and `assemble.session` installs
     # no policy
     compression_interval: int | None
+    # True if heads may be in several processes: none depends on others, except by budgets that TopK divides among all
+    splits_heads: bool = False
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Return the requirements for this model. Raises BadModel if the policy does not support the model, BadInput

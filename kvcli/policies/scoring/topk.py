@@ -172,6 +172,10 @@ class TopK(Policy):
         return PolicyRequirements(**given)
 
     @property
+    def splits_heads(self) -> bool:  # type: ignore[override]  # depends on settings
+        return self.post == "none" and self.alloc != "headmap" and not self.weighs
+
+    @property
     def queries(self) -> int:
         """Number of newest queries to record; 0 = the score is by keys and values alone."""
         return 0

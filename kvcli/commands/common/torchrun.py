@@ -1,0 +1,64 @@
+"""`kvcli chat` under torchrun: one process for each part of a model, of which rank 0 alone reads and prints."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvcli.commands.common.inputs import has_piped_input
+from kvcli.environment import nothing
+from kvcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvcli.environment import Environment
+
+# options that read or change what is saved, or run programs, which only one process may do
+REFUSED = ("--continue", "-c", "--resume", "-r", "--pack", "--mcp", "--tool-command")
+
+
+def join(world: Environment, args: Sequence[str]) -> None:
+    """Join the processes that torchrun started. Raises UsageError for a command that they cannot run together.
+
+    Every rank runs the whole command. Those above 0 print nothing and get rank 0's standard input. None saves a chat.
+    """
+    import torch
+    import torch.distributed as dist
+
+    index = int(world.environ["RANK"])
+    if index:
+        world.stdout, world.stderr = nothing("w"), nothing("w")
+    if args[:1] != ["chat"]:
+        raise UsageError(
+            "torchrun runs kvcli chat only",
+            try_=["torchrun --nproc-per-node 2 -m kvcli chat MODEL -p TEXT", "the command without torchrun"],
+        )
+    if wrong := next((one for one in args if one.partition("=")[0] in REFUSED), ""):
+        raise UsageError(f"{wrong} does not work under torchrun", try_=["leave it out", "one process"])
+    if gpu := torch.cuda.is_available():
+        torch.cuda.set_device(int(world.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    world.keeps = dist.get_world_size() == 1
+    is_piped = [has_piped_input(world)]
+    dist.broadcast_object_list(is_piped)
+    shared = io.TextIOWrapper(io.BufferedReader(SharedInput(world.stdin.buffer, index)), encoding="utf-8")
+    world.stdin = shared if is_piped[0] else nothing("r")
+
+
+class SharedInput(io.RawIOBase):
+    """Standard input of rank 0 on all ranks, which read it at the same points of the program."""
+
+    def __init__(self, source: io.BufferedIOBase, index: int) -> None:
+        self._source, self._index = source, index
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        from torch.distributed import broadcast_object_list
+
+        view = memoryview(into)
+        found = [self._source.read(len(view)) if self._index == 0 else b""]
+        broadcast_object_list(found)
+        view[: len(found[0])] = found[0]
+        return len(found[0])
