@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvcli.commands.common.inputs import has_piped_input
 from kvcli.environment import nothing
@@ -48,7 +48,7 @@ def join(world: Environment, args: Sequence[str]) -> None:
 class SharedInput(io.RawIOBase):
     """Standard input of rank 0 on all ranks, which read it at the same points of the program."""
 
-    def __init__(self, source: io.BufferedIOBase, index: int) -> None:
+    def __init__(self, source: BinaryIO, index: int) -> None:
         self._source, self._index = source, index
 
     def readable(self) -> bool:

@@ -115,8 +115,9 @@ def open_lm(
         )
         model.register_forward_pre_hook(lm.ranks.check, with_kwargs=True)
         how = f"torch's linear layers, split over {ranks} processes"
-        whole = {"heads": lm.n_heads * ranks, "kv_heads": given}  # the probe saw this rank's
-        lm.info = replace(lm.info, backend=f"{lm.info.backend}, {how}", **whole)
+        # the probe saw this rank's heads
+        backend, heads = f"{lm.info.backend}, {how}", lm.n_heads * ranks
+        lm.info = replace(lm.info, backend=backend, heads=heads, kv_heads=given)
     else:  # native and fused layers, and captured passes, expect whole weights
         install_kernels(lm)
         if lm.is_on_accelerator:
