@@ -55,8 +55,9 @@ def test_a_method_that_needs_all_heads_is_refused(settings):
 
 
 def test_quantized_weights_are_refused_by_name():
-    with pytest.raises(BadModel, match="demo cannot be shared by several processes with quantization"):
+    with pytest.raises(BadModel, match="demo cannot be shared by several processes with quantization") as found:
         refuse_across_ranks("demo", quantization=True, adapters=False)
+    assert found.value.code == "no_ranks"
 
 
 @pytest.mark.parametrize("args", [["summarize", "a.pdf"], ["chat", "-c"], ["chat", "--resume=x"]], ids=str)
