@@ -190,7 +190,7 @@ def run(args: Sequence[str], world: Environment) -> int:
         if world.is_own_process and "TORCHELASTIC_RUN_ID" in world.environ:
             from kvcli.commands.common.torchrun import join
 
-            join(world, args)
+            join(world, next((one for one in args if one in COMMANDS), ""), args)
         out, err = cast("TextIO", LibraryStream(world.stdout)), cast("TextIO", LibraryStream(world.stderr))
         with redirect_stdout(out), redirect_stderr(err):  # libraries write to Python's streams
             status = _invoke(command, args, world)

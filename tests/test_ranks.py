@@ -63,7 +63,7 @@ def test_quantized_weights_are_refused_by_name():
 @pytest.mark.parametrize("args", [["summarize", "a.pdf"], ["chat", "-c"], ["chat", "--resume=x"]], ids=str)
 def test_a_command_that_torchrun_cannot_run_is_refused(args):
     with pytest.raises(UsageError, match="torchrun"):
-        join(SimpleNamespace(environ={"RANK": "0"}), args)
+        join(SimpleNamespace(environ={"RANK": "0"}), args[0], args)
 
 
 class Both(Ranks):

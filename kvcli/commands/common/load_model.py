@@ -44,7 +44,9 @@ class CheckedRun:
 
     def record(self, profile: Profile, turn: Turn) -> str:
         """Log the memory of a turn with its estimate; returns a note the first time that logging fails."""
-        return self.outlook.record(profile, turn.stats) if self.outlook is not None else ""
+        if self.outlook is None or not self.setup.world.keeps:
+            return ""
+        return self.outlook.record(profile, turn.stats)
 
     # for an interactive chat, whose settings may change; files may have changed since it began
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 REFUSED = ("--continue", "-c", "--resume", "-r", "--pack", "--mcp", "--tool-command")
 
 
-def join(world: Environment, args: Sequence[str]) -> None:
+def join(world: Environment, command: str, args: Sequence[str]) -> None:
     """Join the processes that torchrun started. Raises UsageError for a command that they cannot run together.
 
     Every rank runs the whole command. Those above 0 print nothing and get rank 0's standard input. None saves a chat.
@@ -28,7 +28,7 @@ def join(world: Environment, args: Sequence[str]) -> None:
     index = int(world.environ["RANK"])
     if index:
         world.stdout, world.stderr = nothing("w"), nothing("w")
-    if args[:1] != ["chat"]:
+    if command != "chat":
         raise UsageError(
             "torchrun runs kvcli chat only",
             try_=["torchrun --nproc-per-node 2 -m kvcli chat MODEL -p TEXT", "the command without torchrun"],
@@ -38,7 +38,9 @@ def join(world: Environment, args: Sequence[str]) -> None:
     if gpu := torch.cuda.is_available():
         torch.cuda.set_device(int(world.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
-    world.keeps = dist.get_world_size() == 1
+    if dist.get_world_size() == 1:
+        return
+    world.keeps = False
     is_piped = [has_piped_input(world)]
     dist.broadcast_object_list(is_piped)
     shared = io.TextIOWrapper(io.BufferedReader(SharedInput(world.stdin.buffer, index)), encoding="utf-8")

@@ -114,7 +114,7 @@ def open_lm(
             latents=bool(lm.latents),
         )
         model.register_forward_pre_hook(lm.ranks.check, with_kwargs=True)
-        how = f"torch's linear layers, split over {ranks} processes"
+        how = f"torch's linear layers, rank {lm.ranks.index} of {ranks}"  # part of the key of the prefix cache
         # the probe saw this rank's heads
         backend, heads = f"{lm.info.backend}, {how}", lm.n_heads * ranks
         lm.info = replace(lm.info, backend=backend, heads=heads, kv_heads=given)
