@@ -161,6 +161,8 @@ def main() -> None:
     world = Environment.real()
     world.is_own_process = True
     status = run(sys.argv[1:], world)
+    if status and "TORCHELASTIC_RUN_ID" in world.environ:
+        import_module("kvcli.commands.common.torchrun").end(world)
     if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):
         # Die of SIGPIPE, the default of programs; this also keeps Python from flushing into the pipe.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -23,13 +23,17 @@ from kvcli.errors import BadModel
 Scored = tuple[Tensor, Tensor]  # scores and positions of one layer's slots, [K, S] each
 
 
+def n_ranks() -> int:
+    """Return the number of processes that this one computes with; 1 without torchrun."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 class Ranks:
     """The processes of one model. Alone, without torchrun, nothing is exchanged."""
 
     def __init__(self) -> None:
-        self.n, self.index = 1, 0
-        if dist.is_available() and dist.is_initialized():
-            self.n, self.index = dist.get_world_size(), dist.get_rank()
+        self.n = n_ranks()
+        self.index = dist.get_rank() if self.n > 1 else 0
         # on the CPU: the numbers are the host's, and a GPU must not be waited for
         self._group = dist.new_group(backend="gloo") if self.n > 1 else None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 REFUSED = ("--continue", "-c", "--resume", "-r", "--pack", "--mcp", "--tool-command")
 
 
+PATIENCE = 10.0  # seconds
+
+
 def join(world: Environment, command: str, args: Sequence[str]) -> None:
     """Join the processes that torchrun started. Raises UsageError for a command that they cannot run together.
 
@@ -27,7 +32,7 @@ def join(world: Environment, command: str, args: Sequence[str]) -> None:
 
     index = int(world.environ["RANK"])
     if index:
-        world.stdout, world.stderr = nothing("w"), nothing("w")
+        world.stdout, world.stderr = nothing("w"), io.StringIO()
     if command != "chat":
         raise UsageError(
             "torchrun runs kvcli chat only",
@@ -45,6 +50,14 @@ def join(world: Environment, command: str, args: Sequence[str]) -> None:
     dist.broadcast_object_list(is_piped)
     shared = io.TextIOWrapper(io.BufferedReader(SharedInput(world.stdin.buffer, index)), encoding="utf-8")
     world.stdin = shared if is_piped[0] else nothing("r")
+
+
+def end(world: Environment) -> None:
+    """End a command that failed. torchrun ends all ranks with the first, so one above 0 waits for rank 0 to report the
+    error. It prints its own if rank 0 goes on."""
+    if world.environ["RANK"] != "0":
+        time.sleep(PATIENCE)
+        sys.stderr.write(f"rank {world.environ['RANK']}: {getattr(world.stderr, 'getvalue', str)()}")
 
 
 class SharedInput(io.RawIOBase):

@@ -25,7 +25,7 @@ from kvcli.engine.hf.model_probe import attention_set, is_batch_variant, probed,
 from kvcli.engine.loading import weights
 from kvcli.engine.loading.weight_quantization import quantize_and_place, split
 from kvcli.engine.model_info import ModelInfo
-from kvcli.engine.ranks import Ranks
+from kvcli.engine.ranks import n_ranks
 from kvcli.engine.resources import drop_pages, use_device, use_threads
 from kvcli.errors import BadModel
 from kvcli.kernels import attend_invariant, triton_support
@@ -67,17 +67,21 @@ def open_lm(
     """
     began = time.perf_counter()
     where = weights.find_device(device)
-    ranks = Ranks().n
+    ranks, kv_heads = n_ranks(), 0
     is_quantized = CheckpointFormat.of(source.config).stays(where.type)
     refuse_quant(source.id, quant, where.type, is_quantized=is_quantized)
     refuse_split(layers_on_gpu, where.type, is_quantized=is_quantized)
     if source.is_pickle and not allow_pickle:
         raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
     if ranks > 1:
-        packed = "quantization_config" in source.config
-        splits = layers_on_gpu != "auto"
+        keys = ("num_key_value_heads", "num_attention_heads")
+        kv_heads = next((int(source.text_config[key]) for key in keys if source.text_config.get(key)), 0)
         refuse_across_ranks(
-            source.id, quantization=quant != "none" or packed, adapters=bool(adapters), layers_on_gpu=splits
+            source.id,
+            quantization=quant != "none" or "quantization_config" in source.config,
+            adapters=bool(adapters),
+            layers_on_gpu=layers_on_gpu != "auto",
+            **{f"{kv_heads} KV heads over {ranks} processes": kv_heads % ranks > 0},
         )
     use_threads(threads or torch.get_num_threads())
     use_device(where)
@@ -105,19 +109,17 @@ def open_lm(
         file.check()
     lm.files = files
     if lm.ranks.n > 1:
-        given = int(getattr(config.get_text_config(), "num_key_value_heads", 0) or 0)
-        uneven = any(of.n_kv_heads * ranks != given for of in lm.shapes)
         refuse_across_ranks(
             source.id,
-            **{f"{given} KV heads over {ranks} processes": uneven},
             recurrence=bool(lm.recurrent_layers),
             latents=bool(lm.latents),
+            **{"layers of unlike heads": any(of.n_kv_heads * ranks != kv_heads for of in lm.shapes)},
         )
         model.register_forward_pre_hook(lm.ranks.check, with_kwargs=True)
         how = f"torch's linear layers, rank {lm.ranks.index} of {ranks}"  # part of the key of the prefix cache
         # the probe saw this rank's heads
         backend, heads = f"{lm.info.backend}, {how}", lm.n_heads * ranks
-        lm.info = replace(lm.info, backend=backend, heads=heads, kv_heads=given)
+        lm.info = replace(lm.info, backend=backend, heads=heads, kv_heads=kv_heads)
     else:  # native and fused layers, and captured passes, expect whole weights
         install_kernels(lm)
         if lm.is_on_accelerator:
