@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -20,12 +20,29 @@ from torch.nn.functional import pad
 
 from kvcli.errors import BadModel
 
+T = TypeVar("T")
 Scored = tuple[Tensor, Tensor]  # scores and positions of one layer's slots, [K, S] each
 
 
 def n_ranks() -> int:
     """Return the number of processes that this one computes with; 1 without torchrun."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def join_ranks(local: int) -> int:
+    """Join the processes that torchrun started and return how many there are. `local`: the number of this process's
+    GPU."""
+    if has_gpu := torch.cuda.is_available():
+        torch.cuda.set_device(local)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
+    return n_ranks()
+
+
+def from_first(value: T) -> T:
+    """Return the value of rank 0. All ranks call it at the same point."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 class Ranks:

@@ -27,8 +27,7 @@ def join(world: Environment, command: str, args: Sequence[str]) -> None:
 
     Every rank runs the whole command. Those above 0 print nothing and get rank 0's standard input. None saves a chat.
     """
-    import torch
-    import torch.distributed as dist
+    from kvcli.engine.ranks import from_first, join_ranks
 
     index = int(world.environ["RANK"])
     if index:
@@ -40,16 +39,12 @@ def join(world: Environment, command: str, args: Sequence[str]) -> None:
         )
     if wrong := next((one for one in args if one.partition("=")[0] in REFUSED), ""):
         raise UsageError(f"{wrong} does not work under torchrun", try_=["leave it out", "one process"])
-    if gpu := torch.cuda.is_available():
-        torch.cuda.set_device(int(world.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
-    if dist.get_world_size() == 1:
+    if join_ranks(int(world.environ["LOCAL_RANK"])) == 1:
         return
     world.keeps = False
-    is_piped = [has_piped_input(world)]
-    dist.broadcast_object_list(is_piped)
+    is_piped = from_first(has_piped_input(world))
     shared = io.TextIOWrapper(io.BufferedReader(SharedInput(world.stdin.buffer, index)), encoding="utf-8")
-    world.stdin = shared if is_piped[0] else nothing("r")
+    world.stdin = shared if is_piped else nothing("r")
 
 
 def end(world: Environment) -> None:
@@ -70,10 +65,9 @@ class SharedInput(io.RawIOBase):
         return True
 
     def readinto(self, into: Any) -> int:
-        from torch.distributed import broadcast_object_list
+        from kvcli.engine.ranks import from_first
 
         view = memoryview(into)
-        found = [self._source.read(len(view)) if self._index == 0 else b""]
-        broadcast_object_list(found)
-        view[: len(found[0])] = found[0]
-        return len(found[0])
+        found = from_first(self._source.read(len(view)) if self._index == 0 else b"")
+        view[: len(found)] = found
+        return len(found)
