@@ -116,6 +116,10 @@ def prepare(setup: Setup, profile: Profile, wanted: MemoryWishes, tell: Callable
     except KvcliError as error:
         return CheckedRun(setup, profile, notes=(f"no memory estimate: {error.message}",))
     settled = dict(chosen(plan)) | ({"context.limit": plan.need.context} if note else {})
+    if not setup.world.keeps:  # one of several processes: each has measured the free memory
+        from kvcli.engine.ranks import from_first
+
+        settled = from_first(settled)
     notes = (*outlook.notes, *filter(None, (note, *told(plan))))
     return CheckedRun(setup, narrowed(profile, settled), settled, 0, plan.total, notes, outlook)
 

@@ -6,9 +6,9 @@ import io
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING
 
-from kvcli.commands.common.inputs import has_piped_input
+from kvcli.commands.common.inputs import has_piped_input, read_stdin
 from kvcli.environment import nothing
 from kvcli.errors import UsageError
 
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 # options that read or change what is saved, or run programs, which only one process may do
 REFUSED = ("--continue", "-c", "--resume", "-r", "--pack", "--mcp", "--tool-command")
-
-
-PATIENCE = 10.0  # seconds
+PATIENCE = 10.0  # seconds that a failed rank waits for rank 0
 
 
 def join(world: Environment, command: str, args: Sequence[str]) -> None:
@@ -42,9 +40,8 @@ def join(world: Environment, command: str, args: Sequence[str]) -> None:
     if join_ranks(int(world.environ["LOCAL_RANK"])) == 1:
         return
     world.keeps = False
-    is_piped = from_first(has_piped_input(world))
-    shared = io.TextIOWrapper(io.BufferedReader(SharedInput(world.stdin.buffer, index)), encoding="utf-8")
-    world.stdin = shared if is_piped else nothing("r")
+    piped = read_stdin(world) if index == 0 and has_piped_input(world) else b""  # which a chat always reads
+    world.stdin = io.TextIOWrapper(io.BytesIO(from_first(piped)), encoding="utf-8")
 
 
 def end(world: Environment) -> None:
@@ -53,21 +50,3 @@ def end(world: Environment) -> None:
     if world.environ["RANK"] != "0":
         time.sleep(PATIENCE)
         sys.stderr.write(f"rank {world.environ['RANK']}: {getattr(world.stderr, 'getvalue', str)()}")
-
-
-class SharedInput(io.RawIOBase):
-    """Standard input of rank 0 on all ranks, which read it at the same points of the program."""
-
-    def __init__(self, source: BinaryIO, index: int) -> None:
-        self._source, self._index = source, index
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, into: Any) -> int:
-        from kvcli.engine.ranks import from_first
-
-        view = memoryview(into)
-        found = from_first(self._source.read(len(view)) if self._index == 0 else b"")
-        view[: len(found)] = found
-        return len(found)
