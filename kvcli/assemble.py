@@ -119,6 +119,26 @@ def exactness_label(lm: LM, profile: Profile) -> str:
     )
 
 
+def refuse_across_ranks(lm: LM, profile: Profile) -> None:
+    """Raise BadConfig for methods that need all heads in one process, if the model is split over several."""
+    second = profile.spec.second
+    wrong = {
+        f"policy.name = {profile.policy.method}": not profile.policy.splits_heads,
+        f"kv_format.method = {profile.kv_format.method}": not profile.kv_format.splits_heads,
+        f"reuse.method = {profile.reuse.method}": profile.reuse.describe_reused,
+        f"reasoning_steps.method = {profile.reasoning_steps.method}": profile.reasoning_steps.second is not None,
+        f"spec.method = {profile.spec.method}": profile.spec.method == "mtp"
+        or (second is not None and second.is_assistant),
+    }
+    if found := [name for name, applies in wrong.items() if applies and lm.ranks.n > 1]:
+        raise BadConfig(
+            f"{found[0]} does not work in {lm.ranks.n} processes: it needs all heads of the model in one",
+            code="no_ranks",
+            lines=found[1:],
+            try_=["-P exact", "-P snap", "one process, without torchrun"],
+        )
+
+
 def is_lossless(profile: Profile) -> bool:
     """True if the KV cache keeps all keys and values as computed, so that other sequences may continue from them."""
     return not profile.effects.keys() & ALTERED
@@ -241,6 +261,7 @@ def session(
     from kvcli.engine.hf.rope import rotaries
     from kvcli.engine.sequence.session import GenerationSession
 
+    refuse_across_ranks(lm, profile)
     if profile.context.on_overflow == "compress":
         rotaries(lm)  # raises here, not when the context window is full
     kv = store(lm, profile)

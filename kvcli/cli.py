@@ -188,6 +188,8 @@ def main() -> None:
         except Forked as fork:  # in a process of its own, which has left the code of the parent's command
             fork.become()
             shared = world.shared
+    if status and "TORCHELASTIC_RUN_ID" in world.environ:
+        import_module("kvcli.commands.common.torchrun").end(world)
     if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):
         # Die of SIGPIPE, the default of programs; this also keeps Python from flushing into the pipe.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -214,6 +216,10 @@ def run(args: Sequence[str], world: Environment) -> int:
     if completes:
         command.main(list(args), prog_name="kvcli", complete_var="_KVCLI_COMPLETE", obj=world)
     try:
+        if world.is_own_process and "TORCHELASTIC_RUN_ID" in world.environ:
+            from kvcli.commands.common.torchrun import join
+
+            join(world, next((one for one in args if one in COMMANDS), ""), args)
         out, err = cast("TextIO", LibraryStream(world.stdout)), cast("TextIO", LibraryStream(world.stderr))
         with redirect_stdout(out), redirect_stderr(err):  # libraries write to Python's streams
             status = _invoke(command, args, world)

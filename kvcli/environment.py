@@ -130,6 +130,7 @@ class Environment:
     clock: Callable[[], float] = time.perf_counter
     options: Common = field(default_factory=Common)
     file_notes: list[str] = field(default_factory=list)  # on the files read, for the JSON document
+    keeps: bool = True  # chats and KV caches may be saved; False if several processes run the command
     is_own_process: bool = False  # the process runs this command alone, so settings of the interpreter may change
     shared: Any = None  # SharedWeights of the resident process that this one was forked from
 

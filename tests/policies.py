@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.forward_request import await_passes
 from kvcli.engine.policy.policy import LayerContext, PerLayerPolicy, Phase, Policy, PolicyRequirements
+from kvcli.engine.ranks import Ranks
 from kvcli.kv.slots import Slots
 from kvcli.methods.policies.keep_all import KeepAll as KeepAll
 
@@ -74,6 +76,7 @@ class OneLayer:
     at: LayerContext
     is_whole: bool = True
     layers = range(1)
+    lm = SimpleNamespace(ranks=Ranks())
 
     @property
     def full_layers(self) -> list[int]:

@@ -24,7 +24,7 @@ from kvcli.chat.loaded_model import LoadedModel
 from kvcli.chat.text_session import TextSession
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.errors import BadModel
-from kvcli.models.refusals import is_assistant
+from kvcli.models.refusals import is_assistant, refuse_across_ranks
 from kvcli.models.retokenizer import spelling
 from kvcli.models.text import tokens_with
 from kvcli.models.tokenizer import load_tokenizer
@@ -154,6 +154,7 @@ def load(
     """
     from kvcli.engine.loading.open_lm import open_lm
     from kvcli.engine.loading.weights import keeps_quantized
+    from kvcli.engine.ranks import n_ranks
     from kvcli.models import source
     from kvcli.models.catalog import Hashes, recommended
     from kvcli.models.channels import ends
@@ -163,6 +164,8 @@ def load(
     began, wants = time.perf_counter(), profile.load
     named = partial(source.find, offline=offline, tell=tell)
     found = named(model, allow_pickle=wants.allow_pickle) if isinstance(model, str) else model
+    if n_ranks() > 1:
+        refuse_across_ranks(found.id, **{"a GGUF file": found.is_gguf})
     packs = keeps_quantized(wants)
     given, found = found, convert.convert_if_needed(found, wants.dtype, cache, packs=packs, tell=tell)
     if shared is not None and shared.matches(found, wants):

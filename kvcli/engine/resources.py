@@ -104,7 +104,7 @@ def free_device_bytes(device: torch.device) -> int:
 def free_beside_weights(lm: LM) -> int:
     """Return the bytes of the model's device that were free at the first call: one number for all sequences."""
     if lm.free_bytes is None:
-        lm.free_bytes = free_device_bytes(lm.device)
+        lm.free_bytes = int(min(lm.ranks.exchange("free memory", free_device_bytes(lm.device))))
     return lm.free_bytes
 
 

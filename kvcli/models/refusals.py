@@ -155,6 +155,17 @@ def refuse_quant(name: str, quant: str, kind: str, *, is_quantized: bool) -> Non
         )
 
 
+def refuse_across_ranks(model: str, **asked: bool) -> None:
+    """Raise BadModel for what does not work if several processes share the model. `asked`: names, and if they apply."""
+    if wrong := [name for name, applies in asked.items() if applies]:
+        raise BadModel(
+            f"{model} cannot be shared by several processes with {' and '.join(wrong)}",
+            code="no_ranks",
+            lines=["torchrun splits models of plain attention, in full precision"],
+            try_=["the same command without it", "one process, without torchrun"],
+        )
+
+
 def refuse_split(layers: int | str, kind: str, *, is_quantized: bool, folds: bool = False) -> None:
     """Refuse `load.layers_on_gpu` without a GPU, or for a model whose layers cannot be split."""
     if layers == "auto":

@@ -315,7 +315,7 @@ class ChatRun:
         self.screen = Screen.of(self.world, options.answer.stats)
         self.screen.markdown = grammar is None
         self.screen.shows_thinking = options.answer.show_thinking
-        self.saves = not options.question.no_save and setup.config.keep_chats
+        self.saves = not options.question.no_save and setup.keeps
         self.held: AnswerConstraint | None = None
         self.tools = tools
 

@@ -43,7 +43,8 @@ class CheckedRun:
 
     def record(self, profile: Profile, turn: Turn) -> str:
         """Log the memory of a turn with its estimate; returns a note the first time that logging fails."""
-        if self.outlook is None or self.setup.world.shared is not None:  # the peak of shared weights is another
+        world = self.setup.world  # the peak of shared weights is another, and of split ones
+        if self.outlook is None or world.shared is not None or not world.keeps:
             return ""
         return self.outlook.record(profile, turn.stats)
 
@@ -121,6 +122,10 @@ def prepare(setup: Setup, profile: Profile, wanted: MemoryWishes, tell: Callable
     except KvcliError as error:
         return CheckedRun(setup, profile, notes=(f"no memory estimate: {error.message}",))
     settled = dict(chosen(plan)) | ({"context.limit": plan.need.context} if note else {})
+    if not setup.world.keeps:  # one of several processes: each has measured the free memory
+        from kvcli.engine.ranks import from_first
+
+        settled = from_first(settled)
     notes = (*outlook.notes, *filter(None, (note, *told(plan))))
     return CheckedRun(setup, narrowed(profile, settled), settled, 0, plan.total, notes, outlook)
 

@@ -174,6 +174,11 @@ class Setup:
         return self.model or self.config.default_model
 
     @property
+    def keeps(self) -> bool:
+        """True if chats and KV caches may be saved."""
+        return self.world.keeps and self.config.keep_chats
+
+    @property
     def lasting_name(self) -> str:
         """Name of the model that is valid in any working folder."""
         name = self.name
@@ -348,7 +353,7 @@ class Setup:
         model.time_passes = partial(self.costs, tell=tell or log.info) if times else None
         model.map_heads = partial(self.map_heads, tell=tell or log.info)
         model.prepare()
-        if self.reuses and self.config.keep_chats and (most := self.config.prefix_cache_size(free_bytes(cache))):
+        if self.reuses and self.keeps and (most := self.config.prefix_cache_size(free_bytes(cache))):
             from kvcli.prefix_cache.prefix_cache import PrefixCache
 
             model.prefix_cache = PrefixCache(cache / "kv", most, model.lm)
@@ -370,7 +375,7 @@ class Setup:
         """Return initial pass times for drafters; None = they could not be measured."""
         from kvcli.fit.speed import units
 
-        passes = self.pass_times(model, tell)
+        passes = self.pass_times(model, tell) if model.lm.ranks.n == 1 else []
         return (lambda context: units(passes, context)) if passes else None
 
     def pass_times(self, model: LoadedModel, tell: Callable[[str], None] = log.info) -> list[PassTime]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from kvcli.engine.hf.direct_forward import DirectForward
 from kvcli.engine.hf.mla import LatentProjection
 from kvcli.engine.hf.recurrent_layers import RecurrentLayers
 from kvcli.engine.model_info import ModelInfo
+from kvcli.engine.ranks import Ranks
 from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.rope import Rotary
 from kvcli.kv.slots import AttentionParams, LayerShape
@@ -85,6 +87,8 @@ class LM:
         self.is_row_invariant = False
         self.has_pool = False  # native kernels run on threads of their own, once installed (resources.py)
         self.direct_forward: DirectForward | None = None  # forward pass without transformers' loop, once installed
+        self.ranks = Ranks()  # the processes that share the weights; alone without torchrun
+        self.clock: Callable[[], float] = time.perf_counter if self.ranks.n == 1 else self.ranks.clock
         self.free_bytes: int | None = None  # free bytes of the device, once measured (resources.free_beside_weights)
         # rotary embedding of keys by layer, once requested (rope.py)
         self.rotaries: tuple[Rotary | None, ...] | None = None

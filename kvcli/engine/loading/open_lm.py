@@ -25,6 +25,7 @@ from kvcli.engine.hf.model_probe import attention_set, is_batch_variant, probed,
 from kvcli.engine.loading import weights
 from kvcli.engine.loading.weight_quantization import quantize_and_place, split
 from kvcli.engine.model_info import ModelInfo
+from kvcli.engine.ranks import n_ranks
 from kvcli.engine.resources import drop_pages, use_device, use_threads
 from kvcli.errors import BadModel
 from kvcli.kernels import attend_invariant, triton_support
@@ -38,7 +39,7 @@ from kvcli.models.adapters import find_adapter
 from kvcli.models.catalog import Stamped, model_files
 from kvcli.models.checkpoint import CheckpointFormat, count
 from kvcli.models.family import read_config
-from kvcli.models.refusals import refuse_quant, refuse_split
+from kvcli.models.refusals import refuse_across_ranks, refuse_quant, refuse_split
 from kvcli.models.source import Source
 
 _ATTENTION = "kvcli"  # our name in transformers' registries
@@ -66,18 +67,29 @@ def open_lm(
     """
     began = time.perf_counter()
     where = weights.find_device(device)
+    ranks, kv_heads = n_ranks(), 0
     is_quantized = CheckpointFormat.of(source.config).stays(where.type)
     refuse_quant(source.id, quant, where.type, is_quantized=is_quantized)
     refuse_split(layers_on_gpu, where.type, is_quantized=is_quantized)
     if source.is_pickle and not allow_pickle:
         raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
+    if ranks > 1:
+        keys = ("num_key_value_heads", "num_attention_heads")
+        kv_heads = next((int(source.text_config[key]) for key in keys if source.text_config.get(key)), 0)
+        refuse_across_ranks(
+            source.id,
+            quantization=quant != "none" or "quantization_config" in source.config,
+            adapters=bool(adapters),
+            layers_on_gpu=layers_on_gpu != "auto",
+            **{f"{kv_heads} KV heads over {ranks} processes": kv_heads % ranks > 0},
+        )
     use_threads(threads or torch.get_num_threads())
     use_device(where)
     loras = [find_adapter(text) for text in adapters]
     files = files_of(source, adapters)
     with quiet():
         config = read_config(source, trust_remote_code)
-        model, notes = weights.load_weights(source, config, dtype, where, trust_remote_code, quant, loras)
+        model, notes = weights.load_weights(source, config, dtype, where, trust_remote_code, quant, loras, ranks)
         lm = wrap_lm(
             model,
             id=source.id,
@@ -94,9 +106,22 @@ def open_lm(
     for file in chain(*files.values()):
         file.check()
     lm.files = files
-    install_kernels(lm)
-    if lm.is_on_accelerator:
-        enable_graph_capture(lm, graphs)
+    if lm.ranks.n > 1:
+        refuse_across_ranks(
+            source.id,
+            recurrence=bool(lm.recurrent_layers),
+            latents=bool(lm.latents),
+            **{"layers of unlike heads": any(of.n_kv_heads * ranks != kv_heads for of in lm.shapes)},
+        )
+        model.register_forward_pre_hook(lm.ranks.check, with_kwargs=True)
+        how = f"torch's linear layers, rank {lm.ranks.index} of {ranks}"  # part of the key of the prefix cache
+        # the probe saw this rank's heads
+        backend, heads = f"{lm.info.backend}, {how}", lm.n_heads * ranks
+        lm.info = replace(lm.info, backend=backend, heads=heads, kv_heads=kv_heads)
+    else:  # native and fused layers, and captured passes, expect whole weights
+        install_kernels(lm)
+        if lm.is_on_accelerator:
+            enable_graph_capture(lm, graphs)
     lm.info = replace(lm.info, load_seconds=time.perf_counter() - began)
     return lm
 
@@ -183,6 +208,7 @@ def _register() -> None:
 def _weight_bytes(model: nn.Module) -> int:
     storages: dict[int, int] = {}
     for t in (*model.parameters(), *model.buffers()):
+        t = getattr(t, "to_local", lambda t=t: t)()  # a rank's part of it
         storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
     return sum(storages.values())
 

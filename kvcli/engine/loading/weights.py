@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from transformers.core_model_loading import ConversionOps
+from transformers.distributed import DistributedConfig
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -186,11 +187,13 @@ def load_weights(
     trust_remote_code: bool,
     quant: str = "none",
     adapters: Sequence[Adapter] = (),
+    ranks: int = 1,
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the model with every tensor from its files, mapped on the CPU, and notes for the user.
 
     A quantized checkpoint is loaded to `device` directly, because moving it later is not allowed. Experts are quantized
     during loading, as `quant` says. `adapters` are merged into weights that are not quantized in the checkpoint.
+    `ranks`: processes that share the weights; transformers gives each its part.
     """
     loader = loader_of(source, config, trust_remote_code)
     packing = CheckpointFormat.of(source.config)
@@ -212,6 +215,7 @@ def load_weights(
             dtype="auto" if dtype == "auto" else getattr(torch, NUMBERS[dtype]),
             device_map={"": str(device)} if packing.stays(device.type) and device.type != "cpu" else None,
             **({"quantization_config": packs} if packs else {}),
+            **({"distributed_config": DistributedConfig(tp_size=ranks)} if ranks > 1 else {}),
             attn_implementation="eager",  # our attention is set after building: wrap_lm first probes the model's own
             use_safetensors=not source.is_pickle,
             trust_remote_code=trust_remote_code,

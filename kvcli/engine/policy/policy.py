@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
 
@@ -116,6 +116,8 @@ class Policy:
     # tokens between two compression points while decoding; None = there are none then, and `assemble.session` installs
     # no policy
     compression_interval: int | None
+    # True if heads may be in several processes: none depends on others, except by budgets that TopK divides among all
+    splits_heads: ClassVar[bool] = False
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         """Return the requirements for this model. Raises BadModel if the policy does not support the model, BadInput

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -56,7 +55,7 @@ class GenerationSession(SequenceState):
         """Run one decoding step: draft, run, verify, commit. It adds at least one and at most `most` tokens, and ends
         at the first token in `stop`."""
         assert self.committed == len(self.ids) - 1 < self.lm.limit, "a token is not prefilled, or the context is full"
-        began = time.perf_counter()
+        began = self.lm.clock()
         room = int(min(self.next_compression_at - self.committed, most, self.lm.limit - self.committed)) - 1
         draft = yield from await_passes(self.drafter.propose(self.ids, room, self))
         rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
@@ -76,10 +75,10 @@ class GenerationSession(SequenceState):
             Step, rows, result.logits, path, new, hook_output=result.hook_output, score=result.score,
             queries=result.queries, hidden=result.hidden, company=result.company,
         )  # fmt: skip
-        yield from await_passes(self.drafter.observe(finished(seconds=time.perf_counter() - began)))
+        yield from await_passes(self.drafter.observe(finished(seconds=self.lm.clock() - began)))
         if self.committed == self.next_compression_at:
             yield from self.compress_cache()
-        return finished(seconds=time.perf_counter() - began)
+        return finished(seconds=self.lm.clock() - began)
 
     def _grows(self, most: float) -> int:
         """Return how many tokens, at most `most`, fit before the policy's next compression point and context end."""

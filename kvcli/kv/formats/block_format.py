@@ -35,6 +35,7 @@ class BlockFormat:
     rope: Literal["after", "before"] = "after"  # quantize keys after, or before, the rotary embedding
 
     own: ClassVar[Mapping[str, str]] = {}  # keys of [kv] -> why this format does not support them
+    splits_heads: ClassVar[bool] = False  # True if heads may be in several processes: blocks hold one head each
     rounds: ClassVar[bool] = True  # quantizes to kv.k_bits and kv.v_bits; otherwise it stores fewer elements of 16 bits
 
     def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:

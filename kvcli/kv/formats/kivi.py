@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kvcli.kv.formats.block_format import BlockFormat
 
@@ -26,6 +26,8 @@ class Kivi(BlockFormat):
 
     Keys quantized before the rotary embedding are dequantized first, because no kernel reads their codes.
     """
+
+    splits_heads: ClassVar[bool] = True
 
     def is_active(self, kv: Kv) -> bool:
         return min(kv.k_bits, kv.v_bits) < 16

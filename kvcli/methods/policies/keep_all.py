@@ -19,6 +19,7 @@ class KeepAll(PerLayerPolicy):
     """No eviction (kvcli's own): keeps every token. Not measured here: it is the baseline of other policies."""
 
     compression_interval = None
+    splits_heads = True
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
         return s.pos >= 0

@@ -8,7 +8,7 @@ chooses per query head. Sinks and the newest tokens are always read.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.engine.policy.policy import PerLayerPolicy, ProtectedTokens
 from kvcli.settings.schema import Range
@@ -31,6 +31,8 @@ class Quest(PerLayerPolicy):
     pages: Annotated[int, Range(1)] = 32  # pages read per KV head
     sinks: Annotated[int, Range(0)] = 16  # first tokens, always read
     recent: Annotated[int, Range(1)] = 64  # newest tokens, always read
+
+    splits_heads: ClassVar[bool] = True
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
         """Select by the current queries; in a cache view these are the queries of the running forward pass."""

@@ -7,7 +7,7 @@ trained length; here such a length is refused before prefill.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.engine.policy.policy import PerLayerPolicy, ProtectedTokens
 from kvcli.kv.footprint import NO_SIZES, Footprint, ModelSizes
@@ -30,6 +30,8 @@ class StreamingLLM(PerLayerPolicy):
     sinks: Annotated[int, Range(0)] = 4  # first tokens (attention sinks), always kept
     window: Annotated[int, Range(1)] = 1020  # newest tokens kept
     compression_interval: Annotated[int, Range(1)] = 64  # generated tokens between two compression points
+
+    splits_heads: ClassVar[bool] = True
 
     def footprint(self, n: int, of: ModelSizes = NO_SIZES) -> Footprint:
         kept = min(n, self.sinks + self.window)

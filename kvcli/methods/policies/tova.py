@@ -26,6 +26,7 @@ class Tova(QueryScored):
 
     name: ClassVar[str] = "tova"
     by: ClassVar[str] = "attention from its last token"
+    splits_heads: ClassVar[bool] = False  # its score is a mean over heads
     queries: ClassVar[int] = 1  # the newest
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:

@@ -75,4 +75,4 @@ def attention_mass(
     found = mass.new_zeros(pos[-1] + 1)
     for heads, places in zip(mass, at, strict=True):
         found.index_add_(0, places.long().clamp_min(0), heads)  # empty slots have no mass
-    return found / mass.shape[0]
+    return lm.ranks.mean(found / mass.shape[0])

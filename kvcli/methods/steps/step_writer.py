@@ -3,7 +3,6 @@ steps are written in parallel."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,7 +69,7 @@ class Writer:
         Afterwards the session is as `GenerationSession.step` leaves it.
         """
         _refuse(session)
-        began, lm = time.perf_counter(), session.lm
+        began, lm = session.lm.clock(), session.lm
         # one token before the compression point, which only the session crosses
         room = int(min(session.next_compression_at - session.committed - 1, most, lm.limit - session.committed - 1))
         drafted = yield from self._ahead(session.ids, session, stop, room)
@@ -109,7 +108,7 @@ class Writer:
         self._count(drafted, refused, same)
         session.adopt([*session.ids, *new], session.committed + len(path), tree.held(path))
         right = refused.n if refused is not None else len(ids)
-        return Step(rows, made.logits, list(range(right + 1)), new, time.perf_counter() - began)
+        return Step(rows, made.logits, list(range(right + 1)), new, lm.clock() - began)
 
     def _ahead(
         self, text: Sequence[int], session: GenerationSession, stop: Collection[int], room: int

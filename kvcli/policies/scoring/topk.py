@@ -171,6 +171,10 @@ class TopK(Policy):
         return PolicyRequirements(**given)
 
     @property
+    def splits_heads(self) -> bool:  # type: ignore[override]  # depends on settings
+        return self.post == "none" and self.alloc != "headmap" and not self.weighs
+
+    @property
     def queries(self) -> int:
         """Number of newest queries to record; 0 = the score is by keys and values alone."""
         return 0
@@ -207,7 +211,9 @@ class TopK(Policy):
                 yield score, s.pos
 
         firsts = at.full_layers[:: self.reuse_layers]
-        chosen = self._share(at, now)(scored(), now.each, now.most)
+        share, ranks = self._share(at, now), at.lm.ranks
+        spread = share if ranks.n == 1 or self._is_by_head(now) else partial(ranks.across_heads, share)
+        chosen = spread(scored(), now.each, now.most)
         for i, mask in zip(firsts, chosen, strict=True):
             pos, unit, score = judged.popleft()
             mask = token_units.uncut(mask, pos, unit, score.isfinite()) if self.unit != 1 else mask
@@ -281,6 +287,10 @@ class TopK(Policy):
             score = token_units.chunked(score, s.pos, unit, competes & ~at.protected)
         score = score.masked_fill(at.protected, float("inf"))
         return score.masked_fill(~competes, float("-inf")), unit
+
+    def _is_by_head(self, now: Selection) -> bool:
+        """True if every head gets the same budget, whatever the other heads score."""
+        return not now.is_prompt or self.alloc == "uniform"
 
     def _share(self, at: CompressionPoint, now: Selection) -> Share:
         from kvcli.policies.scoring import budget_split
