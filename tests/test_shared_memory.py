@@ -168,7 +168,8 @@ def test_what_never_fits_is_refused_with_the_number_and_who_finds_the_queue_full
         await asyncio.sleep(0)
         with pytest.raises(Busy, match="the queue is full: 1") as full:
             await turn_of(texts[2], 0, events)
-        assert (full.value.code, full.value.retry_after, events) == ("queue_full", 1.0, [])
+        assert (full.value.code, events) == ("queue_full", [])
+        assert full.value.retry_after >= 1  # seconds that an answer took, smoothed
         assert [len((await task).ids) for task in running] == [NEW, NEW]
 
     asyncio.run(ask())
