@@ -363,7 +363,8 @@ class TurnRun:
                 if asked.strings.is_hit or loop:
                     break
             if self._scores is not None and added:
-                self._scores += scores_of(step)[: len(answer) - at - len(forced or ())]
+                n = len(answer) - at - len(forced or ())
+                self._scores += scores_of(step.logits[list(step.path[:n])], added[:n], asked.sampler.top_logprobs or 0)
                 self._scores += [TokenScore(i, None) for i in forced or ()]
             stats.thinking_seconds += step.seconds if added and not lacks and stats.thinking > thought else 0.0
             if pieces:
