@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from kvcli.api import Waiting
 from kvcli.chat.admission import AdmissionQueue, Claim, EngineLimits
-from kvcli.chat.engine_status import EngineStatus, EngineStep
+from kvcli.chat.engine_status import EngineStatus
 from kvcli.chat.turn import alone
 from kvcli.engine.engine import Engine
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult
@@ -48,8 +48,8 @@ class EngineThread:
         self._sessions: WeakKeyDictionary[Any, None] = WeakKeyDictionary()  # used here before, longest ago first
         self._n_begun = self._n_preempted = 0
         self._answer_seconds = 1.0  # smoothed
-        self._steps: deque[EngineStep] = deque(maxlen=64)
         self._rows, self._alive_at = 0, time.monotonic()  # of the present step; its begin
+        self._last_step = 0, 0.0  # rows and seconds
 
     async def events(self, claim: Claim) -> AsyncGenerator[Any]:
         """Yield the events of the claim's work; raises its error, Busy or DoesNotFit.
@@ -90,7 +90,8 @@ class EngineThread:
             pool_bytes=self._pool_bytes,
             promised_bytes=self._promised(),
             step_age=time.monotonic() - self._alive_at if self._running else None,
-            steps=tuple(self._steps),
+            step_rows=self._last_step[0],
+            step_seconds=self._last_step[1],
             preempted=self._n_preempted,
             reused=dict(self.reused),
         )
@@ -191,7 +192,7 @@ class EngineThread:
             self._admit()
         finally:
             self._alive_at = time.monotonic()
-            self._steps.append(EngineStep(self._rows, self._alive_at - began))
+            self._last_step = self._rows, self._alive_at - began
             self._is_turning = bool(self._running)
             if self._is_turning and self._pool is not None:
                 self._pool.submit(self._round)
