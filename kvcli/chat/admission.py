@@ -33,9 +33,8 @@ class Claim:
     need: int = 0  # bytes of KV for prompt and answer
     client: str = ""
     can_shrink: bool = False  # its profile offloads KV, or has fallbacks
-    tell: Callable[[Any], object] = id  # receives its events, and None at the end
+    tell: Callable[[Any], object] = id  # receives its events, and at the end its error or None
     task: EngineTask[Any, Any] | None = None
-    error: BaseException | None = None
     is_preempted: bool = False  # its work waits for the result of a pass that never ran
     skipped: int = 0  # answers that began before it
     ahead: int = -1  # requests before it, as last told

@@ -64,16 +64,15 @@ class EngineThread:
                 loop.call_soon_threadsafe(said.put_nowait, what)
 
         claim.tell = tell
-        self._pool = pool = self._pool or ThreadPoolExecutor(1, "kvcli-engine")
-        pool.submit(self._join, claim)
+        self._pool = self._pool or ThreadPoolExecutor(1, "kvcli-engine")
+        self._pool.submit(self._join, claim)
         try:
             while (event := await said.get()) is not None:
+                if isinstance(event, BaseException):
+                    raise event
                 yield event
-            if claim.error is not None:
-                raise claim.error
         finally:
-            leaves = pool.submit(self._leave, claim)
-            await asyncio.shield(asyncio.wrap_future(leaves))  # afterwards the text session is free again
+            await self.apart(partial(self._leave, claim))  # afterwards the text session is free again
 
     def snapshot(self) -> EngineStatus:
         """Return the present status. Safe to call from any thread; it never waits for the engine."""
@@ -268,8 +267,7 @@ class EngineThread:
             self._parked.remove(claim)
         self._has_ended = True
         claim.run.free_memory = alone  # the session refers to the last run, and this refers to the model's thread
-        claim.error = claim.error or error
-        claim.tell(None)
+        claim.tell(error)
 
 
 def busy(n: int, answer_seconds: float) -> Busy:
