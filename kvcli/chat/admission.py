@@ -56,9 +56,6 @@ class AdmissionQueue:
         """Return the claims in the order in which they are to begin."""
         return [claim for each in zip_longest(*self._lines.values()) for claim in each if claim is not None]
 
-    def __contains__(self, claim: Claim) -> bool:
-        return claim in self._lines.get(claim.client, ())
-
     def add(self, claim: Claim) -> None:
         """Add a claim."""
         self._lines.setdefault(claim.client, deque()).append(claim)
