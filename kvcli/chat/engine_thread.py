@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 from kvcli.api import Waiting
 from kvcli.chat.admission import AdmissionQueue, Claim, EngineLimits
 from kvcli.chat.engine_status import EngineStatus
-from kvcli.chat.turn import alone
 from kvcli.engine.engine import Engine
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult
 from kvcli.errors import Busy, DoesNotFit
@@ -114,8 +113,11 @@ class EngineThread:
         else:
             await asyncio.shield(asyncio.wrap_future(self._pool.submit(act)))
 
-    def free_memory(self, claim: Claim) -> Generator[Waiting, None, bool]:
-        """Free memory of other sequences for this answer, or wait until an answer ends. False = it is alone."""
+    def free_memory(self, session: Any) -> Generator[Waiting, None, bool]:
+        """Free memory of other sequences for the session's answer, or wait until an answer ends. False = it is alone,
+        or does not run here."""
+        if (claim := next((one for one in self._running if one.session is session), None)) is None:
+            return False
         if claim.is_preempted:  # it continues after a wait
             claim.is_preempted = False
             return True
@@ -266,7 +268,6 @@ class EngineThread:
         elif claim in self._parked:
             self._parked.remove(claim)
         self._has_ended = True
-        claim.run.free_memory = alone  # the session refers to the last run, and this refers to the model's thread
         claim.tell(error)
 
 

@@ -225,9 +225,7 @@ class TextSession:
         assert run is not None, "an answer has a run"
         can_shrink = "offloads" in self.profile.effects or (memory.on_oom == "degrade" and bool(memory.fallbacks))
         need = self.model.kv_bytes(run.most_tokens, run.most_tokens - len(run.ids))
-        claim = Claim(work, self, run, need, client, can_shrink)
-        run.free_memory = partial(self.model.engine.free_memory, claim)
-        return self.model.engine.events(claim)
+        return self.model.engine.events(Claim(work, self, run, need, client, can_shrink))
 
     @property
     def nbytes(self) -> int:
@@ -329,6 +327,7 @@ class TextSession:
             load_seconds=self.info.load_seconds,
             fetch=(lambda ids: self.session.rewind(0)) if prompt_logprobs else self.fetch,
             switch=self._degrade,
+            free_memory=partial(model.engine.free_memory, self),
         )
         answer = run.events()
         if prompt_logprobs:
