@@ -24,6 +24,7 @@ from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.policy.policy import Policy
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
+from kvcli.engine.sequence.token_scores import score_tokens
 from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
 from kvcli.kernels.append_kv import COLUMNS, addresses
@@ -115,9 +116,13 @@ def test_a_captured_pass_gives_the_text_of_single_operations(family: str, drafts
     assert graphs.waits <= NEW if drafts == "off" else graphs.waits < NEW
 
 
+def scored(step: Step) -> torch.Tensor:
+    return score_tokens(step.logits[step.path], torch.tensor(step.new), 2)
+
+
 @pytest.mark.parametrize("drafts", ["off", "tree"])
 def test_a_captured_pass_gives_the_scores_of_single_operations(drafts: str) -> None:
-    """Of passes that run ahead as well, in the same read-back; unused rows have none."""
+    """No pass runs ahead over logits that are scored later."""
     sampler, each = replace(SEEDED, top_logprobs=2), []
     truth = [*PROMPT, *plain("llama", SEEDED)]
     for is_recorded in (False, True):
@@ -127,7 +132,7 @@ def test_a_captured_pass_gives_the_scores_of_single_operations(drafts: str) -> N
         generate_together(*(text.read(PROMPT) for text in texts))
         engine, scores = Engine(), ([], [])
         for text, found in zip(texts, scores, strict=True):
-            engine.add(text.stream(NEW), lambda step, found=found: found.extend(map(step.score, step.path)))
+            engine.add(text.stream(NEW), lambda step, found=found: found.extend(scored(step).tolist()))
         while engine.step():
             pass
         assert [text.ids for text in texts] == [truth] * 2

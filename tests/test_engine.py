@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -224,9 +224,9 @@ def test_a_step_hears_of_those_that_share_its_pass_and_how_long_passes_of_so_man
 ) -> None:
     now, run, heard = [0.0], module.run, list[tuple[int, float | None] | None]()
 
-    def timed(requests: Sequence[ForwardRequest], finished: Callable[[Sequence[ForwardRequest]], object]) -> Any:
+    def timed(requests: Sequence[ForwardRequest]) -> Any:
         now[0] += sum(request.rows.n_rows for request in requests)
-        return run(requests, finished)
+        return run(requests)
 
     def hears(said: object) -> None:
         if isinstance(said, Step):

@@ -33,9 +33,8 @@ class Claim:
     need: int = 0  # bytes of KV for prompt and answer
     client: str = ""
     can_shrink: bool = False  # its profile offloads KV, or has fallbacks
-    tell: Callable[[Any], object] = id  # receives its events, and None at the end
+    tell: Callable[[Any], object] = id  # receives its events, and at the end its error or None
     task: EngineTask[Any, Any] | None = None
-    error: BaseException | None = None
     is_preempted: bool = False  # its work waits for the result of a pass that never ran
     skipped: int = 0  # answers that began before it
     ahead: int = -1  # requests before it, as last told
@@ -56,9 +55,6 @@ class AdmissionQueue:
     def order(self) -> list[Claim]:
         """Return the claims in the order in which they are to begin."""
         return [claim for each in zip_longest(*self._lines.values()) for claim in each if claim is not None]
-
-    def __contains__(self, claim: Claim) -> bool:
-        return claim in self._lines.get(claim.client, ())
 
     def add(self, claim: Claim) -> None:
         """Add a claim."""

@@ -4,14 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-
-class EngineStep(NamedTuple):
-    """A finished engine step."""
-
-    rows: int  # tokens of its forward passes
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +18,8 @@ class EngineStatus:
     pool_bytes: int | None = None  # memory of all KV caches; None = not limited
     promised_bytes: int = 0  # of these, for running answers
     step_age: float | None = None  # seconds since the engine's last sign of life while answers run; None = none runs
-    steps: tuple[EngineStep, ...] = ()  # the last ones, newest last
+    step_rows: int = 0  # of the last engine step: tokens of its forward passes
+    step_seconds: float = 0.0  # of the last engine step
     preempted: int = 0  # counter: answers whose KV cache was dropped for others and computed again
     # counter: prompt tokens that were not prefilled: "warm" (own KV cache), "copy" (another session), "disk"
     reused: Mapping[str, int] = field(default_factory=dict)

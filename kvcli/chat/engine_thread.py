@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 
 from kvcli.api import Waiting
 from kvcli.chat.admission import AdmissionQueue, Claim, EngineLimits
-from kvcli.chat.engine_status import EngineStatus, EngineStep
-from kvcli.chat.turn import alone
+from kvcli.chat.engine_status import EngineStatus
 from kvcli.engine.engine import Engine
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult
 from kvcli.errors import Busy, DoesNotFit
@@ -48,8 +47,8 @@ class EngineThread:
         self._sessions: WeakKeyDictionary[Any, None] = WeakKeyDictionary()  # used here before, longest ago first
         self._n_begun = self._n_preempted = 0
         self._answer_seconds = 1.0  # smoothed
-        self._steps: deque[EngineStep] = deque(maxlen=64)
         self._rows, self._alive_at = 0, time.monotonic()  # of the present step; its begin
+        self._last_step = 0, 0.0  # rows and seconds
 
     async def events(self, claim: Claim) -> AsyncGenerator[Any]:
         """Yield the events of the claim's work; raises its error, Busy or DoesNotFit.
@@ -64,16 +63,15 @@ class EngineThread:
                 loop.call_soon_threadsafe(said.put_nowait, what)
 
         claim.tell = tell
-        self._pool = pool = self._pool or ThreadPoolExecutor(1, "kvcli-engine")
-        pool.submit(self._join, claim)
+        self._pool = self._pool or ThreadPoolExecutor(1, "kvcli-engine")
+        self._pool.submit(self._join, claim)
         try:
             while (event := await said.get()) is not None:
+                if isinstance(event, BaseException):
+                    raise event
                 yield event
-            if claim.error is not None:
-                raise claim.error
         finally:
-            leaves = pool.submit(self._leave, claim)
-            await asyncio.shield(asyncio.wrap_future(leaves))  # afterwards the text session is free again
+            await self.apart(partial(self._leave, claim))  # afterwards the text session is free again
 
     def snapshot(self) -> EngineStatus:
         """Return the present status. Safe to call from any thread; it never waits for the engine."""
@@ -90,7 +88,8 @@ class EngineThread:
             pool_bytes=self._pool_bytes,
             promised_bytes=self._promised(),
             step_age=time.monotonic() - self._alive_at if self._running else None,
-            steps=tuple(self._steps),
+            step_rows=self._last_step[0],
+            step_seconds=self._last_step[1],
             preempted=self._n_preempted,
             reused=dict(self.reused),
         )
@@ -114,8 +113,11 @@ class EngineThread:
         else:
             await asyncio.shield(asyncio.wrap_future(self._pool.submit(act)))
 
-    def free_memory(self, claim: Claim) -> Generator[Waiting, None, bool]:
-        """Free memory of other sequences for this answer, or wait until an answer ends. False = it is alone."""
+    def free_memory(self, session: Any) -> Generator[Waiting, None, bool]:
+        """Free memory of other sequences for the session's answer, or wait until an answer ends. False = it is alone,
+        or does not run here."""
+        if (claim := next((one for one in self._running if one.session is session), None)) is None:
+            return False
         if claim.is_preempted:  # it continues after a wait
             claim.is_preempted = False
             return True
@@ -191,7 +193,7 @@ class EngineThread:
             self._admit()
         finally:
             self._alive_at = time.monotonic()
-            self._steps.append(EngineStep(self._rows, self._alive_at - began))
+            self._last_step = self._rows, self._alive_at - began
             self._is_turning = bool(self._running)
             if self._is_turning and self._pool is not None:
                 self._pool.submit(self._round)
@@ -266,9 +268,7 @@ class EngineThread:
         elif claim in self._parked:
             self._parked.remove(claim)
         self._has_ended = True
-        claim.run.free_memory = alone  # the session refers to the last run, and this refers to the model's thread
-        claim.error = claim.error or error
-        claim.tell(None)
+        claim.tell(error)
 
 
 def busy(n: int, answer_seconds: float) -> Busy:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kvcli.api import MOST_TOP, TokenScore
 from kvcli.engine.forward_request import Coroutine, ForwardRequest
@@ -17,7 +18,6 @@ from kvcli.errors import BadInput
 if TYPE_CHECKING:
     from kvcli.api import Event, Turn
     from kvcli.engine.sequence.session import GenerationSession
-    from kvcli.engine.stats import Step
     from kvcli.settings.profile import Profile
 
 ROWS = 256  # prompt rows whose logits are held at once, where that changes nothing else
@@ -43,15 +43,15 @@ def refuse_scores(session: GenerationSession, profile: Profile, top: int | None,
         )
 
 
-def token_score(token: int, numbers: Sequence[float]) -> TokenScore:
-    """Return the score of a token from its numbers (token_scores.py)."""
-    n = len(numbers) // 2
-    return TokenScore(token, numbers[0], tuple(zip(map(int, numbers[1 : n + 1]), numbers[n + 1 :], strict=True)))
-
-
-def scores_of(step: Step) -> list[TokenScore]:
-    """Return the scores of the tokens that a decoding step added."""
-    return [token_score(token, step.score(row)) for token, row in zip(step.new, step.path, strict=True)]
+def scores_of(logits: Tensor, ids: Sequence[int], top: int) -> list[TokenScore]:
+    """Return the scores of tokens, one behind each row of logits [n, V]."""
+    logits = logits.cpu() if logits.device.type == "mps" else logits  # as in Readback
+    tokens, n = torch.tensor(ids, dtype=torch.long, device=logits.device), min(top, logits.shape[-1])
+    found = score_tokens(logits, tokens, top).tolist()
+    return [
+        TokenScore(token, of[0], tuple(zip(map(int, of[1 : n + 1]), of[n + 1 :], strict=True)))
+        for token, of in zip(ids, found, strict=True)
+    ]
 
 
 def score_prompt(
@@ -77,10 +77,8 @@ def score_prompt(
                 step = partial(answer.throw, error)
                 continue
             if pos:
-                behind = [ids[at + 1] for at in pos]
-                logits = result.logits.cpu() if result.logits.device.type == "mps" else result.logits  # as in Readback
-                numbers = score_tokens(logits, torch.tensor(behind, device=logits.device), top).tolist()
-                found |= {at + 1: token_score(*of) for at, *of in zip(pos, behind, numbers, strict=True)}
+                scores = scores_of(result.logits, [ids[at + 1] for at in pos], top)
+                found |= zip((at + 1 for at in pos), scores, strict=True)
             step = partial(answer.send, result)
     except StopIteration as end:
         turn: Turn = end.value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,12 +11,11 @@ from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble
-from kvcli.api import Cancel, End, Event, Events, Prompt, Read, Turn, turn_of
+from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
 from kvcli.chat.admission import Claim
 from kvcli.chat.loaded_model import LoadedModel
 from kvcli.chat.overflow import ContextWindow
 from kvcli.chat.scores import refuse_scores, score_prompt
-from kvcli.chat.side_by_side import SideBySide
 from kvcli.chat.transcript import chat_spans
 from kvcli.chat.turn import AnswerSettings, ThinkingLimit, TurnRequest, TurnRun
 from kvcli.engine.engine import iterate_events, release, run_to_end
@@ -215,33 +214,6 @@ class TextSession:
         """Yield one answer as events: Live and Read first, then Text pieces, End last."""
         return iterate_events(self.answer(prompt, **options))
 
-    def samples(self, prompt: Prompt, n: int, *, seed: int | None = None, **options: Any) -> Iterator[Events]:
-        """Yield the events of n answers to one prompt, each with the next seed. They run together, and each is the
-        answer of `stream` with its seed. The prompt is read once, by this session; the others are copies of it.
-        """
-        together, copies, answers, own = SideBySide(), list[TextSession](), list[Events](), self.profile.sample
-        seed, heat = own.seed if seed is None else seed, options.get("temperature", own.temperature)
-        if n > 1 and not (self.model.lm.generation.get("temperature") if heat is None else heat):
-            raise BadInput(
-                f"temperature is 0, so all {n} answers would be the same", code="same_samples", try_=["-t 0.8"]
-            )
-
-        def hear(event: Event) -> None:
-            if isinstance(event, Read) and event.done == event.total:
-                for i in range(1, n):
-                    copies.append(TextSession(self.model))
-                    copies[-1].session = self.session.fork()
-                    answers.append(together.add(copies[-1].answer(prompt, seed=seed + i, **options)))
-
-        try:
-            yield together.add(self.answer(prompt, seed=seed, **options), hear)
-            while len(answers) < n - 1 and together.step():
-                pass
-            yield from answers
-        finally:
-            for copy in copies:
-                copy.close()
-
     def astream(self, prompt: Prompt, *, client: str = "", **options: Any) -> AsyncGenerator[Event]:
         """Yield one answer as events in a coroutine, batched with other sessions of the model used by event loops.
 
@@ -253,9 +225,7 @@ class TextSession:
         assert run is not None, "an answer has a run"
         can_shrink = "offloads" in self.profile.effects or (memory.on_oom == "degrade" and bool(memory.fallbacks))
         need = self.model.kv_bytes(run.most_tokens, run.most_tokens - len(run.ids))
-        claim = Claim(work, self, run, need, client, can_shrink)
-        run.free_memory = partial(self.model.engine.free_memory, claim)
-        return self.model.engine.events(claim)
+        return self.model.engine.events(Claim(work, self, run, need, client, can_shrink))
 
     @property
     def nbytes(self) -> int:
@@ -357,6 +327,7 @@ class TextSession:
             load_seconds=self.info.load_seconds,
             fetch=(lambda ids: self.session.rewind(0)) if prompt_logprobs else self.fetch,
             switch=self._degrade,
+            free_memory=partial(model.engine.free_memory, self),
         )
         answer = run.events()
         if prompt_logprobs:

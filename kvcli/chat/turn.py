@@ -245,12 +245,6 @@ class TurnRequest:
     calls: CallReader | None = None  # splits off tool calls; None: there are no tools
 
 
-def alone() -> Generator[Waiting, None, bool]:
-    """Free no memory, because no other answer runs (see `TurnRun.free_memory`)."""
-    yield from ()
-    return False
-
-
 class TurnRun:
     """A running answer."""
 
@@ -264,11 +258,14 @@ class TurnRun:
         load_seconds: float,
         fetch: Callable[[Sequence[int]], int],
         switch: Callable[[Profile], AnswerSettings],
+        free_memory: Callable[[], Generator[Waiting, None, bool]],
     ) -> None:
         """`fetch`: loads saved KV of the prompt, and returns how many tokens need no prefill. `switch`: returns the
-        terms under another profile of the same weights.
+        terms under another profile of the same weights. `free_memory`: frees memory of other sequences after a pass
+        that lacked it, perhaps after a wait; False = there is none.
         """
-        self.session, self.terms, self._asked, self._fetch, self._switch = session, terms, asked, fetch, switch
+        self.session, self.terms, self._asked = session, terms, asked
+        self._fetch, self._switch, self._free_memory = fetch, switch, free_memory
         self._stats = Stats(prompt=len(asked.ids), limit=terms.limit, load=load_seconds)
         self._stats.sampling = asked.sampler.numbers
         thinking = self._thinking = asked.thinking or ThinkingLimit(0)
@@ -285,8 +282,6 @@ class TurnRun:
         self._measured = 0.0  # time of the last memory measurement
         # committed tokens before and all tokens after each prefill, by which a lost KV cache is computed again
         self._prefills: list[tuple[int, int]] = []
-        # after a pass that lacked memory: frees memory of other sequences, perhaps after a wait; False = there is none
-        self.free_memory: Callable[[], Generator[Waiting, None, bool]] = alone
 
     @property
     def ids(self) -> Sequence[int]:
@@ -363,7 +358,8 @@ class TurnRun:
                 if asked.strings.is_hit or loop:
                     break
             if self._scores is not None and added:
-                self._scores += scores_of(step)[: len(answer) - at - len(forced or ())]
+                n = len(answer) - at - len(forced or ())
+                self._scores += scores_of(step.logits[list(step.path[:n])], added[:n], asked.sampler.top_logprobs or 0)
                 self._scores += [TokenScore(i, None) for i in forced or ()]
             stats.thinking_seconds += step.seconds if added and not lacks and stats.thinking > thought else 0.0
             if pieces:
@@ -472,7 +468,7 @@ class TurnRun:
             is_due = repair_session(session)
         if lacks:
             _restart(session, self.terms.profile)
-        while not is_ready and (yield from self.free_memory()):
+        while not is_ready and (yield from self._free_memory()):
             is_ready = yield from _is_ready(session, is_due, phase)
         while not is_ready and self.terms.profile.memory.on_oom == "degrade" and self.terms.profile.memory.fallbacks:
             before = self.terms

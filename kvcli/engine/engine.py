@@ -29,13 +29,10 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
 
 
-def run(
-    requests: Sequence[ForwardRequest], finished: Callable[[Sequence[ForwardRequest]], object] = len
-) -> list[ForwardResult]:
+def run(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
     """Run all requests in as few forward passes as possible. The results are in the order of the requests.
 
     A pass serves one model and range of layers; decoding rows beyond `max_invariant_rows` take a further pass.
-    `finished` is called after each pass with its requests.
     """
     results: dict[int, ForwardResult] = {}
     for group in group_requests(requests):
@@ -43,7 +40,6 @@ def run(
         # operations on a prompt are large enough for torch's threads
         with one_pool(lm.has_pool and not any(request.is_prompt for request in grouped)):
             results |= zip(group, _run(lm, grouped), strict=True)
-        finished(grouped)
     return [results[i] for i in range(len(requests))]
 
 
@@ -90,7 +86,7 @@ def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     for i, (p, rows, back, left) in enumerate(zip(passes, each, backs, gave, strict=True)):
         yield ForwardResult(
             rows, back.drawn, back.hook_output, p.fresh, p.queries, left,
-            fold=way.cache_shim.advance_state(i), score=back.score,
+            fold=way.cache_shim.advance_state(i),
         )  # fmt: skip
 
 
@@ -267,7 +263,6 @@ class Engine:
         self._prompts: list[tuple[ForwardRequest, int]] = []  # prompt requests of the last step, and their rows in it
         # by model and number of sequences, times of their decoding passes
         self._timers: dict[tuple[int, int], PassTimer] = {}
-        self._began = 0.0  # time at which the running pass began
         self._tasks: list[EngineTask[Any, Any]] = []
 
     def add(self, work: Coroutine[E, T], outbox: Callable[[E], object] = lambda output: None) -> EngineTask[E, T]:
@@ -321,8 +316,8 @@ class Engine:
         tasks = [task for task in tasks if not task.is_over]  # an outbox may have cancelled one
         parts = [task.part for task in tasks if task.part is not None]
         try:
-            self._began = self._clock()
-            results = run(parts, self._finished)
+            began = self._clock()
+            results = run(parts)
         except Exception as error:
             if len(tasks) == 1:
                 tasks[0].throw(error)
@@ -332,6 +327,9 @@ class Engine:
                 self._pass(tasks[first : first + n])
         else:
             writing = Counter(id(part.lm) for part in parts if part.draw is not None)
+            if 1 < len(parts) == writing[id(parts[0].lm)] and not self._prompts:  # all decode with one model
+                more = sum(part.rows.n_rows for part in parts) - len(parts)
+                self._timer(parts[0].lm, len(parts)).add(more, self._clock() - began)
             for task, part, of in zip(tasks, parts, results, strict=True):
                 n = writing[id(part.lm)] if part.draw is not None else 0
                 if n > 1 or (n and self._prompts):
@@ -340,13 +338,6 @@ class Engine:
 
     def _timer(self, lm: LM, n: int) -> PassTimer:
         return self._timers.setdefault((id(lm), n), PassTimer(n))
-
-    def _finished(self, requests: Sequence[ForwardRequest]) -> None:
-        """Record the time of a decoding pass of several sequences, if no prompt rows share the step."""
-        began, self._began = self._began, self._clock()
-        if len(requests) > 1 and not self._prompts and all(request.draw is not None for request in requests):
-            more = sum(request.rows.n_rows for request in requests) - len(requests)
-            self._timer(requests[0].lm, len(requests)).add(more, self._began - began)
 
 
 def generate_together(*works: Coroutine[E, T]) -> list[EngineTask[E, T]]:

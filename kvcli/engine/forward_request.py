@@ -270,7 +270,6 @@ class ForwardResult:
     commit_rows: Callable[[Sequence[int]], None] | None = None
     # advances the recurrent states by so many rows; None = no recurrent layers
     fold: Callable[[int], None] | None = None
-    score: Callable[[int], list[float]] = lambda row: []  # row whose token was drawn -> its score (token_scores.py)
     company: Company | None = None  # what shared a decoding pass; None = nothing
 
 

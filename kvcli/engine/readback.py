@@ -14,7 +14,6 @@ from torch import Tensor
 from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.resources import one_pool
 from kvcli.engine.sequence.sampler import STUCK
-from kvcli.engine.sequence.token_scores import score_tokens, score_width
 from kvcli.errors import BadInput, BadModel
 
 
@@ -28,8 +27,6 @@ class Readback:
         self._has_pool = has_pool
         self.ids: list[int] = []  # sampled ids of all tree rows, or empty
         self._hook_output: dict[int, list[float]] = {}  # hook output of wanted rows, as far as computed
-        self._scores: dict[int, list[float]] = {}  # by row of a token that was sampled, if the sampler asks for them
-        self._top = request.draw.sampler.top_logprobs if request.draw is not None else None
 
     def drawn(self, row: int) -> int:
         """Return the token sampled after a tree row.
@@ -52,13 +49,7 @@ class Readback:
                 lines=[f"logits after position {pos[row]:,} hold NaN or infinity"],
                 try_=["--set load.dtype=fp32", "download the model again: its weights may be damaged"],
             )
-        if self._top is not None and row not in self._scores:  # now: the next pass may overwrite the logits
-            self._scores[row] = self._score(slice(row, row + 1), torch.tensor([token]))[0].tolist()
         return token
-
-    def score(self, row: int) -> list[float]:
-        """Return the score of the token sampled after a tree row (token_scores.py); [] if the sampler asks for none."""
-        return self._scores.get(row, [])
 
     def hook_output(self, index: int) -> list[float]:
         """Return the hook output for the logits of want[index]."""
@@ -72,8 +63,7 @@ class Readback:
         """Return all results as one row of float64, which represents ids exactly."""
         parts = [torch.empty(0, dtype=torch.float64, device=self._logits.device)]
         if self._request.draw is not None:
-            ids = self._draw(range(n := self._request.rows.tree))
-            parts += [ids.double(), self._score(slice(n), ids).flatten()]
+            parts.append(self._draw(range(self._request.rows.tree)).double())
         if self._request.logits_hook is not None:
             parts.append(self._run_hook(slice(None)).double().flatten())
         return torch.cat(parts)
@@ -81,9 +71,7 @@ class Readback:
     def fill(self, numbers: list[float]) -> None:
         """Set the results from that row, on the host."""
         n = self._request.rows.tree if self._request.draw is not None else 0
-        size = score_width(self._top, self._logits.shape[-1])
-        self.ids, scores, rest = [int(i) for i in numbers[:n]], numbers[n : n + n * size], numbers[n + n * size :]
-        self._scores = {row: scores[row * size : (row + 1) * size] for row in range(n if size else 0)}
+        self.ids, rest = [int(i) for i in numbers[:n]], numbers[n:]
         wide = len(rest) // max(1, len(self._request.want))
         self._hook_output = {i: rest[i * wide : (i + 1) * wide] for i in range(len(self._request.want) if wide else 0)}
 
@@ -91,12 +79,6 @@ class Readback:
         assert self._request.draw is not None, "tokens are sampled for a request without a sampler"
         with one_pool(self._has_pool):  # the next step waits for this
             return self._request.draw.behind(self._request.rows, which, self._logits)
-
-    def _score(self, which: slice, ids: Tensor) -> Tensor:
-        if self._top is None:
-            return ids.new_empty(0, dtype=torch.float64)
-        with one_pool(self._has_pool):
-            return score_tokens(self._logits[which], ids, self._top)
 
     def _run_hook(self, which: slice) -> Tensor:
         assert self._request.logits_hook is not None, "hook output is read of a request without a logits hook"

@@ -83,7 +83,6 @@ class Step:
     new: list[int]  # tokens added to the sequence
     seconds: float  # wall time from proposal to commit; in the step that `step` returns, to its end
     hook_output: Callable[[int], list[float]] = _nothing  # output of the drafter's logits hook, by row of `logits`
-    score: Callable[[int], list[float]] = _nothing  # accepted row -> score of its token (token_scores.py), if asked for
     queries: Sequence[Tensor] = ()  # per layer [H, tree, D], if the draft needs them
     hidden: Tensor | None = None  # [len(rows.want), E] by row of `logits`, after the last norm, if the draft needs them
     company: Company | None = None  # what shared the pass; None = nothing, so that `seconds` is its time

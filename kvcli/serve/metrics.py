@@ -90,7 +90,6 @@ class Metrics:
         """Yield gauges of the engine's present status, for prometheus_client."""
         status = self._status()
         used, most = sum(status.kv_bytes.values()), status.pool_bytes or 0
-        last = status.steps[-1] if status.steps else None
         states = {(name,): getattr(status, name) for name in ("running", "waiting", "idle")}
         reused = {(source,): n for source, n in status.reused.items()}
         for name, labels, values in (
@@ -100,8 +99,8 @@ class Metrics:
             ("kvcli_kv_budget_bytes", [], {(): most}),
             ("kvcli_kv_promised_bytes", [], {(): status.promised_bytes}),
             ("kvcli_step_age_seconds", [], {(): status.step_age or 0.0}),
-            ("kvcli_step_seconds", [], {(): last.seconds if last else 0.0}),
-            ("kvcli_rows_per_step", [], {(): last.rows if last else 0}),
+            ("kvcli_step_seconds", [], {(): status.step_seconds}),
+            ("kvcli_rows_per_step", [], {(): status.step_rows}),
             ("kvcli_preempted", [], {(): status.preempted}),
             ("vllm:num_requests_running", [], {(): status.running}),
             ("vllm:num_requests_waiting", [], {(): status.waiting}),

@@ -26,6 +26,7 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession
+from kvcli.engine.sequence.token_scores import score_tokens
 from kvcli.kernels.native import native
 from kvcli.kv.cache.precision_budget import PrecisionBudget
 from kvcli.kv.slots import KVCache, alike
@@ -372,7 +373,9 @@ def written(session: GenerationSession, storage: str = "") -> Coroutine[object, 
     end, scores = len(session.ids) + NEW, list[Sequence[float]]()
     while not scores or (len(session.ids) < end and session.ids[-1] != STOP):
         step = yield from session.step({STOP}, end - len(session.ids))
-        scores += map(step.score, step.path)
+        logits, top = step.logits, session.sampler.top_logprobs
+        new = torch.tensor(step.new, device=logits.device)
+        scores += [()] * len(new) if top is None else score_tokens(logits[step.path], new, top).tolist()
         yield step
     text = Written(session.ids)
     has_bits = session.lm.is_row_invariant and not session.cache.batch_variant_reason

@@ -27,7 +27,6 @@ from kvcli.engine.hf.cache_shim import CacheShim, call
 from kvcli.engine.hf.model_settings import fixed_ropes
 from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.resources import FRAMES
-from kvcli.engine.sequence.token_scores import score_tokens
 from kvcli.kernels.attend_captured import attend_captured, storing
 from kvcli.kernels.attend_invariant.tables import Tree
 from kvcli.kernels.gumbel_noise.reference import signed
@@ -124,11 +123,10 @@ def captured(graphs: CudaGraphs, work: Callable[[], T]) -> tuple[T, Callable[[],
 class DeviceSampling:
     """Captured sampling, and the captured step that makes the sampled token the next input."""
 
-    # float64, which represents ids exactly: per sequence the sampled ids, then their scores, then the hook output
-    numbers: Tensor
+    numbers: Tensor  # float64, which represents ids exactly: per sequence the sampled ids, then the hook output
     start: Callable[[], None]
     here: list[Tensor]  # on the host, alternating: one is read while the other is written
-    wide: Sequence[Sequence[int]]  # by sequence: numbers of each per row
+    wide: Sequence[int]  # by sequence: numbers of hook output per row
     go_on: Callable[[], None] | None = None  # commits the row that was run and makes the sampled token the next row
 
     def read(self, graphs: CudaGraphs) -> tuple[Tensor, Callable[[], None]]:
@@ -144,11 +142,9 @@ class DeviceSampling:
         numbers: list[float] = here.tolist()
         backs = []
         for request, size, of, wide in zip(requests, sizes, logits, self.wide, strict=True):
-            n, back, found = request.rows.n_rows, Readback(request, of), list[float]()
-            for width in wide:
-                found += numbers[: n * width]
-                numbers = numbers[size * width :]
-            back.fill(found)
+            n, back = request.rows.n_rows, Readback(request, of)
+            back.fill([*numbers[:n], *numbers[size : size + n * wide]])
+            numbers = numbers[size * (1 + wide) :]
             backs.append(back)
         return backs
 
@@ -178,32 +174,28 @@ class DeviceSamplers:
             self._made[how] = drawing = DeviceSampling(numbers, start, here, wide)
         if drawing.go_on is None and all(map(can_run_ahead, requests)):
             self._one.zero_()
-            drawing.go_on = captured(self._graphs, partial(self._feed_back, drawing))[1]
+            drawing.go_on = captured(self._graphs, partial(self._feed_back, drawing.numbers))[1]
             self._one.fill_(1)
         return drawing
 
-    def _draw(self, how: Sequence[tuple[Sampler, LogitsHook | None]]) -> tuple[Tensor, list[list[int]]]:
-        """Return the sampled ids, scores and hook outputs, and per sequence the numbers of each per row."""
-        parts, wide = list[Tensor](), list[list[int]]()
+    def _draw(self, how: Sequence[tuple[Sampler, LogitsHook | None]]) -> tuple[Tensor, list[int]]:
+        """Return the sampled ids and hook outputs, and per sequence the numbers of hook output per row."""
+        parts, wide = [], []
         for rows, logits, (sampler, logits_hook) in zip(self._rows, self._logits, how, strict=True):
-            ids = sampler.on_device(logits, rows.pos.long(), seed=rows.seed)
-            made = [ids.double()]
-            if sampler.top_logprobs is not None:
-                made.append(score_tokens(logits, ids, sampler.top_logprobs))
+            parts.append(sampler.on_device(logits, rows.pos.long(), seed=rows.seed).double())
+            wide.append(0)
             if logits_hook is not None:
-                made.append(logits_hook(logits).double())
-            parts += [each.flatten() for each in made]
-            wide.append([each.numel() // len(logits) for each in made])
+                parts.append(logits_hook(logits).double().flatten())
+                wide[-1] = len(parts[-1]) // len(logits)
         return torch.cat(parts), wide
 
-    def _feed_back(self, drawing: DeviceSampling) -> None:
+    def _feed_back(self, numbers: Tensor) -> None:
         at = 0
-        for rows, store, wide in zip(self._rows, self._stores, drawing.wide, strict=True):
+        for rows, store in zip(self._rows, self._stores, strict=True):
             store(self._first, self._one, rows.pos)
-            new = drawing.numbers[at : at + 1].clamp(min=0)  # if sampling failed, any valid id
-            rows.ids.copy_(new.expand_as(rows.ids))
+            rows.ids.copy_(numbers[at : at + 1].clamp(min=0).expand_as(rows.ids))  # if sampling failed, any valid id
             rows.pos.add_(1)
-            at += len(rows.ids) * sum(wide)
+            at += len(rows.ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +217,8 @@ class PendingPass:
 def can_run_ahead(request: ForwardRequest) -> bool:
     """True if the sampled token is the only row of the next pass, and no other output is requested."""
     records = request.record_queries or request.record_hidden_states
-    return bool(request.rows.ahead) and not records and request.logits_hook is None
+    scores = request.draw is not None and request.draw.sampler.top_logprobs is not None
+    return bool(request.rows.ahead) and not records and not scores and request.logits_hook is None
 
 
 def first(request: ForwardRequest) -> tuple[int, int, int]:
@@ -509,13 +502,13 @@ class CapturedBatch:
         for i, (request, back) in enumerate(zip(requests, backs, strict=True)):
             # otherwise the buffer has the logits of the next pass
             logits = self._none if is_stored else self._logits[i][: request.rows.n_rows]
+            if request.draw is not None and request.draw.sampler.top_logprobs is not None:
+                logits = logits.clone()  # its tokens are scored later
             queries = [q[:, : len(request.record_queries)] for q in self._queries[i]] if request.record_queries else []
             commit_rows = partial(self._commit, i, request, caches[i], is_stored)
             hidden = self._shown[i] if request.record_hidden_states and self._shown is not None else None
             shown = None if hidden is None else hidden[: request.rows.n_rows]
-            made.append(
-                ForwardResult(logits, back.drawn, back.hook_output, {}, queries, shown, commit_rows, score=back.score)
-            )
+            made.append(ForwardResult(logits, back.drawn, back.hook_output, {}, queries, shown, commit_rows))
         return made
 
     def _commit(

@@ -72,8 +72,8 @@ class GenerationSession(SequenceState):
         self.ids += new
         self.history.add(new)
         finished = partial(
-            Step, rows, result.logits, path, new, hook_output=result.hook_output, score=result.score,
-            queries=result.queries, hidden=result.hidden, company=result.company,
+            Step, rows, result.logits, path, new, hook_output=result.hook_output, queries=result.queries,
+            hidden=result.hidden, company=result.company,
         )  # fmt: skip
         yield from await_passes(self.drafter.observe(finished(seconds=self.lm.clock() - began)))
         if self.committed == self.next_compression_at:

@@ -13,21 +13,16 @@ from torch import Tensor
 BLOCK = 64  # rows that are scored together: one takes about 24 bytes per token of the vocabulary
 
 
-def score_width(top: int | None, vocab: int) -> int:
-    """Return how many numbers a score has: its log-probability, then ids and log-probabilities of the most likely."""
-    return 0 if top is None else 1 + 2 * min(top, vocab)
-
-
 def score_tokens(logits: Tensor, ids: Tensor, top: int) -> Tensor:
-    """Return the scores of tokens `ids` [n], one behind each row of logits [n, V] -> [n, score_width] float64: the
-    token's log-probability, the `top` most likely ids, and their log-probabilities. The host waits for nothing."""
+    """Return the scores of tokens `ids` [n], one behind each row of logits [n, V] -> [n, 1 + 2 top] float64: the
+    token's log-probability, the `top` most likely ids (V at most), and their log-probabilities."""
     blocks = zip(torch.split(logits, BLOCK), torch.split(ids, BLOCK), strict=True)
     return torch.cat([_block(of, drawn, min(top, logits.shape[-1])) for of, drawn in blocks])
 
 
 def _block(logits: Tensor, ids: Tensor, top: int) -> Tensor:
     wide = logits.double()
-    found = ids.clamp(min=0).unsqueeze(-1)  # negative: no token was sampled
+    found = ids.unsqueeze(-1)
     if top:
         found = torch.cat([found, _likeliest(logits, top)], dim=-1)
     logp = wide.gather(-1, found) - _log_sum_exp(wide)
