@@ -515,13 +515,17 @@ def test_the_demo_finds_a_fact_in_its_report(kvcli):
     assert spec["tokens_per_pass"] * spec["passes"] == pytest.approx(document["tokens"]["new"])
 
 
-def test_scores_are_of_all_tokens(tmp_path):
+def test_several_answers_come_one_after_the_other(tmp_path):
     machine = Machine(tmp_path)  # with the demo model itself
-    asked = ["chat", "demo", "-p", "Hello", "-n", "5", "-t", "1.5", "--seed", "4", "--no-save", "--json"]
-    document = json.loads(machine(*asked, "--logprobs", "1").out)
-    validate("turn", document)
-    assert "".join(score["text"] for score in document["scores"]) == document["text"]
-    assert all(len(score["top"]) == 1 for score in document["scores"])
+    asked = ["chat", "demo", "-p", "Hello", "-n", "5", "-t", "1.5", "--seed", "4", "--samples", "2", "--no-save"]
+    documents = [json.loads(line) for line in machine(*asked, "--json", "--logprobs", "1").out.splitlines()]
+    assert len(documents) == 2
+    for number, document in enumerate(documents, 1):
+        validate("turn", document)
+        assert (document["turn"], document["sampling"]["seed"]) == (number, 3 + number)
+        assert "".join(score["text"] for score in document["scores"]) == document["text"]
+        assert all(len(score["top"]) == 1 for score in document["scores"])
+    assert machine(*asked).out == "".join(("\n" if i else "") + f"{d['text']}\n" for i, d in enumerate(documents))
 
 
 @pytest.mark.parametrize(
@@ -529,9 +533,12 @@ def test_scores_are_of_all_tokens(tmp_path):
     [
         (["--logprobs", "3"], "--logprobs needs --json"),
         (["--logprobs", "21", "--json"], "from 0 to 20"),
+        (["--samples", "0"], "--samples needs"),
+        (["--samples", "2", "--tools", "t.json"], "--samples needs"),
     ],
 )
-def test_scores_are_refused_before_loading(machine, args, said):
+def test_scores_and_samples_are_refused_before_loading(machine, tmp_path, args, said):
+    (tmp_path / "t.json").write_text('[{"type": "function", "function": {"name": "f"}}]')
     done = machine("chat", "-p", "Hi", *args)
     assert done.exit == 2
     assert said in " ".join((done.out + done.err).split())

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvcli
-from kvcli.api import End, Text, Thought, TokenScore
+from kvcli.api import End, Text, Thought, TokenScore, turn_of
 from kvcli.chat.scores import refuse_scores
 from kvcli.chat.text_session import TextSession
 from kvcli.engine.sequence.token_scores import BLOCK, score_tokens
@@ -174,6 +174,29 @@ def test_tokens_of_another_model_and_condensed_ids_have_no_scores(
     with pytest.raises(BadInput, match="profile mine") as caught:
         refuse_scores(of(condensed=condensed), profile, top, of_prompt)
     assert says in caught.value.try_[0]
+
+
+@pytest.mark.parametrize("profile", ["fafo", "kvzip"])
+def test_samples_are_the_answers_of_their_seeds_and_read_the_prompt_once(profile: str) -> None:
+    how: dict[str, Any] = {"temperature": 1.5, "max_new_tokens": 8, "top_logprobs": 1, "ignore_eos": True}
+    with demo().open(profile=profile) as session, demo().open(profile=profile) as alone:
+        turns = [turn_of(events) for events in session.samples(QUESTION, 3, seed=7, **how)]
+        want = [alone.generate(QUESTION, seed=7 + i, **how) for i in range(3)]
+        assert [(turn.ids, turn.scores) for turn in turns] == [(turn.ids, turn.scores) for turn in want]
+        assert len({turn.ids for turn in turns}) == 3
+        assert turns[0].stats.cached == 0
+        assert {turn.stats.cached for turn in turns[1:]} == {len(demo().encode(QUESTION)) - 1}
+        with pytest.raises(BadInput, match="temperature is 0") as caught:
+            next(session.samples(QUESTION, 3, temperature=0.0))
+        assert caught.value.code == "same_samples"
+
+
+def test_samples_after_a_cancel_or_an_error_are_none() -> None:
+    with demo().open() as session:
+        turns = [turn_of(events) for events in session.samples("Hello", 3, temperature=1.0, cancel=lambda: True)]
+        assert [turn.finish for turn in turns] == ["interrupted"]
+        with pytest.raises(BadInput, match="top_logprobs"):
+            [turn_of(events) for events in session.samples("Hello", 3, temperature=1.0, top_logprobs=99)]
 
 
 def test_the_end_of_a_stream_is_the_turn_with_scores() -> None:

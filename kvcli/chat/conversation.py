@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcli.api import Cancel, End, Event, Finish, Read, Text, Thought, ToolCall, Turn, turn_of
+from kvcli.api import Cancel, End, Event, Events, Finish, Read, Text, Thought, ToolCall, Turn, turn_of
 from kvcli.chat.overflow import ASKED, KEPT, NOTES, VisibleMessages, fitting, refuse_longer, shorter
 from kvcli.chat.transcript import (
     Message,
@@ -138,6 +138,11 @@ class Chat:
         if not text.strip():
             raise BadInput("the question is empty", code="empty_prompt")
         yield from self._ask(Message("user", text, tuple(self.pending)), **options)
+
+    def samples(self, text: str, n: int, **options: Any) -> Iterator[Events]:
+        """Yield the events of n answers to a question, as `TextSession.samples` does. The chat does not keep them."""
+        asked = self.rendered([*self.messages, Message("user", text, tuple(self.pending))])
+        return self.text_session.samples(asked.ids, n, messages=asked.contents, **options)
 
     def _ask(
         self, question: Message, *, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any

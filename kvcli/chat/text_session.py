@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,11 +11,12 @@ from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble
-from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
+from kvcli.api import Cancel, End, Event, Events, Prompt, Read, Turn, turn_of
 from kvcli.chat.admission import Claim
 from kvcli.chat.loaded_model import LoadedModel
 from kvcli.chat.overflow import ContextWindow
 from kvcli.chat.scores import refuse_scores, score_prompt
+from kvcli.chat.side_by_side import SideBySide
 from kvcli.chat.transcript import chat_spans
 from kvcli.chat.turn import AnswerSettings, ThinkingLimit, TurnRequest, TurnRun
 from kvcli.engine.engine import iterate_events, release, run_to_end
@@ -213,6 +214,33 @@ class TextSession:
     def stream(self, prompt: Prompt, **options: Any) -> Events:
         """Yield one answer as events: Live and Read first, then Text pieces, End last."""
         return iterate_events(self.answer(prompt, **options))
+
+    def samples(self, prompt: Prompt, n: int, *, seed: int | None = None, **options: Any) -> Iterator[Events]:
+        """Yield the events of n answers to one prompt, each with the next seed. They run together, and each is the
+        answer of `stream` with its seed. The prompt is read once, by this session; the others are copies of it.
+        """
+        together, copies, answers, own = SideBySide(), list[TextSession](), list[Events](), self.profile.sample
+        seed, heat = own.seed if seed is None else seed, options.get("temperature", own.temperature)
+        if n > 1 and not (self.model.lm.generation.get("temperature") if heat is None else heat):
+            raise BadInput(
+                f"temperature is 0, so all {n} answers would be the same", code="same_samples", try_=["-t 0.8"]
+            )
+
+        def hear(event: Event) -> None:
+            if isinstance(event, Read) and event.done == event.total:
+                for i in range(1, n):
+                    copies.append(TextSession(self.model))
+                    copies[-1].session = self.session.fork()
+                    answers.append(together.add(copies[-1].answer(prompt, seed=seed + i, **options)))
+
+        try:
+            yield together.add(self.answer(prompt, seed=seed, **options), hear)
+            while len(answers) < n - 1 and together.step():
+                pass
+            yield from answers
+        finally:
+            for copy in copies:
+                copy.close()
 
     def astream(self, prompt: Prompt, *, client: str = "", **options: Any) -> AsyncGenerator[Event]:
         """Yield one answer as events in a coroutine, batched with other sessions of the model used by event loops.

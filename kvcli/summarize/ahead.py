@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvcli.chat.side_by_side import SideBySide
+
 if TYPE_CHECKING:
     from kvcli.api import Cancel, Event, Events, Turn
     from kvcli.chat.text_session import TextSession
-    from kvcli.engine.engine import EngineTask
     from kvcli.engine.forward_request import Coroutine
 
 
@@ -23,9 +23,8 @@ class Asked:
     ended: Callable[[Turn], object] = lambda turn: None  # called when the answer has ended
 
 
-class Ahead:
-    """Sessions that answer prompts in their order, each the next one as soon as it is free. Reading the events of one
-    answer runs them all."""
+class Ahead(SideBySide):
+    """Sessions that answer prompts in their order, each the next one as soon as it is free."""
 
     def __init__(
         self,
@@ -35,36 +34,27 @@ class Ahead:
         ended: Callable[[TextSession, Turn], object] = lambda session, turn: None,
     ) -> None:
         """`prompts` is read as sessions become free, until `cancel`. `ended` is called before a session goes on."""
-        from kvcli.engine.engine import Engine  # late: it imports torch, and a plan of parts needs none
-
-        self._engine, self._free, self._prompts = Engine(), [*sessions], prompts
-        self._cancel, self._ended = cancel, ended
-        self._begun: dict[tuple[int, ...], tuple[EngineTask[Event, Turn], deque[Event]]] = {}
+        super().__init__()
+        self._free, self._prompts, self._cancel, self._ended = [*sessions], prompts, cancel, ended
+        self._begun: dict[tuple[int, ...], Events] = {}
         self.n_running = 0
 
     def stream(self, ids: Sequence[int], **options: Any) -> Events:
         """Yield the events of the answer to a prompt. If it has not begun, it begins once a session is free."""
         self._fill()
-        while not self.has_begun(ids):
-            if self._free:
-                self._begin(Asked([*ids], options))
-            else:
-                self._step()
-        task, said = self._begun.pop(tuple(ids))
-        while said or not task.is_over:
-            if said:
-                yield said.popleft()
-            else:
-                self._step()
-        task.result()  # raises the error that ended it
+        if not self.has_begun(ids):
+            while not self._free:
+                self.step()
+            self._begin(Asked([*ids], options))
+        yield from self._begun.pop(tuple(ids))
 
     def has_begun(self, ids: Sequence[int]) -> bool:
         """True if the answer to this prompt was begun, and is not read yet."""
         return tuple(ids) in self._begun
 
-    def _step(self) -> None:
+    def step(self) -> bool:
         self._fill()
-        self._engine.step()
+        return super().step()
 
     def _fill(self) -> None:
         while self._free and not self._cancel() and (asked := next(self._prompts, None)) is not None:
@@ -72,8 +62,8 @@ class Ahead:
                 self._begin(asked)
 
     def _begin(self, asked: Asked) -> None:
-        session, self.n_running, said = self._free.pop(0), self.n_running + 1, deque[Any]()
-        self._begun[tuple(asked.ids)] = self._engine.add(self._answer(session, asked), said.append), said
+        session, self.n_running = self._free.pop(0), self.n_running + 1
+        self._begun[tuple(asked.ids)] = self.add(self._answer(session, asked))
 
     def _answer(self, session: TextSession, asked: Asked) -> Coroutine[Event, Turn]:
         try:

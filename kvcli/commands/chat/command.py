@@ -152,6 +152,7 @@ _WORDS = "A question, as -p, and files to attach, as -f."
 _TOP_P = "Nucleus sampling: the smallest set of tokens with total probability F."
 _STOP = "End the answer before this text. Repeatable."
 _LOGPROBS = "With --json: log-probabilities of each token and of the N most likely ones, up to 20."
+_SAMPLES = "Answer one question N times, with the next seed each; the answers are not saved in a chat."
 _PENALTY = "Above 1, tokens that occurred before become less likely."
 
 
@@ -199,6 +200,7 @@ class AnswerOptions(Options, panel="The answer"):
     stats: o.Figures = None
     stream: bool = flag(help="With --json: one line for each event.", rare=True)
     logprobs: int | None = choice(metavar="N", help=_LOGPROBS, rare=True)
+    samples: int = choice(default=1, metavar="N", help=_SAMPLES, rare=True)
 
 
 class ChatOptions(Options, panel="The model"):
@@ -259,6 +261,8 @@ def chat(world: Environment, options: ChatOptions) -> int:
             raise UsageError("--tool-results excludes --prompt and --file", try_=["only one of them"])
         if packed is not None:
             question = about_pack(question, packed)
+        if wanted.samples != 1 and (wanted.samples < 1 or question.text is None or tools is not None):
+            raise UsageError("--samples needs a question and no tools; it is 1 or more", try_=["-p TEXT --samples 4"])
         setup = find_model(setup, [d.name for d in question.documents if d.name == STDIN])
         if question.text is not None and not question.documents:
             tell_toy(setup)
@@ -396,8 +400,7 @@ class ChatRun:
         """
         from kvcli.commands.common.exits import Interrupt
 
-        profile, chat, session, wanted = self.run.profile, self.chat, self.chat.text_session, self.options.answer
-        is_whole = self.world.options.json and not wanted.stream  # one document, of the last answer
+        chat, wanted = self.chat, self.options.answer
         with Interrupt(self.world.clock) as cancel:
             options: dict[str, Any] = {"cancel": cancel, "constraint": self.constraint}
             options |= {} if wanted.logprobs is None else {"top_logprobs": wanted.logprobs}
@@ -407,16 +410,33 @@ class ChatRun:
                     answer = chat.stream(asked, **options)
                 else:
                     answer = chat.stream_results(asked, **options)
-                with closing(answer) as events:
-                    return turn_of(events) if is_whole else self._shown(events, cancel)
+                return self._shown(answer, cancel)
 
+            if wanted.samples > 1 and isinstance(asked, str):
+                found = 0
+                for number, answer in enumerate(chat.samples(asked, wanted.samples, **options), 1):
+                    if number > 1 and not self.world.options.json:
+                        self.world.stdout.write("\n")
+                    found = self._ended(self._shown(answer, cancel), number) or found
+                return found
             turn = show(asked)
             if self.tools is not None:
                 turn = self.tools.follow(turn, show, cancel)
-        if is_whole:
+        return self._ended(turn)
+
+    @property
+    def _is_whole(self) -> bool:
+        """True if the output is one JSON document for each answer, at its end."""
+        return self.world.options.json and not self.options.answer.stream
+
+    def _ended(self, turn: Turn, number: int = 1) -> int:
+        """Print what follows an answer, and return the exit code."""
+        profile, chat, session = self.run.profile, self.chat, self.chat.text_session
+        if self._is_whole:
             from kvcli.commands.common.turn_json import print_turn, run_of
 
-            print_turn(self.world, [End(turn)], session.info, run_of(profile, session, chat.notes))
+            run = replace(run_of(profile, session, chat.notes), number=number)
+            print_turn(self.world, [End(turn)], session.info, run)
         elif turn.tool_calls and not self.world.options.json and not self.world.is_tty("stdout"):
             from kvcli.chat.transcript import openai_form
             from kvcli.commands.common.output import print_json
@@ -429,8 +449,12 @@ class ChatRun:
         usual = ExitStatus.BAD_OUTPUT if missed else ExitStatus.OK
         return {"interrupted": ExitStatus.INTERRUPTED, "loop": ExitStatus.BAD_OUTPUT}.get(turn.finish, usual)
 
-    def _shown(self, events: Events, cancel: Cancel) -> Turn:
-        """Show the events of an answer: as JSON lines, or on the screen."""
+    def _shown(self, answer: Events, cancel: Cancel) -> Turn:
+        """Run an answer, and show its events: as JSON lines, or on the screen. One JSON document is printed later."""
+        with closing(answer) as events:  # type: ignore[type-var]
+            return turn_of(events) if self._is_whole else self._show(events, cancel)
+
+    def _show(self, events: Events, cancel: Cancel) -> Turn:
         chat, session, profile = self.chat, self.chat.text_session, self.run.profile
         if self.world.options.json:
             from kvcli.commands.common.turn_json import print_events, run_of
