@@ -6,11 +6,9 @@ import asyncio
 import os
 import re
 import socket
-import stat
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -19,10 +17,11 @@ import typer
 from kvcli.commands.common import flags as o
 from kvcli.commands.common.exits import machine_gave_out, write_traceback
 from kvcli.commands.common.inputs import tell
+from kvcli.commands.common.key_file import read_key
 from kvcli.commands.common.options import Options, choice, command
 from kvcli.commands.common.output import print_json
 from kvcli.environment import Environment
-from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError, reading
+from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError
 from kvcli.installing import EXTRAS, pip
 from kvcli.render.terminal.terminal import long_size, plural
 from kvcli.resident_client import facts
@@ -69,7 +68,7 @@ def serve(world: Environment, options: ServeOptions) -> int:
     from kvcli.render.terminal.screen import Screen
 
     same = facts(sys.argv, world.environ) if sys.platform == "linux" else {}  # first: libraries set variables
-    key = read_key(world, options.key_file)
+    key = read_key(world, options.key_file, least=16).encode() if options.key_file else None
     if key is None and not is_loopback(options.host):
         said = f"{options.host} is not an address of this machine alone, and a server for others needs a key"
         raise UsageError(said, try_=["--key-file FILE", "leave --host out"])
@@ -176,23 +175,6 @@ def show(world: Environment, listener: socket.socket, model: Model, name: str) -
         kv = f", {long_size(room)} for KV" if room else ""
         world.stdout.write(f"{url}  {name}, profile {model.profile.name}, {model.exactness_label}{kv}\n")
     world.stdout.flush()
-
-
-def read_key(world: Environment, file: Path | None) -> bytes | None:
-    """Return the key in a file that only its owner may read."""
-    if file is None:
-        return None
-    path = world.cwd / expanduser(file)
-    with reading(file):
-        mode = path.stat().st_mode
-        if mode & (stat.S_IRWXG | stat.S_IRWXO) or not stat.S_ISREG(mode):
-            said = f"{file} is no file that only its owner may read and write"
-            raise BadInput(said, code="key_not_private", try_=[f"chmod 600 {file}"])
-        key = path.read_bytes().strip()
-    if not 16 <= len(key) <= 4096 or not key.isascii() or b"\n" in key:
-        make = f"(umask 077; openssl rand -hex 24 > {file})"
-        raise BadInput(f"{file} has no key of 16 ASCII characters or more in one line", code="bad_key", try_=[make])
-    return key
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Router
@@ -24,7 +25,7 @@ STUCK = 60.0  # seconds without a sign of life of the engine
 
 def server_app(
     host: Host, *, hosts: Collection[str] = (), origins: Collection[str] = (), key: bytes | None = None
-) -> Gate:
+) -> CORSMiddleware:
     """Return the ASGI application. Parameters are those of the gate."""
     made = [one for api in (completions, responses, messages, page) for one in api.operations(host)]
     made += _operations(host)
@@ -35,7 +36,9 @@ def server_app(
 
     made.append(Operation("/openapi.json", "Describe this API.", described))
     router = Router([one.route for one in made], redirect_slashes=False)
-    return Gate(router, host.bug, host.metrics.request, hosts, origins, key)
+    gate = Gate(router, host.bug, host.metrics.request, hosts, origins, key)
+    heads = ("authorization", "content-type", "x-api-key")
+    return CORSMiddleware(gate, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=heads)
 
 
 def _operations(host: Host) -> list[Operation]:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcli.api import End, Event, Text, ToolCall
@@ -22,6 +23,7 @@ from kvcli.errors import BadConfig, BadInput, Busy, KvcliError
 from kvcli.models.grammar import Grammar
 from kvcli.models.text import decode, encode, render_text
 from kvcli.models.tool_calls import check_tools
+from kvcli.prefix_cache.prefix_cache import cache_key
 from kvcli.serve.documents import Documents
 from kvcli.serve.errors import Refused
 from kvcli.serve.metrics import Metrics
@@ -96,6 +98,7 @@ class Host:
         self.warm = WarmSessions(model, idle_bytes)
         self.metrics = Metrics(model.engine.snapshot)
         self.documents = Documents()
+        self._weights = sha256(json.dumps(cache_key(model.lm)).encode()).hexdigest()[:16]
         self._texts = ThreadPoolExecutor(1, "kvcli-text")  # renders and tokenizes prompts
         self._grammars = ThreadPoolExecutor(2, "kvcli-grammar")
 
@@ -126,8 +129,8 @@ class Host:
 
     def fingerprint(self, profile: Profile) -> str:
         """Return a text that is equal for two answers only if the same request gives the same text."""
-        info, promise = self.model.info, self.model.under(profile).exactness_label
-        return f"kvcli-{__version__}-{info.id}-{info.dtype}-{info.device}-{profile.hash}-{promise}".replace(" ", "_")
+        name, promise = self.model.info.id, self.model.under(profile).exactness_label
+        return f"kvcli-{__version__}-{name}-{self._weights}-{profile.hash}-{promise}".replace(" ", "_")
 
     async def prompt_of(self, asked: Asked, profile: Profile) -> PromptOf:
         """Return the prompt that the model is given. Raises BadInput and ContextOverflow."""
