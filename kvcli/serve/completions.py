@@ -20,10 +20,11 @@ from kvcli.errors import BadInput, KvcliError
 from kvcli.models.text import Messages
 from kvcli.models.tool_calls import check_tools
 from kvcli.safe_output import BROKEN
+from kvcli.serve.errors import error_body
 from kvcli.serve.host import Asked, Host
 from kvcli.serve.openapi import Operation
 from kvcli.serve.schemas import ChatRequest, Common, TextRequest, TokenizeRequest, parsed
-from kvcli.serve.stream import EventStream, error_frame, frame, several, turns_of
+from kvcli.serve.stream import frame, several, streamed, turns_of
 
 if TYPE_CHECKING:
     from kvcli.engine.stats import Stats
@@ -129,11 +130,11 @@ async def _answer(host: Host, body: Common, asked: Sequence[Asked], form: Form) 
         "model": body.model or host.name,
         "system_fingerprint": host.fingerprint(host.profile_of(asked[0])),
     }
-    form = replace(form, base=base, n=body.n, word=host.word, wants_timings=body.timings_per_token)
+    form = replace(form, base=base, n=body.n, total=len(asked), word=host.word, wants_timings=body.timings_per_token)
     form.wants_usage = body.stream_options.include_usage
     events = several(host.events(one) for one in asked)
     if body.stream:
-        return await EventStream.started(events, form)
+        return await streamed(events, form)
     turns = await turns_of(events)
     choices = [{"index": i, **form.whole(turn, asked[i]), **finish_of(turn)} for i, turn in enumerate(turns)]
     figures = {"usage": usage(turns, body.n), "timings": timings(turns[-1].stats)}
@@ -181,6 +182,7 @@ class Form:
 
     base: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1  # answers to a prompt
+    total: int = 1  # answers to all prompts
     wants_usage: bool = False
     wants_timings: bool = False  # in each frame, not only in the last one
     echoes: bool = False  # the prompt is returned before the answer
@@ -219,15 +221,14 @@ class Form:
         choice = {"index": index, **said, "logprobs": self.scored(scores), **also}
         times = {"timings": timings(self.stats[index])} if has_timings else {}
         yield frame({**self.base, "choices": [choice], **times})
+        if len(self.turns) == self.total:
+            if self.wants_usage:
+                turns = [self.turns[index] for index in sorted(self.turns)]
+                yield frame({**self.base, "choices": [], "usage": usage(turns, self.n)})
+            yield DONE
 
-    def end(self) -> Iterable[str]:
-        if self.wants_usage:
-            turns = [self.turns[index] for index in sorted(self.turns)]
-            yield frame({**self.base, "choices": [], "usage": usage(turns, self.n)})
-        yield DONE
-
-    def error(self, error: KvcliError) -> Iterable[str]:
-        yield error_frame(error)
+    def error(self, error: KvcliError) -> str:
+        return frame(error_body(error))
 
 
 class ChatForm(Form):

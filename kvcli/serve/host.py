@@ -173,7 +173,7 @@ class Host:
         try:
             async with self.warm.session(prompt.ids, profile) as session:
                 stream = await self.text_of(partial(session.astream, prompt.ids, client=asked.client, **options))
-                async with aclosing(self.metrics.watched(profile.name, stream)) as events:
+                async with aclosing(self.metrics.watched(f"{self.name}:{profile.name}", stream)) as events:
                     async for event in _calls_of(events, asked):
                         if isinstance(event, End) and prompt.text:
                             await self.text_of(partial(self.warm.remember, prompt.text, prompt.ids, event.turn))

@@ -23,7 +23,7 @@ from kvcli.serve.errors import error_body
 from kvcli.serve.host import Host
 from kvcli.serve.openapi import Operation
 from kvcli.serve.schemas import RequestJson, as_parts, json_of, rest_of, translated
-from kvcli.serve.stream import EventStream, frame, several, turns_of
+from kvcli.serve.stream import frame, several, streamed, turns_of
 
 _MODES = {"enabled": "on", "disabled": "none", "adaptive": None}  # of thinking; absent: as the model does by itself
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}  # others are the end of a turn
@@ -52,7 +52,7 @@ def operations(host: Host) -> list[Operation]:
         base = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": body.model}
         events, end = several([host.events(asked)]), partial(_end, host, asked.sample.get("stop", ()))
         if body.stream:
-            return await EventStream.started(events, MessageFrames(base, end))
+            return await streamed(events, MessageFrames(base, end))
         (turn,) = await turns_of(events)
         content = [_block(block, block.text) for block in blocks_of(turn)]
         return JSONResponse({**base, "content": content, **end(turn), "usage": _usage(turn)})
@@ -174,11 +174,8 @@ class MessageFrames:
             yield _frame("message_delta", delta=self._end(event.turn), usage=_usage(event.turn))
             yield _frame("message_stop")
 
-    def end(self) -> Iterable[str]:
-        return ()
-
-    def error(self, error: KvcliError) -> Iterable[str]:
-        yield _frame("error", **error_body(error))
+    def error(self, error: KvcliError) -> str:
+        return _frame("error", **error_body(error))
 
 
 def _frame(name: str, /, **fields: Any) -> str:

@@ -20,7 +20,7 @@ from kvcli.serve.errors import Refused, error_body
 from kvcli.serve.host import Host
 from kvcli.serve.openapi import Operation
 from kvcli.serve.schemas import RequestJson, as_parts, json_of, rest_of, translated
-from kvcli.serve.stream import EventStream, frame, several, turns_of
+from kvcli.serve.stream import frame, several, streamed, turns_of
 
 
 class ResponseRequest(RequestJson):
@@ -56,7 +56,7 @@ def operations(host: Host) -> list[Operation]:
         }
         events = several([host.events(asked)])
         if body.stream:
-            return await EventStream.started(events, ResponseFrames(base))
+            return await streamed(events, ResponseFrames(base))
         (turn,) = await turns_of(events)
         return JSONResponse(response(base, blocks_of(turn), turn))
 
@@ -156,13 +156,10 @@ class ResponseFrames:
             last = response(self._base, self._blocks.all, event.turn)
             yield self._frame(last["status"], response=last)
 
-    def end(self) -> Iterable[str]:
-        return ()
-
-    def error(self, error: KvcliError) -> Iterable[str]:
+    def error(self, error: KvcliError) -> str:
         said = error_body(error)
         fields = {key: said["error"][key] for key in ("code", "message", "param")}
-        yield frame({"type": "error", "sequence_number": self._n, **fields, **said}, "error")
+        return frame({"type": "error", "sequence_number": self._n, **fields, **said}, "error")
 
     def _frame(self, name: str, /, **fields: Any) -> str:
         self._n += 1
