@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from kvcli.api import End, Event, Live, Text, Thought, TokenScore, ToolCall, Turn
@@ -24,7 +23,7 @@ from kvcli.serve.errors import error_body
 from kvcli.serve.host import Asked, Host
 from kvcli.serve.openapi import Operation
 from kvcli.serve.schemas import ChatRequest, Common, TextRequest, TokenizeRequest, parsed
-from kvcli.serve.stream import frame, several, streamed, turns_of
+from kvcli.serve.stream import frame, response_of
 
 if TYPE_CHECKING:
     from kvcli.engine.stats import Stats
@@ -42,11 +41,12 @@ def operations(host: Host) -> list[Operation]:
     async def chat(request: Request) -> ASGIApp:
         body = await parsed(ChatRequest, request)
         asked = asked_of(body, await plain(host, body), client_of(request, body.user))
-        return await _answer(host, body, asked, ChatForm())
+        return await _answer(host, body, asked, ChatForm(body, asked, host.word))
 
     async def complete(request: Request) -> ASGIApp:
         body = await parsed(TextRequest, request)
-        return await _answer(host, body, _of_text(body, client_of(request, body.user)), TextForm(echoes=body.echo))
+        asked = _of_text(body, client_of(request, body.user))
+        return await _answer(host, body, asked, TextForm(body, asked, host.word, echoes=body.echo))
 
     kinds = ("application/json", "text/event-stream")
     return [
@@ -123,22 +123,14 @@ def _of_text(body: TextRequest, client: str) -> list[Asked]:
 
 
 async def _answer(host: Host, body: Common, asked: Sequence[Asked], form: Form) -> ASGIApp:
-    base = {
+    form.base = {
         "id": f"{form.prefix}-{uuid4().hex}",
         "object": form.chunk_kind if body.stream else form.kind,
         "created": int(time.time()),
         "model": body.model or host.name,
         "system_fingerprint": host.fingerprint(host.profile_of(asked[0])),
     }
-    form = replace(form, base=base, n=body.n, total=len(asked), word=host.word, wants_timings=body.timings_per_token)
-    form.wants_usage = body.stream_options.include_usage
-    events = several(host.events(one) for one in asked)
-    if body.stream:
-        return await streamed(events, form)
-    turns = await turns_of(events)
-    choices = [{"index": i, **form.whole(turn, asked[i]), **finish_of(turn)} for i, turn in enumerate(turns)]
-    figures = {"usage": usage(turns, body.n), "timings": timings(turns[-1].stats)}
-    return JSONResponse({**base, "choices": choices, **figures})
+    return await response_of(map(host.events, asked), form, stream=body.stream)
 
 
 def finish_of(turn: Turn) -> dict[str, Any]:
@@ -180,13 +172,11 @@ def call_of(call: ToolCall) -> dict[str, Any]:
 class Form:
     """Frames of a stream, and choices of a whole response, in one of OpenAI's two forms."""
 
+    body: Common
+    asked: Sequence[Asked]  # `body.n` for each prompt
+    word: Callable[[int], str]  # text of a token
     base: Mapping[str, Any] = field(default_factory=dict)
-    n: int = 1  # answers to a prompt
-    total: int = 1  # answers to all prompts
-    wants_usage: bool = False
-    wants_timings: bool = False  # in each frame, not only in the last one
     echoes: bool = False  # the prompt is returned before the answer
-    word: Callable[[int], str] = str  # text of a token
     turns: dict[int, Turn] = field(default_factory=dict)  # by index, as they end
     stats: dict[int, Stats] = field(default_factory=dict)  # of answers so far, by index
     sent: Counter[int] = field(default_factory=Counter)  # tokens whose scores were sent, by index
@@ -198,7 +188,7 @@ class Form:
         """Return the part of a choice for an event; None = it has none."""
         raise NotImplementedError
 
-    def whole(self, turn: Turn, asked: Asked) -> dict[str, Any]:
+    def choice(self, turn: Turn, asked: Asked) -> dict[str, Any]:
         """Return the choice of a finished answer."""
         raise NotImplementedError
 
@@ -206,12 +196,18 @@ class Form:
         """Return the log-probabilities of tokens; None = none were asked for."""
         raise NotImplementedError
 
+    def whole(self, turns: list[Turn]) -> dict[str, Any]:
+        pairs = enumerate(zip(turns, self.asked, strict=True))
+        choices = [{"index": i, **self.choice(turn, asked), **finish_of(turn)} for i, (turn, asked) in pairs]
+        figures = {"usage": usage(turns, self.body.n), "timings": timings(turns[-1].stats)}
+        return {**self.base, "choices": choices, **figures}
+
     def of(self, index: int, event: Event) -> Iterable[str]:
         if isinstance(event, Live):
             self.stats[index] = event.stats
         if (said := self.delta(event, index)) is None:
             return
-        has_timings, scores = self.wants_timings or isinstance(event, End), getattr(event, "scores", ())
+        has_timings, scores = self.body.timings_per_token or isinstance(event, End), getattr(event, "scores", ())
         also: dict[str, Any] = {"finish_reason": None}
         if isinstance(event, End):  # the scores of tokens without a text, such as the last one
             self.turns[index], scores = event.turn, event.turn.scores[self.sent[index] :]
@@ -221,10 +217,10 @@ class Form:
         choice = {"index": index, **said, "logprobs": self.scored(scores), **also}
         times = {"timings": timings(self.stats[index])} if has_timings else {}
         yield frame({**self.base, "choices": [choice], **times})
-        if len(self.turns) == self.total:
-            if self.wants_usage:
+        if len(self.turns) == len(self.asked):
+            if self.body.stream_options.include_usage:
                 turns = [self.turns[index] for index in sorted(self.turns)]
-                yield frame({**self.base, "choices": [], "usage": usage(turns, self.n)})
+                yield frame({**self.base, "choices": [], "usage": usage(turns, self.body.n)})
             yield DONE
 
     def error(self, error: KvcliError) -> str:
@@ -247,7 +243,7 @@ class ChatForm(Form):
             self.calls[index] += 1
         return {"delta": said} if said or isinstance(event, End) else None
 
-    def whole(self, turn: Turn, asked: Asked) -> dict[str, Any]:
+    def choice(self, turn: Turn, asked: Asked) -> dict[str, Any]:
         calls = [call_of(call) for call in turn.tool_calls]
         text = turn.text or (None if calls else "")
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
@@ -273,7 +269,7 @@ class TextForm(Form):
             return {"text": event.text}
         return {"text": ""} if isinstance(event, End) else None
 
-    def whole(self, turn: Turn, asked: Asked) -> dict[str, Any]:
+    def choice(self, turn: Turn, asked: Asked) -> dict[str, Any]:
         before = asked.prompt if isinstance(asked.prompt, str) else "".join(map(self.word, asked.prompt))
         echo = before if self.echoes else ""
         return {"text": echo + turn.thinking + turn.text, "logprobs": self.scored([*turn.prompt_scores, *turn.scores])}

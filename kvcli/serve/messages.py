@@ -17,13 +17,13 @@ from starlette.types import ASGIApp
 from kvcli.api import End, Event, Read, Turn
 from kvcli.errors import BadInput, KvcliError
 from kvcli.models.text import decode
-from kvcli.serve.blocks import AnswerBlock, AnswerBlocks, blocks_of
+from kvcli.serve.blocks import AnswerBlock, blocks_of, steps_of
 from kvcli.serve.completions import asked_of, client_of, finish_of, plain
 from kvcli.serve.errors import error_body
 from kvcli.serve.host import Host
 from kvcli.serve.openapi import Operation
 from kvcli.serve.schemas import RequestJson, as_parts, json_of, rest_of, translated
-from kvcli.serve.stream import frame, several, streamed, turns_of
+from kvcli.serve.stream import frame, response_of
 
 _MODES = {"enabled": "on", "disabled": "none", "adaptive": None}  # of thinking; absent: as the model does by itself
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}  # others are the end of a turn
@@ -50,12 +50,8 @@ def operations(host: Host) -> list[Operation]:
         body = translated(given, lambda given: as_chat(given) | {"max_tokens": given["max_tokens"]})
         (asked,) = asked_of(body, await plain(host, body), client_of(request, body.user))
         base = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": body.model}
-        events, end = several([host.events(asked)]), partial(_end, host, asked.sample.get("stop", ()))
-        if body.stream:
-            return await streamed(events, MessageFrames(base, end))
-        (turn,) = await turns_of(events)
-        content = [_block(block, block.text) for block in blocks_of(turn)]
-        return JSONResponse({**base, "content": content, **end(turn), "usage": _usage(turn)})
+        form = MessageForm(base, partial(_end, host, asked.sample.get("stop", ())))
+        return await response_of([host.events(asked)], form, stream=body.stream)
 
     async def count(request: Request) -> ASGIApp:
         body = translated(await json_of(request), as_chat)
@@ -147,14 +143,18 @@ def _end(host: Host, stops: Any, turn: Turn) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": stop}
 
 
-class MessageFrames:
-    """The events of a streamed message."""
+class MessageForm:
+    """A message, or the events of its stream."""
 
     def __init__(self, base: Mapping[str, Any], end: Callable[[Turn], Mapping[str, Any]]) -> None:
-        self._base, self._end, self._blocks, self._has_begun = base, end, AnswerBlocks(), False
+        self._base, self._end, self._blocks, self._has_begun = base, end, list[AnswerBlock](), False
+
+    def whole(self, turns: list[Turn]) -> dict[str, Any]:
+        content = [_block(block, block.text) for block in blocks_of(turns[0])]
+        return {**self._base, "content": content, **self._end(turns[0]), "usage": _usage(turns[0])}
 
     def of(self, index: int, event: Event) -> Iterable[str]:
-        steps = [*self._blocks.of(event)]
+        steps = [*steps_of(event, self._blocks)]
         if not self._has_begun and (steps or isinstance(event, Read | End)):
             self._has_begun = True
             n, cached = (event.total, event.cached) if isinstance(event, Read) else (0, 0)

@@ -9,18 +9,17 @@ from uuid import uuid4
 
 from pydantic import ConfigDict
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from kvcli.api import End, Event, Turn
 from kvcli.errors import KvcliError
-from kvcli.serve.blocks import AnswerBlock, AnswerBlocks, blocks_of
+from kvcli.serve.blocks import AnswerBlock, blocks_of, steps_of
 from kvcli.serve.completions import asked_of, client_of, finish_of, plain, usage
 from kvcli.serve.errors import Refused, error_body
 from kvcli.serve.host import Host
 from kvcli.serve.openapi import Operation
 from kvcli.serve.schemas import RequestJson, as_parts, json_of, rest_of, translated
-from kvcli.serve.stream import frame, several, streamed, turns_of
+from kvcli.serve.stream import frame, response_of
 
 
 class ResponseRequest(RequestJson):
@@ -54,11 +53,7 @@ def operations(host: Host) -> list[Operation]:
             "system_fingerprint": host.fingerprint(host.profile_of(asked)),
             "error": None,
         }
-        events = several([host.events(asked)])
-        if body.stream:
-            return await streamed(events, ResponseFrames(base))
-        (turn,) = await turns_of(events)
-        return JSONResponse(response(base, blocks_of(turn), turn))
+        return await response_of([host.events(asked)], ResponseForm(base), stream=body.stream)
 
     kinds = ("application/json", "text/event-stream")
     return [Operation("/v1/responses", "Answer a conversation of items.", respond, ResponseRequest, kinds)]
@@ -104,7 +99,7 @@ def _chat_part(part: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": kind, **({"file": rest} if kind == "file" else rest)}
 
 
-def response(base: Mapping[str, Any], blocks: Sequence[AnswerBlock], turn: Turn | None) -> dict[str, Any]:
+def _response(base: Mapping[str, Any], blocks: Sequence[AnswerBlock], turn: Turn | None) -> dict[str, Any]:
     """Return the response so far, or with its turn the whole response."""
     is_short = turn is not None and finish_of(turn)["finish_reason"] == "length"
     output = [_item(one, "incomplete" if is_short and one is blocks[-1] else "completed") for one in blocks]
@@ -125,17 +120,20 @@ def response(base: Mapping[str, Any], blocks: Sequence[AnswerBlock], turn: Turn 
     }
 
 
-class ResponseFrames:
-    """The events of a streamed response."""
+class ResponseForm:
+    """A response, or the events of its stream."""
 
     def __init__(self, base: Mapping[str, Any]) -> None:
-        self._base, self._blocks, self._n = base, AnswerBlocks(), 0
+        self._base, self._blocks, self._n = base, list[AnswerBlock](), 0
+
+    def whole(self, turns: list[Turn]) -> dict[str, Any]:
+        return _response(self._base, blocks_of(turns[0]), turns[0])
 
     def of(self, index: int, event: Event) -> Iterable[str]:
         if not self._n:
             for name in ("created", "in_progress"):
-                yield self._frame(name, response=response(self._base, (), None))
-        for step, block, said in self._blocks.of(event):
+                yield self._frame(name, response=_response(self._base, (), None))
+        for step, block, said in steps_of(event, self._blocks):
             number, is_call = {"output_index": block.index}, block.kind == "call"
             place = {"item_id": _id(block), **number, **({} if is_call else {"content_index": 0})}
             name = "function_call_arguments" if is_call else _part(block)["type"]
@@ -153,7 +151,7 @@ class ResponseFrames:
                     yield self._frame("content_part.done", **place, part=_part(block))
                 yield self._frame("output_item.done", **number, item=_item(block, "completed"))
         if isinstance(event, End):
-            last = response(self._base, self._blocks.all, event.turn)
+            last = _response(self._base, self._blocks, event.turn)
             yield self._frame(last["status"], response=last)
 
     def error(self, error: KvcliError) -> str:

@@ -7,8 +7,9 @@ import json
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvcli.api import End, Event, Read, Turn, Waiting
@@ -21,14 +22,17 @@ HEADERS += [(b"x-accel-buffering", b"no")]  # nginx would hold the frames back
 Events = AsyncGenerator[tuple[int, Event | None]]  # number of the answer, event; None: `EVERY` seconds have passed
 
 
-class Frames(Protocol):
-    """The frames of one streamed response in a protocol."""
+class Form(Protocol):
+    """The form of one response in a protocol, streamed or whole."""
 
     def of(self, index: int, event: Event) -> Iterable[str]:
         """Return the frames of an event of an answer; most events but text, thoughts, calls and `End` have none."""
 
     def error(self, error: KvcliError) -> str:
         """Return the frame of an error, after which nothing follows."""
+
+    def whole(self, turns: list[Turn]) -> dict[str, Any]:
+        """Return the response with finished answers."""
 
 
 def frame(data: object, name: str = "") -> str:
@@ -70,24 +74,19 @@ async def several(answers: Iterable[AsyncGenerator[Event]]) -> Events:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def turns_of(events: Events) -> list[Turn]:
-    """Return the turns of all answers, in the order of their numbers."""
-    async with aclosing(events):
-        found = {index: event.turn async for index, event in events if isinstance(event, End)}
-    return [found[index] for index in sorted(found)]
-
-
-async def streamed(events: Events, frames: Frames) -> ASGIApp:
-    """Return the response with the frames of answers, after the first event.
-
-    Raises the error of a request that cannot be answered, which then gets its status.
-    """
+async def response_of(answers: Iterable[AsyncGenerator[Event]], form: Form, *, stream: bool) -> ASGIApp:
+    """Return the response with all answers; a stream after the first event, so that a refusal gets its status."""
+    events = several(answers)
+    if not stream:
+        async with aclosing(events):
+            found = {index: event.turn async for index, event in events if isinstance(event, End)}
+        return JSONResponse(form.whole([found[index] for index in sorted(found)]))
     while (first := await anext(events))[1] is None:
         pass
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        async with aclosing(_lines(first, events, frames)) as lines:
+        async with aclosing(_lines(first, events, form)) as lines:
             async for line in lines:
                 body = line.encode("utf-8", "replace")
                 await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -96,14 +95,14 @@ async def streamed(events: Events, frames: Frames) -> ASGIApp:
     return respond
 
 
-async def _lines(first: tuple[int, Event | None], events: Events, frames: Frames) -> AsyncGenerator[str]:
+async def _lines(first: tuple[int, Event | None], events: Events, form: Form) -> AsyncGenerator[str]:
     """Yield frames, and after each second without one a comment on the progress."""
     progress, said, (index, event) = "writing", time.monotonic(), first
     async with aclosing(events):
         try:
             while True:
                 progress = _progress(event) or progress
-                for each in frames.of(index, event) if event is not None else ():
+                for each in form.of(index, event) if event is not None else ():
                     yield each
                     said = time.monotonic()
                 if time.monotonic() - said >= EVERY:
@@ -113,7 +112,7 @@ async def _lines(first: tuple[int, Event | None], events: Events, frames: Frames
         except StopAsyncIteration:
             return
         except KvcliError as error:
-            yield frames.error(error)
+            yield form.error(error)
 
 
 def _progress(event: Event | None) -> str:
