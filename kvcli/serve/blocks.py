@@ -26,7 +26,7 @@ Step = tuple[Literal["begin", "add", "end"], AnswerBlock, str]  # what happens t
 
 
 def steps_of(event: Event, blocks: list[AnswerBlock]) -> Iterator[Step]:
-    """Add an event to the blocks of an answer, and yield the steps: each block begins, grows and ends before the next."""
+    """Add an event to the blocks of an answer. Yield the steps: each block begins, grows and ends before the next."""
     new, text = AnswerBlock("text", len(blocks), secrets.token_hex(12)), ""
     if isinstance(event, Text | Thought):
         new.kind, text = "thought" if isinstance(event, Thought) else "text", event.text
@@ -46,7 +46,8 @@ def steps_of(event: Event, blocks: list[AnswerBlock]) -> Iterator[Step]:
 
 def blocks_of(turn: Turn) -> list[AnswerBlock]:
     """Return the blocks of a finished answer."""
-    blocks, events = list[AnswerBlock](), [Thought(turn.thinking, ()), Text(turn.text, ())]
-    for event in (*events, *turn.tool_calls):
+    blocks = list[AnswerBlock]()
+    events: list[Event] = [Thought(turn.thinking, ()), Text(turn.text, ()), *turn.tool_calls]
+    for event in events:
         [*steps_of(event, blocks)]
     return blocks
