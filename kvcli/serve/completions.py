@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from kvcli.api import End, Event, Live, Text, Thought, TokenScore, ToolCall, Turn
+from kvcli.chat.transcript import openai_form
 from kvcli.errors import BadInput, KvcliError
 from kvcli.models.text import Messages
 from kvcli.models.tool_calls import check_tools
@@ -74,7 +74,9 @@ def _copies(asked: Asked, n: int) -> list[Asked]:
 
 async def plain(host: Host, body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
     """Return the messages as chat templates take them, with the text of their documents."""
-    return [one.plain(await host.documents.text_of(one.content)) for one in body.messages]
+    has_calls = any(one.tool_calls for one in body.messages)
+    as_text = has_calls and await host.text_of(lambda: host.model.call_syntax().as_text)
+    return [one.plain(await host.documents.text_of(one.content), as_text=as_text) for one in body.messages]
 
 
 def asked_of(body: ChatRequest, messages: Messages, client: str) -> list[Asked]:
@@ -162,12 +164,6 @@ def timings(s: Stats) -> dict[str, Any]:
     return {"cache_n": s.cached, **found, **drafts, "kv_bytes": s.kv_bytes}
 
 
-def call_of(call: ToolCall) -> dict[str, Any]:
-    """Return a tool call in OpenAI's form."""
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {"id": call.id, "type": "function", "function": function}
-
-
 @dataclass
 class Form:
     """Frames of a stream, and choices of a whole response, in one of OpenAI's two forms."""
@@ -239,12 +235,12 @@ class ChatForm(Form):
         elif isinstance(event, Thought):
             said = {"reasoning_content": event.text}
         elif isinstance(event, ToolCall):
-            said = {"tool_calls": [{"index": self.calls[index], **call_of(event)}]}
+            said = {"tool_calls": [{"index": self.calls[index], **openai_form(event, as_text=True)}]}
             self.calls[index] += 1
         return {"delta": said} if said or isinstance(event, End) else None
 
     def choice(self, turn: Turn, asked: Asked) -> dict[str, Any]:
-        calls = [call_of(call) for call in turn.tool_calls]
+        calls = [openai_form(call, as_text=True) for call in turn.tool_calls]
         text = turn.text or (None if calls else "")
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         message |= {"reasoning_content": turn.thinking} if turn.thinking else {}

@@ -192,41 +192,39 @@ class PatientProtocol(H11Protocol):
     """A connection with limits that uvicorn does not set: a time for each head, a time in which a client reads
     something, and a number of connections."""
 
-    _head: asyncio.TimerHandle | None = None  # time for the next head
-    _stall: asyncio.TimerHandle | None = None  # time for the client to read
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > CONNECTIONS:
             transport.abort()
-        self._wait()
+        self._after(PATIENCE, self._end)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._wait()
+        self._after(PATIENCE, self._end)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall = self.loop.call_later(STALL, self.transport.abort)
+        self._after(STALL, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._stall is not None:
-            self._stall.cancel()
+        self._after(PATIENCE, self._end)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        for timer in (self._head, self._stall):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
-    def _wait(self) -> None:
-        if self._head is not None:
-            self._head.cancel()
-        self._head = self.loop.call_later(PATIENCE, self._end)
+    def _after(self, seconds: float, act: Callable[[], None]) -> None:
+        """Do this after a time, in place of what was to be done before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(seconds, act)
 
     def _end(self) -> None:
         """Close the connection, if no request runs. `close` alone waits for a client that does not read."""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
-            self._head = self.loop.call_later(STALL, self.transport.abort)
+            self._after(STALL, self.transport.abort)

@@ -50,8 +50,7 @@ class Asked:
     model: str = ""  # NAME or NAME:PROFILE; "" = the served model under its first profile
     profile: str = ""  # another way to choose the profile
     set: Mapping[str, object] = field(default_factory=dict)  # dotted keys of SETTABLE -> values
-    # of the chat template, content always a text; arguments of `tool_calls` are objects, and results have role "tool"
-    messages: Messages = ()
+    messages: Messages = ()  # as the chat template takes them, content always a text
     prompt: str | Sequence[int] = ""  # text or ids for the model as they are
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
     thinking: str = "auto"  # mode of thinking: auto, on, off, low, medium, high
@@ -202,16 +201,15 @@ class Host:
             raise BadInput(f"{wrong[0]} is no variable of a chat template", code="not_allowed")
         format, mode = model.thinking_format(), profile.thinking.mode
         variables = {**format.variables(mode), **asked.variables, **({"tools": tools} if tools else {})}
-        has_calls = any("tool_calls" in message for message in asked.messages)
-        as_text = (has_calls or bool(tools)) and model.call_syntax().as_text
-        messages = [_with_text_arguments(m) for m in asked.messages] if as_text else list(asked.messages)
-        refuse_longer("".join(m["content"] for m in messages), tokenizer, model.limit)
-        text, has_template = render_text(tokenizer, messages, **variables)
+        if tools:
+            model.call_syntax()  # refuses a template without tools
+        refuse_longer("".join(m["content"] for m in asked.messages), tokenizer, model.limit)
+        text, has_template = render_text(tokenizer, asked.messages, **variables)
         ids = self.warm.prompt_ids(text, special=not has_template)
         if asked.forced and not format.thinks(mode):  # the model's own beginning of a call
             ids += encode(tokenizer, model.call_syntax().start)
             text = ""
-        return PromptOf(ids, text, messages)
+        return PromptOf(ids, text, asked.messages)
 
     async def _constraint(self, asked: Asked) -> Constraint | None:
         """Compile the grammar of a request, beside the event loop and the engine."""
@@ -221,12 +219,12 @@ class Host:
             return None
         if len(given.encode()) > LONGEST:
             raise BadInput(f"a schema or a grammar has at most {LONGEST:,} bytes", code="grammar_too_large")
-        make = (
-            partial(Grammar.of_schema, schema, is_compact=True)
-            if schema is not None
-            else partial(Grammar.of_text, given)
-        )
-        work = self._grammars.submit(lambda: self.model.constraint(make()))
+
+        def compiled() -> Constraint:
+            grammar = Grammar.of_text(given) if schema is None else Grammar.of_schema(schema, is_compact=True)
+            return self.model.constraint(grammar)
+
+        work = self._grammars.submit(compiled)
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(work)), COMPILE_SECONDS)
         except TimeoutError:
@@ -248,14 +246,6 @@ def served_profiles(first: Profile, others: Iterable[Profile]) -> dict[str, Prof
 
     found = {profile.name: profile for profile in others if needs(profile) == needs(first)}
     return {first.name: first, **{name: profile for name, profile in found.items() if name != first.name}}
-
-
-def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    calls = [
-        {**c, "function": {**c["function"], "arguments": json.dumps(c["function"]["arguments"])}}
-        for c in message.get("tool_calls", ())
-    ]
-    return {**message, "tool_calls": calls} if calls else message
 
 
 NAME, ARGUMENTS = "name", "arguments"  # keys of a forced call

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import from_json
 
+from kvcli.api import ToolCall
+from kvcli.chat.transcript import openai_form
 from kvcli.schemas.base import Json
 from kvcli.serve.errors import Refused
 from kvcli.settings.problems import did_you_mean
@@ -164,9 +166,13 @@ Part = Annotated[TextPart | FilePart, Field(discriminator="type")]
 Content = Annotated[list[Part], BeforeValidator(as_parts, json_schema_input_type=str | list[Part])]
 
 
+def _as_object(given: Any) -> Any:
+    return from_json(given or "{}", allow_inf_nan=False) if isinstance(given, str) else given
+
+
 class CalledFunction(RequestJson):
     name: str
-    arguments: str = "{}"
+    arguments: Annotated[dict[str, Any], BeforeValidator(_as_object, json_schema_input_type=str)] = Field(default={})
 
 
 class CallOf(RequestJson):
@@ -185,29 +191,15 @@ class ChatMessage(RequestJson):
     reasoning_content: str = Field(default="", description="accepted and not shown: a thought ends with its answer")
     annotations: Annotated[list[Any], Field(max_length=0)] = Field(default=[])
 
-    def plain(self, content: str) -> dict[str, Any]:
-        """Return the message as chat templates take it, with the text of its content."""
-        role = "system" if self.role == "developer" else self.role
-        found: dict[str, Any] = {"role": role, "content": content}
-        if self.tool_calls:
-            found["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": arguments_of(c)}}
-                for c in self.tool_calls
-            ]
-        given = {"tool_call_id": self.tool_call_id, "name": self.name}
+    def plain(self, content: str, *, as_text: bool) -> dict[str, Any]:
+        """Return the message as chat templates take it, with the text of its content. `as_text`: arguments of calls as
+        JSON text."""
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        calls = [
+            openai_form(ToolCall(c.id, c.function.name, c.function.arguments), as_text=as_text) for c in self.tool_calls
+        ]
+        given = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
         return found | {key: value for key, value in given.items() if value}
-
-
-def arguments_of(call: CallOf) -> dict[str, Any]:
-    """Return the arguments of a call in a conversation, which are the text of a JSON object."""
-    try:
-        found = from_json(call.function.arguments or "{}", allow_inf_nan=False)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        where = "messages.tool_calls.function.arguments"
-        raise Refused(400, f"the arguments of call {call.id} are no JSON object", code="bad_field", param=where)
-    return found
 
 
 class JsonSchema(RequestJson):
