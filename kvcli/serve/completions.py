@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -16,7 +16,6 @@ from starlette.types import ASGIApp
 from kvcli.api import End, Event, Live, Text, Thought, TokenScore, ToolCall, Turn
 from kvcli.chat.transcript import openai_form
 from kvcli.errors import BadInput, KvcliError
-from kvcli.models.text import Messages
 from kvcli.models.tool_calls import check_tools
 from kvcli.safe_output import BROKEN
 from kvcli.serve.errors import error_body
@@ -40,12 +39,12 @@ def operations(host: Host) -> list[Operation]:
 
     async def chat(request: Request) -> ASGIApp:
         body = await parsed(ChatRequest, request)
-        asked = asked_of(body, await plain(host, body), client_of(request, body.user))
+        asked = await asked_of(host, body, request)
         return await _answer(host, body, asked, ChatForm(body, asked, host.word))
 
     async def complete(request: Request) -> ASGIApp:
         body = await parsed(TextRequest, request)
-        asked = _of_text(body, client_of(request, body.user))
+        asked = _of_text(body, request)
         return await _answer(host, body, asked, TextForm(body, asked, host.word, echoes=body.echo))
 
     kinds = ("application/json", "text/event-stream")
@@ -55,21 +54,13 @@ def operations(host: Host) -> list[Operation]:
     ]
 
 
-def client_of(request: Request, user: str = "") -> str:
-    """Return the name under which requests wait in turn: the address, and the user that the request names."""
-    return f"{request.client.host if request.client else ''} {user}".strip()
-
-
-def _common(body: Common, client: str, **also: Any) -> Asked:
+def _copies(body: Common, request: Request, **also: Any) -> list[Asked]:
+    """Return what a request asks for, n times, with seeds that follow each other. Its client waits in turn by its
+    address and the user that it names."""
     given = {key: getattr(body, key) for key in ("model", "profile", "set", "ignore_eos", "grammar")}
-    return Asked(**given, sample=body.sample, client=client, **also)
-
-
-def _copies(asked: Asked, n: int) -> list[Asked]:
-    """Return the request n times, with seeds that follow each other."""
-    seed = asked.sample.get("seed")
-    seeds = [{} if seed is None else {"seed": (int(str(seed)) + i) % (1 << 63)} for i in range(n)]
-    return [replace(asked, sample={**asked.sample, **each}) for each in seeds]
+    client = f"{request.client.host if request.client else ''} {body.user}".strip()
+    seeds = [{} if body.seed is None else {"seed": (body.seed + i) % (1 << 63)} for i in range(body.n)]
+    return [Asked(**given, sample={**body.sample, **seed}, client=client, **also) for seed in seeds]
 
 
 async def plain(host: Host, body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
@@ -79,8 +70,8 @@ async def plain(host: Host, body: ChatRequest | TokenizeRequest) -> list[dict[st
     return [one.plain(await host.documents.text_of(one.content), as_text=as_text) for one in body.messages]
 
 
-def asked_of(body: ChatRequest, messages: Messages, client: str) -> list[Asked]:
-    """Return the answers that a request wants, whose messages have texts as their content. Raises BadInput."""
+async def asked_of(host: Host, body: ChatRequest, request: Request) -> list[Asked]:
+    """Return the answers that a request wants. Raises BadInput."""
     if body.top_logprobs is not None and not body.logprobs:
         raise BadInput("top_logprobs needs logprobs", code="bad_field", try_=["logprobs: true"])
     tools = check_tools(body.tools, "tools") if body.tools and body.tool_choice != "none" else []
@@ -95,10 +86,10 @@ def asked_of(body: ChatRequest, messages: Messages, client: str) -> list[Asked]:
     if [schema is not None, body.grammar is not None, bool(tools)].count(True) > 1:
         said = "response_format, grammar and tools exclude each other"
         raise BadInput(said, code="constrained_tools", try_=["only one of them", 'tool_choice: "none"'])
-    asked = _common(
+    return _copies(
         body,
-        client,
-        messages=messages,
+        request,
+        messages=await plain(host, body),
         variables=body.chat_template_kwargs,
         thinking=MODES.get(effort, effort) if (effort := body.reasoning_effort) else "auto",
         thinking_tokens=body.thinking_tokens,
@@ -108,10 +99,9 @@ def asked_of(body: ChatRequest, messages: Messages, client: str) -> list[Asked]:
         most_calls=None if body.parallel_tool_calls else 1,
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return _copies(asked, body.n)
 
 
-def _of_text(body: TextRequest, client: str) -> list[Asked]:
+def _of_text(body: TextRequest, request: Request) -> list[Asked]:
     if body.echo and body.stream:
         raise BadInput("echo and stream exclude each other", code="unsupported_field", try_=["only one of them"])
     is_list = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
@@ -121,7 +111,7 @@ def _of_text(body: TextRequest, client: str) -> list[Asked]:
     if len(prompts) * body.n > MOST:
         raise BadInput(f"{len(prompts) * body.n} answers are asked for; a request has at most {MOST}", code="bad_field")
     scores = {"top_logprobs": body.logprobs, "prompt_logprobs": body.echo and body.logprobs is not None}
-    return [one for text in prompts for one in _copies(_common(body, client, prompt=text, **scores), body.n)]
+    return [one for text in prompts for one in _copies(body, request, prompt=text, **scores)]
 
 
 async def _answer(host: Host, body: Common, asked: Sequence[Asked], form: Form) -> ASGIApp:

@@ -18,7 +18,7 @@ from kvcli.api import End, Event, Read, Turn
 from kvcli.errors import BadInput, KvcliError
 from kvcli.models.text import decode
 from kvcli.serve.blocks import AnswerBlock, blocks_of, steps_of
-from kvcli.serve.completions import asked_of, client_of, finish_of, plain
+from kvcli.serve.completions import asked_of, finish_of
 from kvcli.serve.errors import error_body
 from kvcli.serve.host import Host
 from kvcli.serve.openapi import Operation
@@ -48,14 +48,14 @@ def operations(host: Host) -> list[Operation]:
     async def answer(request: Request) -> ASGIApp:
         given = await json_of(request)
         body = translated(given, lambda given: as_chat(given) | {"max_tokens": given["max_tokens"]})
-        (asked,) = asked_of(body, await plain(host, body), client_of(request, body.user))
+        (asked,) = await asked_of(host, body, request)
         base = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": body.model}
         form = MessageForm(base, partial(_end, host, asked.sample.get("stop", ())))
         return await response_of([host.events(asked)], form, stream=body.stream)
 
     async def count(request: Request) -> ASGIApp:
         body = translated(await json_of(request), as_chat)
-        (asked,) = asked_of(body, await plain(host, body), "")
+        (asked,) = await asked_of(host, body, request)
         prompt = await host.prompt_of(asked, host.profile_of(asked))
         return JSONResponse({"input_tokens": len(prompt.ids)})
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from kvcli.api import End, Event, Turn
 from kvcli.errors import KvcliError
 from kvcli.serve.blocks import AnswerBlock, blocks_of, steps_of
-from kvcli.serve.completions import asked_of, client_of, finish_of, plain, usage
+from kvcli.serve.completions import asked_of, finish_of, usage
 from kvcli.serve.errors import Refused, error_body
 from kvcli.serve.host import Host
 from kvcli.serve.openapi import Operation
@@ -42,7 +42,7 @@ def operations(host: Host) -> list[Operation]:
     async def respond(request: Request) -> ASGIApp:
         given = await json_of(request)
         body = translated(given, as_chat)
-        (asked,) = asked_of(body, await plain(host, body), client_of(request, body.user))
+        (asked,) = await asked_of(host, body, request)
         same = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True} | dict.fromkeys(_ECHOED.split())
         base = {
             **{key: given.get(key, usual) for key, usual in same.items()},
