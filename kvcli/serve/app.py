@@ -18,7 +18,6 @@ from kvcli.serve.gate import Gate
 from kvcli.serve.host import Asked, Host
 from kvcli.serve.openapi import Operation, document
 from kvcli.serve.schemas import DetokenizeRequest, TokenizeRequest, parsed
-from kvcli.settings.profile import Profile
 
 STUCK = 60.0  # seconds without a sign of life of the engine
 
@@ -44,12 +43,12 @@ def server_app(
 def _operations(host: Host) -> list[Operation]:
     began, model = int(time.time()), host.model
 
-    def meta_of(profile: Profile) -> dict[str, str]:
-        return {"profile": profile.name, "exactness": profile.exactness, "description": profile.description}
-
     async def models(_: Request) -> Response:
         about = {"object": "model", "created": began, "owned_by": "kvcli", "max_model_len": model.limit}
-        found = [{"id": name, **about, "meta": meta_of(profile)} for name, profile in host.names.items()]
+        found = [
+            {"id": name, **about, "meta": {"profile": p.name, "exactness": p.exactness, "description": p.description}}
+            for name, p in host.names.items()
+        ]
         return JSONResponse({"object": "list", "data": found})
 
     async def tokenize(request: Request) -> Response:

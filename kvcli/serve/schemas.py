@@ -80,19 +80,16 @@ def checked(kind: type[R], given: Any) -> R:
 
 
 def _sampling() -> dict[str, Any]:
-    """Return the fields of the samplers of [sample]; keys that are texts have a form of OpenAI's."""
+    """Return the fields of the samplers of [sample]; other keys that are texts have a form of OpenAI's."""
     fields, said = dict[str, Any](), comments_of(Sample)
     for name, key in keys_of(Sample).items():
         for hint in (key.hint, *get_args(key.hint)):
-            if (
-                get_origin(hint) is Annotated
-                and name != "max_new_tokens"
-                and (base := get_args(hint)[0]) in (int, float)
-            ):
-                allowed = get_args(hint)[1]
+            kind, *also = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            for allowed in also if kind in (int, float) and name != "max_new_tokens" else ():
                 limits = {"ge": allowed.least, "le": allowed.most, "gt": allowed.above, "lt": allowed.below}
-                fields[name] = (base | None, Field(default=None, description=said[name], **limits))
-    return fields
+                fields[name] = (kind | None, Field(default=None, description=said[name], **limits))
+    breakers = Field(default=None, description=said["dry_sequence_breakers"])
+    return fields | {"dry_sequence_breakers": (list[str] | None, breakers)}
 
 
 Sampling: Any = create_model("Sampling", __base__=RequestJson, **_sampling())
@@ -116,9 +113,6 @@ class Common(Sampling):  # type: ignore[misc]  # its fields are those of a datac
     stop: str | Annotated[list[str], Field(max_length=16)] = Field(default=[], description="texts that end the answer")
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-1000, le=1000)]] = Field(default={}, description="by token id")
-    dry_sequence_breakers: list[str] | None = Field(
-        default=None, description=comments_of(Sample)["dry_sequence_breakers"]
-    )
     ignore_eos: bool = Field(default=False, description="go on after the end of the answer, up to max_tokens")
     grammar: str | None = Field(default=None, description="constrain the answer to this grammar, GBNF or Lark")
     user: str = Field(default="", description="requests of one user wait for each other, not for other users")
@@ -128,7 +122,7 @@ class Common(Sampling):  # type: ignore[misc]  # its fields are those of a datac
     @property
     def sample(self) -> dict[str, object]:
         """Return the keys of [sample] that the request sets."""
-        found: dict[str, object] = {k: v for k in _SAMPLED if (v := getattr(self, k)) is not None}
+        found: dict[str, object] = {k: v for k in Sampling.model_fields if (v := getattr(self, k)) is not None}
         if (most := getattr(self, "max_completion_tokens", None) or self.max_tokens) is not None:
             found["max_new_tokens"] = most
         if self.stop:
@@ -136,9 +130,6 @@ class Common(Sampling):  # type: ignore[misc]  # its fields are those of a datac
         if self.logit_bias:
             found["logit_bias"] = [f"{token}{bias:+f}" for token, bias in self.logit_bias.items()]
         return found
-
-
-_SAMPLED = (*_sampling(), "dry_sequence_breakers")
 
 
 class TextPart(RequestJson):
