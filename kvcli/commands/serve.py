@@ -7,8 +7,8 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -30,6 +30,7 @@ from kvcli.settings.schema import SIZE, size_of
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
+    from kvcli.serve.host import Host
     from kvcli.settings.profile import Profile
 
 app = typer.Typer(add_completion=False)
@@ -58,10 +59,11 @@ def serve(world: Environment, options: ServeOptions) -> int:
     """
     try:
         from kvcli.serve.gate import is_loopback
-        from kvcli.serve.host import served_profiles
+        from kvcli.serve.host import Host, served_profiles
     except ImportError as error:
         said = f"the server needs {error.name}, which is not installed"
         raise BadInput(said, code="missing_extra", try_=[pip(*EXTRAS["serve"])]) from None
+    from kvcli.chat.admission import EngineLimits
     from kvcli.commands.common.load_model import MemoryWishes, load_model, prepare
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.resident.keep import can_share, share
@@ -94,36 +96,29 @@ def serve(world: Environment, options: ServeOptions) -> int:
             with suppress(KvcliError):  # it conflicts with the settings of the command line
                 others.append(run.resolve(name, world.options.set))
         profiles = served_profiles(run.profile, others)
-        if session.model.costs is None and any(one.spec.method != "off" for one in profiles.values()):
-            session.model.costs = setup.costs(session.model)
-        return _run(world, options, cast("Model", session.model), setup.name, profiles, listener, key)
+        model = cast("Model", session.model)
+        if model.costs is None and any(one.spec.method != "off" for one in profiles.values()):
+            model.costs = setup.costs(model)
+        pool = size_of(options.kv) if options.kv else None
+        model.engine.limits = EngineLimits(pool_bytes=pool, queue=options.queue)
+        host = Host(model, setup.name, profiles, partial(_bug, world), idle_bytes=size_of(options.idle_kv))
+        return _run(world, options, host, listener, key)
 
 
-def _run(
-    world: Environment,
-    options: ServeOptions,
-    model: Model,
-    name: str,
-    profiles: Mapping[str, Profile],
-    listener: socket.socket,
-    key: bytes | None,
-) -> int:
+def _bug(world: Environment, error: Exception) -> KvcliError:
+    """Report an unforeseen error, and return what the client is told."""
+    log = write_traceback(world, error)
+    tell(world, f"internal error: {type(error).__name__}; the traceback is in {log}")
+    return machine_gave_out(error) or KvcliError("internal error; the log of the server has more")
+
+
+def _run(world: Environment, options: ServeOptions, host: Host, listener: socket.socket, key: bytes | None) -> int:
     """Serve until Ctrl-C or SIGTERM."""
     from uvicorn import Config, Server
 
-    from kvcli.chat.admission import EngineLimits
     from kvcli.serve.app import server_app
     from kvcli.serve.gate import HEAD, PATIENCE, PatientProtocol
-    from kvcli.serve.host import Host
 
-    def bug(error: Exception) -> KvcliError:
-        log = write_traceback(world, error)
-        tell(world, f"internal error: {type(error).__name__}; the traceback is in {log}")
-        return machine_gave_out(error) or KvcliError("internal error; the log of the server has more")
-
-    pool = size_of(options.kv) if options.kv else None
-    model.engine.limits = EngineLimits(pool_bytes=pool, queue=options.queue)
-    host = Host(model, name, profiles, bug, idle_bytes=size_of(options.idle_kv))
     hosts = [name.lower() for name in (options.host, *(options.allow_host or ()))]
     origins = [url.lower().rstrip("/") for url in options.allow_origin or ()]
     config = Config(
@@ -154,7 +149,7 @@ def _run(
         finally:
             await host.aclose()
 
-    show(world, listener, model, name)
+    show(world, listener, host)
     try:
         asyncio.run(main())
     except KeyboardInterrupt:  # uvicorn raises it again after the end
@@ -162,8 +157,9 @@ def _run(
     return ExitStatus.OK
 
 
-def show(world: Environment, listener: socket.socket, model: Model, name: str) -> None:
+def show(world: Environment, listener: socket.socket, host: Host) -> None:
     """Print the address, the model, and what the server promises."""
+    model, name = host.model, host.name
     address, port = listener.getsockname()[:2]
     url, room = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1", model.engine.snapshot().pool_bytes
     if world.options.json:

@@ -13,6 +13,7 @@ from starlette.routing import Router
 
 from kvcli.errors import BadInput
 from kvcli.models.text import decode, encode
+from kvcli.models.tool_calls import check_tools
 from kvcli.serve import completions, messages, page, responses
 from kvcli.serve.gate import Gate
 from kvcli.serve.host import Asked, Host
@@ -55,11 +56,11 @@ def _operations(host: Host) -> list[Operation]:
         body = await parsed(TokenizeRequest, request)
         if (body.prompt is None) == (not body.messages):
             raise BadInput("either prompt or messages", code="bad_field", try_=["only one of them"])
-        plain, variables = await completions.plain(host, body), body.chat_template_kwargs
-        asked = Asked(body.model, messages=plain, variables=variables, tools=body.tools)
+        plain, tools = await completions.plain(host, body), check_tools(body.tools, "tools") if body.tools else ()
+        asked = Asked(body.model, messages=plain, variables=body.chat_template_kwargs, tools=tools)
         profile = host.profile_of(asked)
         if body.prompt is None:
-            ids = (await host.prompt_of(asked, profile)).ids
+            ids, _ = await host.prompt_of(asked, profile)
         else:
             text, special = body.prompt, body.add_special_tokens
             ids = await host.text_of(lambda: encode(model.tokenizer, text, special))

@@ -114,7 +114,7 @@ def _of_text(body: TextRequest, request: Request) -> list[Asked]:
     return [one for text in prompts for one in _copies(body, request, prompt=text, **scores)]
 
 
-async def _answer(host: Host, body: Common, asked: Sequence[Asked], form: Form) -> ASGIApp:
+async def _answer(host: Host, body: Common, asked: Sequence[Asked], form: CompletionsForm) -> ASGIApp:
     form.base = {
         "id": f"{form.prefix}-{uuid4().hex}",
         "object": form.chunk_kind if body.stream else form.kind,
@@ -155,7 +155,7 @@ def timings(s: Stats) -> dict[str, Any]:
 
 
 @dataclass
-class Form:
+class CompletionsForm:
     """Frames of a stream, and choices of a whole response, in one of OpenAI's two forms."""
 
     body: Common
@@ -213,7 +213,7 @@ class Form:
         return frame(error_body(error))
 
 
-class ChatForm(Form):
+class ChatForm(CompletionsForm):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def delta(self, event: Event, index: int) -> dict[str, Any] | None:
@@ -247,7 +247,7 @@ class ChatForm(Form):
         return {"token": word, "logprob": _finite(logprob), "bytes": raw}
 
 
-class TextForm(Form):
+class TextForm(CompletionsForm):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def delta(self, event: Event, index: int) -> dict[str, Any] | None:
