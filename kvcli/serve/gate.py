@@ -82,7 +82,7 @@ class Gate:
             try:
                 self._check(scope, head)
                 await self._read(receive, body)
-                await self._answer(scope, receive, checked_send, bytes(body))
+                await self._answer(scope, receive, checked_send, body)
             except HTTPException as error:  # of the router
                 code, said = _OF_ROUTER[error.status_code]
                 raise Refused(error.status_code, said, code=code, headers=error.headers or {}) from None
@@ -109,10 +109,8 @@ class Gate:
         host, origin = head.get("host", "").lower(), head.get("origin", "").lower()
         if not ((name := host_of(host)) and (is_loopback(name) or name in self.hosts)):
             raise Refused(403, "this host name is not served", code="bad_host", try_=["kvcli serve --allow-host NAME"])
-        is_own = origin in ("", f"{scope['scheme']}://{host}") and head.get("sec-fetch-site", "none") in (
-            "none",
-            "same-origin",
-        )
+        site, own = head.get("sec-fetch-site", "none"), ("", f"{scope['scheme']}://{host}")
+        is_own = origin in own and site in ("none", "same-origin")
         if not is_own and origin not in self.origins:
             ways = ["kvcli serve --allow-origin ORIGIN"]
             raise Refused(403, "web pages of other sites may not ask", code="bad_origin", try_=ways)
@@ -148,7 +146,7 @@ class Gate:
         except TimeoutError:
             raise Refused(408, f"the request was not complete after {self.patience:.0f} s", code="too_slow") from None
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, body: bytearray) -> None:
         """Run the application, and cancel it as soon as the client leaves, whatever it does then."""
         is_read = False
 
