@@ -6,11 +6,9 @@ import asyncio
 import os
 import re
 import socket
-import stat
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
-from os.path import expanduser
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -19,10 +17,11 @@ import typer
 from kvcli.commands.common import flags as o
 from kvcli.commands.common.exits import machine_gave_out, write_traceback
 from kvcli.commands.common.inputs import tell
+from kvcli.commands.common.key_file import read_key
 from kvcli.commands.common.options import Options, choice, command
 from kvcli.commands.common.output import print_json
 from kvcli.environment import Environment
-from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError, reading
+from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError
 from kvcli.installing import EXTRAS, pip
 from kvcli.render.terminal.terminal import long_size, plural
 from kvcli.resident_client import facts
@@ -31,6 +30,7 @@ from kvcli.settings.schema import SIZE, size_of
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
+    from kvcli.serve.host import Host
     from kvcli.settings.profile import Profile
 
 app = typer.Typer(add_completion=False)
@@ -59,17 +59,18 @@ def serve(world: Environment, options: ServeOptions) -> int:
     """
     try:
         from kvcli.serve.gate import is_loopback
-        from kvcli.serve.host import served_profiles
+        from kvcli.serve.host import Host, served_profiles
     except ImportError as error:
         said = f"the server needs {error.name}, which is not installed"
         raise BadInput(said, code="missing_extra", try_=[pip(*EXTRAS["serve"])]) from None
+    from kvcli.chat.admission import EngineLimits
     from kvcli.commands.common.load_model import MemoryWishes, load_model, prepare
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.resident.keep import can_share, share
     from kvcli.render.terminal.screen import Screen
 
     same = facts(sys.argv, world.environ) if sys.platform == "linux" else {}  # first: libraries set variables
-    key = read_key(world, options.key_file)
+    key = read_key(world, options.key_file, least=16).encode() if options.key_file else None
     if key is None and not is_loopback(options.host):
         said = f"{options.host} is not an address of this machine alone, and a server for others needs a key"
         raise UsageError(said, try_=["--key-file FILE", "leave --host out"])
@@ -95,36 +96,29 @@ def serve(world: Environment, options: ServeOptions) -> int:
             with suppress(KvcliError):  # it conflicts with the settings of the command line
                 others.append(run.resolve(name, world.options.set))
         profiles = served_profiles(run.profile, others)
-        if session.model.costs is None and any(one.spec.method != "off" for one in profiles.values()):
-            session.model.costs = setup.costs(session.model)
-        return _run(world, options, cast("Model", session.model), setup.name, profiles, listener, key)
+        model = cast("Model", session.model)
+        if model.costs is None and any(one.spec.method != "off" for one in profiles.values()):
+            model.costs = setup.costs(model)
+        pool = size_of(options.kv) if options.kv else None
+        model.engine.limits = EngineLimits(pool_bytes=pool, queue=options.queue)
+        host = Host(model, setup.name, profiles, partial(_bug, world), idle_bytes=size_of(options.idle_kv))
+        return _run(world, options, host, listener, key)
 
 
-def _run(
-    world: Environment,
-    options: ServeOptions,
-    model: Model,
-    name: str,
-    profiles: Mapping[str, Profile],
-    listener: socket.socket,
-    key: bytes | None,
-) -> int:
+def _bug(world: Environment, error: Exception) -> KvcliError:
+    """Report an unforeseen error, and return what the client is told."""
+    log = write_traceback(world, error)
+    tell(world, f"internal error: {type(error).__name__}; the traceback is in {log}")
+    return machine_gave_out(error) or KvcliError("internal error; the log of the server has more")
+
+
+def _run(world: Environment, options: ServeOptions, host: Host, listener: socket.socket, key: bytes | None) -> int:
     """Serve until Ctrl-C or SIGTERM."""
     from uvicorn import Config, Server
 
-    from kvcli.chat.admission import EngineLimits
     from kvcli.serve.app import server_app
     from kvcli.serve.gate import HEAD, PATIENCE, PatientProtocol
-    from kvcli.serve.host import Host
 
-    def bug(error: Exception) -> KvcliError:
-        log = write_traceback(world, error)
-        tell(world, f"internal error: {type(error).__name__}; the traceback is in {log}")
-        return machine_gave_out(error) or KvcliError("internal error; the log of the server has more")
-
-    pool = size_of(options.kv) if options.kv else None
-    model.engine.limits = EngineLimits(pool_bytes=pool, queue=options.queue)
-    host = Host(model, name, profiles, bug, idle_bytes=size_of(options.idle_kv))
     hosts = [name.lower() for name in (options.host, *(options.allow_host or ()))]
     origins = [url.lower().rstrip("/") for url in options.allow_origin or ()]
     config = Config(
@@ -155,7 +149,7 @@ def _run(
         finally:
             await host.aclose()
 
-    show(world, listener, model, name)
+    show(world, listener, host)
     try:
         asyncio.run(main())
     except KeyboardInterrupt:  # uvicorn raises it again after the end
@@ -163,8 +157,9 @@ def _run(
     return ExitStatus.OK
 
 
-def show(world: Environment, listener: socket.socket, model: Model, name: str) -> None:
+def show(world: Environment, listener: socket.socket, host: Host) -> None:
     """Print the address, the model, and what the server promises."""
+    model, name = host.model, host.name
     address, port = listener.getsockname()[:2]
     url, room = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1", model.engine.snapshot().pool_bytes
     if world.options.json:
@@ -176,23 +171,6 @@ def show(world: Environment, listener: socket.socket, model: Model, name: str) -
         kv = f", {long_size(room)} for KV" if room else ""
         world.stdout.write(f"{url}  {name}, profile {model.profile.name}, {model.exactness_label}{kv}\n")
     world.stdout.flush()
-
-
-def read_key(world: Environment, file: Path | None) -> bytes | None:
-    """Return the key in a file that only its owner may read."""
-    if file is None:
-        return None
-    path = world.cwd / expanduser(file)
-    with reading(file):
-        mode = path.stat().st_mode
-        if mode & (stat.S_IRWXG | stat.S_IRWXO) or not stat.S_ISREG(mode):
-            said = f"{file} is no file that only its owner may read and write"
-            raise BadInput(said, code="key_not_private", try_=[f"chmod 600 {file}"])
-        key = path.read_bytes().strip()
-    if not 16 <= len(key) <= 4096 or not key.isascii() or b"\n" in key:
-        make = f"(umask 077; openssl rand -hex 24 > {file})"
-        raise BadInput(f"{file} has no key of 16 ASCII characters or more in one line", code="bad_key", try_=[make])
-    return key
 
 
 def listen(host: str, port: int) -> socket.socket:

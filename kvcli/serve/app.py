@@ -6,25 +6,26 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Router
 
 from kvcli.errors import BadInput
 from kvcli.models.text import decode, encode
+from kvcli.models.tool_calls import check_tools
 from kvcli.serve import completions, messages, page, responses
 from kvcli.serve.gate import Gate
 from kvcli.serve.host import Asked, Host
 from kvcli.serve.openapi import Operation, document
 from kvcli.serve.schemas import DetokenizeRequest, TokenizeRequest, parsed
-from kvcli.settings.profile import Profile
 
 STUCK = 60.0  # seconds without a sign of life of the engine
 
 
 def server_app(
     host: Host, *, hosts: Collection[str] = (), origins: Collection[str] = (), key: bytes | None = None
-) -> Gate:
+) -> CORSMiddleware:
     """Return the ASGI application. Parameters are those of the gate."""
     made = [one for api in (completions, responses, messages, page) for one in api.operations(host)]
     made += _operations(host)
@@ -35,29 +36,31 @@ def server_app(
 
     made.append(Operation("/openapi.json", "Describe this API.", described))
     router = Router([one.route for one in made], redirect_slashes=False)
-    return Gate(router, host.bug, host.metrics.request, hosts, origins, key)
+    gate = Gate(router, host.bug, host.metrics.request, hosts, origins, key)
+    heads = ("authorization", "content-type", "x-api-key")
+    return CORSMiddleware(gate, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=heads)
 
 
 def _operations(host: Host) -> list[Operation]:
     began, model = int(time.time()), host.model
 
-    def meta_of(profile: Profile) -> dict[str, str]:
-        return {"profile": profile.name, "exactness": profile.exactness, "description": profile.description}
-
     async def models(_: Request) -> Response:
         about = {"object": "model", "created": began, "owned_by": "kvcli", "max_model_len": model.limit}
-        found = [{"id": name, **about, "meta": meta_of(profile)} for name, profile in host.names.items()]
+        found = [
+            {"id": name, **about, "meta": {"profile": p.name, "exactness": p.exactness, "description": p.description}}
+            for name, p in host.names.items()
+        ]
         return JSONResponse({"object": "list", "data": found})
 
     async def tokenize(request: Request) -> Response:
         body = await parsed(TokenizeRequest, request)
         if (body.prompt is None) == (not body.messages):
             raise BadInput("either prompt or messages", code="bad_field", try_=["only one of them"])
-        plain, variables = await completions.plain(host, body), body.chat_template_kwargs
-        asked = Asked(body.model, messages=plain, variables=variables, tools=body.tools)
+        plain, tools = await completions.plain(host, body), check_tools(body.tools, "tools") if body.tools else ()
+        asked = Asked(body.model, messages=plain, variables=body.chat_template_kwargs, tools=tools)
         profile = host.profile_of(asked)
         if body.prompt is None:
-            ids = (await host.prompt_of(asked, profile)).ids
+            ids, _ = await host.prompt_of(asked, profile)
         else:
             text, special = body.prompt, body.add_special_tokens
             ids = await host.text_of(lambda: encode(model.tokenizer, text, special))

@@ -10,8 +10,6 @@ from typing import Literal
 
 from kvcli.api import End, Event, Text, Thought, ToolCall, Turn
 
-Step = tuple[Literal["begin", "add", "end"], "AnswerBlock", str]  # what happens to a block; with "add", its new text
-
 
 @dataclass(slots=True)
 class AnswerBlock:
@@ -24,41 +22,32 @@ class AnswerBlock:
     text: str = ""  # so far; of a call: its arguments as JSON
 
 
-class AnswerBlocks:
-    """Splitter of an answer's events into blocks."""
+Step = tuple[Literal["begin", "add", "end"], AnswerBlock, str]  # what happens to a block; with "add", its new text
 
-    def __init__(self) -> None:
-        self.all = list[AnswerBlock]()
-        self._is_open = False
 
-    def of(self, event: Event) -> Iterator[Step]:
-        """Yield the steps of an event: one block after the other begins, grows and ends."""
-        found = AnswerBlock("text", len(self.all), secrets.token_hex(12))
-        if isinstance(event, Text | Thought):
-            found.kind, found.text = "thought" if isinstance(event, Thought) else "text", event.text
-        elif isinstance(event, ToolCall):
-            found = AnswerBlock(
-                "call", found.index, event.id, event.name, json.dumps(event.arguments, ensure_ascii=False)
-            )
-        is_same = self._is_open and found.kind == self.all[-1].kind != "call"
-        if self._is_open and (isinstance(event, End) or (found.text and not is_same)):
-            self._is_open = False
-            yield "end", self.all[-1], ""
-        if found.text and not is_same:
-            self.all.append(found)
-            added, found.text, self._is_open = found.text, "", True
-            yield "begin", found, ""
-            found.text = added
-        elif found.text:
-            self.all[-1].text += found.text
-        if found.text:
-            yield "add", self.all[-1], found.text
+def steps_of(event: Event, blocks: list[AnswerBlock]) -> Iterator[Step]:
+    """Add an event to the blocks of an answer. Yield the steps: each block begins, grows and ends before the next."""
+    new, text = AnswerBlock("text", len(blocks), secrets.token_hex(12)), ""
+    if isinstance(event, Text | Thought):
+        new.kind, text = "thought" if isinstance(event, Thought) else "text", event.text
+    elif isinstance(event, ToolCall):
+        new.kind, new.id, new.name = "call", event.id, event.name
+        text = json.dumps(event.arguments, ensure_ascii=False)
+    is_more = bool(blocks) and new.kind == blocks[-1].kind != "call"
+    if blocks and (isinstance(event, End) or (text and not is_more)):
+        yield "end", blocks[-1], ""
+    if text and not is_more:
+        blocks.append(new)
+        yield "begin", new, ""
+    if text:
+        blocks[-1].text += text
+        yield "add", blocks[-1], text
 
 
 def blocks_of(turn: Turn) -> list[AnswerBlock]:
     """Return the blocks of a finished answer."""
-    blocks = AnswerBlocks()
+    blocks = list[AnswerBlock]()
     events: list[Event] = [Thought(turn.thinking, ()), Text(turn.text, ()), *turn.tool_calls]
     for event in events:
-        [*blocks.of(event)]
-    return blocks.all
+        [*steps_of(event, blocks)]
+    return blocks

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from kvcli.api import End, Event, Live, Text, Thought, TokenScore, ToolCall, Turn
+from kvcli.chat.transcript import openai_form
 from kvcli.errors import BadInput, KvcliError
-from kvcli.models.text import Messages
 from kvcli.models.tool_calls import check_tools
 from kvcli.safe_output import BROKEN
+from kvcli.serve.errors import error_body
 from kvcli.serve.host import Asked, Host
 from kvcli.serve.openapi import Operation
 from kvcli.serve.schemas import ChatRequest, Common, TextRequest, TokenizeRequest, parsed
-from kvcli.serve.stream import EventStream, error_frame, frame, several, turns_of
+from kvcli.serve.stream import frame, response_of
 
 if TYPE_CHECKING:
     from kvcli.engine.stats import Stats
@@ -40,12 +39,13 @@ def operations(host: Host) -> list[Operation]:
 
     async def chat(request: Request) -> ASGIApp:
         body = await parsed(ChatRequest, request)
-        asked = asked_of(body, await plain(host, body), client_of(request, body.user))
-        return await _answer(host, body, asked, ChatForm())
+        asked = await asked_of(host, body, request)
+        return await _answer(host, body, asked, ChatForm(body, asked, host.word))
 
     async def complete(request: Request) -> ASGIApp:
         body = await parsed(TextRequest, request)
-        return await _answer(host, body, _of_text(body, client_of(request, body.user)), TextForm(echoes=body.echo))
+        asked = _of_text(body, request)
+        return await _answer(host, body, asked, TextForm(body, asked, host.word, echoes=body.echo))
 
     kinds = ("application/json", "text/event-stream")
     return [
@@ -54,30 +54,24 @@ def operations(host: Host) -> list[Operation]:
     ]
 
 
-def client_of(request: Request, user: str = "") -> str:
-    """Return the name under which requests wait in turn: the address, and the user that the request names."""
-    return f"{request.client.host if request.client else ''} {user}".strip()
-
-
-def _common(body: Common, client: str, **also: Any) -> Asked:
+def _copies(body: Common, request: Request, **also: Any) -> list[Asked]:
+    """Return what a request asks for, n times, with seeds that follow each other. Its client waits in turn by its
+    address and the user that it names."""
     given = {key: getattr(body, key) for key in ("model", "profile", "set", "ignore_eos", "grammar")}
-    return Asked(**given, sample=body.sample, client=client, **also)
-
-
-def _copies(asked: Asked, n: int) -> list[Asked]:
-    """Return the request n times, with seeds that follow each other."""
-    seed = asked.sample.get("seed")
-    seeds = [{} if seed is None else {"seed": (int(str(seed)) + i) % (1 << 63)} for i in range(n)]
-    return [replace(asked, sample={**asked.sample, **each}) for each in seeds]
+    client = f"{request.client.host if request.client else ''} {body.user}".strip()
+    seeds = [{} if body.seed is None else {"seed": (body.seed + i) % (1 << 63)} for i in range(body.n)]
+    return [Asked(**given, sample={**body.sample, **seed}, client=client, **also) for seed in seeds]
 
 
 async def plain(host: Host, body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
     """Return the messages as chat templates take them, with the text of their documents."""
-    return [one.plain(await host.documents.text_of(one.content)) for one in body.messages]
+    has_calls = any(one.tool_calls for one in body.messages)
+    as_text = has_calls and await host.text_of(lambda: host.model.call_syntax().as_text)
+    return [one.plain(await host.documents.text_of(one.content), as_text=as_text) for one in body.messages]
 
 
-def asked_of(body: ChatRequest, messages: Messages, client: str) -> list[Asked]:
-    """Return the answers that a request wants, whose messages have texts as their content. Raises BadInput."""
+async def asked_of(host: Host, body: ChatRequest, request: Request) -> list[Asked]:
+    """Return the answers that a request wants. Raises BadInput."""
     if body.top_logprobs is not None and not body.logprobs:
         raise BadInput("top_logprobs needs logprobs", code="bad_field", try_=["logprobs: true"])
     tools = check_tools(body.tools, "tools") if body.tools and body.tool_choice != "none" else []
@@ -92,10 +86,10 @@ def asked_of(body: ChatRequest, messages: Messages, client: str) -> list[Asked]:
     if [schema is not None, body.grammar is not None, bool(tools)].count(True) > 1:
         said = "response_format, grammar and tools exclude each other"
         raise BadInput(said, code="constrained_tools", try_=["only one of them", 'tool_choice: "none"'])
-    asked = _common(
+    return _copies(
         body,
-        client,
-        messages=messages,
+        request,
+        messages=await plain(host, body),
         variables=body.chat_template_kwargs,
         thinking=MODES.get(effort, effort) if (effort := body.reasoning_effort) else "auto",
         thinking_tokens=body.thinking_tokens,
@@ -105,10 +99,9 @@ def asked_of(body: ChatRequest, messages: Messages, client: str) -> list[Asked]:
         most_calls=None if body.parallel_tool_calls else 1,
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return _copies(asked, body.n)
 
 
-def _of_text(body: TextRequest, client: str) -> list[Asked]:
+def _of_text(body: TextRequest, request: Request) -> list[Asked]:
     if body.echo and body.stream:
         raise BadInput("echo and stream exclude each other", code="unsupported_field", try_=["only one of them"])
     is_list = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
@@ -118,26 +111,18 @@ def _of_text(body: TextRequest, client: str) -> list[Asked]:
     if len(prompts) * body.n > MOST:
         raise BadInput(f"{len(prompts) * body.n} answers are asked for; a request has at most {MOST}", code="bad_field")
     scores = {"top_logprobs": body.logprobs, "prompt_logprobs": body.echo and body.logprobs is not None}
-    return [one for text in prompts for one in _copies(_common(body, client, prompt=text, **scores), body.n)]
+    return [one for text in prompts for one in _copies(body, request, prompt=text, **scores)]
 
 
-async def _answer(host: Host, body: Common, asked: Sequence[Asked], form: Form) -> ASGIApp:
-    base = {
+async def _answer(host: Host, body: Common, asked: Sequence[Asked], form: CompletionsForm) -> ASGIApp:
+    form.base = {
         "id": f"{form.prefix}-{uuid4().hex}",
         "object": form.chunk_kind if body.stream else form.kind,
         "created": int(time.time()),
         "model": body.model or host.name,
         "system_fingerprint": host.fingerprint(host.profile_of(asked[0])),
     }
-    form = replace(form, base=base, n=body.n, word=host.word, wants_timings=body.timings_per_token)
-    form.wants_usage = body.stream_options.include_usage
-    events = several(host.events(one) for one in asked)
-    if body.stream:
-        return await EventStream.started(events, form)
-    turns = await turns_of(events)
-    choices = [{"index": i, **form.whole(turn, asked[i]), **finish_of(turn)} for i, turn in enumerate(turns)]
-    figures = {"usage": usage(turns, body.n), "timings": timings(turns[-1].stats)}
-    return JSONResponse({**base, "choices": choices, **figures})
+    return await response_of(map(host.events, asked), form, stream=body.stream)
 
 
 def finish_of(turn: Turn) -> dict[str, Any]:
@@ -169,22 +154,15 @@ def timings(s: Stats) -> dict[str, Any]:
     return {"cache_n": s.cached, **found, **drafts, "kv_bytes": s.kv_bytes}
 
 
-def call_of(call: ToolCall) -> dict[str, Any]:
-    """Return a tool call in OpenAI's form."""
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {"id": call.id, "type": "function", "function": function}
-
-
 @dataclass
-class Form:
+class CompletionsForm:
     """Frames of a stream, and choices of a whole response, in one of OpenAI's two forms."""
 
+    body: Common
+    asked: Sequence[Asked]  # `body.n` for each prompt
+    word: Callable[[int], str]  # text of a token
     base: Mapping[str, Any] = field(default_factory=dict)
-    n: int = 1  # answers to a prompt
-    wants_usage: bool = False
-    wants_timings: bool = False  # in each frame, not only in the last one
     echoes: bool = False  # the prompt is returned before the answer
-    word: Callable[[int], str] = str  # text of a token
     turns: dict[int, Turn] = field(default_factory=dict)  # by index, as they end
     stats: dict[int, Stats] = field(default_factory=dict)  # of answers so far, by index
     sent: Counter[int] = field(default_factory=Counter)  # tokens whose scores were sent, by index
@@ -196,7 +174,7 @@ class Form:
         """Return the part of a choice for an event; None = it has none."""
         raise NotImplementedError
 
-    def whole(self, turn: Turn, asked: Asked) -> dict[str, Any]:
+    def choice(self, turn: Turn, asked: Asked) -> dict[str, Any]:
         """Return the choice of a finished answer."""
         raise NotImplementedError
 
@@ -204,12 +182,18 @@ class Form:
         """Return the log-probabilities of tokens; None = none were asked for."""
         raise NotImplementedError
 
+    def whole(self, turns: list[Turn]) -> dict[str, Any]:
+        pairs = enumerate(zip(turns, self.asked, strict=True))
+        choices = [{"index": i, **self.choice(turn, asked), **finish_of(turn)} for i, (turn, asked) in pairs]
+        figures = {"usage": usage(turns, self.body.n), "timings": timings(turns[-1].stats)}
+        return {**self.base, "choices": choices, **figures}
+
     def of(self, index: int, event: Event) -> Iterable[str]:
         if isinstance(event, Live):
             self.stats[index] = event.stats
         if (said := self.delta(event, index)) is None:
             return
-        has_timings, scores = self.wants_timings or isinstance(event, End), getattr(event, "scores", ())
+        has_timings, scores = self.body.timings_per_token or isinstance(event, End), getattr(event, "scores", ())
         also: dict[str, Any] = {"finish_reason": None}
         if isinstance(event, End):  # the scores of tokens without a text, such as the last one
             self.turns[index], scores = event.turn, event.turn.scores[self.sent[index] :]
@@ -219,18 +203,17 @@ class Form:
         choice = {"index": index, **said, "logprobs": self.scored(scores), **also}
         times = {"timings": timings(self.stats[index])} if has_timings else {}
         yield frame({**self.base, "choices": [choice], **times})
+        if len(self.turns) == len(self.asked):
+            if self.body.stream_options.include_usage:
+                turns = [self.turns[index] for index in sorted(self.turns)]
+                yield frame({**self.base, "choices": [], "usage": usage(turns, self.body.n)})
+            yield DONE
 
-    def end(self) -> Iterable[str]:
-        if self.wants_usage:
-            turns = [self.turns[index] for index in sorted(self.turns)]
-            yield frame({**self.base, "choices": [], "usage": usage(turns, self.n)})
-        yield DONE
-
-    def error(self, error: KvcliError) -> Iterable[str]:
-        yield error_frame(error)
+    def error(self, error: KvcliError) -> str:
+        return frame(error_body(error))
 
 
-class ChatForm(Form):
+class ChatForm(CompletionsForm):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def delta(self, event: Event, index: int) -> dict[str, Any] | None:
@@ -242,12 +225,12 @@ class ChatForm(Form):
         elif isinstance(event, Thought):
             said = {"reasoning_content": event.text}
         elif isinstance(event, ToolCall):
-            said = {"tool_calls": [{"index": self.calls[index], **call_of(event)}]}
+            said = {"tool_calls": [{"index": self.calls[index], **openai_form(event, as_text=True)}]}
             self.calls[index] += 1
         return {"delta": said} if said or isinstance(event, End) else None
 
-    def whole(self, turn: Turn, asked: Asked) -> dict[str, Any]:
-        calls = [call_of(call) for call in turn.tool_calls]
+    def choice(self, turn: Turn, asked: Asked) -> dict[str, Any]:
+        calls = [openai_form(call, as_text=True) for call in turn.tool_calls]
         text = turn.text or (None if calls else "")
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         message |= {"reasoning_content": turn.thinking} if turn.thinking else {}
@@ -264,7 +247,7 @@ class ChatForm(Form):
         return {"token": word, "logprob": _finite(logprob), "bytes": raw}
 
 
-class TextForm(Form):
+class TextForm(CompletionsForm):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def delta(self, event: Event, index: int) -> dict[str, Any] | None:
@@ -272,7 +255,7 @@ class TextForm(Form):
             return {"text": event.text}
         return {"text": ""} if isinstance(event, End) else None
 
-    def whole(self, turn: Turn, asked: Asked) -> dict[str, Any]:
+    def choice(self, turn: Turn, asked: Asked) -> dict[str, Any]:
         before = asked.prompt if isinstance(asked.prompt, str) else "".join(map(self.word, asked.prompt))
         echo = before if self.echoes else ""
         return {"text": echo + turn.thinking + turn.text, "logprobs": self.scored([*turn.prompt_scores, *turn.scores])}

@@ -17,15 +17,15 @@ from ipaddress import ip_address
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvcli.errors import KvcliError
+from kvcli.errors import Busy, KvcliError
 from kvcli.safe_output import neutralise
 from kvcli.serve.errors import Refused, error_response
 
 BODY = 16 << 20  # bytes
+BODIES = 256 << 20  # bytes of all requests that are not answered yet
 HEAD = 64 << 10  # bytes
 PATIENCE = 10.0  # seconds for a head, and for a body
 STALL = 60.0  # seconds in which a client has to read something of a response
@@ -50,7 +50,7 @@ def is_loopback(name: str) -> bool:
         return False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gate:
     """An ASGI application around the server's own: refuses requests, reads their body, and cancels their work."""
 
@@ -61,33 +61,28 @@ class Gate:
     origins: Collection[str] = ()  # origins of web pages that may ask
     key: bytes | None = field(default=None, repr=False)
     patience: float = PATIENCE
+    held: int = 0  # bytes of the bodies of requests that are not answered yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status, began = 0, time.monotonic()
+        status, began, body = 0, time.monotonic(), bytearray()
         head = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        origin = head.get("origin", "").lower()
         scope["app"] = self.app  # the router raises its 404 and 405 then
 
         async def checked_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                also = [(b"x-content-type-options", b"nosniff")]
-                if origin in self.origins:
-                    also += [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
-                message["headers"] = [*message.get("headers", ()), *also]
+                message["headers"] = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
             await send(message)
 
         try:
             try:
                 self._check(scope, head)
-                if scope["method"] == "OPTIONS":
-                    await Response(status_code=204, headers=_PREFLIGHT)(scope, receive, checked_send)
-                else:
-                    await self._answer(scope, receive, checked_send, await self._body(receive))
+                await self._read(receive, body)
+                await self._answer(scope, receive, checked_send, body)
             except HTTPException as error:  # of the router
                 code, said = _OF_ROUTER[error.status_code]
                 raise Refused(error.status_code, said, code=code, headers=error.headers or {}) from None
@@ -99,6 +94,7 @@ class Gate:
             known = error if isinstance(error, KvcliError) else self.bug(error)
             await error_response(known)(scope, receive, checked_send)
         finally:
+            self.held -= len(body)
             seconds = time.monotonic() - began
             route = getattr(scope.get("route"), "path", "other")
             self.count(route, status, seconds)
@@ -107,19 +103,18 @@ class Gate:
 
     def _check(self, scope: Scope, head: dict[str, str]) -> None:
         """Raise Refused for a request that may not be served."""
-        if (
-            sum(len(name) + len(value) for name, value in head.items()) > HEAD
-        ):  # uvicorn limits heads that come in parts
+        # uvicorn limits only heads that come in parts
+        if sum(len(name) + len(value) for name, value in head.items()) > HEAD:
             raise Refused(431, f"the head of a request has at most {HEAD >> 10} KiB", code="head_too_large")
         host, origin = head.get("host", "").lower(), head.get("origin", "").lower()
         if not ((name := host_of(host)) and (is_loopback(name) or name in self.hosts)):
             raise Refused(403, "this host name is not served", code="bad_host", try_=["kvcli serve --allow-host NAME"])
-        is_own = origin in ("", f"{scope['scheme']}://{host}") and scope["method"] != "OPTIONS"
-        is_own = is_own and head.get("sec-fetch-site", "none") in ("none", "same-origin")
+        site, own = head.get("sec-fetch-site", "none"), ("", f"{scope['scheme']}://{host}")
+        is_own = origin in own and site in ("none", "same-origin")
         if not is_own and origin not in self.origins:
             ways = ["kvcli serve --allow-origin ORIGIN"]
             raise Refused(403, "web pages of other sites may not ask", code="bad_origin", try_=ways)
-        if self.key is not None and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+        if self.key is not None and scope["path"] not in OPEN:
             given = head.get("authorization", "").removeprefix("Bearer ").strip() or head.get("x-api-key", "")
             if not hmac.compare_digest(given.encode("latin-1"), self.key):
                 challenge = {"WWW-Authenticate": "Bearer"}
@@ -132,23 +127,26 @@ class Gate:
         if not length.isdecimal() or int(length) > BODY:
             raise _too_large()
 
-    async def _body(self, receive: Receive) -> bytes:
-        body, is_more = bytearray(), True
+    async def _read(self, receive: Receive, body: bytearray) -> None:
+        """Read the body of a request."""
+        is_more = True
         try:
             async with asyncio.timeout(self.patience):
                 while is_more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
-                    body += message.get("body", b"")
+                    body += (more := message.get("body", b""))
+                    self.held += len(more)
                     is_more = message.get("more_body", False)
                     if len(body) > BODY:
                         raise _too_large()
+                    if self.held > BODIES:
+                        raise Busy(f"requests of {BODIES >> 20} MiB are not answered yet", retry_after=1.0)
         except TimeoutError:
             raise Refused(408, f"the request was not complete after {self.patience:.0f} s", code="too_slow") from None
-        return bytes(body)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, body: bytearray) -> None:
         """Run the application, and cancel it as soon as the client leaves, whatever it does then."""
         is_read = False
 
@@ -178,10 +176,6 @@ class Gate:
 
 _OF_ROUTER = {404: ("not_found", "there is no such path"), 405: ("wrong_method", "this path has another method")}
 _KEY = "Authorization: Bearer KEY"
-_PREFLIGHT = {  # what pages of `origins` may send
-    "access-control-allow-methods": "GET, POST",
-    "access-control-allow-headers": "authorization, content-type, x-api-key",
-}
 
 
 class ClientGone(Exception):
@@ -196,41 +190,39 @@ class PatientProtocol(H11Protocol):
     """A connection with limits that uvicorn does not set: a time for each head, a time in which a client reads
     something, and a number of connections."""
 
-    _head: asyncio.TimerHandle | None = None  # time for the next head
-    _stall: asyncio.TimerHandle | None = None  # time for the client to read
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > CONNECTIONS:
             transport.abort()
-        self._wait()
+        self._after(PATIENCE, self._end)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._wait()
+        self._after(PATIENCE, self._end)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall = self.loop.call_later(STALL, self.transport.abort)
+        self._after(STALL, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._stall is not None:
-            self._stall.cancel()
+        self._after(PATIENCE, self._end)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        for timer in (self._head, self._stall):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
-    def _wait(self) -> None:
-        if self._head is not None:
-            self._head.cancel()
-        self._head = self.loop.call_later(PATIENCE, self._end)
+    def _after(self, seconds: float, act: Callable[[], None]) -> None:
+        """Do this after a time, in place of what was to be done before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(seconds, act)
 
     def _end(self) -> None:
         """Close the connection, if no request runs. `close` alone waits for a client that does not read."""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
-            self._head = self.loop.call_later(STALL, self.transport.abort)
+            self._after(STALL, self.transport.abort)

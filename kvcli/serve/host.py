@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcli.api import End, Event, Text, ToolCall
@@ -21,7 +22,7 @@ from kvcli.chat.warm_sessions import WarmSessions
 from kvcli.errors import BadConfig, BadInput, Busy, KvcliError
 from kvcli.models.grammar import Grammar
 from kvcli.models.text import decode, encode, render_text
-from kvcli.models.tool_calls import check_tools
+from kvcli.prefix_cache.prefix_cache import cache_key
 from kvcli.serve.documents import Documents
 from kvcli.serve.errors import Refused
 from kvcli.serve.metrics import Metrics
@@ -48,8 +49,7 @@ class Asked:
     model: str = ""  # NAME or NAME:PROFILE; "" = the served model under its first profile
     profile: str = ""  # another way to choose the profile
     set: Mapping[str, object] = field(default_factory=dict)  # dotted keys of SETTABLE -> values
-    # of the chat template, content always a text; arguments of `tool_calls` are objects, and results have role "tool"
-    messages: Messages = ()
+    messages: Messages = ()  # as the chat template takes them, content always a text
     prompt: str | Sequence[int] = ""  # text or ids for the model as they are
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
     thinking: str = "auto"  # mode of thinking: auto, on, off, low, medium, high
@@ -58,21 +58,12 @@ class Asked:
     ignore_eos: bool = False
     schema: Mapping[str, Any] | None = None  # JSON schema of the answer
     grammar: str | None = None  # GBNF or Lark
-    tools: Sequence[Mapping[str, Any]] = ()  # functions in OpenAI's form
+    tools: Sequence[Mapping[str, Any]] = ()  # functions in OpenAI's form, checked
     forced: Sequence[str] = ()  # functions of which one is called; () = the model decides
     most_calls: int | None = None  # calls of an answer, at most
     top_logprobs: int | None = None  # likeliest tokens whose log-probabilities are returned; None = no scores
     prompt_logprobs: bool = False
     client: str = ""  # whose turn it is while requests wait
-
-
-@dataclass(frozen=True, slots=True)
-class PromptOf:
-    """A rendered prompt."""
-
-    ids: list[int]
-    text: str = ""  # as the template rendered it; "" = it was ids
-    messages: Messages = ()
 
 
 class Host:
@@ -96,6 +87,7 @@ class Host:
         self.warm = WarmSessions(model, idle_bytes)
         self.metrics = Metrics(model.engine.snapshot)
         self.documents = Documents()
+        self._weights = sha256(json.dumps(cache_key(model.lm)).encode()).hexdigest()[:16]
         self._texts = ThreadPoolExecutor(1, "kvcli-text")  # renders and tokenizes prompts
         self._grammars = ThreadPoolExecutor(2, "kvcli-grammar")
 
@@ -126,11 +118,12 @@ class Host:
 
     def fingerprint(self, profile: Profile) -> str:
         """Return a text that is equal for two answers only if the same request gives the same text."""
-        info, promise = self.model.info, self.model.under(profile).exactness_label
-        return f"kvcli-{__version__}-{info.id}-{info.dtype}-{info.device}-{profile.hash}-{promise}".replace(" ", "_")
+        name, promise = self.model.info.id, self.model.under(profile).exactness_label
+        return f"kvcli-{__version__}-{name}-{self._weights}-{profile.hash}-{promise}".replace(" ", "_")
 
-    async def prompt_of(self, asked: Asked, profile: Profile) -> PromptOf:
-        """Return the prompt that the model is given. Raises BadInput and ContextOverflow."""
+    async def prompt_of(self, asked: Asked, profile: Profile) -> tuple[list[int], str]:
+        """Return the prompt that the model is given, and its text if a template rendered just that. Raises BadInput and
+        ContextOverflow."""
         return await self.text_of(partial(self._prompt, asked, profile))
 
     def word(self, token: int) -> str:
@@ -155,25 +148,25 @@ class Host:
         Raises KvcliError, before the first event if the request cannot be answered at all.
         """
         profile = self.profile_of(asked)
-        prompt = await self.prompt_of(asked, profile)
+        ids, text = await self.prompt_of(asked, profile)
         constraint = await self._constraint(asked)
         options = {
             "seed": secrets.randbelow(1 << 31) if profile.origins["sample.seed"] == "default" else None,
             **asked.sample,
             "ignore_eos": asked.ignore_eos,
-            "messages": prompt.messages,
+            "messages": asked.messages,
             "constraint": constraint,
             "tools": asked.tools if constraint is None else (),
             "top_logprobs": asked.top_logprobs,
             "prompt_logprobs": asked.prompt_logprobs,
         }
         try:
-            async with self.warm.session(prompt.ids, profile) as session:
-                stream = await self.text_of(partial(session.astream, prompt.ids, client=asked.client, **options))
-                async with aclosing(self.metrics.watched(profile.name, stream)) as events:
+            async with self.warm.session(ids, profile) as session:
+                stream = await self.text_of(partial(session.astream, ids, client=asked.client, **options))
+                async with aclosing(self.metrics.watched(f"{self.name}:{profile.name}", stream)) as events:
                     async for event in _calls_of(events, asked):
-                        if isinstance(event, End) and prompt.text:
-                            await self.text_of(partial(self.warm.remember, prompt.text, prompt.ids, event.turn))
+                        if isinstance(event, End) and text:
+                            await self.text_of(partial(self.warm.remember, text, ids, event.turn))
                         yield event
         except KvcliError:
             raise
@@ -187,28 +180,27 @@ class Host:
         for pool in (self._texts, self._grammars):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _prompt(self, asked: Asked, profile: Profile) -> PromptOf:
+    def _prompt(self, asked: Asked, profile: Profile) -> tuple[list[int], str]:
         model, tokenizer = self.model, self.model.tokenizer
         if not asked.messages:
             if isinstance(asked.prompt, str):
                 refuse_longer(asked.prompt, tokenizer, model.limit)
-                return PromptOf(encode(tokenizer, asked.prompt, special=True))
-            return PromptOf(list(asked.prompt))
-        tools = check_tools(list(asked.tools), "tools") if asked.tools else []
+                return encode(tokenizer, asked.prompt, special=True), ""
+            return list(asked.prompt), ""
         if wrong := sorted(RESERVED & {*asked.variables}):
             raise BadInput(f"{wrong[0]} is no variable of a chat template", code="not_allowed")
         format, mode = model.thinking_format(), profile.thinking.mode
-        variables = {**format.variables(mode), **asked.variables, **({"tools": tools} if tools else {})}
-        has_calls = any("tool_calls" in message for message in asked.messages)
-        as_text = (has_calls or bool(tools)) and model.call_syntax().as_text
-        messages = [_with_text_arguments(m) for m in asked.messages] if as_text else list(asked.messages)
-        refuse_longer("".join(m["content"] for m in messages), tokenizer, model.limit)
-        text, has_template = render_text(tokenizer, messages, **variables)
+        variables = {**format.variables(mode), **asked.variables}
+        if asked.tools:
+            model.call_syntax()  # refuses a template without tools
+            variables["tools"] = list(asked.tools)
+        refuse_longer("".join(m["content"] for m in asked.messages), tokenizer, model.limit)
+        text, has_template = render_text(tokenizer, asked.messages, **variables)
         ids = self.warm.prompt_ids(text, special=not has_template)
         if asked.forced and not format.thinks(mode):  # the model's own beginning of a call
             ids += encode(tokenizer, model.call_syntax().start)
             text = ""
-        return PromptOf(ids, text, messages)
+        return ids, text
 
     async def _constraint(self, asked: Asked) -> Constraint | None:
         """Compile the grammar of a request, beside the event loop and the engine."""
@@ -218,12 +210,12 @@ class Host:
             return None
         if len(given.encode()) > LONGEST:
             raise BadInput(f"a schema or a grammar has at most {LONGEST:,} bytes", code="grammar_too_large")
-        make = (
-            partial(Grammar.of_schema, schema, is_compact=True)
-            if schema is not None
-            else partial(Grammar.of_text, given)
-        )
-        work = self._grammars.submit(lambda: self.model.constraint(make()))
+
+        def compiled() -> Constraint:
+            grammar = Grammar.of_text(given) if schema is None else Grammar.of_schema(schema, is_compact=True)
+            return self.model.constraint(grammar)
+
+        work = self._grammars.submit(compiled)
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(work)), COMPILE_SECONDS)
         except TimeoutError:
@@ -245,14 +237,6 @@ def served_profiles(first: Profile, others: Iterable[Profile]) -> dict[str, Prof
 
     found = {profile.name: profile for profile in others if needs(profile) == needs(first)}
     return {first.name: first, **{name: profile for name, profile in found.items() if name != first.name}}
-
-
-def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    calls = [
-        {**c, "function": {**c["function"], "arguments": json.dumps(c["function"]["arguments"])}}
-        for c in message.get("tool_calls", ())
-    ]
-    return {**message, "tool_calls": calls} if calls else message
 
 
 NAME, ARGUMENTS = "name", "arguments"  # keys of a forced call

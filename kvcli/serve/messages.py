@@ -17,13 +17,13 @@ from starlette.types import ASGIApp
 from kvcli.api import End, Event, Read, Turn
 from kvcli.errors import BadInput, KvcliError
 from kvcli.models.text import decode
-from kvcli.serve.blocks import AnswerBlock, AnswerBlocks, blocks_of
-from kvcli.serve.completions import asked_of, client_of, finish_of, plain
+from kvcli.serve.blocks import AnswerBlock, blocks_of, steps_of
+from kvcli.serve.completions import asked_of, finish_of
 from kvcli.serve.errors import error_body
 from kvcli.serve.host import Host
 from kvcli.serve.openapi import Operation
 from kvcli.serve.schemas import RequestJson, as_parts, json_of, rest_of, translated
-from kvcli.serve.stream import EventStream, frame, several, turns_of
+from kvcli.serve.stream import frame, response_of
 
 _MODES = {"enabled": "on", "disabled": "none", "adaptive": None}  # of thinking; absent: as the model does by itself
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}  # others are the end of a turn
@@ -48,20 +48,16 @@ def operations(host: Host) -> list[Operation]:
     async def answer(request: Request) -> ASGIApp:
         given = await json_of(request)
         body = translated(given, lambda given: as_chat(given) | {"max_tokens": given["max_tokens"]})
-        (asked,) = asked_of(body, await plain(host, body), client_of(request, body.user))
+        (asked,) = await asked_of(host, body, request)
         base = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": body.model}
-        events, end = several([host.events(asked)]), partial(_end, host, asked.sample.get("stop", ()))
-        if body.stream:
-            return await EventStream.started(events, MessageFrames(base, end))
-        (turn,) = await turns_of(events)
-        content = [_block(block, block.text) for block in blocks_of(turn)]
-        return JSONResponse({**base, "content": content, **end(turn), "usage": _usage(turn)})
+        form = MessageForm(base, partial(_end, host, asked.sample.get("stop", ())))
+        return await response_of([host.events(asked)], form, stream=body.stream)
 
     async def count(request: Request) -> ASGIApp:
         body = translated(await json_of(request), as_chat)
-        (asked,) = asked_of(body, await plain(host, body), "")
-        prompt = await host.prompt_of(asked, host.profile_of(asked))
-        return JSONResponse({"input_tokens": len(prompt.ids)})
+        (asked,) = await asked_of(host, body, request)
+        ids, _ = await host.prompt_of(asked, host.profile_of(asked))
+        return JSONResponse({"input_tokens": len(ids)})
 
     kinds = ("application/json", "text/event-stream")
     return [
@@ -147,14 +143,18 @@ def _end(host: Host, stops: Any, turn: Turn) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": stop}
 
 
-class MessageFrames:
-    """The events of a streamed message."""
+class MessageForm:
+    """A message, or the events of its stream."""
 
     def __init__(self, base: Mapping[str, Any], end: Callable[[Turn], Mapping[str, Any]]) -> None:
-        self._base, self._end, self._blocks, self._has_begun = base, end, AnswerBlocks(), False
+        self._base, self._end, self._blocks, self._has_begun = base, end, list[AnswerBlock](), False
+
+    def whole(self, turns: list[Turn]) -> dict[str, Any]:
+        content = [_block(block, block.text) for block in blocks_of(turns[0])]
+        return {**self._base, "content": content, **self._end(turns[0]), "usage": _usage(turns[0])}
 
     def of(self, index: int, event: Event) -> Iterable[str]:
-        steps = [*self._blocks.of(event)]
+        steps = [*steps_of(event, self._blocks)]
         if not self._has_begun and (steps or isinstance(event, Read | End)):
             self._has_begun = True
             n, cached = (event.total, event.cached) if isinstance(event, Read) else (0, 0)
@@ -174,11 +174,8 @@ class MessageFrames:
             yield _frame("message_delta", delta=self._end(event.turn), usage=_usage(event.turn))
             yield _frame("message_stop")
 
-    def end(self) -> Iterable[str]:
-        return ()
-
-    def error(self, error: KvcliError) -> Iterable[str]:
-        yield _frame("error", **error_body(error))
+    def error(self, error: KvcliError) -> str:
+        return _frame("error", **error_body(error))
 
 
 def _frame(name: str, /, **fields: Any) -> str:

@@ -1,4 +1,4 @@
-"""Metrics of the server in Prometheus' text format, under kvcli's names and under those of vLLM's dashboards."""
+"""Metrics of the server in Prometheus' text format: under vLLM's names, which dashboards know, where it has them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ from kvcli.errors import KvcliError
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # upper ends of the histograms
 TOKENS = {  # metric -> the field of Stats that it sums
-    "kvcli_prompt_tokens": "prompt",
-    "kvcli_cached_tokens": "cached",
-    "kvcli_generated_tokens": "new",
-    "kvcli_draft_tokens": "draft_tokens",
-    "kvcli_accepted_tokens": "accepted_tokens",
     "vllm:prompt_tokens": "prompt",
     "vllm:prefix_cache_queries": "prompt",
     "vllm:prefix_cache_hits": "cached",
@@ -42,12 +37,9 @@ class Metrics:
         self._request_seconds = seconds("kvcli_request_seconds", "Time from the head of a request to its end.")
         self._cancelled = counter("kvcli_cancelled", "Answers whose clients left.", ["phase"])
         self._refused = counter("kvcli_refused", "Answers that ended with an error.", ["why"])
-        labels = {name: ["profile"] if name.startswith("kvcli") else [] for name in TOKENS}
-        self._tokens = {name: counter(name, "Tokens of finished answers.", labels[name]) for name in TOKENS}
-        first = ("kvcli_first_token_seconds", "vllm:time_to_first_token_seconds")
-        gap = ("kvcli_token_gap_seconds", "vllm:inter_token_latency_seconds")
-        self._first = [seconds(name, "Time from a request to its first token.") for name in first]
-        self._gap = [seconds(name, "Time between two pieces of text, per token.") for name in gap]
+        self._tokens = {name: counter(name, "Tokens of finished answers.", ["model_name"]) for name in TOKENS}
+        self._first = seconds("vllm:time_to_first_token_seconds", "Time from a request to its first token.")
+        self._gap = seconds("vllm:inter_token_latency_seconds", "Time between two pieces of text, per token.")
         registry.register(self)
 
     def text(self) -> bytes:
@@ -59,8 +51,8 @@ class Metrics:
         self._requests.labels(route, str(status)).inc()
         self._request_seconds.observe(seconds)
 
-    async def watched(self, profile: str, events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
-        """Yield the events of an answer, and count it."""
+    async def watched(self, model: str, events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
+        """Yield the events of an answer, and count it. `model`: its name, with the profile."""
         phase, last = "waiting", time.monotonic()
         try:
             async with aclosing(events):
@@ -69,14 +61,13 @@ class Metrics:
                         phase = "reading"
                     elif isinstance(event, Text | Thought):
                         now, is_first = time.monotonic(), phase != "writing"
-                        for each in self._first if is_first else self._gap:
-                            each.observe((now - last) / (1 if is_first else max(1, len(event.ids))))
+                        each = self._first if is_first else self._gap
+                        each.observe((now - last) / (1 if is_first else max(1, len(event.ids))))
                         phase, last = "writing", now
                     elif isinstance(event, End):
                         phase = "ended"
                         for name, counter in self._tokens.items():
-                            of = counter.labels(profile) if name.startswith("kvcli") else counter
-                            of.inc(getattr(event.turn.stats, TOKENS[name]))
+                            counter.labels(model).inc(getattr(event.turn.stats, TOKENS[name]))
                     yield event
         except KvcliError as error:
             self._refused.labels(error.code).inc()
@@ -101,7 +92,6 @@ class Metrics:
             ("kvcli_step_age_seconds", [], {(): status.step_age or 0.0}),
             ("kvcli_step_seconds", [], {(): status.step_seconds}),
             ("kvcli_rows_per_step", [], {(): status.step_rows}),
-            ("kvcli_preempted", [], {(): status.preempted}),
             ("vllm:num_requests_running", [], {(): status.running}),
             ("vllm:num_requests_waiting", [], {(): status.waiting}),
             ("vllm:num_preemptions", [], {(): status.preempted}),

@@ -63,35 +63,31 @@ class Operation:
 def document(operations: Sequence[Operation]) -> dict[str, Any]:
     """Return the OpenAPI document."""
     bodies: dict[type[BaseModel], None] = dict.fromkeys([Error, *(one.body for one in operations if one.body)])
-    _, schemas = models_json_schema(
-        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
-    )
-    paths: dict[str, dict[str, Any]] = {}
-    refusal = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
-    for one in operations:
-        names = re.findall(r"{(\w+)}", one.path)
-        found: dict[str, Any] = {
-            "summary": one.summary,
-            "operationId": re.sub(r"\W+", "_", one.path).strip("_") or "page",
-        }
-        text = {"type": "string"}
-        found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
-        content = {kind: {"schema": {} if kind != "application/json" else {"type": "object"}} for kind in one.gives}
-        found["responses"] = {
-            "200": {"description": "The answer.", "content": content},
-            **{status: {"description": said, **refusal} for status, said in REFUSALS.items()},
-        }
-        if one.body:
-            schema = {"$ref": f"#/components/schemas/{one.body.__name__}"}
-            found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        paths.setdefault(one.path, {})["post" if one.body else "get"] = found
+    _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_SCHEMA + "{model}")
+    key = {"type": "http", "scheme": "bearer"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvcli", "version": __version__},
-        "paths": paths,
+        "paths": {one.path: {"post" if one.body else "get": _described(one)} for one in operations},
         "security": [{}, {"key": []}],
-        "components": {
-            "schemas": schemas["$defs"],
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": schemas["$defs"], "securitySchemes": {"key": key}},
+    }
+
+
+_SCHEMA = "#/components/schemas/"
+
+
+def _described(one: Operation) -> dict[str, Any]:
+    def json_of(kind: type[BaseModel]) -> dict[str, Any]:
+        return {"content": {"application/json": {"schema": {"$ref": _SCHEMA + kind.__name__}}}}
+
+    given = {"in": "path", "required": True, "schema": {"type": "string"}}
+    content = {kind: {"schema": {"type": "object"} if kind == "application/json" else {}} for kind in one.gives}
+    refusals = {status: {"description": said, **json_of(Error)} for status, said in REFUSALS.items()}
+    return {
+        "summary": one.summary,
+        "operationId": re.sub(r"\W+", "_", one.path).strip("_") or "page",
+        "parameters": [{"name": name, **given} for name in re.findall(r"{(\w+)}", one.path)],
+        "responses": {"200": {"description": "The answer.", "content": content}, **refusals},
+        **({"requestBody": {"required": True, **json_of(one.body)}} if one.body else {}),
     }

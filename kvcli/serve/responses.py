@@ -9,18 +9,17 @@ from uuid import uuid4
 
 from pydantic import ConfigDict
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from kvcli.api import End, Event, Turn
 from kvcli.errors import KvcliError
-from kvcli.serve.blocks import AnswerBlock, AnswerBlocks, blocks_of
-from kvcli.serve.completions import asked_of, client_of, finish_of, plain, usage
+from kvcli.serve.blocks import AnswerBlock, blocks_of, steps_of
+from kvcli.serve.completions import asked_of, finish_of, usage
 from kvcli.serve.errors import Refused, error_body
 from kvcli.serve.host import Host
 from kvcli.serve.openapi import Operation
 from kvcli.serve.schemas import RequestJson, as_parts, json_of, rest_of, translated
-from kvcli.serve.stream import EventStream, frame, several, turns_of
+from kvcli.serve.stream import frame, response_of
 
 
 class ResponseRequest(RequestJson):
@@ -43,7 +42,7 @@ def operations(host: Host) -> list[Operation]:
     async def respond(request: Request) -> ASGIApp:
         given = await json_of(request)
         body = translated(given, as_chat)
-        (asked,) = asked_of(body, await plain(host, body), client_of(request, body.user))
+        (asked,) = await asked_of(host, body, request)
         same = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True} | dict.fromkeys(_ECHOED.split())
         base = {
             **{key: given.get(key, usual) for key, usual in same.items()},
@@ -54,11 +53,7 @@ def operations(host: Host) -> list[Operation]:
             "system_fingerprint": host.fingerprint(host.profile_of(asked)),
             "error": None,
         }
-        events = several([host.events(asked)])
-        if body.stream:
-            return await EventStream.started(events, ResponseFrames(base))
-        (turn,) = await turns_of(events)
-        return JSONResponse(response(base, blocks_of(turn), turn))
+        return await response_of([host.events(asked)], ResponseForm(base), stream=body.stream)
 
     kinds = ("application/json", "text/event-stream")
     return [Operation("/v1/responses", "Answer a conversation of items.", respond, ResponseRequest, kinds)]
@@ -104,7 +99,7 @@ def _chat_part(part: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": kind, **({"file": rest} if kind == "file" else rest)}
 
 
-def response(base: Mapping[str, Any], blocks: Sequence[AnswerBlock], turn: Turn | None) -> dict[str, Any]:
+def _response(base: Mapping[str, Any], blocks: Sequence[AnswerBlock], turn: Turn | None) -> dict[str, Any]:
     """Return the response so far, or with its turn the whole response."""
     is_short = turn is not None and finish_of(turn)["finish_reason"] == "length"
     output = [_item(one, "incomplete" if is_short and one is blocks[-1] else "completed") for one in blocks]
@@ -125,17 +120,20 @@ def response(base: Mapping[str, Any], blocks: Sequence[AnswerBlock], turn: Turn 
     }
 
 
-class ResponseFrames:
-    """The events of a streamed response."""
+class ResponseForm:
+    """A response, or the events of its stream."""
 
     def __init__(self, base: Mapping[str, Any]) -> None:
-        self._base, self._blocks, self._n = base, AnswerBlocks(), 0
+        self._base, self._blocks, self._n = base, list[AnswerBlock](), 0
+
+    def whole(self, turns: list[Turn]) -> dict[str, Any]:
+        return _response(self._base, blocks_of(turns[0]), turns[0])
 
     def of(self, index: int, event: Event) -> Iterable[str]:
         if not self._n:
             for name in ("created", "in_progress"):
-                yield self._frame(name, response=response(self._base, (), None))
-        for step, block, said in self._blocks.of(event):
+                yield self._frame(name, response=_response(self._base, (), None))
+        for step, block, said in steps_of(event, self._blocks):
             number, is_call = {"output_index": block.index}, block.kind == "call"
             place = {"item_id": _id(block), **number, **({} if is_call else {"content_index": 0})}
             name = "function_call_arguments" if is_call else _part(block)["type"]
@@ -153,16 +151,13 @@ class ResponseFrames:
                     yield self._frame("content_part.done", **place, part=_part(block))
                 yield self._frame("output_item.done", **number, item=_item(block, "completed"))
         if isinstance(event, End):
-            last = response(self._base, self._blocks.all, event.turn)
+            last = _response(self._base, self._blocks, event.turn)
             yield self._frame(last["status"], response=last)
 
-    def end(self) -> Iterable[str]:
-        return ()
-
-    def error(self, error: KvcliError) -> Iterable[str]:
+    def error(self, error: KvcliError) -> str:
         said = error_body(error)
         fields = {key: said["error"][key] for key in ("code", "message", "param")}
-        yield frame({"type": "error", "sequence_number": self._n, **fields, **said}, "error")
+        return frame({"type": "error", "sequence_number": self._n, **fields, **said}, "error")
 
     def _frame(self, name: str, /, **fields: Any) -> str:
         self._n += 1

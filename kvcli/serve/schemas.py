@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import from_json
 
+from kvcli.api import ToolCall
+from kvcli.chat.transcript import openai_form
 from kvcli.schemas.base import Json
 from kvcli.serve.errors import Refused
 from kvcli.settings.problems import did_you_mean
@@ -78,19 +80,16 @@ def checked(kind: type[R], given: Any) -> R:
 
 
 def _sampling() -> dict[str, Any]:
-    """Return the fields of the samplers of [sample]; keys that are texts have a form of OpenAI's."""
+    """Return the fields of the samplers of [sample]; other keys that are texts have a form of OpenAI's."""
     fields, said = dict[str, Any](), comments_of(Sample)
     for name, key in keys_of(Sample).items():
         for hint in (key.hint, *get_args(key.hint)):
-            if (
-                get_origin(hint) is Annotated
-                and name != "max_new_tokens"
-                and (base := get_args(hint)[0]) in (int, float)
-            ):
-                allowed = get_args(hint)[1]
+            kind, *also = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            for allowed in also if kind in (int, float) and name != "max_new_tokens" else ():
                 limits = {"ge": allowed.least, "le": allowed.most, "gt": allowed.above, "lt": allowed.below}
-                fields[name] = (base | None, Field(default=None, description=said[name], **limits))
-    return fields
+                fields[name] = (kind | None, Field(default=None, description=said[name], **limits))
+    breakers = Field(default=None, description=said["dry_sequence_breakers"])
+    return fields | {"dry_sequence_breakers": (list[str] | None, breakers)}
 
 
 Sampling: Any = create_model("Sampling", __base__=RequestJson, **_sampling())
@@ -114,9 +113,6 @@ class Common(Sampling):  # type: ignore[misc]  # its fields are those of a datac
     stop: str | Annotated[list[str], Field(max_length=16)] = Field(default=[], description="texts that end the answer")
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-1000, le=1000)]] = Field(default={}, description="by token id")
-    dry_sequence_breakers: list[str] | None = Field(
-        default=None, description=comments_of(Sample)["dry_sequence_breakers"]
-    )
     ignore_eos: bool = Field(default=False, description="go on after the end of the answer, up to max_tokens")
     grammar: str | None = Field(default=None, description="constrain the answer to this grammar, GBNF or Lark")
     user: str = Field(default="", description="requests of one user wait for each other, not for other users")
@@ -126,7 +122,7 @@ class Common(Sampling):  # type: ignore[misc]  # its fields are those of a datac
     @property
     def sample(self) -> dict[str, object]:
         """Return the keys of [sample] that the request sets."""
-        found: dict[str, object] = {k: v for k in _SAMPLED if (v := getattr(self, k)) is not None}
+        found: dict[str, object] = {k: v for k in Sampling.model_fields if (v := getattr(self, k)) is not None}
         if (most := getattr(self, "max_completion_tokens", None) or self.max_tokens) is not None:
             found["max_new_tokens"] = most
         if self.stop:
@@ -134,9 +130,6 @@ class Common(Sampling):  # type: ignore[misc]  # its fields are those of a datac
         if self.logit_bias:
             found["logit_bias"] = [f"{token}{bias:+f}" for token, bias in self.logit_bias.items()]
         return found
-
-
-_SAMPLED = (*_sampling(), "dry_sequence_breakers")
 
 
 class TextPart(RequestJson):
@@ -164,9 +157,13 @@ Part = Annotated[TextPart | FilePart, Field(discriminator="type")]
 Content = Annotated[list[Part], BeforeValidator(as_parts, json_schema_input_type=str | list[Part])]
 
 
+def _as_object(given: Any) -> Any:
+    return from_json(given or "{}", allow_inf_nan=False) if isinstance(given, str) else given
+
+
 class CalledFunction(RequestJson):
     name: str
-    arguments: str = "{}"
+    arguments: Annotated[dict[str, Any], BeforeValidator(_as_object, json_schema_input_type=str)] = Field(default={})
 
 
 class CallOf(RequestJson):
@@ -185,29 +182,15 @@ class ChatMessage(RequestJson):
     reasoning_content: str = Field(default="", description="accepted and not shown: a thought ends with its answer")
     annotations: Annotated[list[Any], Field(max_length=0)] = Field(default=[])
 
-    def plain(self, content: str) -> dict[str, Any]:
-        """Return the message as chat templates take it, with the text of its content."""
-        role = "system" if self.role == "developer" else self.role
-        found: dict[str, Any] = {"role": role, "content": content}
-        if self.tool_calls:
-            found["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": arguments_of(c)}}
-                for c in self.tool_calls
-            ]
-        given = {"tool_call_id": self.tool_call_id, "name": self.name}
+    def plain(self, content: str, *, as_text: bool) -> dict[str, Any]:
+        """Return the message as chat templates take it, with the text of its content. `as_text`: arguments of calls as
+        JSON text."""
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        calls = [
+            openai_form(ToolCall(c.id, c.function.name, c.function.arguments), as_text=as_text) for c in self.tool_calls
+        ]
+        given = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
         return found | {key: value for key, value in given.items() if value}
-
-
-def arguments_of(call: CallOf) -> dict[str, Any]:
-    """Return the arguments of a call in a conversation, which are the text of a JSON object."""
-    try:
-        found = from_json(call.function.arguments or "{}", allow_inf_nan=False)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        where = "messages.tool_calls.function.arguments"
-        raise Refused(400, f"the arguments of call {call.id} are no JSON object", code="bad_field", param=where)
-    return found
 
 
 class JsonSchema(RequestJson):

@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvcli.api import End, Event, Read, Turn, Waiting
 from kvcli.errors import KvcliError
-from kvcli.serve.errors import error_body
 
 EVERY = 1.0  # seconds without a frame until a comment is sent: proxies close silent connections
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 HEADERS += [(b"x-accel-buffering", b"no")]  # nginx would hold the frames back
 
-Events = AsyncGenerator[tuple[int, Event]]  # of several answers: number of the answer, event
-
-log = logging.getLogger("kvcli.serve")
+Events = AsyncGenerator[tuple[int, Event | None]]  # number of the answer, event; None: `EVERY` seconds have passed
 
 
-class Frames(Protocol):
-    """The frames of one streamed response in a protocol."""
+class Form(Protocol):
+    """The form of one response in a protocol, streamed or whole."""
 
     def of(self, index: int, event: Event) -> Iterable[str]:
         """Return the frames of an event of an answer; most events but text, thoughts, calls and `End` have none."""
 
-    def end(self) -> Iterable[str]:
-        """Return the frames after the end of all answers."""
+    def error(self, error: KvcliError) -> str:
+        """Return the frame of an error, after which nothing follows."""
 
-    def error(self, error: KvcliError) -> Iterable[str]:
-        """Return the frames of an error after which nothing follows."""
+    def whole(self, turns: list[Turn]) -> dict[str, Any]:
+        """Return the response with finished answers."""
 
 
 def frame(data: object, name: str = "") -> str:
@@ -44,14 +41,9 @@ def frame(data: object, name: str = "") -> str:
     return f"{named}data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-def error_frame(error: KvcliError) -> str:
-    """Return the frame of an error in OpenAI's form."""
-    return frame(error_body(error))
-
-
 async def several(answers: Iterable[AsyncGenerator[Event]]) -> Events:
     """Yield the events of answers that are written side by side. An error of one of them ends all."""
-    found, tasks = asyncio.Queue[tuple[int, Event] | BaseException | None](), list[asyncio.Task[None]]()
+    found = asyncio.Queue[tuple[int, Event] | Exception | None]()
 
     async def run(index: int, events: AsyncGenerator[Event]) -> None:
         try:
@@ -63,12 +55,15 @@ async def several(answers: Iterable[AsyncGenerator[Event]]) -> Events:
         else:
             found.put_nowait(None)
 
+    tasks = [asyncio.create_task(run(index, events)) for index, events in enumerate(answers)]
+    running = len(tasks)
     try:
-        tasks += [asyncio.create_task(run(index, events)) for index, events in enumerate(answers)]
-        running = len(tasks)
         while running:
-            what = await found.get()
-            if isinstance(what, BaseException):
+            what: tuple[int, Event | None] | Exception | None = (0, None)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EVERY):
+                    what = await found.get()
+            if isinstance(what, Exception):
                 raise what
             running -= what is None
             if what is not None:
@@ -79,65 +74,48 @@ async def several(answers: Iterable[AsyncGenerator[Event]]) -> Events:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def turns_of(events: Events) -> list[Turn]:
-    """Return the turns of all answers, in the order of their numbers."""
-    async with aclosing(events):
-        found = {index: event.turn async for index, event in events if isinstance(event, End)}
-    return [found[index] for index in sorted(found)]
+async def response_of(answers: Iterable[AsyncGenerator[Event]], form: Form, *, stream: bool) -> ASGIApp:
+    """Return the response with all answers; a stream after the first event, so that a refusal gets its status."""
+    events = several(answers)
+    if not stream:
+        async with aclosing(events):
+            found = {index: event.turn async for index, event in events if isinstance(event, End)}
+        return JSONResponse(form.whole([found[index] for index in sorted(found)]))
+    while (first := await anext(events))[1] is None:
+        pass
 
-
-class EventStream:
-    """A response of server-sent events, as an ASGI application. `started` waits until the answers were accepted."""
-
-    def __init__(self, events: Events, frames: Frames, first: tuple[int, Event]) -> None:
-        self._events, self._frames, self._first = events, frames, first
-
-    @classmethod
-    async def started(cls, events: Events, frames: Frames) -> EventStream:
-        """Return the response. Raises the error of a request that cannot be answered, which then gets its status."""
-        return cls(events, frames, await anext(events))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        async with aclosing(self._lines()) as lines:
+        async with aclosing(_lines(first, events, form)) as lines:
             async for line in lines:
                 body = line.encode("utf-8", "replace")
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _lines(self) -> AsyncGenerator[str]:
-        """Yield frames, and after each second without one a comment on the progress."""
-        progress, said = "writing", time.monotonic()
-        pending: asyncio.Task[Any] | None = None
-        async with aclosing(self._events) as events:
-            try:
-                index, event = self._first
-                while True:
-                    for each in self._frames.of(index, event):
-                        yield each
-                        said = time.monotonic()
-                    progress = _progress(event) or progress
-                    pending = asyncio.create_task(anext(events, None))
-                    while not pending.done():
-                        await asyncio.wait({pending}, timeout=max(0.0, said + EVERY - time.monotonic()))
-                        if time.monotonic() - said >= EVERY:
-                            yield f": {progress}\n\n"
-                            said = time.monotonic()
-                    if (found := pending.result()) is None:
-                        break
-                    index, event = found
-                for each in self._frames.end():
-                    yield each
-            except KvcliError as error:
-                for each in self._frames.error(error):
-                    yield each
-            finally:
-                if pending is not None:
-                    pending.cancel()
-                    await asyncio.gather(pending, return_exceptions=True)
+    return respond
 
 
-def _progress(event: Event) -> str:
+async def _lines(first: tuple[int, Event | None], events: Events, form: Form) -> AsyncGenerator[str]:
+    """Yield frames, and after each second without one a comment on the progress."""
+    progress, said, (index, event) = "writing", time.monotonic(), first
+    async with aclosing(events):
+        try:
+            while True:
+                progress = _progress(event) or progress
+                for each in form.of(index, event) if event is not None else ():
+                    yield each
+                    said = time.monotonic()
+                if time.monotonic() - said >= EVERY:
+                    yield f": {progress}\n\n"
+                    said = time.monotonic()
+                index, event = await anext(events)
+        except StopAsyncIteration:
+            return
+        except KvcliError as error:
+            yield form.error(error)
+
+
+def _progress(event: Event | None) -> str:
     if isinstance(event, Waiting):
         return f"waiting, {event.ahead:,} ahead"
     if isinstance(event, Read):

@@ -219,6 +219,10 @@ def test_the_key_is_private_and_in_no_message(shell: Shell) -> None:
     assert "[key_not_private]" in shell.err
     assert "chmod 600 key" in shell.err
     key.chmod(0o600)
+    key.write_text("two\twords\n")
+    assert shell.chat("--key-file", "key") == 3
+    assert "[bad_key]" in shell.err
+    key.write_text("s3cret\n")
     shell.engine.behaviours = ["403"]
     assert shell.chat("--key-file", "key", "-vv") == 7
     assert shell.engine.keys == ["Bearer s3cret"]

@@ -20,10 +20,11 @@ import kvcli
 from kvcli.api import Text
 from kvcli.chat.model import Model
 from kvcli.chat.text_session import TextSession
-from kvcli.errors import Busy, DoesNotFit, KvcliError
+from kvcli.commands.serve import listen
+from kvcli.errors import BadInput, Busy, DoesNotFit, KvcliError
 from kvcli.serve import gate, stream
 from kvcli.serve.app import server_app
-from kvcli.serve.gate import BODY, Gate
+from kvcli.serve.gate import BODY
 from kvcli.serve.host import LONGEST, Host, served_profiles
 from kvcli.settings.profile import Profile
 from tests import make, small_tokenizers
@@ -55,7 +56,7 @@ class Served:
         self.runner = asyncio.Runner()
         self.app = server_app(self.host, origins=[PAGE], hosts=["box.lan"])
 
-    def send(self, method: str, path: str, app: Gate | None = None, **how: Any) -> httpx2.Response:
+    def send(self, method: str, path: str, app: Any | None = None, **how: Any) -> httpx2.Response:
         async def ask() -> httpx2.Response:
             transport = httpx2.ASGITransport(app or self.app, raise_app_exceptions=False)
             async with httpx2.AsyncClient(transport=transport, base_url="http://localhost:8642") as client:
@@ -281,8 +282,12 @@ def test_a_page_can_send_no_simple_request_and_asks_in_vain(served):
         found = served.send("POST", CHAT, content=json.dumps(HELLO), headers={"content-type": kind})
         assert error_of(found) == (415, "bad_content_type")
     asks = {"access-control-request-method": "POST"}
-    assert served.send("OPTIONS", CHAT, headers={**asks, "origin": "https://evil.example"}).status_code == 403
-    assert served.send("OPTIONS", CHAT, headers={**asks, "origin": PAGE}).status_code == 204
+    for origin, status in (("https://evil.example", 400), (PAGE, 200)):
+        found = served.send("OPTIONS", CHAT, headers={**asks, "origin": origin})
+        assert (found.status_code, found.headers.get("access-control-allow-origin")) == (
+            status,
+            origin if status == 200 else None,
+        )
 
 
 def test_a_key_is_needed_where_there_is_one(served):
@@ -315,9 +320,48 @@ def test_a_slow_body_is_refused(served):
         await asyncio.sleep(10)
 
     app = server_app(served.host)
-    vars(app)["patience"] = 0.05
+    vars(app.app)["patience"] = 0.05
     found = served.send("POST", CHAT, app, content=drips(), headers={"content-type": "application/json"})
     assert error_of(found) == (408, "too_slow")
+
+
+def test_bodies_in_flight_are_bounded_together_and_freed_with_their_answers(served, monkeypatch):
+    monkeypatch.setattr(gate, "BODIES", 4096)
+    said = {**HELLO, "max_tokens": 1800, "stop_loops": 0}
+
+    async def three() -> bytes:
+        first = Client(served.app, {**said, "user": "a" * 3000})
+        while not served.host.model.engine._engine._tasks:
+            await asyncio.sleep(0.001)
+        second = Client(served.app, {**said, "user": "b" * 3000})
+        await second.task
+        first.leaves.set()
+        await first.task
+        return bytes(second.sent)
+
+    assert json.loads(served.runner.run(three()))["error"]["code"] == "queue_full"
+    assert served.app.app.held == 0
+    assert served.post(CHAT, HELLO, user="c" * 3000).status_code == 200
+
+
+def test_a_grammar_that_is_not_ready_in_time_is_refused(served, monkeypatch):
+    monkeypatch.setattr("kvcli.serve.host.COMPILE_SECONDS", 0.01)
+    monkeypatch.setattr(served.host.model, "constraint", lambda _: time.sleep(0.1))
+    assert error_of(served.post(CHAT, HELLO, grammar='root ::= "a"')) == (400, "grammar_too_slow")
+
+
+def test_the_fingerprint_depends_on_the_weights_and_their_processor(served, monkeypatch):
+    def of(key: dict[str, str]) -> str:
+        monkeypatch.setattr("kvcli.serve.host.cache_key", lambda _: key)
+        return host_of(served.host.model, "exact").fingerprint(Profile.load("exact"))
+
+    assert len({of({"weights": "1"}), of({"weights": "2"}), of({"weights": "1", "device": "cpu avx2"})}) == 3
+
+
+def test_a_port_that_is_taken_is_named():
+    with listen("127.0.0.1", 0) as first, pytest.raises(BadInput) as raised:
+        listen("127.0.0.1", first.getsockname()[1])
+    assert raised.value.code == "no_port"
 
 
 def test_an_unforeseen_error_is_told_without_its_words(served, monkeypatch):
@@ -355,7 +399,7 @@ def test_metrics_are_read_by_prometheus_own_parser(served):
 class Client:
     """A client as an ASGI server sees it, which may leave at any time."""
 
-    def __init__(self, app: Gate, body: dict[str, Any]) -> None:
+    def __init__(self, app: Any, body: dict[str, Any]) -> None:
         self.sent, self.leaves, self.body = bytearray(), asyncio.Event(), json.dumps(body).encode()
         head = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": CHAT, "headers": head, "scheme": "http", "query_string": b""}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from os.path import expanduser
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from kvcli.commands.common.inputs import tell
+from kvcli.commands.common.key_file import read_key
 from kvcli.commands.common.run_setup import Flags, Setup
 from kvcli.engines.http import Server
 from kvcli.engines.openai import Endpoint, RemoteSession
-from kvcli.errors import BadInput, BadModel, UsageError, reading
+from kvcli.errors import BadModel, UsageError
 from kvcli.settings.schema import Model as Entry
 
 if TYPE_CHECKING:
@@ -87,15 +86,3 @@ def remote_setup(world: Environment, options: Options, asked: EngineOptions, fla
         tell(world, f"the key is sent to {address.hostname} without encryption; https or an SSH tunnel protects it")
     model = values.get("model")
     return RemoteSetup(world, str(model) if model else None, flags, is_typed=True, server=server)
-
-
-def read_key(world: Environment, name: str) -> str:
-    """Return the first line of a private file."""
-    path = world.cwd / expanduser(name)
-    with reading(name, try_=["--key-file FILE"]):
-        mode, key = path.stat().st_mode, path.read_bytes()[:4096].split(b"\n")[0].strip()
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise BadInput(f"others may read the key in {name}", code="key_not_private", try_=[f"chmod 600 {name}"])
-    if not key.isascii() or not key.decode().isprintable() or not key:
-        raise BadInput(f"{name} has no key in its first line", code="empty_file", try_=["--key-file FILE"])
-    return key.decode()
