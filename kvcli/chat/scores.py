@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvcli import assemble
 from kvcli.api import MOST_TOP, TokenScore
 from kvcli.engine.forward_request import Coroutine, ForwardRequest
 from kvcli.engine.sequence.token_scores import score_tokens
@@ -55,14 +56,14 @@ def scores_of(step: Step) -> list[TokenScore]:
 
 
 def score_prompt(
-    answer: Coroutine[Event, Turn], session: GenerationSession, ids: Sequence[int], top: int, chunk: Callable[[], int]
+    answer: Coroutine[Event, Turn], session: GenerationSession, ids: Sequence[int], top: int, of: Callable[[], Profile]
 ) -> Coroutine[Event, Turn]:
     """Run an answer to `ids`, and add the scores of the prompt's tokens, from logits of the passes that read them.
 
-    `chunk`: returns the rows of a prefill pass under the profile.
+    `of`: returns the present profile, which a lack of memory changes.
     """
     found, rows, step = {0: TokenScore(ids[0], None)}, session.chunk_rows, partial(next, answer)
-    if session.policy is None and session.lm.is_row_invariant:
+    if assemble.is_lossless(of()) and session.lm.is_row_invariant:
         session.chunk_rows = min(rows, ROWS)
     try:
         while True:
@@ -80,10 +81,11 @@ def score_prompt(
                 behind = [ids[at + 1] for at in pos]
                 logits = result.logits.cpu() if result.logits.device.type == "mps" else result.logits  # as in Readback
                 numbers = score_tokens(logits, torch.tensor(behind, device=logits.device), top).tolist()
-                found |= {at + 1: token_score(*of) for at, *of in zip(pos, behind, numbers, strict=True)}
+                found |= {at + 1: token_score(*each) for at, *each in zip(pos, behind, numbers, strict=True)}
             step = partial(answer.send, result)
     except StopIteration as end:
         turn: Turn = end.value
         return replace(turn, prompt_scores=tuple(found[at] for at in sorted(found)))
     finally:
-        session.chunk_rows = min(rows, chunk())  # a lack of memory may have made it smaller
+        # a lack of memory may have made it smaller
+        session.chunk_rows = min(rows, assemble.chunk(session.lm, of()))

@@ -360,8 +360,7 @@ class TextSession:
         )
         answer = run.events()
         if prompt_logprobs:
-            chunk = lambda: assemble.chunk(model.lm, self.profile)  # noqa: E731
-            answer = score_prompt(answer, self.session, ids, top_logprobs or 0, chunk)
+            answer = score_prompt(answer, self.session, ids, top_logprobs or 0, lambda: self.profile)
         return self._only(answer)
 
     def _refuse_crowd(self, most: int) -> None:
