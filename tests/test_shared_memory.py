@@ -27,6 +27,7 @@ from kvcli.errors import Busy, DoesNotFit
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.models.text import encode
 from tests import families
+from tests.bench import stress_sequences
 
 NEW = 14
 SAMPLED = {"temperature": 0.8, "seed": 5}
@@ -389,3 +390,15 @@ def test_an_answer_in_other_tokens_is_still_the_beginning_of_the_next_prompt() -
     later = warm.prompt_ids("Hello, how deep well is it?")
     assert later[: len(ids) + len(odd)] == [*ids, *odd]
     assert warm.prompt_ids("Hello, how") == encode(demo().tokenizer, "Hello, how")
+
+
+def test_answers_of_a_storm_are_those_alone() -> None:
+    found = stress_sequences.storm(3, models=("llama",), dtypes=("fp32",))
+    assert (found["tried"], found["bad"]) == (3, 0)
+    assert found["answers"] > 25
+
+
+@pytest.mark.slow
+def test_answers_of_a_hundred_storms_are_those_alone() -> None:
+    found = stress_sequences.storm(100, seed=1000)
+    assert (found["tried"], found["bad"]) == (100, 0)
