@@ -335,6 +335,19 @@ def test_an_answer_that_is_alone_takes_its_fallback(monkeypatch: pytest.MonkeyPa
     asyncio.run(ask())
 
 
+def test_an_answer_that_waits_while_its_session_makes_room_is_of_that_session() -> None:
+    ids, options = asked(0)
+    longer, scored = [*ids, *alone(0)[0].ids, *ids], {**options, "prompt_logprobs": True}
+    with demo().open("exact", set=SMALL) as text:
+        want = text.generate(longer, **scored)
+        waits = text.answer(longer, **scored)
+        text.drop()
+        assert not text.nbytes
+        (task,) = kvcli.generate_together(waits)
+        assert task.result().prompt_scores == want.prompt_scores
+        assert text.has_read(longer), "its KV is counted"
+
+
 # --- sessions of a server
 
 

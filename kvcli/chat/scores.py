@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from kvcli.errors import BadInput
 
 if TYPE_CHECKING:
     from kvcli.api import Event, Turn
+    from kvcli.chat.turn import TurnRun
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.engine.stats import Step
     from kvcli.settings.profile import Profile
@@ -55,15 +56,11 @@ def scores_of(step: Step) -> list[TokenScore]:
     return [token_score(token, step.score(row)) for token, row in zip(step.new, step.path, strict=True)]
 
 
-def score_prompt(
-    answer: Coroutine[Event, Turn], session: GenerationSession, ids: Sequence[int], top: int, of: Callable[[], Profile]
-) -> Coroutine[Event, Turn]:
-    """Run an answer to `ids`, and add the scores of the prompt's tokens, from logits of the passes that read them.
-
-    `of`: returns the present profile, which a lack of memory changes.
-    """
+def score_prompt(answer: Coroutine[Event, Turn], run: TurnRun, ids: Sequence[int], top: int) -> Coroutine[Event, Turn]:
+    """Run an answer to `ids`, and add the scores of the prompt's tokens, from logits of the passes that read them."""
+    session = run.session
     found, rows, step = {0: TokenScore(ids[0], None)}, session.chunk_rows, partial(next, answer)
-    if assemble.is_lossless(of()) and session.lm.is_row_invariant:
+    if assemble.is_lossless(run.terms.profile) and session.lm.is_row_invariant:
         session.chunk_rows = min(rows, ROWS)
     try:
         while True:
@@ -88,4 +85,4 @@ def score_prompt(
         return replace(turn, prompt_scores=tuple(found[at] for at in sorted(found)))
     finally:
         # a lack of memory may have made it smaller
-        session.chunk_rows = min(rows, assemble.chunk(session.lm, of()))
+        session.chunk_rows = min(rows, assemble.chunk(session.lm, run.terms.profile))
