@@ -93,6 +93,15 @@ def test_a_prompt_is_scored_in_any_chunks_and_beside_another(monkeypatch: pytest
     assert [text.session.chunk_rows for text in texts] == rows
 
 
+def test_scores_of_a_prompt_change_no_answer_under_a_profile_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcli.chat.scores.ROWS", 7)
+    turns = [
+        demo().open("lean", {"kv.residual": 16, "kv.group": 16}).generate(QUESTION * 5, 4, top_logprobs=1, **how)
+        for how in ({}, {"prompt_logprobs": True})
+    ]
+    assert turns[0].scores == turns[1].scores
+
+
 def test_nothing_is_scored_unless_asked() -> None:
     turn = demo().generate("Hello", 3)
     assert turn.scores == turn.prompt_scores == ()

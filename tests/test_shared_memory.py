@@ -27,6 +27,7 @@ from kvcli.errors import Busy, DoesNotFit
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.models.text import encode
 from tests import families
+from tests.bench import stress_sequences
 
 NEW = 14
 SAMPLED = {"temperature": 0.8, "seed": 5}
@@ -334,6 +335,19 @@ def test_an_answer_that_is_alone_takes_its_fallback(monkeypatch: pytest.MonkeyPa
     asyncio.run(ask())
 
 
+def test_an_answer_that_waits_while_its_session_makes_room_is_of_that_session() -> None:
+    ids, options = asked(0)
+    longer, scored = [*ids, *alone(0)[0].ids, *ids], {**options, "prompt_logprobs": True}
+    with demo().open("exact", set=SMALL) as text:
+        want = text.generate(longer, **scored)
+        waits = text.answer(longer, **scored)
+        text.drop()
+        assert not text.nbytes
+        (task,) = kvcli.generate_together(waits)
+        assert task.result().prompt_scores == want.prompt_scores
+        assert text.has_read(longer), "its KV is counted"
+
+
 # --- sessions of a server
 
 
@@ -389,3 +403,15 @@ def test_an_answer_in_other_tokens_is_still_the_beginning_of_the_next_prompt() -
     later = warm.prompt_ids("Hello, how deep well is it?")
     assert later[: len(ids) + len(odd)] == [*ids, *odd]
     assert warm.prompt_ids("Hello, how") == encode(demo().tokenizer, "Hello, how")
+
+
+def test_answers_of_a_storm_are_those_alone() -> None:
+    found = stress_sequences.storm(3, models=("llama",), dtypes=("fp32",))
+    assert (found["tried"], found["bad"]) == (3, 0)
+    assert found["answers"] > 25
+
+
+@pytest.mark.slow
+def test_answers_of_a_hundred_storms_are_those_alone() -> None:
+    found = stress_sequences.storm(100, seed=1000)
+    assert (found["tried"], found["bad"]) == (100, 0)

@@ -123,7 +123,7 @@ class EngineThread:
             return True
         if idle := [session for session in self._idle() if session.can_drop]:
             for session in idle:
-                session.close()
+                session.drop()
             return True
         later = [other for other in self._running if other.order > claim.order]
         for other in sorted((*later, *self._parked), key=lambda one: one.order, reverse=True):
@@ -214,7 +214,7 @@ class EngineThread:
             for session in idle:
                 if left < 0 and session.can_drop and session is not claim.session:
                     left += session.nbytes
-                    session.close()
+                    session.drop()
             self._run(claim)
         for ahead, claim in enumerate(order := self._queue.order()):
             if claim.ahead < 0 and len(order) > self.limits.queue:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcli import assemble
 from kvcli.api import MOST_TOP, TokenScore
 from kvcli.engine.forward_request import Coroutine, ForwardRequest
 from kvcli.engine.sequence.token_scores import score_tokens
@@ -17,6 +18,7 @@ from kvcli.errors import BadInput
 
 if TYPE_CHECKING:
     from kvcli.api import Event, Turn
+    from kvcli.chat.turn import TurnRun
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.settings.profile import Profile
 
@@ -54,15 +56,11 @@ def scores_of(logits: Tensor, ids: Sequence[int], top: int) -> list[TokenScore]:
     ]
 
 
-def score_prompt(
-    answer: Coroutine[Event, Turn], session: GenerationSession, ids: Sequence[int], top: int, chunk: Callable[[], int]
-) -> Coroutine[Event, Turn]:
-    """Run an answer to `ids`, and add the scores of the prompt's tokens, from logits of the passes that read them.
-
-    `chunk`: returns the rows of a prefill pass under the profile.
-    """
+def score_prompt(answer: Coroutine[Event, Turn], run: TurnRun, ids: Sequence[int], top: int) -> Coroutine[Event, Turn]:
+    """Run an answer to `ids`, and add the scores of the prompt's tokens, from logits of the passes that read them."""
+    session = run.session
     found, rows, step = {0: TokenScore(ids[0], None)}, session.chunk_rows, partial(next, answer)
-    if session.policy is None and session.lm.is_row_invariant:
+    if assemble.is_lossless(run.terms.profile) and session.lm.is_row_invariant:
         session.chunk_rows = min(rows, ROWS)
     try:
         while True:
@@ -84,4 +82,5 @@ def score_prompt(
         turn: Turn = end.value
         return replace(turn, prompt_scores=tuple(found[at] for at in sorted(found)))
     finally:
-        session.chunk_rows = min(rows, chunk())  # a lack of memory may have made it smaller
+        # a lack of memory may have made it smaller
+        session.chunk_rows = min(rows, assemble.chunk(session.lm, run.terms.profile))

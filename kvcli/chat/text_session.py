@@ -87,6 +87,13 @@ class TextSession:
         self.session = self.model.new_session(by_steps=True)
         self.model.engine.between_rounds(partial(release, self.session.lm), waits=waits)
 
+    def drop(self) -> None:
+        """Free the KV cache between answers. An answer that waits to begin then computes it."""
+        run = self._run
+        self.close()
+        if run is not None:
+            self._run, run.session = run, self.session
+
     def switch_profile(self, model: LoadedModel) -> None:
         """Take another profile over the same weights. The caller changes the generation session to match."""
         self.model, self.profile, self.limit = model, model.profile, model.limit
@@ -359,8 +366,7 @@ class TextSession:
         )
         answer = run.events()
         if prompt_logprobs:
-            chunk = lambda: assemble.chunk(model.lm, self.profile)  # noqa: E731
-            answer = score_prompt(answer, self.session, ids, top_logprobs or 0, chunk)
+            answer = score_prompt(answer, run, ids, top_logprobs or 0)
         return self._only(answer)
 
     def _refuse_crowd(self, most: int) -> None:

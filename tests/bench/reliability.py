@@ -29,6 +29,7 @@ STORMS = {
     "stress_documents": "--count 1500",
     "stress_exact": "--runs 530 --dtypes bf16",  # 100,000 tokens
     "stress_summaries": "--runs 10",
+    "stress_sequences": "--runs 200",
 }
 
 
