@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,7 +196,7 @@ class _Answer:
         except (ValueError, LookupError, TypeError, AttributeError):
             raise _garbage(self.endpoint.server, f"a line cannot be read: {data[:60]!r}") from None
         if chunk.get("error"):
-            said = _said(self.endpoint.server, json.dumps(chunk["error"]))
+            said = _said(self.endpoint.server, json.dumps(chunk))
             raise EngineUnreachable(f"{self.endpoint.server.url} failed", code="engine_failed", lines=[said])
         if thought:
             self.stats.thinking += 1
@@ -256,6 +256,8 @@ def refusal(server: Server, error: Refused, endpoint: Endpoint | None = None, pr
 
 def _said(server: Server, body: str) -> str:
     """Return the beginning of the server's words, on one line and without the key."""
+    with suppress(ValueError, LookupError, TypeError, RecursionError):  # as the OpenAI API writes errors
+        body = str(json.loads(body)["error"]["message"])
     words = " ".join(body.split())[:300]
     return words.replace(server.key, "KEY") if server.key else words
 

@@ -155,6 +155,7 @@ def test_each_failure_has_its_error(
     assert f"[{code}]" in shell.err
     assert said in shell.err
     assert len(shell.engine.bodies) == 1  # none of these is tried again
+    assert '"message"' not in shell.err  # the server's words, not its JSON
     assert ("The well is 40 m" in shell.out) == (behaviours[0] in ("fails", "dropped", "torn", "stalls"))
 
 
