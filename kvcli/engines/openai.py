@@ -219,13 +219,13 @@ def translated(endpoint: Endpoint, profile: Profile) -> tuple[dict[str, Any], En
     """Return the fields of a request, and the facts about the engine. Raises UsageError for a key that was set on the
     command line and that no field stands for."""
     about, url, mode, values = ENGINES[endpoint.kind], endpoint.server.url, profile.thinking.mode, profile.values
-    known, thinks = ENGINES["all"]["fields"] | about["fields"], about.get("thinks", False)
+    known, thinks = ENGINES["all"]["fields"] | about["fields"], about.get("thinks", {})
     sent = {*profile.written, "sample.seed", "sample.max_new_tokens"} & known.keys()
     fields = {known[key]: value for key, value in values.items() if key in sent}
     if mode in ("low", "medium", "high"):
         fields["reasoning_effort"] = mode
     elif mode != "auto" and thinks:
-        fields["chat_template_kwargs"] = {"enable_thinking": mode == "on"}
+        fields |= thinks[mode]
     followed = {*known, *OWN} - (set() if thinks or mode not in ("on", "off") else {"thinking.mode"})
     off = {f"sample.{key}": value for key, value in NO_PENALTY.items()}
     served = "built-in " if endpoint.model.endswith(f":{profile.name}") else "\n"  # that profile runs there

@@ -113,6 +113,10 @@ def test_fields_follow_the_server(shell: Shell) -> None:
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
     assert json.loads(shell.out)["tokens"]["limit"] == 512
 
+    shell.engine.models[0] |= {"owned_by": "kvcli"}  # which refuses what the model cannot do, as chat does
+    assert shell.chat("--think", "on") == 0
+    assert shell.engine.bodies[1]["reasoning_effort"] == "on"
+
     shell.engine.models[0] |= {"owned_by": "library"}  # Ollama ignores fields that it does not know
     assert shell.chat("--think", "off") == 2
     assert "no field for thinking.mode" in shell.err
