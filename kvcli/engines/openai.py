@@ -114,8 +114,8 @@ class RemoteSession(ExitStack):  # for `with` and `close`, which have nothing to
         self.on_overflow = self.profile.context.on_overflow
         self.limit = end.limit or UNKNOWN if limit == "auto" else min(int(limit), end.limit or UNKNOWN)
         name, url, sizes = self.engine.server, end.server.url, (0,) * 6  # the sizes are unknown here
-        sent, lost = (", ".join(names) or "nothing" for names in (self.fields, self.engine.without_effect))
-        self.cautions = (f"{name} at {url} answers; settings sent: {sent}; without effect there: {lost}",)
+        lost = f"; without effect there: {', '.join(self.engine.without_effect)}" * bool(self.engine.without_effect)
+        self.cautions = (f"{name} at {url} answers; settings sent: {', '.join(self.fields)}{lost}",)
         self.info = ModelInfo(end.model, url, "", *sizes, "", "none", name, url, self.limit % UNKNOWN, 0, 0.0)
 
     def keep(self, cancel: Cancel) -> SaveResult:
