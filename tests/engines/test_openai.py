@@ -84,6 +84,13 @@ def test_an_answer_with_the_server_s_counts_and_what_was_sent(shell: Shell) -> N
     assert turn["spec"]["method"] == "off"
 
 
+def test_a_chat_of_a_server_cannot_continue_here_without_a_model(shell: Shell) -> None:
+    assert shell("chat", "--engine", "openai", "--base-url", "URL", "-p", "Hi") == 0
+    assert shell("chat", "-c", "-p", "And?") == 4
+    assert "-m MODEL, for another model" in shell.err
+    assert "--engine openai --base-url URL" in shell.err
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
