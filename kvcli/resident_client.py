@@ -54,6 +54,7 @@ def facts(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
         "kvcli": [__version__, __file__],
         "installed packages": [[path, os.stat(path).st_mtime_ns] for path in packages],
         "limits of the shell": [resource.getrlimit(limit) for limit in limits],
+        "processors and priority": [sorted(os.sched_getaffinity(0)), os.getpriority(os.PRIO_PROCESS, 0)],
         "container": [os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "net", "pid", "user")],
         "HF_HUB_OFFLINE": "1" if "--offline" in argv else environ.get("HF_HUB_OFFLINE"),
     }

@@ -468,6 +468,13 @@ def test_blocks_on_a_dumb_terminal(tmp_path):
     assert world.stderr.stream.getvalue() == "> . . > > "
 
 
+def test_the_editor_moves_its_cursor_and_escapes_other_controls():
+    said = []
+    for text in ("\r", "\r\n\r\n", "a\rb\x1b"):  # prompt_toolkit leaves the last column with a lone \r
+        line_editor._harmless(said.append)(text)
+    assert said == ["\r", "\r\n\r\n", "a\N{SYMBOL FOR CARRIAGE RETURN}b\N{SYMBOL FOR ESCAPE}"]
+
+
 def completions(talk, text):
     completer = line_editor.SlashCompleter(SLASH, talk.repl._words(), talk.world.cwd)
     return [c.text for c in completer.get_completions(Typed(text), CompleteEvent())]

@@ -167,6 +167,9 @@ def test_only_what_is_read_once_must_be_the_same() -> None:
     assert mine == facts([], {"LANG": "C", "TERM": "dumb", "KVCLI_SPEC__METHOD": "off"})
     assert mine != facts([], {"LANG": "de"})
     assert mine != facts(["--offline"], {"LANG": "C"})
+    code = "import json; from kvcli.resident_client import facts; print(json.dumps(facts([], {})))"
+    nice = [subprocess.check_output([*nice, sys.executable, "-c", code], text=True) for nice in ([], ["nice", "-n1"])]
+    assert nice[0] != nice[1]  # a command at low priority must not run at that of the resident process
 
 
 @linux

@@ -53,8 +53,8 @@ class Server:
         except ValueError:
             is_usable = False
         if not is_usable or not self.url.isprintable() or set("@?# ") & set(self.url):
-            what = "is no address of a server without a user name and a query"
-            raise UsageError(f"{self.url!r} {what}", try_=["http://127.0.0.1:8000/v1, as the server prints it"])
+            what = f"{self.url!r} is not http:// or https:// with a host, and without user name and query"
+            raise UsageError(what, try_=["http://127.0.0.1:8000/v1, as the server prints it"])
 
     def lines(self, path: str, body: object = None, cancel: Cancel = never) -> Generator[str]:
         """Yield the lines of the answer to a POST of `body` as JSON, or to a GET. Ends early if `cancel()` is True.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,8 +114,8 @@ class RemoteSession(ExitStack):  # for `with` and `close`, which have nothing to
         self.on_overflow = self.profile.context.on_overflow
         self.limit = end.limit or UNKNOWN if limit == "auto" else min(int(limit), end.limit or UNKNOWN)
         name, url, sizes = self.engine.server, end.server.url, (0,) * 6  # the sizes are unknown here
-        sent, lost = (", ".join(names) or "nothing" for names in (self.fields, self.engine.without_effect))
-        self.cautions = (f"{name} at {url} answers; settings sent: {sent}; without effect there: {lost}",)
+        lost = f"; without effect there: {', '.join(self.engine.without_effect)}" * bool(self.engine.without_effect)
+        self.cautions = (f"{name} at {url} answers; settings sent: {', '.join(self.fields)}{lost}",)
         self.info = ModelInfo(end.model, url, "", *sizes, "", "none", name, url, self.limit % UNKNOWN, 0, 0.0)
 
     def keep(self, cancel: Cancel) -> SaveResult:
@@ -196,7 +196,7 @@ class _Answer:
         except (ValueError, LookupError, TypeError, AttributeError):
             raise _garbage(self.endpoint.server, f"a line cannot be read: {data[:60]!r}") from None
         if chunk.get("error"):
-            said = _said(self.endpoint.server, json.dumps(chunk["error"]))
+            said = _said(self.endpoint.server, json.dumps(chunk))
             raise EngineUnreachable(f"{self.endpoint.server.url} failed", code="engine_failed", lines=[said])
         if thought:
             self.stats.thinking += 1
@@ -219,13 +219,13 @@ def translated(endpoint: Endpoint, profile: Profile) -> tuple[dict[str, Any], En
     """Return the fields of a request, and the facts about the engine. Raises UsageError for a key that was set on the
     command line and that no field stands for."""
     about, url, mode, values = ENGINES[endpoint.kind], endpoint.server.url, profile.thinking.mode, profile.values
-    known, thinks = ENGINES["all"]["fields"] | about["fields"], about.get("thinks", False)
+    known, thinks = ENGINES["all"]["fields"] | about["fields"], about.get("thinks", {})
     sent = {*profile.written, "sample.seed", "sample.max_new_tokens"} & known.keys()
     fields = {known[key]: value for key, value in values.items() if key in sent}
     if mode in ("low", "medium", "high"):
         fields["reasoning_effort"] = mode
     elif mode != "auto" and thinks:
-        fields["chat_template_kwargs"] = {"enable_thinking": mode == "on"}
+        fields |= thinks[mode]
     followed = {*known, *OWN} - (set() if thinks or mode not in ("on", "off") else {"thinking.mode"})
     off = {f"sample.{key}": value for key, value in NO_PENALTY.items()}
     served = "built-in " if endpoint.model.endswith(f":{profile.name}") else "\n"  # that profile runs there
@@ -256,6 +256,8 @@ def refusal(server: Server, error: Refused, endpoint: Endpoint | None = None, pr
 
 def _said(server: Server, body: str) -> str:
     """Return the beginning of the server's words, on one line and without the key."""
+    with suppress(ValueError, LookupError, TypeError, RecursionError):  # as the OpenAI API writes errors
+        body = str(json.loads(body)["error"]["message"])
     words = " ".join(body.split())[:300]
     return words.replace(server.key, "KEY") if server.key else words
 

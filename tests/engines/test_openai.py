@@ -84,6 +84,13 @@ def test_an_answer_with_the_server_s_counts_and_what_was_sent(shell: Shell) -> N
     assert turn["spec"]["method"] == "off"
 
 
+def test_a_chat_of_a_server_cannot_continue_here_without_a_model(shell: Shell) -> None:
+    assert shell("chat", "--engine", "openai", "--base-url", "URL", "-p", "Hi") == 0
+    assert shell("chat", "-c", "-p", "And?") == 4
+    assert "-m MODEL, for another model" in shell.err
+    assert "--engine openai --base-url URL" in shell.err
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -112,6 +119,10 @@ def test_fields_follow_the_server(shell: Shell) -> None:
     assert (body["repeat_penalty"], body["typical_p"]) == (1.1, 0.9)
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
     assert json.loads(shell.out)["tokens"]["limit"] == 512
+
+    shell.engine.models[0] |= {"owned_by": "kvcli"}  # which refuses what the model cannot do, as chat does
+    assert shell.chat("--think", "on") == 0
+    assert shell.engine.bodies[1]["reasoning_effort"] == "on"
 
     shell.engine.models[0] |= {"owned_by": "library"}  # Ollama ignores fields that it does not know
     assert shell.chat("--think", "off") == 2
@@ -155,6 +166,7 @@ def test_each_failure_has_its_error(
     assert f"[{code}]" in shell.err
     assert said in shell.err
     assert len(shell.engine.bodies) == 1  # none of these is tried again
+    assert '"message"' not in shell.err  # the server's words, not its JSON
     assert ("The well is 40 m" in shell.out) == (behaviours[0] in ("fails", "dropped", "torn", "stalls"))
 
 
@@ -236,7 +248,7 @@ def test_the_key_is_private_and_in_no_message(shell: Shell) -> None:
 )
 def test_addresses_are_checked(shell: Shell, url: str) -> None:
     assert shell("chat", "--engine", "openai", "--base-url", url, "-p", "Hi") == 2
-    assert "is no address of a server" in shell.err
+    assert "is not http:// or https:// with a host" in " ".join(shell.err.split())
 
 
 def test_a_summary_needs_a_known_window(shell: Shell) -> None:

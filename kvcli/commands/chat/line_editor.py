@@ -108,8 +108,11 @@ class Editor:
 
 
 def _harmless(write: Callable[[str], None]) -> Callable[[str], None]:
-    """Escape control characters in texts, because completions contain file names of other people."""
-    return lambda text: write("\r\n".join(map(neutralise, text.split("\r\n"))))
+    """Escape control characters in texts, because completions contain file names of other people.
+
+    The editor moves the cursor with whole texts of line ends, and from the last column with a carriage return.
+    """
+    return lambda text: write(text if text == "\r" else "\r\n".join(map(neutralise, text.split("\r\n"))))
 
 
 def _keys() -> KeyBindings:

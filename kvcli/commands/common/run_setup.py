@@ -312,7 +312,13 @@ class Setup:
         """Return the model's checked files; `tell` receives messages about a download."""
         trusts = profile.load.allow_pickle
         if trusts not in self._files:
-            found = find(self.world, self.model, trusts, tell, revision=self.revision, config=self.config)
+            try:
+                found = find(self.world, self.model, trusts, tell, revision=self.revision, config=self.config)
+            except BadModel as error:
+                if self.model is not None and not self.is_typed:  # a saved chat names it
+                    server = "--engine openai --base-url URL, if a server has it"
+                    error.try_ = ("-m MODEL, for another model", server, *error.try_)
+                raise
             self._files[trusts] = found
         return self._files[trusts]
 

@@ -23,7 +23,7 @@ app = typer.Typer(add_completion=False)
 
 @command(app)
 def ps(world: Environment) -> None:
-    """List the models that kvcli keep has loaded."""
+    """List the models that kvcli keep and kvcli serve have loaded."""
     from kvcli.schemas.listings import ServersDocument
 
     document = ServersDocument(servers=servers(world))

@@ -24,7 +24,7 @@ SECONDS = 5.0  # for a process to close its socket
 
 @command(app)
 def stop(world: Environment, model: o.ModelName = None) -> None:
-    """End kvcli keep, for one model or for all. Commands that run go on to their end."""
+    """End kvcli keep and kvcli serve, for one model or for all. Running commands go on."""
     found = servers(world)
     named = [each for each in found if model in (None, each.model, each.path)]
     if model is not None and not named:
