@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +18,6 @@ from kvcli.errors import BadInput
 
 if TYPE_CHECKING:
     from kvcli.api import Event, Turn
-    from kvcli.chat.turn import TurnRun
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.settings.profile import Profile
 
@@ -56,11 +55,16 @@ def scores_of(logits: Tensor, ids: Sequence[int], top: int) -> list[TokenScore]:
     ]
 
 
-def score_prompt(answer: Coroutine[Event, Turn], run: TurnRun, ids: Sequence[int], top: int) -> Coroutine[Event, Turn]:
-    """Run an answer to `ids`, and add the scores of the prompt's tokens, from logits of the passes that read them."""
-    session = run.session
+def score_prompt(
+    answer: Coroutine[Event, Turn], ids: Sequence[int], top: int, of: Callable[[], tuple[GenerationSession, Profile]]
+) -> Coroutine[Event, Turn]:
+    """Run an answer to `ids`, and add the scores of the prompt's tokens, from logits of the passes that read them.
+
+    `of`: returns the session, which is known when the answer begins, and the present profile.
+    """
+    session, profile = of()
     found, rows, step = {0: TokenScore(ids[0], None)}, session.chunk_rows, partial(next, answer)
-    if assemble.is_lossless(run.terms.profile) and session.lm.is_row_invariant:
+    if assemble.is_lossless(profile) and session.lm.is_row_invariant:
         session.chunk_rows = min(rows, ROWS)
     try:
         while True:
@@ -83,4 +87,4 @@ def score_prompt(answer: Coroutine[Event, Turn], run: TurnRun, ids: Sequence[int
         return replace(turn, prompt_scores=tuple(found[at] for at in sorted(found)))
     finally:
         # a lack of memory may have made it smaller
-        session.chunk_rows = min(rows, assemble.chunk(session.lm, run.terms.profile))
+        session.chunk_rows = min(rows, assemble.chunk(session.lm, of()[1]))

@@ -366,7 +366,7 @@ class TextSession:
         )
         answer = run.events()
         if prompt_logprobs:
-            answer = score_prompt(answer, run, ids, top_logprobs or 0)
+            answer = score_prompt(answer, ids, top_logprobs or 0, lambda: (run.session, run.terms.profile))
         return self._only(answer)
 
     def _refuse_crowd(self, most: int) -> None:
