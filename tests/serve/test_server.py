@@ -176,6 +176,7 @@ def test_samplers_and_stops_reach_the_answer(served):
 # --- refusals
 
 MANY = [{"role": "user", "content": "Hello " * 3000}]
+DEEP = json.loads('{"not":' * 150 + "{}" + "}" * 150)
 REFUSED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "an unknown field": (400, "unsupported_field", {"frobnicate": 1}),
     "a known field that is not served": (400, "unsupported_field", {"audio": {}}),
@@ -197,6 +198,7 @@ REFUSED: dict[str, tuple[int, str, dict[str, Any]]] = {
         "bad_schema",
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}}},
     ),
+    "a deep schema": (400, "bad_schema", {"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}}),
     "a bad grammar": (400, "bad_grammar", {"grammar": "root ::= ("}),
     "a large grammar": (400, "grammar_too_large", {"grammar": "#" * (LONGEST + 1)}),
     "a schema and a grammar": (
