@@ -21,7 +21,7 @@ from kvcli.chat.overflow import refuse_longer
 from kvcli.chat.warm_sessions import WarmSessions
 from kvcli.errors import BadConfig, BadInput, Busy, KvcliError
 from kvcli.models.grammar import Grammar
-from kvcli.models.text import decode, encode, render_text
+from kvcli.models.text import decode, encode, lay_out
 from kvcli.prefix_cache.prefix_cache import cache_key
 from kvcli.serve.documents import Documents
 from kvcli.serve.errors import Refused
@@ -38,7 +38,8 @@ T = TypeVar("T")
 
 SETTABLE = ("sample", "spec")  # tables whose keys a request may set: they have no paths and no sizes
 LONGEST = 64 << 10  # bytes of a schema or a grammar
-RESERVED = frozenset({"messages", "tools", "documents", "tokenize", "add_generation_prompt"})  # not for requests
+# no variables of a template, or not for requests
+RESERVED = frozenset("self conversation messages tools documents tokenize add_generation_prompt".split())
 COMPILE_SECONDS = 10.0  # time for a grammar
 
 
@@ -195,8 +196,8 @@ class Host:
             model.call_syntax()  # refuses a template without tools
             variables["tools"] = list(asked.tools)
         refuse_longer("".join(m["content"] for m in asked.messages), tokenizer, model.limit)
-        text, has_template = render_text(tokenizer, asked.messages, **variables)
-        ids = self.warm.prompt_ids(text, special=not has_template)
+        text, layout = lay_out(tokenizer, asked.messages, lambda _: None, variables)
+        ids = self.warm.prompt_ids(text, special=not layout.has_template)
         if asked.forced and not format.thinks(mode):  # the model's own beginning of a call
             ids += encode(tokenizer, model.call_syntax().start)
             text = ""

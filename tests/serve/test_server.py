@@ -173,6 +173,10 @@ def test_samplers_and_stops_reach_the_answer(served):
     assert biased["logprobs"]["content"][0]["token"] == served.host.word(300)
 
 
+def test_a_variable_of_a_template_may_have_any_name(served):
+    assert served.post(CHAT, HELLO, chat_template_kwargs={"tokenizer": 1, "note": 1}).status_code == 200
+
+
 # --- refusals
 
 MANY = [{"role": "user", "content": "Hello " * 3000}]
@@ -216,6 +220,7 @@ REFUSED: dict[str, tuple[int, str, dict[str, Any]]] = {
         "not_allowed",
         {"chat_template_kwargs": {"add_generation_prompt": False}},
     ),
+    "a variable that is no template's": (400, "not_allowed", {"chat_template_kwargs": {"conversation": []}}),
     "arguments that are no object": (
         400,
         "bad_field",
