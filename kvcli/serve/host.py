@@ -246,7 +246,9 @@ NAME, ARGUMENTS = "name", "arguments"  # keys of a forced call
 def _call_schema(asked: Asked) -> Mapping[str, Any]:
     """Return the JSON schema of a call of one of the forced functions."""
     functions = [tool["function"] for tool in asked.tools if tool["function"]["name"] in asked.forced]
-    fields = [{NAME: {"const": f["name"]}, ARGUMENTS: f.get("parameters", {"type": "object"})} for f in functions]
+    # `$id`: references in the parameters are to their own definitions
+    given = [{"$id": f"urn:kvcli:{f['name']}", **f.get("parameters", {"type": "object"})} for f in functions]
+    fields = [{NAME: {"const": f["name"]}, ARGUMENTS: one} for f, one in zip(functions, given, strict=True)]
     rest = {"type": "object", "required": [NAME, ARGUMENTS], "additionalProperties": False}
     return {"anyOf": [{**rest, "properties": properties} for properties in fields]}
 

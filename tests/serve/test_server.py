@@ -569,7 +569,7 @@ def test_a_call_is_returned_apart_and_its_result_goes_back(caller):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
 def test_a_forced_call_is_held_to_its_parameters(caller, choice):
-    parameters = {**SCHEMA, "properties": {"a": {"enum": ["b"]}}}
+    parameters = {**SCHEMA, "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"enum": ["b"]}}}
     tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
     for streams in (False, True):
         found = caller.post(CHAT, ASKED, tools=tools, tool_choice=choice, max_tokens=200, stream=streams)
