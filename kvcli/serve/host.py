@@ -263,9 +263,12 @@ async def _calls_of(events: AsyncGenerator[Event], asked: Asked) -> AsyncGenerat
             turn = event.turn
             calls, finish = turn.tool_calls[: asked.most_calls], turn.finish
             if asked.forced and finish == "stop":
-                said = json.loads(turn.text)
-                calls, finish = (ToolCall(secrets.token_hex(5), said[NAME], said[ARGUMENTS]),), "tool_calls"
-                yield calls[0]
+                finish = "length"  # of a call that a stop text cut
+                with suppress(ValueError):
+                    said = json.loads(turn.text)
+                    calls, finish = (ToolCall(secrets.token_hex(5), said[NAME], said[ARGUMENTS]),), "tool_calls"
+                for call in calls:
+                    yield call
             text = "" if asked.forced else turn.text
             event = End(replace(turn, text=text, finish=finish, tool_calls=calls))
         is_extra = isinstance(event, ToolCall) and n_calls > (asked.most_calls or n_calls)

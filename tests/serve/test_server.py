@@ -582,6 +582,9 @@ def test_a_forced_call_is_held_to_its_parameters(caller, choice):
         (call,) = message["tool_calls"]
         assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("now", {"a": "b"})
         assert not message["content"]
+    cut = caller.post(CHAT, ASKED, tools=tools, tool_choice=choice, stop="arg").json()["choices"][0]
+    assert cut["finish_reason"] == "length"
+    assert "tool_calls" not in cut["message"]
 
 
 def test_a_thought_is_returned_apart(tmp_path):
