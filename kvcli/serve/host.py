@@ -22,6 +22,7 @@ from kvcli.chat.warm_sessions import WarmSessions
 from kvcli.errors import BadConfig, BadInput, Busy, KvcliError
 from kvcli.models.grammar import Grammar
 from kvcli.models.text import decode, encode, lay_out
+from kvcli.models.tool_calls import is_json
 from kvcli.prefix_cache.prefix_cache import cache_key
 from kvcli.serve.documents import Documents
 from kvcli.serve.errors import Refused
@@ -263,10 +264,10 @@ async def _calls_of(events: AsyncGenerator[Event], asked: Asked) -> AsyncGenerat
             turn = event.turn
             calls, finish = turn.tool_calls[: asked.most_calls], turn.finish
             if asked.forced and finish == "stop":
-                finish = "length"  # of a call that a stop text cut
+                finish = "length"  # of a call that a stop text cut, or with numbers that JSON lacks
                 with suppress(ValueError):
-                    said = json.loads(turn.text)
-                    calls, finish = (ToolCall(secrets.token_hex(5), said[NAME], said[ARGUMENTS]),), "tool_calls"
+                    if is_json(said := json.loads(turn.text)):
+                        calls, finish = (ToolCall(secrets.token_hex(5), said[NAME], said[ARGUMENTS]),), "tool_calls"
                 for call in calls:
                     yield call
             text = "" if asked.forced else turn.text
