@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -40,7 +41,9 @@ async def parsed(kind: type[R], request: Request) -> R:
 
 async def json_of(request: Request) -> Any:
     try:
-        return from_json(await request.body(), allow_inf_nan=False)
+        given = from_json(await request.body(), allow_inf_nan=False)
+        json.dumps(given, allow_nan=False)  # from_json reads 1e999 as infinity
+        return given
     except ValueError as error:
         raise Refused(400, f"the request is not JSON: {error}", code="bad_json") from None
 

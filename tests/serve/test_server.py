@@ -244,6 +244,7 @@ RAW: dict[str, tuple[int, str, bytes]] = {
     "no JSON": (400, "bad_json", b"{"),
     "not a number": (400, "bad_json", b'{"temperature": NaN}'),
     "deep": (400, "bad_json", b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+    "a number without end": (400, "bad_json", b'{"metadata": {"a": 1e999}}'),
     "half a character": (400, "bad_json", b'{"model": "\\ud800"}'),
     "a list": (400, "bad_field", b"[]"),
     "large": (413, "body_too_large", b'{"a": "' + b"a" * BODY + b'"}'),
