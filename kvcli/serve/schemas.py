@@ -53,8 +53,10 @@ def translated(given: Any, as_chat: Callable[[Any], dict[str, Any]]) -> ChatRequ
     which names the field by its place in chat completions."""
     try:
         made = checked(ChatRequest, as_chat({key: value for key, value in given.items() if value is not None}))
-        if made.n > 1:
-            raise Refused(400, "n is not supported", code="unsupported_field", param="n", try_=["several requests"])
+        for name in ("n", "logprobs", "top_logprobs", "timings_per_token", "stream_options"):
+            if getattr(made, name) != ChatRequest.model_fields[name].default:
+                ways = ["several requests" if name == "n" else "/v1/chat/completions"]
+                raise Refused(400, f"{name} is not supported", code="unsupported_field", param=name, try_=ways)
         return made
     except KeyError as error:
         raise Refused(400, f"{error.args[0]} is missing", code="bad_field", param=str(error.args[0])) from None
