@@ -309,7 +309,7 @@ def test_a_key_is_needed_where_there_is_one(served):
         found = served.send("GET", "/v1/models", app, headers=head)
         assert error_of(found) == (401, "invalid_api_key")
         assert KEY not in found.text
-    for head in ({"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}):
+    for head in ({"authorization": f"Bearer {KEY}"}, {"authorization": f"bearer {KEY}"}, {"x-api-key": KEY}):
         assert served.send("GET", "/v1/models", app, headers=head).status_code == 200
     assert served.send("GET", "/health", app).status_code == 200
     assert served.send("GET", "/metrics", app).status_code == 401
