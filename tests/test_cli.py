@@ -567,6 +567,12 @@ def test_from_60_columns_on_help_has_its_boxes(machine):
     assert "╭" in machine("chat", "--help").out
 
 
+@pytest.mark.parametrize("limit", [["--grace", "nan"], ["--grace", "-1"], ["--queue", "0"]])
+def test_limits_of_the_server_are_numbers(machine, limit):
+    done = machine("serve", "demo", "--port", "99999", "--json", *limit)
+    assert (done.exit, json.loads(done.out)["code"]) == (2, "usage")
+
+
 @pytest.mark.parametrize(
     ("args", "new"),
     [

@@ -105,6 +105,13 @@ def test_the_calls_that_a_template_writes_are_read(name: str):
         assert syntax.opener in answer
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud800"', "{1, 2}"])
+def test_a_call_whose_arguments_json_cannot_hold_is_none(value: str):
+    tokenizer: Any = Rendering(WRITTEN["Python"])
+    text = f"[get_weather(how={value})]"
+    assert call_syntax(tokenizer, "it").calls(text, TOOLS) == []
+
+
 def test_a_header_that_differs_from_the_template_is_read():
     """gpt-oss writes its header in another order than its template."""
     text = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>'

@@ -77,7 +77,7 @@ def serve(world: Environment, options: ServeOptions) -> int:
     for flag, typed in (("--kv", options.kv or "1GiB"), ("--idle-kv", options.idle_kv)):
         if not re.fullmatch(SIZE.pattern, typed):
             raise UsageError(f"{flag} takes {SIZE.words}, not {typed!r}", try_=[f"{flag} 1GiB"])
-    if options.queue < 1 or options.grace < 0:
+    if options.queue < 1 or not options.grace >= 0:
         raise UsageError("--queue takes a number from 1, --grace one from 0", try_=["--queue 256 --grace 30"])
     setup = Setup(world, options.model, o.profile_flags(options.values()), options.run.exact, reuses=True)
     setup.look(setup.profile)

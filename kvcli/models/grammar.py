@@ -35,7 +35,10 @@ class Grammar:
         matcher = library().LLMatcher
         space = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": SPACE}
         with blame_files(lambda said: refused(name, said, "bad_schema")):
-            text = matcher.grammar_from_json_schema(json.dumps(schema), space)
+            try:
+                text = matcher.grammar_from_json_schema(json.dumps(schema), space)
+            except ValueError as error:  # of a library in Rust, such as one about depth
+                raise refused(name, str(error), "bad_schema") from None
         return _checked(text, name, "bad_schema")
 
     @staticmethod

@@ -120,7 +120,7 @@ class CallSyntax:
         return [
             (blake2b(f"{i}{text}".encode()).hexdigest()[:9], name, arguments)
             for i, (name, arguments) in enumerate(found)
-            if name in known and isinstance(arguments, dict)
+            if name in known and isinstance(arguments, dict) and is_json(arguments)
         ]
 
     def _objects(self, text: str) -> Iterator[tuple[Any, Any]]:
@@ -140,6 +140,13 @@ class CallSyntax:
             else:
                 properties = known[call[1]].get("parameters", {}).get("properties") or {}
                 yield call[1], self.parameters.read(text, call.end(), properties)
+
+
+def is_json(value: Any) -> bool:
+    """False if JSON cannot hold a value: infinite numbers, halves of characters, and types of Python alone."""
+    with suppress(ValueError, TypeError, RecursionError):
+        return bool(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
+    return False
 
 
 def _json_at(text: str, at: int) -> Any:

@@ -115,7 +115,8 @@ class Gate:
             ways = ["kvcli serve --allow-origin ORIGIN"]
             raise Refused(403, "web pages of other sites may not ask", code="bad_origin", try_=ways)
         if self.key is not None and scope["path"] not in OPEN:
-            given = head.get("authorization", "").removeprefix("Bearer ").strip() or head.get("x-api-key", "")
+            given = re.sub("^bearer ", "", head.get("authorization", ""), flags=re.I).strip()
+            given = given or head.get("x-api-key", "")
             if not hmac.compare_digest(given.encode("latin-1"), self.key):
                 challenge = {"WWW-Authenticate": "Bearer"}
                 raise Refused(401, "a key is needed", code="invalid_api_key", headers=challenge, try_=[_KEY])

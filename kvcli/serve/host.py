@@ -21,7 +21,8 @@ from kvcli.chat.overflow import refuse_longer
 from kvcli.chat.warm_sessions import WarmSessions
 from kvcli.errors import BadConfig, BadInput, Busy, KvcliError
 from kvcli.models.grammar import Grammar
-from kvcli.models.text import decode, encode, render_text
+from kvcli.models.text import decode, encode, lay_out
+from kvcli.models.tool_calls import is_json
 from kvcli.prefix_cache.prefix_cache import cache_key
 from kvcli.serve.documents import Documents
 from kvcli.serve.errors import Refused
@@ -38,7 +39,8 @@ T = TypeVar("T")
 
 SETTABLE = ("sample", "spec")  # tables whose keys a request may set: they have no paths and no sizes
 LONGEST = 64 << 10  # bytes of a schema or a grammar
-RESERVED = frozenset({"messages", "tools", "documents", "tokenize", "add_generation_prompt"})  # not for requests
+# no variables of a template, or not for requests
+RESERVED = frozenset("self conversation messages tools documents tokenize add_generation_prompt".split())
 COMPILE_SECONDS = 10.0  # time for a grammar
 
 
@@ -195,8 +197,8 @@ class Host:
             model.call_syntax()  # refuses a template without tools
             variables["tools"] = list(asked.tools)
         refuse_longer("".join(m["content"] for m in asked.messages), tokenizer, model.limit)
-        text, has_template = render_text(tokenizer, asked.messages, **variables)
-        ids = self.warm.prompt_ids(text, special=not has_template)
+        text, layout = lay_out(tokenizer, asked.messages, lambda _: None, variables)
+        ids = self.warm.prompt_ids(text, special=not layout.has_template)
         if asked.forced and not format.thinks(mode):  # the model's own beginning of a call
             ids += encode(tokenizer, model.call_syntax().start)
             text = ""
@@ -245,7 +247,9 @@ NAME, ARGUMENTS = "name", "arguments"  # keys of a forced call
 def _call_schema(asked: Asked) -> Mapping[str, Any]:
     """Return the JSON schema of a call of one of the forced functions."""
     functions = [tool["function"] for tool in asked.tools if tool["function"]["name"] in asked.forced]
-    fields = [{NAME: {"const": f["name"]}, ARGUMENTS: f.get("parameters", {"type": "object"})} for f in functions]
+    # `$id`: references in the parameters are to their own definitions
+    given = [{"$id": f"urn:kvcli:{f['name']}", **f.get("parameters", {"type": "object"})} for f in functions]
+    fields = [{NAME: {"const": f["name"]}, ARGUMENTS: one} for f, one in zip(functions, given, strict=True)]
     rest = {"type": "object", "required": [NAME, ARGUMENTS], "additionalProperties": False}
     return {"anyOf": [{**rest, "properties": properties} for properties in fields]}
 
@@ -260,9 +264,12 @@ async def _calls_of(events: AsyncGenerator[Event], asked: Asked) -> AsyncGenerat
             turn = event.turn
             calls, finish = turn.tool_calls[: asked.most_calls], turn.finish
             if asked.forced and finish == "stop":
-                said = json.loads(turn.text)
-                calls, finish = (ToolCall(secrets.token_hex(5), said[NAME], said[ARGUMENTS]),), "tool_calls"
-                yield calls[0]
+                finish = "length"  # of a call that a stop text cut, or with numbers that JSON lacks
+                with suppress(ValueError):
+                    if is_json(said := json.loads(turn.text)):
+                        calls, finish = (ToolCall(secrets.token_hex(5), said[NAME], said[ARGUMENTS]),), "tool_calls"
+                for call in calls:
+                    yield call
             text = "" if asked.forced else turn.text
             event = End(replace(turn, text=text, finish=finish, tool_calls=calls))
         is_extra = isinstance(event, ToolCall) and n_calls > (asked.most_calls or n_calls)

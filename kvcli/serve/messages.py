@@ -70,7 +70,8 @@ def as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request as one for chat completions. Thoughts of earlier answers are no part of it."""
     own = ("system", "messages", "tools", "tool_choice", "thinking", "output_config", "metadata")
     asked, system = rest_of(given, "cache_control", *own), given.get("system")
-    thinking, config, choice = (given.get(key, {}) for key in ("thinking", "output_config", "tool_choice"))
+    objects = ("thinking", "output_config", "tool_choice", "metadata")
+    thinking, config, choice, metadata = (given.get(key, {}) for key in objects)
     messages = [{"role": "system", "content": [_part(one) for one in as_parts(system)]}] if system else []
     for message in given["messages"]:
         parts, calls = list[Any](), list[Any]()
@@ -107,9 +108,10 @@ def as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
     if asked.get("service_tier") == "standard_only":
         del asked["service_tier"]
     asked |= rest_of(thinking, "type", "budget_tokens") | rest_of(config, "effort", "format")  # refused by their names
+    asked |= {f"metadata.{key}": value for key, value in rest_of(metadata, "user_id").items()}
     if "stop" not in asked:
         asked["stop"] = asked.pop("stop_sequences", [])
-    return {"user": given.get("metadata", {}).get("user_id") or "", **asked, "messages": messages}
+    return {"user": metadata.get("user_id") or "", **asked, "messages": messages}
 
 
 _OF_CALLS = ("id", "name", "input", "tool_use_id", "content", "is_error")  # fields of blocks for calls and results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -40,7 +41,9 @@ async def parsed(kind: type[R], request: Request) -> R:
 
 async def json_of(request: Request) -> Any:
     try:
-        return from_json(await request.body(), allow_inf_nan=False)
+        given = from_json(await request.body(), allow_inf_nan=False)
+        json.dumps(given, allow_nan=False)  # from_json reads 1e999 as infinity
+        return given
     except ValueError as error:
         raise Refused(400, f"the request is not JSON: {error}", code="bad_json") from None
 
@@ -50,8 +53,10 @@ def translated(given: Any, as_chat: Callable[[Any], dict[str, Any]]) -> ChatRequ
     which names the field by its place in chat completions."""
     try:
         made = checked(ChatRequest, as_chat({key: value for key, value in given.items() if value is not None}))
-        if made.n > 1:
-            raise Refused(400, "n is not supported", code="unsupported_field", param="n", try_=["several requests"])
+        for name in ("n", "logprobs", "top_logprobs", "timings_per_token", "stream_options"):
+            if getattr(made, name) != ChatRequest.model_fields[name].default:
+                ways = ["several requests" if name == "n" else "/v1/chat/completions"]
+                raise Refused(400, f"{name} is not supported", code="unsupported_field", param=name, try_=ways)
         return made
     except KeyError as error:
         raise Refused(400, f"{error.args[0]} is missing", code="bad_field", param=str(error.args[0])) from None

@@ -272,6 +272,10 @@ REFUSED: dict[str, tuple[str, Any, str, str | None]] = {
     "a file elsewhere": (MESSAGES, asks({"type": "document", "source": {"type": "url"}}), "not_supported", None),
     "a field of a block": (MESSAGES, asks({**TEXT[0], "citations": [1]}), UNKNOWN, f"{WHERE}.text.citations"),
     "several answers": (RESPONSES, {"n": 2}, "unsupported_field", "n"),
+    "scores": (RESPONSES, {"logprobs": True}, "unsupported_field", "logprobs"),
+    "scores of likely tokens": (RESPONSES, {"top_logprobs": 2}, "unsupported_field", "top_logprobs"),
+    "timings": (MESSAGES, {"timings_per_token": True}, "unsupported_field", "timings_per_token"),
+    "another name of a user": (MESSAGES, {"metadata": {"user": "a"}}, "unsupported_field", "metadata.user"),
     "no base64": (CHAT, asks({"type": "file", "file": {"file_data": "?"}}), "bad_file", "file_data"),
     "a document that is gone": (CHAT, asks({"type": "file", "file": {"file_id": "0"}}), "no_such_document", None),
 }  # fmt: skip

@@ -173,9 +173,14 @@ def test_samplers_and_stops_reach_the_answer(served):
     assert biased["logprobs"]["content"][0]["token"] == served.host.word(300)
 
 
+def test_a_variable_of_a_template_may_have_any_name(served):
+    assert served.post(CHAT, HELLO, chat_template_kwargs={"tokenizer": 1, "note": 1}).status_code == 200
+
+
 # --- refusals
 
 MANY = [{"role": "user", "content": "Hello " * 3000}]
+DEEP = json.loads('{"not":' * 150 + "{}" + "}" * 150)
 REFUSED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "an unknown field": (400, "unsupported_field", {"frobnicate": 1}),
     "a known field that is not served": (400, "unsupported_field", {"audio": {}}),
@@ -197,6 +202,7 @@ REFUSED: dict[str, tuple[int, str, dict[str, Any]]] = {
         "bad_schema",
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}}},
     ),
+    "a deep schema": (400, "bad_schema", {"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}}),
     "a bad grammar": (400, "bad_grammar", {"grammar": "root ::= ("}),
     "a large grammar": (400, "grammar_too_large", {"grammar": "#" * (LONGEST + 1)}),
     "a schema and a grammar": (
@@ -214,6 +220,7 @@ REFUSED: dict[str, tuple[int, str, dict[str, Any]]] = {
         "not_allowed",
         {"chat_template_kwargs": {"add_generation_prompt": False}},
     ),
+    "a variable that is no template's": (400, "not_allowed", {"chat_template_kwargs": {"conversation": []}}),
     "arguments that are no object": (
         400,
         "bad_field",
@@ -237,6 +244,7 @@ RAW: dict[str, tuple[int, str, bytes]] = {
     "no JSON": (400, "bad_json", b"{"),
     "not a number": (400, "bad_json", b'{"temperature": NaN}'),
     "deep": (400, "bad_json", b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+    "a number without end": (400, "bad_json", b'{"metadata": {"a": 1e999}}'),
     "half a character": (400, "bad_json", b'{"model": "\\ud800"}'),
     "a list": (400, "bad_field", b"[]"),
     "large": (413, "body_too_large", b'{"a": "' + b"a" * BODY + b'"}'),
@@ -301,7 +309,7 @@ def test_a_key_is_needed_where_there_is_one(served):
         found = served.send("GET", "/v1/models", app, headers=head)
         assert error_of(found) == (401, "invalid_api_key")
         assert KEY not in found.text
-    for head in ({"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}):
+    for head in ({"authorization": f"Bearer {KEY}"}, {"authorization": f"bearer {KEY}"}, {"x-api-key": KEY}):
         assert served.send("GET", "/v1/models", app, headers=head).status_code == 200
     assert served.send("GET", "/health", app).status_code == 200
     assert served.send("GET", "/metrics", app).status_code == 401
@@ -562,7 +570,7 @@ def test_a_call_is_returned_apart_and_its_result_goes_back(caller):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
 def test_a_forced_call_is_held_to_its_parameters(caller, choice):
-    parameters = {**SCHEMA, "properties": {"a": {"enum": ["b"]}}}
+    parameters = {**SCHEMA, "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"enum": ["b"]}}}
     tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
     for streams in (False, True):
         found = caller.post(CHAT, ASKED, tools=tools, tool_choice=choice, max_tokens=200, stream=streams)
@@ -575,6 +583,9 @@ def test_a_forced_call_is_held_to_its_parameters(caller, choice):
         (call,) = message["tool_calls"]
         assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("now", {"a": "b"})
         assert not message["content"]
+    cut = caller.post(CHAT, ASKED, tools=tools, tool_choice=choice, stop="arg").json()["choices"][0]
+    assert cut["finish_reason"] == "length"
+    assert "tool_calls" not in cut["message"]
 
 
 def test_a_thought_is_returned_apart(tmp_path):
