@@ -146,5 +146,7 @@ def test_one_object_and_no_other_is_printed(tmp_path: Path) -> None:
 def test_what_is_looked_at_before_loading_hears_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turn_view, "busy_word", lambda *_: nullcontext())
     monkeypatch.setattr(memory_check, "prepare", lambda *_: swallow() or MagicMock())
+    setup = MagicMock()
+    setup.open_elsewhere.return_value = None
     with pytest.raises(KeyboardInterrupt):
-        load_model(MagicMock(), MagicMock(), MagicMock(), MagicMock())
+        load_model(setup, MagicMock(), MagicMock(), MagicMock())

@@ -25,6 +25,7 @@ from kvcli.engine.loading.open_lm import wrap_lm
 from kvcli.engine.policy.policy import CompressionPoint, Policy
 from kvcli.engine.policy.policy_inputs import QueryRecorder
 from kvcli.engine.prefill.layerwise import ActiveRows, LayerwisePrefill
+from kvcli.engine.ranks import Ranks
 from kvcli.engine.sequence.session import commit
 from kvcli.engine.sequence.state import kinds_of
 from kvcli.errors import BadModel, ExitStatus
@@ -422,7 +423,11 @@ def test_a_policy_judges_layers_of_any_shape_that_store_something(policy: Policy
             kv.append(layer, torch.randn(s.n_kv_heads, n, s.k_dim), torch.randn(s.n_kv_heads, n, s.v_dim), 0)
     attention_params = [AttentionParams(0.3)] * len(SHAPES)
     lm: Any = SimpleNamespace(
-        n_layers=len(SHAPES), shapes=SHAPES, attention_params=attention_params, sinks=[None] * len(SHAPES)
+        n_layers=len(SHAPES),
+        shapes=SHAPES,
+        attention_params=attention_params,
+        sinks=[None] * len(SHAPES),
+        ranks=Ranks(),
     )
     wants, nothing = policy.requirements(lm), kinds_of([], None, [])
     past = lm, kv, QueryRecorder(lm, kv.dtype), wants.guard, range(n), nothing

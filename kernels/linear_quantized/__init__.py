@@ -291,7 +291,7 @@ def swap_(
 
 def packed_weights(root: nn.Module) -> int:
     """Return the number of quantized weights below `root` that are no parameter, as that of a tied embedding is."""
-    shared = {p.untyped_storage().data_ptr() for p in root.parameters() if type(p.data) is Tensor}
+    shared = {p.untyped_storage().data_ptr() for p in root.parameters() if not hasattr(p, "to_local")}
     layers = [layer for layer in root.modules() if isinstance(layer, PackedLinear)]
     return sum(p.in_features * p.out_features for p in layers if p.data.untyped_storage().data_ptr() not in shared)
 
