@@ -19,6 +19,7 @@ from kvcli.serve.gate import Gate
 from kvcli.serve.host import Asked, Host
 from kvcli.serve.openapi import Operation, document
 from kvcli.serve.schemas import DetokenizeRequest, TokenizeRequest, parsed
+from kvcli.settings.profile import Profile
 
 STUCK = 60.0  # seconds without a sign of life of the engine
 
@@ -44,13 +45,17 @@ def server_app(
 def _operations(host: Host) -> list[Operation]:
     began, model = int(time.time()), host.model
 
-    async def models(_: Request) -> Response:
+    def entry(name: str, of: Profile) -> dict[str, Any]:
         about = {"object": "model", "created": began, "owned_by": "kvcli", "max_model_len": model.limit}
-        found = [
-            {"id": name, **about, "meta": {"profile": p.name, "exactness": p.exactness, "description": p.description}}
-            for name, p in host.names.items()
-        ]
-        return JSONResponse({"object": "list", "data": found})
+        meta = {"profile": of.name, "exactness": of.exactness, "description": of.description}
+        return {"id": name, **about, "meta": meta}
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [entry(*each) for each in host.names.items()]})
+
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["model"]
+        return JSONResponse(entry(name, host.profile_of(Asked(name))))
 
     async def tokenize(request: Request) -> Response:
         body = await parsed(TokenizeRequest, request)
@@ -87,6 +92,7 @@ def _operations(host: Host) -> list[Operation]:
 
     return [
         Operation("/v1/models", "List the model under each profile.", models),
+        Operation("/v1/models/{model:path}", "Describe the model under one profile.", one_model),
         Operation("/tokenize", "Return the tokens of a text or of a conversation.", tokenize, TokenizeRequest),
         Operation("/detokenize", "Return the text of tokens.", detokenize, DetokenizeRequest),
         Operation("/health", "Tell whether the engine lives.", health),

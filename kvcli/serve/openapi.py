@@ -68,7 +68,9 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvcli", "version": __version__},
-        "paths": {one.path: {"post" if one.body else "get": _described(one)} for one in operations},
+        "paths": {
+            one.path.replace(":path}", "}"): {"post" if one.body else "get": _described(one)} for one in operations
+        },
         "security": [{}, {"key": []}],
         "components": {"schemas": schemas["$defs"], "securitySchemes": {"key": key}},
     }
@@ -87,7 +89,7 @@ def _described(one: Operation) -> dict[str, Any]:
     return {
         "summary": one.summary,
         "operationId": re.sub(r"\W+", "_", one.path).strip("_") or "page",
-        "parameters": [{"name": name, **given} for name in re.findall(r"{(\w+)}", one.path)],
+        "parameters": [{"name": name, **given} for name in re.findall(r"{(\w+)", one.path)],
         "responses": {"200": {"description": "The answer.", "content": content}, **refusals},
         **({"requestBody": {"required": True, **json_of(one.body)}} if one.body else {}),
     }

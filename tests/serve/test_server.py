@@ -115,6 +115,8 @@ def test_a_stream_has_the_text_of_the_whole_answer(served):
 def test_every_name_of_a_profile_is_served_and_drafting_changes_no_text(served):
     found = {one["id"]: one["meta"]["profile"] for one in served.send("GET", "/v1/models").json()["data"]}
     assert found == {"demo": "exact", "demo:exact": "exact", "demo:ngram": "ngram", "demo:snap": "snap"}
+    assert served.send("GET", "/v1/models/demo:snap").json()["meta"]["profile"] == "snap"
+    assert served.send("GET", "/v1/models/gpt-5").json()["error"]["code"] == "model_not_found"
     exact = served.post(CHAT, HELLO).json()
     for how in ({"model": "demo:ngram"}, {"profile": "ngram"}, {"set": {"spec.method": "ngram"}}):
         other = served.post(CHAT, HELLO, **how).json()
