@@ -256,13 +256,14 @@ def test_memory_threads_and_files_stay_flat() -> None:
         await asyncio.sleep(1)  # the server notices the end of the connections
         return k
 
-    with Server("--idle-kv", "4MiB") as served:
+    with Server("--idle-kv", "4MiB", "--no-server") as served:  # one process, so that its memory is the server's
         n = asyncio.run(load(served.base, 30, 0))
         found = [served.memory()]
         for _ in range(4):
             n = asyncio.run(load(served.base, seconds / 4, n))
             found.append(served.memory())
         print(n, "requests", codes, *found)
+        assert found[0]["threads"] > 1, "the memory of another process was measured"
         assert {*codes} == {"cut", 200}
         assert max(one["threads"] for one in found) <= found[0]["threads"] + 1
         assert found[-1]["files"] <= found[0]["files"] + 2
