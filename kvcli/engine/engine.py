@@ -85,9 +85,8 @@ def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
         fetch(backs)
     for i, (p, rows, back, left) in enumerate(zip(passes, each, backs, gave, strict=True)):
         yield ForwardResult(
-            rows, back.drawn, back.hook_output, p.fresh, p.queries, left,
-            fold=way.cache_shim.advance_state(i),
-        )  # fmt: skip
+            rows, back.drawn, back.hook_output, p.fresh, p.queries, left, fold=way.cache_shim.advance_state(i)
+        )
 
 
 def _forward(
