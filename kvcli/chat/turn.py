@@ -280,8 +280,6 @@ class TurnRun:
         self._waits = thinking.is_due  # the constraint begins after the thought
         self._cancel = _latched(asked.cancel)
         self._measured = 0.0  # time of the last memory measurement
-        # committed tokens before and all tokens after each prefill, by which a lost KV cache is computed again
-        self._prefills: list[tuple[int, int]] = []
 
     @property
     def ids(self) -> Sequence[int]:
@@ -296,7 +294,8 @@ class TurnRun:
     def restart(self) -> bool:
         """Drop the KV cache of the suspended answer, which is computed again when it goes on. False if a part of it was
         not computed by this answer and would become another."""
-        is_partial = bool(self._prefills and self._prefills[0][0]) or "reuses" in self.terms.profile.effects
+        prefills = self.session.prefills
+        is_partial = bool(prefills and prefills[0][0]) or "reuses" in self.terms.profile.effects
         if is_partial and not assemble.is_lossless(self.terms.profile):
             return False
         _restart(self.session, self.terms.profile)
@@ -307,15 +306,18 @@ class TurnRun:
         fallback step: its tokens are computed again, and tokens added before it are kept, with their KV.
         """
         session, asked, stats, words = self.session, self._asked, self._stats, self._words
-        session.start_answer(asked.ids, asked.sampler, None if self._waits else asked.constraint, asked.kind_spans)
-        began = time.perf_counter()
+        constraint = None if self._waits else asked.constraint
+        start = session.start_answer(asked.ids, asked.sampler, constraint, asked.kind_spans)
+        kept, began = session.committed, time.perf_counter()
         stats.cached = self._fetch(asked.ids)
+        if stats.cached != kept or assemble.is_lossless(self.terms.profile):
+            session.prefills, start = [], stats.cached
         fetched, profile = time.perf_counter() - began, self.terms.profile
         by_layers = profile.prune.describe_read or profile.prefill.order == "layers"
         stats.order = "layers" if by_layers else "chunks"
         yield Live(stats)
         with environment.return_large_blocks():
-            yield from self._read()
+            yield from self._read(start)
         ids, answer = list(asked.ids), list[int]()
         before = session.drafter.report()
         loops, loop = RepetitionDetector(asked.stop_loops, asked.ids), None
@@ -356,6 +358,7 @@ class TurnRun:
                     self._begin_answer(ids)
                     break
                 if asked.strings.is_hit or loop:
+                    session.answer_end = len(asked.ids) + len(answer)
                     break
             if self._scores is not None and added:
                 n = len(answer) - at - len(forced or ())
@@ -412,9 +415,10 @@ class TurnRun:
     def _begin_answer(self, ids: Sequence[int]) -> None:
         """Continue with `ids`, whose last tokens are not computed, and from here on under a constraint that waits."""
         session = self.session
-        if session.shared(ids) < len(session.ids):  # the pass went on after the end of the thought
+        n = session.shared(ids)
+        session.prefills.append((n if n == session.committed else n - 1, len(ids)))
+        if n < len(session.ids):  # the pass went on after the end of the thought
             session.resume(ids)
-        self._prefills = [*(self._prefills if session.committed else ()), (session.committed, len(ids))]
         if self._waits:
             self._waits = False
             self._words.stop_splitting()
@@ -424,9 +428,7 @@ class TurnRun:
         """Compute the missing KV of `ids` as it is computed first: of prompt and forced tokens by prefill, of others
         by decoding, so that compression points are the same."""
         session = self.session
-        if not session.committed:  # KV from before this answer was lost too
-            self._prefills[0] = 0, self._prefills[0][1]
-        for start, end in self._prefills:
+        for start, end in self._prefills(len(ids)):
             if len(session.ids) < end:
                 yield from session.replay(ids[: start + 1])
                 while (yield from session.prefill_chunk(ids[:end])):
@@ -435,11 +437,23 @@ class TurnRun:
             yield from session.replay(ids)
             yield from await_passes(session.drafter.start(session.ids, session.sampler))
 
-    def _read(self) -> Coroutine[Event, None]:
+    def _prefills(self, end: int) -> Sequence[tuple[int, int]]:
+        """Return the prefills up to `end` tokens. If KV from before the first one is lost, it is part of that."""
+        session = self.session
+        if not session.committed:
+            session.prefills[0] = 0, session.prefills[0][1]
+        return [one for one in session.prefills if one[1] <= end]
+
+    def _read(self, start: int) -> Coroutine[Event, None]:
+        """Prefill the prompt from `start` on, and before that what is known but no longer stored."""
         session, stats, ids, began = self.session, self._stats, self._asked.ids, time.perf_counter()
-        is_more, self._prefills = True, [(session.committed, len(ids))]
+        is_more = True
+        session.prefills.append((start, len(ids)))
         while is_more:
             with catch_cache_full() as lacks:
+                *_, (start, _) = self._prefills(len(ids))
+                if session.committed < start:  # the KV cache was lost
+                    yield from self._compute(ids[: start + 1])
                 is_more = yield from session.prefill_chunk(ids)
             if lacks:
                 yield from self._relieve(lacks[0], "read" if session.committed == len(ids) - 1 else "reading")

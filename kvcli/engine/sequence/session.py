@@ -19,7 +19,7 @@ from kvcli.engine.forward_request import (
 from kvcli.engine.policy.policy import CompressionPoint, Phase
 from kvcli.engine.sequence.commit import accepted_path, commit
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.state import KindSpan, SequenceState, edit_points, kinds_of
+from kvcli.engine.sequence.state import KindSpan, SequenceState, edit_points, kinds_of, shared_length
 from kvcli.engine.stats import Step
 
 if TYPE_CHECKING:
@@ -44,12 +44,22 @@ class GenerationSession(SequenceState):
         prefill.
 
         `spans`: kinds of tokens by position. The sequence is rewound to the prefix that it shares with `ids`. Returns
-        how many of `ids` need no prefill.
+        how many of `ids` need no prefill, because their KV is stored or `prefills` tells how to compute it again: an
+        eviction behind the prefix cannot be undone, but whether one happened there may depend on drafts.
         """
         for companion in self.companions:
             companion.before_prompt(self, ids)
         self.sampler, self.constraint, self.answer_at, self.kind_spans = sampler, constraint, len(ids), spans
-        return self.resume(ids)
+        committed, known = self.committed, self.ids[: self.answer_end]
+        if len(known) < len(self.ids):
+            self.rewind(len(known))
+        n = shared_length(known, ids)
+        known_kv = n if n == min(committed, len(known) - 1) < len(ids) else n - 1
+        self.answer_end, kept = None, self.resume(ids)
+        prefills = [one for one in self.prefills if one[0] < known_kv]
+        is_known = bool(prefills) and prefills[0][0] == 0 and prefills[-1][1] <= known_kv + 1 and not self.condensed
+        self.prefills = prefills if is_known else []
+        return known_kv if is_known else kept
 
     def step(self, stop: Collection[int] = (), most: float = math.inf) -> Passes[Step]:
         """Run one decoding step: draft, run, verify, commit. It adds at least one and at most `most` tokens, and ends

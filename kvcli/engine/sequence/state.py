@@ -120,6 +120,14 @@ class RepetitionDetector:
         return "".join(map(chr, self._prompt))  # one character per token, because string search is fast
 
 
+def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many first tokens two texts share."""
+    n = min(len(a), len(b))
+    if list(a[:n]) == list(b[:n]):  # compared in C, because a server compares many
+        return n
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+
+
 class SequenceState:
     """The state of one sequence: ids, of which `committed` are in the KV cache and the last is pending, and companions.
     `GenerationSession` extends it."""
@@ -155,6 +163,10 @@ class SequenceState:
         self.ids: list[int] = []
         self.committed = 0
         self._n_prompt = 0  # tokens committed at the end of the last prefill
+        # committed tokens before and all tokens after each prefill, by which a lost KV cache is computed again; KV from
+        # before the first of them was not computed here
+        self.prefills: list[tuple[int, int]] = []
+        self.answer_end: int | None = None  # ids without those that a pass added behind the end of an answer
         self.next_compression_at = self._next_compression()
         # on the device that samples
         self.history = TokenHistory(lm.vocab, "cpu" if lm.device.type == "mps" else lm.device)
@@ -221,7 +233,7 @@ class SequenceState:
         self.chunk_rows = min(self.chunk_rows, other.chunk_rows)
         mine, its = self.stored_kv, other.stored_kv
         mine.view, its.view = its.view, mine.view
-        for name in ("companions", "states", "policy_record", "stored_kv", "query_recorder"):
+        for name in ("companions", "states", "policy_record", "stored_kv", "query_recorder", "prefills"):
             vars(self)[name], vars(other)[name] = vars(other)[name], vars(self)[name]
         for stored_kv in (mine, its):
             stored_kv.replace(stored_kv.cache)
@@ -300,10 +312,7 @@ class SequenceState:
 
     def shared(self, ids: Sequence[int]) -> int:
         """Return how many first tokens the sequence and `ids` share."""
-        n = min(len(self.ids), len(ids))
-        if self.ids[:n] == list(ids[:n]):  # compared in C, because a server compares many
-            return n
-        return next(i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b)
+        return shared_length(self.ids, ids)
 
     @property
     def approximations(self) -> set[Loss]:
