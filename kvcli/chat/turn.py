@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvcli import assemble, environment
+from kvcli import assemble
 from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, TokenScore, ToolCall, Turn, Waiting
 from kvcli.chat.scores import scores_of
 from kvcli.engine.forward_request import Coroutine, Passes, await_passes
@@ -318,7 +318,7 @@ class TurnRun:
         by_layers = profile.prune.describe_read or profile.prefill.order == "layers"
         stats.order = "layers" if by_layers else "chunks"
         yield Live(stats)
-        with environment.return_large_blocks():
+        with session.lm.large_blocks.returned():
             yield from self._read(start)
         ids, answer = list(asked.ids), list[int]()
         before = session.drafter.report()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -16,16 +16,15 @@ from kvcli.errors import EngineUnreachable, ExitStatus, UsageError
 from kvcli.render.terminal.screen import LiveRegion
 from kvcli.render.terminal.tables import columns, fitting
 from kvcli.render.terminal.terminal import Terminal
-from kvcli.safe_output import Styled
 from kvcli.schemas.listings import ServerLoad, TopDocument
 
 app = typer.Typer(add_completion=False)
 
-SHAPES = {
-    "running": "{:g}", "waiting": "{:g}", "kv": "{:.0%}", "tok_s": "{:.1f}", "read_tok_s": "{:.0f}",
-    "acceptance": "{:.0%}", "first_token": "{:.2f} s",
+SHAPES = {  # by heading: field, and its format
+    "running": ("running", "{:g}"), "waiting": ("waiting", "{:g}"), "KV": ("kv", "{:.0%}"), "tok/s": ("tok_s", "{:.1f}"),
+    "read tok/s": ("read_tok_s", "{:.0f}"), "accepted": ("acceptance", "{:.0%}"),
+    "first token": ("first_token", "{:.2f} s"),
 }  # fmt: skip
-HEAD = ("server", "running", "waiting", "KV", "tok/s", "read tok/s", "accepted", "first token", "")
 DROP = ("read tok/s", "accepted", "first token", "waiting")  # columns that a narrow terminal leaves out, in order
 
 _URLS = "Addresses of vLLM, SGLang (--enable-metrics), llama-server (--metrics) or kvcli serve."
@@ -51,49 +50,38 @@ def top(world: Environment, options: TopOptions) -> int:
     servers = [Server(url, connect=2.0, first_byte=5.0, silence=5.0, tries=1) for url in bases]
     looks: dict[str, tuple[float, Mapping[str, float]]] = {}
 
-    def look() -> list[ServerLoad]:
-        rows = []
-        for server in servers:
-            try:
-                at, now = time.monotonic(), parsed("\n".join(server.lines("/metrics")))
-                then, before = looks.get(server.url, (at, {}))
-                looks[server.url] = at, now
-                rows.append(ServerLoad.from_attributes(url=server.url, **figures(now, before, at - then)))
-            except Refused as error:
-                rows.append(ServerLoad(url=server.url, error=f"no metrics ({error.status})"))
-            except EngineUnreachable as error:
-                rows.append(ServerLoad(url=server.url, error=error.code))
-        return rows
+    def look(server: Server) -> ServerLoad:
+        try:
+            at, now = time.monotonic(), parsed("\n".join(server.lines("/metrics")))
+        except (Refused, EngineUnreachable) as error:
+            why = f"no metrics ({error.status})" if isinstance(error, Refused) else error.code
+            return ServerLoad(url=server.url, error=why)
+        then, before = looks.get(server.url, (at, {}))
+        looks[server.url] = at, now
+        return ServerLoad.from_attributes(url=server.url, **figures(now, before, at - then))
+
+    def table() -> list[list[str]]:
+        every = [
+            [s.format(v) if (v := getattr(row, c)) is not None else "-" for c, s in SHAPES.values()] for row in rows
+        ]
+        named = zip(rows, every, strict=True)
+        return [["server", *SHAPES, ""], *([r.url.partition("://")[2], *cells, r.error or ""] for r, cells in named)]
 
     out = Terminal.of(world, "stdout")
     region = LiveRegion(out) if out.live and not world.options.json else None
-
-    def lines() -> list[Styled]:
-        shown = columns(fitting(table(rows), out.width - 1, DROP), out.width - 1)
-        return [out.paint([(line, "")]) for line in shown]
-
     with Interrupt(world.clock) as cancel:
-        rows = look()
-        while not cancel():
+        rows, is_more = [*map(look, servers)], True
+        while is_more and not cancel():
             if region is not None:
-                region.draw([], lines())
-            until = time.monotonic() + options.interval
+                region.draw([], columns(fitting(table(), out.width - 1, DROP), out.width - 1))
+            until, is_more = time.monotonic() + options.interval, region is not None
             while time.monotonic() < until and not cancel():
                 time.sleep(0.05)
-            rows = look() if not cancel() else rows
-            if region is None:
-                break
+            rows = rows if cancel() else [*map(look, servers)]
     if region is not None:
-        region.close(lines())
-    elif world.options.json:
+        region.close([])
+    if world.options.json:
         print_json(world, TopDocument(servers=rows))
     else:
-        print_table(world, table(rows), DROP)
+        print_table(world, table(), DROP)
     return ExitStatus.ENGINE_UNREACHABLE if all(row.error for row in rows) else ExitStatus.OK
-
-
-def table(rows: Sequence[ServerLoad]) -> list[list[str]]:
-    """Return a header, and a row for each server."""
-    cells = [[s.format(v) if (v := getattr(row, c)) is not None else "-" for c, s in SHAPES.items()] for row in rows]
-    named = zip(rows, cells, strict=True)
-    return [[*HEAD], *([row.url.partition("://")[2], *cell, row.error or ""] for row, cell in named)]

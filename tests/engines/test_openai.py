@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,25 @@ def test_documents_side_by_side_come_in_order_and_each_has_its_own_error(shell: 
     found = [json.loads(line) for line in shell.out.splitlines()]
     assert sorted(one.get("code", "") for one in found) == 4 * [""] + ["empty_file", "engine_lost"]
     assert len(shell.engine.bodies) == 5 + 5
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--on", "ray"], "[no_ray]"),
+        (["--each", "--parallel", "0"], "at least 1"),
+        (["--on", "slurm", "--dry-run"], "--on slurm: ray or ray://"),
+        (["--on", "ray", "--engine", "openai", "--base-url", "http://127.0.0.1:1/v1"], "excludes --on"),
+        (["--on", "ray", "--extract-only"], "excludes --on"),
+    ],
+)
+def test_workers_are_refused_where_nothing_can_use_them(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, args: list[str], said: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (shell.home / "a.txt").write_text("The well is 40 m deep.")
+    assert shell("summarize", "a.txt", "-m", "demo", *args) in (2, 3)
+    assert said in shell.err
 
 
 def test_parts_of_one_document_are_answered_side_by_side(shell: Shell) -> None:

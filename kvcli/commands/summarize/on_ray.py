@@ -13,7 +13,7 @@ from kvcli.commands.common.run_setup import Setup
 from kvcli.engine.stats import Stats
 from kvcli.engines.stand_in import StandIn
 from kvcli.environment import Environment
-from kvcli.errors import BadInput, EngineUnreachable, UsageError
+from kvcli.errors import BadInput, EngineUnreachable
 from kvcli.installing import pip
 from kvcli.summarize.wording import Wording, wording_of
 
@@ -89,8 +89,6 @@ class RaySession(StandIn):
 def open_ray(address: str, name: str, profile: Profile, n: int) -> RaySession:
     """Start a worker on each node of the cluster, `n` at least, and return the session of the first. Closing it ends
     all. `address`: ray (this machine), ray://auto, or as for `ray.init`."""
-    if address.partition("://")[0] != "ray":
-        raise UsageError("--on takes ray or ray://ADDRESS", try_=["--on ray"])
     try:
         import ray
     except ImportError:

@@ -78,6 +78,8 @@ class SummarizeOptions(Options, panel="The model"):
         said, parts = self.summary, self.parts
         if parts.parallel < 1:
             raise UsageError(f"--parallel {parts.parallel}: at least 1", try_=["--parallel 2"])
+        if parts.on is not None and parts.on.partition("://")[0] != "ray":
+            raise UsageError(f"--on {parts.on}: ray or ray://ADDRESS", try_=["--on ray"])
         return Request(
             mode=parts.mode,
             length=length_of(said.length) if said.length is not None else None,
