@@ -21,8 +21,8 @@ from kvcli.schemas.listings import ServerLoad, TopDocument
 app = typer.Typer(add_completion=False)
 
 SHAPES = {  # by heading: field, and its format
-    "running": ("running", "{:g}"), "waiting": ("waiting", "{:g}"), "KV": ("kv", "{:.0%}"), "tok/s": ("tok_s", "{:.1f}"),
-    "read tok/s": ("read_tok_s", "{:.0f}"), "accepted": ("acceptance", "{:.0%}"),
+    "running": ("running", "{:g}"), "waiting": ("waiting", "{:g}"), "KV": ("kv", "{:.0%}"),
+    "tok/s": ("tok_s", "{:.1f}"), "read tok/s": ("read_tok_s", "{:.0f}"), "accepted": ("acceptance", "{:.0%}"),
     "first token": ("first_token", "{:.2f} s"),
 }  # fmt: skip
 DROP = ("read tok/s", "accepted", "first token", "waiting")  # columns that a narrow terminal leaves out, in order
@@ -61,11 +61,12 @@ def top(world: Environment, options: TopOptions) -> int:
         return ServerLoad.from_attributes(url=server.url, **figures(now, before, at - then))
 
     def table() -> list[list[str]]:
-        every = [
-            [s.format(v) if (v := getattr(row, c)) is not None else "-" for c, s in SHAPES.values()] for row in rows
-        ]
-        named = zip(rows, every, strict=True)
-        return [["server", *SHAPES, ""], *([r.url.partition("://")[2], *cells, r.error or ""] for r, cells in named)]
+        cells = [["server", *SHAPES, ""]]
+        for row in rows:
+            found = ((getattr(row, field), shape) for field, shape in SHAPES.values())
+            each = ("-" if value is None else shape.format(value) for value, shape in found)
+            cells.append([row.url.partition("://")[2], *each, row.error or ""])
+        return cells
 
     out = Terminal.of(world, "stdout")
     region = LiveRegion(out) if out.live and not world.options.json else None
