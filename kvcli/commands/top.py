@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -14,7 +14,7 @@ from kvcli.commands.common.output import print_json, print_table
 from kvcli.environment import Environment
 from kvcli.errors import EngineUnreachable, ExitStatus, UsageError
 from kvcli.render.terminal.screen import LiveRegion
-from kvcli.render.terminal.tables import columns, fitting
+from kvcli.render.terminal.tables import GAP, clip, columns, fitting
 from kvcli.render.terminal.terminal import Terminal
 from kvcli.schemas.listings import ServerLoad, TopDocument
 
@@ -25,7 +25,8 @@ SHAPES = {  # by heading: field, and its format
     "tok/s": ("tok_s", "{:.1f}"), "read tok/s": ("read_tok_s", "{:.0f}"), "accepted": ("acceptance", "{:.0%}"),
     "first token": ("first_token", "{:.2f} s"),
 }  # fmt: skip
-DROP = ("read tok/s", "accepted", "first token", "waiting")  # columns that a narrow terminal leaves out, in order
+# columns that a narrow terminal leaves out, in order
+DROP = ("read tok/s", "accepted", "first token", "waiting", "KV", "running")
 
 _URLS = "Addresses of vLLM, SGLang (--enable-metrics), llama-server (--metrics) or kvcli serve."
 
@@ -60,21 +61,13 @@ def top(world: Environment, options: TopOptions) -> int:
         looks[server.url] = at, now
         return ServerLoad.from_attributes(url=server.url, **figures(now, before, at - then))
 
-    def table() -> list[list[str]]:
-        cells = [["server", *SHAPES, ""]]
-        for row in rows:
-            found = ((getattr(row, field), shape) for field, shape in SHAPES.values())
-            each = ("-" if value is None else shape.format(value) for value, shape in found)
-            cells.append([row.url.partition("://")[2], *each, row.error or ""])
-        return cells
-
     out = Terminal.of(world, "stdout")
     region = LiveRegion(out) if out.live and not world.options.json else None
     with Interrupt(world.clock) as cancel:
         rows, is_more = [*map(look, servers)], True
         while is_more and not cancel():
             if region is not None:
-                region.draw([], columns(fitting(table(), out.width - 1, DROP), out.width - 1))
+                region.draw([], screen(rows, out.width - 1))
             until, is_more = time.monotonic() + options.interval, region is not None
             while time.monotonic() < until and not cancel():
                 time.sleep(0.05)
@@ -84,5 +77,25 @@ def top(world: Environment, options: TopOptions) -> int:
     if world.options.json:
         print_json(world, TopDocument(servers=rows))
     else:
-        print_table(world, table(), DROP)
+        print_table(world, table(rows), DROP)
     return ExitStatus.ENGINE_UNREACHABLE if all(row.error for row in rows) else ExitStatus.OK
+
+
+def table(rows: Sequence[ServerLoad]) -> list[list[str]]:
+    """Return a header, and a row for each server."""
+    cells = [["server", *SHAPES, ""]]
+    for row in rows:
+        found = ((getattr(row, field), shape) for field, shape in SHAPES.values())
+        each = ("-" if value is None else shape.format(value) for value, shape in found)
+        cells.append([row.url.partition("://")[2], *each, row.error or ""])
+    return cells
+
+
+def screen(rows: Sequence[ServerLoad], width: int) -> list[str]:
+    """Return the table in lines of at most `width` columns; an error has the place of the figures."""
+    cells = [[clip(name, width * 2 // 5), *figures] for name, *figures, _ in table(rows)]
+    lines = columns(fitting(cells, width, DROP))
+    start = max(len(name) for name, *_ in cells) + GAP
+    for i, row in enumerate(rows, 1):
+        lines[i] = f"{cells[i][0]:<{start}}{row.error}" if row.error else lines[i]
+    return [clip(line, width) for line in lines]
