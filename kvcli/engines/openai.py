@@ -167,9 +167,11 @@ class _Answer:
                 yield event
         if not self.finish and not self.cancel():
             said = f"after {len(self.text):,} characters" if self.text else "before it began"
-            ways = ["the same command again", "look at the server's log"]
-            what = f"{server.url} ended its answer {said}, without saying that it is complete"
-            raise EngineUnreachable(what, code="engine_lost", try_=ways)
+            raise EngineUnreachable(
+                f"{server.url} ended its answer {said}, without saying that it is complete",
+                code="engine_lost",
+                try_=["the same command again", "look at the server's log"],
+            )
         if self.finish and self.finish not in ENDS:
             stats.shortages.append(f"the server ended its answer: {self.finish}")
         self._count()
