@@ -6,12 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcli.api import Event, Events, Turn
 
 if TYPE_CHECKING:
-    from kvcli.engine.engine import Engine, EngineTask
+    from kvcli.engine.engine import Engine
     from kvcli.engine.forward_request import Coroutine
 
 
@@ -24,59 +24,48 @@ class SideBySide:
 
     def add(self, answer: Coroutine[Event, Turn], hear: Callable[[Event], object] = lambda event: None) -> Events:
         """Begin an answer, and return its events, which may be read later. `hear` is called with each at once."""
-        said = deque[Event]()
+        said = deque[Event | Exception | None]()  # at the end the error, or None
 
-        def take(event: Event) -> None:
+        def work() -> Coroutine[Event, None]:
+            error = None
+            try:
+                yield from answer
+            except Exception as raised:
+                error = raised
+            said.append(error)
+
+        def take(event: Any) -> None:
             said.append(event)
-            hear(event)
+            try:
+                hear(event)
+            except Exception as error:
+                said.append(error)
+                raise
 
-        return self._events(self._engine.add(answer, take), said)
+        self._engine.add(work(), take)
+        return self._events(said)
 
-    def step(self) -> bool:
-        """Run one engine step. False if no answer is left."""
+    def step(self) -> object:
+        """Run one engine step, or wait a moment."""
         return self._engine.step()
 
-    def _events(self, task: EngineTask[Event, Turn] | ThreadTask, said: deque[Event]) -> Events:
-        while not task.is_over or said:  # in this order: a thread may say its last event between both
-            if said:
-                yield said.popleft()
-            else:
+    def _events(self, said: deque[Event | Exception | None]) -> Events:
+        while True:
+            while not said:
                 self.step()
-        task.result()  # raises the error that ended it
-
-
-class ThreadTask(Thread):
-    """An answer in a thread."""
-
-    def __init__(self, answer: Coroutine[Event, Turn], outbox: Callable[[Event], object]) -> None:
-        super().__init__(daemon=True)
-        self._answer, self._outbox = answer, outbox
-        self._error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            for event in self._answer:
-                self._outbox(event)  # type: ignore[arg-type]  # there are no forward requests
-        except Exception as error:
-            self._error = error
-
-    @property
-    def is_over(self) -> bool:
-        return not self.is_alive()
-
-    def result(self) -> None:
-        """Raise the error that ended the answer."""
-        if self._error is not None:
-            raise self._error
+            if (event := said.popleft()) is None:
+                return
+            if isinstance(event, Exception):
+                raise event
+            yield event
 
 
 class Threads:
     """An engine for answers that other processes compute: a thread waits for each."""
 
-    add = staticmethod(ThreadTask)
+    def add(self, answer: Coroutine[Event, None], outbox: Callable[[Event], object]) -> None:
+        """Begin an answer, whose events `outbox` gets in the thread."""
+        Thread(target=lambda: deque(map(outbox, answer), maxlen=0), daemon=True).start()  # type: ignore[arg-type]
 
-    def step(self) -> bool:
-        """Wait a moment."""
+    def step(self) -> None:
         time.sleep(0.02)
-        return True

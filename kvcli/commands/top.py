@@ -83,12 +83,9 @@ def top(world: Environment, options: TopOptions) -> int:
 
 def table(rows: Sequence[ServerLoad]) -> list[list[str]]:
     """Return a header, and a row for each server."""
-    cells = [["server", *SHAPES, ""]]
-    for row in rows:
-        found = ((getattr(row, field), shape) for field, shape in SHAPES.values())
-        each = ("-" if value is None else shape.format(value) for value, shape in found)
-        cells.append([row.url.partition("://")[2], *each, row.error or ""])
-    return cells
+    cells = [["-" if (v := getattr(row, c)) is None else s.format(v) for c, s in SHAPES.values()] for row in rows]
+    named = zip(rows, cells, strict=True)
+    return [["server", *SHAPES, ""], *([row.url.partition("://")[2], *each, row.error or ""] for row, each in named)]
 
 
 def screen(rows: Sequence[ServerLoad], width: int) -> list[str]:

@@ -1,23 +1,23 @@
-"""Text session whose answers come from an OpenAI-compatible server."""
+"""Text sessions whose answers other programs make, and one of an OpenAI-compatible server."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import tomli
 
 from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Thought, Turn
+from kvcli.chat.side_by_side import Threads
 from kvcli.engine.model_info import ModelInfo
 from kvcli.engine.stats import Stats
 from kvcli.engines.http import Refused, Server, never
-from kvcli.engines.stand_in import StandIn
 from kvcli.errors import BadModel, ContextOverflow, EngineUnreachable, KvcliError, UsageError
 from kvcli.models.thinking import ThinkingFormat
 from kvcli.schemas.turn import EngineFacts
@@ -25,6 +25,7 @@ from kvcli.settings.schema import NO_PENALTY
 
 if TYPE_CHECKING:
     from kvcli.models.text import Messages
+    from kvcli.prefix_cache.prefix_cache import SaveResult
     from kvcli.settings.profile import Profile
 
 Answering = Generator[Event, Any, Turn]
@@ -92,6 +93,25 @@ class Endpoint:
         sizes = [n for key in ("max_model_len", "n_ctx", "context") if isinstance(n := facts.get(key), int) and n > 0]
         kind, promise = str(facts.get("owned_by")), str(facts.get("exactness", ""))
         return cls(server, name, kind if kind in ENGINES else "all", min(sizes, default=0), promise, plain)
+
+
+class StandIn(ExitStack):  # for `with` and `close`
+    """The members of TextSession that chats and summaries use, without a KV cache in this process."""
+
+    pack = foretell = None
+    drafts_by, n_workers = "", 1
+    engine: EngineFacts | None = None
+    template_variables: Mapping[str, Any] = {}
+    new_engine: ClassVar[type[Threads]] = Threads
+    idle = why_again = kv_table = is_compressed_prefix = staticmethod(lambda *_: [])
+
+    def keep(self, cancel: Cancel) -> SaveResult:
+        from kvcli.prefix_cache.prefix_cache import SaveResult  # late: it needs torch
+
+        return SaveResult()
+
+    def take_cache(self, other: object) -> bool:
+        return True
 
 
 @dataclass

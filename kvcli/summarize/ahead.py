@@ -52,7 +52,7 @@ class Ahead(SideBySide):
         """True if the answer to this prompt was begun, and is not read yet."""
         return tuple(ids) in self._begun
 
-    def step(self) -> bool:
+    def step(self) -> object:
         self._fill()
         return super().step()
 

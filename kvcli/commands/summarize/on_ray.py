@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import redirect_stdout
-from functools import cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kvcli.api import Cancel, End, Turn
 from kvcli.commands.common.run_setup import Setup
 from kvcli.engine.stats import Stats
-from kvcli.engines.stand_in import StandIn
+from kvcli.engines.http import never
+from kvcli.engines.openai import StandIn
 from kvcli.environment import Environment
 from kvcli.errors import BadInput, EngineUnreachable
 from kvcli.installing import pip
@@ -28,21 +29,16 @@ class Worker:
     """A worker process with a model, which the first call loads, so that an error of the load is that of the call."""
 
     def __init__(self, name: str, profile: Profile) -> None:
-        self._name, self._profile = name, profile
+        self._model = cache(lambda: Setup(Environment.real(), name).load(profile, times=False))
 
-    @cached_property
-    def _model(self) -> Model:
-        return Setup(Environment.real(), self._name).load(self._profile, times=False)
+    def call(self, act: Callable[[Model], Any]) -> Any:
+        """Return what `act` returns for the model."""
+        return act(self._model())
 
-    def facts(self) -> dict[str, Any]:
-        """Return what a session of this process tells about the model."""
-        model = self._model
-        about = {key: getattr(model, key) for key in FACTS}
-        return {**about, "promise": model.exactness_label, "wording": wording_of(model.info)}
 
-    def answer(self, ids: Sequence[int], options: dict[str, Any]) -> Turn:
-        """Return an answer."""
-        return self._model.generate(ids, **options)
+def _facts(model: Model) -> dict[str, Any]:
+    about = {key: getattr(model, key) for key in FACTS}
+    return {**about, "promise": model.exactness_label, "wording": wording_of(model.info)}
 
 
 class RaySession(StandIn):
@@ -56,7 +52,7 @@ class RaySession(StandIn):
         """`workers`: actors that have no session yet."""
         super().__init__()
         self.n_workers, self._ray, self._free, self._worker = n_workers, ray, workers, next(workers)
-        vars(self).update(self._result(self._worker.facts.remote(), lambda: False))
+        vars(self).update(self._call(_facts))
 
     def with_profile(self, profile: Profile) -> RaySession:
         """Open a session of another worker, which has the same profile."""
@@ -64,16 +60,16 @@ class RaySession(StandIn):
 
     def answer(self, ids: Sequence[int], cancel: Cancel, **options: Any) -> Generator[End, Any, Turn]:
         """Yield the end of an answer, which is made elsewhere."""
-        turn: Turn = self._result(self._worker.answer.remote(ids, options), cancel)
+        turn: Turn | None = self._call(lambda model: model.generate(ids, **options), cancel)
         turn = turn or Turn("", (), "interrupted", Stats())
         yield End(turn)
         return turn
 
     stream = answer
 
-    def _result(self, of: Any, cancel: Cancel) -> Any:
+    def _call(self, act: Callable[[Model], Any], cancel: Cancel = never) -> Any:
         """Return the result of a call, or None after `cancel`."""
-        ray = self._ray
+        ray, of = self._ray, self._worker.call.remote(act)
         while not ray.wait([of], timeout=0.2)[0]:
             if cancel():
                 return None
@@ -102,12 +98,10 @@ def open_ray(address: str, name: str, profile: Profile, n: int) -> RaySession:
             raise EngineUnreachable(f"no Ray cluster at {address}: {error}", try_=["ray status", "--on ray"]) from None
         ends.callback(ray.shutdown)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        of_node = -(-n // len(nodes))  # workers
-        share = min(node.get("CPU", 1.0) for node in nodes) / of_node
-        gpus = int(min(node.get("GPU", 0) for node in nodes) >= of_node)
-        needs = {"num_cpus": share if share < 1 else int(share), "num_gpus": gpus}
+        n, of_node = max(n, len(nodes)), -(-n // len(nodes))  # workers
+        share, gpus = (min(node.get(kind, 0) for node in nodes) / of_node for kind in ("CPU", "GPU"))
+        needs = {"num_cpus": share if share < 1 else int(share), "num_gpus": int(gpus >= 1)}
         actor = ray.remote(**needs, max_restarts=-1, max_task_retries=1)(Worker)
-        n = max(n, len(nodes))
         session = RaySession(ray, iter([actor.remote(name, profile) for _ in range(n)]), n)
         session.push(ends.pop_all())
     return session
