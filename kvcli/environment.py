@@ -33,25 +33,30 @@ from kvcli.safe_output import SafeStream
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGE = 1 << 20  # bytes, while loading or prefilling
 LARGEST = 32 << 20  # glibc's own limit
-_open, _switching = list[bool](), Lock()  # contexts that are open: the setting is the process's, so their count is too
 
 
-@contextmanager
-def return_large_blocks() -> Iterator[None]:
-    """Return large freed blocks to the system while any such context is open in the process. Affects glibc only."""
-    with _switching:
-        _open.append(True)
-        if len(_open) == 1:
-            _from(LARGE, 128 << 10)
-    try:
-        yield
-    finally:
-        if (functions := native()) is not None:
-            functions.release()  # a decoding step's own rows need almost none of this memory
-        with _switching:
-            _open.pop()
-            if not _open:
-                _from(LARGEST, 2 * LARGEST)
+class LargeBlocks:
+    """Large memory blocks of a model, which glibc returns to the system or keeps when they are freed."""
+
+    def __init__(self) -> None:
+        self._n_open, self._lock = 0, Lock()
+
+    @contextmanager
+    def returned(self) -> Iterator[None]:
+        """Return freed blocks to the system while any such context of the model is open."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            if (functions := native()) is not None:
+                functions.release()  # a decoding step's own rows need almost none of this memory
+            self._count(-1)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self._n_open += more
+            if self._n_open == max(0, more):  # the first has begun, or the last has ended
+                _from(*((LARGE, 128 << 10) if self._n_open else (LARGEST, 2 * LARGEST)))
 
 
 def _from(large: int, kept: int) -> None:

@@ -92,10 +92,6 @@ class EngineUnreachable(KvcliError):
     code, exit = "engine_unreachable", ExitStatus.ENGINE_UNREACHABLE
 
 
-class EngineLost(EngineUnreachable):
-    code = "engine_lost"
-
-
 class BadConfig(KvcliError):
     code, exit = "bad_config", ExitStatus.BAD_CONFIG
 

@@ -26,6 +26,7 @@ class FakeEngine(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.left = threading.Event()  # a client hung up
+        self.three = threading.Barrier(3, timeout=10)  # of answers at the same time
         self.models: list[dict[str, Any]] = [{"id": "tiny", "owned_by": "vllm", "max_model_len": 4096}]
         self.metrics = ""
 
@@ -89,6 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.rfile.read(1)  # until the client hangs up
             self.server.left.set()
             return None
+        if how == "together":
+            self.server.three.wait()
         if how == "comments":
             for i in range(8):
                 self._line(f": read {i} of 8")

@@ -123,12 +123,14 @@ def scored(step: Step) -> torch.Tensor:
 @pytest.mark.parametrize("drafts", ["off", "tree"])
 def test_a_captured_pass_gives_the_scores_of_single_operations(drafts: str) -> None:
     """No pass runs ahead over logits that are scored later."""
-    sampler, each = replace(SEEDED, top_logprobs=2), []
+    each = []
     truth = [*PROMPT, *plain("llama", SEEDED)]
     for is_recorded in (False, True):
         its, graphs = recorded("llama")
         its.remembers = {CapturedPasses: captured_passes(its)} if is_recorded else {}
-        texts = [session(its, Off() if drafts == "off" else Bush(truth, 97, 96), sampler) for _ in range(2)]
+        texts = [session(its, Off() if drafts == "off" else Bush(truth, 97, 96)) for _ in range(2)]
+        for text in texts:
+            text.is_scored = True
         generate_together(*(text.read(PROMPT) for text in texts))
         engine, scores = Engine(), ([], [])
         for text, found in zip(texts, scores, strict=True):

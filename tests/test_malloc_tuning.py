@@ -10,19 +10,20 @@ import pytest
 
 HELD = """
 import contextlib, sys, torch
-from kvcli import environment
+from kvcli.environment import LargeBlocks
 
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
 torch.ones(7 << 20)  # 28 MiB: from here on glibc has smaller blocks in one heap
-reading = environment.return_large_blocks()
+blocks_of = LargeBlocks()
+reading = blocks_of.returned()
 if sys.argv[1] == "two reading":
     reading.__enter__()
-    with environment.return_large_blocks():
+    with blocks_of.returned():
         pass  # another ends first
-with environment.return_large_blocks() if sys.argv[1] == "reading" else contextlib.nullcontext():
+with blocks_of.returned() if sys.argv[1] == "reading" else contextlib.nullcontext():
     blocks = [torch.ones(2 << 20) for _ in range(8)]
     later = [torch.ones(1000) for _ in range(100)]  # behind them
     before = resident()

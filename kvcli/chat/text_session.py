@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcli import assemble
 from kvcli.api import Cancel, End, Event, Events, Prompt, Read, Turn, turn_of
@@ -19,7 +19,7 @@ from kvcli.chat.scores import refuse_scores, score_prompt
 from kvcli.chat.side_by_side import SideBySide
 from kvcli.chat.transcript import chat_spans
 from kvcli.chat.turn import AnswerSettings, ThinkingLimit, TurnRequest, TurnRun
-from kvcli.engine.engine import iterate_events, release, run_to_end
+from kvcli.engine.engine import Engine, iterate_events, release, run_to_end
 from kvcli.engine.forward_request import Coroutine, run_until_cancelled
 from kvcli.engine.sequence.state import QUESTION, KindSpan
 from kvcli.errors import BadInput, BadModel
@@ -45,6 +45,8 @@ class TextSession:
     """
 
     engine: EngineFacts | None = None  # of a session like this one whose model another program runs
+    new_engine: ClassVar = Engine  # for answers of several sessions
+    n_workers: ClassVar = 1  # processes that run the model
 
     def __init__(self, model: LoadedModel) -> None:
         self.switch_profile(model)
@@ -226,7 +228,7 @@ class TextSession:
         """Yield the events of n answers to one prompt, each with the next seed. They run together, and each is the
         answer of `stream` with its seed. The prompt is read once, by this session; the others are copies of it.
         """
-        together, copies, answers, own = SideBySide(), list[TextSession](), list[Events](), self.profile.sample
+        together, copies, answers, own = SideBySide(Engine()), list[TextSession](), list[Events](), self.profile.sample
         seed, heat = own.seed if seed is None else seed, options.get("temperature", own.temperature)
         if n > 1 and not (self.model.lm.generation.get("temperature") if heat is None else heat):
             raise BadInput(
@@ -347,7 +349,8 @@ class TextSession:
             () if ignore_eos else model.lm.stop_ids,
             StopStrings([*texts_of(profile.sample.stop), *(() if ignore_eos else model.lm.stop_strings)]),
             cancel or (lambda: False),
-            replace(assemble.sampler(model.lm, profile), top_logprobs=top_logprobs),
+            assemble.sampler(model.lm, profile),
+            top_logprobs,
             0 if ignore_eos else profile.sample.stop_loops,
             constraint,
             thinking,

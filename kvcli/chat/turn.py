@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvcli import assemble, environment
+from kvcli import assemble
 from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, TokenScore, ToolCall, Turn, Waiting
 from kvcli.chat.scores import scores_of
 from kvcli.engine.forward_request import Coroutine, Passes, await_passes
@@ -239,6 +239,7 @@ class TurnRequest:
     strings: StopStrings
     cancel: Cancel
     sampler: Sampler
+    top_logprobs: int | None = None  # likely tokens in the score of each token; None = no scores
     stop_loops: int = 0  # tokens of one repeated cycle that end the answer; 0 = never
     constraint: Constraint | None = None
     thinking: ThinkingLimit | None = None  # None: thoughts count as the answer
@@ -274,7 +275,7 @@ class TurnRun:
         self._words = Channels(tokenizer, asked.ids, asked.strings, is_split=is_split, **around)
         self._said: list[str] = []  # text of the answer so far, which an error returns
         # of the answer's tokens, if asked for
-        self._scores: list[TokenScore] | None = [] if asked.sampler.top_logprobs is not None else None
+        self._scores: list[TokenScore] | None = [] if asked.top_logprobs is not None else None
         # most tokens of prompt and answer
         self._end = min(len(asked.ids) + asked.new + thinking.tokens + len(thinking.end_ids), terms.limit)
         self._waits = thinking.is_due  # the constraint begins after the thought
@@ -308,6 +309,7 @@ class TurnRun:
         session, asked, stats, words = self.session, self._asked, self._stats, self._words
         constraint = None if self._waits else asked.constraint
         start = session.start_answer(asked.ids, asked.sampler, constraint, asked.kind_spans)
+        session.is_scored = self._scores is not None
         kept, began = session.committed, time.perf_counter()
         stats.cached = self._fetch(asked.ids)
         if stats.cached != kept or assemble.is_lossless(self.terms.profile):
@@ -316,7 +318,7 @@ class TurnRun:
         by_layers = profile.prune.describe_read or profile.prefill.order == "layers"
         stats.order = "layers" if by_layers else "chunks"
         yield Live(stats)
-        with environment.return_large_blocks():
+        with session.lm.large_blocks.returned():
             yield from self._read(start)
         ids, answer = list(asked.ids), list[int]()
         before = session.drafter.report()
@@ -362,7 +364,7 @@ class TurnRun:
                     break
             if self._scores is not None and added:
                 n = len(answer) - at - len(forced or ())
-                self._scores += scores_of(step.logits[list(step.path[:n])], added[:n], asked.sampler.top_logprobs or 0)
+                self._scores += scores_of(step.logits[list(step.path[:n])], added[:n], asked.top_logprobs or 0)
                 self._scores += [TokenScore(i, None) for i in forced or ()]
             stats.thinking_seconds += step.seconds if added and not lacks and stats.thinking > thought else 0.0
             if pieces:

@@ -14,19 +14,19 @@ from kvcli.commands.common.output import print_json, print_table
 from kvcli.environment import Environment
 from kvcli.errors import EngineUnreachable, ExitStatus, UsageError
 from kvcli.render.terminal.screen import LiveRegion
-from kvcli.render.terminal.tables import columns, fitting
+from kvcli.render.terminal.tables import GAP, clip, columns, fitting
 from kvcli.render.terminal.terminal import Terminal
-from kvcli.safe_output import Styled
 from kvcli.schemas.listings import ServerLoad, TopDocument
 
 app = typer.Typer(add_completion=False)
 
-SHAPES = {
-    "running": "{:g}", "waiting": "{:g}", "kv": "{:.0%}", "tok_s": "{:.1f}", "read_tok_s": "{:.0f}",
-    "acceptance": "{:.0%}", "first_token": "{:.2f} s",
+SHAPES = {  # by heading: field, and its format
+    "running": ("running", "{:g}"), "waiting": ("waiting", "{:g}"), "KV": ("kv", "{:.0%}"),
+    "tok/s": ("tok_s", "{:.1f}"), "read tok/s": ("read_tok_s", "{:.0f}"), "accepted": ("acceptance", "{:.0%}"),
+    "first token": ("first_token", "{:.2f} s"),
 }  # fmt: skip
-HEAD = ("server", "running", "waiting", "KV", "tok/s", "read tok/s", "accepted", "first token", "")
-DROP = ("read tok/s", "accepted", "first token", "waiting")  # columns that a narrow terminal leaves out, in order
+# columns that a narrow terminal leaves out, in order
+DROP = ("read tok/s", "accepted", "first token", "waiting", "KV", "running")
 
 _URLS = "Addresses of vLLM, SGLang (--enable-metrics), llama-server (--metrics) or kvcli serve."
 
@@ -51,41 +51,30 @@ def top(world: Environment, options: TopOptions) -> int:
     servers = [Server(url, connect=2.0, first_byte=5.0, silence=5.0, tries=1) for url in bases]
     looks: dict[str, tuple[float, Mapping[str, float]]] = {}
 
-    def look() -> list[ServerLoad]:
-        rows = []
-        for server in servers:
-            try:
-                at, now = time.monotonic(), parsed("\n".join(server.lines("/metrics")))
-                then, before = looks.get(server.url, (at, {}))
-                looks[server.url] = at, now
-                rows.append(ServerLoad.from_attributes(url=server.url, **figures(now, before, at - then)))
-            except Refused as error:
-                rows.append(ServerLoad(url=server.url, error=f"no metrics ({error.status})"))
-            except EngineUnreachable as error:
-                rows.append(ServerLoad(url=server.url, error=error.code))
-        return rows
+    def look(server: Server) -> ServerLoad:
+        try:
+            at, now = time.monotonic(), parsed("\n".join(server.lines("/metrics")))
+        except (Refused, EngineUnreachable) as error:
+            why = f"no metrics ({error.status})" if isinstance(error, Refused) else error.code
+            return ServerLoad(url=server.url, error=why)
+        then, before = looks.get(server.url, (at, {}))
+        looks[server.url] = at, now
+        return ServerLoad.from_attributes(url=server.url, **figures(now, before, at - then))
 
     out = Terminal.of(world, "stdout")
     region = LiveRegion(out) if out.live and not world.options.json else None
-
-    def lines() -> list[Styled]:
-        shown = columns(fitting(table(rows), out.width - 1, DROP), out.width - 1)
-        return [out.paint([(line, "")]) for line in shown]
-
     with Interrupt(world.clock) as cancel:
-        rows = look()
-        while not cancel():
+        rows, is_more = [*map(look, servers)], True
+        while is_more and not cancel():
             if region is not None:
-                region.draw([], lines())
-            until = time.monotonic() + options.interval
+                region.draw([], screen(rows, out.width - 1))
+            until, is_more = time.monotonic() + options.interval, region is not None
             while time.monotonic() < until and not cancel():
                 time.sleep(0.05)
-            rows = look() if not cancel() else rows
-            if region is None:
-                break
+            rows = rows if cancel() else [*map(look, servers)]
     if region is not None:
-        region.close(lines())
-    elif world.options.json:
+        region.close([])
+    if world.options.json:
         print_json(world, TopDocument(servers=rows))
     else:
         print_table(world, table(rows), DROP)
@@ -94,6 +83,16 @@ def top(world: Environment, options: TopOptions) -> int:
 
 def table(rows: Sequence[ServerLoad]) -> list[list[str]]:
     """Return a header, and a row for each server."""
-    cells = [[s.format(v) if (v := getattr(row, c)) is not None else "-" for c, s in SHAPES.items()] for row in rows]
+    cells = [["-" if (v := getattr(row, c)) is None else s.format(v) for c, s in SHAPES.values()] for row in rows]
     named = zip(rows, cells, strict=True)
-    return [[*HEAD], *([row.url.partition("://")[2], *cell, row.error or ""] for row, cell in named)]
+    return [["server", *SHAPES, ""], *([row.url.partition("://")[2], *each, row.error or ""] for row, each in named)]
+
+
+def screen(rows: Sequence[ServerLoad], width: int) -> list[str]:
+    """Return the table in lines of at most `width` columns; an error has the place of the figures."""
+    cells = [[clip(name, width * 2 // 5), *figures] for name, *figures, _ in table(rows)]
+    lines = columns(fitting(cells, width, DROP))
+    start = max(len(name) for name, *_ in cells) + GAP
+    for i, row in enumerate(rows, 1):
+        lines[i] = f"{cells[i][0]:<{start}}{row.error}" if row.error else lines[i]
+    return [clip(line, width) for line in lines]

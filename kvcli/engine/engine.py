@@ -261,7 +261,7 @@ class Engine:
         self._n_waiting = 0  # tasks at the front of the list that were not in the last step
         self._prompts: list[tuple[ForwardRequest, int]] = []  # prompt requests of the last step, and their rows in it
         # by model and number of sequences, times of their decoding passes
-        self._timers: dict[tuple[int, int], PassTimer] = {}
+        self._timers: dict[tuple[LM, int], PassTimer] = {}
         self._tasks: list[EngineTask[Any, Any]] = []
 
     def add(self, work: Coroutine[E, T], outbox: Callable[[E], object] = lambda output: None) -> EngineTask[E, T]:
@@ -325,18 +325,18 @@ class Engine:
             for first in range(0, len(tasks), n):
                 self._pass(tasks[first : first + n])
         else:
-            writing = Counter(id(part.lm) for part in parts if part.draw is not None)
-            if 1 < len(parts) == writing[id(parts[0].lm)] and not self._prompts:  # all decode with one model
+            writing = Counter(part.lm for part in parts if part.draw is not None)
+            if 1 < len(parts) == writing[parts[0].lm] and not self._prompts:  # all decode with one model
                 more = sum(part.rows.n_rows for part in parts) - len(parts)
                 self._timer(parts[0].lm, len(parts)).add(more, self._clock() - began)
             for task, part, of in zip(tasks, parts, results, strict=True):
-                n = writing[id(part.lm)] if part.draw is not None else 0
+                n = writing[part.lm] if part.draw is not None else 0
                 if n > 1 or (n and self._prompts):
                     of = replace(of, company=Company(n, self._timer(part.lm, n) if n > 1 else None))
                 task.send(of)
 
     def _timer(self, lm: LM, n: int) -> PassTimer:
-        return self._timers.setdefault((id(lm), n), PassTimer(n))
+        return self._timers.setdefault((lm, n), PassTimer(n))
 
 
 def generate_together(*works: Coroutine[E, T]) -> list[EngineTask[E, T]]:

@@ -174,6 +174,7 @@ class SamplingContext:
     constraint: Constraint | None = None
     text: Sequence[int] = ()  # up to the pending token
     answer_at: int = 0  # start of the answer, which the constraint restricts
+    is_scored: bool = False  # the logits are read after later passes
 
     def behind(self, rows: Rows, which: range, logits: Tensor) -> Tensor:
         """Sample the token after each of these tree rows, from logits [tree, V] -> ids [len(which)].

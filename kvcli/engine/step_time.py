@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from typing import TYPE_CHECKING
 
 from kvcli.engine.forward_request import ForwardRequest
+
+if TYPE_CHECKING:
+    from kvcli.engine.hf.lm import LM
 
 LEAST = 16  # prompt rows of a step, so that a prompt is prefilled however long decoding takes
 FILLED = 0.85  # share of the longest step that is planned, because later rows attend to more slots
@@ -21,7 +25,7 @@ class StepTime:
         """`longest`: seconds of a step in which other sequences decode."""
         self._longest = longest
         self._decoding: deque[float] = deque(maxlen=5)  # seconds of steps without prompt rows
-        self._rows: dict[tuple[int, int], tuple[float, int]] = {}  # seconds of a row, and its position
+        self._rows: dict[tuple[LM, int], tuple[float, int]] = {}  # seconds of a row, and its position
 
     def left(self, used: float) -> float:
         """Return the seconds of a step that are left beside decoding. `used`: seconds of it that are over."""
@@ -49,5 +53,5 @@ class StepTime:
             self._rows[_kind(request)] = max(each, before / SURE), request.rows.pos[0]
 
 
-def _kind(request: ForwardRequest) -> tuple[int, int]:
-    return id(request.lm), -1 if request.layers is None else len(request.layers)
+def _kind(request: ForwardRequest) -> tuple[LM, int]:
+    return request.lm, -1 if request.layers is None else len(request.layers)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from kvcli.api import Cancel
-from kvcli.errors import EngineLost, EngineUnreachable, UsageError
+from kvcli.errors import EngineUnreachable, UsageError
 from kvcli.version import __version__
 
 POLL = 0.1  # seconds between two looks at `cancel`
@@ -112,7 +112,7 @@ class Server:
         ways = ["start the server, or wait until it has its model", "--base-url with the address that it prints"]
         what = f"{self.url} was lost during its answer" if has_begun else f"no answer from {self.url}"
         code = "engine_lost" if has_begun else "engine_unreachable"
-        return EngineLost(f"{what}: {str(error) or type(error).__name__}", code=code, try_=ways)
+        return EngineUnreachable(f"{what}: {str(error) or type(error).__name__}", code=code, try_=ways)
 
 
 async def _next(lines: AsyncGenerator[str], seconds: float, cancel: Cancel) -> str | None:

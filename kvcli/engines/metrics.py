@@ -20,22 +20,16 @@ def parsed(text: str) -> Mapping[str, float]:
     for name, number in _SAMPLE.findall(text):
         with suppress(ValueError):
             values[name] += float(number)
-    return values
+    return dict(values)
 
 
 def figures(now: Mapping[str, float], before: Mapping[str, float], seconds: float) -> dict[str, float | None]:
     """Return the columns of metrics.toml, for the `seconds` between two looks; None = the server has no such metric."""
-
-    def grown(name: str) -> float:
-        old = before.get(name, 0.0)
-        return now[name] - (old if old <= now[name] else 0.0)  # a counter that fell began again
-
+    # a counter that fell began again
+    grown = {name: n - (old if (old := before.get(name, 0.0)) <= n else 0.0) for name, n in now.items()}
     found = dict[str, float | None]()
-    for column, names in TABLE["now"].items():
-        found[column] = next((now[name] for name in names if name in now), None)
-    for column, names in TABLE["per_second"].items():
-        found[column] = next((grown(name) / seconds for name in names if name in now and seconds > 0), None)
-    for column, pairs in TABLE["quotient"].items():
-        quotients = (grown(part) / whole for part, of in pairs if {part, of} <= now.keys() and (whole := grown(of)) > 0)
-        found[column] = next(quotients, None)
+    for kind, values, whole in (("now", now, 1.0), ("per_second", grown, seconds), ("quotient", grown, None)):
+        for column, names in TABLE[kind].items():
+            each = ((one, whole) if isinstance(one, str) else (one[0], grown.get(one[1], 0.0)) for one in names)
+            found[column] = next((values[part] / of for part, of in each if part in values and of), None)
     return found

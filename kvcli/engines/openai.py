@@ -1,10 +1,10 @@
-"""Text session whose answers come from an OpenAI-compatible server."""
+"""Text sessions whose answers other programs make, and one of an OpenAI-compatible server."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import tomli
 
-from kvcli.api import Cancel, End, Event, Events, Finish, Live, Read, Text, Thought, Turn
+from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Thought, Turn
+from kvcli.chat.side_by_side import Threads
 from kvcli.engine.model_info import ModelInfo
 from kvcli.engine.stats import Stats
 from kvcli.engines.http import Refused, Server, never
-from kvcli.errors import BadModel, ContextOverflow, EngineLost, EngineUnreachable, KvcliError, UsageError
+from kvcli.errors import BadModel, ContextOverflow, EngineUnreachable, KvcliError, UsageError
 from kvcli.models.thinking import ThinkingFormat
 from kvcli.schemas.turn import EngineFacts
 from kvcli.settings.schema import NO_PENALTY
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvcli.prefix_cache.prefix_cache import SaveResult
     from kvcli.settings.profile import Profile
 
+Answering = Generator[Event, Any, Turn]
 BYTES = 3  # of a token, in estimates of a prompt; ordinary text has about 4
 UNKNOWN = 1 << 31  # context window of a server that does not tell it, in tokens
 OWN = {"thinking.mode", "context.limit", "context.reserve", "context.on_overflow"}  # keys that are followed here
@@ -36,12 +38,13 @@ ENGINES: Mapping[str, dict[str, Any]] = TABLE["engines"]
 
 
 class EstimatedTokens:
-    """Stand-in for the tokenizer of a model that is elsewhere: a token for three bytes, and a plain template."""
+    """Stand-in for the tokenizer of a model that is elsewhere: three bytes are a token, and a plain template."""
 
     chat_template, all_special_ids, unk_token_id = "messages", (), None
 
-    def encode(self, text: str, **_: object) -> range:
-        return range(-(-len(text.encode(errors="replace")) // BYTES))
+    def encode(self, text: str, **_: object) -> list[int]:
+        data = text.encode(errors="replace")
+        return [int.from_bytes(data[i : i + BYTES]) for i in range(0, len(data), BYTES)]
 
     def decode(self, ids: object, **_: object) -> str:
         return ""
@@ -92,18 +95,33 @@ class Endpoint:
         return cls(server, name, kind if kind in ENGINES else "all", min(sizes, default=0), promise, plain)
 
 
+class StandIn(ExitStack):  # for `with` and `close`
+    """The members of TextSession that chats and summaries use, without a KV cache in this process."""
+
+    pack = foretell = None
+    drafts_by, n_workers = "", 1
+    engine: EngineFacts | None = None
+    template_variables: Mapping[str, Any] = {}
+    new_engine: ClassVar[type[Threads]] = Threads
+    idle = why_again = kv_table = is_compressed_prefix = staticmethod(lambda *_: [])
+
+    def keep(self, cancel: Cancel) -> SaveResult:
+        from kvcli.prefix_cache.prefix_cache import SaveResult  # late: it needs torch
+
+        return SaveResult()
+
+    def take_cache(self, other: object) -> bool:
+        return True
+
+
 @dataclass
-class RemoteSession(ExitStack):  # for `with` and `close`, which have nothing to free
-    """Text session of an endpoint. It has the members of TextSession that chats and summaries use."""
+class RemoteSession(StandIn):
+    """Text session of an endpoint."""
 
     endpoint: Endpoint
     profile: Profile
     data: Path | None = None  # folder of saved chats
 
-    pack = foretell = None
-    drafts_by = ""
-    template_variables: ClassVar[Mapping[str, Any]] = {}
-    idle = why_again = kv_table = is_compressed_prefix = staticmethod(lambda *_: [])
     call_syntax = staticmethod(lambda: SimpleNamespace(as_text=True))
 
     def __post_init__(self) -> None:
@@ -118,21 +136,13 @@ class RemoteSession(ExitStack):  # for `with` and `close`, which have nothing to
         self.cautions = (f"{name} at {url} answers; settings sent: {', '.join(self.fields)}{lost}",)
         self.info = ModelInfo(end.model, url, "", *sizes, "", "none", name, url, self.limit % UNKNOWN, 0, 0.0)
 
-    def keep(self, cancel: Cancel) -> SaveResult:
-        from kvcli.prefix_cache.prefix_cache import SaveResult  # late: it needs torch
-
-        return SaveResult()
-
     def thinking_format(self) -> ThinkingFormat:
         return ThinkingFormat({mode: {} for mode in ("on", "off", "low", "medium", "high")})
 
     def with_profile(self, profile: Profile) -> RemoteSession:
         return RemoteSession(self.endpoint, profile, self.data)
 
-    def take_cache(self, other: object) -> bool:
-        return True
-
-    def stream(self, prompt: Sequence[int], *, messages: Messages, cancel: Cancel = never, **options: Any) -> Events:
+    def stream(self, prompt: Sequence[int], *, messages: Messages, cancel: Cancel = never, **options: Any) -> Answering:
         """Yield one answer to the messages as events; `prompt` has their estimated length. `options`: of [sample].
 
         Raises ContextOverflow, BadModel and EngineUnreachable, which has the text so far in its detail.
@@ -145,12 +155,14 @@ class RemoteSession(ExitStack):  # for `with` and `close`, which have nothing to
         yield Read(0, len(prompt), 0, 0.0)
         answer = _Answer(self.endpoint, stats, len(prompt), cancel)
         try:
-            yield from answer.events(body | {"stream_options": {"include_usage": True}})
+            return (yield from answer.events(body | {"stream_options": {"include_usage": True}}))
         except Refused as error:
             raise refusal(self.endpoint.server, error, self.endpoint, len(prompt)) from None
         except EngineUnreachable as error:
             error.detail["text"] = answer.text
             raise
+
+    answer = stream
 
 
 @dataclass
@@ -166,7 +178,7 @@ class _Answer:
     finish: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
 
-    def events(self, body: Mapping[str, Any]) -> Iterator[Event]:
+    def events(self, body: Mapping[str, Any]) -> Answering:
         stats, server, began = self.stats, self.endpoint.server, time.perf_counter()
         for line in server.lines("/chat/completions", body, self.cancel):
             for event in self._pieces(line[5:].strip()) if line.startswith("data:") else ():
@@ -175,13 +187,18 @@ class _Answer:
                 yield event
         if not self.finish and not self.cancel():
             said = f"after {len(self.text):,} characters" if self.text else "before it began"
-            ways = ["the same command again", "look at the server's log"]
-            raise EngineLost(f"{server.url} ended its answer {said}, without saying that it is complete", try_=ways)
+            raise EngineUnreachable(
+                f"{server.url} ended its answer {said}, without saying that it is complete",
+                code="engine_lost",
+                try_=["the same command again", "look at the server's log"],
+            )
         if self.finish and self.finish not in ENDS:
             stats.shortages.append(f"the server ended its answer: {self.finish}")
         self._count()
         finish = ENDS.get(self.finish, "stop") if self.finish else "interrupted"
-        yield End(Turn(self.text, (), finish, stats, thinking=self.thinking))
+        turn = Turn(self.text, (), finish, stats, thinking=self.thinking)
+        yield End(turn)
+        return turn
 
     def _pieces(self, data: str) -> Iterator[Event]:
         """Yield the thought and the text of one chunk."""

@@ -1,4 +1,4 @@
-"""Answers about the next parts, begun while an earlier part is answered: several at a time, in one engine."""
+"""Answers about the next parts, begun while an earlier part is answered: several at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ahead(SideBySide):
         ended: Callable[[TextSession, Turn], object] = lambda session, turn: None,
     ) -> None:
         """`prompts` is read as sessions become free, until `cancel`. `ended` is called before a session goes on."""
-        super().__init__()
+        super().__init__(sessions[0].new_engine())
         self._free, self._prompts, self._cancel, self._ended = [*sessions], prompts, cancel, ended
         self._begun: dict[tuple[int, ...], Events] = {}
         self.n_running = 0
@@ -52,7 +52,7 @@ class Ahead(SideBySide):
         """True if the answer to this prompt was begun, and is not read yet."""
         return tuple(ids) in self._begun
 
-    def step(self) -> bool:
+    def step(self) -> object:
         self._fill()
         return super().step()
 

@@ -37,7 +37,7 @@ def test_results_come_in_order_and_a_dead_worker_s_document_is_done_again(tmp_pa
             found.append(json.loads(line))  # nothing of Ray's own is among the results
             if len(found) == 3:
                 below = psutil.Process(run.pid).children(recursive=True)
-                worker = next(one for one in below if "ray::_summary" in " ".join(one.cmdline()))
+                worker = next(one for one in below if "ray::Worker" in " ".join(one.cmdline()))
                 os.kill(worker.pid, signal.SIGKILL)
     assert run.returncode == 3
     assert found[0]["code"] == "empty_file"

@@ -111,9 +111,9 @@ LAZY = LazyLLM(
 )  # two of three layers
 SAMPLERS = {
     "greedy": Sampler(),
-    "sampled": Sampler(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3, top_logprobs=3),
+    "sampled": Sampler(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3),
     "penalty": Sampler(temperature=0.7, repetition_penalty=1.3, seed=11),
-    "held": Sampler(temperature=0.8, top_k=40, repetition_penalty=1.2, seed=5, top_logprobs=0),  # to a constraint
+    "held": Sampler(temperature=0.8, top_k=40, repetition_penalty=1.2, seed=5),  # to a constraint
 }
 # all further penalties, and all further truncations; they meet few storages and policies, as they see logits and ids
 FURTHER = {
@@ -123,10 +123,10 @@ FURTHER = {
     ),
     "cut": Sampler(
         temperature=1.2, top_n_sigma=2.2, min_p=0.01, typical_p=0.9, xtc_probability=0.5, xtc_threshold=0.05, seed=17,
-        top_logprobs=20,
     ),
 }  # fmt: skip
 SAMPLERS |= FURTHER
+TOP = {"sampled": 3, "held": 0, "cut": 20}  # likely tokens in the scores of the answer's tokens
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 NUMBERS = {**DTYPES, "bf16": torch.bfloat16}
 
@@ -352,6 +352,7 @@ def opened(
     if storage == "kept":
         read = shelf(kept_in(dtype, device), model).load_prefix(session, prompt())
         assert read == len(prompt()) - 1, "all but the pending token"
+    session.is_scored = sampler in TOP
     return session
 
 
@@ -368,18 +369,19 @@ class Written(list[int]):
         return super().__eq__(other) and (not known or not self.scores or self.scores == known)
 
 
-def written(session: GenerationSession, storage: str = "") -> Coroutine[object, Written]:
+def written(session: GenerationSession, storage: str = "", top: int | None = None) -> Coroutine[object, Written]:
     yield from session.read(prompt(storage)[len(session.ids) :])
     end, scores = len(session.ids) + NEW, list[Sequence[float]]()
     while not scores or (len(session.ids) < end and session.ids[-1] != STOP):
         step = yield from session.step({STOP}, end - len(session.ids))
-        logits, top = step.logits, session.sampler.top_logprobs
+        logits = step.logits
         new = torch.tensor(step.new, device=logits.device)
         scores += [()] * len(new) if top is None else score_tokens(logits[step.path], new, top).tolist()
         yield step
     text = Written(session.ids)
     has_bits = session.lm.is_row_invariant and not session.cache.batch_variant_reason
-    text.scores = scores if has_bits and storage not in FAR else ()  # those have the text of another storage
+    # FAR have the text of another storage
+    text.scores = scores if top is not None and has_bits and storage not in FAR else ()
     return text
 
 
@@ -387,7 +389,7 @@ def decode(
     storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter, device: str = "cpu", seed: int = 0
 ) -> Written:
     session = opened(storage, policy, sampler, dtype, drafter, device, seed)
-    said = iterate_events(written(session, storage))
+    said = iterate_events(written(session, storage, TOP.get(sampler)))
     while True:
         try:
             event = next(said)
@@ -423,7 +425,8 @@ def side_by_side(
         of = device, at if sampler == "held" else 0  # each is held to something else
         want = plain(storage, policy, sampler, dtype, *of)
         session = opened(storage, policy, sampler, dtype, DRAFTERS[drafter](want), *of)
-        texts.append((engine.add(broken(session) if at == BROKEN else written(session, storage)), want))
+        work = broken(session) if at == BROKEN else written(session, storage, TOP.get(sampler))
+        texts.append((engine.add(work), want))
         for _ in range(apart):
             engine.step()
     for n in range(10_000):

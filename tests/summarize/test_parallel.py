@@ -11,6 +11,7 @@ import pytest
 
 import kvcli
 from kvcli.api import End
+from kvcli.engine.engine import Engine
 from kvcli.errors import ContextOverflow
 from kvcli.summarize.ahead import Ahead
 from kvcli.summarize.cache import Cache
@@ -63,6 +64,8 @@ def test_parts_of_two_documents_are_answered_together(tmp_path: Path) -> None:
 
 class Clerk:
     """A session of a scribe."""
+
+    new_engine = Engine
 
     def __init__(self, scribe: Scribe) -> None:
         self.scribe = scribe

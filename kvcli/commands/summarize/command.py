@@ -11,7 +11,7 @@ from kvcli.errors import UsageError
 
 app = typer.Typer(add_completion=False)
 
-ALONE = "files, --pages, --type, --password-file, --extract-only, --each, --mode, --chunk and --overlap"
+ALONE = "files, --pages, --type, --password-file, --extract-only, --each, --mode, --chunk, --overlap and --on"
 
 
 @command(app)
@@ -36,10 +36,6 @@ def summarize(world: Environment, options: SummarizeOptions) -> int:
         options.refuse_others("--extract-only", kept)
     if options.dry_run and result.output not in (None, "-"):
         raise UsageError("--dry-run prints the plan and writes no file", try_=["leave out -o"])
-    if not given.each and (parts.on is not None or (parts.parallel > 1 and options.engine.engine)):
-        raise UsageError("--on, and --parallel with another engine, work on files: they need --each", try_=["--each"])
-    if parts.on is not None and (parts.on.partition("://")[0] != "ray" or options.dry_run or given.extract_only):
-        raise UsageError("--on takes ray or ray://ADDRESS, and makes summaries alone", try_=["--on ray"])
     request = options.request()
     inputs = [*names, *([given.password_file] if given.password_file else [])]
     out = outlet(world, result.format, result.output, inputs, each=given.each)
@@ -47,7 +43,7 @@ def summarize(world: Environment, options: SummarizeOptions) -> int:
         raise UsageError("only summaries can be written as HTML", try_=["--format md", "--format json"])
     screen = Screen.of(world, options.stats)
     others: list[object] = [names, given.pages, given.type_, given.password_file, given.extract_only, given.each]
-    others += [parts.mode != "auto", parts.chunk, parts.overlap]
+    others += [parts.mode != "auto", parts.chunk, parts.overlap, parts.on]
     packed = pack_of(world, given.pack, others, ALONE)
     setup, files = setup_of(world, options, packed), find_files(world, names)
     if not given.extract_only:  # extraction needs no model

@@ -21,8 +21,8 @@ _FILES = (
 _CITE = "Cite pages (sections or lines in files without pages), or nothing."
 _MODE = "Read everything in one part (whole), summarize parts and merge (map-reduce), or whole if it fits (auto)."
 _OUTPUT = "Write the complete summary to FILE instead of stdout; - = stdout. With --each, FOLDER/ gets a file for each."
-_PARALLEL = "Answer about N parts or files at the same time; the text is the same. With --engine and --on: N files."
-_ON = "With --each, let the workers of a Ray cluster summarize, each with its own model."
+_PARALLEL = "Answer about N parts or files at the same time; the text is the same."
+_ON = "Let workers of a Ray cluster answer, --parallel of them or one for each node."
 _PASSWORD = "File whose first line is the password of encrypted documents."
 _TYPE = "Treat files as pdf, html, epub, docx, mail, mhtml, notebook, markdown or text."
 
@@ -78,6 +78,8 @@ class SummarizeOptions(Options, panel="The model"):
         said, parts = self.summary, self.parts
         if parts.parallel < 1:
             raise UsageError(f"--parallel {parts.parallel}: at least 1", try_=["--parallel 2"])
+        if parts.on is not None and parts.on.partition("://")[0] != "ray":
+            raise UsageError(f"--on {parts.on}: ray or ray://ADDRESS", try_=["--on ray"])
         return Request(
             mode=parts.mode,
             length=length_of(said.length) if said.length is not None else None,

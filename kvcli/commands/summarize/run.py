@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, redirect_stdout, suppress
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from kvcli.commands.chat.save_chat import said_of
-from kvcli.commands.common.exits import Interrupt
+from kvcli.commands.common.exits import Interrupt, insisting
 from kvcli.commands.common.inputs import notes_of
 from kvcli.commands.common.load_model import CheckedRun, MemoryWishes, load_model, outlook_of
 from kvcli.commands.common.run_setup import Setup, refuse_beyond
@@ -17,7 +16,6 @@ from kvcli.commands.common.turn_json import run_of
 from kvcli.commands.fit import others_of
 from kvcli.commands.summarize.documents import InputDocument, InputDocuments, facts
 from kvcli.documents import marked, with_documents
-from kvcli.engines.pool import ordered
 from kvcli.errors import BadInput, ContextOverflow, EngineUnreachable, ExitStatus, KvcliError, UsageError
 from kvcli.render.summarize.notes import about_file, hung, notes, plan_lines, stopped, stretch, totals
 from kvcli.render.summarize.view import SummaryView
@@ -30,7 +28,7 @@ from kvcli.schemas.turn import TurnDocument, error_document
 from kvcli.summarize.ahead import Ahead
 from kvcli.summarize.cache import Cache
 from kvcli.summarize.document import extract_document, plan_document, summary_document
-from kvcli.summarize.events import Done, Event, PartEnded
+from kvcli.summarize.events import Event, PartEnded
 from kvcli.summarize.parts import AsRead, names_of
 from kvcli.summarize.plan import Plan, PlanWindow, make_plan, most_of
 from kvcli.summarize.run import asked_parts, summarize
@@ -131,10 +129,8 @@ class SummaryRun:
 
     def summarize(self) -> int:
         """Load the model and make all summaries; returns the exit code."""
-        if self.options.parts.on is not None:
-            return self.summarize_on(self.options.parts.on)
-        self.run, self.text_session = load_model(self.setup, self.profile, self.wanted, self.screen)
-        session = self.text_session
+        wording = self.open()
+        session, parts = self.text_session, self.options.parts
         if not session.info.limit:
             way = "--ctx N, as its server was started"
             raise UsageError(f"{session.info.id} does not tell its context window", code="unknown_window", try_=[way])
@@ -144,14 +140,9 @@ class SummaryRun:
                 session.pack = self.packed
             for note in self.run.notes:
                 self.tell(note)
-            wording = wording_of(session.info)
             wording.refuse(self.request, session.info.id)
-            window = PlanWindow.of(session, self.setup.pass_times(session.model))
-            if (n := self.options.parts.parallel) > 1 and session.engine is not None:
-                work = partial(self.summary_of, window=window, wording=wording)
-                return self.finish_all(ordered(work, self.groups, n, self.cancel))
-            folder, is_fresh = self.world.paths.cache, self.options.parts.no_cache
-            self.cache = Cache.of(folder, session.info, self.run.profile, is_fresh=is_fresh)
+            window = PlanWindow.of(session, () if parts.on is not None else self.setup.pass_times(session.model))
+            self.cache = Cache.of(self.world.paths.cache, session.info, self.run.profile, is_fresh=parts.no_cache)
             plans = [cache(partial(self.plan, given, window, wording)) for given in self.groups]
             with self.several(plans) as self.ahead:
                 for given, plan in zip(self.groups, plans, strict=True):
@@ -161,6 +152,19 @@ class SummaryRun:
                     if self.cancel():
                         return ExitStatus.INTERRUPTED
         return self.status
+
+    def open(self) -> Wording:
+        """Load the model, here or with --on in workers of a Ray cluster. Return its wording."""
+        if (on := self.options.parts.on) is None:
+            self.run, self.text_session = load_model(self.setup, self.profile, self.wanted, self.screen)
+            return wording_of(self.text_session.info)
+        from kvcli.commands.summarize.on_ray import open_ray
+
+        with insisting(), busy_word(self.screen, f"loading {self.setup.name}"):
+            session = open_ray(on, self.setup.lasting_name, self.profile, self.options.parts.parallel)
+        self.text_session = cast("TextSession", session)
+        self.run = CheckedRun(self.setup, session.profile, notes=session.cautions)
+        return session.wording
 
     @contextmanager
     def several(self, plans: Sequence[Callable[[], Plan]]) -> Iterator[Ahead | None]:
@@ -174,52 +178,13 @@ class SummaryRun:
 
         with ExitStack() as ends:
             sessions = [self.text_session]
-            for _ in range(self.options.parts.parallel - 1):
+            for _ in range(max(self.options.parts.parallel, sessions[0].n_workers) - 1):
                 sessions.append(ends.enter_context(self.text_session.with_profile(self.text_session.profile)))
                 sessions[-1].pack = self.packed
             yield Ahead(sessions, prompts(), self.cancel, self.save_kv_cache) if len(sessions) > 1 else None
 
     def plan(self, given: Sequence[InputDocument], window: PlanWindow, wording: Wording) -> Plan:
         return make_plan([one.document for one in given], self.request, window, wording, self.read)
-
-    def summarize_on(self, address: str) -> int:
-        """Make all summaries by the workers of a Ray cluster; returns the exit code."""
-        from kvcli.commands.summarize.on_ray import summaries
-
-        where = {"ray": "local", "ray://auto": "auto"}.get(address, address)
-        given = (where, self.setup.lasting_name, self.profile, self.request, self.groups, self.options.parts.parallel)
-
-        def of(result: Callable[[], Any]) -> Summary:
-            about = result()
-            self.text_session, self.run = about, CheckedRun(self.setup, about.profile)
-            return cast("Summary", about.summary)
-
-        with redirect_stdout(sys.stderr):  # Ray prints there that a worker died
-            found = summaries(*given, self.cancel)
-            return self.finish_all((group, partial(of, result)) for group, result in found)
-
-    def finish_all(self, found: Iterable[tuple[Sequence[InputDocument], Callable[[], Summary]]]) -> int:
-        """Finish summaries that are made side by side, in the order of their files; returns the exit code."""
-        with self.cancel:
-            for i, (given, result) in enumerate(found, 1):
-                if self.cancel():
-                    break
-                self.begin(given)
-                with self.attempt(given):
-                    summary = result()
-                    if (live := self.out.live()) is not None:
-                        Terminal.of(self.world, "stdout").write(live(summary.points))
-                    self.finish(given, summary)
-                    self.tell(f"{i} of {len(self.groups)}: {given[0].heading}")
-        return ExitStatus.INTERRUPTED if self.cancel() else self.status
-
-    def summary_of(self, given: Sequence[InputDocument], window: PlanWindow, wording: Wording) -> Summary:
-        """Make one summary without showing its progress."""
-        documents, is_fresh = [one.document for one in given], self.options.parts.no_cache
-        plan = make_plan(documents, self.request, window, wording)
-        cache = Cache.of(self.world.paths.cache, self.text_session.info, self.run.profile, is_fresh=is_fresh)
-        events = summarize(self.text_session, documents, cache=cache, cancel=self.cancel, plan=plan)
-        return next(event.summary for event in events if isinstance(event, Done))  # after Ctrl-C nobody asks for it
 
     def begin(self, given: Sequence[InputDocument]) -> None:
         """Begin the output of one summary, with a heading if there are several."""

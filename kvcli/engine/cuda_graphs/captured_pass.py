@@ -217,7 +217,7 @@ class PendingPass:
 def can_run_ahead(request: ForwardRequest) -> bool:
     """True if the sampled token is the only row of the next pass, and no other output is requested."""
     records = request.record_queries or request.record_hidden_states
-    scores = request.draw is not None and request.draw.sampler.top_logprobs is not None
+    scores = request.draw is not None and request.draw.is_scored
     return bool(request.rows.ahead) and not records and not scores and request.logits_hook is None
 
 
@@ -502,7 +502,7 @@ class CapturedBatch:
         for i, (request, back) in enumerate(zip(requests, backs, strict=True)):
             # otherwise the buffer has the logits of the next pass
             logits = self._none if is_stored else self._logits[i][: request.rows.n_rows]
-            if request.draw is not None and request.draw.sampler.top_logprobs is not None:
+            if request.draw is not None and request.draw.is_scored:
                 logits = logits.clone()  # its tokens are scored later
             queries = [q[:, : len(request.record_queries)] for q in self._queries[i]] if request.record_queries else []
             commit_rows = partial(self._commit, i, request, caches[i], is_stored)

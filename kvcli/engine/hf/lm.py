@@ -17,6 +17,7 @@ from kvcli.engine.hf.mla import LatentProjection
 from kvcli.engine.hf.recurrent_layers import RecurrentLayers
 from kvcli.engine.model_info import ModelInfo
 from kvcli.engine.ranks import Ranks
+from kvcli.environment import LargeBlocks
 from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.rope import Rotary
 from kvcli.kv.slots import AttentionParams, LayerShape
@@ -94,6 +95,7 @@ class LM:
         self.rotaries: tuple[Rotary | None, ...] | None = None
         # data kept between sequences, by kind: findings of drafters, MTP layers, captured passes
         self.remembers: dict[object, Any] = {}
+        self.large_blocks = LargeBlocks()
         self.layers = layout.layers  # decoder layers, if the model has a list of them
         self._check_gates, self._has_gates = check_gates, False  # layer gates are installed and work
         self._is_shown = False  # input of the output layer is recorded

@@ -45,7 +45,7 @@ from kvcli.models.source import Source
 _ATTENTION = "kvcli"  # our name in transformers' registries
 
 
-@environment.return_large_blocks()
+@environment.LargeBlocks().returned()
 def open_lm(
     source: Source,
     *,

@@ -63,7 +63,6 @@ class Sampler:
     xtc_probability: float = 0.0  # XTC, which drops all likely tokens but one, acts at this share of positions
     xtc_threshold: float = 0.1  # probability of a likely token
     seed: int = 0
-    top_logprobs: int | None = None  # most likely tokens that are returned with each token's score; None = no scores
 
     @property
     def penalties(self) -> dict[str, float]:
@@ -74,7 +73,6 @@ class Sampler:
     def numbers(self) -> dict[str, float]:
         """Temperature, and numbers that differ from what has no effect, by profile key."""
         values = {of.name: getattr(self, of.name) for of in fields(self) if getattr(self, of.name) != of.default}
-        values.pop("top_logprobs", None)  # it changes no token
         return {"temperature": self.temperature} | {k: v for k, v in values.items() if isinstance(v, int | float)}
 
     def facts(self, history: TokenHistory, paths: Sequence[Sequence[int]], answer_at: int) -> TokenFacts:

@@ -70,11 +70,11 @@ class GenerationSession(SequenceState):
         draft = yield from await_passes(self.drafter.propose(self.ids, room, self))
         rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
         assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than allowed"
-        sampling = SamplingContext(self.sampler, self.history, self.constraint, self.ids, self.answer_at)
+        draw = SamplingContext(self.sampler, self.history, self.constraint, self.ids, self.answer_at, self.is_scored)
         recorded = self.query_recorder.rows_to_record_in_tree(rows.tree)
         recorded = range(rows.tree) if draft.needs == "queries" else recorded
         result = yield ForwardRequest(
-            self.lm, rows, self.cache, self.view, rows.want, sampling, self.drafter.logits_hook, recorded,
+            self.lm, rows, self.cache, self.view, rows.want, draw, self.drafter.logits_hook, recorded,
             grows=self._grows(most), states=self.states, record_hidden_states=draft.needs == "hidden",
         )  # fmt: skip
         path, new = accepted_path(rows, result.drawn, stop)

@@ -172,6 +172,7 @@ class SequenceState:
         self.history = TokenHistory(lm.vocab, "cpu" if lm.device.type == "mps" else lm.device)
         self.constraint: Constraint | None = None  # constraint of the answer, which starts at `answer_at`
         self.answer_at = 0
+        self.is_scored = False  # the logits of each step are read after it
         self.kinds = kinds  # token kinds by id
         self.kind_spans: Sequence[KindSpan] = ()  # token kinds by position
         self.marks = wants.marks  # kinds that the policy needs to be marked in prompts
