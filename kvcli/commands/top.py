@@ -14,7 +14,7 @@ from kvcli.commands.common.output import print_json, print_table
 from kvcli.environment import Environment
 from kvcli.errors import EngineUnreachable, ExitStatus, UsageError
 from kvcli.render.terminal.screen import LiveRegion
-from kvcli.render.terminal.tables import columns, fitting
+from kvcli.render.terminal.tables import GAP, clip, columns, fitting
 from kvcli.render.terminal.terminal import Terminal
 from kvcli.safe_output import Styled
 from kvcli.schemas.listings import ServerLoad, TopDocument
@@ -26,7 +26,8 @@ SHAPES = {
     "acceptance": "{:.0%}", "first_token": "{:.2f} s",
 }  # fmt: skip
 HEAD = ("server", "running", "waiting", "KV", "tok/s", "read tok/s", "accepted", "first token", "")
-DROP = ("read tok/s", "accepted", "first token", "waiting")  # columns that a narrow terminal leaves out, in order
+# columns that a narrow terminal leaves out, in order
+DROP = ("read tok/s", "accepted", "first token", "waiting", "KV", "running")
 
 _URLS = "Addresses of vLLM, SGLang (--enable-metrics), llama-server (--metrics) or kvcli serve."
 
@@ -69,8 +70,7 @@ def top(world: Environment, options: TopOptions) -> int:
     region = LiveRegion(out) if out.live and not world.options.json else None
 
     def lines() -> list[Styled]:
-        shown = columns(fitting(table(rows), out.width - 1, DROP), out.width - 1)
-        return [out.paint([(line, "")]) for line in shown]
+        return [out.paint([(line, "")]) for line in screen(rows, out.width - 1)]
 
     with Interrupt(world.clock) as cancel:
         rows = look()
@@ -97,3 +97,13 @@ def table(rows: Sequence[ServerLoad]) -> list[list[str]]:
     cells = [[s.format(v) if (v := getattr(row, c)) is not None else "-" for c, s in SHAPES.items()] for row in rows]
     named = zip(rows, cells, strict=True)
     return [[*HEAD], *([row.url.partition("://")[2], *cell, row.error or ""] for row, cell in named)]
+
+
+def screen(rows: Sequence[ServerLoad], width: int) -> list[str]:
+    """Return the table in lines of at most `width` columns; an error has the place of the figures."""
+    cells = [[clip(name, width * 2 // 5), *figures] for name, *figures, _ in table(rows)]
+    lines = columns(fitting(cells, width, DROP))
+    start = max(len(name) for name, *_ in cells) + GAP
+    for i, row in enumerate(rows, 1):
+        lines[i] = f"{cells[i][0]:<{start}}{row.error}" if row.error else lines[i]
+    return [clip(line, width) for line in lines]

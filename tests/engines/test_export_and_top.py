@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcli.commands.top import screen
 from kvcli.engines import export as exports
 from kvcli.engines.metrics import figures, parsed
 from kvcli.schemas.listings import ProfilesDocument, ServerLoad, TopDocument
@@ -132,3 +133,20 @@ def test_top_once_with_a_server_that_does_not_answer(shell: Shell, engine: FakeE
     assert "25%" in shell.out
     assert shell("top", "http://127.0.0.1:9", "--interval", "0.1") == 7
     assert shell("top", "URL", "--interval", "0") == 2
+
+
+@pytest.mark.parametrize("width", [24, 39, 79, 199])
+def test_each_server_has_one_line_at_every_width(width: int) -> None:
+    rows = [
+        ServerLoad(
+            url="http://127.0.0.1:8000", running=3, waiting=2, kv=0.25, tok_s=1234.5, read_tok_s=4, first_token=1
+        ),
+        ServerLoad(url="https://inference-server-17.example.org:8080", error="engine_unreachable"),
+    ]
+    head, up, down = screen(rows, width)
+    assert max(map(len, (head, up, down))) <= width
+    assert head.split()[0] == "server"
+    assert ("KV" in head) == ("running" in head) == (width >= 39)
+    assert "1234.5" in up  # no figure is cut
+    assert up.startswith("127.0.0." if width == 24 else "127.0.0.1:8000  ")
+    assert (down.split()[-1] == "engine_unreachable") == (width >= 39)
