@@ -111,8 +111,8 @@ class Server:
             return EngineUnreachable(f"{self.url} sent nothing for {seconds:g} s", code="engine_silent", try_=ways)
         ways = ["start the server, or wait until it has its model", "--base-url with the address that it prints"]
         what = f"{self.url} was lost during its answer" if has_begun else f"no answer from {self.url}"
-        code = "engine_lost" if has_begun else "engine_unreachable"
-        return EngineLost(f"{what}: {str(error) or type(error).__name__}", code=code, try_=ways)
+        kind = EngineLost if has_begun else EngineUnreachable  # which was tried long enough
+        return kind(f"{what}: {str(error) or type(error).__name__}", try_=ways)
 
 
 async def _next(lines: AsyncGenerator[str], seconds: float, cancel: Cancel) -> str | None:

@@ -30,6 +30,8 @@ PROFILES = [file.profile for file in builtin_files()]
             ['{"temperature": 0.2, "top_p": 0.9}', "--override-generation-config"],
         ),
         ("vllm", ["spec.max=4"], ['"num_speculative_tokens": 4,']),
+        ("vllm", ["spec.method=model"], ['"model": "DRAFT"']),
+        ("vllm", ["kv.k_bits=4", "exactness=approx"], ["--kv-cache-dtype int4_per_token_head"]),
         ("sglang", ["context.limit=8192"], ["--context-length 8192", "--speculative-algorithm NGRAM"]),
         ("llama-server", ["prefill.chunk=256", "sample.seed=7"], ["--batch-size 256 --ubatch-size 256", "--seed 7"]),
         ("hf", ["sample.temperature=0.0"], ['"do_sample": false', '"prompt_lookup_num_tokens": 15']),

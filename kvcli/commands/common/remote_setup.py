@@ -80,7 +80,7 @@ def remote_setup(world: Environment, options: Options, asked: EngineOptions, fla
     key = read_key(world, asked.key_file) if asked.key_file is not None else ""
     values = options.values()
     # a pile of files waits a minute for a server that starts again
-    server = Server(asked.base_url, key, first_byte=asked.engine_timeout, tries=9 if values.get("each") else 4)
+    server = Server(asked.base_url, key, first_byte=asked.engine_timeout, tries=8 if values.get("each") else 4)
     address = urlsplit(asked.base_url)
     if key and address.scheme == "http" and address.hostname not in ("localhost", "127.0.0.1", "::1"):
         tell(world, f"the key is sent to {address.hostname} without encryption; https or an SSH tunnel protects it")

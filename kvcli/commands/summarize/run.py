@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout, suppress
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -280,7 +281,9 @@ class SummaryRun:
         fresh = [answered.turn for answered in summary.turns if not answered.is_cached]
         if self.tells and self.screen.stats != "off":
             if len(fresh) == 1 and len(summary.turns) == 1:
-                show_summary(fresh[0], self.screen)
+                show_summary(
+                    replace(fresh[0], finish="stop"), self.screen
+                )  # the notes say that it was cut, and --length
             elif fresh:
                 self.screen.err.lines(joined(totals(summary), self.screen.err.width, indent="  "), "dim")
         if any(answered.turn.finish == "loop" for answered in summary.turns):
