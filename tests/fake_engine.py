@@ -56,6 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/metrics":
+            self.server.keys.append(self.headers["Authorization"])
             self._answer(200, self.server.metrics)
         elif self.path == "/v1/models":
             self._answer(200, json.dumps({"object": "list", "data": self.server.models}))

@@ -135,6 +135,10 @@ def test_top_once_with_a_server_that_does_not_answer(shell: Shell, engine: FakeE
     assert "25%" in shell.out
     assert shell("top", "http://127.0.0.1:9", "--interval", "0.1") == 7
     assert shell("top", "URL", "--interval", "0") == 2
+    (tmp_path / "key").write_text("sk-1")
+    (tmp_path / "key").chmod(0o600)
+    assert shell("top", "URL", "--interval", "0.1", "--key-file", "key") == 0
+    assert engine.keys[-1] == "Bearer sk-1"
 
 
 @pytest.mark.parametrize("width", [24, 39, 79, 199])

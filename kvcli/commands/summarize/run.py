@@ -281,9 +281,7 @@ class SummaryRun:
         fresh = [answered.turn for answered in summary.turns if not answered.is_cached]
         if self.tells and self.screen.stats != "off":
             if len(fresh) == 1 and len(summary.turns) == 1:
-                show_summary(
-                    replace(fresh[0], finish="stop"), self.screen
-                )  # the notes say that it was cut, and --length
+                show_summary(replace(fresh[0], finish="stop"), self.screen)  # a note says that it was cut
             elif fresh:
                 self.screen.err.lines(joined(totals(summary), self.screen.err.width, indent="  "), "dim")
         if any(answered.turn.finish == "loop" for answered in summary.turns):
