@@ -172,8 +172,8 @@ class Chat:
             shown, n = self.visible_messages, len(self.messages)
             if has_begun or not (yield from self._leave_out(question, error.detail, options)):
                 name, tokenizer = self.called or self.text_session.info.id, self.text_session.tokenizer
-                url = self.text_session.engine.url if self.text_session.engine else ""
-                error.try_ = (*fitting(question.documents, error.detail, tokenizer, name, url), *error.try_)
+                where = f" --engine openai --base-url {engine.url}" if (engine := self.text_session.engine) else ""
+                error.try_ = (*fitting(question.documents, error.detail, tokenizer, name, where), *error.try_)
                 raise
             try:
                 yield from self._ask(question, **options)

@@ -26,8 +26,7 @@ SHAPES = {
     "acceptance": "{:.0%}", "first_token": "{:.2f} s",
 }  # fmt: skip
 HEAD = ("server", "running", "waiting", "KV", "tok/s", "read tok/s", "accepted", "first token", "")
-# columns that a narrow terminal leaves out, in order
-DROP = ("read tok/s", "accepted", "first token", "waiting", "KV", "running")
+DROP = ("read tok/s", "accepted", "first token", "waiting", "KV", "running")  # left out where it is narrow, in order
 
 _URLS = "Addresses of vLLM, SGLang (--enable-metrics), llama-server (--metrics) or kvcli serve."
 
@@ -51,8 +50,7 @@ def top(world: Environment, options: TopOptions) -> int:
     if not 0.1 <= options.interval <= 3600:
         raise UsageError("--interval takes 0.1 to 3600 seconds", try_=["--interval 2"])
     bases = [url.rstrip("/").removesuffix("/v1") for url in options.urls]
-    keys = [key_for(world, options.key_file, url) for url in bases]
-    servers = [Server(*one, connect=2.0, first_byte=5.0, silence=5.0, tries=1) for one in zip(bases, keys, strict=True)]
+    servers = [Server(url, key_for(world, options.key_file, url), 2.0, 5.0, 5.0, tries=1) for url in bases]
     looks: dict[str, tuple[float, Mapping[str, float]]] = {}
 
     def look() -> list[ServerLoad]:
