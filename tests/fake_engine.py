@@ -11,6 +11,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 WORDS = ["The well ", "is 40 m ", "deep."]
+# `error` of an answer that is no answer, as these servers write it
+REFUSALS: dict[str, object] = {
+    "400": {"message": "This model's maximum context length is 4096 tokens"},
+    "400 after llama-server": {
+        "code": 400, "type": "exceed_context_size_error", "n_prompt_tokens": 10433, "n_ctx": 4096,
+        "message": "request (10433 tokens) exceeds the available context size (4096 tokens), try increasing it",
+    },
+    "401 after llama-server": {"message": "Invalid API Key", "type": "authentication_error", "code": 401},
+    "401 after vLLM": "Unauthorized",
+}  # fmt: skip
 USAGE = {"prompt_tokens": 31, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 16}}
 
 
@@ -47,6 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/metrics":
+            self.server.keys.append(self.headers["Authorization"])
             self._answer(200, self.server.metrics)
         elif self.path == "/v1/models":
             self._answer(200, json.dumps({"object": "list", "data": self.server.models}))
@@ -60,14 +71,9 @@ class _Handler(BaseHTTPRequestHandler):
         how = server.behaviours.pop(0) if len(server.behaviours) > 1 else server.behaviours[0]
         status, _, after = how.partition(" after ")
         if status.isdecimal():
-            said = (
-                "This model's maximum context length is 4096 tokens"
-                if status == "400"
-                else f"no; key {self.headers['Authorization']}"
-            )
-            self._answer(
-                int(status), json.dumps({"error": {"message": said}}), **({"Retry_After": after} if after else {})
-            )
+            said = REFUSALS.get(how, {"message": f"no; key {self.headers['Authorization']}"})
+            headers = {"Retry_After": after} if after.isdecimal() else {}
+            self._answer(int(status), json.dumps({"error": said}), **headers)
             return
         if how == "reset":
             self.connection.close()

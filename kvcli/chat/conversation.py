@@ -149,7 +149,8 @@ class Chat:
     ) -> Generator[Event]:
         self.tools = self.tools if tools is None else tools
         if self.text_session.on_overflow != "compress":
-            refuse_longer(question.content, self.text_session.tokenizer, self.text_session.limit)
+            session = self.text_session
+            refuse_longer(question.content, session.tokenizer, session.limit, is_here=session.engine is None)
         asked = self.rendered([*self.messages, question])
         said: list[str] = []
         has_begun = ended = False
@@ -171,7 +172,8 @@ class Chat:
             shown, n = self.visible_messages, len(self.messages)
             if has_begun or not (yield from self._leave_out(question, error.detail, options)):
                 name, tokenizer = self.called or self.text_session.info.id, self.text_session.tokenizer
-                error.try_ = (*fitting(question.documents, error.detail, tokenizer, name), *error.try_)
+                where = f" --engine openai --base-url {engine.url}" if (engine := self.text_session.engine) else ""
+                error.try_ = (*fitting(question.documents, error.detail, tokenizer, name, where), *error.try_)
                 raise
             try:
                 yield from self._ask(question, **options)

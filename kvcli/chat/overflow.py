@@ -74,8 +74,9 @@ def with_longer_windows(tokens: int) -> list[str]:
     return [f"-m {' or -m '.join(names)}: a longer context window"] if names else []
 
 
-def refuse_longer(text: str, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
-    """Raise ContextOverflow, before tokenizing, for text that exceeds the window even in the longest tokens."""
+def refuse_longer(text: str, tokenizer: PreTrainedTokenizerBase, limit: int, *, is_here: bool = True) -> None:
+    """Raise ContextOverflow, before tokenizing, for text that exceeds the window even in the longest tokens.
+    `is_here`: this program runs the model, and may run another instead."""
     if len(text) <= 16 * limit or (least := len(text) // max(map(len, tokenizer.get_vocab()))) <= limit:
         return
     raise ContextOverflow(
@@ -84,7 +85,7 @@ def refuse_longer(text: str, tokenizer: PreTrainedTokenizerBase, limit: int) -> 
         detail={"prompt": least, "reserve": 0, "limit": limit},
         try_=[
             "kvcli summarize FILE, which reads it in parts",
-            *with_longer_windows(least),
+            *(with_longer_windows(least) if is_here else ()),
             "attach a shorter document",
         ],
     )
@@ -133,9 +134,9 @@ def shorter(
 
 
 def fitting(
-    documents: Sequence[Document], detail: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model: str
+    documents: Sequence[Document], detail: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, model: str, where: str
 ) -> list[str]:
-    """Return commands to type if documents of a question are too long: pages that fit, or `kvcli summarize`."""
+    """Return commands against documents too long: pages that fit, or `kvcli summarize` with the options `where`."""
     tokens = {d.name: d.tokens(tokenizer) for d in documents}
     if not tokens or (over := detail["prompt"] + detail["reserve"] - detail["limit"]) <= 0:
         return []
@@ -144,4 +145,4 @@ def fitting(
     sizes = accumulate(len(encode(tokenizer, section.text)) + PAGE_MARK for section in pages)
     n = bisect_right([*sizes], room) if longest.unit == "page" else 0
     ways = [f"-f {name}:{pages[0].number}-{pages[n - 1].number}, pages that fit"] if n else []
-    return [*ways, f"kvcli summarize {name} -m {quote(model)}, which reads it in parts"]
+    return [*ways, f"kvcli summarize {name} -m {quote(model)}{where}, which reads it in parts"]

@@ -34,6 +34,7 @@ _URLS = "Addresses of vLLM, SGLang (--enable-metrics), llama-server (--metrics) 
 class TopOptions(Options, panel="The servers"):
     urls: Annotated[list[str], typer.Argument(metavar="URL", help=_URLS, show_default=False)]
     interval: float = choice(default=2.0, metavar="SECONDS", help="Time between two looks. Default: 2.")
+    key_file: str | None = choice(metavar="FILE", help="Private file with the key of all these servers.")
 
 
 @command(app)
@@ -42,13 +43,14 @@ def top(world: Environment, options: TopOptions) -> int:
 
     KV is the used part of the KV cache; the rates are of the last interval.
     """
+    from kvcli.commands.common.remote_setup import key_for
     from kvcli.engines.http import Refused, Server
     from kvcli.engines.metrics import figures, parsed
 
     if not 0.1 <= options.interval <= 3600:
         raise UsageError("--interval takes 0.1 to 3600 seconds", try_=["--interval 2"])
     bases = [url.rstrip("/").removesuffix("/v1") for url in options.urls]
-    servers = [Server(url, connect=2.0, first_byte=5.0, silence=5.0, tries=1) for url in bases]
+    servers = [Server(url, key_for(world, options.key_file, url), 2.0, 5.0, 5.0, tries=1) for url in bases]
     looks: dict[str, tuple[float, Mapping[str, float]]] = {}
 
     def look(server: Server) -> ServerLoad:

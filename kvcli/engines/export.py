@@ -28,7 +28,7 @@ def export(profile: Profile, engine: str) -> ExportedProfile:
     def filled(word: str, value: object) -> str:
         def said(at: re.Match[str]) -> str:
             used.add(at[1])
-            one = profile.values.get(at[1], value)
+            one = profile.values.get(at[1], value) or "DRAFT"  # a draft model that kvcli chooses has no name here
             return json.dumps(one) if word.startswith("{") else str(one)
 
         return re.sub(r"<([\w.]*)>", said, word)

@@ -30,6 +30,8 @@ PROFILES = [file.profile for file in builtin_files()]
             ['{"temperature": 0.2, "top_p": 0.9}', "--override-generation-config"],
         ),
         ("vllm", ["spec.max=4"], ['"num_speculative_tokens": 4,']),
+        ("vllm", ["spec.method=model"], ['"model": "DRAFT"']),
+        ("vllm", ["kv.k_bits=4", "exactness=approx"], ["--kv-cache-dtype int4_per_token_head"]),
         ("sglang", ["context.limit=8192"], ["--context-length 8192", "--speculative-algorithm NGRAM"]),
         ("llama-server", ["prefill.chunk=256", "sample.seed=7"], ["--batch-size 256 --ubatch-size 256", "--seed 7"]),
         ("hf", ["sample.temperature=0.0"], ['"do_sample": false', '"prompt_lookup_num_tokens": 15']),
@@ -133,6 +135,10 @@ def test_top_once_with_a_server_that_does_not_answer(shell: Shell, engine: FakeE
     assert "25%" in shell.out
     assert shell("top", "http://127.0.0.1:9", "--interval", "0.1") == 7
     assert shell("top", "URL", "--interval", "0") == 2
+    (tmp_path / "key").write_text("sk-1")
+    (tmp_path / "key").chmod(0o600)
+    assert shell("top", "URL", "--interval", "0.1", "--key-file", "key") == 0
+    assert engine.keys[-1] == "Bearer sk-1"
 
 
 @pytest.mark.parametrize("width", [24, 39, 79, 199])

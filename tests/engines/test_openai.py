@@ -144,6 +144,9 @@ def test_a_profile_of_the_server_is_chosen_and_its_promise_told(shell: Shell) ->
         (["401"], 7, "engine_key", "--key-file FILE"),
         (["404"], 4, "model_not_found", "has no model tiny"),
         (["400"], 6, "context_overflow", "kvcli summarize FILE"),
+        (["400 after llama-server"], 6, "context_overflow", "request (10433 tokens) exceeds"),
+        (["401 after llama-server"], 7, "engine_key", "  Invalid API Key\n"),
+        (["401 after vLLM"], 7, "engine_key", "  Unauthorized\n"),
         (["429 after 900"], 7, "engine_busy", "is busy (429)"),
         (["garbage"], 7, "engine_garbage", "it works"),
         (["fails"], 7, "engine_failed", "out of memory"),
@@ -166,6 +169,16 @@ def test_each_failure_has_its_error(
     assert len(shell.engine.bodies) == 1  # none of these is tried again
     assert '"message"' not in shell.err  # the server's words, not its JSON
     assert ("The well is 40 m" in shell.out) == (behaviours[0] in ("fails", "dropped", "torn", "stalls"))
+
+
+@pytest.mark.parametrize(("words", "way"), [(2_100, "a.txt -m tiny --engine openai --base-url URL"), (30_000, "FILE")])
+def test_what_helps_against_a_long_document_names_the_server(shell: Shell, words: int, way: str) -> None:
+    (shell.home / "a.txt").write_text("depth " * words)
+    shell.engine.behaviours = ["400 after llama-server"]
+    assert shell.chat("-f", "a.txt") == 6
+    said = " ".join(shell.err.split())
+    assert f"kvcli summarize {way.replace('URL', shell.engine.url)}, which reads it in parts" in said
+    assert "longer context window" not in said  # of a model that the server does not have
 
 
 def test_a_failure_keeps_the_words_so_far(engine: FakeEngine) -> None:

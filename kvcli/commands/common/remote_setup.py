@@ -77,12 +77,16 @@ def remote_setup(world: Environment, options: Options, asked: EngineOptions, fla
         raise UsageError("--engine-timeout takes a number of seconds above 0", try_=["--engine-timeout 600"])
     if world.options.offline:
         raise UsageError("--engine openai excludes --offline", try_=["only one of them"])
-    key = read_key(world, asked.key_file) if asked.key_file is not None else ""
-    values = options.values()
+    key, values = key_for(world, asked.key_file, asked.base_url), options.values()
     # a pile of files waits a minute for a server that starts again
-    server = Server(asked.base_url, key, first_byte=asked.engine_timeout, tries=9 if values.get("each") else 4)
-    address = urlsplit(asked.base_url)
-    if key and address.scheme == "http" and address.hostname not in ("localhost", "127.0.0.1", "::1"):
-        tell(world, f"the key is sent to {address.hostname} without encryption; https or an SSH tunnel protects it")
+    server = Server(asked.base_url, key, first_byte=asked.engine_timeout, tries=8 if values.get("each") else 4)
     model = values.get("model")
     return RemoteSetup(world, str(model) if model else None, flags, is_typed=True, server=server)
+
+
+def key_for(world: Environment, file: str | None, url: str) -> str:
+    """Return the key of a file, if one is named, and say if the way to the server has no encryption."""
+    key, address = "" if file is None else read_key(world, file), urlsplit(url)
+    if key and address.scheme == "http" and address.hostname not in ("localhost", "127.0.0.1", "::1"):
+        tell(world, f"the key is sent to {address.hostname} without encryption; https or an SSH tunnel protects it")
+    return key

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, cast
 
@@ -245,7 +246,7 @@ class SummaryRun:
         fresh = [answered.turn for answered in summary.turns if not answered.is_cached]
         if self.tells and self.screen.stats != "off":
             if len(fresh) == 1 and len(summary.turns) == 1:
-                show_summary(fresh[0], self.screen)
+                show_summary(replace(fresh[0], finish="stop"), self.screen)  # a note says that it was cut
             elif fresh:
                 self.screen.err.lines(joined(totals(summary), self.screen.err.width, indent="  "), "dim")
         if any(answered.turn.finish == "loop" for answered in summary.turns):
