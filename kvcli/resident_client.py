@@ -1,4 +1,4 @@
-"""Client of a resident model: a process that `kvcli keep` started runs this command, with this process's terminal.
+"""Client of a resident model: the process of `kvcli serve` runs this command, with this process's terminal.
 
 Standard library only, because it runs before anything is imported. The resident process forks one process for each
 command, which gets the arguments, variables, folder and open streams of this one and runs the same code. This process

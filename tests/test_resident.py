@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -18,12 +17,14 @@ import pexpect
 import pytest
 import torch
 
-from kvcli.commands.resident.keep import seconds
+from kvcli.commands.resident.share import can_share
 from kvcli.demo import weights_dir
 from kvcli.engine.loading import weights
 from kvcli.environment import Paths
-from kvcli.errors import ExitStatus, UsageError
+from kvcli.errors import ExitStatus
 from kvcli.resident_client import connect, facts, folder_of, residents
+from kvcli.settings.config import Sources
+from kvcli.settings.profile import load_profile
 from kvcli.version import __version__
 from tests.fakes import Machine
 
@@ -34,15 +35,18 @@ ANSWER = "The stock of depot Gimness is 59 boxes of oil.\n"
 
 
 class Resident:
-    """`kvcli keep` of a copy of the demo model, and commands that use it."""
+    """`kvcli serve` of a copy of the demo model, and commands that use it."""
 
     def __init__(self, folder: Path) -> None:
         self.home, self.model = folder / ("long" * 30), folder / "model"  # a socket's path may have 108 bytes
         shutil.copytree(weights_dir(), self.model)
         self.env = {**os.environ, "KVCLI_HOME": str(self.home), "PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8"}
         self.env |= {"OPENBLAS_NUM_THREADS": "1"}  # its threads end before a fork
-        self.process = self.start("keep", str(self.model), "--set", "load.threads=2")
-        self.wait(lambda: self.files)
+        self.process = self.start("serve", str(self.model), "-P", "exact", "--port", "0", "--set", "load.threads=2")
+        self.own: list[str] = []
+        assert self.process.stdout is not None
+        assert "http://127.0.0.1:" in self.process.stdout.readline()
+        self.own = self.running
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -55,13 +59,10 @@ class Resident:
         return done.returncode, done.stdout, done.stderr
 
     @property
-    def files(self) -> list[Path]:
-        return sorted((self.home / "state" / "resident").glob("*.json"))
-
-    @property
     def running(self) -> list[str]:
-        """The processes of commands."""
-        return Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        """The processes of commands, without that of the server's own."""
+        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [process for process in found if process not in self.own]
 
     @staticmethod
     def wait(until: Any) -> None:
@@ -185,22 +186,17 @@ def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:
     assert not about.exists()
 
 
-def test_keep_refuses_what_cannot_be_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ps_and_stop_without_a_server(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    if sys.platform == "linux":
-        monkeypatch.setattr(weights, "find_device", lambda name: torch.device("cuda", 0))
-        done = machine("keep", "demo")
-        assert (done.exit, "cannot share a model on cuda:0" in done.err) == (ExitStatus.USAGE, True)
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    done = machine("keep", "demo")
-    assert (done.exit, "needs Linux" in done.err) == (ExitStatus.USAGE, True)
-    for wrong in ("30", "0m", "-1h", "soon"):
-        with pytest.raises(UsageError):
-            seconds(wrong)
-    assert [seconds("30m"), seconds("1.5h"), seconds(None)] == [1800, 5400, None]
     assert json.loads(machine("stop", "demo", "--json").out)["code"] == "not_running"
-    assert "no model is kept" in machine("stop").err
+    assert "no server has a model" in machine("stop").err
     if sys.platform != "win32":
         folder_of(machine.world().environ).mkdir(parents=True, mode=0o755)
         assert json.loads(machine("ps", "--json").out)["code"] == "folder_unusable"
+
+
+def test_a_model_is_shared_where_a_process_can_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = load_profile("exact", sources=Sources(), sets=("load.device=cpu",))
+    assert can_share(profile) == (sys.platform == "linux")
+    monkeypatch.setattr(weights, "find_device", lambda name: torch.device("cuda", 0))
+    assert not can_share(profile)

@@ -66,7 +66,7 @@ def serve(world: Environment, options: ServeOptions) -> int:
     from kvcli.chat.admission import EngineLimits
     from kvcli.commands.common.load_model import MemoryWishes, load_model, prepare
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.commands.resident.keep import can_share, share
+    from kvcli.commands.resident.share import can_share, share
     from kvcli.render.terminal.screen import Screen
 
     same = facts(sys.argv, world.environ) if sys.platform == "linux" else {}  # first: libraries set variables
@@ -86,7 +86,7 @@ def serve(world: Environment, options: ServeOptions) -> int:
         if world.shared is None and not options.run.no_server and can_share(setup.profile):
             listener.close()  # the fork opens it again, with the same command line
             profile = prepare(setup, setup.profile, wanted, screen.note).profile
-            return share(world, same, setup, profile, screen.note, "until Ctrl-C or kvcli stop", has_own=True)
+            return share(world, same, setup, profile, screen.note)
         run, session = load_model(setup, setup.profile, wanted, screen)
         session.close()
         for note in run.notes:

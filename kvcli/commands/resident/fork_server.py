@@ -112,20 +112,14 @@ def listening(folder: Path, about: Mapping[str, Any]) -> Iterator[socket.socket]
 class ForkServer:
     """The loop of the resident process, which computes nothing and has one thread."""
 
-    def __init__(self, tell: Callable[[str], None], keep: float | None, *, has_own: bool = False) -> None:
-        """`keep`: seconds without a command after which it ends; None = never. `has_own`: run the command of this
-        process in a fork, too, and end with it.
-        """
-        self.tell, self.keep, self.has_own = tell, keep, has_own
-        self.own = 0  # its process
-        self.status = 0  # its exit code
-        self.waiting: list[socket.socket] = []  # clients that have sent nothing yet
-        self.running: dict[int, socket.socket | None] = {}  # process of a command -> its client; None = killed
-        self.used = time.monotonic()
-        self.ends = 0  # signals to end so far
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.tell = tell
+        self.own = 0  # process of the command of this process; 0 = it ended
+        self.status = 0  # exit code of that command
+        self.running: dict[int, socket.socket | None] = {}  # process of a command -> its client, if it has one
 
     def run(self, folder: Path, about: Mapping[str, Any]) -> int:
-        """Serve until a signal, or until no command came for long enough; then wait for the commands that run.
+        """Run the own command in a fork and serve clients until it ends; then wait for the commands that still run.
 
         Returns the exit code of the own command. Raises Forked in each forked process.
         """
@@ -139,59 +133,49 @@ class ForkServer:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
                 signal.signal(number, self._hear)
         with listening(folder, about) as listener:
-            if self.has_own:
-                self.own = self._fork(None)
-            while not self.ends and self._serve(wakes, listener):
-                pass
+            self.own = self._fork(None)
+            while self.own:
+                self._serve(wakes, listener)
+        if self.running:
+            self.tell(f"{plural(len(self.running), 'command')} running: ends after them; Ctrl-C ends them too")
         while self.running:
             self._serve(wakes)
         signal.set_wakeup_fd(-1)
         return self.status
 
     def _hear(self, _number: int, _frame: object) -> None:
-        self.ends += 1
-        if self.own:
-            _kill(self.own, signal.SIGINT)
-        elif self.running:
-            more = "ends them" if self.ends > 1 else "ends after them; again, to end them too"
-            self.tell(f"{plural(len(self.running), 'command')} running: {more}")
-        for process in self.running.keys() - {self.own} if self.ends > 1 else ():
-            _kill(process, signal.SIGTERM)
+        """End the own command; if that has ended, the others."""
+        for process in [self.own] if self.own else self.running:
+            _kill(process, signal.SIGINT if self.own else signal.SIGTERM)
 
-    def _serve(self, wakes: socket.socket, listener: socket.socket | None = None) -> bool:
-        """Wait for a command, a signal or the end of a client, and handle it; False if nothing happened for `keep`."""
+    def _serve(self, wakes: socket.socket, listener: socket.socket | None = None) -> None:
+        """Wait for a client, a signal or the end of a client, and handle it."""
         clients = {client.fileno(): process for process, client in self.running.items() if client is not None}
         poll = select.poll()
         for handle in clients:
             poll.register(handle, select.POLLRDHUP)
-        for each in filter(None, (wakes, listener, *self.waiting)):
+        for each in filter(None, (wakes, listener)):
             poll.register(each, select.POLLIN)
-        left = None if self.keep is None or self.running else max(0.0, self.used + self.keep - time.monotonic())
-        ready = {handle for handle, _ in poll.poll(None if left is None else 1000 * left)}
+        ready = {handle for handle, _ in poll.poll()}
         with suppress(BlockingIOError):
             wakes.recv(1 << 12)
         for process in (clients[handle] for handle in ready & clients.keys()):  # the client was killed
             self.running[process] = None
             _kill(process, signal.SIGKILL)
-        for client in [each for each in self.waiting if each.fileno() in ready]:
-            self.waiting.remove(client)
-            self._fork(client)
         if listener is not None and listener.fileno() in ready:
             client, _ = listener.accept()
-            self.waiting.append(client)
+            if peer(client)[1] == os.getuid():
+                self._fork(client)
+            else:
+                client.close()
         self._reap()
-        return bool(ready)
 
     def _fork(self, client: socket.socket | None) -> int:
-        """Fork a process for the client. One of another user is not served, nor one that ended without a request."""
-        process = 0
-        if client is not None and (peer(client)[1] != os.getuid() or not client.recv(1, socket.MSG_PEEK)):
-            client.close()
-            return process
-        own, held = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDS, signal.SIGCHLD))
+        """Fork a process for the client; None = for the own command."""
+        process, own, held = 0, os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDS, signal.SIGCHLD))
         try:
             if not (process := os.fork()):
-                for other in filter(None, (*self.waiting, *self.running.values())):
+                for other in filter(None, self.running.values()):
                     other.close()
                 raise Forked(client, own)
             if client is not None:
@@ -216,9 +200,8 @@ class ForkServer:
             is_stopped = os.WIFSTOPPED(status)
             said = "stopped" if is_stopped else f"ended {os.waitstatus_to_exitcode(status)}"
             client = self.running.get(process) if is_stopped else self.running.pop(process, None)
-            self.used = time.monotonic()
             if process == self.own and not is_stopped:
-                self.own, self.ends, self.status = 0, 1, os.waitstatus_to_exitcode(status)
+                self.own, self.status = 0, os.waitstatus_to_exitcode(status)
             if client is not None:
                 with suppress(OSError):  # it was killed meanwhile
                     client.send(f"{said}\n".encode())

@@ -1,4 +1,4 @@
-"""`kvcli stop`: end the processes that keep models loaded."""
+"""`kvcli stop`: end the servers of this user."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SECONDS = 5.0  # for a process to close its socket
 
 @command(app)
 def stop(world: Environment, model: o.ModelName = None) -> None:
-    """End kvcli keep and kvcli serve, for one model or for all. Running commands go on."""
+    """End kvcli serve, for one model or for all. Commands that run go on to their end."""
     found = servers(world)
     named = [each for each in found if model in (None, each.model, each.path)]
     if model is not None and not named:
         here = [f"kvcli stop {each.model}" for each in found]
-        raise BadInput(f"no process keeps {model} loaded", code="not_running", try_=here or [f"kvcli keep {model}"])
+        raise BadInput(f"no server has {model} loaded", code="not_running", try_=here or [f"kvcli serve {model}"])
     if not named:
-        tell(world, "no model is kept loaded")
+        tell(world, "no server has a model loaded")
     for each in named:
         with suppress(ProcessLookupError):
             os.kill(each.pid, signal.SIGTERM)
