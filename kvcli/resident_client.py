@@ -30,8 +30,8 @@ READ_ONCE = (
     *("RAYON_", "TORCH", "PYTORCH_", "ATEN_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "NPY_"),
     *("CUDA_", "NVIDIA_", "TRITON_", "LD_", "MALLOC_", "GLIBC_", "SSL_", "TMPDIR", "BNB_"),
 )
-ENDS = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-FORWARDED = [*ENDS, *(n for n in signal.Signals if n.name in ("SIGQUIT", "SIGWINCH", "SIGTSTP", "SIGUSR1", "SIGUSR2"))]
+NAMES = "SIGINT SIGTERM SIGHUP SIGQUIT SIGWINCH SIGTSTP SIGUSR1 SIGUSR2".split()
+FORWARDED = [number for number in signal.Signals if number.name in NAMES]
 
 
 def folder_of(environ: Mapping[str, str]) -> Path:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,10 @@ class Resident:
         self.env = {**os.environ, "KVCLI_HOME": str(self.home), "PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8"}
         self.env |= {"OPENBLAS_NUM_THREADS": "1"}  # its threads end before a fork
         self.process = self.start("serve", str(self.model), "-P", "exact", "--port", "0", "--set", "load.threads=2")
-        self.own: list[str] = []
         assert self.process.stdout is not None
         assert "http://127.0.0.1:" in self.process.stdout.readline()
-        self.own = self.running
+        (file,) = (self.home / "state" / "resident").glob("*.json")
+        self.parent = int(file.stem)
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -60,9 +61,8 @@ class Resident:
 
     @property
     def running(self) -> list[str]:
-        """The processes of commands, without that of the server's own."""
-        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [process for process in found if process not in self.own]
+        """The processes of commands."""
+        return Path(f"/proc/{self.parent}/task/{self.parent}/children").read_text().split()
 
     @staticmethod
     def wait(until: Any) -> None:
@@ -76,6 +76,8 @@ class Resident:
 def resident(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resident]:
     found = Resident(tmp_path_factory.mktemp("resident"))
     yield found
+    with suppress(ProcessLookupError):
+        os.kill(found.parent, signal.SIGKILL)
     found.process.kill()
     found.process.communicate()
 
@@ -96,7 +98,7 @@ def test_a_command_prints_the_same_and_ends_the_same(resident: Resident) -> None
 @linux
 def test_the_parent_has_one_thread_of_all_libraries(resident: Resident) -> None:
     """A fork waits for ever for threads of OpenMP that its parent had."""
-    assert os.listdir(f"/proc/{resident.process.pid}/task") == [str(resident.process.pid)]
+    assert os.listdir(f"/proc/{resident.parent}/task") == [str(resident.parent)]
 
 
 @linux
@@ -145,14 +147,17 @@ def test_a_command_that_needs_something_else_loads_it_and_says_why(resident: Res
 
 
 @linux
-def test_a_command_reports_that_its_server_was_killed(resident: Resident) -> None:
-    client = resident.start("chat", str(resident.model), "--no-save", "--json", *QUESTION)
+def test_a_command_outlives_its_server_and_reports_that_its_parent_was_killed(resident: Resident) -> None:
+    client = resident.start("chat", str(resident.model), "--no-save")  # which waits for a question
     resident.wait(lambda: resident.running)
     time.sleep(0.3)
+    assert resident("stop", str(resident.model))[2].endswith("ends after 1 command\n")
+    assert resident.process.wait(60) == -signal.SIGTERM  # after its running answers
+    resident.wait(lambda: not list((resident.home / "state" / "resident").iterdir()))
     (process,) = resident.running
-    resident.process.kill()
-    said, _ = client.communicate(timeout=60)
-    assert (client.returncode, json.loads(said)["code"]) == (ExitStatus.ENGINE_UNREACHABLE, "server_lost")
+    os.kill(resident.parent, signal.SIGKILL)
+    _, said = client.communicate(timeout=60)
+    assert (client.returncode, "was killed with this command" in said) == (ExitStatus.ENGINE_UNREACHABLE, True)
     resident.wait(lambda: not Path("/proc", process).exists())
 
 

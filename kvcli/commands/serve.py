@@ -84,9 +84,8 @@ def serve(world: Environment, options: ServeOptions) -> int:
     screen, wanted = Screen.of(world), MemoryWishes(options.run.force, options.run.ctx == "max")
     with listen(options.host, options.port) as listener:
         if world.shared is None and not options.run.no_server and can_share(setup.profile):
-            listener.close()  # the fork opens it again, with the same command line
-            profile = prepare(setup, setup.profile, wanted, screen.note).profile
-            return share(world, same, setup, profile, screen.note)
+            fitted = prepare(setup, setup.profile, wanted, screen.note).profile
+            share(world, same, setup, fitted, screen.note, listener)
         run, session = load_model(setup, setup.profile, wanted, screen)
         session.close()
         for note in run.notes:

@@ -89,9 +89,10 @@ def start(
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         server = subprocess.Popen(serves, cwd=home, env=environment(ROOT, home), **pipes)
         server.stdout.readline()  # its address: the model is loaded
+        (file,) = Path(home, "state", "resident").glob("*.json")
         question = [model if word == "demo" else word for word in COMMANDS["one question"]]
         sides = {"kvcli serve": [], "loads itself": ["--no-server"]}
-        works = {side: partial(asked, question + extra, home, server.pid) for side, extra in sides.items()}
+        works = {side: partial(asked, question + extra, home, int(file.stem)) for side, extra in sides.items()}
         for side, found in in_turns(works, reps).items():
             user, wall, first = ([one[j] for one in found] for j in (0, 1, 2))
             row = {"command": f"one question to {Path(model).name}", "side": side, "user_s": median(user)}

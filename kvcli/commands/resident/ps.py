@@ -49,14 +49,14 @@ def servers(world: Environment) -> list[ServerEntry]:
             with suppress(psutil.NoSuchProcess):  # it ended meanwhile
                 process = psutil.Process(about["pid"])
                 figures = {
-                    "running": len(process.children()) - 1,  # without the server's own
+                    "running": len(process.children()),
                     "bytes": process.memory_info().rss,
                     "seconds": max(0.0, time.time() - about["since"]),
                 }
                 if (connection := connect(about)) is not None:
                     connection.close()
-                    facts = {key: about[key] for key in ("model", "path", "pid", "load")}
-                    found.append(ServerEntry(**facts, **figures))
+                    facts = {key: about[key] for key in ("model", "path", "load")}
+                    found.append(ServerEntry(pid=about["server"], **facts, **figures))
     except FileNotFoundError:
         pass
     except OSError as error:

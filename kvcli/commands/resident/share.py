@@ -1,8 +1,11 @@
-"""Load a model once, for processes that share its weights: that of `kvcli serve`, and those of other commands."""
+"""Load a model once, for the process of `kvcli serve` and for those of other commands, which share its weights."""
 
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import socket
 import sys
 import threading
 import time
@@ -13,7 +16,7 @@ from pkgutil import walk_packages
 from typing import TYPE_CHECKING
 
 from kvcli.commands.common.exits import insisting
-from kvcli.commands.resident.fork_server import ForkServer
+from kvcli.commands.resident.fork_server import ForkServer, end_with_parent
 from kvcli.environment import Environment
 from kvcli.resident_client import folder_of
 from kvcli.settings.schema import Load
@@ -36,19 +39,31 @@ def can_share(profile: Profile) -> bool:
 
 
 def share(
-    world: Environment, same: Mapping[str, str], setup: Setup, profile: Profile, tell: Callable[[str], None]
-) -> int:
-    """Load the model, and run this command and those of clients in forks. `same`: the facts of this process.
+    world: Environment,
+    same: Mapping[str, str],
+    setup: Setup,
+    profile: Profile,
+    tell: Callable[[str], None],
+    listener: socket.socket,
+) -> None:
+    """Load the model to `world.shared`, and fork the process that forks commands.
 
-    Returns the exit code of this command. Raises Forked in the forks, where `world.shared` has the weights.
+    `same`: the facts of this process. `listener`: closed in that process. Raises Forked in those of commands.
     """
     load = [f"{key} = {value}" for key, value in asdict(profile.load).items() if value != getattr(Load(), key)]
     shared = world.shared = opened(setup, profile, tell)
     about = {"version": __version__, "facts": same, "model": setup.name, "path": str(shared.given.path), "load": load}
-    tell(f"{setup.name} is loaded for kvcli chat and summarize, too")
+    times = {"server": os.getpid(), "since": time.time()}
     world.stdout.flush()
     world.stderr.flush()
-    return ForkServer(tell).run(folder_of(world.environ), about | {"since": time.time()})
+    if os.fork():
+        tell(f"{setup.name} is loaded for kvcli chat and summarize, too")
+        return
+    listener.close()
+    os.setsid()  # without a terminal: commands could not read from that of another session
+    end_with_parent(signal.SIGTERM)
+    ForkServer().run(folder_of(world.environ), about | times)
+    os._exit(0)
 
 
 def opened(setup: Setup, profile: Profile, tell: Callable[[str], None]) -> SharedWeights:
