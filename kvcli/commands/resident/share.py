@@ -62,7 +62,10 @@ def share(
     listener.close()
     os.setsid()  # without a terminal: commands could not read from that of another session
     end_with_parent(signal.SIGTERM)
-    ForkServer().run(folder_of(world.environ), about | times)
+    try:
+        ForkServer().run(folder_of(world.environ), about | times)
+    except OSError as error:  # no place for its socket: the server goes on without it
+        tell(f"kvcli chat and summarize load the model themselves: {error}")
     os._exit(0)
 
 
