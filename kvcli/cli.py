@@ -177,7 +177,7 @@ def main() -> None:
     # torch and transformers make a million permanent objects, whose garbage collection took a sixth of the start
     gc.set_threshold(1_000_000)
     sys.unraisablehook = press_again
-    shared = status = None
+    shared = status = command = None
     while status is None:
         world = Environment.real()
         world.is_own_process, world.shared = True, shared
@@ -185,7 +185,9 @@ def main() -> None:
             status = run(sys.argv[1:], world)
         except Forked as fork:  # in a process of its own, which has left the code of the parent's command
             fork.become()
-            shared = world.shared
+            shared, command = world.shared, fork
+    if command is not None:
+        command.tell_end(status)
     if status and "TORCHELASTIC_RUN_ID" in world.environ:
         import_module("kvcli.commands.common.torchrun").end(world)
     if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import socket
 import sys
 import threading
@@ -16,7 +15,7 @@ from pkgutil import walk_packages
 from typing import TYPE_CHECKING
 
 from kvcli.commands.common.exits import insisting
-from kvcli.commands.resident.fork_server import ForkServer, end_with_parent
+from kvcli.commands.resident.fork_server import serve_commands
 from kvcli.environment import Environment
 from kvcli.resident_client import folder_of
 from kvcli.settings.schema import Load
@@ -61,9 +60,8 @@ def share(
         return
     listener.close()
     os.setsid()  # without a terminal: commands could not read from that of another session
-    end_with_parent(signal.SIGTERM)
     try:
-        ForkServer().run(folder_of(world.environ), about | times)
+        serve_commands(folder_of(world.environ), about | times)
     except OSError as error:  # no place for its socket: the server goes on without it
         tell(f"kvcli chat and summarize load the model themselves: {error}")
     os._exit(0)
