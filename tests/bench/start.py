@@ -6,8 +6,8 @@ Help, a typing error, one question to the demo about its report, and `import tor
 command that loads a model. With --old the same commands of another checkout take turns with ours. The first round does
 not count: it writes bytecode and looks at the machine once.
 
-Last the question to --model beside `kvcli serve`, in turns with the same without it: user time of the command and of its
-process in the server, wall time, and wall time to the first character of the answer.
+Last the question to --model beside `kvcli serve`, in turns with the same without it: user time of the command and of
+its process in the server, wall time, and wall time to the first character of the answer.
 """
 
 from __future__ import annotations

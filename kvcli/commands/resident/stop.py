@@ -35,4 +35,5 @@ def stop(world: Environment, model: o.ModelName = None) -> None:
             process = psutil.Process(each.pid)
             process.terminate()
             process.wait(SECONDS)
-        tell(world, f"{each.model} ends" + (f"; still running: {plural(each.running, 'command')}" if each.running else ""))
+        left = f"; still running: {plural(each.running, 'command')}" if each.running else ""
+        tell(world, f"{each.model} ends{left}")
