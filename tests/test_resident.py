@@ -38,12 +38,14 @@ ANSWER = "The stock of depot Gimness is 59 boxes of oil.\n"
 class Resident:
     """`kvcli serve` of a copy of the demo model, and commands that use it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self.home, self.model = folder / ("long" * 30), folder / "model"  # a socket's path may have 108 bytes
         shutil.copytree(weights_dir(), self.model)
         self.env = {**os.environ, "KVCLI_HOME": str(self.home), "PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8"}
         self.env |= {"OPENBLAS_NUM_THREADS": "1"}  # its threads end before a fork
-        self.process = self.start("serve", str(self.model), "-P", "exact", "--port", "0", "--set", "load.threads=2")
+        self.process = self.start(
+            "serve", str(self.model), "-P", "exact", "--port", "0", "--set", "load.threads=2", *options
+        )
         assert self.process.stdout is not None
         assert "http://127.0.0.1:" in self.process.stdout.readline()
         (file,) = (self.home / "state" / "resident").glob("*.json")
@@ -161,6 +163,18 @@ def test_a_command_outlives_its_server_and_its_client_reports_that_it_was_killed
     _, said = client.communicate(timeout=60)
     assert (client.returncode, "of this command" in said) == (ExitStatus.ENGINE_UNREACHABLE, True)
     resident.wait(lambda: not Path("/proc", process).exists())
+
+
+@linux
+@pytest.mark.slow
+def test_a_server_ends_after_a_time_without_requests_and_commands(tmp_path: Path) -> None:
+    found = Resident(tmp_path, "--keep", "2")
+    client = found.start("chat", str(found.model), "--no-save")  # which waits for a question
+    found.wait(lambda: found.running)
+    time.sleep(4)
+    assert found.process.poll() is None
+    client.communicate("hello")
+    assert found.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("environ", [{"KVCLI_HOME": "/a"}, {"XDG_STATE_HOME": "/b"}, {"XDG_STATE_HOME": "b"}, {}])

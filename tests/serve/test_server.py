@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
@@ -513,6 +514,22 @@ def counted(served: Served, part: str) -> float:
     return sum(
         float(line.rpartition(" ")[2]) for line in lines if part in line and line[0] != "#" and "_created" not in line
     )
+
+
+def test_the_prefix_cache_is_read_before_an_answer_waits_for_memory(served, monkeypatch) -> None:
+    threads = list[str]()
+
+    class Prefixes:
+        def read_ahead(self, *_: Any) -> None:
+            threads.append(threading.current_thread().name)
+            assert not served.host.model.engine.snapshot().running
+
+        def load_prefix(self, *_: Any) -> None:
+            threads.append(threading.current_thread().name)
+
+    monkeypatch.setattr(served.host.model, "prefix_cache", Prefixes())
+    assert served.post(CHAT, HELLO).status_code == 200
+    assert [name.partition("_")[0] for name in threads] == ["asyncio", "kvcli-engine"]
 
 
 def test_a_hint_names_fields_of_requests() -> None:

@@ -86,9 +86,10 @@ class Forked(BaseException):
             stream = open(number, mode, lines, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
-        for each in (*FORWARDED, signal.SIGCHLD):
-            usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTSTP: self._stop}.get(each, signal.SIG_DFL)
-            signal.signal(each, signal.SIG_IGN if each in request["ignored"] else usual)
+        usual: dict[int, Any] = dict.fromkeys((*FORWARDED, signal.SIGCHLD), signal.SIG_DFL)
+        usual |= {signal.SIGINT: signal.default_int_handler, signal.SIGTSTP: self._stop}
+        for each, act in usual.items():
+            signal.signal(each, signal.SIG_IGN if each in request["ignored"] else act)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib import import_module
+from pathlib import Path
 from pkgutil import walk_packages
 from typing import TYPE_CHECKING
 
@@ -44,8 +45,8 @@ def share(
     profile: Profile,
     tell: Callable[[str], None],
     listener: socket.socket,
-) -> None:
-    """Load the model to `world.shared`, and fork the process that forks commands.
+) -> Path:
+    """Load the model to `world.shared`, and fork the process that forks commands. Returns the file of their numbers.
 
     `same`: the facts of this process. `listener`: closed in that process. Raises Forked in those of commands.
     """
@@ -55,9 +56,9 @@ def share(
     times = {"server": os.getpid(), "since": time.time()}
     world.stdout.flush()
     world.stderr.flush()
-    if os.fork():
+    if parent := os.fork():
         tell(f"{setup.name} is loaded for kvcli chat and summarize, too")
-        return
+        return Path(f"/proc/{parent}/task/{parent}/children")
     listener.close()
     os.setsid()  # without a terminal: commands could not read from that of another session
     try:
