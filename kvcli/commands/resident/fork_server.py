@@ -120,7 +120,7 @@ def serve_commands(folder: Path, about: Mapping[str, Any]) -> None:
     """
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the commands
+    signal.signal(signal.SIGCHLD, _reap)
     with suppress(SystemExit), listening(folder, about) as listener:
         while True:
             client, _ = listener.accept()
@@ -128,3 +128,9 @@ def serve_commands(folder: Path, about: Mapping[str, Any]) -> None:
                 if peer(client)[1] == os.getuid() and not os.fork():
                     raise Forked(client)
             client.close()
+
+
+def _reap(*_: object) -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
