@@ -179,13 +179,17 @@ def main() -> None:
     sys.unraisablehook = press_again
     shared = status = command = None
     while status is None:
-        world = Environment.real()
-        world.is_own_process, world.shared = True, shared
         try:
+            world = Environment.real()
+            world.is_own_process, world.shared = True, shared
             status = run(sys.argv[1:], world)
         except Forked as fork:  # in a process of its own, which has left the code of the parent's command
             fork.become()
             shared, command = world.shared, fork
+        except KeyboardInterrupt:
+            if command is not None:
+                command.tell_end(ExitStatus.INTERRUPTED)
+            raise
     if command is not None:
         command.tell_end(status)
     if status and "TORCHELASTIC_RUN_ID" in world.environ:

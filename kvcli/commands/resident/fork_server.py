@@ -118,8 +118,10 @@ def serve_commands(folder: Path, about: Mapping[str, Any]) -> None:
 
     This process computes nothing and has one thread. Commands that run outlive it.
     """
-    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGTERM)
+    if os.getppid() != about["server"]:  # it ended before the line above
+        return
     signal.signal(signal.SIGCHLD, _reap)
     with suppress(SystemExit), listening(folder, about) as listener:
         while True:
