@@ -36,7 +36,7 @@ HOMES = {  # modules of commands with another name, or with several files
     "spec": "spec.command",
     "profile-heads": "heads.command",
     "models": "models.command",
-    **{name: f"resident.{name}" for name in ("keep", "ps", "stop")},
+    **{name: f"resident.{name}" for name in ("ps", "stop")},
 }
 COMMANDS = {
     "chat": "Chat with a model, or ask one question with -p.",
@@ -49,9 +49,8 @@ COMMANDS = {
     "spec": "Speculative decoding: measure and tune.",
     "profile-heads": "Analyze attention heads: which need the full context.",
     "profiles": "Profiles (named settings): list, show, compare, check.",
-    "keep": "Keep a model loaded, so that chat and summarize start at once.",
-    "ps": "List the models that kvcli keep and kvcli serve have loaded.",
-    "stop": "End kvcli keep and kvcli serve, for one model or for all.",
+    "ps": "List the models that kvcli serve has loaded.",
+    "stop": "End kvcli serve, for one model or for all.",
     "models": "Models: list, suggest, download, check, remove.",
     "chats": "Saved chats: list, search, show, export, remove.",
     "cache": "Cached files: show their size, and remove them.",
@@ -62,7 +61,7 @@ HABITS = {  # word of other programs -> command
     **dict.fromkeys(("run", "ask", "generate"), "chat"),
     **dict.fromkeys(("summary", "summarise", "tldr", "extract"), "summarize"),
     **dict.fromkeys(("list", "ls"), "models list"),
-    **dict.fromkeys(("server", "start"), "serve"),
+    **dict.fromkeys(("server", "start", "load", "keep"), "serve"),
     "info": "doctor",
     "estimate": "fit",
     **dict.fromkeys(("benchmark", "perf"), "bench"),
@@ -76,7 +75,6 @@ HABITS = {  # word of other programs -> command
     "create": "profiles new",
     "templates": "profiles list",
     "prompt": "chat -p",
-    "load": "keep",
     "status": "ps",
     "unload": "stop",
 }
@@ -179,15 +177,21 @@ def main() -> None:
     # torch and transformers make a million permanent objects, whose garbage collection took a sixth of the start
     gc.set_threshold(1_000_000)
     sys.unraisablehook = press_again
-    shared = status = None
+    shared = status = command = None
     while status is None:
-        world = Environment.real()
-        world.is_own_process, world.shared = True, shared
         try:
+            world = Environment.real()
+            world.is_own_process, world.shared = True, shared
             status = run(sys.argv[1:], world)
         except Forked as fork:  # in a process of its own, which has left the code of the parent's command
             fork.become()
-            shared = world.shared
+            shared, command = world.shared, fork
+        except KeyboardInterrupt:
+            if command is not None:
+                command.tell_end(ExitStatus.INTERRUPTED)
+            raise
+    if command is not None:
+        command.tell_end(status)
     if status and "TORCHELASTIC_RUN_ID" in world.environ:
         import_module("kvcli.commands.common.torchrun").end(world)
     if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):

@@ -1,4 +1,4 @@
-"""Client of a resident model: a process that `kvcli keep` started runs this command, with this process's terminal.
+"""Client of a resident model: the process of `kvcli serve` runs this command, with this process's terminal.
 
 Standard library only, because it runs before anything is imported. The resident process forks one process for each
 command, which gets the arguments, variables, folder and open streams of this one and runs the same code. This process
@@ -30,8 +30,8 @@ READ_ONCE = (
     *("RAYON_", "TORCH", "PYTORCH_", "ATEN_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "NPY_"),
     *("CUDA_", "NVIDIA_", "TRITON_", "LD_", "MALLOC_", "GLIBC_", "SSL_", "TMPDIR", "BNB_"),
 )
-ENDS = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-FORWARDED = [*ENDS, *(n for n in signal.Signals if n.name in ("SIGQUIT", "SIGWINCH", "SIGTSTP", "SIGUSR1", "SIGUSR2"))]
+NAMES = "SIGINT SIGTERM SIGHUP SIGQUIT SIGWINCH SIGTSTP SIGUSR1 SIGUSR2".split()
+FORWARDED = [number for number in signal.Signals if number.name in NAMES]
 
 
 def folder_of(environ: Mapping[str, str]) -> Path:
@@ -154,7 +154,7 @@ class _Command:
 
     def __init__(self, connection: socket.socket, resident: Mapping[str, Any], argv: Sequence[str]) -> None:
         self.connection, self.resident, self.argv = connection, resident, argv
-        self.process = 0
+        self.process = self.last = 0  # its process, and the last signal that was passed on
         self.restore: Callable[[], None] = lambda: None
 
     def run(self, environ: Mapping[str, str]) -> int | None:
@@ -172,7 +172,7 @@ class _Command:
             pass  # it ended: nothing is answered
         finally:
             os.close(here)
-        self.restore = _terminal()
+        self.restore, status = _terminal(), None
         for line in self._lines():
             what, _, number = line.strip().partition(" ")
             if what == "process":
@@ -183,10 +183,10 @@ class _Command:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
             elif what == "stopped":
                 self.stop()
-            elif self.process:
-                return self.end(int(number))
+            else:
+                status = int(number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-        return self.lost() if self.process else None
+        return self.lost() if self.process and status is None else status
 
     def _lines(self) -> Iterator[str]:
         self.connection.settimeout(SECONDS)
@@ -194,6 +194,7 @@ class _Command:
             yield from self.connection.makefile("r")
 
     def forward(self, number: int, _frame: object) -> None:
+        self.last = number
         with suppress(ProcessLookupError):
             os.killpg(self.process, number)
 
@@ -207,20 +208,14 @@ class _Command:
         signal.signal(signal.SIGTSTP, self.forward)
         self.forward(signal.SIGCONT, None)
 
-    def end(self, status: int) -> int:
-        """End as the command ended; by its signal, too."""
-        if status >= 0:
-            return status
-        self.restore()
-        signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
-        os.kill(os.getpid(), -status)
-        return 128 - status
-
     def lost(self) -> int:
-        """Report that the resident process was killed, with the command."""
+        """End by the signal that ended the command, or report that the command was killed."""
         self.restore()
-        said = f"the server of {self.resident['model']}, process {self.resident['pid']}, was killed with this command"
-        print_error(self.argv, "server_lost", UNREACHABLE, said, "the same command again, which loads the model itself")
+        if self.last not in (0, signal.SIGINT):
+            signal.signal(self.last, signal.SIG_DFL)
+            os.kill(os.getpid(), self.last)
+        said = f"process {self.process} of this command, which the server of {self.resident['model']} began, was killed"
+        print_error(self.argv, "server_lost", UNREACHABLE, said, "the same command with --no-server")
         return UNREACHABLE
 
 

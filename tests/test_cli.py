@@ -499,7 +499,7 @@ def test_what_is_wrong_with_the_config_does_not_disturb_the_tab_key(tmp_path):
         ("run", "kvcli chat 'a b'"),
         ("create", "kvcli profiles new 'a b'"),
         ("templates", "kvcli profiles list"),
-        ("load", "kvcli keep 'a b'"),
+        ("load", "kvcli serve 'a b'"),
         ("status", "kvcli ps"),
         ("models pull", "kvcli models get 'a b'"),
         ("models rm", "kvcli models remove 'a b'"),

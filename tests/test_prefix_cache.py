@@ -615,6 +615,20 @@ def test_a_shaped_kv_cache_under_the_name_of_another_text_is_not_taken(llama: LM
     assert torch.equal(prefix_cache_stress.logits(s, other), want)
 
 
+@pytest.mark.parametrize("shaping", [INTACT, cache_conditions(Profile.load("lean"))], ids=["blocks", "snapshot"])
+def test_the_files_of_a_prefix_can_be_read_before_it_is_loaded(
+    llama: LM, tmp_path: Path, shaping: CacheConditions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf, opened = shelf_in(tmp_path, llama), list[Path]()
+    assert not shelf.save(read_all(llama, IDS), shaping=shaping).why_not
+    monkeypatch.setattr(shelves, "open_regular", lambda path: opened.append(path) or path.open("rb"))
+    shelf.read_ahead(session(llama), [*IDS, 7], shaping)
+    assert len(opened) == (4 if shaping.is_intact else 1)
+    for path in opened:
+        path.unlink()
+    assert shelf.load_prefix(session(llama), [*IDS, 7], shaping) == 0
+
+
 def test_a_longer_shaped_kv_cache_takes_the_place_of_its_beginning(llama: LM, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
     for n in (100, 400, 850):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ import pexpect
 import pytest
 import torch
 
-from kvcli.commands.resident.keep import seconds
+from kvcli.commands.resident.share import can_share
 from kvcli.demo import weights_dir
 from kvcli.engine.loading import weights
 from kvcli.environment import Paths
-from kvcli.errors import ExitStatus, UsageError
+from kvcli.errors import ExitStatus
 from kvcli.resident_client import connect, facts, folder_of, residents
+from kvcli.settings.config import Sources
+from kvcli.settings.profile import load_profile
 from kvcli.version import __version__
 from tests.fakes import Machine
 
@@ -34,15 +36,20 @@ ANSWER = "The stock of depot Gimness is 59 boxes of oil.\n"
 
 
 class Resident:
-    """`kvcli keep` of a copy of the demo model, and commands that use it."""
+    """`kvcli serve` of a copy of the demo model, and commands that use it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self.home, self.model = folder / ("long" * 30), folder / "model"  # a socket's path may have 108 bytes
         shutil.copytree(weights_dir(), self.model)
         self.env = {**os.environ, "KVCLI_HOME": str(self.home), "PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8"}
         self.env |= {"OPENBLAS_NUM_THREADS": "1"}  # its threads end before a fork
-        self.process = self.start("keep", str(self.model), "--set", "load.threads=2")
-        self.wait(lambda: self.files)
+        self.process = self.start(
+            "serve", str(self.model), "-P", "exact", "--port", "0", "--set", "load.threads=2", *options
+        )
+        assert self.process.stdout is not None
+        assert "http://127.0.0.1:" in self.process.stdout.readline()
+        (file,) = (self.home / "state" / "resident").glob("*.json")
+        self.parent = int(file.stem)
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -55,13 +62,9 @@ class Resident:
         return done.returncode, done.stdout, done.stderr
 
     @property
-    def files(self) -> list[Path]:
-        return sorted((self.home / "state" / "resident").glob("*.json"))
-
-    @property
     def running(self) -> list[str]:
         """The processes of commands."""
-        return Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return Path(f"/proc/{self.parent}/task/{self.parent}/children").read_text().split()
 
     @staticmethod
     def wait(until: Any) -> None:
@@ -75,6 +78,8 @@ class Resident:
 def resident(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resident]:
     found = Resident(tmp_path_factory.mktemp("resident"))
     yield found
+    with suppress(ProcessLookupError):
+        os.kill(found.parent, signal.SIGKILL)
     found.process.kill()
     found.process.communicate()
 
@@ -86,7 +91,6 @@ def test_a_command_prints_the_same_and_ends_the_same(resident: Resident) -> None
     assert "kvcli.server" not in notes  # it did not load the model itself
     found = json.loads(resident("chat", str(resident.model), "--json", "--no-save", "-p", "hello")[1])
     assert (found["model"]["id"], found["finish"]) == (str(resident.model), "stop")
-    assert found["time"]["load"] < 1
     assert resident("chat", str(resident.model), "-f", "none.pdf", "-p", "?")[0] == ExitStatus.BAD_INPUT
     (server,) = json.loads(resident("ps", "--json")[1])["servers"]
     assert (server["pid"], server["running"], server["load"]) == (resident.process.pid, 0, ["threads = 2"])
@@ -95,7 +99,7 @@ def test_a_command_prints_the_same_and_ends_the_same(resident: Resident) -> None
 @linux
 def test_the_parent_has_one_thread_of_all_libraries(resident: Resident) -> None:
     """A fork waits for ever for threads of OpenMP that its parent had."""
-    assert os.listdir(f"/proc/{resident.process.pid}/task") == [str(resident.process.pid)]
+    assert os.listdir(f"/proc/{resident.parent}/task") == [str(resident.parent)]
 
 
 @linux
@@ -144,15 +148,32 @@ def test_a_command_that_needs_something_else_loads_it_and_says_why(resident: Res
 
 
 @linux
-def test_a_command_reports_that_its_server_was_killed(resident: Resident) -> None:
-    client = resident.start("chat", str(resident.model), "--no-save", "--json", *QUESTION)
+def test_a_command_outlives_its_server_and_its_client_reports_that_it_was_killed(resident: Resident) -> None:
+    resident.wait(lambda: not resident.running)
+    client = resident.start("chat", str(resident.model), "--no-save")  # which waits for a question
     resident.wait(lambda: resident.running)
-    time.sleep(0.3)
     (process,) = resident.running
-    resident.process.kill()
-    said, _ = client.communicate(timeout=60)
-    assert (client.returncode, json.loads(said)["code"]) == (ExitStatus.ENGINE_UNREACHABLE, "server_lost")
+    time.sleep(0.3)
+    assert "; still running: 1 command" in " ".join(resident("stop", str(resident.model))[2].split())
+    assert resident.process.wait(60) == -signal.SIGTERM  # after its running answers
+    resident.wait(lambda: not list((resident.home / "state" / "resident").iterdir()))
+    resident.wait(lambda: not Path("/proc", str(resident.parent)).exists())
+    os.kill(int(process), signal.SIGKILL)
+    _, said = client.communicate(timeout=60)
+    assert (client.returncode, "of this command" in said) == (ExitStatus.ENGINE_UNREACHABLE, True)
     resident.wait(lambda: not Path("/proc", process).exists())
+
+
+@linux
+@pytest.mark.slow
+def test_a_server_ends_after_a_time_without_requests_and_commands(tmp_path: Path) -> None:
+    found = Resident(tmp_path, "--keep", "2")
+    client = found.start("chat", str(found.model), "--no-save")  # which waits for a question
+    found.wait(lambda: found.running)
+    time.sleep(4)
+    assert found.process.poll() is None
+    client.communicate("hello")
+    assert found.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("environ", [{"KVCLI_HOME": "/a"}, {"XDG_STATE_HOME": "/b"}, {"XDG_STATE_HOME": "b"}, {}])
@@ -185,22 +206,17 @@ def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:
     assert not about.exists()
 
 
-def test_keep_refuses_what_cannot_be_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ps_and_stop_without_a_server(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    if sys.platform == "linux":
-        monkeypatch.setattr(weights, "find_device", lambda name: torch.device("cuda", 0))
-        done = machine("keep", "demo")
-        assert (done.exit, "cannot share a model on cuda:0" in done.err) == (ExitStatus.USAGE, True)
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    done = machine("keep", "demo")
-    assert (done.exit, "needs Linux" in done.err) == (ExitStatus.USAGE, True)
-    for wrong in ("30", "0m", "-1h", "soon"):
-        with pytest.raises(UsageError):
-            seconds(wrong)
-    assert [seconds("30m"), seconds("1.5h"), seconds(None)] == [1800, 5400, None]
     assert json.loads(machine("stop", "demo", "--json").out)["code"] == "not_running"
-    assert "no model is kept" in machine("stop").err
+    assert "no server has a model" in machine("stop").err
     if sys.platform != "win32":
         folder_of(machine.world().environ).mkdir(parents=True, mode=0o755)
         assert json.loads(machine("ps", "--json").out)["code"] == "folder_unusable"
+
+
+def test_a_model_is_shared_where_a_process_can_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = load_profile("exact", sources=Sources(), sets=("load.device=cpu",))
+    assert can_share(profile) == (sys.platform == "linux")
+    monkeypatch.setattr(weights, "find_device", lambda name: torch.device("cuda", 0))
+    assert not can_share(profile)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,8 +46,6 @@ class SharedWeights:
         lm = open_lm(found, **asdict(replace(load, threads=1)))
         if (chats := vars(tokenizer).get("apply_chat_template")) is not None:
             chats.stop()
-        if (n := load.threads or threads) > 1:
-            lm.is_row_invariant = _is_invariant_on(n, lm)
         return cls(given, found, load, tokenizer, lm, threads, max(0, _private_bytes() - before), base)
 
     def matches(self, found: Source, load: Load) -> bool:
@@ -71,25 +68,11 @@ class SharedWeights:
         """Return tokenizer and weights for a process that was forked, and use its number of threads."""
         threads = load.threads or self.threads
         use_threads(threads)
-        if threads != (self.load.threads or self.threads):
+        if threads > 1:  # torch's layers may divide their sums among them
             self.lm.is_row_invariant = is_invariant(self.lm)
         if (chats := vars(self.tokenizer).get("apply_chat_template")) and self.tokenizer.chat_template:
             chats.start()
         return self.tokenizer, self.lm
-
-
-def _is_invariant_on(threads: int, lm: LM) -> bool:
-    """Test in a fork, which may start threads: torch's layers may divide their sums among them."""
-    if not (process := os.fork()):
-        found = 2
-        try:
-            use_threads(threads)
-            found = int(is_invariant(lm))
-        finally:
-            os._exit(found)
-    found = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    assert found in (0, 1), f"the test for batch invariance ended with {found}"
-    return found == 1
 
 
 def _private_bytes() -> int:

@@ -131,6 +131,12 @@ class TextSession:
             self.model.engine.reused[name] += n - before
         return self.session.committed
 
+    def read_ahead(self, ids: Sequence[int]) -> None:
+        """Read files of the prefix cache for this prompt, so that the engine does not wait for the disk in a step."""
+        if (prefixes := self.model.prefix_cache) is not None:
+            for conditions in assemble.loadable_conditions(self.profile):
+                prefixes.read_ahead(self.session, ids, conditions)
+
     def source(self, ids: Sequence[int]) -> TextSession | None:
         """Return the session used by event loops that shares the longest prefix with a prompt and stores KV alike."""
         alike = [one for one in self.model.engine.sessions if one is not self and self.shares_with(one)]

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import sys
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ class ServeOptions(Options, panel="The server"):
     idle_kv: str = choice(default="1GiB", metavar="SIZE", help="KV kept between requests. Default 1GiB.")
     queue: int = choice(default=256, metavar="N", help="Answers that may wait for memory. Default 256.")
     grace: float = choice(default=30.0, metavar="S", help="After Ctrl-C, time for running answers. Default 30 s.")
+    keep: float = choice(default=0.0, metavar="S", help="End after S seconds without use. Default 0: never.")
     run: o.RunOptions
 
 
@@ -66,7 +68,7 @@ def serve(world: Environment, options: ServeOptions) -> int:
     from kvcli.chat.admission import EngineLimits
     from kvcli.commands.common.load_model import MemoryWishes, load_model, prepare
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.commands.resident.keep import can_share, share
+    from kvcli.commands.resident.share import can_share, share
     from kvcli.render.terminal.screen import Screen
 
     same = facts(sys.argv, world.environ) if sys.platform == "linux" else {}  # first: libraries set variables
@@ -77,16 +79,17 @@ def serve(world: Environment, options: ServeOptions) -> int:
     for flag, typed in (("--kv", options.kv or "1GiB"), ("--idle-kv", options.idle_kv)):
         if not re.fullmatch(SIZE.pattern, typed):
             raise UsageError(f"{flag} takes {SIZE.words}, not {typed!r}", try_=[f"{flag} 1GiB"])
-    if options.queue < 1 or not options.grace >= 0:
-        raise UsageError("--queue takes a number from 1, --grace one from 0", try_=["--queue 256 --grace 30"])
+    if options.queue < 1 or not options.grace >= 0 or not options.keep >= 0:
+        ways = ["--queue 256 --grace 30 --keep 1800"]
+        raise UsageError("--queue takes a number from 1, --grace and --keep one from 0", try_=ways)
     setup = Setup(world, options.model, o.profile_flags(options.values()), options.run.exact, reuses=True)
     setup.look(setup.profile)
     screen, wanted = Screen.of(world), MemoryWishes(options.run.force, options.run.ctx == "max")
+    commands: Path | None = None  # lists the processes of commands
     with listen(options.host, options.port) as listener:
         if world.shared is None and not options.run.no_server and can_share(setup.profile):
-            listener.close()  # the fork opens it again, with the same command line
-            profile = prepare(setup, setup.profile, wanted, screen.note).profile
-            return share(world, same, setup, profile, screen.note, "until Ctrl-C or kvcli stop", has_own=True)
+            fitted = prepare(setup, setup.profile, wanted, screen.note).profile
+            commands = share(world, same, setup, fitted, screen.note, listener)
         run, session = load_model(setup, setup.profile, wanted, screen)
         session.close()
         for note in run.notes:
@@ -102,7 +105,7 @@ def serve(world: Environment, options: ServeOptions) -> int:
         pool = size_of(options.kv) if options.kv else None
         model.engine.limits = EngineLimits(pool_bytes=pool, queue=options.queue)
         host = Host(model, setup.name, profiles, partial(_bug, world), idle_bytes=size_of(options.idle_kv))
-        return _run(world, options, host, listener, key)
+        return _run(world, options, host, listener, key, commands)
 
 
 def _bug(world: Environment, error: Exception) -> KvcliError:
@@ -112,8 +115,15 @@ def _bug(world: Environment, error: Exception) -> KvcliError:
     return machine_gave_out(error) or KvcliError("internal error; the log of the server has more")
 
 
-def _run(world: Environment, options: ServeOptions, host: Host, listener: socket.socket, key: bytes | None) -> int:
-    """Serve until Ctrl-C or SIGTERM."""
+def _run(
+    world: Environment,
+    options: ServeOptions,
+    host: Host,
+    listener: socket.socket,
+    key: bytes | None,
+    commands: Path | None,
+) -> int:
+    """Serve until Ctrl-C or SIGTERM, or until nothing has used the server for `options.keep` seconds."""
     from uvicorn import Config, Server
 
     from kvcli.serve.app import server_app
@@ -136,6 +146,14 @@ def _run(world: Environment, options: ServeOptions, host: Host, listener: socket
     )
 
     class Draining(Server):
+        requests, used = 0, time.monotonic()  # of the last tick with a request or a command
+
+        async def on_tick(self, counter: int) -> bool:
+            n, running = self.server_state.total_requests, bool(self.server_state.tasks)
+            if options.keep and (running or n > self.requests or (commands and commands.read_text())):
+                self.requests, self.used = n, time.monotonic()
+            return await super().on_tick(counter) or time.monotonic() - self.used > options.keep > 0
+
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             if n := len(self.server_state.tasks):
                 tell(world, f"finishing {plural(n, 'answer')} for up to {options.grace:g} s; Ctrl-C ends now")

@@ -32,7 +32,7 @@ from kvcli.prefix_cache.block_tree import Block, BlockMatch, BlockTree, CorruptF
 from kvcli.prefix_cache.codec import Codec, Uncompressed
 from kvcli.prefix_cache.span_lookup import BlockIndexEntry, evict_lru, find_spans, mark_used
 from kvcli.prefix_cache.tensor_codec import coded_state, decoded_state
-from kvcli.settings.small_file import Unfit, parse_object, read_small
+from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_small
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
@@ -146,6 +146,18 @@ class PrefixCache:
             mark_used([one.path for one in found])
             break
         return session.committed
+
+    def read_ahead(self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions = INTACT) -> None:
+        """Read the files that `load_prefix` will read, which the system then has in memory. For any thread."""
+        folder, n = self._folder(session, shaping), session.shared(ids)
+        if self._is_in_blocks(shaping):
+            paths = [one.path for one in BlockTree(folder).match_prefix(ids[:-1]) if one.end > n]
+        else:
+            paths = [path for m, path in snapshot_file.match_prefix(folder, ids[:-1]) if m > n][:1]
+        for path in paths:
+            with suppress(OSError, Unfit), open_regular(path) as file:
+                while file.read(1 << 20):
+                    pass
 
     def find_spans(
         self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions, min_span: int

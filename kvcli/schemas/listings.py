@@ -230,20 +230,19 @@ class CacheDocument(Json):
 
 
 class ServerEntry(Json):
-    """A process that keeps a model loaded."""
+    """A server whose model other commands use."""
 
     model: str
     path: str
     pid: Count
     load: list[str] = Field(description="load settings that differ from the defaults")
     seconds: float = Field(description="time since the model was loaded")
-    keep: float | None = Field(description="seconds without a command after which it ends; null: never")
     running: Count = Field(description="commands that run in processes of it")
     bytes: Bytes = Field(description="resident memory, which its commands share")
 
 
 class ServersDocument(Json):
-    """Models that stay loaded."""
+    """Servers whose models other commands use."""
 
     schema_: Literal["kvcli.servers/1"] = Field(default="kvcli.servers/1", alias="schema")
     servers: list[ServerEntry]

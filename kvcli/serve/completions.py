@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp
 from kvcli.api import End, Event, Live, Text, Thought, TokenScore, ToolCall, Turn
 from kvcli.chat.transcript import openai_form
 from kvcli.errors import BadInput, KvcliError
+from kvcli.models.text import Detokenizer
 from kvcli.models.tool_calls import check_tools
 from kvcli.safe_output import BROKEN
 from kvcli.serve.errors import error_body
@@ -40,12 +40,12 @@ def operations(host: Host) -> list[Operation]:
     async def chat(request: Request) -> ASGIApp:
         body = await parsed(ChatRequest, request)
         asked = await asked_of(host, body, request)
-        return await _answer(host, body, asked, ChatForm(body, asked, host.word))
+        return await _answer(host, body, asked, ChatForm(host, body, asked))
 
     async def complete(request: Request) -> ASGIApp:
         body = await parsed(TextRequest, request)
         asked = _of_text(body, request)
-        return await _answer(host, body, asked, TextForm(body, asked, host.word, echoes=body.echo))
+        return await _answer(host, body, asked, TextForm(host, body, asked, echoes=body.echo))
 
     kinds = ("application/json", "text/event-stream")
     return [
@@ -158,15 +158,17 @@ def timings(s: Stats) -> dict[str, Any]:
 class CompletionsForm:
     """Frames of a stream, and choices of a whole response, in one of OpenAI's two forms."""
 
+    host: Host
     body: Common
     asked: Sequence[Asked]  # `body.n` for each prompt
-    word: Callable[[int], str]  # text of a token
     base: Mapping[str, Any] = field(default_factory=dict)
     echoes: bool = False  # the prompt is returned before the answer
     turns: dict[int, Turn] = field(default_factory=dict)  # by index, as they end
     stats: dict[int, Stats] = field(default_factory=dict)  # of answers so far, by index
     sent: Counter[int] = field(default_factory=Counter)  # tokens whose scores were sent, by index
     calls: Counter[int] = field(default_factory=Counter)  # tool calls so far, by index
+    words: dict[int, Detokenizer] = field(default_factory=dict)  # of tokens whose scores were sent, by index
+    offset: Counter[int] = field(default_factory=Counter)  # characters of their text
 
     prefix = kind = chunk_kind = ""
 
@@ -174,17 +176,16 @@ class CompletionsForm:
         """Return the part of a choice for an event; None = it has none."""
         raise NotImplementedError
 
-    def choice(self, turn: Turn, asked: Asked) -> dict[str, Any]:
+    def choice(self, turn: Turn, index: int) -> dict[str, Any]:
         """Return the choice of a finished answer."""
         raise NotImplementedError
 
-    def scored(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
-        """Return the log-probabilities of tokens; None = none were asked for."""
+    def scored(self, scores: Sequence[TokenScore], index: int) -> dict[str, Any] | None:
+        """Return the log-probabilities of the next tokens of an answer; None = none were asked for."""
         raise NotImplementedError
 
     def whole(self, turns: list[Turn]) -> dict[str, Any]:
-        pairs = enumerate(zip(turns, self.asked, strict=True))
-        choices = [{"index": i, **self.choice(turn, asked), **finish_of(turn)} for i, (turn, asked) in pairs]
+        choices = [{"index": i, **self.choice(turn, i), **finish_of(turn)} for i, turn in enumerate(turns)]
         figures = {"usage": usage(turns, self.body.n), "timings": timings(turns[-1].stats)}
         return {**self.base, "choices": choices, **figures}
 
@@ -200,7 +201,7 @@ class CompletionsForm:
             self.stats[index] = event.turn.stats
             also = finish_of(event.turn)
         self.sent[index] += len(getattr(event, "ids", ()))
-        choice = {"index": index, **said, "logprobs": self.scored(scores), **also}
+        choice = {"index": index, **said, "logprobs": self.scored(scores, index), **also}
         times = {"timings": timings(self.stats[index])} if has_timings else {}
         yield frame({**self.base, "choices": [choice], **times})
         if len(self.turns) == len(self.asked):
@@ -229,20 +230,20 @@ class ChatForm(CompletionsForm):
             self.calls[index] += 1
         return {"delta": said} if said or isinstance(event, End) else None
 
-    def choice(self, turn: Turn, asked: Asked) -> dict[str, Any]:
+    def choice(self, turn: Turn, index: int) -> dict[str, Any]:
         calls = [openai_form(call, as_text=True) for call in turn.tool_calls]
         text = turn.text or (None if calls else "")
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         message |= {"reasoning_content": turn.thinking} if turn.thinking else {}
         message |= {"tool_calls": calls} if calls else {}
-        return {"message": message, "logprobs": self.scored(turn.scores[turn.stats.thinking :])}
+        return {"message": message, "logprobs": self.scored(turn.scores[turn.stats.thinking :], index)}
 
-    def scored(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+    def scored(self, scores: Sequence[TokenScore], index: int) -> dict[str, Any] | None:
         each = [{**self._token(s.id, s.logprob), "top_logprobs": [self._token(*one) for one in s.top]} for s in scores]
         return {"content": each, "refusal": None} if each else None
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        word = self.word(token)
+        word = self.host.word(token)
         raw = None if BROKEN in word else list(word.encode("utf-8", "replace"))
         return {"token": word, "logprob": _finite(logprob), "bytes": raw}
 
@@ -255,20 +256,27 @@ class TextForm(CompletionsForm):
             return {"text": event.text}
         return {"text": ""} if isinstance(event, End) else None
 
-    def choice(self, turn: Turn, asked: Asked) -> dict[str, Any]:
-        before = asked.prompt if isinstance(asked.prompt, str) else "".join(map(self.word, asked.prompt))
-        echo = before if self.echoes else ""
-        return {"text": echo + turn.thinking + turn.text, "logprobs": self.scored([*turn.prompt_scores, *turn.scores])}
+    def choice(self, turn: Turn, index: int) -> dict[str, Any]:
+        echo: Any = self.asked[index].prompt if self.echoes else ""
+        if not isinstance(echo, str):
+            words = Detokenizer(self.host.model.tokenizer)
+            echo = words.push(echo) + words.finish()
+        scores = self.scored([*turn.prompt_scores, *turn.scores], index)
+        return {"text": echo + turn.thinking + turn.text, "logprobs": scores}
 
-    def scored(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+    def scored(self, scores: Sequence[TokenScore], index: int) -> dict[str, Any] | None:
         if not scores:
             return None
-        words = [self.word(score.id) for score in scores]
+        word, offsets = self.host.word, list[int]()
+        words = self.words.setdefault(index, Detokenizer(self.host.model.tokenizer))
+        for score in scores:
+            offsets.append(self.offset[index])
+            self.offset[index] += len(words.push([score.id]))
         return {
-            "tokens": words,
+            "tokens": [word(score.id) for score in scores],
             "token_logprobs": [None if s.logprob is None else _finite(s.logprob) for s in scores],
-            "top_logprobs": [{self.word(i): _finite(p) for i, p in s.top} or None for s in scores],
-            "text_offset": [*accumulate(map(len, words[:-1]), initial=0)],
+            "top_logprobs": [{word(i): _finite(p) for i, p in s.top} or None for s in scores],
+            "text_offset": offsets,
         }
 
 

@@ -41,7 +41,8 @@ class Documents:
         if file.file_id:
             return self.get(file.file_id)
         try:
-            data = base64.b64decode(file.file_data.partition(";base64,")[2] or file.file_data, validate=True)
+            given = file.file_data.partition(";base64,")[2] or file.file_data
+            data = base64.b64decode("".join(given.split()), validate=True)  # `base64` breaks its lines
         except (binascii.Error, ValueError):  # ValueError: other letters than ASCII
             ways = ["file_data: data:application/pdf;base64,..."]
             raise Refused(400, f"{file.filename} is no base64", code="bad_file", param="file_data", try_=ways) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,14 @@ from kvcli.schemas.base import valid
 
 _ON_THIS_SIDE = (ExitStatus.INTERNAL, ExitStatus.ENGINE_UNREACHABLE)
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+# what a command line types -> what a request has in its place; other options are not for requests
+_FIELDS = {
+    r"-P (\w+)": r'profile: "\1"',
+    r"-t ([\d.]+)": r"temperature: \1",
+    r"--spec (\w+)": r'set: {"spec.method": "\1"}',
+    r"--set ((?:spec|sample)\.\w+)=([\d.]+)": r'set: {"\1": \2}',
+    r"--set ((?:spec|sample)\.\w+)=(\w+)": r'set: {"\1": "\2"}',
+}
 
 
 class Refused(BadInput):
@@ -45,10 +54,17 @@ def error_body(error: KvcliError) -> dict[str, Any]:
         "type": _TYPES.get(status, usual),
         "param": getattr(error, "param", None),
         "code": code,
-        "try": list(error.try_),
+        "try": [hint for one in error.try_ if not (hint := _as_field(one)).startswith(("-", "/"))],
         "detail": {key: value for key, value in error.detail.items() if key != "answer"},
     }
     return {"error": valid(said)}
+
+
+def _as_field(hint: str) -> str:
+    """Return a hint for a command line as one for a request, if it has such a field."""
+    for option, field in _FIELDS.items():
+        hint = re.sub(f"^{option}", field, hint)
+    return hint
 
 
 def error_response(error: KvcliError) -> JSONResponse:

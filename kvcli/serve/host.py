@@ -164,6 +164,7 @@ class Host:
         }
         try:
             async with self.warm.session(ids, profile) as session:
+                await asyncio.to_thread(session.read_ahead, ids)
                 stream = await self.text_of(partial(session.astream, ids, client=asked.client, **options))
                 async with aclosing(self.metrics.watched(f"{self.name}:{profile.name}", stream)) as events:
                     async for event in _calls_of(events, asked):

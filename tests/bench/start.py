@@ -6,8 +6,8 @@ Help, a typing error, one question to the demo about its report, and `import tor
 command that loads a model. With --old the same commands of another checkout take turns with ours. The first round does
 not count: it writes bytecode and looks at the machine once.
 
-Last the question to --model beside `kvcli keep`, in turns with the same without it: user time of the command and of its
-process in the server, wall time, and wall time to the first character of the answer.
+Last the question to --model beside `kvcli serve`, in turns with the same without it: user time of the command and of
+its process in the server, wall time, and wall time to the first character of the answer.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _of_children(process: int) -> float:
 def start(
     old: Annotated[Path | None, "another checkout to compare with"] = None,
     commands: Annotated[tuple[str, ...], "names of the commands"] = tuple(COMMANDS),
-    model: Annotated[str, "model that kvcli keep loads"] = "demo",
+    model: Annotated[str, "model that kvcli serve loads"] = "demo",
     reps: int = 7,
 ) -> Rows:
     checkouts = {"ours": ROOT, **({"old": old.resolve()} if old else {})}
@@ -85,13 +85,14 @@ def start(
                 row = {"command": command, "side": side, "user_s": median(user), "wall_s": median(wall)}
                 yield {**row, "user_low": min(user), "user_high": max(user)}
         home = str(Path(folder, "ours"))
-        keeps = [sys.executable, "-m", "kvcli", "keep", model]
-        server = subprocess.Popen(keeps, cwd=home, env=environment(ROOT, home), stderr=subprocess.DEVNULL)
-        while not list(Path(home, "state").glob("resident/*.json")):
-            time.sleep(0.1)
+        serves = [sys.executable, "-m", "kvcli", "serve", model, "--port", "0"]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        server = subprocess.Popen(serves, cwd=home, env=environment(ROOT, home), **pipes)
+        server.stdout.readline()  # its address: the model is loaded
+        (file,) = Path(home, "state", "resident").glob("*.json")
         question = [model if word == "demo" else word for word in COMMANDS["one question"]]
-        sides = {"kvcli keep": [], "loads itself": ["--no-server"]}
-        works = {side: partial(asked, question + extra, home, server.pid) for side, extra in sides.items()}
+        sides = {"kvcli serve": [], "loads itself": ["--no-server"]}
+        works = {side: partial(asked, question + extra, home, int(file.stem)) for side, extra in sides.items()}
         for side, found in in_turns(works, reps).items():
             user, wall, first = ([one[j] for one in found] for j in (0, 1, 2))
             row = {"command": f"one question to {Path(model).name}", "side": side, "user_s": median(user)}

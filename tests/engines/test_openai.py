@@ -200,6 +200,12 @@ def test_only_a_request_without_an_answer_is_repeated(engine: FakeEngine) -> Non
     assert len(engine.bodies) == 5
 
 
+def test_a_server_that_is_not_there() -> None:
+    with pytest.raises(EngineUnreachable) as caught:
+        next(Server("http://127.0.0.1:9/v1", tries=1).lines("/models"))
+    assert caught.value.code == "engine_unreachable"
+
+
 def test_comments_keep_a_slow_prefill_alive(engine: FakeEngine) -> None:
     engine.behaviours = ["comments"]
     assert ask(session(engine, first_byte=0.5, silence=0.5)).text == WELL

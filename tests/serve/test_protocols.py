@@ -313,7 +313,9 @@ def b64(data: bytes) -> str:
 
 def test_a_document_stands_before_the_question_in_every_protocol(served):
     text, path = "The depot holds oil.", "/tokenize"
-    file = {"type": "file", "file": {"filename": "a.txt", "file_data": b64(text.encode())}}
+    data = base64.encodebytes(text.encode() * 9).decode()  # in lines, as the command `base64` writes it
+    text *= 9
+    file = {"type": "file", "file": {"filename": "a.txt", "file_data": data}}
     question = {"type": "text", "text": "What?"}
     plain, read = asks({"type": "text", "text": f"{text}\n\nWhat?"}), asks(file, question)
     counts = [served.post(path, one).json()["count"] for one in (plain, read)]

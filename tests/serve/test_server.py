@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
@@ -24,6 +25,7 @@ from kvcli.commands.serve import listen
 from kvcli.errors import BadInput, Busy, DoesNotFit, KvcliError
 from kvcli.serve import gate, stream
 from kvcli.serve.app import server_app
+from kvcli.serve.errors import error_body
 from kvcli.serve.gate import BODY
 from kvcli.serve.host import LONGEST, Host, served_profiles
 from kvcli.settings.profile import Profile
@@ -151,10 +153,28 @@ def test_completions_of_texts_and_of_ids_and_what_echo_scores(served):
     assert echoed["text"].endswith(one["choices"][0]["text"])
     scores = echoed["logprobs"]
     assert len(scores["tokens"]) == len(scores["token_logprobs"]) == len(scores["text_offset"]) == len(ids) + 3
+    said, words = echoed["text"], scores["tokens"]
+    assert all(
+        said[at:].startswith(word) for at, word in zip(scores["text_offset"], words, strict=True) if "�" not in word
+    )
     assert scores["token_logprobs"][0] is None
     assert all(score < 0 for score in scores["token_logprobs"][1:])
-    streamed = frames(served.post(TEXT, how, prompt=ids, stream=True))
+    streamed = frames(served.post(TEXT, how, prompt=ids, stream=True, logprobs=1))
     assert "".join(part["choices"][0]["text"] for part in streamed) == one["choices"][0]["text"]
+    whole = served.post(TEXT, how, prompt=ids, logprobs=1).json()["choices"][0]["logprobs"]["text_offset"]
+    parts = [part["choices"][0]["logprobs"] for part in streamed]
+    assert [at for part in parts if part for at in part["text_offset"]] == whole
+
+
+def test_text_offsets_count_characters_not_tokens(served):
+    """A character of several tokens begins once, and a control token has no text."""
+    ids = served.post("/tokenize", prompt="é 🜁 oil").json()["tokens"]
+    choice = served.post(TEXT, prompt=[5, *ids], echo=True, logprobs=0, max_tokens=1, temperature=0).json()["choices"][
+        0
+    ]
+    offsets = choice["logprobs"]["text_offset"]
+    assert len(offsets) > 8  # this tokenizer has bytes alone for both
+    assert offsets[-1] == len("é 🜁 oil") == choice["text"].index("oil") + 3
 
 
 def test_an_answer_follows_a_schema_or_a_grammar(served):
@@ -494,6 +514,37 @@ def counted(served: Served, part: str) -> float:
     return sum(
         float(line.rpartition(" ")[2]) for line in lines if part in line and line[0] != "#" and "_created" not in line
     )
+
+
+def test_the_prefix_cache_is_read_before_an_answer_waits_for_memory(served, monkeypatch) -> None:
+    threads = list[str]()
+
+    class Prefixes:
+        def read_ahead(self, *_: Any) -> None:
+            threads.append(threading.current_thread().name)
+            assert not served.host.model.engine.snapshot().running
+
+        def load_prefix(self, *_: Any) -> None:
+            threads.append(threading.current_thread().name)
+
+    monkeypatch.setattr(served.host.model, "prefix_cache", Prefixes())
+    assert served.post(CHAT, HELLO).status_code == 200
+    assert [name.partition("_")[0] for name in threads] == ["asyncio", "kvcli-engine"]
+
+
+def test_a_hint_names_fields_of_requests() -> None:
+    hints = {
+        "-P lean, which stores keys and values in 4 bits": 'profile: "lean", which stores keys and values in 4 bits',
+        "--spec ngram": 'set: {"spec.method": "ngram"}',
+        "--set sample.seed=4": 'set: {"sample.seed": 4}',
+        "--set spec.method=off": 'set: {"spec.method": "off"}',
+        "-t 0.8": "temperature: 0.8",
+        "a shorter prompt": "a shorter prompt",
+        "--set memory.sequences=9": None,
+        "/new": None,
+    }
+    said = error_body(BadInput("no", code="no_room", try_=[*hints]))["error"]["try"]
+    assert said == [hint for hint in hints.values() if hint]
 
 
 def test_a_full_queue_says_when_to_come_back(served, monkeypatch):

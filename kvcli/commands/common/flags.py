@@ -69,7 +69,7 @@ class RunOptions(Options, panel="The model"):
     exact: bool = flag(help=_EXACT, rare=True)
     force: Force = False
     allow_pickle: Pickle = False
-    no_server: bool = flag(help="Load the model in this process, even if kvcli keep has it.", rare=True)
+    no_server: bool = flag(help="Load the model in this process, even if kvcli serve has it.", rare=True)
 
 
 class EngineOptions(Options, panel="Another engine"):

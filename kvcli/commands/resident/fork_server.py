@@ -1,23 +1,21 @@
-"""A process that forks one process for each command of `resident_client`, and tells the client how that ended."""
+"""A process that forks one process for each command of `resident_client`."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import os
-import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kvcli.files import private_folder, write_private
-from kvcli.render.terminal.terminal import plural
-from kvcli.resident_client import ENDS, FORWARDED, peer, short_path
+from kvcli.resident_client import FORWARDED, peer, short_path
 
 SECONDS = 10.0  # for the rest of a request
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl
@@ -26,28 +24,36 @@ DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl
 class Forked(BaseException):
     """Raised in a forked process, which then leaves the code of its parent and runs a command instead."""
 
-    def __init__(self, connection: socket.socket | None, parent: int) -> None:
-        """`connection`: to the client; None = the command is that of the parent."""
-        self.connection, self.parent = connection, parent
+    def __init__(self, connection: socket.socket) -> None:
+        """`connection`: to the client."""
+        self.connection = connection
 
     def become(self) -> None:
         """Become the client's command: its arguments, variables, folder, streams and signals.
 
         Ends the process if it cannot; its client then runs the command itself.
         """
+        import fcntl  # not on Windows
+
         try:
             os.setpgid(0, 0)  # a group in the parent's session, so that the command can be stopped
-            ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
-            if self.connection is not None:
-                with self.connection:
-                    request, handles = self._request(self.connection)
-                    self._take(request, handles)
-                    self.connection.sendall(f"process {os.getpid()}\n".encode())
-            else:
-                self._take_signals([each for each in ENDS if signal.getsignal(each) is signal.SIG_IGN])
+            self._take(*self._request(self.connection))
+            # if the client is killed, the kernel kills this group
+            fcntl.fcntl(self.connection, fcntl.F_SETOWN, -os.getpid())
+            fcntl.fcntl(self.connection, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(self.connection, fcntl.F_SETFL, os.O_ASYNC)
+            self.connection.sendall(f"process {os.getpid()}\n".encode())
         except (OSError, ValueError):  # the client ended, or its folder cannot be entered
             os._exit(1)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+    def tell_end(self, status: int) -> None:
+        """Tell the client how the command ended; it ends after this process."""
+        self.connection.sendall(f"ended {status}\n".encode())
+
+    def _stop(self, *_: object) -> None:
+        """Stop together with the client, which lets this process continue."""
+        self.connection.sendall(b"stopped\n")
+        os.kill(0, signal.SIGSTOP)
 
     def _request(self, connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         """Receive the request, with standard streams and folder."""
@@ -57,8 +63,9 @@ class Forked(BaseException):
             if not (piece := connection.recv(1 << 16)):
                 os._exit(1)
             data += piece
-        if os.getppid() != self.parent or len(handles) != 4:  # it may have ended before the line above
+        if len(handles) != 4:
             os._exit(1)
+        connection.settimeout(None)
         return json.loads(data), handles
 
     def _take(self, request: dict[str, Any], handles: list[int]) -> None:
@@ -79,13 +86,10 @@ class Forked(BaseException):
             stream = open(number, mode, lines, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
-        self._take_signals(request["ignored"])
-
-    def _take_signals(self, ignored: Collection[int]) -> None:
-        signal.set_wakeup_fd(-1)
-        for each in (*FORWARDED, signal.SIGCHLD):
-            usual = signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL
-            signal.signal(each, signal.SIG_IGN if each in ignored else usual)
+        usual: dict[int, Any] = dict.fromkeys((*FORWARDED, signal.SIGCHLD), signal.SIG_DFL)
+        usual |= {signal.SIGINT: signal.default_int_handler, signal.SIGTSTP: self._stop}
+        for each, act in usual.items():
+            signal.signal(each, signal.SIG_IGN if each in request["ignored"] else act)
 
 
 @contextmanager
@@ -109,134 +113,26 @@ def listening(folder: Path, about: Mapping[str, Any]) -> Iterator[socket.socket]
                 each.unlink(missing_ok=True)
 
 
-class ForkServer:
-    """The loop of the resident process, which computes nothing and has one thread."""
+def serve_commands(folder: Path, about: Mapping[str, Any]) -> None:
+    """Fork a process for each client until SIGTERM, or until the parent of this process ends. Raises Forked in each.
 
-    def __init__(self, tell: Callable[[str], None], keep: float | None, *, has_own: bool = False) -> None:
-        """`keep`: seconds without a command after which it ends; None = never. `has_own`: run the command of this
-        process in a fork, too, and end with it.
-        """
-        self.tell, self.keep, self.has_own = tell, keep, has_own
-        self.own = 0  # its process
-        self.status = 0  # its exit code
-        self.waiting: list[socket.socket] = []  # clients that have sent nothing yet
-        self.running: dict[int, socket.socket | None] = {}  # process of a command -> its client; None = killed
-        self.used = time.monotonic()
-        self.ends = 0  # signals to end so far
-
-    def run(self, folder: Path, about: Mapping[str, Any]) -> int:
-        """Serve until a signal, or until no command came for long enough; then wait for the commands that run.
-
-        Returns the exit code of the own command. Raises Forked in each forked process.
-        """
-        self._leave_terminal()
-        wakes, waker = socket.socketpair()
-        wakes.setblocking(False)
-        waker.setblocking(False)
-        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in ENDS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
-                signal.signal(number, self._hear)
-        with listening(folder, about) as listener:
-            if self.has_own:
-                self.own = self._fork(None)
-            while not self.ends and self._serve(wakes, listener):
-                pass
-        while self.running:
-            self._serve(wakes)
-        signal.set_wakeup_fd(-1)
-        return self.status
-
-    def _hear(self, _number: int, _frame: object) -> None:
-        self.ends += 1
-        if self.own:
-            _kill(self.own, signal.SIGINT)
-        elif self.running:
-            more = "ends them" if self.ends > 1 else "ends after them; again, to end them too"
-            self.tell(f"{plural(len(self.running), 'command')} running: {more}")
-        for process in self.running.keys() - {self.own} if self.ends > 1 else ():
-            _kill(process, signal.SIGTERM)
-
-    def _serve(self, wakes: socket.socket, listener: socket.socket | None = None) -> bool:
-        """Wait for a command, a signal or the end of a client, and handle it; False if nothing happened for `keep`."""
-        clients = {client.fileno(): process for process, client in self.running.items() if client is not None}
-        poll = select.poll()
-        for handle in clients:
-            poll.register(handle, select.POLLRDHUP)
-        for each in filter(None, (wakes, listener, *self.waiting)):
-            poll.register(each, select.POLLIN)
-        left = None if self.keep is None or self.running else max(0.0, self.used + self.keep - time.monotonic())
-        ready = {handle for handle, _ in poll.poll(None if left is None else 1000 * left)}
-        with suppress(BlockingIOError):
-            wakes.recv(1 << 12)
-        for process in (clients[handle] for handle in ready & clients.keys()):  # the client was killed
-            self.running[process] = None
-            _kill(process, signal.SIGKILL)
-        for client in [each for each in self.waiting if each.fileno() in ready]:
-            self.waiting.remove(client)
-            self._fork(client)
-        if listener is not None and listener.fileno() in ready:
+    This process computes nothing and has one thread. Commands that run outlive it.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGTERM)
+    if os.getppid() != about["server"]:  # it ended before the line above
+        return
+    signal.signal(signal.SIGCHLD, _reap)
+    with suppress(SystemExit), listening(folder, about) as listener:
+        while True:
             client, _ = listener.accept()
-            self.waiting.append(client)
-        self._reap()
-        return bool(ready)
-
-    def _fork(self, client: socket.socket | None) -> int:
-        """Fork a process for the client. One of another user is not served, nor one that ended without a request."""
-        process = 0
-        if client is not None and (peer(client)[1] != os.getuid() or not client.recv(1, socket.MSG_PEEK)):
+            with suppress(OSError):  # no memory, or too many processes: the client loads the model itself
+                if peer(client)[1] == os.getuid() and not os.fork():
+                    raise Forked(client)
             client.close()
-            return process
-        own, held = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDS, signal.SIGCHLD))
-        try:
-            if not (process := os.fork()):
-                for other in filter(None, (*self.waiting, *self.running.values())):
-                    other.close()
-                raise Forked(client, own)
-            if client is not None:
-                client.setblocking(False)
-            self.running[process] = client
-        except OSError as error:  # no memory, or too many processes: the client loads the model itself
-            if client is None:
-                raise
-            client.close()
-            self.tell(f"a command was not started: {error.strerror}")
-        finally:
-            if os.getpid() == own:
-                signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        return process
-
-    def _reap(self) -> None:
-        """Tell the clients about processes that ended or stopped."""
-        while self.running:
-            process, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
-            if not process:
-                return
-            is_stopped = os.WIFSTOPPED(status)
-            said = "stopped" if is_stopped else f"ended {os.waitstatus_to_exitcode(status)}"
-            client = self.running.get(process) if is_stopped else self.running.pop(process, None)
-            self.used = time.monotonic()
-            if process == self.own and not is_stopped:
-                self.own, self.ends, self.status = 0, 1, os.waitstatus_to_exitcode(status)
-            if client is not None:
-                with suppress(OSError):  # it was killed meanwhile
-                    client.send(f"{said}\n".encode())
-                if not is_stopped:
-                    client.close()
-
-    @staticmethod
-    def _leave_terminal() -> None:
-        """Give up the controlling terminal: a command in it would be stopped when it reads from there."""
-        import fcntl
-        import termios
-
-        if os.getsid(0) != os.getpid():
-            with suppress(OSError), open("/dev/tty", "rb", buffering=0) as terminal:
-                fcntl.ioctl(terminal, termios.TIOCNOTTY)
 
 
-def _kill(process: int, number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process, number)
-        os.killpg(process, signal.SIGCONT)
+def _reap(*_: object) -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

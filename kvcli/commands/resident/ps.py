@@ -23,19 +23,18 @@ app = typer.Typer(add_completion=False)
 
 @command(app)
 def ps(world: Environment) -> None:
-    """List the models that kvcli keep and kvcli serve have loaded."""
+    """List the models that kvcli serve has loaded for other commands."""
     from kvcli.schemas.listings import ServersDocument
 
     document = ServersDocument(servers=servers(world))
     if world.options.json:
         print_json(world, document)
         return
-    rows = [["model", "process", "memory", "commands", "runs for", "ends after", "load settings"]]
+    rows = [["model", "process", "memory", "commands", "runs for", "load settings"]]
     for each in document.servers:
-        ends = "" if each.keep is None else clock(each.keep)
-        figures = [long_size(each.bytes), str(each.running), clock(each.seconds), ends]
+        figures = [long_size(each.bytes), str(each.running), clock(each.seconds)]
         rows.append([each.model, str(each.pid), *figures, ", ".join(each.load)])
-    print_table(world, rows, drop=["load settings", "ends after", "runs for"])
+    print_table(world, rows, drop=["load settings", "runs for"])
 
 
 def servers(world: Environment) -> list[ServerEntry]:
@@ -47,20 +46,17 @@ def servers(world: Environment) -> list[ServerEntry]:
     found = []
     try:
         for about in residents(folder_of(world.environ)):
-            if (connection := connect(about)) is None:
-                continue
-            connection.close()
             with suppress(psutil.NoSuchProcess):  # it ended meanwhile
                 process = psutil.Process(about["pid"])
-                seconds = max(0.0, time.time() - about["since"])
                 figures = {
-                    "running": len(process.children()) - about["own"],
+                    "running": len(process.children()),
                     "bytes": process.memory_info().rss,
-                    "seconds": seconds,
+                    "seconds": max(0.0, time.time() - about["since"]),
                 }
-                found.append(
-                    ServerEntry(**{key: about[key] for key in ("model", "path", "pid", "load", "keep")}, **figures)
-                )
+                if (connection := connect(about)) is not None:
+                    connection.close()
+                    facts = {key: about[key] for key in ("model", "path", "load")}
+                    found.append(ServerEntry(pid=about["server"], **facts, **figures))
     except FileNotFoundError:
         pass
     except OSError as error:

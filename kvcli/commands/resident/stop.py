@@ -1,10 +1,7 @@
-"""`kvcli stop`: end the processes that keep models loaded."""
+"""`kvcli stop`: end the servers of this user."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from contextlib import suppress
 
 import typer
@@ -16,26 +13,27 @@ from kvcli.commands.resident.ps import servers
 from kvcli.environment import Environment
 from kvcli.errors import BadInput
 from kvcli.render.terminal.terminal import plural
-from kvcli.resident_client import folder_of
 
 app = typer.Typer(add_completion=False)
-SECONDS = 5.0  # for a process to close its socket
+SECONDS = 5.0  # for a server to end
 
 
 @command(app)
 def stop(world: Environment, model: o.ModelName = None) -> None:
-    """End kvcli keep and kvcli serve, for one model or for all. Running commands go on."""
+    """End kvcli serve, for one model or for all. Commands that run go on to their end."""
+    import psutil
+
     found = servers(world)
     named = [each for each in found if model in (None, each.model, each.path)]
     if model is not None and not named:
         here = [f"kvcli stop {each.model}" for each in found]
-        raise BadInput(f"no process keeps {model} loaded", code="not_running", try_=here or [f"kvcli keep {model}"])
+        raise BadInput(f"no server has {model} loaded", code="not_running", try_=here or [f"kvcli serve {model}"])
     if not named:
-        tell(world, "no model is kept loaded")
+        tell(world, "no server has a model loaded")
     for each in named:
-        with suppress(ProcessLookupError):
-            os.kill(each.pid, signal.SIGTERM)
-        until, file = time.monotonic() + SECONDS, folder_of(world.environ) / f"{each.pid}.sock"
-        while file.exists() and time.monotonic() < until:
-            time.sleep(0.02)
-        tell(world, f"{each.model} ends" + (f" after {plural(each.running, 'command')}" if each.running else ""))
+        with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+            process = psutil.Process(each.pid)
+            process.terminate()
+            process.wait(SECONDS)
+        left = f"; still running: {plural(each.running, 'command')}" if each.running else ""
+        tell(world, f"{each.model} ends{left}")

@@ -63,7 +63,7 @@ def suspendable(region: LiveRegion | None, stdin: TextIO | None) -> Iterator[Non
     def stop(_signal: int, _frame: FrameType | None) -> None:
         with region.lock, echo(stdin, on=True):  # the timer must not draw meanwhile
             region.close()
-            signal.signal(kind, signal.SIG_DFL)
+            signal.signal(kind, before)
             signal.pthread_kill(threading.get_ident(), kind)  # this thread stops here until the process is continued
             signal.signal(kind, stop)
 
