@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -12,9 +13,11 @@ from torch import Tensor
 from kvcli.kernels import triton_support
 from kvcli.kernels.attend_quantized import PackedHead, attend_table, reference, table_of, why_not
 from kvcli.kernels.attend_quantized.table import NARROWEST, PROGRAMS, SPANS, PackedTable
-from kvcli.kv.slots import AttentionParams, Slots, alike
+from kvcli.kernels.quantize_kv import Rounded
+from kvcli.kv.slots import AttentionParams, LayerShape, Slots, alike
 from kvcli.kv.tiers import quantized
-from kvcli.kv.tiers.quantized_head import Precision, QuantizedHead
+from kvcli.kv.tiers.block_run import BlockRun
+from kvcli.kv.tiers.quantized import kivi_form, packed_head
 
 pytest.importorskip("triton")
 import_module("tests.kernels.interpreted")  # before what is fused
@@ -31,19 +34,23 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def run_of(dtype: torch.dtype, k_bits: int, v_bits: int, group: int = 64, d: int = D, **more: bool) -> BlockRun:
+    return BlockRun(kivi_form(LayerShape(1, d, d), dtype, k_bits, v_bits, group, **more), "cpu")
+
+
 def heads_of(
     bits: tuple[int, int], slots: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, d: int = D, group: int = 64
-) -> list[QuantizedHead]:
+) -> list[BlockRun]:
     """As a tier has them: taken in two parts, channels of different place."""
-    heads = [QuantizedHead(Precision(dtype, *bits, group), d, d, "cpu") for _ in slots]
+    heads = [run_of(dtype, *bits, group, d) for _ in slots]
     for j, (head, n) in enumerate(zip(heads, slots, strict=True)):
         k, v = noise(n, d, seed=j) * 3 + torch.linspace(-5, 5, d), noise(n, d, seed=j + 9)
         for part in (slice(0, n // 3), slice(n // 3, n)):
-            head.take(k[part].to(dtype), v[part].to(dtype), torch.arange(n)[part])
+            head.take(k[None, part].to(dtype), v[None, part].to(dtype), torch.arange(n)[None, part])
     return heads
 
 
-def rows(heads: list[QuantizedHead], n: int, dtype: torch.dtype = torch.bfloat16, d: int = D) -> Tensor:
+def rows(heads: list[BlockRun], n: int, dtype: torch.dtype = torch.bfloat16, d: int = D) -> Tensor:
     return noise(G * len(heads), n, d, seed=5).to(dtype)
 
 
@@ -65,7 +72,7 @@ def close(got: tuple[Tensor, Tensor], q: Tensor, heads: list[PackedHead], softca
 @pytest.mark.parametrize("bits", BITS, ids=str)
 def test_it_gives_what_the_codes_say(bits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = torch.float16 if bits == (2, 2) else torch.bfloat16
-    heads = [head.since(0) for head in heads_of(bits, (300, 67, 0), dtype)]  # the last is empty
+    heads = [packed_head(head) for head in heads_of(bits, (300, 67, 0), dtype)]  # the last is empty
     q = rows(heads, 3, dtype)  # type: ignore[arg-type]
     poisoned(monkeypatch)
     assert why_not(heads) == ""
@@ -75,14 +82,14 @@ def test_it_gives_what_the_codes_say(bits: tuple[int, int], monkeypatch: pytest.
 @pytest.mark.parametrize(("d", "group", "bits"), [(128, 32, (4, 4)), (256, 128, (4, 8)), (64, 16, (2, 4))], ids=str)
 @pytest.mark.slow
 def test_other_sizes(d: int, group: int, bits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = [head.since(0) for head in heads_of(bits, (277, 64), d=d, group=group)]
+    heads = [packed_head(head) for head in heads_of(bits, (277, 64), d=d, group=group)]
     q = rows(heads, 9, d=d) * (D / d) ** 0.5  # type: ignore[arg-type]
     poisoned(monkeypatch)
     close(fused.attend_quantized(q, heads, D**-0.5, q.dtype, 0.0, [None] * 2), q, heads, 0.0, [None] * 2)
 
 
 def test_holes_are_not_seen_and_scores_are_bent(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = [head.since(0) for head in heads_of((4, 4), (130, 67))]
+    heads = [packed_head(head) for head in heads_of((4, 4), (130, 67))]
     masks = [noise(1, head.length, seed=3) > 0 for head in heads]
     masks[1][:] = False  # whoever reads this head sees nothing
     q = rows(heads, 2)  # type: ignore[arg-type]
@@ -96,35 +103,35 @@ def test_holes_are_not_seen_and_scores_are_bent(monkeypatch: pytest.MonkeyPatch)
 def test_rows_see_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = heads_of((8, 8), (130, 67))
     at, window = [140, 100, 20], 50
-    held = [head.since(0) for head in heads]
-    masks = [head.pos > torch.tensor(at).unsqueeze(1) - window for head in heads]
+    held = [packed_head(head) for head in heads]
+    masks = [head.pos[0] > torch.tensor(at).unsqueeze(1) - window for head in heads]
     q = rows(heads, 3)
     poisoned(monkeypatch)
-    table = table_of(held, [head.pos for head in heads], has_holes=False)
+    table = table_of(held, [head.pos[0] for head in heads], has_holes=False)
     part = attend_table(q, table, D**-0.5, at, window=window)
     close((part.out, part.lse), q, held, 0.0, masks)
 
 
 def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """One slot outshines all others by 2^-20 each, which float16 would hold as 0: together they weigh in."""
-    head = QuantizedHead(Precision(torch.float16, 8, 8, 64), D, D, "cpu")
+    head = run_of(torch.float16, 8, 8)
     k, v = torch.zeros(600, D), torch.ones(600, D)
     k[0, 0], v[0] = 20 / fused.LOG2E, -(2.0**-10)
-    head.take(k.half(), v.half(), torch.arange(600))
+    head.take(k[None].half(), v[None].half(), torch.arange(600)[None])
     q = torch.zeros(1, 1, D)
     q[..., 0] = 1
     poisoned(monkeypatch)
-    out, _ = fused.attend_quantized(q, [head.since(0)], 1.0, torch.float16, 0.0, [None])
-    want, _ = reference.attend_quantized(q.double(), [head.since(0)], 1.0, torch.float64, 0.0, [None])
+    out, _ = fused.attend_quantized(q, [packed_head(head)], 1.0, torch.float16, 0.0, [None])
+    want, _ = reference.attend_quantized(q.double(), [packed_head(head)], 1.0, torch.float64, 0.0, [None])
     torch.testing.assert_close(out.double(), want, rtol=5e-3, atol=1e-9)
 
 
 # ---- rows alone and together ----
 
 
-def differing(q: Tensor, heads: list[QuantizedHead], together: tuple[int, ...]) -> int:
+def differing(q: Tensor, heads: list[BlockRun], together: tuple[int, ...]) -> int:
     """Rows whose bits are others alone than in company."""
-    table = table_of([head.since(0) for head in heads], [head.pos for head in heads], has_holes=False)
+    table = table_of([packed_head(head) for head in heads], [head.pos[0] for head in heads], has_holes=False)
     alone = [attend_table(q[:, i : i + 1], table, D**-0.5, [0]) for i in range(q.shape[1])]
     count = 0
     for n in together:
@@ -177,7 +184,7 @@ def test_spans_are_as_many_as_a_card_has_room_for(n_heads: int, longest: int) ->
 
 
 def test_many_rows_go_through_one_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = [head.since(0) for head in heads_of((4, 4), (600,))]
+    heads = [packed_head(head) for head in heads_of((4, 4), (600,))]
     table, q = table_of(heads, [None], has_holes=False), rows(heads, 3)  # type: ignore[arg-type]
     few = fused.attend(q, table, D**-0.5, 0.0)
     monkeypatch.setattr(fused, "MANY", 2)
@@ -271,17 +278,19 @@ def test_instructions_for_bytes_give_their_numbers() -> None:
     [
         (heads_of((4, 4), (70,), d=80), "keys of 80"),
         (heads_of((4, 4), (70,), group=8), "groups of 8"),
-        ([QuantizedHead(Precision(torch.bfloat16, 4, 4, 64, True), D, D, "cpu")], "halves"),
+        ([run_of(torch.bfloat16, 4, 4, halves=True)], "halves"),
     ],
 )
-def test_what_is_not_served_says_why(heads: list[QuantizedHead], why: str) -> None:
-    assert why in why_not([head.since(0) for head in heads])
+def test_what_is_not_served_says_why(heads: list[BlockRun], why: str) -> None:
+    assert why in why_not([packed_head(head) for head in heads])
 
 
 def test_masks_of_rows_and_parts_of_heads_are_left_to_the_reference() -> None:
     (head,) = heads_of((8, 8), (70,))
-    assert "single rows" in why_not([head.since(0)], [torch.ones(2, 70, dtype=torch.bool)])
-    assert "midst" in why_not([head.since(3)])
+    assert "single rows" in why_not([packed_head(head)], [torch.ones(2, 70, dtype=torch.bool)])
+    of = packed_head(head)
+    late = Rounded(8, of.keys.codes[3:], of.keys.scale[3:])
+    assert "midst" in why_not([replace(of, keys=late, length=67)])
 
 
 def test_a_tier_makes_its_table_when_heads_change(monkeypatch: pytest.MonkeyPatch) -> None:
