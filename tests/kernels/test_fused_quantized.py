@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from kvcli.kernels import triton_support
 from kvcli.kernels.attend_quantized import PackedHead, attend_table, reference, table_of, why_not
-from kvcli.kernels.attend_quantized.table import NARROWEST, PROGRAMS, SPANS, PackedTable
+from kvcli.kernels.attend_quantized.table import ROOM
 from kvcli.kernels.quantize_kv import Rounded
-from kvcli.kv.slots import AttentionParams, LayerShape, Slots, alike
+from kvcli.kv.slots import AttentionParams, LayerShape
 from kvcli.kv.tiers import quantized
 from kvcli.kv.tiers.block_run import BlockRun
 from kvcli.kv.tiers.quantized import kivi_form, packed_head
+from tests import make
+from tests.fake_graphs import FakeGraphs
 
 pytest.importorskip("triton")
 import_module("tests.kernels.interpreted")  # before what is fused
@@ -163,24 +165,24 @@ def test_a_partition_by_rows_would_be_caught(monkeypatch: pytest.MonkeyPatch) ->
     heads, attend = heads_of((8, 8), (600,)), fused.attend
 
     def by_rows(q: Tensor, *given: object) -> tuple[Tensor, Tensor]:
-        monkeypatch.setattr(type(given[0]), "span", property(lambda _: 256 if q.shape[1] == 1 else 128))
+        monkeypatch.setattr(fused, "UNIT", 256 if q.shape[1] == 1 else 128)
         return attend(q, *given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fused, "attend", by_rows)
     assert differing(rows(heads, 3), heads, (3,)) > 0
 
 
-@pytest.mark.parametrize("n_heads", [1, 2, 3, 8, 12, 40])
-@pytest.mark.parametrize("longest", [1, 300, 32_768, 100_000])
-def test_spans_are_as_many_as_a_card_has_room_for(n_heads: int, longest: int) -> None:
-    head = SimpleNamespace(length=longest)
-    table = PackedTable(torch.empty(0), (head,) * n_heads, (), 4, 4, 64, 64, longest, False)  # type: ignore[arg-type]
-    spans = -(-longest // table.span)
-    assert table.span & (table.span - 1) == 0
-    assert spans <= SPANS
-    assert spans == 1 or (spans * n_heads <= PROGRAMS and table.span >= NARROWEST)
-    if longest == 100_000:  # and no fewer than half of it
-        assert 4 * spans >= min(SPANS, PROGRAMS // n_heads)
+@pytest.mark.parametrize("bits", [(4, 4), pytest.param((8, 8), marks=pytest.mark.slow)], ids=str)
+def test_no_bit_depends_on_the_room(bits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans behind the slots of a head write nothing that is read."""
+    heads = heads_of(bits, (280, 0))
+    table = table_of([packed_head(head) for head in heads], [None, None], has_holes=False)
+    q, found = rows(heads, 1), []
+    poisoned(monkeypatch)
+    for room in (280, ROOM, 5000):
+        table.room = room
+        found.append(fused.attend(q, table, D**-0.5, 0.0))
+    assert all(torch.equal(a, b) for more in found[1:] for a, b in zip(more, found[0], strict=True))
 
 
 def test_many_rows_go_through_one_span(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +193,7 @@ def test_many_rows_go_through_one_span(monkeypatch: pytest.MonkeyPatch) -> None:
     empty, shapes = torch.empty, []
     monkeypatch.setattr(fused.torch, "empty", lambda *a, **k: (shapes.append(a), empty(*a, **k))[1])
     many = fused.attend(q, table, D**-0.5, 0.0)
-    assert shapes[0][2] == 1 < 600 // table.span
+    assert shapes[0][2] == 1 < 600 // fused.UNIT
     for got, want in zip(many, few, strict=True):
         torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
 
@@ -293,30 +295,56 @@ def test_masks_of_rows_and_parts_of_heads_are_left_to_the_reference() -> None:
     assert "midst" in why_not([replace(of, keys=late, length=67)])
 
 
-def test_a_tier_makes_its_table_when_heads_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And gives what it gives without the kernel, holes, windows and a Hadamard turn included."""
+def filled(bits: tuple[int, int], n: int, rotate: str = "none") -> quantized.QuantizedTier:
+    tier = make.quantized((1, 2, D), bits, torch.bfloat16, rotate=rotate)
+    came(tier, 0, n)
+    return tier
+
+
+def came(tier: quantized.QuantizedTier, start: int, n: int) -> None:
+    tier.append(0, noise(2, n, D, seed=start).bfloat16(), noise(2, n, D, seed=start + 1).bfloat16(), start)
+
+
+def test_a_tier_reads_changed_heads_by_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gives what it gives without the kernel, holes, windows and a Hadamard turn included. A table is made anew
+    only where holes come, or slots beyond its room."""
     monkeypatch.setattr(quantized, "serves_packed", lambda *_: False)  # the CPU's own
-    made: list[int] = []
-    table_of = quantized.table_of
-
-    def counted(*a: object, **k: object) -> object:
-        made.append(1)
-        return table_of(*a, **k)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(quantized, "table_of", counted)
-    tier = quantized.QuantizedTier(alike(1, 2, D), torch.bfloat16, k_bits=4, v_bits=4, rotate="hadamard")
-    pos = torch.arange(130, dtype=torch.int32).expand(2, -1)
-    tier.take(0, Slots(noise(2, 130, D).bfloat16(), noise(2, 130, D, seed=1).bfloat16(), pos))
-    q, sight, late = rows([None] * 2, 2), AttentionParams(D**-0.5), AttentionParams(D**-0.5, window=40)  # type: ignore[list-item]
-    keep = torch.ones(2, 130, dtype=torch.bool)
-    keep[:, 5:9] = False
-    for step in range(2):
+    tier, layers = filled((4, 4), 130, "hadamard"), []
+    q, sight, late = rows([None] * 2, 2), AttentionParams(D**-0.5), AttentionParams(D**-0.5, window=140)  # type: ignore[list-item]
+    holes = torch.arange(194).expand(2, -1) % 64 > 5
+    for change in (lambda: None, lambda: came(tier, 130, 64), lambda: tier.evict_except(0, holes)):
+        change()
         for how in (sight, late):
             monkeypatch.setattr(triton_support, "why_not", lambda *_: "")
-            (got,) = tier.attend(0, q, how, [130, 131])
+            (got,) = tier.attend(0, q, how, [230, 231])
+            layers.append(tier.device_layer(0))
             monkeypatch.setattr(triton_support, "why_not", lambda *_: "none")
-            (want,) = tier.attend(0, q, how, [130, 131])
+            (want,) = tier.attend(0, q, how, [230, 231])
             assert (got.out - want.out).norm() <= 1e-2 * want.out.norm()
             torch.testing.assert_close(got.lse, want.lse, atol=2e-2, rtol=1e-2)
-        assert sum(made) == step + 1
-        tier.evict_except(0, keep)
+    assert [one is layers[0] for one in layers] == [True] * 4 + [False] * 2
+    assert layers[0].synced_length == 1
+
+
+def test_a_captured_read_gives_what_single_operations_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is captured once, and then reads whatever came down to the tier."""
+    monkeypatch.setattr(quantized, "serves_packed", lambda *_: False)
+    monkeypatch.setattr(triton_support, "why_not", lambda *_: "")
+    tier, graphs, attend = filled((8, 8), 70), FakeGraphs(), fused.attend
+    q, pos, params = rows([None] * 2, 2), torch.tensor([300, 301], dtype=torch.int32), AttentionParams(D**-0.5)  # type: ignore[list-item]
+
+    def launch(*given: object) -> tuple[Tensor, Tensor]:
+        with _disable_current_modes():  # what the interpreter does with torch is no operation of the device
+            return attend(*given)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(fused, "attend", lambda *given: graphs.launch(launch, given, {}))
+    layer = tier.device_layer(0)
+    assert not isinstance(layer, str)
+    part, replay = graphs.record(lambda: layer.attend(q, pos, params.scale, softcap=0.0, window=None))
+    for n in (0, 60):
+        came(tier, 70, n)
+        assert tier.device_layer(0) is layer
+        replay()
+        (want,) = tier.attend(0, q, params, pos.tolist())
+        assert torch.equal(part.out, want.out)
+        assert torch.equal(part.lse, want.lse)

@@ -19,7 +19,7 @@ from kvcli.kv.formats.format import Codes
 from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
 
 
-class Part:
+class PartCodec:
     """Quantizer of a part of the numbers of slots. Codes are tensors whose first dimension is blocks, or slots if each
     slot is quantized alone."""
 
@@ -62,7 +62,7 @@ class Part:
 class RunForm:
     """Form of the runs of a layer."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PartCodec, ...]
     dims: tuple[int, int]  # elements of a key and of a value
     group: int  # slots of a block
     dtype: torch.dtype  # of waiting and of dequantized slots
@@ -70,7 +70,7 @@ class RunForm:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """What waits until a block is full: 0 = keys, 1 = values."""
+        """Numbers that wait until a block is full: 0 = keys, 1 = values."""
         return self.parts[0].of if self.parts[0].by_block else ()
 
 

@@ -32,7 +32,8 @@ from kvcli.kv.slots import (
     visible,
 )
 from kvcli.kv.snapshot import SnapshotReader, State
-from kvcli.kv.tiers.block_run import BlockRun, Part, RunForm
+from kvcli.kv.tiers.block_run import BlockRun, PartCodec, RunForm
+from kvcli.kv.tiers.device_tables import LowerLayer
 
 if TYPE_CHECKING:
     from kvcli.kv.formats.format import Codes
@@ -42,7 +43,7 @@ SPAN = 4096  # most slots dequantized at once during attention
 
 
 @dataclass(frozen=True)
-class BlockCodec(Part):
+class BlockCodec(PartCodec):
     """Quantizer of keys and values together, in blocks of slots of `heads` heads."""
 
     write: Callable[[Tensor, Tensor, Kv], Codes]  # `quantize` of a `BlockFormat`
@@ -133,6 +134,10 @@ class BlockTier:
         k, v = s.each(lambda t: t.flatten(0, 1))
         run, window = StoredKV(k, v, s.pos.flatten(), starts, lengths, starts), self._window(layer, params.window)
         return attend_part(q, run, pos, params.scale, window=window, softcap=params.softcap)
+
+    def device_layer(self, layer: int) -> LowerLayer | str:
+        """Return the device tables of a layer, or the reason why there are none."""
+        return "no kernel reads this KV format (kv_format.method)"
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] in all heads at positions from `start` on."""

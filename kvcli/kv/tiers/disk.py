@@ -297,6 +297,9 @@ class ExtentTier:
         parts = [e.read(e.k, e.v, q, params, pos) for e in self._layers[self._holder[layer]] if e.length]
         return [*parts, *attend_new_only(q, params, own)]
 
+    def device_layer(self, layer: int) -> str:
+        return "slots lie in host memory or in a file (memory.host, memory.disk)"
+
     def usage(self) -> list[Usage]:
         """Return the allocated memory, by layer."""
         raise NotImplementedError

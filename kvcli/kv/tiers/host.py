@@ -200,6 +200,9 @@ class HostTier:
         """Return partial attention over the slots and the new KV, synchronously."""
         return self.attend_async(layer, q, params, pos)() + attend_new_only(q, params, own)
 
+    def device_layer(self, layer: int) -> str:
+        return "the host chooses how rows read host memory (memory.host)"
+
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         self._reach.wait_idle()
         self._tier.append(layer, self.staging.down(k), self.staging.down(v), start)

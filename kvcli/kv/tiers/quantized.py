@@ -9,7 +9,7 @@ and does not change attention, apart from quantization error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,12 +24,13 @@ from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.quantize_kv import Rounded, hadamard, pack_keys, pack_values, turned, unpack_keys, unpack_values
 from kvcli.kv.formats.format import Codes
 from kvcli.kv.slots import AttentionParams, LayerShape, attend_new_only, window_start
-from kvcli.kv.tiers.block_run import BlockRun, Part, RunForm
+from kvcli.kv.tiers.block_run import BlockRun, PartCodec, RunForm
 from kvcli.kv.tiers.block_tier import BlockTier
+from kvcli.kv.tiers.device_tables import LowerLayer
 
 
 @dataclass(frozen=True)
-class KiviPart(Part):
+class KiviCodec(PartCodec):
     """Quantizer of the keys, or of the values, of one head. 4- and 2-bit keys are quantized by block, all else by slot:
     after evictions only these may be quantized again."""
 
@@ -96,8 +97,43 @@ def kivi_form(
 ) -> RunForm:
     """Return the form of a layer's heads."""
     each = zip((0, 1), (k_bits, v_bits), of.parts, strict=True)
-    parts = tuple(KiviPart(i, bits, group, dim, dtype, halves) for i, bits, dim in each)
+    parts = tuple(KiviCodec(i, bits, group, dim, dtype, halves) for i, bits, dim in each)
     return RunForm(parts, of.parts, group, dtype)
+
+
+class Hadamard:
+    """Multiplication of keys, values or queries [.., D] by the Hadamard matrix of size D, its own inverse."""
+
+    def __init__(self, sizes: Iterable[int], dtype: torch.dtype, device: torch.device | str) -> None:
+        """`sizes`: possible D; none = no multiplication."""
+        wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        self._turns = {d: hadamard(d, wide) for d in sizes}
+        self._panels = {d: linear.pack(turn) for d, turn in self._turns.items() if not linear.why_not(turn)}
+
+    def __call__(self, t: Tensor) -> Tensor:
+        """Multiply; the result is batch invariant if native kernels support it."""
+        if not self._turns:
+            return t
+        turn, panels = self._turns[t.shape[-1]], self._panels.get(t.shape[-1])
+        return turned(t, turn) if panels is None else linear.linear(t.to(turn.dtype), panels, None, t.shape[-1])
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class QuantizedLayer:
+    """The heads of a layer, as a kernel on a device reads them by a table."""
+
+    table: PackedTable
+    turn: Hadamard
+
+    @property
+    def synced_length(self) -> int:
+        return self.table.synced_length
+
+    def attend(
+        self, q: Tensor, pos: Sequence[int] | Tensor, scale: float, *, softcap: float, window: int | None
+    ) -> PartialAttention:
+        part = attend_table(self.turn(q), self.table, scale, pos, softcap=softcap, window=window)
+        return PartialAttention(self.turn(part.out), part.lse)
 
 
 class QuantizedTier(BlockTier):
@@ -125,12 +161,10 @@ class QuantizedTier(BlockTier):
             _check(of, k_bits, v_bits, rotate)
         forms = {i: kivi_form(of, dtype, k_bits, v_bits, group, halves=halves) for i, of in own.items()}
         super().__init__(forms, shapes, dtype, device, span=1 << 30)  # latents are dequantized by layer
-        self._tables: dict[tuple[int, bool], PackedTable | None] = {}  # by (layer, upper half of codes only)
+        self._tables: dict[int, QuantizedLayer | None] = {}  # by layer; without heads while they have changed
         self._runs: dict[tuple[int, bool], QuantizedKV] = {}  # by (layer, upper half of codes only)
-        wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        sizes = {d for of in own.values() for d in of.parts} if rotate == "hadamard" else set()
-        self._turns = {d: hadamard(d, wide) for d in sizes}
-        self._panels = {d: linear.pack(turn) for d, turn in self._turns.items() if not linear.why_not(turn)}
+        sizes = {d for of in own.values() for d in of.parts} if rotate == "hadamard" else ()
+        self._turn = Hadamard(sizes, dtype, device)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state without cached tables, because these contain addresses of the original's tensors."""
@@ -157,25 +191,34 @@ class QuantizedTier(BlockTier):
         if serves_packed(q, self._none[layer][1]):
             run, window = self._run(layer, params.window, coarse=coarse)
             part = attend_quantized_part(turned.to(q.dtype), run, pos, params.scale, window=window, softcap=softcap)
-        elif (table := self._table(layer, coarse=coarse)) is not None:
-            part = attend_table(turned, table, params.scale, pos, softcap=softcap, window=params.window)
+        elif (table := self._table(layer)) is not None:
+            part = table.attend(q, pos, params.scale, softcap=softcap, window=params.window)
+            return [part, *attend_new_only(q, params, own)]
         else:
             heads, masks = self._packed(layer, coarse=coarse), [_seen(run, params.window, pos) for run in runs]
             part = attend_quantized(turned, heads, params.scale, self.dtype, softcap=softcap, masks=masks)
         return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, params, own)]
 
-    def _packed(self, layer: int, *, coarse: bool) -> list[PackedHead]:
+    def device_layer(self, layer: int) -> LowerLayer | str:
+        return self._table(self._holder[layer]) or "no kernel reads this quantized KV on this device (kv.k_bits)"
+
+    def _packed(self, layer: int, *, coarse: bool = False) -> list[PackedHead]:
         return [packed_head(run, coarse=coarse) for run in self._layers[layer]]
 
-    def _table(self, layer: int, *, coarse: bool) -> PackedTable | None:
-        """Return the cached address table of the heads; None if no kernel reads them by a table."""
-        if triton_support.why_not(self._none[layer][0].device, self.dtype):
+    def _table(self, layer: int) -> QuantizedLayer | None:
+        """Return the table of the heads of a storing layer; None if no kernel reads them by a table."""
+        if self._ranks[layer] or triton_support.why_not(self._none[layer][0].device, self.dtype):
             return None
-        if (layer, coarse) not in self._tables:
-            heads, runs = self._packed(layer, coarse=coarse), self._layers[layer]
+        found = self._tables.get(layer)
+        if layer not in self._tables or (found is not None and not found.table.heads):
+            heads, runs = self._packed(layer), self._layers[layer]
             holes, pos = any(run.has_holes for run in runs), [run.pos[0] for run in runs]
-            self._tables[layer, coarse] = None if why_not(heads) else table_of(heads, pos, has_holes=holes)
-        return self._tables[layer, coarse]
+            if why_not(heads):
+                found = None
+            elif found is None or not found.table.update(heads, pos, has_holes=holes):
+                found = QuantizedLayer(table_of(heads, pos, has_holes=holes), self._turn)
+            self._tables[layer] = found
+        return found
 
     def _run(self, layer: int, window: int | None, *, coarse: bool) -> tuple[QuantizedKV, int | None]:
         """Return the heads in place, and the window; with holes and no window, one that hides only the holes."""
@@ -190,17 +233,15 @@ class QuantizedTier(BlockTier):
         return QuantizedKV(found.heads, torch.cat([run.pos[0] for run in runs]), starts), window
 
     def _changing(self, layer: int) -> list[BlockRun]:
-        for coarse in (False, True):  # cached tables keep old tensors in memory
-            self._tables.pop((layer, coarse), None)
+        for coarse in (False, True):  # what was read keeps old tensors in memory
             self._runs.pop((layer, coarse), None)
+        if (table := self._tables.pop(layer, None)) is not None:
+            table.table.heads = table.table.pos = ()
+            self._tables[layer] = table
         return super()._changing(layer)
 
     def _turned(self, t: Tensor) -> Tensor:
-        """Multiply t [.., D] by the Hadamard matrix, its own inverse; batch invariant if native kernels support it."""
-        if not self._turns:
-            return t
-        turn, panels = self._turns[t.shape[-1]], self._panels.get(t.shape[-1])
-        return turned(t, turn) if panels is None else linear.linear(t.to(turn.dtype), panels, None, t.shape[-1])
+        return self._turn(t)
 
 
 def _seen(run: BlockRun, window: int | None, rows: Sequence[int]) -> Tensor | None:
