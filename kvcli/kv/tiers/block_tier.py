@@ -7,9 +7,9 @@ always have keys after rotary embedding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,16 +24,12 @@ from kvcli.kv.slots import (
     Slots,
     Usage,
     attend_new_only,
-    compact,
-    empty_like,
-    picked,
-    run_of,
     storing_layer_of,
     visible,
 )
 from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.kv.tiers.block_run import BlockRun, PartCodec, RunForm
-from kvcli.kv.tiers.device_tables import LowerLayer
+from kvcli.kv.tiers.lower_tier import StoredBelow
 
 if TYPE_CHECKING:
     from kvcli.kv.formats.format import Codes
@@ -80,10 +76,10 @@ class BlockCodec(PartCodec):
         return tuple(t.new_empty(n, *t.shape[1:], device="meta") for t in self.write(k, v, self.kv))
 
 
-class BlockTier:
+class BlockTier(StoredBelow):
     """A tier of quantized slots. Lengths differ by run: a head, or heads that are quantized together."""
 
-    gather_async: ClassVar[None] = None
+    UNCAPTURED = "no kernel reads this KV format (kv_format.method)"
 
     def __init__(
         self,
@@ -107,6 +103,10 @@ class BlockTier:
         }
         group = next(iter(forms.values())).group
         self._span = max(1, span // group) * group
+
+    @property
+    def _storing(self) -> Iterable[int]:
+        return self._layers
 
     @property
     def batch_variant_reason(self) -> str:
@@ -135,14 +135,6 @@ class BlockTier:
         run, window = StoredKV(k, v, s.pos.flatten(), starts, lengths, starts), self._window(layer, params.window)
         return attend_part(q, run, pos, params.scale, window=window, softcap=params.softcap)
 
-    def device_layer(self, layer: int) -> LowerLayer | str:
-        """Return the device tables of a layer, or the reason why there are none."""
-        return "no kernel reads this KV format (kv_format.method)"
-
-    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
-        """Store k, v [K, M, D] in all heads at positions from `start` on."""
-        self.take(layer, Slots(k, v, run_of(start, k.shape[1], k.shape[0], k.device)))
-
     def take(self, layer: int, slots: Slots) -> None:
         """Quantize and store slots, keys after rotary embedding; slots with position -1 are skipped."""
         if not slots.n_slots:
@@ -168,19 +160,9 @@ class BlockTier:
         """Return a dequantized copy of the slots of a layer, padded to the longest head; holes have position -1."""
         return self._numbers(layer, range(self.n_slots(layer)))
 
-    def newest(self, layer: int, n: int) -> Slots:
-        """Return the n slots that each head stored last, which have the highest positions, by position."""
-        s = self.slots(layer)
-        found = picked(s, s.pos.argsort(dim=1, stable=True)[:, max(0, s.n_slots - n) :])
-        return compact(found, found.pos >= 0)
-
     def positions(self, layer: int) -> Tensor:
         """Return pos [K, S] of all slots; holes and padding have -1."""
         return self._positions(layer, range(self.n_slots(layer)))
-
-    def run(self, layer: int) -> StoredKV | None:
-        """Return None: slots are not stored in full precision."""
-        return None
 
     def n_stable(self, layer: int, n: Tensor) -> Tensor:
         """Return [K]: how many of the first n [K] slots of each head are not quantized again without evictions."""
@@ -204,24 +186,6 @@ class BlockTier:
         run, j = list(self._heads(layer))[head]
         k, v = (self._turned(t[j : j + 1]).to(t.dtype) for t in run.numbers(0, n))
         return Slots(*join_latent(self._ranks[layer], k, v), run.pos[j : j + 1, :n])
-
-    def evict_except(self, layer: int, mask: Tensor) -> Slots:
-        """Evict slots whose mask [K, S] is False and return them dequantized."""
-        before = self.slots(layer)
-        mask = mask & (before.pos >= 0)
-        if torch.equal(mask, before.pos >= 0):
-            return empty_like(before)
-        fell = compact(before, ~mask)
-        del before
-        self._keep(layer, mask)
-        return fell
-
-    def crop(self, n: int) -> None:
-        """Remove every slot at position n or later."""
-        for layer in self._layers:
-            pos = self.positions(layer)
-            if bool((pos >= n).any()):
-                self._keep(layer, (pos >= 0) & (pos < n))
 
     def snapshot(self) -> State:
         """Return a snapshot by layer and run."""
