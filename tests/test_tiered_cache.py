@@ -230,7 +230,7 @@ def test_room_on_the_disk_is_used_again() -> None:
         assert kv.n_slots(0) == 0
     once = a_disk()
     once.take(0, some(700))
-    assert os.fstat(kv._place._file.fileno()).st_size == os.fstat(once._file._file.fileno()).st_size
+    assert os.fstat(kv._place._file.fileno()).st_size == os.fstat(once._place._file.fileno()).st_size
 
 
 @pytest.mark.parametrize("most", ["bytes", "writes"])

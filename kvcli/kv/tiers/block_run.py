@@ -51,7 +51,9 @@ class PartCodec:
     def join(self, codes: Codes, n: int, more: Codes, m: int) -> Codes:
         """Return a copy of n blocks or slots of `codes` and of m more."""
         if not self.is_turned:
-            return tuple(torch.cat([a[:n], b.to(a.dtype)]) for a, b in zip(codes, more, strict=True))
+            return tuple(
+                torch.cat([a, b if b.dtype == a.dtype else b.to(a.dtype)]) for a, b in zip(codes, more, strict=True)
+            )
         made = tuple(b.new_zeros(*b.shape[:-1], -(-(n + m) // LANES) * LANES) for b in more)
         for new, a, b in zip(made, codes, more, strict=True):
             new[..., :n], new[..., n : n + m] = a[..., :n], b[..., :m]
@@ -171,7 +173,7 @@ class BlockRun:
             waits = at >= self.full
             inner = at[~waits]
             if part.splits:
-                mine = tuple(t[inner // g, inner % g].unsqueeze(1) if t.dim() == 3 else t[inner // g] for t in codes)
+                mine = tuple(t.flatten(0, 1)[inner].unsqueeze(1) if t.dim() == 3 else t[inner // g] for t in codes)
                 found, order = part.dequantize(mine, inner), slice(None)
             else:
                 blocks, inverse = torch.unique(inner // g, return_inverse=True)
@@ -211,7 +213,8 @@ class BlockRun:
     def _picked(self, first: int, at: Tensor) -> tuple[Codes, ...]:
         """Return the codes of slots `at` in all parts from `first` on, none of which is by block."""
         each = zip(self.form.parts[first:], self.codes[first:], strict=True)
-        return tuple(part.join(codes, 0, part.pick(codes, at), len(at)) for part, codes in each)
+        found = ((part, codes, part.pick(codes, at)) for part, codes in each)
+        return tuple(part.join(codes, 0, mine, len(at)) if part.is_turned else mine for part, codes, mine in found)
 
     def _pos_of(self, blocks: Tensor) -> Tensor:
         """Return the positions [h, b * g] of these blocks."""

@@ -256,7 +256,7 @@ class BlockTier(StoredBelow):
         """Share one row of positions between heads and layers with the same slots, the usual case."""
         runs = self._layers[layer]
         row = runs[0].pos[:1]
-        if all(run.length == row.shape[1] and bool((run.pos == row).all()) for run in runs):
+        if all(run.length == row.shape[1] and torch.equal(run.pos, row.expand_as(run.pos)) for run in runs):
             others = (of[0].pos[:1] for i, of in self._layers.items() if i != layer and of[0].length)
             other = next(others, row)
             row = other if torch.equal(other, row) else row.clone()
