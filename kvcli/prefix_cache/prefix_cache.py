@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvcli.prefix_cache.matching_spans import Found
 
 # Cache key: the fields besides the token ids on which KV depends. All fields must match to use saved KV.
-FORMAT = "kvcli.block/3"
+FORMAT = "kvcli.block/4"
 NAMES = ("transformers_version", "_name_or_path", "_attn_implementation")  # in a config, without effect on the numbers
 
 
