@@ -28,8 +28,9 @@ from kvcli.kv.slots import windows_of
 from kvcli.kv.snapshot import SnapshotMismatch
 from kvcli.models.catalog import model_files, releases
 from kvcli.prefix_cache import snapshot_file
-from kvcli.prefix_cache.block_tree import Block, BlockMatch, BlockTree, CorruptFile, read, read_tokens
+from kvcli.prefix_cache.block_tree import Block, BlockMatch, BlockTree, read, read_tokens
 from kvcli.prefix_cache.codec import Codec, Uncompressed
+from kvcli.prefix_cache.snapshot_file import CorruptFile
 from kvcli.prefix_cache.span_lookup import BlockIndexEntry, evict_lru, find_spans, mark_used
 from kvcli.prefix_cache.tensor_codec import coded_state, decoded_state
 from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_small
