@@ -14,9 +14,11 @@ from kvcli.kernels import triton_support
 from kvcli.kernels.attend_quantized import PackedHead, attend_table, reference, table_of, why_not
 from kvcli.kernels.attend_quantized.table import ROOM
 from kvcli.kernels.quantize_kv import Rounded
+from kvcli.kv.cache.level import TierLevel
 from kvcli.kv.slots import AttentionParams, LayerShape
 from kvcli.kv.tiers import quantized
 from kvcli.kv.tiers.block_run import BlockRun
+from kvcli.kv.tiers.host import HostTier
 from kvcli.kv.tiers.quantized import kivi_form, packed_head
 from tests import make
 from tests.fake_graphs import FakeGraphs
@@ -348,3 +350,21 @@ def test_a_captured_read_gives_what_single_operations_give(monkeypatch: pytest.M
         (want,) = tier.attend(0, q, params, pos.tolist())
         assert torch.equal(part.out, want.out)
         assert torch.equal(part.lse, want.lse)
+
+
+def test_a_tiered_cache_gives_the_tables_of_its_quantized_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lowest first, of layers with slots there; with any other kind of level, why there are none."""
+    monkeypatch.setattr(triton_support, "why_not", lambda *_: "")
+    of, bf16 = (2, 2, D), torch.bfloat16
+    levels = [TierLevel(make.quantized(of, (bits, bits), bf16), holds, 64) for bits, holds in ((8, 64), (4, None))]
+    kv = make.tiered(of, *levels, dtype=bf16, holds=8, group=64)
+    for n in (64, 128, 192):
+        kv.append(0, *(noise(2, 64, D, seed=n).bfloat16() for _ in "kv"), n - 64)
+        kv.compress(layers=[0])
+    cache = kv.device_tables(1)
+    assert [len(lower) for lower in cache.below] == [2, 0]
+    assert [layer.table.k_bits for layer in cache.below[0]] == [4, 8]  # type: ignore[attr-defined]
+    assert [*cache.tables()] == [*cache.layers, *cache.below[0]]
+    assert all(a is b for a, b in zip(kv.device_tables(1).below[0], cache.below[0], strict=True))
+    for tier in (HostTier(make.quantized(of, dtype=bf16), "cpu"), make.disk(of, bf16), make.dense(of, bf16)):
+        assert make.tiered(of, TierLevel(tier), dtype=bf16).device_tables(1).why_not
