@@ -345,9 +345,10 @@ def test_a_captured_read_gives_what_single_operations_give(monkeypatch: pytest.M
     part, replay = graphs.record(lambda: layer.attend(q, pos, params.scale, softcap=0.0, window=None))
     for n in (0, 60):
         came(tier, 70, n)
+        came(other := filled((8, 8), 70), 70, n)
         assert tier.device_layer(0) is layer
         replay()
-        (want,) = tier.attend(0, q, params, pos.tolist())
+        (want,) = other.attend(0, q, params, pos.tolist())
         assert torch.equal(part.out, want.out)
         assert torch.equal(part.lse, want.lse)
 
