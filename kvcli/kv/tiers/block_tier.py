@@ -258,8 +258,8 @@ class BlockTier(StoredBelow):
         row = runs[0].pos[:1]
         if all(run.length == row.shape[1] and torch.equal(run.pos, row.expand_as(run.pos)) for run in runs):
             others = (of[0].pos[:1] for i, of in self._layers.items() if i != layer and of[0].length)
-            other = next(others, row)
-            row = other if torch.equal(other, row) else row.clone()
+            other = next(others, None)
+            row = row.clone() if other is None or not torch.equal(other, row) else other
             for run in runs:
                 run.pos = row.expand(run.form.heads, -1)
 
