@@ -209,7 +209,13 @@ def exists(_: str) -> str:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         verbs = [{f.name: f.args.args for f in node.body if isinstance(f, ast.FunctionDef)} for node in classes]
-        if path.stem != "slots" and any(_has_layers(v.get("take")) and _has_layers(v.get("attend")) for v in verbs):
+        tiers = [any(ast.unparse(base).endswith("Tier") for base in node.bases) for node in classes]
+        stores = (
+            is_tier or _has_layers(v.get("take"))
+            for v, is_tier in zip(verbs, tiers, strict=True)
+            if _has_layers(v.get("attend"))
+        )
+        if path.stem not in ("slots", "page_source") and any(stores):
             doc = (ast.get_docstring(tree) or "").splitlines()[0]
             rows.append(f"| store | `{path.relative_to(ROOT / 'kvcli')}` | {doc} | |")
     for folder in sorted((ROOT / "kernels").glob("*/")):

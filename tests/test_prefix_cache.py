@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 
 from kvcli.assemble import cache_conditions
 from kvcli.engine.engine import iterate_events, run, run_to_end
@@ -27,12 +27,12 @@ from kvcli.engine.loading.open_lm import install_kernels, wrap_lm
 from kvcli.engine.sequence.session import GenerationSession
 from kvcli.files import SPARE
 from kvcli.kv.slots import windows_of
-from kvcli.prefix_cache import block_tree
+from kvcli.prefix_cache import block_tree, snapshot_file
 from kvcli.prefix_cache import prefix_cache as shelves
-from kvcli.prefix_cache.block_tree import LENGTH, SUM, Block, BlockTree, CorruptFile, _ids_of, _sum, read, read_tokens
+from kvcli.prefix_cache.block_tree import LENGTH, Block, BlockTree, _ids_of, read, read_tokens
 from kvcli.prefix_cache.codec import Codec, Lossless, Uncompressed
 from kvcli.prefix_cache.prefix_cache import INTACT, CacheConditions, PrefixCache, SaveResult
-from kvcli.prefix_cache.snapshot_file import path_of
+from kvcli.prefix_cache.snapshot_file import CorruptFile, path_of
 from kvcli.settings.profile import Profile
 from tests import families, make, prefix_cache_stress
 from tests.twins import flipped, put
@@ -168,7 +168,7 @@ def test_a_layer_that_begins_where_none_does_is_refused(lm: LM, tmp_path: Path, 
     shape, path = lm.shapes[0], tmp_path / "one.kv"
     t = torch.zeros(shape.n_kv_heads, 64, shape.k_dim)
     tensors = {_ids_of(path): torch.arange(192, dtype=torch.int32), f"k.{name}": t, f"v.{name}": t.clone()}
-    path.write_bytes(save(tensors, {SUM: _sum(tensors)}))  # well made but for that
+    snapshot_file.write(path, tensors)  # well made but for that
     for look in (read_tokens, lambda path: read(path, lm.shapes, torch.float32)):
         with pytest.raises(CorruptFile, match="layer"):
             look(path)

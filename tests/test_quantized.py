@@ -187,7 +187,7 @@ def test_keeping_gives_back_what_fell_out_and_holds_the_rest(bits: tuple[int, in
         else:  # again in a new group, by half a step of that
             assert ((k - before.k[j][mask[j]]).abs() <= 8 / ((1 << bits[0]) - 1) / 2).all()
     for head in kv._layers[1]:
-        assert int((head.pos < 0).sum()) <= len(head.pos) / 2 if bits[0] < 8 else not head.has_holes
+        assert int((head.pos < 0).sum()) <= head.length / 2 if bits[0] < 8 else not head.has_holes
 
 
 def test_a_group_stays_until_less_than_half_of_it_is_left() -> None:
@@ -202,7 +202,7 @@ def test_a_group_stays_until_less_than_half_of_it_is_left() -> None:
     assert kv.slots(0).pos[0].tolist() == [-1, 1, 2, -1, 4, 15, 16, 17, 18, 19, 8, 9]
     kv.take(0, made(3, seed=1, first=20))
     assert kv.slots(0).pos[1].tolist() == [-1, 1, 2, -1, 4, 15, 16, 17, 18, 19, 8, 9, 20, 21, 22]
-    assert [head.rest.shape[0] for head in kv._layers[0]] == [0] * K
+    assert [head.waits[0].shape[1] for head in kv._layers[0]] == [0] * K
     newest = kv.newest(0, 4)
     assert newest.pos.tolist() == [[19, 20, 21, 22]] * K
     assert kv.newest(0, 99).pos[0].tolist() == [1, 2, 4, 8, 9, *range(15, 23)]

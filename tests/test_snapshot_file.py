@@ -35,7 +35,7 @@ from kvcli.methods.policies.snapkv import Snap
 from kvcli.methods.policies.streaming import StreamingLLM as Stream
 from kvcli.methods.prune.lazy import LazyLLM
 from kvcli.prefix_cache import snapshot_file
-from kvcli.prefix_cache.block_tree import CorruptFile
+from kvcli.prefix_cache.snapshot_file import CorruptFile
 from tests import families, make
 from tests.covering import pinned
 from tests.exact import table

@@ -8,6 +8,7 @@ from copy import deepcopy
 from functools import cache
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,12 +24,14 @@ from kvcli.kv.cache.tiered_cache import slots_to_demote
 from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import AttentionParams, KVCache, Slots, nbytes
 from kvcli.kv.tiers import disk
+from kvcli.kv.tiers import host as host_tier
 from kvcli.kv.tiers.disk import DiskTier
-from kvcli.kv.tiers.host import DownloadBuffer, HostTier
+from kvcli.kv.tiers.host import HostTier
 from kvcli.methods.drafts.off import Off
 from tests import make
 from tests.covering import pairs
 from tests.exact.table import DRAFTERS, DTYPES, MODELS, NEW, SAMPLERS, STOP, prompt
+from tests.fake_bus import FakeBus
 from tests.policies import KeepAll, Ragged
 
 K, G, D, L = 3, 2, 8, 2
@@ -163,10 +166,16 @@ def test_a_host_tier_answers_rows_of_its_device_and_counts_as_host() -> None:
     assert positions_of(host.newest(1, 4)) == [[5, 6, 7, 8]] * K
 
 
-def test_staging_copies_in_pieces_and_does_without_pinned_memory() -> None:
-    t = torch.randn(3, 7)
-    assert torch.equal(DownloadBuffer().down(t), t)
-    assert DownloadBuffer().nbytes == 0
+def test_slots_of_a_device_go_down_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through one buffer, which is read before the next piece is copied into it."""
+    monkeypatch.setattr(host_tier, "STAGED", 32)
+    t, bus = torch.randn(3, 7), FakeBus()
+    far = SimpleNamespace(device=SimpleNamespace(type="cuda"), contiguous=lambda: t, nbytes=t.nbytes)
+    far.dtype, far.shape = t.dtype, t.shape
+    tier = HostTier(make.dense((L, K, D)), "cpu", bus=lambda _: bus)
+    with bus:
+        assert torch.equal(tier._down(far), t)
+    assert tier.staging.room.nbytes <= 4096
 
 
 # the disk tier
@@ -184,7 +193,7 @@ def some(n: int, at: int = 0) -> Slots:
 def test_the_file_is_private_and_has_no_name() -> None:
     kv = a_disk()
     kv.take(0, some(300))
-    facts = os.fstat(kv._file._file.fileno())
+    facts = os.fstat(kv._place._file.fileno())
     assert facts.st_mode & 0o777 == 0o600
     assert facts.st_nlink == 0
     assert facts.st_size == sum(u.nbytes for u in kv.usage() if u.tier == "disk")
@@ -221,7 +230,7 @@ def test_room_on_the_disk_is_used_again() -> None:
         assert kv.n_slots(0) == 0
     once = a_disk()
     once.take(0, some(700))
-    assert os.fstat(kv._file._file.fileno()).st_size == os.fstat(once._file._file.fileno()).st_size
+    assert os.fstat(kv._place._file.fileno()).st_size == os.fstat(once._place._file.fileno()).st_size
 
 
 @pytest.mark.parametrize("most", ["bytes", "writes"])
@@ -235,7 +244,7 @@ def test_budgets_of_the_disk_are_kept(most: str) -> None:
 
     with pytest.raises(CacheFull, match="disk is full" if most == "bytes" else "disk_writes"):
         use()
-    assert kv._file._written <= 1000 * per_slot or most == "bytes"
+    assert kv._place._written <= 1000 * per_slot or most == "bytes"
     assert sum(u.nbytes for u in kv.usage() if u.tier == "disk") <= 1 << 20
     held = positions(kv, 0)
     assert held == [list(range(len(held[0])))] * K

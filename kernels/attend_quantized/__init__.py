@@ -39,15 +39,20 @@ def attend_quantized(
 
 
 def attend_table(
-    q: Tensor, table: PackedTable, scale: float, pos: Sequence[int], *, softcap: float = 0.0, window: int | None = None
+    q: Tensor,
+    table: PackedTable,
+    scale: float,
+    pos: Sequence[int] | Tensor,
+    *,
+    softcap: float = 0.0,
+    window: int | None = None,
 ) -> PartialAttention:
-    """Compute attention of q [H, N, D] of any float dtype, at positions pos [N], over a layer's heads except holes."""
+    """Compute attention of q [H, N, D] of any float dtype, at positions pos [N], over a layer's heads except holes.
+    With `pos` int32 on the device, it can be captured."""
+    from kvcli.kernels.attend_invariant.tables import uploaded
     from kvcli.kernels.attend_quantized import fused  # imports Triton, which is not installed everywhere
 
-    at = None
-    if window is not None:
-        at = torch.tensor(pos, dtype=torch.int32)
-        at = at.pin_memory().to(q.device, non_blocking=True) if q.is_cuda else at
+    at = pos if isinstance(pos, Tensor) else uploaded([pos], q.device)[0] if window is not None else None
     return PartialAttention(*fused.attend(q, table, scale, softcap, at, window or 0))
 
 

@@ -1,9 +1,10 @@
 """Attention of rows over quantized slots in Triton: reads codes directly, all heads of a layer in one launch.
 
-A head's slots are cut into spans and these into tiles, by index alone. A tile has one group of keys, and updates the
-running softmax of its span (arXiv 2205.14135); spans are merged in order at the end. Rows are padded to 16 or 32, which
-is the same instruction once or twice, so decoding rows are batch invariant. The many rows of a prefill pass are not:
-they use one span, because their partial results would take gigabytes.
+A head's slots are cut into spans and these into tiles, by index alone; there are as many spans as the table has room
+for, so a captured pass remains valid while heads grow. A tile has one group of keys, and updates the running softmax of
+its span (arXiv 2205.14135); spans are merged in order at the end. Rows are padded to 16 or 32, which is the same
+instruction once or twice, so decoding rows are batch invariant. The many rows of a prefill pass are not: they use one
+span, because their partial results would take gigabytes.
 
 Products are of float16, whatever the dtype of the KV cache. Codes, scales and zeros are stored as float16, so a key has
 11 bits, where bfloat16 has 8. Numbers beyond 65,504, which float16 cannot hold, are clipped by these layouts as well.
@@ -24,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels import triton_support
+from kvcli.kernels.attend_invariant.fused import UNIT, WHOLE, first_of, n_spans
 from kvcli.kernels.attend_invariant.passes import MANY
 from kvcli.kernels.attend_quantized.table import PackedHead, PackedTable, table_of
 
@@ -83,21 +85,21 @@ def attend(
     q: Tensor, table: PackedTable, scale: float, softcap: float, at: Tensor | None = None, window: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Compute q [H, N, D] -> out [H, N, D], lse [H, N], float32. `window`: positions seen by rows at positions `at`."""
-    (h, n, d), kv = q.shape, len(table.heads)
-    span, g = table.span if n <= MANY else table.whole, h // kv
-    n_spans = max(1, triton.cdiv(table.longest, span))
-    parts, lses = (torch.empty(h, n, n_spans, *more, dtype=torch.float32, device=q.device) for more in ((d,), ()))
+    (h, n, d), kv = q.shape, len(table.at)
+    unit, g = UNIT if n <= MANY else WHOLE, h // kv
+    spans = n_spans(table.room, unit)
+    parts, lses = (torch.empty(h, n, spans, *more, dtype=torch.float32, device=q.device) for more in ((d,), ()))
     tile = 16 if g * n <= 16 else 32
     by, cap = (2 * LOG2E * scale / softcap, LOG2E * softcap) if softcap > 0 else (LOG2E * scale, 0.0)
-    packed_kernel[(kv, n_spans, triton.cdiv(g * n, tile))](
-        q.contiguous(), table.at, table.at if at is None else at, parts, lses, by, cap, window, n, n_spans, span,
-        G=g, D=d, M=tile, B=table.tile, K_BITS=table.k_bits, V_BITS=table.v_bits, GROUP=table.group, C=table.width,
-        HAS_CAP=softcap > 0, SIGHT=2 if window else 1 if table.has_holes else 0,
-        BF16=table.heads[0].rest.dtype == torch.bfloat16, PTX=q.is_cuda,
+    packed_kernel[(kv, spans, triton.cdiv(g * n, tile))](
+        q.contiguous(), table.at, table.at if at is None else at, parts, lses, by, cap, window, n, spans,
+        UNIT=unit, G=g, D=d, M=tile, B=table.tile, K_BITS=table.k_bits, V_BITS=table.v_bits, GROUP=table.group,
+        C=table.width, HAS_CAP=softcap > 0, SIGHT=2 if window else 1 if table.has_holes else 0,
+        BF16=table.dtype == torch.bfloat16, PTX=q.is_cuda,
         num_stages=triton_support.tiles_under_way(q.device), **OPTIONS,
     )  # fmt: skip
     out, lse = torch.empty_like(q, dtype=torch.float32), lses.new_empty(h, n)
-    meet_kernel[(h, n)](parts, lses, out, lse, n_spans, D=d, num_stages=2, **OPTIONS)
+    meet_kernel[(h, n)](parts, lses, out, lse, spans, D=d, num_stages=2, **OPTIONS)
     return out, lse
 
 
@@ -237,7 +239,7 @@ def _update(score, v, m_seen, base, mass, acc, by, cap, HAS_CAP: tl.constexpr, A
 
 @triton.jit(do_not_specialize=["window", "n_rows", "n_spans"])
 def packed_kernel(
-    p_q, p_table, p_at, p_out, p_lse, by, cap, window, n_rows, n_spans, span,
+    p_q, p_table, p_at, p_out, p_lse, by, cap, window, n_rows, n_spans, UNIT: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, B: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
     GROUP: tl.constexpr, C: tl.constexpr, HAS_CAP: tl.constexpr, SIGHT: tl.constexpr, BF16: tl.constexpr,
     PTX: tl.constexpr,
@@ -274,7 +276,10 @@ def packed_kernel(
     acc = tl.zeros([M, D], tl.float32)
     i_slot = tl.arange(0, B)
 
-    first, last = part * span, tl.minimum((part + 1) * span, length)
+    first, last = first_of(part, UNIT), tl.minimum(first_of(part + 1, UNIT), length)
+    if first >= length:  # room without slots
+        tl.store(p_lse + i_row * n_spans + part, tl.full([M], float("-inf"), tl.float32), mask=live)
+        return
     whole = length // B * B
     if K_BITS < 8:
         whole = packed
@@ -333,7 +338,8 @@ def meet_kernel(p_part, p_lses, p_out, p_lse, n_spans, D: tl.constexpr):
     for s in range(0, n_spans, MEETING):
         m, i = s + i_span < n_spans, row * n_spans + s + i_span
         w = tl.exp2(tl.load(p_lses + i, mask=m, other=float("-inf")) - safe)  # [S]
-        acc += w[:, None] * tl.load(p_part + i[:, None] * D + i_dim[None, :], mask=m[:, None], other=0.0)  # [S, D]
+        m_read = (w > 0)[:, None]  # what has no slots was not written
+        acc += w[:, None] * tl.load(p_part + i[:, None] * D + i_dim[None, :], mask=m_read, other=0.0)  # [S, D]
         mass += w
     total = tl.sum(mass, 0)
     some = tl.where(total > 0, total, 1.0)

@@ -1,4 +1,7 @@
-"""Addresses of a layer's quantized heads, for a kernel that reads all heads in one launch; remade when heads change."""
+"""Addresses of a layer's quantized heads, for a kernel that reads all heads in one launch.
+
+The addresses are in a tensor on the device, so a captured pass reads heads that changed or moved since it was captured.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,7 @@ from kvcli.kernels.quantize_kv import Rounded
 SIZES = (64, 128, 256)  # head sizes; must be powers of two
 LEAST = 16  # fewest slots of a tile
 ALIGNED = 16  # bytes
-NARROWEST = 256  # fewest slots per span
-SPANS = 64  # most spans of the longest head; `kvcli fit` plans with their partial results
-# most spans of all heads: with more than two per processor of a large GPU, spans would run one after another
-PROGRAMS = 256
+ROOM = 1024  # fewest slots that a table has room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,36 +35,38 @@ class PackedHead:
         return codes.shape[0] if bits == 8 else codes.shape[1] if bits == 16 else codes.shape[1] * 8 // bits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PackedTable:
     """Heads of a layer, all of one layout."""
 
     at: Tensor  # [K, 11] int64: addresses of keys, values and positions, then numbers of slots; see `table_of`
-    heads: tuple[PackedHead, ...]  # `heads` and `pos` keep the addressed memory alive
-    pos: tuple[Tensor | None, ...]
+    heads: Sequence[PackedHead]  # `heads` and `pos` keep the addressed memory alive
+    pos: Sequence[Tensor | None]
     k_bits: int
     v_bits: int
     group: int  # slots that share the scales of their keys
     width: int  # channels that share the scale of a value
-    longest: int  # slots
+    size: int  # numbers of a key
+    dtype: torch.dtype  # of unquantized numbers
+    room: int  # slots: no head may become longer
     has_holes: bool
+    synced_length: int = 0  # number of changes after which the addresses were uploaded again
 
     @property
     def tile(self) -> int:
         """Slots of one product: the largest power of two that divides a group."""
-        most = 32 if self.heads[0].rest.shape[1] > 128 else 64
-        return min(most, self.group & -self.group)
+        return min(32 if self.size > 128 else 64, self.group & -self.group)
 
-    @property
-    def span(self) -> int:
-        """Slots of one program, a power of two. It depends on the stored slots and on nothing of a pass."""
-        spans = 1 << max(1, PROGRAMS // len(self.heads)).bit_length() - 1
-        return max(NARROWEST, self.whole // min(SPANS, spans))
-
-    @property
-    def whole(self) -> int:
-        """Slots of a span that covers all slots; a power of two."""
-        return max(NARROWEST, 1 << max(0, self.longest - 1).bit_length())
+    def update(self, heads: Sequence[PackedHead], pos: Sequence[Tensor | None], *, has_holes: bool) -> bool:
+        """Upload the addresses of changed heads, which captured passes then read. Returns False, changing nothing, if
+        they need another table: for more room, or because of holes."""
+        longest = max(head.length for head in heads)
+        if longest > self.room or has_holes != self.has_holes or _group(heads) != self.group:
+            return False
+        self.at.copy_(_rows(heads, pos, self.at.device), non_blocking=True)
+        self.heads, self.pos = heads, pos
+        self.synced_length += 1
+        return True
 
 
 def why_not(heads: Sequence[PackedHead], masks: Sequence[Tensor | None] = ()) -> str:
@@ -91,22 +93,26 @@ def why_not(heads: Sequence[PackedHead], masks: Sequence[Tensor | None] = ()) ->
 
 def table_of(heads: Sequence[PackedHead], pos: Sequence[Tensor | None], *, has_holes: bool) -> PackedTable:
     """Build the table of heads that `why_not` accepts. pos [S] int32 per head, -1 = hole; read for holes or windows."""
-    rows = [_row(head, at) for head, at in zip(heads, pos, strict=True)]
-    at = torch.tensor(rows, dtype=torch.int64)
-    device, first = heads[0].rest.device, heads[0]
-    if device.type == "cuda":
-        at = at.pin_memory().to(device, non_blocking=True)
+    first, longest = heads[0], max(head.length for head in heads)
     return PackedTable(
-        at,
-        tuple(heads),
-        tuple(pos),
+        _rows(heads, pos, first.rest.device).to(first.rest.device, non_blocking=True),
+        heads,
+        pos,
         first.keys.bits,
         first.values.bits,
         _group(heads),
         _width(first.values),
-        max(head.length for head in heads),
+        first.rest.shape[1],
+        first.rest.dtype,
+        max(ROOM, 1 << max(0, longest - 1).bit_length()),
         has_holes,
     )
+
+
+def _rows(heads: Sequence[PackedHead], pos: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Return the rows of heads on the host, in memory that the device can access directly."""
+    rows = torch.tensor([_row(head, at) for head, at in zip(heads, pos, strict=True)], dtype=torch.int64)
+    return rows.pin_memory() if device.type == "cuda" else rows
 
 
 def _row(head: PackedHead, pos: Tensor | None) -> list[int]:

@@ -28,8 +28,8 @@ from kvcli.errors import BadInput
 from kvcli.files import replacing_folder, write_private
 from kvcli.kv.snapshot import SnapshotMismatch
 from kvcli.prefix_cache import snapshot_file
-from kvcli.prefix_cache.block_tree import CorruptFile
 from kvcli.prefix_cache.prefix_cache import cache_key, fields_of
+from kvcli.prefix_cache.snapshot_file import CorruptFile
 from kvcli.prefix_cache.tensor_codec import coded_state, decoded_state
 from kvcli.schemas.pack import PackDocument, PackedFile
 from kvcli.schemas.turn import ChatDocument

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcli.kernels.attend_invariant import BLOCK, NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.snapshot import Snapshottable
-from kvcli.kv.tiers.device_tables import DeviceCache
+from kvcli.kv.tiers.device_tables import DeviceCache, LowerLayer
 
 POSITION = 4  # bytes of a slot's position
 
@@ -205,6 +205,13 @@ class Tier(Attendable, Snapshottable, Protocol):
 
     def crop(self, n: int) -> None:
         """Remove every slot at position n or later: rewind the sequence, which is no eviction."""
+
+
+class LowerTier(Tier, Protocol):
+    """A tier that can be below the top of a tiered cache."""
+
+    def device_layer(self, layer: int) -> LowerLayer | str:
+        """Return the device tables by which a captured pass reads this layer; or the reason why there are none."""
 
 
 class KVCache(Tier, CacheReader, Protocol):

@@ -8,7 +8,6 @@ Processes need no locks, and a kill at any moment leaves a valid folder.
 from __future__ import annotations
 
 import os
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,21 +17,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
-from kvcli.errors import is_out_of_memory
-from kvcli.files import write_private
 from kvcli.kernels.attend_invariant import BLOCK
 from kvcli.kv.slots import LayerShape
+from kvcli.prefix_cache import snapshot_file
 from kvcli.prefix_cache.codec import Codec
+from kvcli.prefix_cache.snapshot_file import ENDS, CorruptFile
 from kvcli.prefix_cache.tensor_codec import coded, decoded
-from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_small
+from kvcli.settings.small_file import open_regular
 
 SIZE = 16  # bytes of a hash: enough to rule out collisions
 ROOT = "0" * 2 * SIZE
-ENDS = ".kv"
+HEADER = 1 << 20  # most bytes of a block besides its numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +131,10 @@ def _alike(a: np.ndarray, b: np.ndarray) -> int:
 
 # Block: KV of consecutive tokens in one file, which is valid as a whole or rejected.
 #
-# It is a safetensors file with a checksum, because safetensors rejects a truncated file but accepts flipped bits. A
-# file is used only if its sizes are those of the loaded model, and only under the name it was written for: the folder
-# name is a hash of the cache key, and the file name begins with the parent block's hash.
+# A file (snapshot_file.py) is used only if its sizes are those of the loaded model, and only under the name it was
+# written for: the folder name is a hash of the cache key, and the file name begins with the parent block's hash.
 
 LENGTH = 256  # tokens of a full block
-SUM = "crc32"
-HEADER = 1 << 20  # maximum bytes
-# exceptions that invalid headers cause
-UNREADABLE = (Unfit, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
-
-
-class CorruptFile(Exception):
-    """File that holds no valid block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,29 +156,23 @@ class Block:
 
     def write(self, path: Path, codec: Codec) -> int:
         """Write a private file atomically; return its bytes. No fsync: a file damaged by a power cut is recomputed."""
-        tensors = {_ids_of(path): torch.tensor(self.ids, dtype=torch.int32)}
+        tensors = {_ids_of(path): torch.tensor(self.ids, dtype=torch.int32)}  # first, where `read_tokens` finds it
         for layer, (k, v) in self.kv.items():
             place = _place(layer, len(self.ids) - k.shape[1])
             tensors[f"k.{place}"] = coded(k, codec)
             if v is not k:
                 tensors[f"v.{place}"] = coded(v, codec)
-        data = save(tensors, {SUM: _sum(tensors)})
-        write_private(path, data, is_lasting=False)
-        return len(data)
+        return snapshot_file.write(path, tensors)
 
 
 def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
     """Read the block of a model with layers of these shapes and this dtype. Raises CorruptFile, OSError."""
     own = [(i, shape) for i, shape in enumerate(shapes) if shape.shared_from is None]
     most = LENGTH * sum(s.numbers for _, s in own) * dtype.itemsize + 4 * LENGTH + HEADER
-    try:
-        data = read_small(path, most)
-        tensors, said = load(data), _said(data)
-    except (SafetensorError, *UNREADABLE) as error:
-        raise blamed(error) from None
+    tensors = {name: t for name, t in snapshot_file.read(path, most=most).items() if isinstance(t, Tensor)}
     ids = tensors.get(_ids_of(path))
-    if ids is None or ids.dtype != torch.int32 or ids.dim() != 1 or not 0 < len(ids) <= LENGTH or _sum(tensors) != said:
-        raise CorruptFile("its checksum is wrong")
+    if ids is None or ids.dtype != torch.int32 or ids.dim() != 1 or not 0 < len(ids) <= LENGTH:
+        raise CorruptFile("its token ids are invalid")
     kv, firsts = {}, _firsts(tensors, len(ids))
     for layer, shape in own:
         first = firsts.get(layer, 0)
@@ -207,38 +189,23 @@ def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
     return Block(ids.tolist(), kv)
 
 
-def blamed(error: Exception) -> Exception:
-    """Return CorruptFile for a damaged file; the error itself if memory ran out or the system refused access, as with
-    too many open files."""
-    if is_out_of_memory(error):
-        return error
-    cause = error.__cause__
-    return cause if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) else CorruptFile(str(error))
-
-
 def read_tokens(path: Path) -> tuple[np.ndarray, Mapping[int, int]]:
     """Read tokens, int32 [n], and by layer the first one with KV, without the KV. Raises CorruptFile, OSError."""
     try:
         with open_regular(path) as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = parse_object(file.read(min(size, HEADER)))
-            first, end = (said := header[_ids_of(path)])["data_offsets"]
-            left = os.fstat(file.fileno()).st_size - 8 - size
-            if said["dtype"] != "I32" or not 0 <= first < end <= min(left, first + 4 * LENGTH):
+            (own, *others), _, _ = snapshot_file.header_of(file)
+            if own.name != _ids_of(path) or own.dtype != torch.int32 or not 0 < own.nbytes <= 4 * LENGTH:
                 raise CorruptFile("its token ids are invalid")
-            file.seek(8 + size + first)
-            ids = np.frombuffer(file.read(end - first), "<i4")
-    except (OverflowError, *UNREADABLE) as error:
-        raise blamed(error) from None
-    if 4 * len(ids) != end - first:
-        raise CorruptFile("it was cut short")
-    return ids, _firsts(header, len(ids))
+            ids = np.frombuffer(file.read(own.nbytes), "<i4")
+    except snapshot_file.UNREADABLE as error:
+        raise snapshot_file.blamed(error) from None
+    return ids, _firsts((other.name for other in others), len(ids))
 
 
 def _ids_of(path: Path) -> str:
     """Return the tensor name of the tokens of this file's block. It has the parent, because the same tokens after
     another parent have other KV."""
-    return f"ids of {path.parent.name}/{path.name}"
+    return f"ids of {path.parent.name}:{path.name}"
 
 
 def _place(layer: int, first: int) -> str:
@@ -256,17 +223,3 @@ def _firsts(names: Iterable[str], n: int) -> dict[int, int]:
         if at % BLOCK or at >= n:
             raise CorruptFile("a layer of it begins at an invalid position")
     return found
-
-
-def _said(data: bytes) -> object:
-    """Return the checksum in the header of a file, which was parsed before."""
-    header = parse_object(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return header["__metadata__"][SUM]
-
-
-def _sum(tensors: Mapping[str, Tensor]) -> str:
-    total = 0
-    for name in sorted(tensors):
-        total = zlib.crc32(name.encode(), total)
-        total = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, total)
-    return f"{total:08x}"

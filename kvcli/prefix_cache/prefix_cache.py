@@ -28,8 +28,9 @@ from kvcli.kv.slots import windows_of
 from kvcli.kv.snapshot import SnapshotMismatch
 from kvcli.models.catalog import model_files, releases
 from kvcli.prefix_cache import snapshot_file
-from kvcli.prefix_cache.block_tree import Block, BlockMatch, BlockTree, CorruptFile, read, read_tokens
+from kvcli.prefix_cache.block_tree import Block, BlockMatch, BlockTree, read, read_tokens
 from kvcli.prefix_cache.codec import Codec, Uncompressed
+from kvcli.prefix_cache.snapshot_file import CorruptFile
 from kvcli.prefix_cache.span_lookup import BlockIndexEntry, evict_lru, find_spans, mark_used
 from kvcli.prefix_cache.tensor_codec import coded_state, decoded_state
 from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_small
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from kvcli.prefix_cache.matching_spans import Found
 
 # Cache key: the fields besides the token ids on which KV depends. All fields must match to use saved KV.
-FORMAT = "kvcli.block/3"
+FORMAT = "kvcli.block/4"
 NAMES = ("transformers_version", "_name_or_path", "_attn_implementation")  # in a config, without effect on the numbers
 
 

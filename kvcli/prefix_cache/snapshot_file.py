@@ -1,8 +1,10 @@
-"""Snapshot: the whole state of a session in one file, which is valid as a whole or rejected.
+"""Snapshot: a tree of tensors in one file, which is valid as a whole or rejected. It has the state of a session, or a
+block of the prefix cache (block_tree.py).
 
 It is a safetensors file: tensors are named by their path in the tree, joined by "/"; the header has the numbers of the
-tree and a checksum. It is written one tensor at a time. The reader compares every size with the file size before it
-allocates, so no more is allocated than the file has bytes. The users of the tensors validate them (kv/snapshot.py).
+tree and a checksum, because safetensors rejects a truncated file but accepts flipped bits. It is written one tensor at
+a time. The reader compares every size with the file size before it allocates, so no more is allocated than the file has
+bytes. The users of the tensors validate them (kv/snapshot.py).
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcli.errors import is_out_of_memory
 from kvcli.files import replacing
 from kvcli.kv.snapshot import Leaf, SnapshotMismatch, State, leaves, tree_of
-from kvcli.prefix_cache.block_tree import ENDS, SUM, UNREADABLE, CorruptFile, blamed
-from kvcli.settings.small_file import open_regular, parse_object
+from kvcli.settings.small_file import Unfit, open_regular, parse_object
 
+ENDS, SUM = ".kv", "crc32"
+# exceptions that invalid headers cause
+UNREADABLE = (Unfit, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SnapshotMismatch)
 HEADER, MOST, DEEP = 1 << 24, 1 << 17, 8  # maximum bytes, tensors, and tensor dimensions
 NUMBERS = "numbers"
 DTYPES = {
@@ -40,6 +45,10 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class CorruptFile(Exception):
+    """File that does not hold what it should."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +105,13 @@ def nbytes(state: State) -> int:
     return len(_header(tensors, numbers, 0)) + sum(t.nbytes for t in tensors.values())
 
 
-def read(path: Path, of: str = "") -> State:
-    """Read the tree. Raises CorruptFile, or OSError if the system refused access."""
+def read(path: Path, of: str = "", most: float = math.inf) -> State:
+    """Read the tree from a file of at most `most` bytes. Raises CorruptFile; OSError if the system refused access."""
     try:
         with open_regular(path) as file:
-            entries, numbers, said = _entries(file)
+            if os.fstat(file.fileno()).st_size > most:
+                raise CorruptFile("it is too large")
+            entries, numbers, said = header_of(file)
             found: dict[str, Leaf] = dict(numbers)
             total = _seed(numbers, of)
             for entry in entries:
@@ -112,11 +123,20 @@ def read(path: Path, of: str = "") -> State:
             if said != f"{total:08x}":
                 raise CorruptFile("its checksum is wrong")
             return tree_of(found)
-    except (SnapshotMismatch, *UNREADABLE) as error:
+    except UNREADABLE as error:
         raise blamed(error) from None
 
 
-def _entries(file: IO[bytes]) -> tuple[list[Entry], dict[str, int | float], str]:
+def blamed(error: Exception) -> Exception:
+    """Return CorruptFile for a damaged file; the error itself if memory ran out or the system refused access, as with
+    too many open files."""
+    if is_out_of_memory(error):
+        return error
+    cause = error.__cause__
+    return cause if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) else CorruptFile(str(error))
+
+
+def header_of(file: IO[bytes]) -> tuple[list[Entry], dict[str, int | float], str]:
     """Return the tensors in the header, whose sizes must match the file; the numbers of the tree; the checksum."""
     end, size = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
     if not 0 < size <= min(HEADER, end - 8):

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.prefix_cache.block_tree import ENDS, LENGTH, ROOT, BlockTree, CorruptFile, name_of, read, read_tokens
+from kvcli.prefix_cache.block_tree import LENGTH, ROOT, BlockTree, name_of, read, read_tokens
 from kvcli.prefix_cache.matching_spans import (
     Found,
     Held,
@@ -30,6 +30,7 @@ from kvcli.prefix_cache.matching_spans import (
     find_matching_spans,
     rolling_hashes,
 )
+from kvcli.prefix_cache.snapshot_file import ENDS, CorruptFile
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM

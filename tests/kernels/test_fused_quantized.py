@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from kvcli.kernels import triton_support
 from kvcli.kernels.attend_quantized import PackedHead, attend_table, reference, table_of, why_not
-from kvcli.kernels.attend_quantized.table import NARROWEST, PROGRAMS, SPANS, PackedTable
-from kvcli.kv.slots import AttentionParams, Slots, alike
+from kvcli.kernels.attend_quantized.table import ROOM
+from kvcli.kernels.quantize_kv import Rounded
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.slots import AttentionParams, LayerShape
 from kvcli.kv.tiers import quantized
-from kvcli.kv.tiers.quantized_head import Precision, QuantizedHead
+from kvcli.kv.tiers.block_run import BlockRun
+from kvcli.kv.tiers.host import HostTier
+from kvcli.kv.tiers.quantized import kivi_form, packed_head
+from tests import make
+from tests.fake_graphs import FakeGraphs
 
 pytest.importorskip("triton")
 import_module("tests.kernels.interpreted")  # before what is fused
@@ -31,19 +38,23 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def run_of(dtype: torch.dtype, k_bits: int, v_bits: int, group: int = 64, d: int = D, **more: bool) -> BlockRun:
+    return BlockRun(kivi_form(LayerShape(1, d, d), dtype, k_bits, v_bits, group, **more), "cpu")
+
+
 def heads_of(
     bits: tuple[int, int], slots: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, d: int = D, group: int = 64
-) -> list[QuantizedHead]:
+) -> list[BlockRun]:
     """As a tier has them: taken in two parts, channels of different place."""
-    heads = [QuantizedHead(Precision(dtype, *bits, group), d, d, "cpu") for _ in slots]
+    heads = [run_of(dtype, *bits, group, d) for _ in slots]
     for j, (head, n) in enumerate(zip(heads, slots, strict=True)):
         k, v = noise(n, d, seed=j) * 3 + torch.linspace(-5, 5, d), noise(n, d, seed=j + 9)
         for part in (slice(0, n // 3), slice(n // 3, n)):
-            head.take(k[part].to(dtype), v[part].to(dtype), torch.arange(n)[part])
+            head.take(k[None, part].to(dtype), v[None, part].to(dtype), torch.arange(n)[None, part])
     return heads
 
 
-def rows(heads: list[QuantizedHead], n: int, dtype: torch.dtype = torch.bfloat16, d: int = D) -> Tensor:
+def rows(heads: list[BlockRun], n: int, dtype: torch.dtype = torch.bfloat16, d: int = D) -> Tensor:
     return noise(G * len(heads), n, d, seed=5).to(dtype)
 
 
@@ -65,7 +76,7 @@ def close(got: tuple[Tensor, Tensor], q: Tensor, heads: list[PackedHead], softca
 @pytest.mark.parametrize("bits", BITS, ids=str)
 def test_it_gives_what_the_codes_say(bits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = torch.float16 if bits == (2, 2) else torch.bfloat16
-    heads = [head.since(0) for head in heads_of(bits, (300, 67, 0), dtype)]  # the last is empty
+    heads = [packed_head(head) for head in heads_of(bits, (300, 67, 0), dtype)]  # the last is empty
     q = rows(heads, 3, dtype)  # type: ignore[arg-type]
     poisoned(monkeypatch)
     assert why_not(heads) == ""
@@ -75,14 +86,14 @@ def test_it_gives_what_the_codes_say(bits: tuple[int, int], monkeypatch: pytest.
 @pytest.mark.parametrize(("d", "group", "bits"), [(128, 32, (4, 4)), (256, 128, (4, 8)), (64, 16, (2, 4))], ids=str)
 @pytest.mark.slow
 def test_other_sizes(d: int, group: int, bits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = [head.since(0) for head in heads_of(bits, (277, 64), d=d, group=group)]
+    heads = [packed_head(head) for head in heads_of(bits, (277, 64), d=d, group=group)]
     q = rows(heads, 9, d=d) * (D / d) ** 0.5  # type: ignore[arg-type]
     poisoned(monkeypatch)
     close(fused.attend_quantized(q, heads, D**-0.5, q.dtype, 0.0, [None] * 2), q, heads, 0.0, [None] * 2)
 
 
 def test_holes_are_not_seen_and_scores_are_bent(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = [head.since(0) for head in heads_of((4, 4), (130, 67))]
+    heads = [packed_head(head) for head in heads_of((4, 4), (130, 67))]
     masks = [noise(1, head.length, seed=3) > 0 for head in heads]
     masks[1][:] = False  # whoever reads this head sees nothing
     q = rows(heads, 2)  # type: ignore[arg-type]
@@ -96,35 +107,35 @@ def test_holes_are_not_seen_and_scores_are_bent(monkeypatch: pytest.MonkeyPatch)
 def test_rows_see_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = heads_of((8, 8), (130, 67))
     at, window = [140, 100, 20], 50
-    held = [head.since(0) for head in heads]
-    masks = [head.pos > torch.tensor(at).unsqueeze(1) - window for head in heads]
+    held = [packed_head(head) for head in heads]
+    masks = [head.pos[0] > torch.tensor(at).unsqueeze(1) - window for head in heads]
     q = rows(heads, 3)
     poisoned(monkeypatch)
-    table = table_of(held, [head.pos for head in heads], has_holes=False)
+    table = table_of(held, [head.pos[0] for head in heads], has_holes=False)
     part = attend_table(q, table, D**-0.5, at, window=window)
     close((part.out, part.lse), q, held, 0.0, masks)
 
 
 def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """One slot outshines all others by 2^-20 each, which float16 would hold as 0: together they weigh in."""
-    head = QuantizedHead(Precision(torch.float16, 8, 8, 64), D, D, "cpu")
+    head = run_of(torch.float16, 8, 8)
     k, v = torch.zeros(600, D), torch.ones(600, D)
     k[0, 0], v[0] = 20 / fused.LOG2E, -(2.0**-10)
-    head.take(k.half(), v.half(), torch.arange(600))
+    head.take(k[None].half(), v[None].half(), torch.arange(600)[None])
     q = torch.zeros(1, 1, D)
     q[..., 0] = 1
     poisoned(monkeypatch)
-    out, _ = fused.attend_quantized(q, [head.since(0)], 1.0, torch.float16, 0.0, [None])
-    want, _ = reference.attend_quantized(q.double(), [head.since(0)], 1.0, torch.float64, 0.0, [None])
+    out, _ = fused.attend_quantized(q, [packed_head(head)], 1.0, torch.float16, 0.0, [None])
+    want, _ = reference.attend_quantized(q.double(), [packed_head(head)], 1.0, torch.float64, 0.0, [None])
     torch.testing.assert_close(out.double(), want, rtol=5e-3, atol=1e-9)
 
 
 # ---- rows alone and together ----
 
 
-def differing(q: Tensor, heads: list[QuantizedHead], together: tuple[int, ...]) -> int:
+def differing(q: Tensor, heads: list[BlockRun], together: tuple[int, ...]) -> int:
     """Rows whose bits are others alone than in company."""
-    table = table_of([head.since(0) for head in heads], [head.pos for head in heads], has_holes=False)
+    table = table_of([packed_head(head) for head in heads], [head.pos[0] for head in heads], has_holes=False)
     alone = [attend_table(q[:, i : i + 1], table, D**-0.5, [0]) for i in range(q.shape[1])]
     count = 0
     for n in together:
@@ -156,35 +167,35 @@ def test_a_partition_by_rows_would_be_caught(monkeypatch: pytest.MonkeyPatch) ->
     heads, attend = heads_of((8, 8), (600,)), fused.attend
 
     def by_rows(q: Tensor, *given: object) -> tuple[Tensor, Tensor]:
-        monkeypatch.setattr(type(given[0]), "span", property(lambda _: 256 if q.shape[1] == 1 else 128))
+        monkeypatch.setattr(fused, "UNIT", 256 if q.shape[1] == 1 else 128)
         return attend(q, *given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fused, "attend", by_rows)
     assert differing(rows(heads, 3), heads, (3,)) > 0
 
 
-@pytest.mark.parametrize("n_heads", [1, 2, 3, 8, 12, 40])
-@pytest.mark.parametrize("longest", [1, 300, 32_768, 100_000])
-def test_spans_are_as_many_as_a_card_has_room_for(n_heads: int, longest: int) -> None:
-    head = SimpleNamespace(length=longest)
-    table = PackedTable(torch.empty(0), (head,) * n_heads, (), 4, 4, 64, 64, longest, False)  # type: ignore[arg-type]
-    spans = -(-longest // table.span)
-    assert table.span & (table.span - 1) == 0
-    assert spans <= SPANS
-    assert spans == 1 or (spans * n_heads <= PROGRAMS and table.span >= NARROWEST)
-    if longest == 100_000:  # and no fewer than half of it
-        assert 4 * spans >= min(SPANS, PROGRAMS // n_heads)
+@pytest.mark.parametrize("bits", [(4, 4), pytest.param((8, 8), marks=pytest.mark.slow)], ids=str)
+def test_no_bit_depends_on_the_room(bits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans behind the slots of a head write nothing that is read."""
+    heads = heads_of(bits, (280, 0))
+    table = table_of([packed_head(head) for head in heads], [None, None], has_holes=False)
+    q, found = rows(heads, 1), []
+    poisoned(monkeypatch)
+    for room in (280, ROOM, 5000):
+        table.room = room
+        found.append(fused.attend(q, table, D**-0.5, 0.0))
+    assert all(torch.equal(a, b) for more in found[1:] for a, b in zip(more, found[0], strict=True))
 
 
 def test_many_rows_go_through_one_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = [head.since(0) for head in heads_of((4, 4), (600,))]
+    heads = [packed_head(head) for head in heads_of((4, 4), (600,))]
     table, q = table_of(heads, [None], has_holes=False), rows(heads, 3)  # type: ignore[arg-type]
     few = fused.attend(q, table, D**-0.5, 0.0)
     monkeypatch.setattr(fused, "MANY", 2)
     empty, shapes = torch.empty, []
     monkeypatch.setattr(fused.torch, "empty", lambda *a, **k: (shapes.append(a), empty(*a, **k))[1])
     many = fused.attend(q, table, D**-0.5, 0.0)
-    assert shapes[0][2] == 1 < 600 // table.span
+    assert shapes[0][2] == 1 < 600 // fused.UNIT
     for got, want in zip(many, few, strict=True):
         torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
 
@@ -271,43 +282,90 @@ def test_instructions_for_bytes_give_their_numbers() -> None:
     [
         (heads_of((4, 4), (70,), d=80), "keys of 80"),
         (heads_of((4, 4), (70,), group=8), "groups of 8"),
-        ([QuantizedHead(Precision(torch.bfloat16, 4, 4, 64, True), D, D, "cpu")], "halves"),
+        ([run_of(torch.bfloat16, 4, 4, halves=True)], "halves"),
     ],
 )
-def test_what_is_not_served_says_why(heads: list[QuantizedHead], why: str) -> None:
-    assert why in why_not([head.since(0) for head in heads])
+def test_what_is_not_served_says_why(heads: list[BlockRun], why: str) -> None:
+    assert why in why_not([packed_head(head) for head in heads])
 
 
 def test_masks_of_rows_and_parts_of_heads_are_left_to_the_reference() -> None:
     (head,) = heads_of((8, 8), (70,))
-    assert "single rows" in why_not([head.since(0)], [torch.ones(2, 70, dtype=torch.bool)])
-    assert "midst" in why_not([head.since(3)])
+    assert "single rows" in why_not([packed_head(head)], [torch.ones(2, 70, dtype=torch.bool)])
+    of = packed_head(head)
+    late = Rounded(8, of.keys.codes[3:], of.keys.scale[3:])
+    assert "midst" in why_not([replace(of, keys=late, length=67)])
 
 
-def test_a_tier_makes_its_table_when_heads_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And gives what it gives without the kernel, holes, windows and a Hadamard turn included."""
+def filled(bits: tuple[int, int], n: int, rotate: str = "none") -> quantized.QuantizedTier:
+    tier = make.quantized((1, 2, D), bits, torch.bfloat16, rotate=rotate)
+    came(tier, 0, n)
+    return tier
+
+
+def came(tier: quantized.QuantizedTier, start: int, n: int) -> None:
+    tier.append(0, noise(2, n, D, seed=start).bfloat16(), noise(2, n, D, seed=start + 1).bfloat16(), start)
+
+
+def test_a_tier_reads_changed_heads_by_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gives what it gives without the kernel, holes, windows and a Hadamard turn included. A table is made anew
+    only where holes come, or slots beyond its room."""
     monkeypatch.setattr(quantized, "serves_packed", lambda *_: False)  # the CPU's own
-    made: list[int] = []
-    table_of = quantized.table_of
-
-    def counted(*a: object, **k: object) -> object:
-        made.append(1)
-        return table_of(*a, **k)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(quantized, "table_of", counted)
-    tier = quantized.QuantizedTier(alike(1, 2, D), torch.bfloat16, k_bits=4, v_bits=4, rotate="hadamard")
-    pos = torch.arange(130, dtype=torch.int32).expand(2, -1)
-    tier.take(0, Slots(noise(2, 130, D).bfloat16(), noise(2, 130, D, seed=1).bfloat16(), pos))
-    q, sight, late = rows([None] * 2, 2), AttentionParams(D**-0.5), AttentionParams(D**-0.5, window=40)  # type: ignore[list-item]
-    keep = torch.ones(2, 130, dtype=torch.bool)
-    keep[:, 5:9] = False
-    for step in range(2):
+    tier, layers = filled((4, 4), 130, "hadamard"), []
+    q, sight, late = rows([None] * 2, 2), AttentionParams(D**-0.5), AttentionParams(D**-0.5, window=140)  # type: ignore[list-item]
+    holes = torch.arange(194).expand(2, -1) % 64 > 5
+    for change in (lambda: None, lambda: came(tier, 130, 64), lambda: tier.evict_except(0, holes)):
+        change()
         for how in (sight, late):
             monkeypatch.setattr(triton_support, "why_not", lambda *_: "")
-            (got,) = tier.attend(0, q, how, [130, 131])
+            (got,) = tier.attend(0, q, how, [230, 231])
+            layers.append(tier.device_layer(0))
             monkeypatch.setattr(triton_support, "why_not", lambda *_: "none")
-            (want,) = tier.attend(0, q, how, [130, 131])
+            (want,) = tier.attend(0, q, how, [230, 231])
             assert (got.out - want.out).norm() <= 1e-2 * want.out.norm()
             torch.testing.assert_close(got.lse, want.lse, atol=2e-2, rtol=1e-2)
-        assert sum(made) == step + 1
-        tier.evict_except(0, keep)
+    assert [one is layers[0] for one in layers] == [True] * 4 + [False] * 2
+    assert layers[0].synced_length == 1
+
+
+def test_a_captured_read_gives_what_single_operations_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is captured once, and then reads whatever came down to the tier."""
+    monkeypatch.setattr(quantized, "serves_packed", lambda *_: False)
+    monkeypatch.setattr(triton_support, "why_not", lambda *_: "")
+    tier, graphs, attend = filled((8, 8), 70), FakeGraphs(), fused.attend
+    q, pos, params = rows([None] * 2, 2), torch.tensor([300, 301], dtype=torch.int32), AttentionParams(D**-0.5)  # type: ignore[list-item]
+
+    def launch(*given: object) -> tuple[Tensor, Tensor]:
+        with _disable_current_modes():  # what the interpreter does with torch is no operation of the device
+            return attend(*given)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(fused, "attend", lambda *given: graphs.launch(launch, given, {}))
+    layer = tier.device_layer(0)
+    assert not isinstance(layer, str)
+    part, replay = graphs.record(lambda: layer.attend(q, pos, params.scale, softcap=0.0, window=None))
+    for n in (0, 60):
+        came(tier, 70, n)
+        came(other := filled((8, 8), 70), 70, n)
+        assert tier.device_layer(0) is layer
+        replay()
+        (want,) = other.attend(0, q, params, pos.tolist())
+        assert torch.equal(part.out, want.out)
+        assert torch.equal(part.lse, want.lse)
+
+
+def test_a_tiered_cache_gives_the_tables_of_its_quantized_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lowest first, of layers with slots there; with any other kind of level, why there are none."""
+    monkeypatch.setattr(triton_support, "why_not", lambda *_: "")
+    of, bf16 = (2, 2, D), torch.bfloat16
+    levels = [TierLevel(make.quantized(of, (bits, bits), bf16), holds, 64) for bits, holds in ((8, 64), (4, None))]
+    kv = make.tiered(of, *levels, dtype=bf16, holds=8, group=64)
+    for n in (64, 128, 192):
+        kv.append(0, *(noise(2, 64, D, seed=n).bfloat16() for _ in "kv"), n - 64)
+        kv.compress(layers=[0])
+    cache = kv.device_tables(1)
+    assert [len(lower) for lower in cache.below] == [2, 0]
+    assert [layer.table.k_bits for layer in cache.below[0]] == [4, 8]  # type: ignore[attr-defined]
+    assert [*cache.tables()] == [*cache.layers, *cache.below[0]]
+    assert all(a is b for a, b in zip(kv.device_tables(1).below[0], cache.below[0], strict=True))
+    for tier in (HostTier(make.quantized(of, dtype=bf16), "cpu"), make.disk(of, bf16), make.dense(of, bf16)):
+        assert make.tiered(of, TierLevel(tier), dtype=bf16).device_tables(1).why_not

@@ -283,6 +283,8 @@ class CapturedPasses:
         caches = [r.cache.device_tables(rows, r.grows) for r, (rows, _) in zip(requests, sizes, strict=True)]
         if why := next(filter(None, (past.why_not for past in caches)), ""):
             raise NotCaptured(why)
+        if any(lower for past in caches for lower in past.below):
+            raise NotCaptured("lower tiers are read by single operations")
         return self._frame(requests, sizes, caches).run(requests, caches)
 
     def _why_not(self, request: ForwardRequest) -> str:

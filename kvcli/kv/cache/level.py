@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvcli.kv.offload.host_access import Answer
-from kvcli.kv.slots import AttentionParams, Slots, Tier, last
+from kvcli.kv.slots import AttentionParams, LowerTier, Slots, last
 
 SLACK = 16  # a level with others below is cut once it exceeds its limit by 1/SLACK, or by `group` if that is more
 Ask = Callable[[int, Tensor, AttentionParams, Sequence[int]], Answer]
@@ -18,7 +18,7 @@ Ask = Callable[[int, Tensor, AttentionParams, Sequence[int]], Answer]
 class TierLevel:
     """A level of a tiered cache: one tier, with the number of slots per head that it may hold."""
 
-    tier: Tier
+    tier: LowerTier
     # limit in slots without sinks, None = no limit; `is_full` says by how much it may be exceeded
     holds: int | None = None
     group: int = 1  # slots beyond the limit are demoted by age in whole groups; masks need not keep to groups

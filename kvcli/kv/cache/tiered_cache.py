@@ -26,7 +26,7 @@ from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import AttentionParams, LevelSpan, Masks, Slots, Usage, compact, concat_slots, empty_like
 from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.device_tables import DeviceCache
+from kvcli.kv.tiers.device_tables import DeviceCache, LowerLayer
 
 
 class TieredCache:
@@ -84,11 +84,17 @@ class TieredCache:
         return self._top.attend(layer, q, params, pos, replace(own, before=below))
 
     def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
-        """Return the device tables of the top if there is no lower level."""
-        if len(self._levels) > 1:
-            return DeviceCache(why_not="the KV cache has several tiers (kv.k_bits, memory.host)")
+        """Return the device tables of all levels that store slots; new rows are stored in the top."""
+        lower = [level.tier for level in self._levels[:0:-1]]
+        if why := next((why for tier in lower if isinstance(why := tier.device_layer(self._layers[0]), str)), ""):
+            return DeviceCache(why_not=why)
         most = self._levels[0].holds  # the host checks this limit at compression points
-        return self._top.device_tables(rows, more if most is None else min(more, max(0, most - self._top.n_slots(0))))
+        more = more if most is None else min(more, max(0, most - self._top.n_slots(0)))
+        cache, below = self._top.device_tables(rows, more), list[list[LowerLayer]]()
+        for layer in range(len(cache.layers)):
+            found = [tier.device_layer(layer) for tier in lower if tier.n_slots(layer)]
+            below.append([one for one in found if not isinstance(one, str)])
+        return replace(cache, below=below)
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on in the top."""

@@ -82,14 +82,14 @@ class BlockFormat:
         """Return an empty tier. Raises BadConfig or BadModel if the model is not supported."""
         from kvcli.kv.tiers.block_tier import BlockTier
 
-        rotaries, codecs = of.turns() if self.rope == "before" else [None] * len(of.shapes), {}
+        rotaries, forms = of.turns() if self.rope == "before" else [None] * len(of.shapes), {}
         for layer, (shape, rotary) in enumerate(zip(of.shapes, rotaries, strict=True)):
             if shape.shared_from is None:
                 self.refuse(shape, kv)
                 # the tier may be on another device than the model
                 here = rotary and replace(rotary, inv_freq=rotary.inv_freq.to(device))
-                codecs[layer] = self.codec(kv, shape, rotary=here, dtype=of.dtype)
-        return BlockTier(codecs, of.shapes, of.dtype, device)
+                forms[layer] = self.codec(kv, shape, rotary=here, dtype=of.dtype).form
+        return BlockTier(forms, of.shapes, of.dtype, device)
 
     def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
         """Return bytes of a slot of all heads with its position; `number`: bytes of an element in full precision."""

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kvcli.kernels.attend_invariant import StoredKV
-from kvcli.kv.slots import Slots, Tier
+from kvcli.kv.slots import LowerTier, Slots
 
 # Returns slots on their way, for device operations that are queued after its call.
 Arrival = Callable[[], Slots]
@@ -38,5 +38,5 @@ class PageSource(Protocol):
         """Return the first n slots of one head: k, v [1, n, D], pos [1, n]."""
 
 
-class PageTier(Tier, PageSource, Protocol):
+class PageTier(LowerTier, PageSource, Protocol):
     """A tier that reads single slots at low cost."""

@@ -10,7 +10,7 @@ from kvcli.kv.footprint import IndexBytes
 from kvcli.settings.schema import Exactness, Range
 
 if TYPE_CHECKING:
-    from kvcli.kv.slots import AttentionParams, KVCache, Tier
+    from kvcli.kv.slots import AttentionParams, KVCache, LowerTier
     from kvcli.kv.sparse.index import PageIndex
     from kvcli.kv.sparse.page_source import PageSource, PageTier
 
@@ -39,7 +39,7 @@ class SparseMethod:
         """Return a KV cache of one tier that rows read by these settings; `source`: read access to its single slots."""
         return store
 
-    def bind_tier(self, tier: PageTier, attention_params: Sequence[AttentionParams | None]) -> Tier:
+    def bind_tier(self, tier: PageTier, attention_params: Sequence[AttentionParams | None]) -> LowerTier:
         """Return a lower tier of a tiered cache that rows read by these settings."""
         return tier
 
@@ -84,7 +84,7 @@ class _PageSelection(SparseMethod):
 
         return SparseCache(store, **self._how(source, attention_params))
 
-    def bind_tier(self, tier: PageTier, attention_params: Sequence[AttentionParams | None]) -> Tier:
+    def bind_tier(self, tier: PageTier, attention_params: Sequence[AttentionParams | None]) -> LowerTier:
         from kvcli.kv.sparse.sparse_tier import SparseTier
 
         return SparseTier(tier, **self._how(tier, attention_params))

@@ -44,6 +44,7 @@ from kvcli.kv.sparse.pages import PageBudget, PageCache, Pages, padded
 from kvcli.kv.tiers.device_tables import DeviceCache
 
 UNREAD: Loss = "unread"
+BY_ROW = "tokens select the pages they read (sparse.method)"  # why passes are not captured
 AHEAD = 0.25  # prefetched pages (the best that no row selected), as a share of the pages that a row may select
 ROWS = 64  # rows that select pages at a time, at most
 SCORES = 1 << 26  # scores computed at a time; method `cluster` has one per slot
@@ -123,6 +124,9 @@ class SparseTier:
             s = _here(self._tier.newest(layer, n), q)
             parts = [*parts, attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=visible(s.pos, pos, None))]
         return [*parts, *attend_new_only(q, params, own)]
+
+    def device_layer(self, layer: int) -> str:
+        return BY_ROW
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store accepted rows, which all rows read until the next compression point."""
@@ -393,7 +397,7 @@ class SparseCache(SparseTier):
 
     def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
         """Return no tables, because rows select pages on the host."""
-        return DeviceCache(why_not="tokens select the pages they read (sparse.method)")
+        return DeviceCache(why_not=BY_ROW)
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Allocate capacity for n slots per head."""

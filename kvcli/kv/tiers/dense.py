@@ -92,6 +92,9 @@ class Dense:
         tables = {layer: slab.device_tables(rows, more) for layer, slab in self._slabs.items()}
         return DeviceCache([tables[holder] for holder in self._holder], list(tables), self._grew)
 
+    def device_layer(self, layer: int) -> str:
+        return "a dense tier lies below another one"
+
     def _grew(self, n: int, start: int) -> None:
         for slab in self._slabs.values():
             slab.grew(n, start)

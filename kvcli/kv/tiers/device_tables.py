@@ -6,12 +6,14 @@ stored in any other way are uploaded to the tables before the next captured pass
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from kvcli.kernels.attend_invariant.tables import Table, uploaded
+from kvcli.kernels.merge_attention import PartialAttention
 
 AHEAD = 4  # least steps by which a layer grows for captured passes, if that many slots can follow
 MOST_ROWS = 64  # most rows of a captured pass; capacity for them follows the stored slots
@@ -55,6 +57,20 @@ class DeviceLayer:
             self.lengths = list(lengths)  # after the copy, which may run out of memory
 
 
+class LowerLayer(Protocol):
+    """Device tables of the slots of one layer in a tier below the top, which captured passes only read."""
+
+    @property
+    def synced_length(self) -> int:
+        """Count of uploads to the tables, after changes of the tier."""
+
+    def attend(
+        self, q: Tensor, pos: Sequence[int] | Tensor, scale: float, *, softcap: float, window: int | None
+    ) -> PartialAttention:
+        """Return partial attention of q [H, N, D] at positions pos [N], in float32. With `pos` int32 on the device, it
+        can be captured: shapes depend on the capacity of the tables alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceCache:
     """Device tables of a KV cache, valid until the next call of `device_tables`; or the reason why there are none."""
@@ -64,6 +80,15 @@ class DeviceCache:
     # counts n slots that the device stored at positions from `start` on
     grew: Callable[[int, int], None] = lambda n, start: None
     why_not: str = ""  # reason why a captured pass cannot read the cache
+    # by layer: its slots in lower tiers, the lowest first; attention to them is merged with that to the top, in this
+    # order. () = there is no lower tier
+    below: Sequence[Sequence[LowerLayer]] = ()
+
+    def tables(self) -> Iterator[DeviceLayer | LowerLayer]:
+        """Yield the tables of all layers; a captured pass is valid as long as these objects exist."""
+        yield from self.layers
+        for lower in self.below:
+            yield from lower
 
     def ran(self, n: int) -> None:
         """Count n slots that the device is about to store."""

@@ -10,10 +10,11 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import torch
@@ -33,12 +34,11 @@ from kvcli.kv.slots import (
     compact,
     concat_slots,
     empty,
-    last,
-    run_of,
     storing_layer_of,
     visible,
 )
 from kvcli.kv.snapshot import SnapshotReader, State
+from kvcli.kv.tiers.lower_tier import StoredBelow
 
 # Folder of the private KV file: on a disk, not on a file system in memory.
 
@@ -127,6 +127,12 @@ class Extent:
 class ExtentStorage:
     """Storage that allocates, writes and frees extents. By default without a limit, and holes stay where they are."""
 
+    name = "cpu"  # of the tier in reports
+
+    def elsewhere(self) -> ExtentStorage:
+        """Return an empty storage of the same kind."""
+        raise NotImplementedError
+
     def allocate(self, layer: int, need: int, extents: Sequence[Extent]) -> Extent:
         """Allocate an extent for a layer that has `extents`, of capacity `need` or the largest allowed. Raises
         CacheFull."""
@@ -149,6 +155,8 @@ class ExtentStorage:
 class SlotFile(ExtentStorage):
     """Extent storage in a temporary file of at most `most` bytes."""
 
+    name = "disk"
+
     def __init__(
         self,
         shapes: Sequence[LayerShape],
@@ -160,6 +168,7 @@ class SlotFile(ExtentStorage):
     ) -> None:
         """Create the file. `folder`: None = the system's for large temporary files. `longest`: most slots of an extent;
         None = no limit."""
+        self._how = shapes, dtype, most, writes, folder, longest
         self.folder = folder or temporary_folder()
         self._shapes, self._dtype = shapes, dtype
         self._most, self._writes = most, writes
@@ -169,6 +178,9 @@ class SlotFile(ExtentStorage):
         self._written, self._end = 0, 0  # bytes: written in total, end of the file
         self._free: list[tuple[int, int]] = []  # (offset, bytes) of freed extents
         self._file: Any = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  # open as long as the tier
+
+    def elsewhere(self) -> SlotFile:
+        return SlotFile(*self._how)
 
     def allocate(self, layer: int, need: int, extents: Sequence[Extent]) -> Extent:
         """Allocate an extent for `need` slots of a layer, or the longest allowed, with its disk blocks.
@@ -271,10 +283,10 @@ class HostChunk:
         return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors)
 
 
-class ExtentTier:
+class ExtentTier(StoredBelow):
     """A tier of keys and values of type `dtype` in extents that the host can read; attention runs on the CPU."""
 
-    gather_async = None
+    UNCAPTURED = "slots are in host memory or in a file (memory.host, memory.disk)"
 
     def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, place: ExtentStorage) -> None:
         """`shapes`: by layer; a layer that reads the slots of another layer stores none."""
@@ -282,6 +294,17 @@ class ExtentTier:
         self._shapes, self._place, self._holder = shapes, place, storing_layer_of(shapes)
         self._layers: list[list[Extent]] = [[] for _ in shapes]
         self._pieces: dict[int, list[HostChunk]] = {}  # by layer, until its slots change
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Return a tier with the same slots in the same extents, evicted slots included, elsewhere."""
+        new = copy(self)
+        new._place, new._layers, new._pieces = self._place.elsewhere(), [[] for _ in self._shapes], {}
+        new.restore(SnapshotReader(self.snapshot(), torch.iinfo(torch.int32).max))
+        return new
+
+    @property
+    def _storing(self) -> Iterable[int]:
+        return (layer for layer, extents in enumerate(self._layers) if extents)
 
     @property
     def batch_variant_reason(self) -> str:
@@ -298,8 +321,12 @@ class ExtentTier:
         return [*parts, *attend_new_only(q, params, own)]
 
     def usage(self) -> list[Usage]:
-        """Return the allocated memory, by layer."""
-        raise NotImplementedError
+        """Return the bytes of each layer: of the slots where they are, and of their positions as "cpu"."""
+        found = []
+        for layer, extents in enumerate(self._layers):
+            found.append(Usage(layer, self._place.name, self.n_slots(layer), sum(e.nbytes for e in extents)))
+            found.append(Usage(layer, "cpu", 0, sum(e.pos.nbytes for e in extents)))
+        return found
 
     def pieces(self, layer: int) -> list[HostChunk]:
         """Return the extents that `attend` reads as host chunks. They are cached until slots change."""
@@ -312,10 +339,6 @@ class ExtentTier:
                 for e, s in nonempty
             ]
         return self._pieces[layer]
-
-    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
-        """Store k, v [K, M, D] in all heads at positions from `start` on."""
-        self.take(layer, Slots(k, v, run_of(start, k.shape[1], k.shape[0], k.device)))
 
     def take(self, layer: int, slots: Slots) -> None:
         """Store slots. Stores all of them, or none and raises CacheFull."""
@@ -356,19 +379,11 @@ class ExtentTier:
             return found[0]
         return concat_slots([self._none(layer), *found])
 
-    def newest(self, layer: int, n: int) -> Slots:
-        """Return the n slots that each head stored last."""
-        return last(self.slots(layer), n)
-
     def positions(self, layer: int) -> Tensor:
         """Return pos [K, S] of all slots, -1 = evicted."""
         return torch.cat(
             [self._none(layer).pos, *(extent.slots.pos for extent in self._layers[self._holder[layer]])], 1
         )
-
-    def run(self, layer: int) -> StoredKV | None:
-        """Return None: slots are in several extents."""
-        return None
 
     def n_stable(self, layer: int, n: Tensor) -> Tensor:
         """Return n [K]: no slot will be quantized."""
@@ -393,27 +408,19 @@ class ExtentTier:
         s = concat_slots([Slots(*s.each(lambda t: t[at]), s.pos[at]) for s in found])
         return Slots(*s.each(lambda t: t[:, :n]), s.pos[:, :n])
 
-    def evict_except(self, layer: int, mask: Tensor) -> Slots:
-        """Evict slots whose mask [K, S] is False and return them. Their space is reused once an extent is empty."""
-        fell = compact(self.slots(layer), ~mask)
-        shown = mask.split_with_sizes([extent.length for extent in self._layers[layer]], dim=1)
-        for extent, part in zip(self._layers[layer], shown, strict=True):
+    def _keep(self, layer: int, mask: Tensor) -> None:
+        """Evict slots. The space of an empty extent, and that at the end of a layer's last extent, is reused."""
+        extents = self._layers[layer]
+        for extent, part in zip(extents, mask.split_with_sizes([e.length for e in extents], dim=1), strict=True):
             extent.pos[:, : extent.length].masked_fill_(~part, -1)
+        live = (extents[-1].pos >= 0).any(0).nonzero()
+        extents[-1].length = int(live.max()) + 1 if live.numel() else 0
+        for extent in extents:
             self._tidy(extent)
-        self._sweep(layer)
-        return fell
-
-    def crop(self, n: int) -> None:
-        """Remove every slot at position n or later; space at the end of a layer's last extent is reused."""
-        for layer, extents in enumerate(self._layers):
-            for extent in extents:
-                extent.pos.masked_fill_(extent.pos >= n, -1)
-            if extents:
-                live = (extents[-1].pos >= 0).any(0).nonzero()
-                extents[-1].length = int(live.max()) + 1 if live.numel() else 0
-            for extent in extents:
-                self._tidy(extent)
-            self._sweep(layer)
+        empty = [e for e in extents if not bool((e.pos >= 0).any())]
+        self._layers[layer] = [e for e in extents if not any(e is gone for gone in empty)]
+        self._place.free(empty)
+        self._pieces.pop(layer, None)
 
     def snapshot(self) -> State:
         """Return a snapshot by layer and extent: views of the mappings."""
@@ -429,13 +436,6 @@ class ExtentTier:
                 v = k if none.v is none.k else one.tensor("v", self.dtype, *pos.shape, none.v.shape[2])
                 self._layers[layer].append(self._place.allocate(layer, max(1, pos.shape[1]), self._layers[layer]))
                 self._store(layer, Slots(k, v, pos))
-
-    def _sweep(self, layer: int) -> None:
-        """Free empty extents."""
-        empty = [e for e in self._layers[layer] if not bool((e.pos >= 0).any())]
-        self._layers[layer] = [e for e in self._layers[layer] if not any(e is gone for gone in empty)]
-        self._place.free(empty)
-        self._pieces.pop(layer, None)
 
     def _tidy(self, extent: Extent) -> None:
         self._place.tidy(extent)
@@ -468,20 +468,4 @@ class DiskTier(ExtentTier):
     ) -> None:
         """`writes`: most bytes written. `folder`: folder of the file; None = the system's for large temporary files.
         `longest`: most slots of an extent, for a device to which extents are copied; None = any number."""
-        self._file = SlotFile(shapes, dtype, most, writes, folder, longest)
-        self._how, self._longest = (shapes, dtype, most, writes), longest
-        super().__init__(shapes, dtype, self._file)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> DiskTier:
-        """Return a tier with a new file and the same slots in the same extents, evicted slots included."""
-        new = DiskTier(*self._how, self._file.folder, self._longest)
-        new.restore(SnapshotReader(self.snapshot(), torch.iinfo(torch.int32).max))
-        return new
-
-    def usage(self) -> list[Usage]:
-        """Return the bytes of the file as "disk", and of the positions in memory as "cpu"."""
-        found = []
-        for layer, extents in enumerate(self._layers):
-            found.append(Usage(layer, "disk", self.n_slots(layer), sum(e.nbytes for e in extents)))
-            found.append(Usage(layer, "cpu", 0, sum(e.pos.nbytes for e in extents)))
-        return found
+        super().__init__(shapes, dtype, SlotFile(shapes, dtype, most, writes, folder, longest))

@@ -31,6 +31,7 @@ from kvcli.kv.tiers.disk import ALIGNED, LARGEST, Extent, ExtentStorage, ExtentT
 # come first and holes last, so that kernels read them by length without a mask; heads of unequal length take the space
 # of the longest.
 
+STAGED = 64 << 20  # most bytes of the buffer for copies to the host
 PIECE = 16 << 20  # most bytes of an extent: the unit of copies, of which a device holds two at a time
 
 
@@ -38,21 +39,7 @@ class PinnedHostTier(ExtentTier):
     """A tier in pinned host memory for all storing layers."""
 
     def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, bus: DeviceLink) -> None:
-        self._bus = bus
         super().__init__(shapes, dtype, Mappings(shapes, dtype, bus))
-
-    def __deepcopy__(self, memo: dict[int, object]) -> PinnedHostTier:
-        """Return a tier with the same slots in new mappings."""
-        new = PinnedHostTier(self._shapes, self.dtype, self._bus)
-        new.restore(SnapshotReader(self.snapshot(), torch.iinfo(torch.int32).max))
-        return new
-
-    def usage(self) -> list[Usage]:
-        """Return the bytes of each layer, all as "cpu"."""
-        return [
-            Usage(layer, "cpu", self.n_slots(layer), sum(e.nbytes + e.pos.nbytes for e in extents))
-            for layer, extents in enumerate(self._layers)
-        ]
 
 
 class Mappings(ExtentStorage):
@@ -61,6 +48,9 @@ class Mappings(ExtentStorage):
     def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, bus: DeviceLink) -> None:
         self._shapes, self._dtype, self._bus = shapes, dtype, bus
         self._unreached = ""
+
+    def elsewhere(self) -> Mappings:
+        return Mappings(self._shapes, self._dtype, self._bus)
 
     def allocate(self, layer: int, need: int, extents: Sequence[Extent]) -> Extent:
         """Allocate an extent. Sizes double with the layer, as kernels are compiled for a distance between heads."""
@@ -99,43 +89,6 @@ class Mappings(ExtentStorage):
             s.v.copy_(moved.v)
         s.pos.copy_(moved.pos)
         extent.length = int((~hole).sum(1).max())
-
-
-class DownloadBuffer:
-    """A pinned buffer for copies from device to host, allocated at first use. Without pinning: plain copies."""
-
-    BYTES = 64 << 20
-
-    def __init__(self) -> None:
-        self.is_pinned: bool | None = None  # None = no copy from a CUDA device yet
-        self._buffer: Tensor | None = None
-
-    def down(self, t: Tensor) -> Tensor:
-        """Copy a tensor to host memory."""
-        if t.device.type != "cuda":
-            return t.cpu()
-        if self.is_pinned is None:
-            self._pin()
-        if self._buffer is None:
-            return t.cpu()
-        flat, out = t.contiguous().view(torch.uint8).flatten(), torch.empty(t.nbytes, dtype=torch.uint8)
-        for a in range(0, t.nbytes, self.BYTES):
-            piece = self._buffer[: min(self.BYTES, t.nbytes - a)]
-            piece.copy_(flat[a : a + piece.shape[0]], non_blocking=True)
-            torch.cuda.current_stream(t.device).synchronize()  # the CPU reads the buffer before its next use
-            out[a : a + piece.shape[0]] = piece
-        return out.view(t.dtype).view(t.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._buffer is None else self._buffer.nbytes
-
-    def _pin(self) -> None:
-        try:
-            self._buffer = torch.empty(self.BYTES, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:  # containers and WSL may forbid pinning; copies are then slower, with the same result
-            self._buffer = None
-        self.is_pinned = self._buffer is not None
 
 
 class UploadBuffers:
@@ -177,7 +130,7 @@ class HostTier:
         self._tier, self._device = tier, torch.device(device)
         self._way, self._bus = way, bus
         self._reach = way(tier, bus(self._device))
-        self.staging, self._stairs = DownloadBuffer(), UploadBuffers(bus(self._device))
+        self.staging, self._stairs = Staged(bus(self._device)), UploadBuffers(bus(self._device))
 
     def __deepcopy__(self, memo: dict[int, object]) -> HostTier:
         return HostTier(deepcopy(self._tier, memo), self._device, self._way, self._bus)
@@ -200,15 +153,17 @@ class HostTier:
         """Return partial attention over the slots and the new KV, synchronously."""
         return self.attend_async(layer, q, params, pos)() + attend_new_only(q, params, own)
 
+    def device_layer(self, layer: int) -> str:
+        return "the host chooses how rows read host memory (memory.host)"
+
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         self._reach.wait_idle()
-        self._tier.append(layer, self.staging.down(k), self.staging.down(v), start)
+        self._tier.append(layer, self._down(k), self._down(v), start)
 
     def take(self, layer: int, slots: Slots) -> None:
         """Store slots demoted from the device."""
-        down = self.staging.down
         self._reach.wait_idle()
-        self._tier.take(layer, Slots(*slots.each(down), slots.pos.cpu()))
+        self._tier.take(layer, Slots(*slots.each(self._down), slots.pos.cpu()))
 
     def n_slots(self, layer: int) -> int:
         return self._tier.n_slots(layer)
@@ -273,9 +228,22 @@ class HostTier:
     def usage(self) -> list[Usage]:
         """Return the bytes of the inner tier, "cpu" renamed to "host"; the first layer includes the pinned buffer."""
         found = [replace(use, tier=use.tier.replace("cpu", "host")) for use in self._tier.usage()]
-        found[0] = replace(found[0], nbytes=found[0].nbytes + self.staging.nbytes, how=self._reach.how)
+        found[0] = replace(found[0], nbytes=found[0].nbytes + self.staging.room.nbytes, how=self._reach.how)
         near = self._reach.nbytes
         return [*found, Usage(0, self._device.type, 0, near)] if near else found
+
+    def _down(self, t: Tensor) -> Tensor:
+        """Copy a tensor to host memory, through a pinned buffer, in pieces."""
+        if t.device.type == "cpu":
+            return t
+        flat, out = t.contiguous().view(torch.uint8).flatten(), torch.empty(t.nbytes, dtype=torch.uint8)
+        work = self._bus(self._device).work
+        for part, to in zip(torch.split(flat, STAGED), torch.split(out, STAGED), strict=True):
+            piece = self.staging.like(to)
+            work.copy(piece, part)
+            work.record().synchronize()  # the CPU reads the buffer before its next use
+            to.copy_(piece)
+        return out.view(t.dtype).view(t.shape)
 
     def _up(self, s: Slots) -> Slots:
         return Slots(*s.each(lambda t: t.to(self._device)), s.pos.to(self._device))

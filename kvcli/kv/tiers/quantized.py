@@ -9,49 +9,135 @@ and does not change attention, apart from quantization error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kvcli.errors import BadConfig
 from kvcli.kernels import linear, triton_support
-from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_invariant import (
-    WIDEST,
-    NewRows,
-    QuantizedKV,
-    StoredKV,
-    attend_part,
-    attend_quantized_part,
-    serves,
-    serves_packed,
-)
+from kvcli.kernels.attend_invariant import NewRows, QuantizedKV, attend_quantized_part, serves, serves_packed
 from kvcli.kernels.attend_quantized import PackedHead, PackedTable, attend_quantized, attend_table, table_of, why_not
 from kvcli.kernels.merge_attention import PartialAttention
-from kvcli.kernels.quantize_kv import hadamard, turned
-from kvcli.kv.slots import (
-    AttentionParams,
-    LayerShape,
-    Slots,
-    Usage,
-    attend_new_only,
-    storing_layer_of,
-    visible,
-    window_start,
-)
-from kvcli.kv.snapshot import SnapshotReader, State
-from kvcli.kv.tiers.lossy import LossyTier, join_latent, split_latent
-from kvcli.kv.tiers.quantized_head import Precision, QuantizedHead
+from kvcli.kernels.quantize_kv import Rounded, hadamard, pack_keys, pack_values, turned, unpack_keys, unpack_values
+from kvcli.kv.formats.format import Codes
+from kvcli.kv.slots import AttentionParams, LayerShape, attend_new_only, window_start
+from kvcli.kv.tiers.block_run import BlockRun, PartCodec, RunForm
+from kvcli.kv.tiers.block_tier import BlockTier
+from kvcli.kv.tiers.device_tables import LowerLayer
 
 
-class QuantizedTier(LossyTier):
-    """A tier of quantized slots. Lengths differ by head, sizes by layer. Settings that the layouts do not support raise
-    BadConfig.
+@dataclass(frozen=True)
+class KiviCodec(PartCodec):
+    """Quantizer of the keys, or of the values, of one head. 4- and 2-bit keys are quantized by block, all else by slot:
+    after evictions only these may be quantized again."""
 
-    After evictions, 8-bit keys and values are not quantized again. 4- and 2-bit keys are, if less than half of their
-    group remains.
-    """
+    which: int  # 0 = keys, 1 = values
+    bits: int
+    group: int  # slots that share the scale of a channel in keys, channels that share one in values
+    dim: int
+    dtype: torch.dtype  # of dequantized slots, and of those of 16 bits
+    halves: bool = False  # codes split into 4 upper and 4 lower bits
+
+    splits = True
+
+    @property
+    def of(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (self.which,)
+
+    @property
+    def by_block(self) -> bool:  # type: ignore[override]
+        return self.which == 0 and self.bits < 8
+
+    @property
+    def is_turned(self) -> bool:  # type: ignore[override]
+        return self.which == 1 and self.bits == 8
+
+    def quantize(self, given: Sequence[Tensor], pos: Tensor) -> Codes:
+        x, pack = given[0][0], pack_values if self.which else pack_keys
+        codes = pack(x.to(self.dtype) if self.bits == 16 else x, self.bits, self.group, halves=self.halves).tensors
+        if not self.by_block:
+            return tuple(codes)
+        return tuple(t.view(-1, self.group, t.shape[1]) if i in (0, 3) else t for i, t in enumerate(codes))
+
+    def dequantize(self, codes: Codes, pos: Tensor) -> Sequence[Tensor]:
+        like, r = torch.empty(0, dtype=self.dtype), self.rounded(codes)
+        x = unpack_values(r, like, pos.shape[-1]) if self.which else unpack_keys(r, like)
+        return [x.unsqueeze(0)]
+
+    def coarse(self, codes: Codes) -> Codes:
+        return codes[:3]
+
+    def rounded(self, codes: Codes) -> Rounded:
+        """Return codes as kernels read them."""
+        return Rounded(self.bits, *(t.flatten(0, 1) if t.dim() == 3 else t for t in codes))
+
+    @lru_cache(256)  # most heads of a cache are alike, and meta tensors are slow  # noqa: B019
+    def layout(self, n: int) -> Codes:
+        like = torch.empty(1, n * self.group if self.by_block else n, self.dim, dtype=self.dtype, device="meta")
+        return self.quantize([like], like)
+
+
+def packed_head(run: BlockRun, *, coarse: bool = False) -> PackedHead:
+    """Return the slots of a head as kernels read them. `coarse`: only the upper bits of split codes."""
+    keys, values = (
+        part.rounded(part.coarse(codes) if coarse else codes)  # type: ignore[attr-defined]
+        for part, codes in zip(run.form.parts, run.codes, strict=True)
+    )
+    rest = (
+        run.waits[0][0] if run.waits else torch.empty(0, run.form.dims[0], dtype=run.form.dtype, device=run.pos.device)
+    )
+    return PackedHead(keys, rest, values, run.length)
+
+
+def kivi_form(
+    of: LayerShape, dtype: torch.dtype, k_bits: int, v_bits: int, group: int, *, halves: bool = False
+) -> RunForm:
+    """Return the form of a layer's heads."""
+    each = zip((0, 1), (k_bits, v_bits), of.parts, strict=True)
+    parts = tuple(KiviCodec(i, bits, group, dim, dtype, halves) for i, bits, dim in each)
+    return RunForm(parts, of.parts, group, dtype)
+
+
+class Hadamard:
+    """Multiplication of keys, values or queries [.., D] by the Hadamard matrix of size D, its own inverse."""
+
+    def __init__(self, sizes: Iterable[int], dtype: torch.dtype, device: torch.device | str) -> None:
+        """`sizes`: possible D; none = no multiplication."""
+        wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        self._turns = {d: hadamard(d, wide) for d in sizes}
+        self._panels = {d: linear.pack(turn) for d, turn in self._turns.items() if not linear.why_not(turn)}
+
+    def __call__(self, t: Tensor) -> Tensor:
+        """Multiply; the result is batch invariant if native kernels support it."""
+        if not self._turns:
+            return t
+        turn, panels = self._turns[t.shape[-1]], self._panels.get(t.shape[-1])
+        return turned(t, turn) if panels is None else linear.linear(t.to(turn.dtype), panels, None, t.shape[-1])
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class QuantizedLayer:
+    """The heads of a layer, as a kernel on a device reads them by a table."""
+
+    table: PackedTable
+    turn: Hadamard
+
+    @property
+    def synced_length(self) -> int:
+        return self.table.synced_length
+
+    def attend(
+        self, q: Tensor, pos: Sequence[int] | Tensor, scale: float, *, softcap: float, window: int | None
+    ) -> PartialAttention:
+        part = attend_table(self.turn(q), self.table, scale, pos, softcap=softcap, window=window)
+        return PartialAttention(self.turn(part.out), part.lse)
+
+
+class QuantizedTier(BlockTier):
+    """A block tier whose codes kernels read. Settings that the layouts do not support raise BadConfig."""
 
     def __init__(
         self,
@@ -73,27 +159,12 @@ class QuantizedTier(LossyTier):
         own = {layer: of for layer, of in enumerate(shapes) if of.shared_from is None}
         for of in own.values():
             _check(of, k_bits, v_bits, rotate)
-        self.dtype = dtype
-        self.changes = 0
-        self._name = "packed" if torch.device(device).type == "cpu" else f"packed {torch.device(device).type}"
-        self._form = Precision(dtype, k_bits, v_bits, group, halves)
-        self._empty = {
-            layer: tuple(torch.empty(of.n_kv_heads, 0, d, dtype=dtype, device=device) for d in of.parts)
-            for layer, of in enumerate(shapes)
-        }
-        self._own = {
-            layer: [QuantizedHead(self._form, *of.parts, device) for _ in range(of.n_kv_heads)]
-            for layer, of in own.items()
-        }
-        self._holder = storing_layer_of(shapes)
-        self._ranks = [shapes[holder].rank for holder in self._holder]
-        self._layers = {layer: self._own[holder] for layer, holder in enumerate(self._holder)}
-        self._tables: dict[tuple[int, bool], PackedTable | None] = {}  # by (layer, upper half of codes only)
+        forms = {i: kivi_form(of, dtype, k_bits, v_bits, group, halves=halves) for i, of in own.items()}
+        super().__init__(forms, shapes, dtype, device, span=1 << 30)  # latents are dequantized by layer
+        self._tables: dict[int, QuantizedLayer | None] = {}  # by layer; without heads while they have changed
         self._runs: dict[tuple[int, bool], QuantizedKV] = {}  # by (layer, upper half of codes only)
-        wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        sizes = {d for of in own.values() for d in of.parts} if rotate == "hadamard" else set()
-        self._turns = {d: hadamard(d, wide) for d in sizes}
-        self._panels = {d: linear.pack(turn) for d, turn in self._turns.items() if not linear.why_not(turn)}
+        sizes = {d for of in own.values() for d in of.parts} if rotate == "hadamard" else ()
+        self._turn = Hadamard(sizes, dtype, device)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state without cached tables, because these contain addresses of the original's tensors."""
@@ -102,222 +173,85 @@ class QuantizedTier(LossyTier):
     @property
     def batch_variant_reason(self) -> str:
         """Return "kv.dtype" or "kv.k_bits" (head size) if no batch-invariant kernel supports the tier, else ""."""
-        each = self._empty.items()
+        each = self._none.items()
         if all(serves(torch.cat((k, v), 2), v) if self._ranks[i] else serves_packed(k, v) for i, (k, v) in each):
             return ""
-        return "kv.k_bits" if any(t.shape[2] % 16 for _, like in each for t in like) else "kv.dtype"
+        return "kv.k_bits" if any(t.shape[2] % 16 for _, none in each for t in none) else "kv.dtype"
 
     def attend(
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N]: at most one over slots, and one over new KV."""
         layer = self._holder[layer]
+        if self._ranks[layer]:  # no kernel reads the codes of latents (MLA)
+            return super().attend(layer, q, params, pos, own)
         if not self.n_slots(layer):
             return attend_new_only(q, params, own)
-        if self._ranks[layer]:
-            return [self._unpacked(layer, q, params, pos), *attend_new_only(q, params, own)]
-        if serves_packed(q, self._empty[layer][1]):
-            run, window = self._run(layer, params.window, coarse=params.is_draft)
-            turned = self._turned(q).to(q.dtype)
-            part = attend_quantized_part(turned, run, pos, params.scale, window=window, softcap=params.softcap)
-            return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, params, own)]
-        if (table := self._table(layer, coarse=params.is_draft)) is not None:
-            part = attend_table(self._turned(q), table, params.scale, pos, softcap=params.softcap, window=params.window)
-            return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, params, own)]
-        seen = [_seen(head, params.window, pos, coarse=params.is_draft) for head in self._layers[layer]]
-        masks = [mask for _, mask in seen]
-        part = attend_quantized(
-            self._turned(q), [head for head, _ in seen], params.scale, self.dtype, softcap=params.softcap, masks=masks
-        )
+        runs, turned, coarse, softcap = self._layers[layer], self._turned(q), params.is_draft, params.softcap
+        if serves_packed(q, self._none[layer][1]):
+            run, window = self._run(layer, params.window, coarse=coarse)
+            part = attend_quantized_part(turned.to(q.dtype), run, pos, params.scale, window=window, softcap=softcap)
+        elif (table := self._table(layer)) is not None:
+            part = table.attend(q, pos, params.scale, softcap=softcap, window=params.window)
+            return [part, *attend_new_only(q, params, own)]
+        else:
+            heads, masks = self._packed(layer, coarse=coarse), [_seen(run, params.window, pos) for run in runs]
+            part = attend_quantized(turned, heads, params.scale, self.dtype, softcap=softcap, masks=masks)
         return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, params, own)]
 
-    def _unpacked(self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int]) -> PartialAttention:
-        """Attend to latents (MLA) after dequantizing the whole layer, because no kernel reads their codes."""
-        s = self._numbers(layer, coarse=params.is_draft)
-        if serves(q, s.k):
-            window = (
-                WIDEST
-                if params.window is None and any(head.has_holes for head in self._layers[layer])
-                else params.window
-            )
-            k, n = s.k.flatten(0, 1), s.n_slots
-            starts = range(0, len(s.k) * n, n)
-            run = StoredKV(k, k, s.pos.flatten(), starts, [n] * len(s.k), starts)
-            return attend_part(q, run, pos, params.scale, window=window, softcap=params.softcap)
-        return attend(q, s.k, s.v, params.scale, softcap=params.softcap, mask=visible(s.pos, pos, params.window))
+    def device_layer(self, layer: int) -> LowerLayer | str:
+        return self._table(self._holder[layer]) or "no kernel reads this quantized KV on this device (kv.k_bits)"
 
-    def _table(self, layer: int, *, coarse: bool) -> PackedTable | None:
-        """Return the cached address table of the heads; None if no kernel reads them by a table."""
-        if triton_support.why_not(self._empty[layer][0].device, self.dtype):
+    def _packed(self, layer: int, *, coarse: bool = False) -> list[PackedHead]:
+        return [packed_head(run, coarse=coarse) for run in self._layers[layer]]
+
+    def _table(self, layer: int) -> QuantizedLayer | None:
+        """Return the table of the heads of a storing layer; None if no kernel reads them by a table."""
+        if self._ranks[layer] or triton_support.why_not(self._none[layer][0].device, self.dtype):
             return None
-        if (layer, coarse) not in self._tables:
-            heads = self._layers[layer]
-            codes = [head.since(0, coarse=coarse) for head in heads]
-            holes = any(head.has_holes for head in heads)
-            table = None if why_not(codes) else table_of(codes, [head.pos for head in heads], has_holes=holes)
-            self._tables[layer, coarse] = table
-        return self._tables[layer, coarse]
+        found = self._tables.get(layer)
+        if layer not in self._tables or (found is not None and not found.table.heads):
+            heads, runs = self._packed(layer), self._layers[layer]
+            holes, pos = any(run.has_holes for run in runs), [run.pos[0] for run in runs]
+            if why_not(heads):
+                found = None
+            elif found is None or not found.table.update(heads, pos, has_holes=holes):
+                found = QuantizedLayer(table_of(heads, pos, has_holes=holes), self._turn)
+            self._tables[layer] = found
+        return found
 
     def _run(self, layer: int, window: int | None, *, coarse: bool) -> tuple[QuantizedKV, int | None]:
         """Return the heads in place, and the window; with holes and no window, one that hides only the holes."""
-        heads = self._layers[layer]
-        if window is None and any(head.has_holes for head in heads):
-            window = WIDEST
-        first, lengths = heads[0].pos, [head.length for head in heads]
-        if (run := self._runs.get((layer, coarse))) is None:
-            run = QuantizedKV([head.since(0, coarse=coarse) for head in heads], first, [0] * len(heads))
-            self._runs[layer, coarse] = run
-        if window is None or all(head.pos is first for head in heads):
-            return run, window
-        starts = [sum(lengths[:j]) for j in range(len(heads))]
-        return QuantizedKV(run.heads, torch.cat([head.pos for head in heads]), starts), window
+        runs, window = self._layers[layer], self._window(layer, window)
+        first, lengths = runs[0].pos[0], [run.length for run in runs]
+        if (found := self._runs.get((layer, coarse))) is None:
+            found = QuantizedKV(self._packed(layer, coarse=coarse), first, [0] * len(runs))
+            self._runs[layer, coarse] = found
+        if window is None or all(run.pos.data_ptr() == first.data_ptr() for run in runs):
+            return found, window
+        starts = [sum(lengths[:j]) for j in range(len(runs))]
+        return QuantizedKV(found.heads, torch.cat([run.pos[0] for run in runs]), starts), window
 
-    def take(self, layer: int, slots: Slots) -> None:
-        """Quantize and store slots, keys after rotary embedding; slots with position -1 are skipped."""
-        if not slots.n_slots:
-            return
-        assert layer in self._own, "this layer stores no slots: it shares those of another layer"
-        self._forget_table(layer)
-        k, v = map(self._turned, split_latent(self._ranks[layer], slots))
-        is_stored = slots.pos >= 0
-        whole = bool(is_stored.all())
-        for j, head in enumerate(self._layers[layer]):
-            at = slice(None) if whole else is_stored[j]
-            if whole or bool(is_stored[j].any()):
-                head.take(k[j, at], v[j, at], slots.pos[j, at])
-        self._share(layer)
-        self.changes += 1
-
-    def n_slots(self, layer: int) -> int:
-        """Return the number of slots of the longest head, holes included."""
-        return max(head.length for head in self._layers[layer])
-
-    def slots(self, layer: int) -> Slots:
-        """Return a dequantized copy of the slots of a layer, padded to the longest head; holes have position -1."""
-        return self._numbers(layer)
-
-    def _numbers(self, layer: int, *, coarse: bool = False) -> Slots:
-        pos = self.positions(layer)
-        k, v = (like.new_zeros(*pos.shape, like.shape[2]) for like in self._empty[layer])
-        for j, head in enumerate(self._layers[layer]):
-            k[j, : head.length], v[j, : head.length] = (self._turned(t) for t in head.numbers(coarse=coarse))
-        return Slots(*join_latent(self._ranks[layer], k, v), pos)
-
-    def positions(self, layer: int) -> Tensor:
-        """Return pos [K, S] of all slots; holes and padding have -1."""
-        heads = self._layers[layer]
-        pos = heads[0].pos.new_full((len(heads), self.n_slots(layer)), -1)
-        for j, head in enumerate(heads):
-            pos[j, : head.length] = head.pos
-        return pos
-
-    def n_stable(self, layer: int, n: Tensor) -> Tensor:
-        """Return [K]: how many of the first n [K] slots of each head are not quantized again without evictions."""
-        ends = zip(self._layers[layer], n.tolist(), strict=True)
-        return n.new_tensor([head.final(int(end)) for head, end in ends])
-
-    def gather(self, layer: int, index: Tensor) -> Slots:
-        """Return slots index [K, M] of each head, -1 = empty; only these are dequantized."""
-        k, v = (like.new_zeros(*index.shape, like.shape[2]) for like in self._empty[layer])
-        pos = torch.full_like(index, -1, dtype=torch.int32)
-        for j, head in enumerate(self._layers[layer]):
-            is_stored = (index[j] >= 0) & (index[j] < head.length)
-            at = index[j, is_stored]
-            k[j, is_stored], v[j, is_stored] = (self._turned(t).to(t.dtype) for t in head.numbers_at(at))
-            pos[j, is_stored] = head.pos[at]
-        return Slots(*join_latent(self._ranks[layer], k, v), pos)
-
-    def head(self, layer: int, head: int, n: int) -> Slots:
-        """Return the first n slots of one head, dequantized."""
-        of = self._layers[layer][head]
-        k, v = (self._turned(t).to(t.dtype)[:n].unsqueeze(0) for t in of.numbers())
-        return Slots(*join_latent(self._ranks[layer], k, v), of.pos[:n].unsqueeze(0))
-
-    def crop(self, n: int) -> None:
-        """Remove every slot at position n or later."""
-        for layer, heads in self._own.items():
-            late = [(head.pos >= n).any() for head in heads]
-            if bool(torch.stack(late).any()):
-                mask = torch.zeros(len(heads), self.n_slots(layer), dtype=torch.bool, device=heads[0].pos.device)
-                for j, head in enumerate(heads):
-                    mask[j, : head.length] = (head.pos >= 0) & (head.pos < n)
-                self._keep(layer, mask)
-
-    def snapshot(self) -> State:
-        """Return a snapshot by layer and head."""
-        return {
-            str(layer): {str(j): head.state() for j, head in enumerate(heads)} for layer, heads in self._own.items()
-        }
-
-    def restore(self, given: SnapshotReader) -> None:
-        """Restore the codes, without quantizing again."""
-        self._tables.clear()
-        self._runs.clear()
-        for layer, heads in self._own.items():
-            for j, head in enumerate(heads):
-                head.restore(given.part(str(layer)).part(str(j)))
-            self._share(layer)
-        self.changes += 1
-
-    def usage(self) -> list[Usage]:
-        """Return slots and bytes of each layer: codes, scales, positions, and keys of incomplete groups. Tensors that
-        layers share count in the first of them."""
-        found, known = [], set[int]()
-        for layer, heads in self._own.items():
-            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in heads for t in h.tensors}
-            slots = max(int((head.pos >= 0).sum()) for head in heads)
-            size = sum(n for at, n in storages.items() if at not in known)
-            known |= storages.keys() - {0}
-            found.append(Usage(layer, self._name, slots, size, "rounded" if slots else None))
-        return found
-
-    def _forget_table(self, layer: int) -> None:
-        """Drop cached tables before heads change, because they keep the old tensors in memory."""
-        for coarse in (False, True):
-            self._tables.pop((layer, coarse), None)
+    def _changing(self, layer: int) -> list[BlockRun]:
+        for coarse in (False, True):  # what was read keeps old tensors in memory
             self._runs.pop((layer, coarse), None)
-
-    def _keep(self, layer: int, mask: Tensor) -> None:
-        self._forget_table(layer)
-        for j, head in enumerate(self._layers[layer]):
-            part = mask[j, : head.length]
-            if not torch.equal(part, head.pos >= 0):
-                head.evict_except(part)
-        self._share(layer)
-        self.changes += 1
-
-    def _share(self, layer: int) -> None:
-        """Share one row of positions between heads and layers with the same slots, the usual case."""
-        first, *others = self._layers[layer]
-        if all(torch.equal(head.pos, first.pos) for head in others):
-            above = next((of[0].pos for i, of in self._own.items() if i != layer and len(of[0].pos)), first.pos)
-            pos = above if torch.equal(above, first.pos) else first.pos
-            for head in (first, *others):
-                head.pos = pos
+        if (table := self._tables.pop(layer, None)) is not None:
+            table.table.heads = table.table.pos = ()
+            self._tables[layer] = table
+        return super()._changing(layer)
 
     def _turned(self, t: Tensor) -> Tensor:
-        """Multiply t [.., D] by the Hadamard matrix, its own inverse; batch invariant if native kernels support it."""
-        if not self._turns:
-            return t
-        turn, panels = self._turns[t.shape[-1]], self._panels.get(t.shape[-1])
-        return turned(t, turn) if panels is None else linear.linear(t.to(turn.dtype), panels, None, t.shape[-1])
+        return self._turn(t)
 
 
-def _seen(
-    head: QuantizedHead, window: int | None, rows: Sequence[int], *, coarse: bool
-) -> tuple[PackedHead, Tensor | None]:
-    """Return the slots of a head that rows at positions [N] read, and their mask [N, S] or [1, S], None = all."""
-    if not head.length:
-        return head.since(0, coarse=coarse), None
-    is_stored = (head.pos >= 0).unsqueeze(0) if head.has_holes else None
-    if window is None:
-        return head.since(0, coarse=coarse), is_stored
-    near = head.pos > window_start(rows, window, head.pos.device)  # [N, S]
+def _seen(run: BlockRun, window: int | None, rows: Sequence[int]) -> Tensor | None:
+    """Return the mask [N, S] or [1, S] of the slots of a head that rows at positions [N] read; None = all."""
+    is_stored = run.pos >= 0 if run.has_holes else None
+    if window is None or not run.length:
+        return is_stored
+    near = run.pos > window_start(rows, window, run.pos.device)  # [N, S]
     near = near if is_stored is None else near & is_stored
-    if bool(near.all()):
-        return head.since(0, coarse=coarse), None
-    first = head.aligned(int(near.any(0).int().argmax())) if bool(near.any()) else head.length
-    return head.since(first, coarse=coarse), near[:, first:]
+    return None if bool(near.all()) else near
 
 
 def _check(of: LayerShape, k_bits: int, v_bits: int, rotate: str) -> None:

@@ -8,7 +8,7 @@ KERNEL = "kvcli.kernels.attend_quantized.fused:packed_kernel"
 TYPES = {
     **{"p_q": "*bf16", "p_table": "*i64", "p_at": "*i32", "p_out": "*fp32", "p_lse": "*fp32"},
     **{"by": "fp32", "cap": "fp32"},
-    **dict.fromkeys(("window", "n_rows", "n_spans", "span"), "i32"),
+    **dict.fromkeys(("window", "n_rows", "n_spans"), "i32"),
 }
 
 
@@ -31,10 +31,9 @@ def form(
         f"{bits} bits, {rows} rows, heads of {d}" + ", soft cap" * cap + ", window" * (sight == 2) + way,
         TYPES,
         {
-            **{"G": 4, "D": d, "M": rows, "B": tile, "K_BITS": bits, "V_BITS": bits, "GROUP": 64, "C": 64},
+            **{"UNIT": 256, "G": 4, "D": d, "M": rows, "B": tile, "K_BITS": bits, "V_BITS": bits, "GROUP": 64, "C": 64},
             **{"HAS_CAP": cap, "SIGHT": sight, "BF16": True, "PTX": True},
         },
-        aligned=("span",),
         budget=budget,
         streams=streams,
         products=True,

@@ -1,7 +1,8 @@
-"""Common methods of tiers that quantize old slots."""
+"""Common methods of tiers below the top: slots come down to them, are read, and are evicted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -9,21 +10,28 @@ from torch import Tensor
 
 from kvcli.kernels.attend_invariant import StoredKV
 from kvcli.kv.slots import Slots, compact, empty_like, picked, run_of
+from kvcli.kv.sparse.page_source import PageTier
+from kvcli.kv.tiers.device_tables import LowerLayer
 
 
-class LossyTier:
-    """A tier below the top, because it quantizes slots as they are stored. Subclasses store slots (`take`), dequantize
-    them (`slots`) and evict them (`_keep`)."""
+class StoredBelow(PageTier):
+    """A tier below the top. Subclasses store slots (`take`), return them (`slots`), and evict them (`_keep`)."""
 
-    gather_async: ClassVar[None] = None
+    gather_async = None
+    UNCAPTURED: ClassVar[str]  # reason why captured passes cannot read the tier
 
-    def take(self, layer: int, slots: Slots) -> None:
-        """Store slots, keys after rotary embedding; slots with position -1 are skipped."""
+    @property
+    def _storing(self) -> Iterable[int]:
+        """Layers that store slots."""
         raise NotImplementedError
 
-    def slots(self, layer: int) -> Slots:
-        """Return a dequantized copy of the slots of a layer, padded to the longest head; holes have position -1."""
+    def _keep(self, layer: int, mask: Tensor) -> None:
+        """Evict slots whose mask [K, S] is False."""
         raise NotImplementedError
+
+    def device_layer(self, layer: int) -> LowerLayer | str:
+        """Return the device tables of a layer, or the reason why there are none."""
+        return self.UNCAPTURED
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] in all heads at positions from `start` on."""
@@ -36,11 +44,11 @@ class LossyTier:
         return compact(found, found.pos >= 0)
 
     def run(self, layer: int) -> StoredKV | None:
-        """Return None: slots are not stored in full precision."""
+        """Return None: slots are not in full precision in one place."""
         return None
 
     def evict_except(self, layer: int, mask: Tensor) -> Slots:
-        """Evict slots whose mask [K, S] is False and return them dequantized."""
+        """Evict slots whose mask [K, S] is False and return them."""
         before = self.slots(layer)
         mask = mask & (before.pos >= 0)
         if torch.equal(mask, before.pos >= 0):
@@ -50,18 +58,9 @@ class LossyTier:
         self._keep(layer, mask)
         return fell
 
-    def _keep(self, layer: int, mask: Tensor) -> None:
-        raise NotImplementedError
-
-
-def split_latent(rank: int, s: Slots) -> tuple[Tensor, Tensor]:
-    """Return the tensors stored as keys and as values. Of latents (rank > 0): the rotary part and the rest."""
-    return (s.k[..., rank:], s.k[..., :rank]) if rank else (s.k, s.v)
-
-
-def join_latent(rank: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Invert `split_latent`."""
-    if not rank:
-        return k, v
-    both = torch.cat((v, k), 2)
-    return both, both
+    def crop(self, n: int) -> None:
+        """Remove every slot at position n or later."""
+        for layer in self._storing:
+            pos = self.positions(layer)
+            if bool((pos >= n).any()):
+                self._keep(layer, (pos >= 0) & (pos < n))
