@@ -56,8 +56,7 @@ def split(plan: Plan, host: CalibrationDocument | None) -> FitSplit | None:
     if (layers := plan.run.on_card) is None:
         return None
     heavy, below = plan.run.weights, plan.run.shape.layers - layers
-    share = heavy.read / heavy.memory  # of the experts, a token uses only a few
-    read = int(share * sum(heavy.layers[:below])) + (plan.need.host if below else 0)
+    read = int(heavy.active * sum(heavy.layers[:below])) + (plan.need.host if below else 0)
     bandwidth = host.bandwidth if host is not None else BANDWIDTH
     return FitSplit(
         layers=layers,

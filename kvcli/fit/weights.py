@@ -78,7 +78,8 @@ class Weights:
     memory: int  # after loading
     files: int  # read, and mapped while loading
     loaded: int  # before quantization, if loading converts the weights: file and converted copy exist at once
-    read: int  # read by a pass of one token; less than `memory` for a mixture of experts
+    read: int  # read by a pass of one token: no embedding but that of a tied head, and a part of the experts
+    active: float = 1.0  # share of the layers that a token reads; the rest are other experts
     packing: int = 0  # extra bytes while the largest tensor is quantized or joined
     embeddings: int = 0  # of `memory`; a tied head reads the same tensor
     layers: tuple[int, ...] = ()  # of `memory`, by layer; empty if tensor names give no layers
@@ -221,6 +222,7 @@ def weigh(
         if h.layer is not None and h.layer < shape.layers:
             by_layer[h.layer] += size
         parts[h.layer] += math.prod(h.shape) * (h.is_part and not given)
+    embeddings = sum(size for h, size in zip(held, sizes, strict=True) if h.embeds)
     # experts of 16 bits and more are quantized while loading, linear layers after all are loaded
     on_the_way = [is_asked and h.of_experts and h.nbytes >= 2 * math.prod(h.shape) for h in held]
     loaded = sum(size if early else all_of_it for size, all_of_it, early in zip(sizes, plain, on_the_way, strict=True))
@@ -230,9 +232,10 @@ def weigh(
         memory=memory,
         files=files,
         loaded=loaded if sum(plain) != files or put_together > 0 else 0,
-        read=int(memory * share),
+        read=int((memory - (0 if shape.is_tied else embeddings)) * share),
+        active=share,
         packing=_ROUNDING * max(packed, default=0) + put_together,
-        embeddings=sum(size for h, size in zip(held, sizes, strict=True) if h.embeds),
+        embeddings=embeddings,
         layers=tuple(by_layer) if all(by_layer) else (),
         largest=number * max((h.matrix for h in held if h.packs), default=0),
     )
