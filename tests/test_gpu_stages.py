@@ -27,7 +27,19 @@ if sys.platform == "linux":  # before a test imports triton: what is interpreted
     import tests.kernels.interpreted  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
-HELPERS = {"tables", "__main__", "call", "ceilings_kernels", "compiled_before", "clock", "fused", "models", "ops", "stage", "static_loop"}
+HELPERS = {
+    "tables",
+    "__main__",
+    "call",
+    "ceilings_kernels",
+    "compiled_before",
+    "clock",
+    "fused",
+    "models",
+    "ops",
+    "stage",
+    "static_loop",
+}
 
 
 @pytest.fixture(autouse=True)

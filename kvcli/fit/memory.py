@@ -448,7 +448,10 @@ def need(run: PlannedRun, context: int) -> Need:
     working += folds.nbytes(run.number) + folds.layers * folds.taped * run.rows * run.number  # new states of a pass
     beside = profile.prune.footprint(context, run.sizes).beside  # bytes beside the slots of the KV cache
     beside += folds.nbytes(run.number) * (1 + profile.memory.checkpoints)
-    on_card, on_host = (weights.memory, 0) if run.on_card is None else weights.split(run.on_card, shape.is_tied)
+    away = weights.embeddings if profile.load.embeddings == "host" else 0
+    on_card, on_host = (weights.memory - away, away)
+    if run.on_card is not None:
+        on_card, on_host = weights.split(run.on_card, shape.is_tied)
     base = run.base + run.recorded_bytes(held)
     newest, budget, most, short = run.top_bytes(here, min(held.top, held.fresh + STEP), held), 0, None, 0
     if run.spends is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 from kvcli.assemble import may_split
@@ -19,7 +20,7 @@ from kvcli.kv.slots import POSITION
 from kvcli.models.adapters import find_adapter
 from kvcli.models.catalog import CatalogModel
 from kvcli.models.checkpoint import CheckpointFormat
-from kvcli.models.refusals import refuse_quant, refuse_split
+from kvcli.models.refusals import refuse_ends, refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
 from kvcli.models.source import Source
 from kvcli.settings.profile import Profile
@@ -177,7 +178,9 @@ def plan(
     kv_number = number if profile.kv.dtype == "auto" else weights.BYTES[profile.kv.dtype]
     given, shape = subject.packing.stays(room.kind), subject.on(room.kind)
     refuse_quant(subject.name, load.quant, room.kind, is_quantized=given)
-    heavy = weights.weigh(subject.held, shape, number=number, quant=load.quant, device=room.kind, given=given)
+    weigh = partial(weights.weigh, number=number, quant=load.quant, device=room.kind, given=given, head=load.head)
+    heavy, is_split = weigh(subject.held, shape), load.layers_on_gpu != "auto"
+    refuse_ends(load.embeddings, load.head, room.kind, is_split=is_split, is_tied=shape.is_tied)
     refuse_split(load.layers_on_gpu, room.kind, is_quantized=given, folds=bool(shape.folds.layers))
     by_kernels = is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind)
     heavy = heavy.with_adapters(sum(find_adapter(text).file.nbytes for text in load.adapters), number)
@@ -317,9 +320,11 @@ def plan_on(
         return kept if is_near and any(h.stays for h in subject.held) else found
     if room.kind != "cuda" or _is_enough(found, context):
         return found
-    for other in _packed(subject, profile):
+    for other in _smaller(subject, profile, room):
         profile, found = other, plan(subject, other, room, context, facts)
-    if _is_enough(found, context) or profile.load.layers_on_gpu != "auto" or subject.packing.stays("cuda"):
+        if _is_enough(found, context):
+            return found
+    if profile.load.layers_on_gpu != "auto" or subject.packing.stays("cuda"):
         return found
     return _split(subject, profile, room, context, facts) or found
 
@@ -346,6 +351,9 @@ def told(found: Plan) -> list[str]:
     elif quant:
         why = f"in full precision they do not fit on {device}"
         said.append(f"weights in {quant}: {why} (--quant none keeps full precision and runs some layers on the CPU)")
+    if made.get("load.embeddings") == "host":
+        more = " and the output layer is in 8 bits" if "load.head" in made else ""
+        said.append(f"embeddings lie in host memory{more}, because more does not fit on {device}")
     if (n := found.run.on_card) is not None and "load.layers_on_gpu" in made:
         of = found.run.shape.layers
         below = of - n
@@ -363,9 +371,18 @@ def _is_enough(found: Plan, context: int | None) -> bool:
     return found.most >= min(found.profile.context.reserve + 1, found.limit)
 
 
-def _packed(subject: PlannedModel, profile: Profile) -> Iterator[Profile]:
-    if profile.origins["load.quant"] == DEFAULT.name and not subject.packing.stays("cuda"):
-        yield profile.changed({"load": {"quant": "int4"}}, BY)
+def _smaller(subject: PlannedModel, profile: Profile, room: AvailableMemory) -> Iterator[Profile]:
+    """Yield profiles that take less of a GPU's memory, each with the changes before it, those first that change least."""
+    if subject.packing.stays("cuda"):
+        return
+    if profile.origins["load.quant"] == DEFAULT.name:
+        yield (profile := profile.changed({"load": {"quant": "int4"}}, BY))
+    if room.unserved or profile.load.layers_on_gpu != "auto" or profile.origins["load.embeddings"] != DEFAULT.name:
+        return
+    if not subject.shape.is_tied or profile.load.head != "none":
+        yield (profile := profile.changed({"load": {"embeddings": "host"}}, BY))
+    if profile.origins["load.head"] == DEFAULT.name and profile.load.quant != "none":  # which asks for full precision
+        yield profile.changed({"load": {"embeddings": "host", "head": "int8"}}, BY)
 
 
 def _split(
@@ -375,7 +392,10 @@ def _split(
     layers, limit, window = subject.shape.layers, subject.shape.limit, profile.context.limit
 
     def tried(on_card: int, context: int | None) -> Plan:
-        return plan(subject, profile.changed({"load": {"layers_on_gpu": on_card}}, BY), room, context, facts)
+        ends = (
+            {"embeddings": "device"} if profile.origins["load.embeddings"] == BY else {}
+        )  # they leave with the layers
+        return plan(subject, profile.changed({"load": {"layers_on_gpu": on_card, **ends}}, BY), room, context, facts)
 
     # rows of a split model cannot be stopped between layers
     if profile.prune.describe_read or profile.prefill.order == "layers":

@@ -61,6 +61,10 @@ class CheckpointTensor:
         """True if loading joins this tensor with others."""
         return self.of_experts and len(self.shape) == 2
 
+    def is_head_of(self, shape: Shape) -> bool:
+        """True if it is the weight of the output layer."""
+        return self.layer is None and not self.embeds and self.shape == (shape.vocab, shape.hidden)
+
     def loaded(self, number: int, keeps: bool) -> CheckpointTensor:
         """Return the tensor as it is loaded; `keeps`: tensors that can remain quantized do."""
         count = math.prod(self.shape)
@@ -204,15 +208,24 @@ def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tupl
 
 
 def weigh(
-    held: tuple[CheckpointTensor, ...], shape: Shape, *, number: int, quant: str, device: str, given: bool
+    held: tuple[CheckpointTensor, ...],
+    shape: Shape,
+    *,
+    number: int,
+    quant: str,
+    device: str,
+    given: bool,
+    head: str = "none",
 ) -> Weights:
-    """Add up the weights' bytes. `number`: bytes per number in memory. `given`: quantized in the checkpoint already."""
+    """Add up the weights' bytes. `number`: bytes per number in memory. `given`: quantized in the checkpoint already.
+    `head`: precision of the output layer, "none" or "int8"; a tied one then has a weight of its own."""
     keeps = quant == "none" and device == "cpu" and number < BYTES["fp64"]
     held = tuple(h.loaded(number, keeps) for h in held)
     sizes = [h.nbytes if given or not h.is_float else _size(h, number, quant, device) for h in held]
     plain = [h.nbytes if given or not h.is_float else math.prod(h.shape) * number for h in held]
     files = sum(h.nbytes for h in held)
-    memory = sum(sizes)
+    whole = sum(size for h, size in zip(held, sizes, strict=True) if h.is_head_of(shape))
+    memory = sum(sizes) + (shape.vocab * (shape.hidden + number) - whole if head != "none" else 0)
     is_asked = quant != "none" and not given
     packed = [h.matrix for h in held if is_asked and h.packs and h.is_float]
     share = 1.0 if not shape.experts else shape.linear_active / shape.linear
@@ -223,6 +236,7 @@ def weigh(
             by_layer[h.layer] += size
         parts[h.layer] += math.prod(h.shape) * (h.is_part and not given)
     embeddings = sum(size for h, size in zip(held, sizes, strict=True) if h.embeds)
+    is_read = shape.is_tied and head == "none"
     # experts of 16 bits and more are quantized while loading, linear layers after all are loaded
     on_the_way = [is_asked and h.of_experts and h.nbytes >= 2 * math.prod(h.shape) for h in held]
     loaded = sum(size if early else all_of_it for size, all_of_it, early in zip(sizes, plain, on_the_way, strict=True))
@@ -232,7 +246,7 @@ def weigh(
         memory=memory,
         files=files,
         loaded=loaded if sum(plain) != files or put_together > 0 else 0,
-        read=int((memory - (0 if shape.is_tied else embeddings)) * share),
+        read=int((memory - (0 if is_read else embeddings)) * share),
         active=share,
         packing=_ROUNDING * max(packed, default=0) + put_together,
         embeddings=embeddings,

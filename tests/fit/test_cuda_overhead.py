@@ -242,6 +242,32 @@ def test_what_was_chosen_holds_for_profiles_on_the_way(typed):
     assert ready.resolve("cpu", []).load.quant == "int8", "which says so itself"
 
 
+@pytest.mark.parametrize(
+    ("context", "is_tied", "want"),
+    [
+        (10_000, False, {}),
+        (17_000, False, {"load.embeddings": "host"}),
+        (21_500, False, {"load.embeddings": "host", "load.head": "int8"}),
+        (21_500, True, {"load.embeddings": "host", "load.head": "int8"}),
+    ],
+)
+def test_on_a_card_of_8_gb_the_embeddings_leave_and_then_the_output_layer_has_8_bits(context, is_tied, want):
+    subject = SUBJECT
+    if is_tied:
+        shape = replace(LLAMA_8B, is_tied=True)
+        subject = replace(SUBJECT, shape=shape, held=of_shape(shape))
+    found = planned(NGRAM, 8, context, subject)
+    assert found.fits
+    assert found.run.on_card is None
+    ends = {key: value for key, value in chosen(found).items() if key in ("load.embeddings", "load.head")}
+    assert ends == want
+    table = 2 * 128256 * 4096
+    assert found.need.host_weights == table * bool(want)
+    assert found.run.weights.read == pytest.approx(
+        0.53125 * LLAMA_8B.linear + table / (1 + ("load.head" in want)), rel=1e-3
+    )
+
+
 def test_fit_says_what_gave_way_and_what_it_costs(typed):
     machine = typed(1)
     folder = machine.folder / "model"

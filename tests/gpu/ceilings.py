@@ -30,7 +30,10 @@ def _read(on: On) -> Iterator[Row]:
     nbytes, processors = (1 << 20, 2) if on.is_tiny else (4 << 30, _processors(on))
     a = torch.ones(nbytes // 4, dtype=torch.int32, device=on.device)
     for per in PER[: 1 if on.is_tiny else None]:
-        programs, out = per * processors, torch.empty(per * processors, kernels.PIECE, dtype=torch.int32, device=on.device)
+        programs, out = (
+            per * processors,
+            torch.empty(per * processors, kernels.PIECE, dtype=torch.int32, device=on.device),
+        )
         turn = _recorded(lambda out=out, programs=programs: kernels.read(a, out, programs), on)  # type: ignore[misc]
         took = statistics.median(times(turn, on.device, 1 if on.is_tiny else 10))
         yield {"what": "plain read", "programs_a_processor": per, "gb_s": nbytes / took / 1e9}

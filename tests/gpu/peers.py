@@ -31,7 +31,9 @@ CONTEXT, NEW = 2048, 128
 
 
 def _model(on: On, layers: int = ALL) -> Any:
-    return families.build("llama", torch.bfloat16, **exactness.BLOCKS) if on.is_tiny else eight(on.device, False, layers)
+    return (
+        families.build("llama", torch.bfloat16, **exactness.BLOCKS) if on.is_tiny else eight(on.device, False, layers)
+    )
 
 
 def _kvcli(quant: str, on: On, context: int, new: int) -> Row:

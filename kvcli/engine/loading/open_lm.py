@@ -23,7 +23,7 @@ from kvcli.engine.hf.layer_gate_check import verify_partial_passes
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.model_probe import attention_set, is_batch_variant, probed, quiet, reduced_model, verify_logits
 from kvcli.engine.loading import weights
-from kvcli.engine.loading.weight_quantization import quantize_and_place, split
+from kvcli.engine.loading.weight_quantization import quantize_and_place, quantize_head_and_move_embeddings_, split
 from kvcli.engine.model_info import ModelInfo
 from kvcli.engine.ranks import n_ranks
 from kvcli.engine.resources import drop_pages, use_device, use_threads
@@ -39,7 +39,7 @@ from kvcli.models.adapters import find_adapter
 from kvcli.models.catalog import Stamped, model_files
 from kvcli.models.checkpoint import CheckpointFormat, count
 from kvcli.models.family import read_config
-from kvcli.models.refusals import refuse_across_ranks, refuse_quant, refuse_split
+from kvcli.models.refusals import refuse_across_ranks, refuse_ends, refuse_quant, refuse_split
 from kvcli.models.source import Source
 
 _ATTENTION = "kvcli"  # our name in transformers' registries
@@ -54,6 +54,8 @@ def open_lm(
     dtype: str = "auto",
     device: str = "auto",
     layers_on_gpu: int | str = "auto",
+    embeddings: str = "device",
+    head: str = "none",
     threads: int = 0,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
@@ -63,7 +65,8 @@ def open_lm(
     """Load the files of `source`. Never uses the network and prints nothing; raises BadModel or UsageError.
 
     `quant` int8, int4 or nf4: quantized weights, on CUDA by bitsandbytes if no fused kernels support them.
-    `graphs`: "auto" or "off". `adapters`: `PATH` or `PATH:WEIGHT` of LoRA adapters.
+    `embeddings`: "device" or "host" memory. `head`: precision of the output layer, "none" or "int8". `graphs`: "auto" or
+    "off". `adapters`: `PATH` or `PATH:WEIGHT` of LoRA adapters.
     """
     began = time.perf_counter()
     where = weights.find_device(device)
@@ -71,6 +74,7 @@ def open_lm(
     is_quantized = CheckpointFormat.of(source.config).stays(where.type)
     refuse_quant(source.id, quant, where.type, is_quantized=is_quantized)
     refuse_split(layers_on_gpu, where.type, is_quantized=is_quantized)
+    refuse_ends(embeddings, head, where.type, is_split=layers_on_gpu != "auto")
     if source.is_pickle and not allow_pickle:
         raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
     if ranks > 1:
@@ -81,6 +85,7 @@ def open_lm(
             quantization=quant != "none" or "quantization_config" in source.config,
             adapters=bool(adapters),
             layers_on_gpu=layers_on_gpu != "auto",
+            head=head != "none",
             **{f"{kv_heads} KV heads over {ranks} processes": kv_heads % ranks > 0},
         )
     use_threads(threads or torch.get_num_threads())
@@ -98,6 +103,8 @@ def open_lm(
             quant=quant,
             device=where,
             layers_on_gpu=None if layers_on_gpu == "auto" else int(layers_on_gpu),
+            embeddings=embeddings,
+            head=head,
             verify=verify,
             notes=notes,
         )
@@ -144,6 +151,8 @@ def wrap_lm(
     quant: str = "none",
     device: torch.device | None = None,
     layers_on_gpu: int | None = None,
+    embeddings: str = "device",
+    head: str = "none",
     verify: bool = False,
     notes: tuple[str, ...] = (),
 ) -> LM:
@@ -166,6 +175,8 @@ def wrap_lm(
         if (latent := layout.latents.get(forward.layer_idx_of(attends))) is not None:
             attends.kv_b_proj = latent
     parameters = sum(p.numel() for p in model.parameters()) + packed_weights(model)
+    vocab = int(model.get_output_embeddings().weight.shape[0])
+    of_ends = quantize_head_and_move_embeddings_(model, head, embeddings, device or model.device)
     places = None
     if layers_on_gpu is not None:
         backend, of_layers, places = split(model, layout, quant, device or model.device, layers_on_gpu)
@@ -181,10 +192,10 @@ def wrap_lm(
         heads=max(layout.heads),
         kv_heads=max(of.n_kv_heads for of in layout.stored),
         head_dim=max(of.k_dim for of in layout.stored),
-        vocab=int(model.get_output_embeddings().weight.shape[0]),
+        vocab=vocab,
         dtype=str(model.dtype).removeprefix("torch."),
         quant=quant,
-        backend=backend,
+        backend=backend + of_ends,
         device=str(places[-1] if places is not None else model.device),
         limit=limit,
         weight_bytes=_weight_bytes(model),
