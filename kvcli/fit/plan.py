@@ -372,7 +372,7 @@ def _is_enough(found: Plan, context: int | None) -> bool:
 
 
 def _smaller(subject: PlannedModel, profile: Profile, room: AvailableMemory) -> Iterator[Profile]:
-    """Yield profiles that take less of a GPU's memory, each with the changes before it, those first that change least."""
+    """Yield profiles that take less of a GPU's memory, each with the changes before it."""
     if subject.packing.stays("cuda"):
         return
     if profile.origins["load.quant"] == DEFAULT.name:

@@ -191,8 +191,8 @@ def refuse_split(layers: int | str, kind: str, *, is_quantized: bool, folds: boo
 
 
 def refuse_ends(embeddings: str, head: str, kind: str, *, is_split: bool, is_tied: bool = False) -> None:
-    """Refuse `load.embeddings = host` without a GPU, for a model in two parts, or for a table that the GPU reads in full
-    as its output layer."""
+    """Refuse `load.embeddings = host` without a GPU, for a model in two parts, or for a table that the GPU reads in
+    full as its output layer."""
     if embeddings == "device":
         return
     whys = {

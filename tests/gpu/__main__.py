@@ -3,11 +3,11 @@
     python -m tests.gpu --out FILE [--budget 520] [--only exact,steps] [--at-once] [--device cpu] [--list]
 
 Stage by stage, each with its share of the time. Those that measure time follow each other in one process, which imports
-and compiles once; every other one has a process of its own. A stage that crashes or hangs takes its process with it, and
-those behind it go on in another; one that lacks a package takes nothing from the others. FILE is JSON, written anew
+and compiles once; every other one has a process of its own. A stage that crashes or hangs takes its process with it,
+and those behind it go on in another; one that lacks a package takes nothing from the others. FILE is JSON, written anew
 after each stage, and a line per stage is printed; each row is in FILE.rows at once. Without a GPU it says so and ends
-with status 1; `--device cpu` tries every stage in a tiny form, which shows that it runs. `--at-once` runs the stages that
-measure neither time nor memory side by side, on a card with 24 GiB for them.
+with status 1; `--device cpu` tries every stage in a tiny form, which shows that it runs. `--at-once` runs the stages
+that measure neither time nor memory side by side, on a card with 24 GiB for them.
 
 Kernels are compiled in the first minute there, or beforehand here: `python -m tests.gpu.compiled_before 90` fills
 `.gpu-cache/` at the root of the checkout for cards of compute capability 9.0, which a machine with the same releases of

@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -84,8 +85,12 @@ class Indexed(TorchFunctionMode):
         return found
 
 
+def _without_a_generator(make: Callable[..., Tensor], *args: Any, generator: object = None, **more: Any) -> Tensor:
+    return make(*args, **more)
+
+
 def compile_only(capability: int, processors: int) -> set[str]:
-    """Have every call of a kernel in this process compile it and no more -> the names of those compiled, as they come."""
+    """Have every call of a kernel in this process compile it and no more -> those compiled, as they come."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -102,7 +107,7 @@ def compile_only(capability: int, processors: int) -> set[str]:
     card = SimpleNamespace(multi_processor_count=processors, major=capability // 10, minor=capability % 10)
     Tensor.pin_memory = lambda self: self  # type: ignore[assignment,method-assign]
     for name in ("rand", "randn", "randint"):  # without a generator, which no card is here for
-        setattr(torch, name, lambda *args, f=getattr(torch, name), generator=None, **more: f(*args, **more))
+        setattr(torch, name, partial(_without_a_generator, getattr(torch, name)))
     torch.cuda.get_device_properties = lambda device=None: card  # type: ignore[assignment]
     return made
 

@@ -2,8 +2,8 @@
 
 kvcli in int4 and bf16, recorded; transformers' own `generate` in bf16 and with bitsandbytes' nf4; and the loop of
 `static_loop` by `torch.compile` with CUDA graphs, in int4 and bf16. The loop has fewer layers, since each takes seconds
-to compile: `layers` says how many, and `ms_of_all` scales what the layers take to all of them, which is computed and not
-measured.
+to compile: `layers` says how many, and `ms_of_all` scales what the layers take to all of them, which is computed and
+not measured.
 """
 
 from __future__ import annotations

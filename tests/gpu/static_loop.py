@@ -1,7 +1,7 @@
 """A decoding loop of a Llama as small programs have it: one static cache, torch's own int4 product, no more.
 
-What `torch.compile` with CUDA graphs makes of it is the speed that a user without kvcli can have from torch alone, on the
-same weights. The int4 product (`_weight_int4pack_mm`) has groups of 128 with a scale and a zero each, as kvcli's has.
+What `torch.compile` with CUDA graphs makes of it is the speed that a user without kvcli can have from torch alone, on
+the same weights. The int4 product (`_weight_int4pack_mm`) has groups of 128 with a scale and a zero each, as ours.
 """
 
 from __future__ import annotations

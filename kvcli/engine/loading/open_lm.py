@@ -35,6 +35,7 @@ from kvcli.kernels.linear.experts import lay_out_experts_
 from kvcli.kernels.linear_blocked import block_
 from kvcli.kernels.linear_quantized import packed_weights
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
+from kvcli.kernels.moe_linear.module import serve_experts_
 from kvcli.models.adapters import find_adapter
 from kvcli.models.catalog import Stamped, model_files
 from kvcli.models.checkpoint import CheckpointFormat, count
@@ -65,8 +66,8 @@ def open_lm(
     """Load the files of `source`. Never uses the network and prints nothing; raises BadModel or UsageError.
 
     `quant` int8, int4 or nf4: quantized weights, on CUDA by bitsandbytes if no fused kernels support them.
-    `embeddings`: "device" or "host" memory. `head`: precision of the output layer, "none" or "int8". `graphs`: "auto" or
-    "off". `adapters`: `PATH` or `PATH:WEIGHT` of LoRA adapters.
+    `embeddings`: "device" or "host" memory. `head`: precision of the output layer, "none" or "int8". `graphs`: "auto"
+    or "off". `adapters`: `PATH` or `PATH:WEIGHT` of LoRA adapters.
     """
     began = time.perf_counter()
     where = weights.find_device(device)
@@ -232,6 +233,8 @@ def install_kernels(lm: LM) -> None:
     widened = "in oneDNN's blocks" if multiplies(lm.dtype) else "multiplied in float32"
     native, experts = "layers in native panels", "weights of experts and routers in native panels"
     skinny, blocked = (lay_out_skinny_, "layers fused for small batches"), (block_, f"layers {widened}")
+    if served := serve_experts_(lm.model):
+        lm.info = replace(lm.info, backend=f"{lm.info.backend}, {served} layers of fused experts")
     for swap, how in ((use_native_linear_, native), (lay_out_experts_, experts), skinny, blocked):
         if done := swap(lm.model, drop_pages):
             lm.info = replace(lm.info, backend=f"{lm.info.backend}, {done} {how}")
