@@ -1,9 +1,9 @@
 """Experts in Triton: rows are listed by expert on the device, and each used expert's weights are read once.
 
-One program counts how many of the pairs (row, choice) before each other have a lesser expert: no atomics, no host. A
-product's programs are outputs times used experts; one goes through the rows of its expert in tiles of 16, one after
-another, so that a row's result depends on its own numbers and its expert. A last kernel adds a row's experts in the
-order of its router. Prompts have other lists and wider tiles, and need not give the bits of decoding rows.
+A program counts how many of the pairs (row, choice) before each other have a lesser expert: no atomics, no host. A
+product's programs are outputs times used experts; one goes through the rows of its expert in tiles, one after another,
+so that a row's result depends on its own numbers and its expert. A last kernel adds a row's experts in the order of its
+router. Prompts have wider tiles, and need not give the bits of decoding rows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from kvcli.kernels.linear_skinny import ptx
 from kvcli.kernels.moe_linear import ExpertTensors
 
 FEW = 64  # rows of a decoding pass, at most
-PAIRS = 1024  # rows times choices that one program lists, at most
 TILES = (16, 64)  # rows of an expert at a time: of decoding passes, and of prompts
+PP = 512  # pairs that a program lists
 BN = 64  # outputs of a program
 BLOCK = 256  # outputs of a program of `combine_kernel`
 OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
-
-INT4_BF16, INT4_FP16 = tl.constexpr(ptx.int4(torch.bfloat16)), tl.constexpr(ptx.int4(torch.float16))
 CONSTRAINTS = tl.constexpr(ptx.CONSTRAINTS)
 
 
@@ -35,14 +33,12 @@ def experts(
     """Compute rows x [M, K], experts ids [M, T] and their weights [M, T] -> [M, H]: by each of a row's experts `up`,
     `between`, `down`, then their weighted sum."""
     m, top = ids.shape
-    order, table = lists(ids.flatten(), len(up.data)) if m <= FEW else sorted_lists(ids.flatten(), len(up.data))
-    tile = TILES[m > FEW]
+    order, table = lists(ids.flatten(), len(up.data))
+    tile, out = TILES[m > FEW], x.new_empty(m, down.n)
     h = between(products(x, up, order, table, top, tile))
     y = products(h.contiguous(), down, order, table, 1, tile)
-    out = x.new_empty(m, down.n)
-    combine_kernel[(triton.cdiv(down.n, BLOCK), m)](
-        y, weights.contiguous(), out, N=down.n, TOP=top, BLOCK=BLOCK, **OPTIONS
-    )
+    grid = triton.cdiv(down.n, BLOCK), m
+    combine_kernel[grid](y, weights.contiguous(), out, N=down.n, TOP=top, BLOCK=BLOCK, **OPTIONS)
     return out
 
 
@@ -51,18 +47,8 @@ def lists(ids: Tensor, n: int) -> tuple[Tensor, Tensor]:
     pair behind their last, and how many are used."""
     p, used = ids.shape[0], min(n, ids.shape[0])
     order, table = (torch.empty(size, dtype=torch.int32, device=ids.device) for size in (p, 4 * used))
-    lists_kernel[(1,)](
-        ids, order, table, p, used, E=n, PP=triton.next_power_of_2(p), EP=triton.next_power_of_2(n), **OPTIONS
-    )
+    lists_kernel[(triton.cdiv(p, PP),)](ids, order, table, p, used, E=n, PP=PP, EP=triton.next_power_of_2(n), **OPTIONS)
     return order, table.view(4, used)
-
-
-def sorted_lists(ids: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Do the same for any number of pairs, by torch's sort; every expert counts as used."""
-    found, order = ids.sort(stable=True)
-    each = torch.arange(n, dtype=ids.dtype, device=ids.device)
-    bounds = [torch.searchsorted(found, each, right=right) for right in (False, True)]
-    return order.int(), torch.stack([each, *bounds, torch.full_like(each, n)]).int()
 
 
 def products(x: Tensor, w: ExpertTensors, order: Tensor, table: Tensor, top: int, tile: int) -> Tensor:
@@ -73,7 +59,7 @@ def products(x: Tensor, w: ExpertTensors, order: Tensor, table: Tensor, top: int
         x, w.data, scale, x if w.bias is None else w.bias, order, table, y, table.shape[1],
         w.data.stride(0), scale.stride(0),
         N=w.n, K=w.k, TOP=top, GROUP=w.group, BM=tile, BN=BN, BK=w.step, KIND=w.kind, IS_TURNED=w.is_turned,
-        HAS_BIAS=w.bias is not None, PTX=x.is_cuda, **OPTIONS,
+        HAS_BIAS=w.bias is not None, ASM=ptx.int4(x.dtype) if x.is_cuda and w.kind == "int4" else "", **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -83,8 +69,8 @@ def products(x: Tensor, w: ExpertTensors, order: Tensor, table: Tensor, top: int
 
 @triton.jit(do_not_specialize=["P", "U"])
 def lists_kernel(p_ids, p_order, p_table, P, U, E: tl.constexpr, PP: tl.constexpr, EP: tl.constexpr):
-    """List the pairs of each expert, in one program."""
-    i, x = tl.arange(0, PP), tl.arange(0, EP)
+    """List PP pairs, and in the first program the experts; grid (P / PP)."""
+    i, x = tl.program_id(0) * PP + tl.arange(0, PP), tl.arange(0, EP)
     b_e = tl.load(p_ids + i, mask=i < P, other=E).to(tl.int32)  # [PP]
     b_rank = tl.zeros([PP], tl.int32)
     b_count, b_end = tl.zeros([EP], tl.int32), tl.zeros([EP], tl.int32)
@@ -95,20 +81,21 @@ def lists_kernel(p_ids, p_order, p_table, P, U, E: tl.constexpr, PP: tl.constexp
         b_rank += tl.sum((is_before & (j < P)[None, :]).to(tl.int32), 1)
         b_count += tl.sum((b_j[None, :] == x[:, None]).to(tl.int32), 1)
         b_end += tl.sum((b_j[None, :] <= x[:, None]).to(tl.int32), 1)
-    is_used = (b_count > 0) & (x < E)
-    b_nth = tl.cumsum(is_used.to(tl.int32), 0) - 1
     tl.store(p_order + b_rank, i, mask=i < P)
+    is_used = (b_count > 0) & (x < E) & (tl.program_id(0) == 0)
+    b_nth = tl.cumsum(is_used.to(tl.int32), 0) - 1
     tl.store(p_table + b_nth, x, mask=is_used)
     tl.store(p_table + U + b_nth, b_end - b_count, mask=is_used)
     tl.store(p_table + 2 * U + b_nth, b_end, mask=is_used)
-    tl.store(p_table + 3 * U, tl.sum(is_used.to(tl.int32), 0))
+    if tl.program_id(0) == 0:
+        tl.store(p_table + 3 * U, tl.sum(is_used.to(tl.int32), 0))
 
 
 @triton.jit(do_not_specialize=["U"])
 def moe_kernel(
     p_x, p_w, p_scale, p_bias, p_order, p_table, p_y, U, by_w, by_scale,
     N: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, KIND: tl.constexpr, IS_TURNED: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
+    BK: tl.constexpr, KIND: tl.constexpr, IS_TURNED: tl.constexpr, HAS_BIAS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Compute BN outputs of all pairs of a used expert; grid (N / BN, U). `by_w`, `by_scale`: from expert to expert."""
     at = tl.program_id(1)
@@ -128,7 +115,14 @@ def moe_kernel(
                 b_x = tl.load(p_row[:, None] + step * BK + tl.arange(0, BK)[None, :], mask=m_m[:, None], other=0.0)
                 if KIND == "int4":
                     b_even, b_odd = tl.split(tl.reshape(b_x, [BM, BK // 2, 2]))
-                    b_low, b_high = _halves(p_mine, i_n, m_n, step, b_x.dtype, K, BK, PTX)  # [BK / 2, BN]
+                    i_b = step * (BK // 2) + tl.arange(0, BK // 2)
+                    b_w = tl.load(p_mine + i_n[None, :] * (K // 2) + i_b[:, None], mask=m_n[None, :], other=0)
+                    b_low, b_high = (b_w & 15).to(tl.float32) - 8.0, (b_w >> 4).to(tl.float32) - 8.0  # [BK / 2, BN]
+                    b_low, b_high = b_low.to(b_x.dtype), b_high.to(b_x.dtype)
+                    if ASM != "":  # the same in fewer instructions
+                        b_low, b_high = tl.inline_asm_elementwise(
+                            ASM, CONSTRAINTS, [b_w], dtype=(b_x.dtype, b_x.dtype), is_pure=True, pack=4
+                        )
                     b_pair = tl.load(p_s + step * N + i_n, mask=m_n, other=0)  # [BN] int32: scale and zero
                     b_s = b_pair.to(tl.int16).to(b_x.dtype, bitcast=True).to(tl.float32)
                     b_z = (b_pair >> 16).to(tl.int16).to(b_x.dtype, bitcast=True).to(tl.float32)
@@ -149,23 +143,6 @@ def moe_kernel(
                 b_y += tl.load(p_bias + expert * N + i_n, mask=m_n, other=0)[None, :].to(tl.float32)
             p_out = p_y + pair[:, None].to(tl.int64) * N + i_n[None, :]
             tl.store(p_out, b_y.to(p_y.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
-
-
-@triton.jit
-def _halves(p_w, i_n, m_n, step, dtype: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, PTX: tl.constexpr):
-    """Return the numbers of a step's codes without their scales, [BK / 2, BN] each: of even inputs, and of odd ones."""
-    i_b = step * (BK // 2) + tl.arange(0, BK // 2)
-    b_w = tl.load(p_w + i_n[None, :] * (K // 2) + i_b[:, None], mask=m_n[None, :], other=0)  # [BK / 2, BN] uint8
-    if PTX and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            INT4_BF16, CONSTRAINTS, [b_w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
-    elif PTX:
-        return tl.inline_asm_elementwise(
-            INT4_FP16, CONSTRAINTS, [b_w], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-        )
-    else:
-        return ((b_w & 15).to(tl.float32) - 8.0).to(dtype), ((b_w >> 4).to(tl.float32) - 8.0).to(dtype)
 
 
 @triton.jit

@@ -113,8 +113,7 @@ def sent(x: Inputs) -> Sequence[Tensor]:
     (_, n, _), (m, k) = x["data"].shape, x["x"].shape
     w = ExpertTensors(x["kind"], n, k, x["data"], x["scale"], x["group"])
     ids = (torch.arange(m, device=x["x"].device) >= m // 3).long()
-    lists = fused.lists if m <= fused.FEW else fused.sorted_lists
-    return [fused.products(x["x"], w, *lists(ids, 2), 1, fused.TILES[m > fused.FEW])]
+    return [fused.products(x["x"], w, *fused.lists(ids, 2), 1, fused.TILES[m > fused.FEW])]
 
 
 def sent_reference(x: Inputs) -> Sequence[Tensor]:

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvcli.engine.hf.fused_experts import NAME, serve_experts_
 from kvcli.engine.hf.model_probe import relative_rms
 from kvcli.kernels import triton_support
 from kvcli.kernels.linear_quantized import Codes
 from kvcli.kernels.moe_linear import ExpertTensors
-from kvcli.kernels.moe_linear.module import NAME, serve_experts_
 from kvcli.kernels.moe_linear.tensor import Experts
 from tests.families import build
 
@@ -73,15 +73,16 @@ def test_a_row_gets_what_its_experts_give_and_the_same_bits_alone(kind: str, k: 
         assert torch.equal(fused.experts(x[some], ids[some], weights[some], up, down, gate), found[some])
 
 
-def test_pairs_are_listed_by_counting_as_a_sort_lists_them() -> None:
-    ids = torch.tensor([4, 1, 4, 0, 4, 1, 6, 6, 4, 0, 4])
+@pytest.mark.parametrize("n", [11, 1100])
+def test_pairs_are_listed_by_counting_as_a_sort_lists_them(n: int) -> None:
+    """In one program, and in three."""
+    ids = torch.tensor([4, 1, 4, 0, 4, 1, 6, 6, 4, 0, 4]).repeat(n // 11)
     order, table = fused.lists(ids, 7)
-    other, whole = fused.sorted_lists(ids, 7)
-    used = [0, 1, 4, 6]
-    assert order.tolist() == other.tolist() == sorted(range(11), key=lambda i: (int(ids[i]), i))
-    assert table[3, 0] == len(used)
-    assert torch.equal(table[:3, :4], whole[:3, used])
-    assert (whole[2, 5] == whole[1, 5]).item(), "nobody"
+    assert order.tolist() == sorted(range(n), key=lambda i: (int(ids[i]), i))
+    counts = ids.bincount()
+    used, last = counts.nonzero()[:, 0], counts.cumsum(0)
+    assert table[3, 0] == len(used) == 4
+    assert table[:3, :4].tolist() == [t.tolist() for t in (used, (last - counts)[used], last[used])]
 
 
 class NoHost(TorchDispatchMode):

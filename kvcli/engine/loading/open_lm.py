@@ -18,6 +18,7 @@ from kvcli import environment
 from kvcli.engine import forward
 from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, CudaGraphs
 from kvcli.engine.hf import model_settings
+from kvcli.engine.hf.fused_experts import serve_experts_
 from kvcli.engine.hf.fused_layers import direct_forward_of, fuse_
 from kvcli.engine.hf.layer_gate_check import verify_partial_passes
 from kvcli.engine.hf.lm import LM
@@ -35,7 +36,6 @@ from kvcli.kernels.linear.experts import lay_out_experts_
 from kvcli.kernels.linear_blocked import block_
 from kvcli.kernels.linear_quantized import packed_weights
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
-from kvcli.kernels.moe_linear.module import serve_experts_
 from kvcli.models.adapters import find_adapter
 from kvcli.models.catalog import Stamped, model_files
 from kvcli.models.checkpoint import CheckpointFormat, count

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
+from kvcli.kernels.linear_skinny import ptx
 from tests.kernels.variants import Variant
 
+ASM = ptx.int4(torch.bfloat16)
 OP = "kvcli.kernels.moe_linear.fused"
 TYPES = {
     **dict.fromkeys(("p_x", "p_bias", "p_y", "p_out", "p_weight"), "*bf16"),
@@ -23,7 +27,7 @@ def _experts(kind: str, rows: int, group: int = 0) -> Variant:
         kernel=f"{OP}:moe_kernel",
         name=f"{kind}{f' by {group}' if group else ''}, {rows} rows",
         types={**TYPES, "p_w": w, "p_scale": scale},
-        consts=consts | {"IS_TURNED": False, "HAS_BIAS": False, "PTX": True},
+        consts=consts | {"IS_TURNED": False, "HAS_BIAS": False, "ASM": ASM if kind == "int4" else ""},
         stages=3,
         aligned=("by_w", "by_scale"),
         budget=BUDGETS[kind] if rows == 16 and group in (0, 128) else None,
