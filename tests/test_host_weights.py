@@ -8,7 +8,7 @@ import torch
 from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.loading import weight_quantization
 from kvcli.engine.loading.host_weights import in_host_memory
-from kvcli.errors import BadModel, UsageError
+from kvcli.errors import BadModel
 from kvcli.kernels.linear_quantized import PackedLinear
 from kvcli.kv.offload.transfer import DeviceLink
 from tests import families, make
@@ -38,7 +38,6 @@ def test_embeddings_in_host_memory_change_no_token(monkeypatch, family, is_tied)
     table = made.get_input_embeddings().weight.detach().clone()
     assert (made.get_output_embeddings().weight is made.get_input_embeddings().weight) == is_tied
     monkeypatch.setattr(weight_quantization, "bus_of", lambda device: bus)
-    monkeypatch.setattr(weight_quantization, "refuse_ends", lambda *_, **__: None)  # which refuses a CPU
 
     def written(**load):
         lm = make.model(family, torch.float32, verify=True, tie_word_embeddings=is_tied, **load)
@@ -67,7 +66,7 @@ def test_an_output_layer_is_quantized_by_parts_as_in_one_piece(monkeypatch):
     assert torch.equal(packed.scale, whole.scale)
 
 
-def test_what_cannot_be_is_refused():
-    with pytest.raises(UsageError, match="the model runs on cpu") as error:
-        make.model("llama", embeddings="host")
-    assert list(error.value.try_) == ["--set load.embeddings=device"]
+def test_a_table_that_the_output_layer_reads_in_full_stays():
+    with pytest.raises(BadModel, match="reads the same table in full") as error:
+        make.model("llama", embeddings="host", tie_word_embeddings=True)
+    assert list(error.value.try_) == ["--set load.head=int8"]

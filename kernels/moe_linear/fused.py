@@ -82,12 +82,12 @@ def lists_kernel(p_ids, p_order, p_table, P, U, E: tl.constexpr, PP: tl.constexp
         b_count += tl.sum((b_j[None, :] == x[:, None]).to(tl.int32), 1)
         b_end += tl.sum((b_j[None, :] <= x[:, None]).to(tl.int32), 1)
     tl.store(p_order + b_rank, i, mask=i < P)
-    is_used = (b_count > 0) & (x < E) & (tl.program_id(0) == 0)
-    b_nth = tl.cumsum(is_used.to(tl.int32), 0) - 1
-    tl.store(p_table + b_nth, x, mask=is_used)
-    tl.store(p_table + U + b_nth, b_end - b_count, mask=is_used)
-    tl.store(p_table + 2 * U + b_nth, b_end, mask=is_used)
     if tl.program_id(0) == 0:
+        is_used = (b_count > 0) & (x < E)
+        b_nth = tl.cumsum(is_used.to(tl.int32), 0) - 1
+        tl.store(p_table + b_nth, x, mask=is_used)
+        tl.store(p_table + U + b_nth, b_end - b_count, mask=is_used)
+        tl.store(p_table + 2 * U + b_nth, b_end, mask=is_used)
         tl.store(p_table + 3 * U, tl.sum(is_used.to(tl.int32), 0))
 
 

@@ -448,7 +448,7 @@ def need(run: PlannedRun, context: int) -> Need:
     working += folds.nbytes(run.number) + folds.layers * folds.taped * run.rows * run.number  # new states of a pass
     beside = profile.prune.footprint(context, run.sizes).beside  # bytes beside the slots of the KV cache
     beside += folds.nbytes(run.number) * (1 + profile.memory.checkpoints)
-    away = weights.embeddings if profile.load.embeddings == "host" else 0
+    away = weights.embeddings if profile.load.embeddings == "host" and device == "cuda" else 0
     on_card, on_host = (weights.memory - away, away)
     if run.on_card is not None:
         on_card, on_host = weights.split(run.on_card, shape.is_tied)

@@ -20,7 +20,7 @@ from kvcli.kv.slots import POSITION
 from kvcli.models.adapters import find_adapter
 from kvcli.models.catalog import CatalogModel
 from kvcli.models.checkpoint import CheckpointFormat
-from kvcli.models.refusals import refuse_ends, refuse_quant, refuse_split
+from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
 from kvcli.models.source import Source
 from kvcli.settings.profile import Profile
@@ -179,8 +179,7 @@ def plan(
     given, shape = subject.packing.stays(room.kind), subject.on(room.kind)
     refuse_quant(subject.name, load.quant, room.kind, is_quantized=given)
     weigh = partial(weights.weigh, number=number, quant=load.quant, device=room.kind, given=given, head=load.head)
-    heavy, is_split = weigh(subject.held, shape), load.layers_on_gpu != "auto"
-    refuse_ends(load.embeddings, load.head, room.kind, is_split=is_split, is_tied=shape.is_tied)
+    heavy = weigh(subject.held, shape)
     refuse_split(load.layers_on_gpu, room.kind, is_quantized=given, folds=bool(shape.folds.layers))
     by_kernels = is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind)
     heavy = heavy.with_adapters(sum(find_adapter(text).file.nbytes for text in load.adapters), number)

@@ -61,10 +61,6 @@ class CheckpointTensor:
         """True if loading joins this tensor with others."""
         return self.of_experts and len(self.shape) == 2
 
-    def is_head_of(self, shape: Shape) -> bool:
-        """True if it is the weight of the output layer."""
-        return self.layer is None and not self.embeds and self.shape == (shape.vocab, shape.hidden)
-
     def loaded(self, number: int, keeps: bool) -> CheckpointTensor:
         """Return the tensor as it is loaded; `keeps`: tensors that can remain quantized do."""
         count = math.prod(self.shape)
@@ -224,7 +220,8 @@ def weigh(
     sizes = [h.nbytes if given or not h.is_float else _size(h, number, quant, device) for h in held]
     plain = [h.nbytes if given or not h.is_float else math.prod(h.shape) * number for h in held]
     files = sum(h.nbytes for h in held)
-    whole = sum(size for h, size in zip(held, sizes, strict=True) if h.is_head_of(shape))
+    ends = (shape.vocab, shape.hidden)
+    whole = sum(n for h, n in zip(held, sizes, strict=True) if h.layer is None and not h.embeds and h.shape == ends)
     memory = sum(sizes) + (shape.vocab * (shape.hidden + number) - whole if head != "none" else 0)
     is_asked = quant != "none" and not given
     packed = [h.matrix for h in held if is_asked and h.packs and h.is_float]

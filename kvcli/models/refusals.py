@@ -190,24 +190,6 @@ def refuse_split(layers: int | str, kind: str, *, is_quantized: bool, folds: boo
         )
 
 
-def refuse_ends(embeddings: str, head: str, kind: str, *, is_split: bool, is_tied: bool = False) -> None:
-    """Refuse `load.embeddings = host` without a GPU, for a model in two parts, or for a table that the GPU reads in
-    full as its output layer."""
-    if embeddings == "device":
-        return
-    whys = {
-        f"the model runs on {kind}": kind != "cuda",
-        "load.layers_on_gpu leaves them on the CPU": is_split,
-        "the output layer reads the same table in full": is_tied and head == "none",
-    }
-    if why := next((why for why, applies in whys.items() if applies), ""):
-        raise UsageError(
-            f"load.embeddings = {embeddings}: {why}",
-            code="no_split",
-            try_=["--set load.embeddings=device", *["--set load.head=int8"] * is_tied],
-        )
-
-
 def _encoder_decoder(config: Config, text: Config, family: str) -> list[str]:
     if not config.get("is_encoder_decoder"):
         return []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,15 +17,6 @@ from torch import Tensor, nn
 from kvcli.engine.resources import drop_pages
 from kvcli.errors import BadModel
 from kvcli.kv.offload.transfer import DeviceLink
-
-
-class _CudaArray:
-    """Bytes of host memory as CUDA's array interface describes them. torch takes registered ones for a GPU's own."""
-
-    def __init__(self, whole: Tensor) -> None:
-        self.whole = whole  # which the tensor over it keeps alive
-        data, shape = (whole.data_ptr(), False), tuple(whole.shape)
-        self.__cuda_array_interface__: dict[str, Any] = {"data": data, "shape": shape, "typestr": "|u1", "version": 2}
 
 
 def in_host_memory(t: Tensor, bus: DeviceLink) -> Tensor:
@@ -36,11 +28,15 @@ def in_host_memory(t: Tensor, bus: DeviceLink) -> Tensor:
         raise BadModel(
             f"{t.nbytes >> 20:,} MiB of weights cannot be read in host memory: {why}",
             code="not_pinned",
-            try_=["--set load.embeddings=device --set load.experts=device", "--device cpu"],
+            try_=["--set load.embeddings=device", "--device cpu"],
         )
     weakref.finalize(whole.untyped_storage(), bus.unpin, whole.data_ptr(), memory).atexit = False
     whole[: t.nbytes].view(t.dtype).view(t.shape).copy_(t)
-    there = torch.as_tensor(_CudaArray(whole), device=bus.device) if bus.device.type == "cuda" else whole
+    there = whole
+    if bus.device.type == "cuda":  # torch takes registered memory for a GPU's own, and keeps what describes it
+        about = {"data": (whole.data_ptr(), False), "shape": tuple(whole.shape), "typestr": "|u1", "version": 2}
+        described = SimpleNamespace(__cuda_array_interface__=about, keeps=whole)
+        there = torch.as_tensor(described, device=bus.device)
     return there[: t.nbytes].view(t.dtype).view(t.shape)
 
 

@@ -40,7 +40,7 @@ from kvcli.models.adapters import find_adapter
 from kvcli.models.catalog import Stamped, model_files
 from kvcli.models.checkpoint import CheckpointFormat, count
 from kvcli.models.family import read_config
-from kvcli.models.refusals import refuse_across_ranks, refuse_ends, refuse_quant, refuse_split
+from kvcli.models.refusals import refuse_across_ranks, refuse_quant, refuse_split
 from kvcli.models.source import Source
 
 _ATTENTION = "kvcli"  # our name in transformers' registries
@@ -75,7 +75,6 @@ def open_lm(
     is_quantized = CheckpointFormat.of(source.config).stays(where.type)
     refuse_quant(source.id, quant, where.type, is_quantized=is_quantized)
     refuse_split(layers_on_gpu, where.type, is_quantized=is_quantized)
-    refuse_ends(embeddings, head, where.type, is_split=layers_on_gpu != "auto")
     if source.is_pickle and not allow_pickle:
         raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
     if ranks > 1:
@@ -104,7 +103,9 @@ def open_lm(
             quant=quant,
             device=where,
             layers_on_gpu=None if layers_on_gpu == "auto" else int(layers_on_gpu),
-            embeddings=embeddings,
+            embeddings=embeddings
+            if where.type == "cuda" and layers_on_gpu == "auto"
+            else "device",  # or they lie there
             head=head,
             verify=verify,
             notes=notes,

@@ -18,7 +18,6 @@ from kvcli.kernels import linear_quantized, triton_support
 from kvcli.kernels.linear_quantized import Bits, PackedLinear, Swap, quantize_, quantize_experts_
 from kvcli.kv.offload.transfer import bus_of
 from kvcli.models.gguf import convert
-from kvcli.models.refusals import refuse_ends
 
 
 def quantize_and_place(
@@ -100,8 +99,9 @@ def quantize_head_and_move_embeddings_(model: Any, head: str, embeddings: str, d
         said = f", output layer in {head}"
         drop_pages(weight)
     if embeddings != "device":
-        shared = getattr(layer, "weight", None) is model.get_input_embeddings().weight
-        refuse_ends(embeddings, head, device.type, is_split=False, is_tied=shared)
+        if head == "none" and layer.weight is model.get_input_embeddings().weight:
+            why = "the output layer reads the same table in full"
+            raise BadModel(f"load.embeddings = {embeddings}: {why}", code="no_split", try_=["--set load.head=int8"])
         move_embeddings_(model, bus_of(device))
         said += ", embeddings in host memory"
     return said
