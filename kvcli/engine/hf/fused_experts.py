@@ -40,7 +40,8 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 def _tensors(module: Any) -> list[ExpertTensors]:
     """Return the weights before and after the activation; none if the kernels do not support the module."""
     names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
-    found = [_of(*map(module._parameters.get, (name, f"{name}_bias")), module.is_transposed) for name in names]
+    given = module._parameters.get
+    found = [_of(given(name), given(f"{name}_bias"), module.is_transposed) for name in names]
     is_more = any(vars(module).get(name) for name in ("has_post_expert_norm", "_is_expert_parallel"))
     return [] if is_more else [one for one in found if one is not None] * all(found)
 
