@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.hf.fused_experts import serve_experts_
 from kvcli.engine.loading import weight_quantization
-from kvcli.engine.loading.host_weights import in_host_memory
+from kvcli.engine.loading.host_weights import in_host_memory, move_experts_
 from kvcli.errors import BadModel
-from kvcli.kernels.linear_quantized import PackedLinear
+from kvcli.kernels import triton_support
+from kvcli.kernels.linear_quantized import PackedLinear, quantize_experts_
 from kvcli.kv.offload.transfer import DeviceLink
 from tests import families, make
 from tests.fake_bus import FakeBus
@@ -54,6 +56,26 @@ def test_embeddings_in_host_memory_change_no_token(monkeypatch, family, is_tied)
     assert torch.equal(lm.model.get_input_embeddings().weight, table), "a tied one as well"
     assert (plain.vocab, lm.vocab) == (len(table),) * 2
     assert isinstance(lm.model.get_output_embeddings(), PackedLinear)
+
+
+@pytest.mark.parametrize("quant", ["none", "int4"])
+def test_experts_in_host_memory_are_those_that_they_were(monkeypatch, quant):
+    """Of the first layers; the simulated device has the kernels of a GPU, interpreted."""
+    pytest.importorskip("tests.kernels.interpreted")
+    bus, sizes = FakeBus(), {"hidden_size": 64, "moe_intermediate_size": 32}
+    models = [families.build("qwen3_moe", torch.bfloat16, **sizes) for _ in range(2)]
+    for model, far in zip(models, (2, 0), strict=True):
+        move_experts_(model.model.layers[:far], quant, bus)
+        if quant != "none":
+            quantize_experts_(model, 4, device=CPU)
+    assert len(bus.pinned) == 2 * 2, "two tensors of two layers"
+    monkeypatch.setattr(triton_support, "why_not", lambda *_: "")
+    x, sent, weights = torch.randn(3, 64).bfloat16(), torch.tensor([[0, 1], [2, 1], [3, 0]]), torch.rand(3, 2)
+    for model in models:
+        assert serve_experts_(model) == 3
+    for one, other in zip(*(model.model.layers for model in models), strict=True):
+        found, want = (layer.mlp.experts(x, sent, weights) for layer in (one, other))
+        assert torch.equal(found, want)
 
 
 def test_an_output_layer_is_quantized_by_parts_as_in_one_piece(monkeypatch):

@@ -357,7 +357,11 @@ class Codes:
         return None if self.like.is_native else ExpertTensors(kind, n, k, data, scale, group if is_four else 0)
 
     def to(self, device: torch.device) -> Codes:
-        return self._in(self.stack.to(device), self.like)
+        return self.over(self.memory.to(device))
+
+    def over(self, memory: Tensor) -> Codes:
+        """Return the same weights in another memory with their bytes."""
+        return self._in(Stack.over(memory, [t[0] for t in self.stack.tensors]), self.like)
 
     def native(self) -> Codes:
         """Return the weights in the order of this CPU's kernel."""

@@ -95,9 +95,6 @@ class Stack:
             at += -(-t.nbytes // LINE) * LINE
         return cls(memory, tuple(found))
 
-    def to(self, device: torch.device) -> Stack:
-        return self.over(self.memory.to(device), [t[0] for t in self.tensors])
-
 
 def weights_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool | str]]:
     """Yield the plain expert weights in a module itself: name, parameter, and true if the layout is [E, N, K].

@@ -238,6 +238,13 @@ class PlannedRun:
         return None if n == "auto" else min(n, self.shape.layers)
 
     @property
+    def far_experts(self) -> int:
+        """Bytes of experts in host memory that a GPU reads."""
+        n = self.profile.load.experts_on_gpu
+        is_all = n == "auto" or self.room.kind != "cuda"
+        return 0 if is_all else sum(self.weights.experts[: max(0, self.shape.layers - n)])
+
+    @property
     def rows(self) -> int:
         """Rows of a decoding pass, at most."""
         rows: int = max(self.profile.spec.rows, self.profile.reasoning_steps.rows)
@@ -448,7 +455,7 @@ def need(run: PlannedRun, context: int) -> Need:
     working += folds.nbytes(run.number) + folds.layers * folds.taped * run.rows * run.number  # new states of a pass
     beside = profile.prune.footprint(context, run.sizes).beside  # bytes beside the slots of the KV cache
     beside += folds.nbytes(run.number) * (1 + profile.memory.checkpoints)
-    away = weights.embeddings if profile.load.embeddings == "host" and device == "cuda" else 0
+    away = run.far_experts + (weights.embeddings if profile.load.embeddings == "host" and device == "cuda" else 0)
     on_card, on_host = (weights.memory - away, away)
     if run.on_card is not None:
         on_card, on_host = weights.split(run.on_card, shape.is_tied)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -180,7 +181,8 @@ def plan(
     refuse_quant(subject.name, load.quant, room.kind, is_quantized=given)
     weigh = partial(weights.weigh, number=number, quant=load.quant, device=room.kind, given=given, head=load.head)
     heavy = weigh(subject.held, shape)
-    refuse_split(load.layers_on_gpu, room.kind, is_quantized=given, folds=bool(shape.folds.layers))
+    folds, is_apart = bool(shape.folds.layers), load.experts_on_gpu != "auto"
+    refuse_split(load.layers_on_gpu, room.kind, is_quantized=given, folds=folds, is_apart=is_apart)
     by_kernels = is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind)
     heavy = heavy.with_adapters(sum(find_adapter(text).file.nbytes for text in load.adapters), number)
     heavy = heavy.beside(weights.panels(shape, number)) if by_kernels and room.kind == "cpu" else heavy
@@ -325,6 +327,14 @@ def plan_on(
             return found
     if profile.load.layers_on_gpu != "auto" or subject.packing.stays("cuda"):
         return found
+    if subject.shape.experts and not room.unserved and profile.origins["load.experts_on_gpu"] == DEFAULT.name:
+
+        def tried(n: int) -> Plan:
+            return plan(subject, profile.changed({"load": {"experts_on_gpu": n}}, BY), room, context, facts)
+
+        n = bisect(range(subject.shape.layers), 0, key=lambda n: 0 if _is_enough(tried(n), context) else 1) - 1
+        if n >= 0:
+            return tried(n)
     return _split(subject, profile, room, context, facts) or found
 
 
@@ -350,6 +360,8 @@ def told(found: Plan) -> list[str]:
     elif quant:
         why = f"in full precision they do not fit on {device}"
         said.append(f"weights in {quant}: {why} (--quant none keeps full precision and runs some layers on the CPU)")
+    if (n := made.get("load.experts_on_gpu")) is not None:
+        said.append(f"experts lie in host memory but for {n} layers, because more does not fit on {device}")
     if made.get("load.embeddings") == "host":
         more = " and the output layer is in 8 bits" if "load.head" in made else ""
         said.append(f"embeddings lie in host memory{more}, because more does not fit on {device}")
@@ -397,7 +409,7 @@ def _split(
         return plan(subject, profile.changed({"load": {"layers_on_gpu": on_card, **ends}}, BY), room, context, facts)
 
     # rows of a split model cannot be stopped between layers
-    if profile.prune.describe_read or profile.prefill.order == "layers":
+    if profile.prune.describe_read or profile.prefill.order == "layers" or profile.load.experts_on_gpu != "auto":
         return None
     if subject.shape.folds.layers:  # recurrent states are on one device
         return None

@@ -83,6 +83,7 @@ class Weights:
     packing: int = 0  # extra bytes while the largest tensor is quantized or joined
     embeddings: int = 0  # of `memory`; a tied head reads the same tensor
     layers: tuple[int, ...] = ()  # of `memory`, by layer; empty if tensor names give no layers
+    experts: tuple[int, ...] = ()  # of `memory`, by layer: weights of experts
     largest: int = 0  # the largest linear layer in the dtype of the run, as prefill dequantizes it
 
     def beside(self, more: tuple[int, ...]) -> Weights:
@@ -226,11 +227,12 @@ def weigh(
     is_asked = quant != "none" and not given
     packed = [h.matrix for h in held if is_asked and h.packs and h.is_float]
     share = 1.0 if not shape.experts else shape.linear_active / shape.linear
-    by_layer = [0] * shape.layers
+    by_layer, experts = [0] * shape.layers, [0] * shape.layers
     parts: Counter[int | None] = Counter()  # numbers of experts whose weights are separate tensors
     for h, size in zip(held, sizes, strict=True):
         if h.layer is not None and h.layer < shape.layers:
             by_layer[h.layer] += size
+            experts[h.layer] += size * h.of_experts
         parts[h.layer] += math.prod(h.shape) * (h.is_part and not given)
     embeddings = sum(size for h, size in zip(held, sizes, strict=True) if h.embeds)
     is_read = shape.is_tied and head == "none"
@@ -248,6 +250,7 @@ def weigh(
         packing=_ROUNDING * max(packed, default=0) + put_together,
         embeddings=embeddings,
         layers=tuple(by_layer) if all(by_layer) else (),
+        experts=tuple(experts),
         largest=number * max((h.matrix for h in held if h.packs), default=0),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 
 from kvcli.engine.resources import drop_pages
 from kvcli.errors import BadModel
+from kvcli.kernels.linear_quantized import codes_of, quantize_experts_
+from kvcli.kernels.moe_linear import weights_of
+from kvcli.kernels.moe_linear.tensor import Experts
 from kvcli.kv.offload.transfer import DeviceLink
 
 
@@ -28,7 +32,7 @@ def in_host_memory(t: Tensor, bus: DeviceLink) -> Tensor:
         raise BadModel(
             f"{t.nbytes >> 20:,} MiB of weights cannot be read in host memory: {why}",
             code="not_pinned",
-            try_=["--set load.embeddings=device", "--device cpu"],
+            try_=["--set load.embeddings=device", "--set load.experts_on_gpu=auto", "--device cpu"],
         )
     weakref.finalize(whole.untyped_storage(), bus.unpin, whole.data_ptr(), memory).atexit = False
     whole[: t.nbytes].view(t.dtype).view(t.shape).copy_(t)
@@ -46,3 +50,19 @@ def move_embeddings_(model: Any, bus: DeviceLink) -> None:
     old = table.weight
     table.weight = nn.Parameter(in_host_memory(old.detach(), bus), requires_grad=False)
     drop_pages(old)
+
+
+def move_experts_(layers: Iterable[nn.Module], quant: str, bus: DeviceLink) -> None:
+    """Move the experts of these layers to host memory that the link's device reads, quantized as `load.quant` says."""
+    for layer in layers:
+        if quant in ("int8", "int4"):
+            quantize_experts_(layer, 8 if quant == "int8" else 4, drop_pages, torch.device("cpu"))
+        for module in layer.modules():
+            plain = [(name, old) for name, old, turned in weights_of(module) if isinstance(turned, bool)]
+            found: dict[str, Tensor] = {name: in_host_memory(old.detach(), bus) for name, old in plain}
+            for name, old, codes in codes_of(module):
+                there = codes.over(in_host_memory(codes.memory, bus))
+                found[name] = Experts(there, old.shape, old.dtype, old.is_turned)
+            for name, fresh in found.items():
+                drop_pages(getattr(module, name))
+                setattr(module, name, nn.Parameter(fresh, requires_grad=False))

@@ -24,6 +24,7 @@ from kvcli.engine.hf.layer_gate_check import verify_partial_passes
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.model_probe import attention_set, is_batch_variant, probed, quiet, reduced_model, verify_logits
 from kvcli.engine.loading import weights
+from kvcli.engine.loading.host_weights import move_experts_
 from kvcli.engine.loading.weight_quantization import quantize_and_place, quantize_head_and_move_embeddings_, split
 from kvcli.engine.model_info import ModelInfo
 from kvcli.engine.ranks import n_ranks
@@ -36,6 +37,7 @@ from kvcli.kernels.linear.experts import lay_out_experts_
 from kvcli.kernels.linear_blocked import block_
 from kvcli.kernels.linear_quantized import packed_weights
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
+from kvcli.kv.offload.transfer import bus_of
 from kvcli.models.adapters import find_adapter
 from kvcli.models.catalog import Stamped, model_files
 from kvcli.models.checkpoint import CheckpointFormat, count
@@ -55,6 +57,7 @@ def open_lm(
     dtype: str = "auto",
     device: str = "auto",
     layers_on_gpu: int | str = "auto",
+    experts_on_gpu: int | str = "auto",
     embeddings: str = "device",
     head: str = "none",
     threads: int = 0,
@@ -66,15 +69,17 @@ def open_lm(
     """Load the files of `source`. Never uses the network and prints nothing; raises BadModel or UsageError.
 
     `quant` int8, int4 or nf4: quantized weights, on CUDA by bitsandbytes if no fused kernels support them.
+    `experts_on_gpu`: last layers whose experts are there; the GPU reads those of the others in host memory.
     `embeddings`: "device" or "host" memory. `head`: precision of the output layer, "none" or "int8". `graphs`: "auto"
     or "off". `adapters`: `PATH` or `PATH:WEIGHT` of LoRA adapters.
     """
     began = time.perf_counter()
     where = weights.find_device(device)
     ranks, kv_heads = n_ranks(), 0
+    is_whole = where.type == "cuda" and layers_on_gpu == "auto"  # else what is asked for lies in host memory anyway
     is_quantized = CheckpointFormat.of(source.config).stays(where.type)
     refuse_quant(source.id, quant, where.type, is_quantized=is_quantized)
-    refuse_split(layers_on_gpu, where.type, is_quantized=is_quantized)
+    refuse_split(layers_on_gpu, where.type, is_quantized=is_quantized, is_apart=experts_on_gpu != "auto")
     if source.is_pickle and not allow_pickle:
         raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
     if ranks > 1:
@@ -103,9 +108,8 @@ def open_lm(
             quant=quant,
             device=where,
             layers_on_gpu=None if layers_on_gpu == "auto" else int(layers_on_gpu),
-            embeddings=embeddings
-            if where.type == "cuda" and layers_on_gpu == "auto"
-            else "device",  # or they lie there
+            experts_on_gpu=int(experts_on_gpu) if is_whole and experts_on_gpu != "auto" else None,
+            embeddings=embeddings if is_whole else "device",
             head=head,
             verify=verify,
             notes=notes,
@@ -153,6 +157,7 @@ def wrap_lm(
     quant: str = "none",
     device: torch.device | None = None,
     layers_on_gpu: int | None = None,
+    experts_on_gpu: int | None = None,
     embeddings: str = "device",
     head: str = "none",
     verify: bool = False,
@@ -178,6 +183,8 @@ def wrap_lm(
             attends.kv_b_proj = latent
     parameters = sum(p.numel() for p in model.parameters()) + packed_weights(model)
     vocab = int(model.get_output_embeddings().weight.shape[0])
+    if experts_on_gpu is not None and layout.layers is not None:
+        move_experts_(layout.layers[: max(0, n_layers - experts_on_gpu)], quant, bus_of(device or model.device))
     of_ends = quantize_head_and_move_embeddings_(model, head, embeddings, device or model.device)
     places = None
     if layers_on_gpu is not None:

@@ -180,6 +180,8 @@ def _gave_way(plan: FitPlan, document: FitDocument) -> Iterator[str]:
     split = plan.split
     if "load.embeddings" in plan.chosen or (split is not None and split.layers == split.of):
         yield f"{f.long_size(plan.places.get('host', 0))} of embeddings are in host memory (few of them are read)"
+    if (n := plan.chosen.get("load.experts_on_gpu")) is not None:
+        yield f"experts are in host memory but for {n} layers, and the GPU reads them across the bus"
     if "load.head" in plan.chosen:
         yield f"output layer quantized to {plan.chosen['load.head']} to fit {document.device} (--set load.head=none)"
     if split is None or split.layers == split.of:
