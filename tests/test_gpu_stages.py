@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -371,3 +373,16 @@ def test_the_loop_beside_us_writes_what_transformers_writes() -> None:
     w = torch.randn(64, 256, dtype=torch.bfloat16)
     x = torch.randn(3, 256, dtype=torch.bfloat16)
     assert float((Int4(w)(x) - x @ w.T).norm() / (x @ w.T).norm()) < 0.15
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no compiler for kernels")
+def test_kernels_are_compiled_for_a_card_that_is_not_here(tmp_path: Path) -> None:
+    code = "import sys, tests.gpu.__main__ as c; from pathlib import Path; c.CACHE = Path(sys.argv.pop(1))\n"
+    code += "from tests.gpu.compiled_before import main; main('90', '132', 'rms_norm', 'append_kv')"
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    assert "0 ops not called" in done.stdout
+    assert len(list(tmp_path.rglob("*.cubin"))) >= 2

@@ -241,8 +241,9 @@ class PlannedRun:
     def far_experts(self) -> int:
         """Bytes of experts in host memory that a GPU reads."""
         n = self.profile.load.experts_on_gpu
-        is_all = n == "auto" or self.room.kind != "cuda"
-        return 0 if is_all else sum(self.weights.experts[: max(0, self.shape.layers - n)])
+        if n == "auto" or self.room.kind != "cuda":
+            return 0
+        return sum(self.weights.experts[: max(0, self.shape.layers - n)])
 
     @property
     def rows(self) -> int:

@@ -169,7 +169,7 @@ def refuse_across_ranks(model: str, **asked: bool) -> None:
 def refuse_split(
     layers: int | str, kind: str, *, is_quantized: bool, folds: bool = False, is_apart: bool = False
 ) -> None:
-    """Refuse `load.layers_on_gpu` without a GPU, for a model whose layers cannot be split, or whose experts are apart."""
+    """Refuse `load.layers_on_gpu` without a GPU, or where layers cannot be split. `is_apart`: experts already are."""
     if layers == "auto":
         return
     if kind != "cuda":

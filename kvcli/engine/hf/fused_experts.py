@@ -33,13 +33,13 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     # imported late, because there may be no Triton where nothing is supported
     from kvcli.kernels.moe_linear.fused import experts
 
-    between = self._apply_gate if self.has_gate else self.act_fn
+    between = self._apply_gate if getattr(self, "has_gate", True) else self.act_fn
     return experts(hidden_states.contiguous(), top_k_index, top_k_weights, tensors[0], tensors[1], between)
 
 
 def _tensors(module: Any) -> list[ExpertTensors]:
     """Return the weights before and after the activation; none if the kernels do not support the module."""
-    names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+    names = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj"
     given = module._parameters.get
     found = [_of(given(name), given(f"{name}_bias"), module.is_transposed) for name in names]
     is_more = any(vars(module).get(name) for name in ("has_post_expert_norm", "_is_expert_parallel"))
