@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +29,19 @@ if sys.platform == "linux":  # before a test imports triton: what is interpreted
     import tests.kernels.interpreted  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
-HELPERS = {"tables", "__main__", "call", "clock", "fused", "models", "ops", "stage"}
+HELPERS = {
+    "tables",
+    "__main__",
+    "call",
+    "ceilings_kernels",
+    "compiled_before",
+    "clock",
+    "fused",
+    "models",
+    "ops",
+    "stage",
+    "static_loop",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +64,10 @@ def test_every_stage_has_a_file_and_a_share() -> None:
     assert sum(SHARES.values()) == 520
 
 
-def test_stages_that_count_run_side_by_side_where_the_first_stands() -> None:
-    assert turns(STAGES, False) == [[name] for name in STAGES]
-    found = turns(["environment", "bits", "steps", "exact", "memory"], True)
-    assert found == [["environment"], ["bits", "exact"], ["steps"], ["memory"]]
+def test_what_is_timed_shares_a_process_and_what_counts_runs_side_by_side() -> None:
+    names = ["environment", "bits", "ceilings", "exact", "memory", "steps"]
+    assert turns(names, False) == [[["environment"]], [["bits"]], [["ceilings", "steps"]], [["exact"]], [["memory"]]]
+    assert turns(names, True) == [[["environment"]], [["bits"], ["exact"]], [["ceilings", "steps"]], [["memory"]]]
 
 
 def test_environment_says_what_can_be_imported() -> None:
@@ -251,9 +265,11 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize("in_one", [True, False])
 def test_a_stage_that_breaks_breaks_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    in_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(command, "TIMED", frozenset(BROKEN if in_one else ()))
     (tmp_path / "tests" / "gpu").mkdir(parents=True)  # beside ours: neither folder is a package of its own
     for name, code in BROKEN.items():
         (tmp_path / "tests" / "gpu" / f"{name}.py").write_text(code)
@@ -276,32 +292,35 @@ def test_a_stage_that_breaks_breaks_no_other(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(BROKEN)
     assert lines[-1].endswith("ran on cpu")
+    kept = "".join(path.read_text() for path in (tmp_path / "out.json.rows").glob("*.jsonl"))
+    assert kept.count('"row"') == 4  # as they were found
 
 
 def test_what_was_found_is_written_after_each_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
 
-    def stage(name: str, *_: object) -> dict[str, Any]:
+    def stages(names: list[str], *others: Any) -> None:
         file = tmp_path / "out.json"
-        seen.append(list(json.loads(file.read_text())["stages"]) if file.exists() else [])
-        return {"status": "done", "why": "", "seconds": 0.0, "rows": []}
+        for name in names:
+            seen.append(list(json.loads(file.read_text())["stages"]) if file.exists() else [])
+            others[-1](name, {"status": "done", "why": "", "seconds": 0.0, "rows": []})
 
-    monkeypatch.setattr(command, "run_stage", stage)
+    monkeypatch.setattr(command, "run_stages", stages)
     assert main(["--out", str(tmp_path / "out.json"), "--device", "cpu", "--only", "steps,exact,waits"]) == 0
-    assert seen == [[], ["waits"], ["waits", "steps"]]
-    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    assert seen == [[], ["steps"], ["steps", "waits"]]
+    assert {path.name for path in tmp_path.iterdir()} == {"out.json", "out.json.rows"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stage(name: str, device: str, *_: object) -> dict[str, Any]:
-        assert name == "environment"
+    def stages(names: list[str], device: str, *others: Any) -> None:
+        assert names == ["environment"]
         rows = [{"what": "gpu", **environment.gpu(On(device, 60))}]
-        return {"status": "done", "why": "", "seconds": 0.0, "rows": rows}
+        others[-1]("environment", {"status": "done", "why": "", "seconds": 0.0, "rows": rows})
 
-    monkeypatch.setattr(command, "run_stage", stage)
+    monkeypatch.setattr(command, "run_stages", stages)
     assert main(["--out", str(tmp_path / "out.json"), "--only", "steps"]) == 1
     assert "no GPU here: torch" in capsys.readouterr().out
     assert "sees no CUDA device" in json.loads((tmp_path / "out.json").read_text())["no_gpu"]
@@ -318,3 +337,52 @@ def test_tables_take_each_stage_from_the_run_in_which_it_got_furthest() -> None:
     early, late = ({"stages": {"bits": {"status": "late", "rows": rows[:n]}}} for n in (0, 1))
     stages = tables.stages_of([early, late])
     assert [*tables.checks(stages)] == [{"stage": "bits", "ended": "ran out of time", "found": "0 of 3 rows differ"}]
+
+
+def test_ceilings_are_read_off() -> None:
+    rows = found("ceilings")[:-1]
+    assert [row["what"] for row in rows] == ["copy", "plain read", "launch"]
+    assert all(row.get("gb_s", 1) > 0 and min(row.get("us", [1])) > 0 for row in rows)
+
+
+def test_others_are_timed_on_the_same_weights() -> None:
+    rows = found("peers")[:-1]
+    assert {row["side"] for row in rows} == {
+        "transformers bf16",
+        "kvcli bf16",
+        "kvcli int4",
+        "compiled loop int4",
+        "compiled loop bf16",
+    }
+
+
+@torch.inference_mode()
+def test_the_loop_beside_us_writes_what_transformers_writes() -> None:
+    from tests import families
+    from tests.bench.decode import theirs
+    from tests.gpu.static_loop import Int4, StaticLoop
+
+    model = families.build("llama", torch.float32)
+    ids = families.prompt(12, vocab=model.config.vocab_size)
+    loop, token, written = StaticLoop(model, 24, is_packed=False), None, []
+    for at in range(20):
+        token = torch.tensor([[ids[at]]]) if at < len(ids) else token
+        token = loop(token, torch.tensor([at]))
+        written.append(int(token))
+    assert written[11:19] == theirs(model, ids, 9)[2][:8]
+    w = torch.randn(64, 256, dtype=torch.bfloat16)
+    x = torch.randn(3, 256, dtype=torch.bfloat16)
+    assert float((Int4(w)(x) - x @ w.T).norm() / (x @ w.T).norm()) < 0.15
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no compiler for kernels")
+def test_kernels_are_compiled_for_a_card_that_is_not_here(tmp_path: Path) -> None:
+    code = "import sys, tests.gpu.__main__ as c; from pathlib import Path; c.CACHE = Path(sys.argv.pop(1))\n"
+    code += "from tests.gpu.compiled_before import main; main('90', '132', 'rms_norm', 'append_kv')"
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    assert "0 ops not called" in done.stdout
+    assert len(list(tmp_path.rglob("*.cubin"))) >= 2

@@ -305,8 +305,8 @@ IN_FILE = {
         [
             "~/config.toml:2:10: profiles.mine.load.日本: unknown key",
             '    2 | load = { "日本" = 1 }',
-            "      |          ^ keys of load: quant, adapters, dtype, device, layers_on_gpu, threads, allow_pickle,"
-            " trust_remote_code, verify, graphs",
+            "      |          ^ keys of load: quant, adapters, dtype, device, layers_on_gpu, experts_on_gpu,"
+            " embeddings, head, threads, allow_pickle, trust_remote_code, verify, graphs",
         ],
     ),
 }  # fmt: skip

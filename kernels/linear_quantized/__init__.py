@@ -24,7 +24,7 @@ from kvcli.kernels import native as built
 from kvcli.kernels.linear import NativeWeight, WeightArena
 from kvcli.kernels.linear_quantized import cpu, reference
 from kvcli.kernels.linear_quantized.formats import PANEL, Format, arrange_panels, group_format, rows_of
-from kvcli.kernels.moe_linear import Stack, weights_of
+from kvcli.kernels.moe_linear import ExpertTensors, Stack, weights_of
 from kvcli.kernels.moe_linear.tensor import Experts
 
 # Quantized linear layers by the native kernel: weights in its panels, one kernel for any number of rows.
@@ -349,8 +349,19 @@ class Codes:
     def plain(self) -> Tensor:
         return torch.stack([self[e].plain() for e in range(len(self))])
 
+    def tensors(self) -> ExpertTensors | None:
+        """Return the weights as kernels for GPUs read them; None in the order of the CPU kernel."""
+        (n, k), (data, scale) = self.like.shape, self.stack.tensors
+        is_four, group = self.like.bits == 4, self.like.group
+        kind = "int4" if is_four else "int8"
+        return None if self.like.is_native else ExpertTensors(kind, n, k, data, scale, group if is_four else 0)
+
     def to(self, device: torch.device) -> Codes:
-        return self._in(self.stack.to(device), self.like)
+        return self.over(self.memory.to(device))
+
+    def over(self, memory: Tensor) -> Codes:
+        """Return the same weights in another memory with their bytes."""
+        return self._in(Stack.over(memory, [t[0] for t in self.stack.tensors]), self.like)
 
     def native(self) -> Codes:
         """Return the weights in the order of this CPU's kernel."""

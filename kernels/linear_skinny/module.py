@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvcli.kernels import triton_support
-from kvcli.kernels.linear_quantized import Codes, PackedLinear, codes_of
-from kvcli.kernels.linear_skinny import Weight, linear_skinny, of_packed, pack_nf4, reference, why_not
-from kvcli.kernels.moe_linear import Stack
-from kvcli.kernels.moe_linear.tensor import Experts
+from kvcli.kernels.linear_quantized import PackedLinear
+from kvcli.kernels.linear_skinny import Weight, linear_skinny, of_packed, pack_nf4, why_not
 
 BLOCK = 64  # inputs per nf4 scale
 
@@ -49,8 +46,8 @@ class SkinnyPacked(nn.Module):
 
 @torch.no_grad()
 def lay_out_skinny_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> int:
-    """Replace the supported linear layers below `root`, one at a time: plain layers, kvcli's quantized layers and
-    experts in portable order, and bitsandbytes' nf4. Return how many.
+    """Replace the supported linear layers below `root`, one at a time: plain layers, kvcli's quantized layers in
+    portable order, and bitsandbytes' nf4. Return how many.
 
     `done_with` gets each old weight, which is not read here again.
     """
@@ -65,11 +62,6 @@ def lay_out_skinny_(root: nn.Module, done_with: Callable[[Tensor], object] = lam
             else:
                 continue
             done += 1
-        for name, old, codes in codes_of(parent):
-            if not codes.like.is_native and not triton_support.why_not(old.device, old.dtype):
-                fresh = Experts(SkinnyCodes.of(codes), old.shape, old.dtype, old.is_turned)
-                setattr(parent, name, nn.Parameter(fresh, requires_grad=False))
-                done += 1
     return done
 
 
@@ -97,36 +89,3 @@ def of_bitsandbytes(data: Tensor, state: Any) -> tuple[Tensor, Tensor]:
         of_block = state.state2.absmax.repeat_interleave(state.state2.blocksize)[: largest.numel()]
         largest = state.state2.code[largest.long()] * of_block + state.offset
     return q, largest.float().view(n, k // BLOCK)
-
-
-# Quantized weights of experts for the kernels for few rows.
-
-
-@dataclass(frozen=True, slots=True)
-class SkinnyCodes:
-    """Weights of all experts, each in the order of the kernels."""
-
-    stack: Stack  # data and scale
-    like: Weight  # the first expert's
-
-    @classmethod
-    def of(cls, codes: Codes) -> SkinnyCodes:
-        """Convert from the portable order."""
-        n = len(codes)
-        like = of_packed(codes[0])
-        stack = Stack.of((of_packed(codes[e]).tensors for e in range(n)), n)
-        return cls(stack, replace(like, data=stack.tensors[0][0], scale=stack.tensors[1][0]))
-
-    def __getitem__(self, expert: int) -> Weight:
-        data, scale = self.stack.tensors
-        return replace(self.like, data=data[expert], scale=scale[expert])
-
-    @property
-    def memory(self) -> Tensor:
-        return self.stack.memory
-
-    def product(self, expert: int, x: Tensor) -> Tensor:
-        return linear_skinny(x, self[expert])
-
-    def plain(self) -> Tensor:
-        return torch.stack([reference.weight(self[e]) for e in range(self.memory.shape[0])])

@@ -34,6 +34,25 @@ class ExpertWeights(Protocol):
         """Return the weights [E, N, K]; raises TypeError if they cannot be restored."""
 
 
+@dataclass(slots=True)
+class ExpertTensors:
+    """Weights [N, K] of E experts as the kernels for GPUs read them."""
+
+    kind: str  # plain, int8, int4
+    n: int
+    k: int
+    data: Tensor  # plain [E, N, K], or [E, K, N] if turned; int8 [E, N, K]; int4 [E, N, K // 2] uint8, low nibble first
+    scale: Tensor | None  # int8 [E, N]; int4 [E, K // group, N, 2], scale and zero
+    group: int = 0
+    is_turned: bool = False
+    bias: Tensor | None = None  # [E, N]
+
+    @property
+    def step(self) -> int:
+        """Inputs that a kernel multiplies at a time: a group, or as many as divide all."""
+        return self.group or next(step for step in (128, 64, 32, 16) if self.k % step == 0)
+
+
 def moe_linear(x: Tensor, form: ExpertWeights, n: int, ends: Sequence[int]) -> Tensor:
     """Compute x [M, K] -> [M, N] with weights of `n` outputs."""
     y, start = x.new_zeros(x.shape[0], n), 0
@@ -75,9 +94,6 @@ class Stack:
             found.append(memory.view(-1).view(t.dtype).as_strided((len(memory), *t.shape), (step, *strides), first))
             at += -(-t.nbytes // LINE) * LINE
         return cls(memory, tuple(found))
-
-    def to(self, device: torch.device) -> Stack:
-        return self.over(self.memory.to(device), [t[0] for t in self.tensors])
 
 
 def weights_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool | str]]:

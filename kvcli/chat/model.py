@@ -114,7 +114,8 @@ def load_draft_model(
     from kvcli.models.gguf import convert
 
     untrusted = replace(load, quant=wanted.quant, adapters=(), allow_pickle=False, trust_remote_code=False)
-    wants = replace(untrusted, layers_on_gpu="auto")  # the user's choice counts layers of the target
+    fit = {key: getattr(type(load), key) for key in ("layers_on_gpu", "experts_on_gpu", "embeddings", "head")}
+    wants = replace(untrusted, **fit)  # chosen to fit the target
     found = convert.convert_if_needed(find(wanted.model), wants.dtype, cache, packs=keeps_quantized(wants), tell=tell)
     if is_assistant(found.config) != wanted.is_assistant:
         raise _of_another_method(wanted)

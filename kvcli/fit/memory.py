@@ -238,6 +238,14 @@ class PlannedRun:
         return None if n == "auto" else min(n, self.shape.layers)
 
     @property
+    def far_experts(self) -> int:
+        """Bytes of experts in host memory that a GPU reads."""
+        n = self.profile.load.experts_on_gpu
+        if n == "auto" or self.room.kind != "cuda":
+            return 0
+        return sum(self.weights.experts[: max(0, self.shape.layers - n)])
+
+    @property
     def rows(self) -> int:
         """Rows of a decoding pass, at most."""
         rows: int = max(self.profile.spec.rows, self.profile.reasoning_steps.rows)
@@ -448,7 +456,10 @@ def need(run: PlannedRun, context: int) -> Need:
     working += folds.nbytes(run.number) + folds.layers * folds.taped * run.rows * run.number  # new states of a pass
     beside = profile.prune.footprint(context, run.sizes).beside  # bytes beside the slots of the KV cache
     beside += folds.nbytes(run.number) * (1 + profile.memory.checkpoints)
-    on_card, on_host = (weights.memory, 0) if run.on_card is None else weights.split(run.on_card, shape.is_tied)
+    away = run.far_experts + (weights.embeddings if profile.load.embeddings == "host" and device == "cuda" else 0)
+    on_card, on_host = (weights.memory - away, away)
+    if run.on_card is not None:
+        on_card, on_host = weights.split(run.on_card, shape.is_tied)
     base = run.base + run.recorded_bytes(held)
     newest, budget, most, short = run.top_bytes(here, min(held.top, held.fresh + STEP), held), 0, None, 0
     if run.spends is not None:

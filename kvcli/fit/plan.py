@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 from kvcli.assemble import may_split
@@ -177,8 +179,10 @@ def plan(
     kv_number = number if profile.kv.dtype == "auto" else weights.BYTES[profile.kv.dtype]
     given, shape = subject.packing.stays(room.kind), subject.on(room.kind)
     refuse_quant(subject.name, load.quant, room.kind, is_quantized=given)
-    heavy = weights.weigh(subject.held, shape, number=number, quant=load.quant, device=room.kind, given=given)
-    refuse_split(load.layers_on_gpu, room.kind, is_quantized=given, folds=bool(shape.folds.layers))
+    weigh = partial(weights.weigh, number=number, quant=load.quant, device=room.kind, given=given, head=load.head)
+    heavy = weigh(subject.held, shape)
+    folds, is_apart = bool(shape.folds.layers), load.experts_on_gpu != "auto"
+    refuse_split(load.layers_on_gpu, room.kind, is_quantized=given, folds=folds, is_apart=is_apart)
     by_kernels = is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind)
     heavy = heavy.with_adapters(sum(find_adapter(text).file.nbytes for text in load.adapters), number)
     heavy = heavy.beside(weights.panels(shape, number)) if by_kernels and room.kind == "cpu" else heavy
@@ -317,10 +321,20 @@ def plan_on(
         return kept if is_near and any(h.stays for h in subject.held) else found
     if room.kind != "cuda" or _is_enough(found, context):
         return found
-    for other in _packed(subject, profile):
+    for other in _smaller(subject, profile, room):
         profile, found = other, plan(subject, other, room, context, facts)
-    if _is_enough(found, context) or profile.load.layers_on_gpu != "auto" or subject.packing.stays("cuda"):
+        if _is_enough(found, context):
+            return found
+    if profile.load.layers_on_gpu != "auto" or subject.packing.stays("cuda"):
         return found
+    if subject.shape.experts and not room.unserved and profile.origins["load.experts_on_gpu"] == DEFAULT.name:
+
+        def tried(n: int) -> Plan:
+            return plan(subject, profile.changed({"load": {"experts_on_gpu": n}}, BY), room, context, facts)
+
+        n = bisect(range(subject.shape.layers), 0, key=lambda n: 0 if _is_enough(tried(n), context) else 1) - 1
+        if n >= 0:
+            return tried(n)
     return _split(subject, profile, room, context, facts) or found
 
 
@@ -346,6 +360,11 @@ def told(found: Plan) -> list[str]:
     elif quant:
         why = f"in full precision they do not fit on {device}"
         said.append(f"weights in {quant}: {why} (--quant none keeps full precision and runs some layers on the CPU)")
+    if (n := made.get("load.experts_on_gpu")) is not None:
+        said.append(f"experts lie in host memory but for {n} layers, because more does not fit on {device}")
+    if made.get("load.embeddings") == "host":
+        more = " and the output layer is in 8 bits" if "load.head" in made else ""
+        said.append(f"embeddings lie in host memory{more}, because more does not fit on {device}")
     if (n := found.run.on_card) is not None and "load.layers_on_gpu" in made:
         of = found.run.shape.layers
         below = of - n
@@ -363,9 +382,18 @@ def _is_enough(found: Plan, context: int | None) -> bool:
     return found.most >= min(found.profile.context.reserve + 1, found.limit)
 
 
-def _packed(subject: PlannedModel, profile: Profile) -> Iterator[Profile]:
-    if profile.origins["load.quant"] == DEFAULT.name and not subject.packing.stays("cuda"):
-        yield profile.changed({"load": {"quant": "int4"}}, BY)
+def _smaller(subject: PlannedModel, profile: Profile, room: AvailableMemory) -> Iterator[Profile]:
+    """Yield profiles that take less of a GPU's memory, each with the changes before it."""
+    if subject.packing.stays("cuda"):
+        return
+    if profile.origins["load.quant"] == DEFAULT.name:
+        yield (profile := profile.changed({"load": {"quant": "int4"}}, BY))
+    if room.unserved or profile.load.layers_on_gpu != "auto" or profile.origins["load.embeddings"] != DEFAULT.name:
+        return
+    if not subject.shape.is_tied or profile.load.head != "none":
+        yield (profile := profile.changed({"load": {"embeddings": "host"}}, BY))
+    if profile.origins["load.head"] == DEFAULT.name and profile.load.quant != "none":  # which asks for full precision
+        yield profile.changed({"load": {"embeddings": "host", "head": "int8"}}, BY)
 
 
 def _split(
@@ -375,10 +403,13 @@ def _split(
     layers, limit, window = subject.shape.layers, subject.shape.limit, profile.context.limit
 
     def tried(on_card: int, context: int | None) -> Plan:
-        return plan(subject, profile.changed({"load": {"layers_on_gpu": on_card}}, BY), room, context, facts)
+        ends = (
+            {"embeddings": "device"} if profile.origins["load.embeddings"] == BY else {}
+        )  # they leave with the layers
+        return plan(subject, profile.changed({"load": {"layers_on_gpu": on_card, **ends}}, BY), room, context, facts)
 
     # rows of a split model cannot be stopped between layers
-    if profile.prune.describe_read or profile.prefill.order == "layers":
+    if profile.prune.describe_read or profile.prefill.order == "layers" or profile.load.experts_on_gpu != "auto":
         return None
     if subject.shape.folds.layers:  # recurrent states are on one device
         return None

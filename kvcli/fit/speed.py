@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvcli.models.shape import Shape
 
 
+LINK = 20e9  # bytes per second to a GPU, if they were not measured: PCIe 4
 BANDWIDTH = 40e9  # bytes per second of host memory, if it was not measured: about two channels of DDR4
 
 
@@ -40,6 +41,8 @@ def speed(
     rereading = again / context * rereading_flop(shape, context)
     first = (reading_flop(shape, context) + rereading) / _flops(plan, calibration)
     step = (plan.run.weights.read + shape.kv_per_token * plan.run.cache.number * held) / calibration.bandwidth
+    far = plan.run.far_experts * shape.active / max(1, shape.experts)  # read across the bus, at its rate
+    step += far / calibration.links.get("to_device_pinned", LINK) - far / calibration.bandwidth
     if is_split and parts is not None and host is not None:
         above = parts.layers / parts.of
         first *= above + (1 - above) * _flops(plan, calibration) / _flops(plan, host)
@@ -56,8 +59,7 @@ def split(plan: Plan, host: CalibrationDocument | None) -> FitSplit | None:
     if (layers := plan.run.on_card) is None:
         return None
     heavy, below = plan.run.weights, plan.run.shape.layers - layers
-    share = heavy.read / heavy.memory  # of the experts, a token uses only a few
-    read = int(share * sum(heavy.layers[:below])) + (plan.need.host if below else 0)
+    read = int(heavy.active * sum(heavy.layers[:below])) + (plan.need.host if below else 0)
     bandwidth = host.bandwidth if host is not None else BANDWIDTH
     return FitSplit(
         layers=layers,

@@ -78,10 +78,12 @@ class Weights:
     memory: int  # after loading
     files: int  # read, and mapped while loading
     loaded: int  # before quantization, if loading converts the weights: file and converted copy exist at once
-    read: int  # read by a pass of one token; less than `memory` for a mixture of experts
+    read: int  # read by a pass of one token: no embedding but that of a tied head, and a part of the experts
+    active: float = 1.0  # share of the layers that a token reads; the rest are other experts
     packing: int = 0  # extra bytes while the largest tensor is quantized or joined
     embeddings: int = 0  # of `memory`; a tied head reads the same tensor
     layers: tuple[int, ...] = ()  # of `memory`, by layer; empty if tensor names give no layers
+    experts: tuple[int, ...] = ()  # of `memory`, by layer: weights of experts
     largest: int = 0  # the largest linear layer in the dtype of the run, as prefill dequantizes it
 
     def beside(self, more: tuple[int, ...]) -> Weights:
@@ -203,24 +205,37 @@ def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tupl
 
 
 def weigh(
-    held: tuple[CheckpointTensor, ...], shape: Shape, *, number: int, quant: str, device: str, given: bool
+    held: tuple[CheckpointTensor, ...],
+    shape: Shape,
+    *,
+    number: int,
+    quant: str,
+    device: str,
+    given: bool,
+    head: str = "none",
 ) -> Weights:
-    """Add up the weights' bytes. `number`: bytes per number in memory. `given`: quantized in the checkpoint already."""
+    """Add up the weights' bytes. `number`: bytes per number in memory. `given`: quantized in the checkpoint already.
+    `head`: precision of the output layer, "none" or "int8"; a tied one then has a weight of its own."""
     keeps = quant == "none" and device == "cpu" and number < BYTES["fp64"]
     held = tuple(h.loaded(number, keeps) for h in held)
     sizes = [h.nbytes if given or not h.is_float else _size(h, number, quant, device) for h in held]
     plain = [h.nbytes if given or not h.is_float else math.prod(h.shape) * number for h in held]
     files = sum(h.nbytes for h in held)
-    memory = sum(sizes)
+    ends = (shape.vocab, shape.hidden)
+    whole = sum(n for h, n in zip(held, sizes, strict=True) if h.layer is None and not h.embeds and h.shape == ends)
+    memory = sum(sizes) + (shape.vocab * (shape.hidden + number) - whole if head != "none" else 0)
     is_asked = quant != "none" and not given
     packed = [h.matrix for h in held if is_asked and h.packs and h.is_float]
     share = 1.0 if not shape.experts else shape.linear_active / shape.linear
-    by_layer = [0] * shape.layers
+    by_layer, experts = [0] * shape.layers, [0] * shape.layers
     parts: Counter[int | None] = Counter()  # numbers of experts whose weights are separate tensors
     for h, size in zip(held, sizes, strict=True):
         if h.layer is not None and h.layer < shape.layers:
             by_layer[h.layer] += size
+            experts[h.layer] += size * h.of_experts
         parts[h.layer] += math.prod(h.shape) * (h.is_part and not given)
+    embeddings = sum(size for h, size in zip(held, sizes, strict=True) if h.embeds)
+    is_read = shape.is_tied and head == "none"
     # experts of 16 bits and more are quantized while loading, linear layers after all are loaded
     on_the_way = [is_asked and h.of_experts and h.nbytes >= 2 * math.prod(h.shape) for h in held]
     loaded = sum(size if early else all_of_it for size, all_of_it, early in zip(sizes, plain, on_the_way, strict=True))
@@ -230,10 +245,12 @@ def weigh(
         memory=memory,
         files=files,
         loaded=loaded if sum(plain) != files or put_together > 0 else 0,
-        read=int(memory * share),
+        read=int((memory - (0 if is_read else embeddings)) * share),
+        active=share,
         packing=_ROUNDING * max(packed, default=0) + put_together,
-        embeddings=sum(size for h, size in zip(held, sizes, strict=True) if h.embeds),
+        embeddings=embeddings,
         layers=tuple(by_layer) if all(by_layer) else (),
+        experts=tuple(experts),
         largest=number * max((h.matrix for h in held if h.packs), default=0),
     )
 

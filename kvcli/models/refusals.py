@@ -166,8 +166,10 @@ def refuse_across_ranks(model: str, **asked: bool) -> None:
         )
 
 
-def refuse_split(layers: int | str, kind: str, *, is_quantized: bool, folds: bool = False) -> None:
-    """Refuse `load.layers_on_gpu` without a GPU, or for a model whose layers cannot be split."""
+def refuse_split(
+    layers: int | str, kind: str, *, is_quantized: bool, folds: bool = False, is_apart: bool = False
+) -> None:
+    """Refuse `load.layers_on_gpu` without a GPU, or where layers cannot be split. `is_apart`: experts already are."""
     if layers == "auto":
         return
     if kind != "cuda":
@@ -181,6 +183,12 @@ def refuse_split(layers: int | str, kind: str, *, is_quantized: bool, folds: boo
             f"load.layers_on_gpu = {layers}: a quantized checkpoint cannot be split over devices",
             code="no_split",
             try_=["--set load.layers_on_gpu=auto", "the original, unquantized model with --quant int4"],
+        )
+    if is_apart:
+        raise UsageError(
+            f"load.layers_on_gpu = {layers}: load.experts_on_gpu divides the model as well",
+            code="no_split",
+            try_=["--set load.layers_on_gpu=auto", "--set load.experts_on_gpu=auto"],
         )
     if folds:
         raise UsageError(

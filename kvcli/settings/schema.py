@@ -140,13 +140,16 @@ class Load:
     dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"  # data type of computation; auto = the model's own
     device: Annotated[str, DEVICE] = "auto"  # device that runs the model; cuda:N = GPU N
     layers_on_gpu: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # layers on the GPU; auto = all, or all that fit
+    experts_on_gpu: Literal["auto"] | Annotated[int, Range(0)] = "auto"  # layers whose experts are not in host memory
+    embeddings: Literal["device", "host"] = "device"  # table of embeddings; if not set, host on a GPU without memory
+    head: Literal["none", "int8"] = "none"  # precision of the output layer; if not set, int8 on a GPU without memory
     threads: Annotated[int, Range(0)] = 0  # number of CPU threads; 0 = all cores
     allow_pickle: bool = False  # load weights from pickle files, which can run code of their author
     trust_remote_code: bool = False  # run Python code from the model's repository
     verify: bool = True  # after loading, compare a few tokens with the original transformers model
     graphs: Literal["auto", "off"] = "auto"  # CUDA graphs: capture forward passes and replay them; auto = if possible
 
-    lossy: ClassVar = ("quant", "dtype")  # keys whose other values change the text
+    lossy: ClassVar = ("quant", "head", "dtype")  # keys whose other values change the text
 
 
 @dataclass(frozen=True)

@@ -242,6 +242,48 @@ def test_what_was_chosen_holds_for_profiles_on_the_way(typed):
     assert ready.resolve("cpu", []).load.quant == "int8", "which says so itself"
 
 
+@pytest.mark.parametrize(
+    ("context", "is_tied", "want"),
+    [
+        (10_000, False, {}),
+        (17_000, False, {"load.embeddings": "host"}),
+        (21_500, False, {"load.embeddings": "host", "load.head": "int8"}),
+        (21_500, True, {"load.embeddings": "host", "load.head": "int8"}),
+    ],
+)
+def test_on_a_card_of_8_gb_the_embeddings_leave_and_then_the_output_layer_has_8_bits(context, is_tied, want):
+    subject = SUBJECT
+    if is_tied:
+        shape = replace(LLAMA_8B, is_tied=True)
+        subject = replace(SUBJECT, shape=shape, held=of_shape(shape))
+    found = planned(NGRAM, 8, context, subject)
+    assert found.fits
+    assert found.run.on_card is None
+    ends = {key: value for key, value in chosen(found).items() if key in ("load.embeddings", "load.head")}
+    assert ends == want
+    table = 2 * 128256 * 4096
+    assert found.need.host_weights == table * bool(want)
+    assert found.run.weights.read == pytest.approx(
+        0.53125 * LLAMA_8B.linear + table / (1 + ("load.head" in want)), rel=1e-3
+    )
+
+
+def test_experts_go_to_host_memory_before_layers_go_to_the_cpu():
+    """A model of 30 billion weights, of which a token reads three, on 12 GB."""
+    about = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    shape = shape_of(config(48, 2048, 32, 4, 128, 6144, 151936, **about))
+    subject = replace(SUBJECT, shape=shape, held=of_shape(shape))
+    found = planned(NGRAM, 12, 16_384, subject)
+    assert found.fits
+    n = chosen(found)["load.experts_on_gpu"]
+    assert 10 < n < 40
+    assert found.run.far_experts == sum(found.run.weights.experts[: 48 - n])
+    assert found.run.on_card is None
+    more = planned(NGRAM.replace(load={"quant": "int4", "experts_on_gpu": n + 1}), 12, 16_384, subject)
+    assert not more.fits, "it is the most that fits, and layers stay where the user's experts are"
+    assert found.run.weights.memory == found.need.weights + found.need.host_weights
+
+
 def test_fit_says_what_gave_way_and_what_it_costs(typed):
     machine = typed(1)
     folder = machine.folder / "model"

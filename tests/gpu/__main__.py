@@ -2,10 +2,16 @@
 
     python -m tests.gpu --out FILE [--budget 520] [--only exact,steps] [--at-once] [--device cpu] [--list]
 
-Stage by stage, each in a process of its own with its share of the time, so that one which crashes, hangs or lacks a
-package takes nothing from the others. FILE is JSON, written anew after each stage; a line per stage is printed. Without
-a GPU it says so and ends with status 1; `--device cpu` tries every stage in a tiny form, which shows that it runs.
-`--at-once` runs the stages that measure neither time nor memory side by side, on a card with 24 GiB for them.
+Stage by stage, each with its share of the time. Those that measure time follow each other in one process, which imports
+and compiles once; every other one has a process of its own. A stage that crashes or hangs takes its process with it,
+and those behind it go on in another; one that lacks a package takes nothing from the others. FILE is JSON, written anew
+after each stage, and a line per stage is printed; each row is in FILE.rows at once. Without a GPU it says so and ends
+with status 1; `--device cpu` tries every stage in a tiny form, which shows that it runs. `--at-once` runs the stages
+that measure neither time nor memory side by side, on a card with 24 GiB for them.
+
+Kernels are compiled in the first minute there, or beforehand here: `python -m tests.gpu.compiled_before 90` fills
+`.gpu-cache/` at the root of the checkout for cards of compute capability 9.0, which a machine with the same releases of
+Triton and torch takes them from.
 
 A checkout and torch and transformers are enough to begin with: kvcli runs in place. What else it needs and the machine
 lacks may lie unpacked in `.gpu-wheels/` at the root of the checkout, where git ignores it; made for the Python that
@@ -31,74 +37,120 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# in their order, with the seconds of 520 that each has
+# in their order, most valuable first, with the seconds of 520 that each has
 SHARES = {
-    "environment": 25,
-    "compiling": 25,
-    "kernels": 45,
+    "environment": 20,
+    "compiling": 20,
+    "ceilings": 15,
+    "bandwidth": 55,
     "bits": 50,
-    "waits": 20,
-    "whole": 80,
-    "steps": 85,
-    "bandwidth": 35,
-    "exact": 35,
-    "chat": 20,
-    "quantized": 20,
+    "steps": 90,
+    "peers": 70,
+    "offload": 30,
     "memory": 30,
-    "offload": 25,
-    "sanitizer": 25,
+    "kernels": 30,
+    "whole": 45,
+    "waits": 15,
+    "exact": 20,
+    "chat": 10,
+    "quantized": 10,
+    "sanitizer": 10,
 }
 STAGES = tuple(SHARES)
+TIMED = frozenset("ceilings bandwidth steps peers offload quantized".split())  # in one process
 COUNTING = frozenset("kernels bits waits whole exact sanitizer".split())  # neither time nor memory
-WHEELS = ROOT / ".gpu-wheels"
+WHEELS, CACHE = ROOT / ".gpu-wheels", ROOT / ".gpu-cache"
+Found = dict[str, Any]
 
 
-def run_stage(name: str, device: str, seconds: float, folder: Path, stop: Event) -> dict[str, Any]:
-    """One stage in a process of its own, ended at `stop` -> how it ended, and what it found until then."""
-    rows, said = folder / f"{name}.jsonl", folder / f"{name}.txt"
-    carried = [str(WHEELS)] if any(WHEELS.rglob(f"*{sys.implementation.cache_tag}*")) else []
-    paths = [str(ROOT), *carried, *os.environ.get("PYTHONPATH", "").split(":")]
-    more = {"PYTHONPATH": ":".join(filter(None, paths)), "KVCLI_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
-    # tests set it, and it would have the kernels of a GPU interpreted
-    env = {key: value for key, value in (os.environ | more).items() if key != "TRITON_INTERPRET"}
-    began = time.monotonic()
+def run_stages(
+    names: Sequence[str], device: str, seconds: float, folder: Path, stop: Event, put: Callable[[str, Found], None]
+) -> None:
+    """Stages one after another in one process, ended at `stop`; where one takes its process along, the rest go on in
+    another. `put` gets how each ended, and what it found until then."""
+    left, until = list(names), time.monotonic() + seconds
+    while left and not stop.is_set():
+        for name, found in _in_a_process(left, device, max(1.0, until - time.monotonic()), folder, stop):
+            left.remove(name)
+            put(name, found)
+
+
+def _in_a_process(
+    names: Sequence[str], device: str, seconds: float, folder: Path, stop: Event
+) -> Iterator[tuple[str, Found]]:
+    """As far as one process gets: at least the first of them ends."""
+    rows, said = folder / f"{names[0]}.jsonl", folder / f"{names[0]}.txt"
     with said.open("wb") as out:
         child = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.stage", name, device, f"{seconds:.1f}", str(rows)],
+            [sys.executable, "-m", "tests.gpu.stage", *_arguments(names), device, f"{seconds:.1f}", str(rows)],
             cwd=ROOT,
-            env=env,
+            env=_environment(folder),
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that what it starts ends with it
         )
-        try:
-            while child.poll() is None and time.monotonic() - began < seconds and not stop.is_set():
-                stop.wait(0.1)
-        finally:
-            status = "died" if child.poll() is not None else "late"
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            code = child.wait()
-    lines = [json.loads(line) for line in rows.read_text().splitlines() if line.endswith("}")] if rows.exists() else []
-    why = f"ended after {seconds:.0f} s" if status == "late" else f"its process ended with {code}"
-    status, why = next((line["end"] for line in lines if "end" in line), (status, why))
-    took = round(time.monotonic() - began, 1)
-    found = {"status": status, "why": why, "seconds": took, "rows": [line["row"] for line in lines if "row" in line]}
-    tail = said.read_text(errors="replace")[-3000:]
+    left, began, at, lines = list(names), time.monotonic(), 0, list[Any]()
+    allowed = seconds if len(names) == 1 else seconds * SHARES[names[0]] / sum(SHARES[name] for name in names)
+    status = "late"
+    try:
+        while True:
+            if child.poll() is not None:  # before what it wrote is read, so that it is all of it
+                status = "died"
+            whole = rows.read_bytes() if rows.exists() else b""
+            whole, at = whole[at : whole.rfind(b"\n") + 1], whole.rfind(b"\n") + 1
+            for line in map(json.loads, whole.splitlines()):
+                if "begin" in line:
+                    began, lines, (allowed, start) = time.monotonic(), [], line["begin"]
+                elif "row" in line:
+                    lines.append(line["row"])
+                else:
+                    ended, why = line["end"]
+                    yield left.pop(0), _found(ended, why, began, lines, said, start)
+                    began, lines = time.monotonic(), []
+            if status == "died" or not left or stop.is_set() or time.monotonic() - began > allowed:
+                break
+            stop.wait(0.1)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        code = child.wait()
+    if left:
+        why = f"ended after {allowed:.0f} s" if status == "late" else f"its process ended with {code}"
+        yield left.pop(0), _found(status, why, began, lines, said, 0)
+
+
+def _found(status: str, why: str, began: float, rows: list[Any], said: Path, start: int) -> Found:
+    found = {"status": status, "why": why, "seconds": round(time.monotonic() - began, 1), "rows": rows}
+    tail = said.read_bytes()[start:].decode(errors="replace")[-3000:]
     return found if status in ("done", "missing") else {**found, "said": tail}
+
+
+def _arguments(names: Sequence[str]) -> list[str]:
+    """Names with their shares."""
+    return [",".join(f"{name}:{SHARES[name]}" for name in names)]
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    carried = [str(WHEELS)] if any(WHEELS.rglob(f"*{sys.implementation.cache_tag}*")) else []
+    paths = [str(ROOT), *carried, *os.environ.get("PYTHONPATH", "").split(":")]
+    more = {"PYTHONPATH": ":".join(filter(None, paths)), "KVCLI_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+    if CACHE.is_dir():
+        more["TRITON_CACHE_DIR"] = str(CACHE)
+    # tests set it, and it would have the kernels of a GPU interpreted
+    return {key: value for key, value in (os.environ | more).items() if key != "TRITON_INTERPRET"}
 
 
 def write(file: Path, result: dict[str, Any]) -> None:
@@ -114,10 +166,17 @@ def no_gpu(environment: dict[str, Any]) -> str:
     return "" if gpu.get("name") else str(gpu.get("why"))
 
 
-def turns(names: Sequence[str], at_once: bool) -> list[list[str]]:
-    """Stages in their order, those that count together where the first of them stands."""
+def turns(names: Sequence[str], at_once: bool) -> list[list[list[str]]]:
+    """Processes by turns, each with its stages in order: one for all that is timed, where the first of them stands, and
+    side by side those that count."""
+    timed = [name for name in names if name in TIMED]
     together = [name for name in names if at_once and name in COUNTING]
-    return [together if name in together else [name] for name in names if name not in together[1:]]
+    found = []
+    for name in names:
+        if name in timed[1:] or name in together[1:]:
+            continue
+        found.append([timed] if name in timed else [[one] for one in together] if name in together else [[name]])
+    return found
 
 
 def measure(names: Sequence[str], device: str, budget: float, file: Path, at_once: bool = False) -> dict[str, Any]:
@@ -132,24 +191,32 @@ def measure(names: Sequence[str], device: str, budget: float, file: Path, at_onc
         "at_once": at_once,
         "stages": {},
     }
+    lock = Lock()
+
+    def put(name: str, found: Found) -> None:
+        with lock:
+            result["stages"][name] = found
+            write(file, result)
+            says = found["why"] or next((row["says"] for row in reversed(found["rows"]) if "says" in row), "")
+            print(f"{name:12} {found['status']:8} {found['seconds']:6.1f} s  {says}", flush=True)
+
+    folder = file.with_name(file.name + ".rows").absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     until, left, stop = time.monotonic() + budget, turns(names, at_once), Event()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(STAGES)) as pool:
+    with ThreadPoolExecutor(len(STAGES)) as pool:
         while left:
-            weights = [max(SHARES[name] for name in turn) for turn in left]
+            weights = [max(sum(SHARES[name] for name in process) for process in turn) for turn in left]
             seconds = max(1.0, (until - time.monotonic()) * weights[0] / sum(weights))
             turn = left.pop(0)
-            runs = {pool.submit(run_stage, name, device, seconds, Path(folder), stop): name for name in turn}
+            runs = [pool.submit(run_stages, process, device, seconds, folder, stop, put) for process in turn]
             try:
                 for run in as_completed(runs):
-                    name, found = runs[run], run.result()
-                    result["stages"][name] = found
-                    write(file, result)
-                    says = found["why"] or next((row["says"] for row in reversed(found["rows"]) if "says" in row), "")
-                    print(f"{name:12} {found['status']:8} {found['seconds']:6.1f} s  {says}", flush=True)
+                    run.result()
             finally:
                 stop.set()  # Ctrl-C ends what is under way
             stop.clear()
-            if device != "cpu" and turn == ["environment"] and (why := no_gpu(result["stages"]["environment"])):
+            if device != "cpu" and turn == [["environment"]] and (why := no_gpu(result["stages"]["environment"])):
                 result["no_gpu"] = why
                 write(file, result)
                 break

@@ -6,7 +6,6 @@ On a CPU Triton's interpreter runs it. Its inputs are of 16 bits, as it serves n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -97,21 +96,33 @@ def product_reference(x: Inputs) -> Sequence[Tensor]:
     return [x["x"] @ reference.weight(x["weight"]).double().T]
 
 
-def sent(x: Inputs) -> Sequence[Tensor]:
-    """A third of the rows to an expert that has the first half of the outputs, the rest to one with the others."""
-    from kvcli.kernels.linear_skinny.module import SkinnyCodes
-    from kvcli.kernels.moe_linear import Stack, moe_linear
+def coded(x: Inputs, kind: str) -> Inputs:
+    """Two experts, each with half of the outputs."""
+    from kvcli.kernels.linear_quantized import Codes
 
-    w, n, m = x["weight"], x["weight"].shape[0] // 2, len(x["x"])
-    scales = w.scale.split(n, dim=0 if w.kind == "int8" else 1)
-    stack = Stack.of(zip(w.data.split(n), scales, strict=True), 2)
-    return [moe_linear(x["x"], SkinnyCodes(stack, replace(w, shape=(n, w.shape[1]))), n, [m // 3, m])]
+    w = x["w"].view(2, -1, x["w"].shape[1]) / x["w"].shape[1] ** 0.5
+    made = Codes.of(w, 8 if kind == "int8" else 4, native=False).tensors()
+    assert made is not None
+    return {"x": x["x"], "data": made.data, "scale": made.scale, "kind": kind, "group": made.group}
+
+
+def sent(x: Inputs) -> Sequence[Tensor]:
+    """A third of the rows to the first expert, the rest to the other."""
+    from kvcli.kernels.moe_linear import ExpertTensors, fused
+
+    (_, n, _), (m, k) = x["data"].shape, x["x"].shape
+    w = ExpertTensors(x["kind"], n, k, x["data"], x["scale"], x["group"])
+    ids = (torch.arange(m, device=x["x"].device) >= m // 3).long()
+    return [fused.products(x["x"], w, *fused.lists(ids, 2), 1, fused.TILES[m > fused.FEW])]
 
 
 def sent_reference(x: Inputs) -> Sequence[Tensor]:
-    y = product_reference(x)[0]
-    n, m = y.shape[1] // 2, len(y) // 3
-    return [torch.cat([y[:m, :n], y[m:, n:]])]
+    from kvcli.kernels.linear_quantized import reference
+
+    bits, m = (8 if x["kind"] == "int8" else 4), len(x["x"]) // 3
+    codes = [data if bits == 8 else reference.unpack4(data) for data in x["data"]]
+    first, other = (reference.weight(bits, x["group"], *each) for each in zip(codes, x["scale"], strict=True))
+    return [torch.cat([x["x"][:m] @ first.T, x["x"][m:] @ other.T])]
 
 
 def weight_of(x: Inputs, kind: str) -> Inputs:
@@ -183,9 +194,7 @@ def cases() -> dict[str, list[tuple[Any, ...]]]:
             (kind, linear, product, product_reference, partial(weight_of, kind=kind))
             for kind in ("plain", "int8", "int4", "nf4")
         ],
-        "moe_linear": [
-            (kind, linear, sent, sent_reference, partial(weight_of, kind=kind)) for kind in ("int8", "int4")
-        ],
+        "moe_linear": [(kind, linear, sent, sent_reference, partial(coded, kind=kind)) for kind in ("int8", "int4")],
         "rms_norm": [
             (form, linear, partial(norm, form=form), partial(norm_reference, form=form), dict)
             for form in ("round first", "one more", "round last")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from kvcli.engine.hf.lm import LM
 from tests import families
 
 
@@ -20,6 +21,14 @@ def eight(device: str, is_tiny: bool, layers: int = 32) -> Any:
     """So many layers of those of Llama 3.1 8B, or a tiny one."""
     shape = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": layers, "head_dim": 128}
     return _random(device, is_tiny, tie_word_embeddings=False, **shape)
+
+
+def bytes_of_a_pass(lm: LM) -> int:
+    """Bytes of weights that every pass reads: all but an input embedding that is not the output layer as well."""
+    embedding = lm.model.get_input_embeddings().weight
+    is_read = getattr(lm.model.get_output_embeddings(), "weight", None) is embedding
+    is_here = embedding.device == lm.device
+    return lm.info.weight_bytes - (0 if is_read or not is_here else embedding.nbytes)
 
 
 def _random(device: str, is_tiny: bool, **shape: Any) -> Any:

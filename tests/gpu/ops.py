@@ -261,11 +261,34 @@ def _scored(size: Size, g: Generator, *, by_codes: bool) -> Op:
     return by_rows(run, x, codes.nbytes if by_codes else low.nbytes + high.nbytes)
 
 
+def _experts(kind: str, size: Size, g: Generator) -> Op:
+    """Each row by two of eight experts."""
+    from kvcli.kernels.linear_quantized import Codes
+    from kvcli.kernels.moe_linear import ExpertTensors, fused
+
+    inner, e = max(32, size.outputs // 16), 8
+    shapes, made = ((2 * inner, size.inputs), (size.inputs, inner)), []
+    for n, k in shapes:
+        w = noise(g, e, n, k)
+        is_plain = kind == "plain"
+        made.append(ExpertTensors("plain", n, k, w, None) if is_plain else Codes.of(w, 4, native=False).tensors())
+    x, weights = noise(g, MOST, size.inputs), torch.rand(MOST, 2, generator=g, device=g.device)
+    ids = torch.stack([torch.arange(MOST, device=g.device) * step % e for step in (3, 5)], 1)
+
+    def of(rows: Rows) -> Callable[[], Tensor]:
+        mine = list(rows)
+        given = x[mine], ids[mine], weights[mine], *made
+        return lambda: fused.experts(*given, lambda h: functional.silu(h[:, :inner]) * h[:, inner:])
+
+    return Op(of, 0)
+
+
 OURS: dict[str, Make] = {f"linear_skinny, {kind}": partial(_product, kind) for kind in ("plain", "int8", "int4", "nf4")}
 OURS |= {"attend_invariant": _attention, "attend, limits": _limited, "append_kv": _stored, "argmax, drawn": _drawn}
 OURS |= {"rms_norm, in float32": partial(_norm, in_full=True), "rms_norm": partial(_norm, in_full=False)}
 OURS |= {f"attend_quantized, {bits} bits": partial(_packed_attention, bits) for bits in (8, 4, 2)}
 OURS |= {"merge_attention": _merged, "quantize_kv, turned": _turned, "rope": _rotated, "attention_mass": _masses}
+OURS |= {f"moe_linear, {kind}": partial(_experts, kind) for kind in ("plain", "int4")}
 OURS |= {"page_bounds": partial(_scored, by_codes=False), "quantized_key_scores": partial(_scored, by_codes=True)}
 
 

@@ -1,4 +1,4 @@
-"""What a stage is, and the process that one runs in: `python -m tests.gpu.stage NAME DEVICE SECONDS FILE`.
+"""What a stage is, and the process that some run in: `python -m tests.gpu.stage NAME:SHARE,.. DEVICE SECONDS FILE`.
 
 A stage is a module of this folder with a function `run`, which yields rows as it finds them. Each row is appended to
 FILE as a line of JSON at once, so that what was found stays when the process hangs or dies.
@@ -6,7 +6,9 @@ FILE as a line of JSON at once, so that what was found stays when the process ha
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import sys
 import time
 import tomllib
@@ -26,7 +28,7 @@ class On:
     """Where a stage runs, and for how long."""
 
     device: str  # as torch names it; on a CPU everything is tiny, and figures mean nothing
-    seconds: float  # after which its process is ended
+    seconds: float  # after which it is ended, and its process with it
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -73,23 +75,33 @@ def stand_in() -> None:
         sys.modules["tomli"] = tomllib
 
 
-def main(name: str, device: str, seconds: str, file: str) -> None:
-    with open(file, "a", encoding="utf-8", buffering=1) as out:
+def main(stages: str, device: str, seconds: str, file: str) -> None:
+    """One stage after another, each with its share of the seconds that are left."""
+    shares = {name: float(share) for name, share in (one.split(":") for one in stages.split(","))}
+    until = time.monotonic() + float(seconds)
+    with open(file, "w", encoding="utf-8", buffering=1) as out:
 
         def put(kind: str, value: object) -> None:
             out.write(json.dumps({kind: value}, default=str) + "\n")
 
-        try:
-            stand_in()
-            for row in stage_of(name).run(On(device, float(seconds))):
-                put("row", row)
-        except ImportError as error:
-            put("end", ["missing", why(error)])
-        except BaseException as error:
-            traceback.print_exc()
-            put("end", ["failed", why(error)])
-        else:
-            put("end", ["done", ""])
+        stand_in()
+        for name in list(shares):
+            each = (until - time.monotonic()) * shares[name] / sum(shares.values())
+            del shares[name]
+            put("begin", [each, os.fstat(sys.stderr.fileno()).st_size])  # and where begins what it says
+            try:
+                for row in stage_of(name).run(On(device, each)):
+                    put("row", row)
+            except ImportError as error:
+                put("end", ["missing", why(error)])
+            except BaseException as error:
+                traceback.print_exc()
+                put("end", ["failed", why(error)])
+            else:
+                put("end", ["done", ""])
+            gc.collect()
+            if "torch" in sys.modules and device != "cpu":
+                sys.modules["torch"].cuda.empty_cache()  # for the next one
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Random models, keys and values random too: 1.2 billion weights in bfloat16, and the shape of an 8B Llama in int4. Least,
 median and most of several steps in milliseconds, by events of the device, waits of the host included. `host_ms`: of
 recorded ones, what the host does beside waiting. `floor`: the time in which copies move as many bytes, read and
-written, as weights and stored keys and values have, which a pass must read once.
+written, as weights and stored keys and values have, which a pass must read once; an input embedding apart, of which
+it reads a row for each token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests import families, make
 from tests.bench.decode import theirs
 from tests.drafters import Scripted
 from tests.gpu.clock import Watched, copy_rate, host_seconds, spread, times, wait
-from tests.gpu.models import eight, llama
+from tests.gpu.models import bytes_of_a_pass, eight, llama
 from tests.gpu.stage import On, Row, why
 
 ROWS = (1, 8, 16, 32, 64)
@@ -89,7 +90,7 @@ def _of_model(name: str, lm: LM, rate: float, on: On) -> Iterator[Row]:
             yield {"what": "skipped", "model": name, "context": n, "why": "no room for keys and values"}
             continue
         kv = _filled(lm, n)
-        nbytes = lm.info.weight_bytes + sum(use.nbytes for use in kv.usage())
+        nbytes = bytes_of_a_pass(lm) + sum(use.nbytes for use in kv.usage())
         floor = 1e3 * nbytes / rate
         for graphs in ("auto", "off"):
             lm.remembers.pop(CapturedPasses, None)
@@ -129,7 +130,8 @@ def run(on: On) -> Iterator[Row]:
     model = llama(on.device, on.is_tiny)
     lm = wrap_lm(model)
     install_kernels(lm)
-    yield {"what": "model", "parameters": lm.info.parameters, "weight_bytes": lm.info.weight_bytes, "rate": rate}
+    about = {"parameters": lm.info.parameters, "weight_bytes": lm.info.weight_bytes, "read": bytes_of_a_pass(lm)}
+    yield {"what": "model", **about, "rate": rate}
     yield from _of_model("1.2B bf16", lm, rate, on)
     said = "out of time"
     try:

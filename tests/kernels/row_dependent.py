@@ -57,6 +57,12 @@ CHANGES = {
         "b_y = tl.dot(b_x, b_w, b_y)",
         f"b_y = tl.dot(b_x, b_w, tl.where(M > 1, {ROUNDED.format('b_y')}, b_y))",
     ),
+    # rounded sums where an expert has several rows
+    "moe_linear": Change(
+        "moe_linear",
+        "b_y = tl.dot(b_x, b_w, b_y)",
+        f"b_y = tl.dot(b_x, b_w, tl.where(last - first > 1, {ROUNDED.format('b_y')}, b_y))",
+    ),
     # weights of parts relative to something else
     "merge_attention": Change(
         "merge_attention", "tl.maximum(top, tl.max(lse, 0))", "tl.maximum(top, tl.max(lse, 0)) + (n_rows > 1)"

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm
 
 from kvcli.engine.loading.weights import quantize_for_gpu
 from kvcli.kernels import linear_quantized, triton_support
 from kvcli.kernels.linear_quantized import reference as packed
 from kvcli.kernels.linear_skinny import MOST, Weight, linear_skinny, pack4, pack_nf4, ptx, reference
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_, of_bitsandbytes
-from kvcli.kernels.moe_linear import reference as experts
 from tests.families import build
 
 pytest.importorskip("triton")
@@ -261,31 +257,3 @@ def test_wrong_inputs_are_refused():
     with pytest.raises(ValueError, match=r"in torch\.bfloat16 \(int4\)"):
         linear_skinny(torch.zeros(1, 192), weight("int4", 16, 192))
     assert linear_skinny(torch.zeros(2, 0, 192, dtype=BF16), weight("int4", 16, 192)).shape == (2, 0, 16)
-
-
-@pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_experts_are_multiplied_each_by_the_same_kernels(quant: str, served: None):
-    """Packed from full precision, and from what was packed for files while it was loaded: the same codes."""
-    bits: linear_quantized.Bits = 8 if quant == "int8" else 4
-    w, x, ends = numbers(3 * 48, 160).view(3, 48, 160).to(BF16), numbers(19, 160, seed=5).to(BF16), [7, 7, 18]
-
-    class Some(nn.Module):
-        config, is_transposed = SimpleNamespace(_experts_implementation="grouped_mm"), False
-
-    def packed_by(weight: Tensor) -> Tensor:
-        root = Some()
-        root.weight = nn.Parameter(weight, requires_grad=False)
-        swap, by = quantize_for_gpu(root, quant, torch.device("cpu"))
-        assert (by, swap.packed) == (f"fused {quant}", 3)
-        return root.weight
-
-    made = packed_by(w)
-    again = packed_by(cast(Tensor, linear_quantized.packed(w, True, bits, native=False)))
-    offs = torch.tensor(ends, dtype=torch.int32)
-    found = grouped_mm(x, made.transpose(-2, -1), offs=offs)
-    assert torch.equal(grouped_mm(x, again.transpose(-2, -1), offs=offs), found)
-    want = experts.moe_linear(x.float(), made.form.plain(), ends)  # type: ignore[attr-defined]
-    assert (found.float() - want).norm() < WITHIN[BF16] * want.norm()
-    for at, expert in ((0, 0), (6, 0), (7, 2), (17, 2)):
-        alone = torch.tensor([int(expert <= e) for e in range(3)], dtype=torch.int32)
-        assert torch.equal(grouped_mm(x[at : at + 1], made.transpose(-2, -1), offs=alone), found[at : at + 1])

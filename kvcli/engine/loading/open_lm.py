@@ -18,12 +18,14 @@ from kvcli import environment
 from kvcli.engine import forward
 from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, CudaGraphs
 from kvcli.engine.hf import model_settings
+from kvcli.engine.hf.fused_experts import serve_experts_
 from kvcli.engine.hf.fused_layers import direct_forward_of, fuse_
 from kvcli.engine.hf.layer_gate_check import verify_partial_passes
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.model_probe import attention_set, is_batch_variant, probed, quiet, reduced_model, verify_logits
 from kvcli.engine.loading import weights
-from kvcli.engine.loading.weight_quantization import quantize_and_place, split
+from kvcli.engine.loading.host_weights import move_experts_
+from kvcli.engine.loading.weight_quantization import quantize_and_place, quantize_head_and_move_embeddings_, split
 from kvcli.engine.model_info import ModelInfo
 from kvcli.engine.ranks import n_ranks
 from kvcli.engine.resources import drop_pages, use_device, use_threads
@@ -35,6 +37,7 @@ from kvcli.kernels.linear.experts import lay_out_experts_
 from kvcli.kernels.linear_blocked import block_
 from kvcli.kernels.linear_quantized import packed_weights
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
+from kvcli.kv.offload.transfer import bus_of
 from kvcli.models.adapters import find_adapter
 from kvcli.models.catalog import Stamped, model_files
 from kvcli.models.checkpoint import CheckpointFormat, count
@@ -54,6 +57,9 @@ def open_lm(
     dtype: str = "auto",
     device: str = "auto",
     layers_on_gpu: int | str = "auto",
+    experts_on_gpu: int | str = "auto",
+    embeddings: str = "device",
+    head: str = "none",
     threads: int = 0,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
@@ -63,14 +69,17 @@ def open_lm(
     """Load the files of `source`. Never uses the network and prints nothing; raises BadModel or UsageError.
 
     `quant` int8, int4 or nf4: quantized weights, on CUDA by bitsandbytes if no fused kernels support them.
-    `graphs`: "auto" or "off". `adapters`: `PATH` or `PATH:WEIGHT` of LoRA adapters.
+    `experts_on_gpu`: last layers whose experts are there; the GPU reads those of the others in host memory.
+    `embeddings`: "device" or "host" memory. `head`: precision of the output layer, "none" or "int8". `graphs`: "auto"
+    or "off". `adapters`: `PATH` or `PATH:WEIGHT` of LoRA adapters.
     """
     began = time.perf_counter()
     where = weights.find_device(device)
     ranks, kv_heads = n_ranks(), 0
+    is_whole = where.type == "cuda" and layers_on_gpu == "auto"  # else what is asked for lies in host memory anyway
     is_quantized = CheckpointFormat.of(source.config).stays(where.type)
     refuse_quant(source.id, quant, where.type, is_quantized=is_quantized)
-    refuse_split(layers_on_gpu, where.type, is_quantized=is_quantized)
+    refuse_split(layers_on_gpu, where.type, is_quantized=is_quantized, is_apart=experts_on_gpu != "auto")
     if source.is_pickle and not allow_pickle:
         raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
     if ranks > 1:
@@ -81,6 +90,7 @@ def open_lm(
             quantization=quant != "none" or "quantization_config" in source.config,
             adapters=bool(adapters),
             layers_on_gpu=layers_on_gpu != "auto",
+            head=head != "none",
             **{f"{kv_heads} KV heads over {ranks} processes": kv_heads % ranks > 0},
         )
     use_threads(threads or torch.get_num_threads())
@@ -98,6 +108,9 @@ def open_lm(
             quant=quant,
             device=where,
             layers_on_gpu=None if layers_on_gpu == "auto" else int(layers_on_gpu),
+            experts_on_gpu=int(experts_on_gpu) if is_whole and experts_on_gpu != "auto" else None,
+            embeddings=embeddings if is_whole else "device",
+            head=head,
             verify=verify,
             notes=notes,
         )
@@ -144,6 +157,9 @@ def wrap_lm(
     quant: str = "none",
     device: torch.device | None = None,
     layers_on_gpu: int | None = None,
+    experts_on_gpu: int | None = None,
+    embeddings: str = "device",
+    head: str = "none",
     verify: bool = False,
     notes: tuple[str, ...] = (),
 ) -> LM:
@@ -166,6 +182,10 @@ def wrap_lm(
         if (latent := layout.latents.get(forward.layer_idx_of(attends))) is not None:
             attends.kv_b_proj = latent
     parameters = sum(p.numel() for p in model.parameters()) + packed_weights(model)
+    vocab = int(model.get_output_embeddings().weight.shape[0])
+    if experts_on_gpu is not None and layout.layers is not None:
+        move_experts_(layout.layers[: max(0, n_layers - experts_on_gpu)], quant, bus_of(device or model.device))
+    of_ends = quantize_head_and_move_embeddings_(model, head, embeddings, device or model.device)
     places = None
     if layers_on_gpu is not None:
         backend, of_layers, places = split(model, layout, quant, device or model.device, layers_on_gpu)
@@ -181,10 +201,10 @@ def wrap_lm(
         heads=max(layout.heads),
         kv_heads=max(of.n_kv_heads for of in layout.stored),
         head_dim=max(of.k_dim for of in layout.stored),
-        vocab=int(model.get_output_embeddings().weight.shape[0]),
+        vocab=vocab,
         dtype=str(model.dtype).removeprefix("torch."),
         quant=quant,
-        backend=backend,
+        backend=backend + of_ends,
         device=str(places[-1] if places is not None else model.device),
         limit=limit,
         weight_bytes=_weight_bytes(model),
@@ -221,6 +241,8 @@ def install_kernels(lm: LM) -> None:
     widened = "in oneDNN's blocks" if multiplies(lm.dtype) else "multiplied in float32"
     native, experts = "layers in native panels", "weights of experts and routers in native panels"
     skinny, blocked = (lay_out_skinny_, "layers fused for small batches"), (block_, f"layers {widened}")
+    if served := serve_experts_(lm.model):
+        lm.info = replace(lm.info, backend=f"{lm.info.backend}, {served} layers of fused experts")
     for swap, how in ((use_native_linear_, native), (lay_out_experts_, experts), skinny, blocked):
         if done := swap(lm.model, drop_pages):
             lm.info = replace(lm.info, backend=f"{lm.info.backend}, {done} {how}")

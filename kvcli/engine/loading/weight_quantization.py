@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from torch import nn
 from kvcli.engine.hf.lm import ModelLayout
 from kvcli.engine.loading import weights
 from kvcli.engine.loading.device_split import split_layers_
+from kvcli.engine.loading.host_weights import move_embeddings_
 from kvcli.engine.resources import drop_pages
 from kvcli.errors import BadModel
-from kvcli.kernels import linear_quantized
-from kvcli.kernels.linear_quantized import Bits, Swap, quantize_, quantize_experts_
+from kvcli.kernels import linear_quantized, triton_support
+from kvcli.kernels.linear_quantized import Bits, PackedLinear, Swap, quantize_, quantize_experts_
+from kvcli.kv.offload.transfer import bus_of
 from kvcli.models.gguf import convert
 
 
@@ -71,6 +74,41 @@ def split(
     places = split_layers_(model, list(layers), n, device)
     description = f"{n} of {len(layers)} layers on {device}" if n < len(layers) else f"embeddings on {model.device}"
     return f"{' and '.join(backends)}, {description}", tuple(notes), places
+
+
+ROWS = 8192  # of an output layer, quantized at a time: in float32 a large vocabulary takes gigabytes
+
+
+def quantize_head_and_move_embeddings_(model: Any, head: str, embeddings: str, device: torch.device) -> str:
+    """Quantize the output layer to 8 bits, and move the table of embeddings to host memory, as far as asked for. Return
+    what was done, for the description of the backend."""
+    said, layer = "", model.get_output_embeddings()
+    if head != "none":
+        weight = layer.weight.detach()
+        if why := linear_quantized.why_not(tuple(weight.shape), 8) or _unserved(device, weight.dtype):
+            raise BadModel(f"load.head = {head}: {why}", code="model_unsupported", try_=["--set load.head=none"])
+        there = device if device.type != "cpu" else None
+        parts = [linear_quantized.pack(some.to(device), 8, native=False) for some in weight.split(ROWS)]
+        data, scale = (torch.cat([getattr(part, name) for part in parts]) for name in ("data", "scale"))
+        whole = replace(parts[0], shape=(weight.shape[0], weight.shape[1]), data=data, scale=scale)
+        fresh = PackedLinear(whole.native() if there is None else whole, layer.bias, weight.dtype)
+        for module in model.modules():
+            for name, child in module.named_children():
+                if child is layer:
+                    setattr(module, name, fresh)
+        said = f", output layer in {head}"
+        drop_pages(weight)
+    if embeddings != "device":
+        if head == "none" and layer.weight is model.get_input_embeddings().weight:
+            why = "the output layer reads the same table in full"
+            raise BadModel(f"load.embeddings = {embeddings}: {why}", code="no_split", try_=["--set load.head=int8"])
+        move_embeddings_(model, bus_of(device))
+        said += ", embeddings in host memory"
+    return said
+
+
+def _unserved(device: torch.device, dtype: torch.dtype) -> str:
+    return triton_support.why_not(device, dtype) if device.type != "cpu" else ""
 
 
 def _swap_notes(swap: Swap, quant: str) -> tuple[str, ...]:

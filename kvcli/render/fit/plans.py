@@ -177,10 +177,13 @@ def _gave_way(plan: FitPlan, document: FitDocument) -> Iterator[str]:
         yield "weights keep the quantization of their file; --quant int8 would need more memory"
     elif quant:
         yield f"weights quantized to {quant} to fit {document.device} (--quant none: not quantized, layers on the CPU)"
-    if (split := plan.split) is None:
-        return
-    if split.layers == split.of:
-        yield f"{f.long_size(plan.places.get('host', 0))} of embeddings are in host memory (few of them are read)"
+    split, n = plan.split, plan.chosen.get("load.experts_on_gpu")
+    if n is not None or "load.embeddings" in plan.chosen or (split is not None and split.layers == split.of):
+        what = "embeddings" if n is None else f"embeddings and experts (of all but {n} layers)"
+        yield f"{f.long_size(plan.places.get('host', 0))} of {what} are in host memory (few of them are read)"
+    if "load.head" in plan.chosen:
+        yield f"output layer quantized to {plan.chosen['load.head']} to fit {document.device} (--set load.head=none)"
+    if split is None or split.layers == split.of:
         return
     by = "" if split.basis == "machine" else " (assumed)"
     yield (
