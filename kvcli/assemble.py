@@ -377,7 +377,7 @@ def compact_view(lm: LM, kv: KVCache, policy: PerLayerPolicy, every: int) -> Com
         nothing = s.pos[0, :0], s.pos < s.pos  # no kinds, no protected slots
         return policy.mask(s, LayerContext.of(lm, layer, "answering", now, now, recorded, *nothing))
 
-    return CompactView(kv, pick, every, lm.shapes)
+    return CompactView(kv, pick, every, lm.shapes, policy.reads_queries)
 
 
 def sampler(lm: LM, profile: Profile) -> Sampler:

@@ -38,7 +38,7 @@ def test_a_row_reads_its_own_line_as_if_that_were_stored(storage: str, dtype: st
         )
         assert torch.allclose(torch.tensor(said[row]), torch.tensor(made.hook_output(0)), **close(dtype))
         for layer, fresh in made.fresh.items():
-            for mine, its in zip(draft_kv._stored[layer], (fresh.k, fresh.v), strict=True):
+            for mine, its in zip(draft_kv.buffers.kv[layer], (fresh.k, fresh.v), strict=True):
                 assert torch.allclose(mine[:, line], its, **close(dtype))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcli.engine import engine as module
-from kvcli.engine import step_time
+from kvcli.engine import forward, step_time
 from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.engine.engine import Engine, iterate_events, run, run_to_end
 from kvcli.engine.forward_request import Coroutine, ForwardRequest, ForwardResult, Passes, Rows
@@ -41,13 +41,13 @@ def answer(text: GenerationSession, ids: list[int], new: int) -> Coroutine[objec
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each pass over a model."""
     counted: list[int] = []
-    call = module.call
+    call = forward.call
 
     def noted(model: Any, ids: Any, *args: Any, **more: Any) -> Any:
         counted.append(len(ids))
         return call(model, ids, *args, **more)
 
-    monkeypatch.setattr(module, "call", noted)
+    monkeypatch.setattr(forward, "call", noted)
     return counted
 
 

@@ -20,7 +20,7 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import GenerationSession, commit
 from kvcli.kv.slots import Slots, Window
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.views.uncaptured import PositionMaskedCache
+from kvcli.kv.views.borrowing import PositionMaskedCache
 from kvcli.methods.prune.aux_cache import AuxCache
 from kvcli.methods.prune.chunked import Chunked
 from kvcli.methods.prune.lazy import LazyLLM

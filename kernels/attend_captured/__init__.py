@@ -18,6 +18,7 @@ from kvcli.kernels import triton_support
 from kvcli.kernels.append_kv import Fresh, addresses
 from kvcli.kernels.attend_captured import reference
 from kvcli.kernels.attend_invariant.tables import Table, Tree
+from kvcli.kernels.merge_attention import PartialAttention
 
 Storing = Callable[[Tensor, Tensor, Tensor], None]  # path [F], count [1], pos [N]: as in kernels/append_kv
 
@@ -29,26 +30,32 @@ def attend_captured(
     v: Tensor,
     tree: Tree,
     scale: float,
-    *,
     capacity: int,
+    *,
     softcap: float = 0.0,
     window: int | None = None,
     sink: Tensor | None = None,
+    before: Sequence[PartialAttention] = (),
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention of q [H, N, D] over stored slots, then over ancestors and itself in k [K, N, D], v [K, N, E] ->
+    """Compute attention of q [H, N, D] over stored slots, then over the rows on its path in k [K, M, D], v [K, M, E] ->
     [H, N, E] in q's dtype; the result of unused rows is undefined. No head has more slots than `capacity`. `sink` [H]:
-    attention sink logits, which add mass and no value."""
+    attention sink logits, which add mass and no value. `before`: partial attention to older slots, merged with this.
+    `out`: a result in which the rows in use are replaced."""
     if triton_support.why_not(q.device, q.dtype):
-        return reference.attend_captured(
-            q, table, k, v, tree, scale, capacity=capacity, softcap=softcap, window=window, sink=sink
-        )
+        given = q, table, k, v, tree, scale, capacity
+        return reference.attend_captured(*given, softcap=softcap, window=window, sink=sink, before=before, out=out)
     from kvcli.kernels.attend_invariant import fused  # imports Triton, so only where it is supported
+    from kvcli.kernels.merge_attention.fused import merge_attention
 
-    sink = None if sink is None else sink.float()
-    out, _ = fused.attend_invariant(
-        q, table, k, v, tree, scale, capacity=capacity, softcap=softcap, window=window, sink=sink
-    )
-    return out.transpose(0, 1)
+    sink, of = None if sink is None else sink.float(), (q, table, k, v, tree, scale)
+    attend = partial(fused.attend_invariant, *of, capacity=capacity, softcap=softcap, window=window)
+    if not before:
+        return attend(sink=sink, out=None if out is None else out.transpose(0, 1))[0].transpose(0, 1)
+    top, lse = attend(out=q.new_empty(q.shape[1], q.shape[0], table.v.shape[1], dtype=torch.float32))
+    outs, lses = [*(part.out for part in before), top.transpose(0, 1)], [*(part.lse for part in before), lse.T]
+    made, _ = merge_attention(outs, lses, sink=sink, dtype=q.dtype)
+    return made if out is None else torch.where((tree.path_of >= 0).view(1, -1, 1), made, out)
 
 
 def storing(tables: Sequence[Table], fresh: Fresh) -> tuple[Storing, list[Tensor]]:

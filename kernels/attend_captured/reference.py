@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcli.kernels.merge_attention.reference import merge_attention
+
 if TYPE_CHECKING:
     from kvcli.kernels.append_kv import Fresh
     from kvcli.kernels.attend_invariant.tables import Table, Tree
+    from kvcli.kernels.merge_attention import PartialAttention
 
 
 def attend_captured(
@@ -20,16 +23,18 @@ def attend_captured(
     v: Tensor,
     tree: Tree,
     scale: float,
-    *,
     capacity: int,
+    *,
     softcap: float = 0.0,
     window: int | None = None,
     sink: Tensor | None = None,
+    before: Sequence[PartialAttention] = (),
+    out: Tensor | None = None,
 ) -> Tensor:
     """Compute as `attend_captured`. Read the whole capacity, and mask slots after a head's length. Unused rows: 0."""
     h, n, _ = q.shape
-    n_kv, wide = k.shape[0], torch.promote_types(q.dtype, torch.float32)
-    opens = None if window is None else (tree.pos - window).view(1, n, 1)
+    n_kv, m, wide = table.start.shape[0], k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    opens = None if window is None else (tree.pos[-n:] - window).view(1, n, 1)
     slots = torch.arange(capacity, device=q.device)
     stored = slots < table.length.unsqueeze(1)  # [K, S]
     at = _within(table.start, slots, stored)
@@ -38,18 +43,23 @@ def attend_captured(
         assert table.pos is not None
         assert table.pos_start is not None
         seen = seen & (table.pos[_within(table.pos_start, slots, stored)].unsqueeze(1) > opens)
-    line = _line(tree, n)
-    own = line if opens is None else line & (tree.pos.view(1, 1, n) > opens)
+    line = _line(tree, m)
+    own = line if opens is None else line & (tree.pos[:m].view(1, 1, m) > opens)
     keys, values = torch.cat([table.k[at], k], 1).to(wide), torch.cat([table.v[at], v], 1)
-    shown = torch.cat([seen, own.expand(n_kv, n, n)], 2).unsqueeze(1)  # [K, 1, N, S + N]
-    score = q.to(wide).view(n_kv, h // n_kv, n, -1) @ keys.unsqueeze(1).mT * scale  # [K, G, N, S + N]
+    shown = torch.cat([seen, own.expand(n_kv, n, m)], 2).unsqueeze(1)  # [K, 1, N, S + M]
+    score = q.to(wide).view(n_kv, h // n_kv, n, -1) @ keys.unsqueeze(1).mT * scale  # [K, G, N, S + M]
     if softcap:
         score = softcap * torch.tanh(score / softcap)
     score = score.masked_fill(~shown, -torch.inf)
     if sink is not None:
         score = torch.cat([score, sink.to(wide).view(n_kv, -1, 1, 1).expand(-1, -1, n, 1)], 3)
     weights = torch.softmax(score, 3).nan_to_num(0.0)[..., : values.shape[1]]
-    return (weights @ values.to(wide).unsqueeze(1)).view(h, n, -1).to(q.dtype)
+    made = (weights @ values.to(wide).unsqueeze(1)).view(h, n, -1)
+    if before:
+        lse = torch.logsumexp(score, 3).view(h, n)
+        made = merge_attention([*(part.out for part in before), made], [*(part.lse for part in before), lse])
+    made = made.to(q.dtype)
+    return made if out is None else torch.where((tree.path_of >= 0).view(1, n, 1), made, out)
 
 
 def _within(start: Tensor, slots: Tensor, stored: Tensor) -> Tensor:
@@ -57,12 +67,12 @@ def _within(start: Tensor, slots: Tensor, stored: Tensor) -> Tensor:
     return start.unsqueeze(1) + slots * stored
 
 
-def _line(tree: Tree, n: int) -> Tensor:
-    """Return [1, N, N]: true where a row is another row's ancestor or itself."""
-    rows = torch.arange(n, device=tree.depth.device)
+def _line(tree: Tree, m: int) -> Tensor:
+    """Return [1, N, M]: the new rows that each row sees."""
+    rows = torch.arange(m, device=tree.depth.device)
     mine = tree.path[tree.path_of.clamp(min=0)]  # [N, depth]
     deep = torch.arange(tree.path.shape[1], device=rows.device) <= tree.depth.unsqueeze(1)
-    above = (mine.unsqueeze(2) == rows) & deep.unsqueeze(2)  # [N, depth, N]
+    above = (mine.unsqueeze(2) == rows) & deep.unsqueeze(2)  # [N, depth, M]
     return (above.any(1) & (tree.path_of >= 0).unsqueeze(1)).unsqueeze(0)
 
 

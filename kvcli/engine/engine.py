@@ -7,17 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Generic
 
 import torch
-from torch import Tensor
 
 from kvcli.engine.cuda_graphs.captured_pass import captured_passes
 from kvcli.engine.drafting.pass_timer import Company, PassTimer
-from kvcli.engine.forward import BatchedPass, ForwardPass, state_shim
+from kvcli.engine.forward import BatchedPass, ForwardPass, run_layers, state_shim
 from kvcli.engine.forward_request import Coroutine, E, ForwardRequest, ForwardResult, Passes, T
-from kvcli.engine.hf.cache_shim import call
-from kvcli.engine.hf.layer_gates import StopForward
 from kvcli.engine.prefill.prompt_pieces import PromptPieces
 from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.resources import one_pool, use_device
@@ -64,22 +62,28 @@ def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     use_device(lm.device)
     if any(request.record_hidden_states for request in requests):
         lm.enable_hidden_states()
+    if requests[0].layers is not None and lm.direct_forward is None:
+        lm.check_layer_gates()
     if (captured := captured_passes(lm)) is not None and (replayed := captured.run(requests)) is not None:
         yield from replayed
         return
     passes = [ForwardPass(request) for request in requests]
-    if requests[0].layers is not None and lm.direct_forward is None:
-        lm.check_layer_gates()
     way = BatchedPass(passes) if len(passes) > 1 else passes[0]
     if lm.recurrent_layers:
         way.cache_shim = state_shim(requests, way.cache_shim)
-    logits, hidden = _forward(lm, requests, way)
-    wanted = [len(request.want) for request in requests]
+    wanted, n_rows = [len(request.want) for request in requests], [request.rows.n_rows for request in requests]
+    starts = accumulate(n_rows, initial=0)
+    want: list[int] | None = [at + row for at, each in zip(starts, requests, strict=False) for row in each.want]
+    if want == list(range(sum(n_rows))):
+        want = None  # every row is wanted: no selection
+    ids, pos = requests[0].rows.ids, requests[0].rows.pos
+    if len(requests) > 1:
+        ids, pos = (
+            [*chain.from_iterable(of)] for of in zip(*((r.rows.ids, r.rows.pos) for r in requests), strict=True)
+        )
+    logits, hidden = run_layers(lm, requests, way, ids, pos, want)
     each = torch.split(logits, wanted) if len(requests) > 1 else [logits]
-    n_rows = [request.rows.n_rows for request in requests]
-    gave = [None] * len(requests) if hidden is None else torch.split(hidden, n_rows)
-    if way.hidden_states is not None:
-        gave = torch.split(way.hidden_states, wanted)
+    gave = [None] * len(requests) if hidden is None else torch.split(hidden, wanted if sum(wanted) else n_rows)
     backs = [Readback(request, rows, lm.has_pool) for request, rows in zip(requests, each, strict=True)]
     if lm.is_on_accelerator:
         fetch(backs)
@@ -87,46 +91,6 @@ def _run(lm: LM, requests: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
         yield ForwardResult(
             rows, back.drawn, back.hook_output, p.fresh, p.queries, left, fold=way.cache_shim.advance_state(i)
         )
-
-
-def _forward(
-    lm: LM, requests: Sequence[ForwardRequest], attends: ForwardPass | BatchedPass
-) -> tuple[Tensor, Tensor | None]:
-    """Return the logits of all wanted rows, or the hidden states of all rows if the layers end below the last one.
-
-    A pass without requested logits, as in prefill, stops at the last layer that stores keys and values. Later layers
-    would have no effect, so they run only if a request records queries there.
-    """
-    starts = [0]
-    for request in requests:
-        starts.append(starts[-1] + request.rows.n_rows)
-    want: list[int] | None = [start + row for start, each in zip(starts, requests, strict=False) for row in each.want]
-    is_below = attends.layers.stop < lm.n_layers and not requests[0].only_kv
-    at_end = want or is_below or lm.recurrent_layers.are_last
-    attends.last = -1 if at_end else _last(lm, requests, attends.layers)
-    if want == list(range(starts[-1])):
-        want = None  # every row is wanted: no selection
-    ids, pos = requests[0].rows.ids, requests[0].rows.pos
-    if len(requests) > 1:
-        ids = [i for request in requests for i in request.rows.ids]
-        pos = [i for request in requests for i in request.rows.pos]
-    try:
-        if lm.direct_forward is not None:
-            gave = lm.direct_forward(ids, pos, want, attends, attends.layers, attends.hidden)
-            return (_no_logits(lm), gave) if is_below else (gave, None)
-        return call(lm.model, ids, pos, want, device=lm.entry, its_pass=attends), None
-    except StopForward:
-        return _no_logits(lm), attends.hidden if is_below else None
-
-
-def _last(lm: LM, requests: Sequence[ForwardRequest], layers: range) -> int:
-    """Return the last of these layers whose output is needed."""
-    storing = () if any(request.record_queries for request in requests) else (i for i in lm.storing if i in layers)
-    return max(storing, default=layers.stop - 1)
-
-
-def _no_logits(lm: LM) -> Tensor:
-    return torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)
 
 
 def release(lm: LM) -> None:

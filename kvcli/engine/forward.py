@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.forward_request import NewKV, Rows
-from kvcli.engine.hf.cache_shim import CacheShim, RunningPass, current, latent_notes
+from kvcli.engine.hf.cache_shim import CacheShim, RunningPass, call, current, latent_notes
 from kvcli.engine.hf.layer_gates import StopForward
 from kvcli.engine.hf.recurrent_layers import SequenceSlice, StateCacheShim, refused
 from kvcli.kernels.attend_invariant import NewRows
@@ -27,6 +27,7 @@ from kvcli.kv.slots import AttentionParams
 
 if TYPE_CHECKING:
     from kvcli.engine.forward_request import ForwardRequest
+    from kvcli.engine.hf.lm import LM
 
 PLACE = "kvcli_place"  # attribute set on an attention module: the index of its layer among those with attention
 
@@ -149,6 +150,42 @@ class BatchedPass(RunningPass):
         if layer == self.last:
             raise StopForward
         return torch.cat([out.to(q.dtype) for out in outs], dim=1)
+
+
+def run_layers(
+    lm: LM,
+    requests: Sequence[ForwardRequest],
+    way: SequencePass | BatchedPass,
+    ids: Any,
+    pos: Any,
+    want: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the logits of all wanted rows, and the hidden states that the pass records; of layers that end below the
+    last one no logits, and the hidden states of all rows. `ids`, `pos`, `want` (None = all rows): of all requests, on
+    the host or, in captured passes, on the device.
+
+    A pass without requested logits, as in prefill, stops at the last layer that stores keys and values. Later layers
+    would have no effect, so they run only if a request records queries there.
+    """
+    is_below = way.layers.stop < lm.n_layers and not requests[0].only_kv
+    at_end = any(len(request.want) for request in requests) or is_below or lm.recurrent_layers.are_last
+    way.last = -1 if at_end else _last(lm, requests, way.layers)
+    try:
+        if lm.direct_forward is None:
+            return call(lm.model, ids, pos, want, device=lm.entry, its_pass=way), way.hidden_states
+        gave = lm.direct_forward(ids, pos, want, way, way.layers, way.hidden)
+        if not is_below:
+            return gave, way.hidden_states
+        way.hidden = gave
+    except StopForward:
+        pass
+    return torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device), way.hidden if is_below else None
+
+
+def _last(lm: LM, requests: Sequence[ForwardRequest], layers: range) -> int:
+    """Return the last of these layers whose output is needed."""
+    storing = () if any(request.record_queries for request in requests) else (i for i in lm.storing if i in layers)
+    return max(storing, default=layers.stop - 1)
 
 
 def state_shim(requests: Sequence[ForwardRequest], plain: CacheShim) -> StateCacheShim:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.constraint import Constraint
     from kvcli.kv.recurrent_state import RecurrentStates
-    from kvcli.kv.slots import Attendable, CacheReader
+    from kvcli.kv.slots import CacheReader
+    from kvcli.kv.views.view import CompactView
 
 # Rows: the tokens of one forward pass, laid out as a draft tree followed by lookahead rows.
 
@@ -223,7 +224,7 @@ class ForwardRequest:
     lm: LM
     rows: Rows
     cache: CacheReader  # KV that the rows of the draft tree attend to
-    view: Attendable | None = None  # KV that lookahead rows attend to; None = `cache`
+    view: CompactView | None = None  # KV that lookahead rows attend to; None = `cache`
     want: Sequence[int] = ()  # rows whose logits are computed; if tokens are sampled, all tree rows come first
     draw: SamplingContext | None = None  # how the token after each tree row is sampled; None = no sampling
     logits_hook: LogitsHook | None = None  # computes further numbers from the logits of each wanted row, for the host

@@ -24,18 +24,26 @@ from kvcli.engine.stats import Step
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.slots import AttentionParams, KVCache, Usage
-from kvcli.kv.views.uncaptured import UncapturedReader
+from kvcli.kv.tiers.device_tables import DeviceCache
+from kvcli.kv.views.borrowing import BorrowingReader
 
 _WIDER = 2  # tokens; the assistant's window is inclusive and counted from the newest slot, one before its rows
 
 
-class BorrowedCache(UncapturedReader):
+class BorrowedCache(BorrowingReader):
     """KV cache of the target model as read by another model: each layer reads one target layer, and no new KV."""
 
-    why_not = "the assistant reads the KV cache of the target model"
+    def __init__(self, kv: KVCache, layers: Sequence[int], rows: int) -> None:
+        """`rows`: rows of the pass over it."""
+        self._kv, self._layers, self._rows, self.dtype = kv, layers, rows, kv.dtype
 
-    def __init__(self, kv: KVCache, layers: Sequence[int]) -> None:
-        self._kv, self._layers, self.dtype = kv, layers, kv.dtype
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
+        """Return the device tables of the target layers, without new KV."""
+        tables = self._kv.device_tables(0, more)
+        layers = [tables.layers[layer] for layer in self._layers if tables.layers]
+        below = [tables.below[layer] for layer in self._layers if tables.below]
+        sees = [()] * self._rows
+        return replace(tables, layers=layers, below=below, owners=(), sees=sees, wider=_WIDER)
 
     def attend(
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
@@ -108,7 +116,7 @@ class AssistantHead(HiddenStateHead):
         assert self._context is not None, "no KV cache is bound"
         n = len(ids)
         rows = Rows(ids, [self.length - 1] * n, tree_mask=None, tree=n, parent=())
-        of = self._head, rows, BorrowedCache(self._context.cache, self._layers)
+        of = self._head, rows, BorrowedCache(self._context.cache, self._layers, n)
         result = yield ForwardRequest(*of, want=range(n), logits_hook=top, hidden=states, record_hidden_states=True)
         assert result.hidden is not None
         return [result.hook_output(i) for i in range(n)], result.hidden.clone()

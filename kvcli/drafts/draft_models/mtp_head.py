@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
+    from kvcli.kv.tiers.draft_buffers import DraftBuffers
 
 MOST = 256  # hidden states waiting for the head's next pass; older ones become a hole
 
@@ -41,6 +42,7 @@ class MtpHead(HiddenStateHead):
     def discard_cache(self) -> None:
         """Discard the stored KV, which may be incomplete, and all hidden states."""
         self._kv = Dense(self._head.shapes, self._head.dtype, self._head.device)
+        self._buffers: DraftBuffers | None = None
         self._end = 0  # no position is stored from this one on
         self._at: list[int] = []  # positions waiting for the head's pass, rising
         self._states = torch.empty(0)  # [len(at), E], of the tokens before these, in the model's dtype
@@ -108,13 +110,15 @@ class MtpHead(HiddenStateHead):
         at, states = self._at, self._states
         rows = Rows([self._text[p] for p in at], at, tree_mask=None, tree=len(at), parent=())
         result = yield ForwardRequest(
-            self._head, rows, self._kv, want=[len(at) - 1], logits_hook=top, hidden=states, record_hidden_states=True
-        )
+            self._head, rows, self._kv, want=[len(at) - 1], logits_hook=top, hidden=states, record_hidden_states=True,
+            grows=self.limit - at[0],
+        )  # fmt: skip
         assert result.hidden is not None
         commit(self._kv, rows, result, range(len(at)))
         self._end, self._last, self._grown = at[-1] + 1, states[-1:], result.hidden.clone()
         self._at, self._states = [], states[:0]
-        self._ahead = DraftTreeKV(self._head, self._kv, self.length)
+        self._ahead = DraftTreeKV(self._head, self._kv, self.length, buffers=self._buffers)
+        self._buffers = self._ahead.buffers
         return [result.hook_output(0)]
 
     def _hear_again(self) -> Passes[None]:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import DraftTreeKV
-from kvcli.kv.views.uncaptured import UncapturedReader
+from kvcli.kv.tiers.device_tables import DeviceCache
+from kvcli.kv.views.borrowing import BorrowingReader
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from kvcli.engine.stats import Step
     from kvcli.kernels.attend_invariant import NewRows
     from kvcli.kernels.merge_attention import PartialAttention
-    from kvcli.kv.slots import Attendable, AttentionParams, Usage
+    from kvcli.kv.slots import AttentionParams, KVCache, Usage
+    from kvcli.kv.tiers.draft_buffers import DraftBuffers
+    from kvcli.kv.views.view import CompactView
 
 _NEWEST = 64  # tokens that are remembered
 
@@ -41,6 +44,7 @@ class SelfDraftModel:
     def __init__(self, lm: LM, skipping: LayerSkip) -> None:
         self.lm, self._skipping = lm, skipping
         self.length = 0
+        self._buffers: DraftBuffers | None = None
         self._newest: list[int] = []  # newest tokens, by which skipped layers are chosen
         self._context: DraftContext | None = None
         self._ahead: DraftTreeKV | None = None  # the running draft, the pending token first
@@ -101,7 +105,8 @@ class SelfDraftModel:
         view, kv = self._context.view, self._context.cache
         past = DraftCacheView(kv if view is None else view, kv.dtype)
         yield from self._skipping.improve(kv, past, self._newest, self.length)
-        self._ahead = DraftTreeKV(self.lm, past, self.length - 1)
+        self._ahead = DraftTreeKV(self.lm, past, self.length - 1, buffers=self._buffers)
+        self._buffers = self._ahead.buffers
         return (yield from self._ahead.grow(self._newest[-1:], [-1], top, self._skipping.runs))
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Passes[list[list[float]]]:
@@ -110,13 +115,15 @@ class SelfDraftModel:
         return (yield from self._ahead.grow(ids, [parent + 1 for parent in parents], top, self._skipping.runs))
 
 
-class DraftCacheView(UncapturedReader):
+class DraftCacheView(BorrowingReader):
     """Cache view for draft rows: the cache may show them fewer bits or slots, because they are verified later."""
 
-    why_not = "self-drafting reads a part of the KV cache"
-
-    def __init__(self, cache: Attendable, dtype: torch.dtype) -> None:
+    def __init__(self, cache: KVCache | CompactView, dtype: torch.dtype) -> None:
         self.dtype, self._cache = dtype, cache
+
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
+        """Return the device tables of the cache, in which draft rows are not stored."""
+        return replace(self._cache.device_tables(0, more), owners=())
 
     def attend(
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import DraftContext
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.stats import Step
+    from kvcli.kv.tiers.draft_buffers import DraftBuffers
 
 CHUNK = 512  # tokens of one prefill pass
 CHECKPOINTS = 4  # saved recurrent states, if the model has recurrent layers
@@ -56,6 +57,7 @@ class SeparateDraftModel:
         self._sinks, self._newest = sinks, working - sinks if working else math.inf
         self._turns: Sequence[Rotary | None] | None = rotaries(lm) if closes and working else None
         self._layers = [layer for layer, shape in enumerate(lm.shapes) if shape.shared_from is None]
+        self._buffers: DraftBuffers | None = None
         self._text: list[int] = []
         self.discard_cache()
 
@@ -167,8 +169,10 @@ class SeparateDraftModel:
         """Return the hook output of draft rows after the sequence, which must be covered."""
         if self._guessed is None:
             states = self._states if self.lm.recurrent_layers else None
-            self._guessed = DraftTreeKV(self.lm, self._kv, self._n - self._gap, states)
-        return (yield from self._guessed.grow(self._known(ids), parents, top))
+            self._guessed = DraftTreeKV(self.lm, self._kv, self._n - self._gap, states, self._buffers)
+        found = yield from self._guessed.grow(self._known(ids), parents, top)
+        self._buffers = self._guessed.buffers
+        return found
 
     def _known(self, ids: Sequence[int]) -> list[int]:
         # padding ids of the other vocabulary have no embedding in this model
@@ -181,8 +185,9 @@ class SeparateDraftModel:
         wanted = range(n - want, n)
         logits_hook = top if want else None
         result = yield ForwardRequest(
-            self.lm, rows, self._kv, want=wanted, logits_hook=logits_hook, states=self._states, is_prompt=not want
-        )
+            self.lm, rows, self._kv, want=wanted, logits_hook=logits_hook, states=self._states, is_prompt=not want,
+            grows=int(max(0, min(self._sinks + self._newest, self.lm.limit) - self._kv.n_slots(self._layers[0]))),
+        )  # fmt: skip
         commit(self._kv, rows, result, range(n))
         self._n += n
         return [result.hook_output(i) for i in range(want)]

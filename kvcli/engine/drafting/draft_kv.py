@@ -8,6 +8,7 @@ bits are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,10 @@ from kvcli.engine.forward_request import ForwardRequest, ForwardResult, LogitsHo
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.recurrent_state import RecurrentStates, StateCheckpoint
-from kvcli.kv.views.uncaptured import UncapturedReader
+from kvcli.kv.slots import empty
+from kvcli.kv.tiers.device_tables import MOST_ROWS, DeviceCache
+from kvcli.kv.tiers.draft_buffers import DraftBuffers
+from kvcli.kv.views.borrowing import BorrowingReader
 
 if TYPE_CHECKING:
     from kvcli.engine.forward_request import SamplingContext
@@ -26,15 +30,25 @@ if TYPE_CHECKING:
     from kvcli.kv.slots import AttentionParams, CacheReader, KVCache
 
 
-class DraftTreeKV(UncapturedReader):
+class DraftTreeKV(BorrowingReader):
     """The KV of a draft tree. It grows by passes, whose rows attend to `cache` and to their ancestors in the tree."""
 
-    why_not = "draft tokens are stored outside the KV cache"
-
-    def __init__(self, lm: LM, cache: CacheReader, at: int, states: RecurrentStates | None = None) -> None:
+    def __init__(
+        self,
+        lm: LM,
+        cache: CacheReader,
+        at: int,
+        states: RecurrentStates | None = None,
+        buffers: DraftBuffers | None = None,
+    ) -> None:
         """`cache`: KV that all rows attend to, at positions below `at`; it may not change while the tree grows.
-        `states`: the recurrent states after it; with them the rows of a pass must form a chain."""
+        `states`: the recurrent states after it; with them the rows of a pass must form a chain. `buffers`: those of the
+        drafter, so that captured passes of its earlier trees serve this one."""
         self._lm, self._cache, self._at, self._states = lm, cache, at, states
+        stored = ((layer, lm.shapes[layer]) for layer in lm.storing)
+        self.buffers = buffers or DraftBuffers({i: empty(of, cache.dtype, of.device or lm.device) for i, of in stored})
+        self._sees: list[list[int]] = []  # by row of the running pass, the rows that it attends to
+        self._commit_rows: Callable[[Sequence[int]], None] | None = None  # as in ForwardResult, of the newest pass
         # by row: state update of its pass, states, number of rows of the pass to apply
         self._folds: list[tuple[Callable[[int], None], RecurrentStates, int]] = []
         self.dtype = cache.dtype
@@ -45,8 +59,6 @@ class DraftTreeKV(UncapturedReader):
         self._tree_mask = torch.empty(0)  # [n, M + n] bool, of the running pass: rows that its rows attend to
         self._masks: dict[int | None, Tensor] = {}  # by window, on the device
         self._sent: dict[Any, Any] = {}  # as in ForwardPass
-        self._stored: dict[int, tuple[Tensor, Tensor]] = {}  # by layer that stores, k [K, M, D] and v [K, M, E]
-        self._grown: dict[int, tuple[Tensor, Tensor]] = {}  # `_stored` with the rows of the running pass
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -78,8 +90,9 @@ class DraftTreeKV(UncapturedReader):
         for row, parent in enumerate(parents):
             above.append([*(above[parent] if parent >= 0 else ()), n_before + row])
             tree_mask[row, above[-1]] = True
-        self._tree_mask, self._masks, self._grown, self._sent = torch.from_numpy(tree_mask), {}, {}, {}
-        self._pos = [self._at + len(seen) - 1 for seen in above]
+        self._tree_mask, self._masks, self._sent = torch.from_numpy(tree_mask), {}, {}
+        self.buffers = self.buffers.grown(len(above))
+        self._pos, self._sees = [self._at + len(seen) - 1 for seen in above], above[n_before:]
         no_parents = (-1,) * n  # these rows are never verified
         states = None if self._states is None else self._behind(parents[0], self._states)
         assert states is None or [*parents[1:]] == [*range(n_before, n_before + n - 1)], "draft tokens are no chain"
@@ -104,8 +117,14 @@ class DraftTreeKV(UncapturedReader):
             self._folds += [(result.fold, states, i + 1) for i in range(n)]
         self.ids += ids
         self.parents += parents
-        self._above, self._stored = above, self._grown
+        self._above, self._commit_rows = above, result.commit_rows
         return result
+
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
+        """Return the device tables of the KV cache, with the buffers in which captured passes keep the tree."""
+        tables = self._cache.device_tables(MOST_ROWS, more)  # so many may be committed
+        self.buffers = self.buffers.grown(len(self._pos) - len(self._sees) + rows)
+        return replace(tables, tree=self.buffers, tree_pos=self._pos, sees=self._sees)
 
     def attend(
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
@@ -115,10 +134,9 @@ class DraftTreeKV(UncapturedReader):
         assert own is not None, "the new KV of the rows is missing"
         source = self._lm.shapes[layer].shared_from
         holder = layer if source is None else source
-        if holder not in self._grown:
-            k, v = self._stored.get(holder, (own.k[:, :0], own.v[:, :0]))
-            self._grown[holder] = torch.cat([k, own.k], 1), torch.cat([v, own.v], 1)
-        k, v = self._grown[holder]
+        n, (k, v) = len(self._pos), self.buffers.kv[holder]
+        k, v = k[:, :n], v[:, :n]
+        k[:, len(self) :], v[:, len(self) :] = own.k, own.v
         mask = self._mask_on_device(params.window, q)
         # `dataclasses.replace` takes four times as long
         both = NewRows(k, v, self._pos, self._tree_mask, mask, own.sink, own.before, self._sent)
@@ -160,13 +178,16 @@ class DraftTreeKV(UncapturedReader):
 
     def held(self, path: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor, int]]:
         """Return keys and values of these rows in order, by layer, and their first position (`SequenceState.adopt`)."""
-        for layer, (k, v) in self._stored.items() if path else ():
+        for layer, (k, v) in self.buffers.kv.items() if path else ():
             at = torch.tensor(path, device=k.device)
             yield layer, k.index_select(1, at), v.index_select(1, at), self._at
 
     def commit_path(self, kv: KVCache, path: Sequence[int]) -> None:
-        """Commit the KV of these rows."""
-        for layer, k, v, at in self.held(path):
-            kv.append(layer, k, v, at)
+        """Commit the KV of these rows, to the KV cache that they attended to."""
+        if self._commit_rows is not None and 0 < len(path) <= MOST_ROWS:
+            self._commit_rows(path)
+        else:
+            for layer, k, v, at in self.held(path):
+                kv.append(layer, k, v, at)
         if self._states is not None and path:
             self._states.advance(self._known(path[-1]))

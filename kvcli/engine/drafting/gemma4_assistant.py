@@ -17,7 +17,7 @@ from kvcli.engine.hf.cache_shim import target_hidden_states
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.model_probe import quiet
 from kvcli.engine.loading import weights
-from kvcli.engine.loading.open_lm import wrap_lm
+from kvcli.engine.loading.open_lm import capture_like, wrap_lm
 from kvcli.errors import BadModel
 from kvcli.models.checkpoint import CheckpointFormat
 from kvcli.models.family import read_config
@@ -122,7 +122,8 @@ def wrap_layers(target: LM, assistant: Any, **about: Any) -> LM:
     model."""
     name = about.setdefault("id", "assistant")
     _refuse_misfit(target, assistant.config, name)
-    return wrap_lm(Assistant(assistant, target.model.get_input_embeddings()), device=target.device, **about)
+    head = Assistant(assistant, target.model.get_input_embeddings())
+    return capture_like(wrap_lm(head, device=target.device, **about), target)
 
 
 def _refuse_misfit(target: LM, config: Any, name: str) -> None:

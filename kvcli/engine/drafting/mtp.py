@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from kvcli.engine.hf.cache_shim import target_hidden_states
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.model_probe import quiet
-from kvcli.engine.loading.open_lm import wrap_lm
+from kvcli.engine.loading.open_lm import capture_like, wrap_lm
 from kvcli.errors import BadModel
 from kvcli.kv.out_of_memory import CacheFull, as_cache_full
 from kvcli.models.refusals import blame_files
@@ -83,7 +83,8 @@ def mtp_of(lm: LM) -> LM:
 
 def wrap_layers(lm: LM, layers: MtpModel) -> LM:
     """Wrap layers that are built already. Raises BadModel if their attention is not supported."""
-    return wrap_lm(Mtp(layers), id=f"{lm.info.id} (MTP)", path=lm.info.path, revision=lm.info.revision)
+    name, info = f"{lm.info.id} (MTP)", lm.info
+    return capture_like(wrap_lm(Mtp(layers), id=name, path=info.path, revision=info.revision), lm)
 
 
 def _name_layers(config: Any) -> None:

@@ -151,7 +151,7 @@ def call(
     model: Any,
     ids: Sequence[int] | Tensor,
     pos: Sequence[int] | Tensor | None = None,
-    want: Sequence[int] | None = None,
+    want: Sequence[int] | Tensor | None = None,
     *,
     device: torch.device | None = None,
     its_pass: RunningPass | None = None,

@@ -19,7 +19,7 @@ from kvcli.engine.sequence.commit import commit
 from kvcli.errors import BadModel
 from kvcli.kv.slots import AttentionParams, layer_groups
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.views.uncaptured import PositionMaskedCache
+from kvcli.kv.views.borrowing import PositionMaskedCache
 from kvcli.models.refusals import blame_files
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def verify_partial_passes(lm: LM) -> None:
         rows = Rows.chain(torch.randint(0, lm.vocab, (n,), generator=noise).tolist(), 0)
         nothing, want = Dense(lm.shapes, lm.dtype, lm.device), range(n_read, n)
         with blame_files(lambda why: _unstopped(kind, why)):
-            (first,) = run([ForwardRequest(lm, rows, nothing, layers=layers[0])])
+            (first,) = run([ForwardRequest(lm, rows, nothing, layers=layers[0], is_prompt=True)])
             if first.hidden is None:
                 raise _unstopped(kind, "a pass through its first layer alone does not stop")
             whole = _Hiding(ForwardRequest(lm, rows, nothing, want=want), stop, on)
@@ -88,10 +88,10 @@ def _stopping(lm: LM, rows: Rows, want: range, stop: int, on: Sequence[int]) -> 
         yield from prompt.step()
     late, hidden = rows.only(prompt.stopped[stop][0]), prompt.stopped[stop][1]
     for layers in (each for each in layer_groups(lm.shapes) if each.start >= stop):
-        made = yield ForwardRequest(lm, late, PositionMaskedCache(kv), layers=layers, hidden=hidden)
+        made = yield ForwardRequest(lm, late, PositionMaskedCache(kv), layers=layers, hidden=hidden, is_prompt=True)
         commit(kv, late, made, range(late.n_rows))
         hidden = hidden if made.hidden is None else made.hidden
-    result = yield ForwardRequest(lm, rows.only(want), kv, want=range(len(want)))
+    result = yield ForwardRequest(lm, rows.only(want), kv, want=range(len(want)), is_prompt=True)
     return result.logits
 
 

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from kvcli import environment
 from kvcli.engine import forward
-from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, CudaGraphs
+from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, CudaGraphs, captured_passes
 from kvcli.engine.hf import model_settings
 from kvcli.engine.hf.fused_experts import serve_experts_
 from kvcli.engine.hf.fused_layers import direct_forward_of, fuse_
@@ -267,6 +267,13 @@ def is_invariant(lm: LM) -> bool:
     """True if a test of the first and last layers finds the model batch invariant, on the threads now in use."""
     with reduced_model(lm, list(() if lm.recurrent_layers else lm.layers or ())):
         return not is_batch_variant(lm)
+
+
+def capture_like(head: LM, target: LM) -> LM:
+    """Enable captured passes of a draft head if its target model has them. Return the head."""
+    if captured_passes(target) is not None:
+        enable_graph_capture(head, "auto")
+    return head
 
 
 def enable_graph_capture(lm: LM, graphs: str) -> None:

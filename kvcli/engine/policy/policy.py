@@ -145,6 +145,8 @@ class Policy:
 class PerLayerPolicy(Policy):
     """A policy that selects the slots of each layer independently, as a cache view of lookahead rows requires."""
 
+    reads_queries: ClassVar[bool] = False  # in a cache view, it selects by the queries of the running pass
+
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
         """Return which slots of one layer to keep, bool [K, S]."""
         raise NotImplementedError

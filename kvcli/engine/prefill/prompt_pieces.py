@@ -17,10 +17,10 @@ from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.recurrent_state import RecurrentStates
 from kvcli.kv.slots import AttentionParams
-from kvcli.kv.views.uncaptured import UncapturedReader
+from kvcli.kv.views.borrowing import BorrowingReader
 
 
-class PromptPieces(UncapturedReader):
+class PromptPieces(BorrowingReader):
     """The pieces of one prompt request, and the KV cache with the earlier pieces, which the rows of a piece attend
     to."""
 

@@ -156,8 +156,12 @@ class Dense:
         return compact(before, ~mask) if has_lost else empty_like(before)
 
     def put(self, layer: int, slots: Slots) -> None:
-        """Replace the slots of a layer. The tier keeps the given tensors."""
-        self._hold(layer, self._own(layer, slots))
+        """Replace the slots of a layer. The tier keeps the given tensors, if no pass was captured over the layer."""
+        own = self._own(layer, slots)
+        if self._slabs[layer].refill(own):
+            self.changes += 1
+        else:
+            self._hold(layer, own)
 
     def crop(self, n: int) -> None:
         """Remove every slot at position n or later, to rewind the sequence. The memory stays allocated."""

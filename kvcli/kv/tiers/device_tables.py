@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend_invariant.tables import Table, uploaded
 from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.tiers.draft_buffers import DraftBuffers
 
 AHEAD = 4  # least steps by which a layer grows for captured passes, if that many slots can follow
 MOST_ROWS = 64  # most rows of a captured pass; capacity for them follows the stored slots
@@ -83,15 +84,14 @@ class DeviceCache:
     # by layer: its slots in lower tiers, the lowest first; attention to them is merged with that to the top, in this
     # order. () = there is no lower tier
     below: Sequence[Sequence[LowerLayer]] = ()
+    tree: DraftBuffers | None = None  # draft tree that the rows of the pass belong to
+    tree_pos: Sequence[int] = ()  # positions of its rows, those of the pass last
+    # by row of the pass, the rows of the tree that it attends to, in order; None = those that the request says
+    sees: Sequence[Sequence[int]] | None = None
+    wider: int = 0  # positions by which windows are wider
 
     def tables(self) -> Iterator[DeviceLayer | LowerLayer]:
         """Yield the tables of all layers; a captured pass is valid as long as these objects exist."""
         yield from self.layers
         for lower in self.below:
             yield from lower
-
-    def ran(self, n: int) -> None:
-        """Count n slots that the device is about to store."""
-        for layer in self.owners:
-            lying = self.layers[layer]
-            lying.lengths = [length + n for length in lying.lengths]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Slots, Usage, attend_new_only, compact
 from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.device_tables import DeviceCache
 
 Pick = Callable[[int, Tensor, Slots], Tensor]  # layer, q [H, N, D], slots -> keep mask [K, S]
 
@@ -26,8 +28,11 @@ class CompactView:
 
     STEP = 64  # slots by which a layer of the copy grows
 
-    def __init__(self, store: KVCache, pick: Pick, every: int, shapes: Sequence[LayerShape]) -> None:
-        self._store, self._pick, self._every = store, pick, every
+    def __init__(
+        self, store: KVCache, pick: Pick, every: int, shapes: Sequence[LayerShape], by_queries: bool = True
+    ) -> None:
+        """`by_queries`: `pick` reads the queries."""
+        self._store, self._pick, self._every, self._by_queries = store, pick, every, by_queries
         self._shapes, n_layers = shapes, len(shapes)
         device = store.slots(0).k.device
         self._copy = Dense([replace(shape, shared_from=None) for shape in shapes], store.dtype, device, step=self.STEP)
@@ -38,20 +43,41 @@ class CompactView:
 
     def rebind(self, store: KVCache) -> CompactView:
         """Return a view with the same selection rule over another KV cache, with no slots copied yet."""
-        return CompactView(store, self._pick, self._every, self._shapes)
+        return CompactView(store, self._pick, self._every, self._shapes, self._by_queries)
+
+    def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
+        """Return the device tables of the copy, with capacity for `rows` more; slots are selected again if due."""
+        if self._by_queries and any(map(self._is_due, range(len(self._shapes)))):
+            return DeviceCache(why_not="the cache view is selected by the queries of the pass (spec.view)")
+        for layer in range(len(self._shapes)):
+            self._refresh(layer)
+        tables = self._copy.device_tables(rows, self._every)
+        return replace(tables, grew=partial(self._grew, tables.grew))
+
+    def _is_due(self, layer: int) -> bool:
+        is_stale = self._store.changes != self._changes[layer]
+        return is_stale or self._store.n_slots(layer) - self._chosen[layer] >= self._every
+
+    def _refresh(self, layer: int, q: Tensor | None = None) -> None:
+        n = self._store.n_slots(layer)
+        if n and self._is_due(layer):
+            slots = self._store.slots(layer)
+            self._choose(layer, slots.k[:, :0] if q is None else q, slots)
+        elif n > self._seen[layer]:
+            self._join(layer, self._store.newest(layer, n - self._seen[layer]))
+
+    def _grew(self, grew: Callable[[int, int], None], n: int, start: int) -> None:
+        grew(n, start)
+        self._seen = [seen + n for seen in self._seen]
+        self._end = [start + n] * len(self._end)
 
     def attend(
         self, layer: int, q: Tensor, params: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
         """Return partial attention of q [H, N, D] at positions pos [N] over kept slots and new KV."""
-        n = self._store.n_slots(layer)
-        if not n:
+        if not self._store.n_slots(layer):
             return attend_new_only(q, params, own)
-        is_stale = self._store.changes != self._changes[layer]
-        if is_stale or n - self._chosen[layer] >= self._every:
-            self._choose(layer, q, self._store.slots(layer))
-        elif n > self._seen[layer]:
-            self._join(layer, self._store.newest(layer, n - self._seen[layer]))
+        self._refresh(layer, q)
         return self._copy.attend(layer, q, params, pos, own)
 
     def usage(self) -> list[Usage]:

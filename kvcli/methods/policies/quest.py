@@ -33,6 +33,7 @@ class Quest(PerLayerPolicy):
     recent: Annotated[int, Range(1)] = 64  # newest tokens, always read
 
     splits_heads: ClassVar[bool] = True
+    reads_queries: ClassVar[bool] = True
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
         """Select by the current queries; in a cache view these are the queries of the running forward pass."""

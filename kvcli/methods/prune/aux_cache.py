@@ -19,7 +19,7 @@ from kvcli.engine.prefill.layerwise import ActiveRows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kv.slots import Usage, layer_groups
 from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
-from kvcli.kv.views.uncaptured import PositionMaskedCache
+from kvcli.kv.views.borrowing import PositionMaskedCache
 from kvcli.methods.prune.pruned_prefill import PrunedPrefill
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from kvcli.kernels.attend_invariant import WIDEST, NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.slots import AttentionParams, LayerShape, attend_new_only, layer_groups
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.views.uncaptured import UncapturedReader
+from kvcli.kv.views.borrowing import BorrowingReader
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
@@ -140,7 +140,7 @@ def _off(now: Tensor, was: Tensor, over: tuple[int, ...]) -> Tensor:
     return (wide - was.float()).square().mean(over) / wide.square().mean().clamp_min(1e-30)
 
 
-class KVOverlay(UncapturedReader):
+class KVOverlay(BorrowingReader):
     """A KV cache with extra KV. Rows attend to all slots of the cache, and to the extra tokens older than themselves as
     if their pass had computed them."""
 

@@ -13,7 +13,7 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.slots import AttentionParams, Slots, attend_new_only, compact, visible
-from kvcli.kv.views.uncaptured import UncapturedReader
+from kvcli.kv.views.borrowing import BorrowingReader
 
 Pick = Callable[[Slots, LayerContext], Tensor]  # one layer -> slots to keep [K, S]
 
@@ -46,7 +46,7 @@ class Replay:
         return made.logits.to(torch.promote_types(made.logits.dtype, torch.float32)).log_softmax(-1)
 
 
-class SlotsBeforeView(UncapturedReader):
+class SlotsBeforeView(BorrowingReader):
     """Cache view of the slots before position `end` that `pick` selects (default: all). Such passes never commit."""
 
     why_not = "the policy cannot select tokens to replay"

@@ -1,4 +1,4 @@
-"""Readers of a KV cache whose passes are not captured, such as those of rows between stored tokens."""
+"""Readers of another object's slots, such as those of rows between stored tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvcli.kv.tiers.device_tables import DeviceCache
 ROWS = 64  # rows whose masks over all slots are made at once
 
 
-class UncapturedReader:
-    """Base of readers of another object's slots, whose passes are not captured."""
+class BorrowingReader:
+    """Base of readers of another object's slots."""
 
-    why_not: str  # reason why its passes are not captured
+    why_not = ""  # reason why its passes are not captured, if they are not
     batch_variant_reason = "it reads another object's slots"
 
     def device_tables(self, rows: int, more: int = 0) -> DeviceCache:
@@ -31,7 +31,7 @@ class UncapturedReader:
         return []
 
 
-class PositionMaskedCache(UncapturedReader):
+class PositionMaskedCache(BorrowingReader):
     """A KV cache for rows that may be older than stored slots: each row attends only to positions before its own."""
 
     why_not = "revived tokens are older than stored ones"
