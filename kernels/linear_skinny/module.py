@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvcli.kernels import triton_support
 from kvcli.kernels.linear_quantized import Codes, PackedLinear, codes_of
-from kvcli.kernels.linear_skinny import Weight, linear_skinny, of_packed, pack_nf4, reference, why_not
+from kvcli.kernels.linear_skinny import Weight, linear_skinny, of_packed, pack_nf4, plain, reference, why_not
 from kvcli.kernels.moe_linear import Stack
 from kvcli.kernels.moe_linear.tensor import Experts
 
@@ -21,27 +21,31 @@ BLOCK = 64  # inputs per nf4 scale
 class SkinnyLinear(nn.Linear):
     """Plain layer on the kernels. Its weight is unchanged and may be shared with an embedding."""
 
+    arrivals: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
-        return linear_skinny(x, Weight("plain", (self.out_features, self.in_features), self.weight), self.bias)
+        shape = (self.out_features, self.in_features)
+        return linear_skinny(x, Weight("plain", shape, self.weight, self.arrivals), self.bias)
 
 
 class SkinnyPacked(nn.Module):
     """Quantized layer on the kernels."""
 
     data: Tensor
+    arrivals: Tensor
     scale: Tensor
 
     def __init__(self, weight: Weight, bias: Tensor | None) -> None:
         super().__init__()
         self.kind, self.group = weight.kind, weight.group
         self.out_features, self.in_features = weight.shape
-        self.register_buffer("data", weight.data)
-        self.register_buffer("scale", weight.scale)
+        for name in ("data", "arrivals", "scale"):
+            self.register_buffer(name, getattr(weight, name))
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         shape = (self.out_features, self.in_features)
-        return linear_skinny(x, Weight(self.kind, shape, self.data, self.scale, self.group), self.bias)
+        return linear_skinny(x, Weight(self.kind, shape, self.data, self.arrivals, self.scale, self.group), self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.kind}"
@@ -59,6 +63,7 @@ def lay_out_skinny_(root: nn.Module, done_with: Callable[[Tensor], object] = lam
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear and not why_not(layer.weight):
                 layer.__class__ = SkinnyLinear
+                layer.register_buffer("arrivals", plain(layer.weight).arrivals, persistent=False)
             elif (weight := packed_of(layer)) is not None:
                 setattr(parent, name, SkinnyPacked(weight, layer.bias))  # type: ignore[arg-type]
                 done_with(layer.data if isinstance(layer, PackedLinear) else layer.weight)  # type: ignore[arg-type]
@@ -106,7 +111,7 @@ def of_bitsandbytes(data: Tensor, state: Any) -> tuple[Tensor, Tensor]:
 class SkinnyCodes:
     """Weights of all experts, each in the order of the kernels."""
 
-    stack: Stack  # data and scale
+    stack: Stack  # data, arrivals and scale
     like: Weight  # the first expert's
 
     @classmethod
@@ -115,11 +120,10 @@ class SkinnyCodes:
         n = len(codes)
         like = of_packed(codes[0])
         stack = Stack.of((of_packed(codes[e]).tensors for e in range(n)), n)
-        return cls(stack, replace(like, data=stack.tensors[0][0], scale=stack.tensors[1][0]))
+        return cls(stack, like.of(t[0] for t in stack.tensors))
 
     def __getitem__(self, expert: int) -> Weight:
-        data, scale = self.stack.tensors
-        return replace(self.like, data=data[expert], scale=scale[expert])
+        return self.like.of(t[expert] for t in self.stack.tensors)
 
     @property
     def memory(self) -> Tensor:
