@@ -27,6 +27,8 @@ AN_SM = 8  # programs of a multiprocessor at least, so that enough loads are und
 # Triton releases differ in fusing a product and a sum. It is off here, and tl.fma is used where it is meant. Stages
 # would take loads through shared memory.
 OPTIONS = {"num_warps": 2, "num_stages": 1, "enable_fp_fusion": False}
+# Registers by rows of a tile: 14, 9 and 6 programs of a multiprocessor. Unbound, ptxas spills some for still more
+REGISTERS = {8: 72, 16: 112, 32: 168}
 # Inputs of a register of the first operand: Triton 3.6 doubles them behind `join`. Both have the same numbers.
 WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
 
@@ -47,7 +49,7 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None, sk: int = 0, dtype: torch.
     linear_kernel[(triton.cdiv(n, BLOCK), sk, triton.cdiv(m, tile))](
         x, w.data, _scales(w, x), _book(x.device, x.dtype), _or(bias, x), parts, w.arrivals, y, m, n,
         K=k, STEP=w.step, BM=tile, SK=sk, KIND=w.kind, HAS_BIAS=bias is not None, ABOVE=ptx.ABOVE[x.dtype],
-        PTX=x.is_cuda, WIDTH=2 if w.kind == "plain" else WIDTH, **OPTIONS,
+        PTX=x.is_cuda, WIDTH=2 if w.kind == "plain" else WIDTH, maxnreg=REGISTERS[tile], **OPTIONS,
     )  # fmt: skip
     return y
 
@@ -119,13 +121,13 @@ def linear_kernel(
         b_x = tl.reshape(b_x, [UNITS, NT, WARPS, 8, 4, 2, 2, 2])  # unit, eight, warp, row | lane's 16 bytes: half, pair, e
         b_w = _numbers(p_w, p_book, block, step, N, K, UNITS, dtype, KIND, PTX)
         # warp | of outputs: two eights, output | of inputs: unit, half, pair, eight, e
+        b_n = tl.reshape(tl.permute(b_x, (2, 0, 5, 6, 4, 7, 1, 3)), [WARPS, STEP, BM])
         if WIDTH == 2:
-            b_w = tl.permute(b_w, (1, 4, 5, 2, 0, 6, 7, 3, 8))
-            b_x = tl.permute(b_x, (2, 0, 5, 6, 4, 7, 1, 3))
+            b_w, b_x = tl.permute(b_w, (1, 4, 5, 2, 0, 6, 7, 3, 8)), b_n
         else:
             b_w = tl.permute(b_w, (1, 4, 5, 2, 0, 6, 3, 7, 8))
-            b_x = tl.permute(b_x, (2, 0, 5, 4, 6, 7, 1, 3))
-        b_w, b_x = tl.reshape(b_w, [WARPS, 32, STEP]), tl.reshape(b_x, [WARPS, STEP, BM])
+            b_x = tl.reshape(tl.permute(b_x, (2, 0, 5, 4, 6, 7, 1, 3)), [WARPS, STEP, BM])
+        b_w = tl.reshape(b_w, [WARPS, 32, STEP])
         if KIND == "plain" or KIND == "int8":
             b_sum = tl.dot(b_w, b_x, b_sum)
         else:
@@ -134,7 +136,7 @@ def linear_kernel(
             if KIND == "int4":
                 b_z = tl.fma(b_s, tl.full(b_s.shape, -(8.0 + ABOVE), tl.float32), b_z)
                 # the sums of the inputs, as a product with ones: in the order and the lanes of the others
-                b_one = tl.dot(tl.full([WARPS, 16, STEP], 1.0, dtype), b_x)
+                b_one = tl.dot(tl.full([WARPS, 16, STEP], 1.0, dtype), b_n)
                 b_one = tl.broadcast_to(tl.reshape(b_one, [WARPS, 1, 2, 8, NT, 4, 2]), b_y.shape)
                 b_y = tl.fma(b_one, _of_outputs(b_z, b_y), b_y)
     b_out = tl.reshape(b_sum if KIND == "plain" or KIND == "int8" else b_y, [BN, BM])

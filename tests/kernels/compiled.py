@@ -185,6 +185,8 @@ def _built(kernel: Any, variant: Variant, backend: str, arch: int | str) -> Any:
         raise ValueError(f"is compiled anew where {', '.join(loose)} is 1, or a multiple of 16: see do_not_specialize")
     source = ASTSource(kernel, signature, dict(variant.consts), {(i,): [["tt.divisibility", 16]] for i in known})
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": False}
+    if backend == "cuda":
+        options["maxnreg"] = variant.registers
     return build(source, target=GPUTarget(backend, arch, 32), options=options)
 
 
@@ -304,10 +306,10 @@ def _products_of_a_step(ttgir: str) -> float:
             open_loops.pop()
         if "scf.for" in line or "scf.while" in line:
             open_loops.append((depth, at))
-        dot = re.search(r"tt\.dot\b.*tensor<(\d+)x(\d+)x\w+,.*\* tensor<\d+x(\d+)x", line)
+        dot = re.search(r"tt\.dot\b.*tensor<(?:(\d+)x)?(\d+)x(\d+)x\w+,.*\* tensor<(?:\d+x)?\d+x(\d+)x", line)
         if dot:
-            m, k, n = map(int, dot.groups())
-            turns[open_loops[-1][1] if open_loops else -1] += max(1, m // 16) * max(1, n // 8) * (k // 16)
+            batch, m, k, n = (int(size or 1) for size in dot.groups())
+            turns[open_loops[-1][1] if open_loops else -1] += batch * max(1, m // 16) * max(1, n // 8) * (k // 16)
     return max(turns.values(), default=warps) / warps
 
 

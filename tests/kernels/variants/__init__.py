@@ -22,6 +22,7 @@ class Variant:
     consts: Mapping[str, Any]
     warps: int = 4
     stages: int = 2
+    registers: int | None = None  # `maxnreg` of the launch
     aligned: tuple[str, ...] = ()  # integers known to be multiples of 16; all pointers are
     budget: int | None = None  # instructions of a warp in a step of the innermost loop, on sm86; None = not held
     streams: bool = False  # reads gigabytes: loads have to be 16 bytes wide and go past the registers
