@@ -27,8 +27,8 @@ AN_SM = 8  # programs of a multiprocessor at least, so that enough loads are und
 # Triton releases differ in fusing a product and a sum. It is off here, and tl.fma is used where it is meant. Stages
 # would take loads through shared memory.
 OPTIONS = {"num_warps": 2, "num_stages": 1, "enable_fp_fusion": False}
-# Registers by rows of a tile: 14, 9 and 6 programs of a multiprocessor. Unbound, ptxas spills some for still more
-REGISTERS = {8: 72, 16: 112, 32: 168}
+# Registers of quantized weights by rows of a tile; unbound, ptxas spills some of them for more programs at once
+REGISTERS = {8: 72, 16: 104, 32: 168}
 # Inputs of a register of the first operand: Triton 3.6 doubles them behind `join`. Both have the same numbers.
 WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
 
@@ -49,7 +49,8 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None, sk: int = 0, dtype: torch.
     linear_kernel[(triton.cdiv(n, BLOCK), sk, triton.cdiv(m, tile))](
         x, w.data, _scales(w, x), _book(x.device, x.dtype), _or(bias, x), parts, w.arrivals, y, m, n,
         K=k, STEP=w.step, BM=tile, SK=sk, KIND=w.kind, HAS_BIAS=bias is not None, ABOVE=ptx.ABOVE[x.dtype],
-        PTX=x.is_cuda, WIDTH=2 if w.kind == "plain" else WIDTH, maxnreg=REGISTERS[tile], **OPTIONS,
+        PTX=x.is_cuda, WIDTH=2 if w.kind == "plain" else WIDTH,
+        maxnreg=None if w.kind == "plain" else REGISTERS[tile], **OPTIONS,
     )  # fmt: skip
     return y
 

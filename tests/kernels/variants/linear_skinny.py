@@ -34,7 +34,7 @@ def _linear(kind: str, rows: int, group: int = 0, x: str = "*bf16") -> Variant:
         consts=consts | {"PTX": True, "WIDTH": 2},
         warps=2,
         stages=1,
-        registers={8: 72, 16: 112, 32: 168}[rows],
+        registers=None if kind == "plain" else {8: 72, 16: 104, 32: 168}[rows],
         aligned=("N",),
         budget=dict(zip((8, 16, 32), BUDGETS[kind], strict=False)).get(rows) if step == own else None,
         streams=True,
