@@ -27,5 +27,6 @@ class Variant:
     budget: int | None = None  # instructions of a warp in a step of the innermost loop, on sm86; None = not held
     streams: bool = False  # reads gigabytes: loads have to be 16 bytes wide and go past the registers
     products: bool = False  # has matrix products: all variants of an op need the same layout of warps and instruction
+    straight: bool = False  # operands go from memory to the matrix units: threads exchange nothing in a step
     tile_bytes: int = 0  # that a step of the innermost loop reads of memory, of all warps; for the model of time
     archs: tuple[int, ...] = ARCHS
