@@ -1,13 +1,13 @@
 """Batch-invariant linear layers for few rows, in Triton: operands go from memory to the matrix units.
 
-The result is computed transposed, y^T [N, M] = W [N, K] x^T [K, M]: 16 outputs of the weight are the first operand of an
-instruction, 8 rows the second. A lane's 16 contiguous bytes of a weight are its part of that operand, and 16 contiguous
-bytes of a row are its part of the second, because the inputs of an instruction are permuted alike in both. So loops use
-no shared memory. Warps are the batch of a three-dimensional product: each has 32 outputs of its own.
+The result is computed transposed, y^T [N, M] = W [N, K] x^T [K, M]: 16 outputs of the weight are the first operand of
+an instruction, 8 rows the second. A lane's 16 contiguous bytes of a weight are its part of that operand, and 16
+contiguous bytes of a row are its part of the second, because the inputs of an instruction are permuted alike in both.
+So loops use no shared memory. Warps are the batch of a three-dimensional product: each has 32 outputs of its own.
 
 The inputs of an output are summed step by step within each of SK fixed ranges. The last program of a block to finish
-adds the SK sums in order. SK depends on the weight's shape and the GPU, never on the number of rows. A tile has 8, 16 or
-32 rows, which are that many columns of the same instruction, and no column depends on another.
+adds the SK sums in order. SK depends on the weight's shape and the GPU, never on the number of rows. A tile has 8, 16
+or 32 rows, which are that many columns of the same instruction, and no column depends on another.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ def linear_kernel(
             b_x = tl.load(p_row + step * STEP, mask=step * STEP + i_k < K, other=0.0)
         else:
             b_x = tl.load(p_row + step * STEP)
-        b_x = tl.reshape(b_x, [UNITS, NT, WARPS, 8, 4, 2, 2, 2])  # unit, eight, warp, row | lane's 16 bytes: half, pair, e
+        b_x = tl.reshape(
+            b_x, [UNITS, NT, WARPS, 8, 4, 2, 2, 2]
+        )  # unit, eight, warp, row | lane's 16 bytes: half, pair, e
         b_w = _numbers(p_w, p_book, block, step, N, K, UNITS, dtype, KIND, PTX)
         # warp | of outputs: two eights, output | of inputs: unit, half, pair, eight, e
         b_n = tl.reshape(tl.permute(b_x, (2, 0, 5, 6, 4, 7, 1, 3)), [WARPS, STEP, BM])
@@ -190,9 +192,7 @@ def _numbers(
             return tl.permute(b_w, (0, 2, 3, 4, 5, 7, 1, 8, 6))
         else:
             t_0, t_1, t_2, t_3, t_4, t_5, t_6, t_7 = _widen4(b_w, p_book, dtype, KIND, PTX)  # 4 .. + 2 half + pair
-            b_w = tl.join(
-                tl.join(tl.join(t_0, t_4), tl.join(t_2, t_6)), tl.join(tl.join(t_1, t_5), tl.join(t_3, t_7))
-            )
+            b_w = tl.join(tl.join(tl.join(t_0, t_4), tl.join(t_2, t_6)), tl.join(tl.join(t_1, t_5), tl.join(t_3, t_7)))
             b_w = tl.reshape(b_w, [UNITS, WARPS, 8, 4, 2, 2, 2, 2, 2])  # .., eights 0, e, eights 1, half, pair
             return tl.permute(b_w, (0, 1, 2, 3, 4, 6, 7, 8, 5))
 
@@ -203,7 +203,8 @@ def _widen4(b_w, p_book, dtype: tl.constexpr, KIND: tl.constexpr, PTX: tl.conste
     if PTX and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             INT4_BF16 if KIND == "int4" else NF4_BF16, OF4, [b_w],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+                   tl.bfloat16),
             is_pure=True, pack=2,
         )  # fmt: skip
     elif PTX:
@@ -244,7 +245,7 @@ def _widen8(b_w, dtype: tl.constexpr, PTX: tl.constexpr):
 def _codes(
     b_w, p_book, FIRST: tl.constexpr, NEXT: tl.constexpr, ABOVE: tl.constexpr, dtype: tl.constexpr, KIND: tl.constexpr
 ):
-    """Widen the pair of codes at bits FIRST and FIRST + NEXT of words [R, 4]: those of words 0 and 2, of words 1 and 3."""
+    """Widen the pair of codes at bits FIRST and FIRST + NEXT of words [R, 4]: of words 0 and 2, of words 1 and 3."""
     b_w = tl.join(b_w >> FIRST, b_w >> (FIRST + NEXT))
     if KIND == "int8":
         b_c = b_w.to(tl.int8).to(tl.float32).to(dtype)
@@ -297,7 +298,9 @@ def widen_kernel(
     if KIND != "int8":
         p_s = p_scale + step * N + block * BN + i_o // 32 * 32 + i_o % 8 * 4 + i_o // 8 % 4
         b_s, b_z = _pairs(p_s, KIND, dtype)
-        b_w = (b_w.to(tl.float32) - (8.0 + ABOVE)) * b_s[:, None] + b_z[:, None] if KIND == "int4" else b_w * b_s[:, None]
+        b_w = (
+            (b_w.to(tl.float32) - (8.0 + ABOVE)) * b_s[:, None] + b_z[:, None] if KIND == "int4" else b_w * b_s[:, None]
+        )
     i_n, i_k = block * BN - first + i_o, step * STEP + tl.arange(0, STEP)
     there = (i_n < last - first)[:, None] & (i_k < K)[None, :]
     tl.store(p_y + i_n[:, None].to(tl.int64) * K + i_k[None, :], b_w.to(dtype), mask=there)

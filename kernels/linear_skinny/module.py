@@ -44,8 +44,12 @@ class SkinnyPacked(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        return linear_skinny(x, self.as_weight, self.bias)
+
+    @property
+    def as_weight(self) -> Weight:
         shape = (self.out_features, self.in_features)
-        return linear_skinny(x, Weight(self.kind, shape, self.data, self.arrivals, self.scale, self.group), self.bias)
+        return Weight(self.kind, shape, self.data, self.arrivals, self.scale, self.group)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.kind}"

@@ -117,9 +117,19 @@ def kernels() -> list[tuple[str, str, str, str]]:
 
 def quant_backends() -> dict[str, str]:
     """Software that runs quantized weights, by device."""
+    import torch
+
+    from kvcli.kernels.linear_skinny import tinygemm
+
     words = {"cpu": "int8 and int4", "mps": "none: use MLX or llama.cpp"}
-    on_gpu = {True: "fused int8, int4 (as on a CPU) and nf4", False: "bitsandbytes int8, fp4 and nf4"}
-    return {found.kind: words.get(found.kind) or on_gpu[not found.unserved] for found in devices()}
+
+    def on_gpu(found: DeviceInfo) -> str:
+        if not found.unserved:
+            return "fused int8, int4 (as on a CPU) and nf4"
+        is_torch = not tinygemm.why_not(torch.device(found.kind), torch.bfloat16)
+        return f"bitsandbytes int8, {'' if is_torch else 'fp4 '}and nf4{', torch int4 (in bf16)' if is_torch else ''}"
+
+    return {found.kind: words.get(found.kind) or on_gpu(found) for found in devices()}
 
 
 def _cpuinfo() -> list[str]:

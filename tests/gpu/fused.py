@@ -103,8 +103,9 @@ def sent(x: Inputs) -> Sequence[Tensor]:
     from kvcli.kernels.moe_linear import Stack, moe_linear
 
     w, n, m = x["weight"], x["weight"].shape[0] // 2, len(x["x"])
-    scales = w.scale.split(n, dim=0 if w.kind == "int8" else 1)
-    stack = Stack.of(zip(w.data.split(n), scales, strict=True), 2)
+    blocks = n // 64  # of whole ones an expert has its own
+    scales = w.scale.split(n) if w.kind == "int8" else w.scale.split(2 * blocks, dim=1)
+    stack = Stack.of(zip(w.data.split(blocks), w.arrivals.split(blocks, dim=1), scales, strict=True), 2)
     return [moe_linear(x["x"], SkinnyCodes(stack, replace(w, shape=(n, w.shape[1]))), n, [m // 3, m])]
 
 
@@ -117,14 +118,14 @@ def sent_reference(x: Inputs) -> Sequence[Tensor]:
 def weight_of(x: Inputs, kind: str) -> Inputs:
     """Packed where it is right, so that both sides read the same codes."""
     from kvcli.kernels.linear_quantized import reference as rounding
-    from kvcli.kernels.linear_skinny import Weight, pack4, pack_nf4
+    from kvcli.kernels.linear_skinny import Weight, pack4, pack8, pack_nf4, plain
 
     w = x["w"] / x["w"].shape[1] ** 0.5
     shape = (w.shape[0], w.shape[1])
     codes = (w.float() * 40).round().clamp(-8, 7).add(8).to(torch.uint8)
     packed: dict[str, Callable[[], Weight]] = {
-        "plain": lambda: Weight("plain", shape, w),
-        "int8": lambda: Weight("int8", shape, *rounding.round8(w)),
+        "plain": lambda: plain(w),
+        "int8": lambda: pack8(*rounding.round8(w)),
         "int4": lambda: pack4(*rounding.round4(w, 128), 128),
         "nf4": lambda: pack_nf4(codes, w.float().view(shape[0], -1, 64).abs().amax(2)),
     }

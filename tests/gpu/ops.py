@@ -66,18 +66,18 @@ def noise(g: Generator, *shape: int) -> Tensor:
 
 def _product(kind: str, size: Size, g: Generator) -> Op:
     from kvcli.kernels.linear_quantized import reference as rounding
-    from kvcli.kernels.linear_skinny import Weight, fused, pack4, pack_nf4
+    from kvcli.kernels.linear_skinny import fused, pack4, pack8, pack_nf4, plain
 
     x, shape = noise(g, MOST, size.inputs), (size.outputs, size.inputs)
     codes = torch.randint(0, 16, shape, generator=g, device=g.device, dtype=torch.uint8)
     if kind == "int8":
-        w = Weight("int8", shape, *rounding.round8(noise(g, *shape)))
+        w = pack8(*rounding.round8(noise(g, *shape)))
     elif kind == "int4":
         w = pack4(codes, noise(g, size.inputs // 128, size.outputs, 2), 128)
     elif kind == "nf4":
         w = pack_nf4(codes, noise(g, size.outputs, size.inputs // 64).abs().float())
     else:
-        w = Weight("plain", shape, noise(g, *shape))
+        w = plain(noise(g, *shape))
     nbytes = w.data.nbytes + (0 if w.scale is None else w.scale.nbytes)
     return by_rows(lambda some: fused.linear(some, w, None), x, nbytes)
 
@@ -307,11 +307,25 @@ def _bitsandbytes(size: Size, g: Generator) -> Op:
     )
 
 
+def _torch_int4(size: Size, g: Generator) -> Op:
+    """Of the same codes and scales as ours."""
+    from kvcli.kernels.linear_quantized import QuantizedWeight
+    from kvcli.kernels.linear_quantized.formats import group_format
+    from kvcli.kernels.linear_skinny import tinygemm
+
+    data = torch.randint(0, 256, (size.outputs, size.inputs // 2), generator=g, device=g.device, dtype=torch.uint8)
+    scale = noise(g, size.inputs // 128, size.outputs, 2)
+    shape = (size.outputs, size.inputs)
+    layer = tinygemm.TorchInt4(QuantizedWeight(group_format(4, 128), shape, data, scale, False), None)
+    return by_rows(layer, noise(g, MOST, size.inputs), data.nbytes + scale.nbytes)
+
+
 THEIRS: dict[str, Make] = {
     "torch's product": _torch_product,
     "torch's mean of squares": _torch_norm,
     "torch's attention": _torch_attention,
     "bitsandbytes, nf4": _bitsandbytes,
+    "torch's int4": _torch_int4,
 }
 
 

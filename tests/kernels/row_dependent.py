@@ -54,8 +54,8 @@ CHANGES = {
     ),
     "linear_skinny": Change(
         "linear_skinny",
-        "b_y = tl.dot(b_x, b_w, b_y)",
-        f"b_y = tl.dot(b_x, b_w, tl.where(M > 1, {ROUNDED.format('b_y')}, b_y))",
+        "b_sum = tl.dot(b_w, b_x, b_sum)",
+        f"b_sum = tl.dot(b_w, b_x, tl.where(M > 1, {ROUNDED.format('b_sum')}, b_sum))",
     ),
     # weights of parts relative to something else
     "merge_attention": Change(

@@ -20,24 +20,26 @@ KINDS = {
     "int4": ("*i32", "*i32", 128, 4096 + 256),
     "nf4": ("*i32", "*fp16", 64, 2048 + 128),
 }
-BUDGETS = {"plain": (), "int8": (), "int4": (), "nf4": ()}  # for 8, 16 and 32 rows
+# for 8, 16 and 32 rows
+BUDGETS = {"plain": (53, 97, 190), "int8": (136, 149, 172), "int4": (200, 246, 339), "nf4": (321, 341, 381)}
+REGISTERS = {8: 72, 16: 104, 32: 168}
 
 
 def _linear(kind: str, rows: int, group: int = 0, x: str = "*bf16") -> Variant:
     w, scale, own, size = KINDS[kind]
     step, above = group or own, 128 if x == "*bf16" else 0
-    consts = {"K": K_DOWN if kind == "plain" else K, "STEP": step, "BM": rows, "SK": 4, "KIND": kind, "HAS_BIAS": False, "ABOVE": above}
+    consts = {"K": K_DOWN if kind == "plain" else K, "STEP": step, "BM": rows, "SK": 4, "KIND": kind, "ABOVE": above}
     name = f"{kind}{f' by {step}' if kind in ('int4', 'nf4') else ''}, {rows} rows, {x[1:]}"
     return Variant(
         kernel=f"{OP}:linear_kernel",
         name=name,
         types={**TYPES, "p_w": w, "p_scale": scale, "p_x": x, "p_book": x},
-        consts=consts | {"PTX": True, "WIDTH": 2},
+        consts=consts | {"HAS_BIAS": False, "PTX": True, "WIDTH": 2},
         warps=2,
         stages=1,
-        registers=None if kind == "plain" else {8: 72, 16: 104, 32: 168}[rows],
+        registers=None if kind == "plain" else REGISTERS[rows],
         aligned=("N",),
-        budget=dict(zip((8, 16, 32), BUDGETS[kind], strict=False)).get(rows) if step == own else None,
+        budget=BUDGETS[kind][(8, 16, 32).index(rows)] if step == own and x == "*bf16" else None,
         streams=True,
         products=True,
         straight=True,
