@@ -313,6 +313,8 @@ def _torch_int4(size: Size, g: Generator) -> Op:
     from kvcli.kernels.linear_quantized.formats import group_format
     from kvcli.kernels.linear_skinny import tinygemm
 
+    if why := tinygemm.why_not(torch.device(g.device), torch.bfloat16):
+        raise ImportError(why)
     data = torch.randint(0, 256, (size.outputs, size.inputs // 2), generator=g, device=g.device, dtype=torch.uint8)
     scale = noise(g, size.inputs // 128, size.outputs, 2)
     shape = (size.outputs, size.inputs)

@@ -50,7 +50,7 @@ def _linear(kind: str, rows: int, group: int = 0, x: str = "*bf16") -> Variant:
 VARIANTS = [
     *(_linear(kind, rows) for kind in KINDS for rows in (8, 16, 32)),
     *(_linear("int4", rows, group) for rows in (8, 16, 32) for group in (64, 32)),
-    *(_linear(kind, rows, x="*fp16") for rows in (8, 16, 32) for kind in ("int8", "int4", "nf4")),
+    *(_linear(kind, 8, x="*fp16") for kind in ("int8", "int4", "nf4")),
     *(
         Variant(
             kernel=f"{OP}:widen_kernel",
