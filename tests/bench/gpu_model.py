@@ -5,14 +5,13 @@
 The longest of three decides what a kernel takes: bytes over 0.85 of the card's bandwidth, operations over 0.6 of its
 matrix units, instructions over 0.6 of what its processors issue. Instructions are counted in the machine code that
 Triton makes here for the card's architecture, the rest is arithmetic; a launch in a graph adds 1.2 microseconds, and a
-layer has as many as it is made of (`launches`). Cards by their makers' data sheets. The JSON also has what one
+layer has as many as it is made of (`LAUNCHES`). Cards by their makers' data sheets. The JSON also has what one
 launch in place of several would bring.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,15 @@ PRODUCTS = (*QKV, (HIDDEN, HIDDEN), *GATE_UP, (HIDDEN, INNER))
 # launches of a layer beside them; of torch's operations those of a recorded pass, counted
 ROTARY, RESIDUALS, ACTIVATION = 10, 2, 2
 BESIDE = 2 + 2 + ROTARY + RESIDUALS + ACTIVATION  # norms, attention with its merge
+LAUNCHES = BESIDE + len(PRODUCTS)
+# launches of a layer that one in place of several would spare
+SPARED = {
+    "rotary embedding of q and k": ROTARY - 1,
+    "q + k + v": len(QKV) - 1,
+    "gate + up": len(GATE_UP) - 1,
+    "norm with the residual before it": RESIDUALS,
+    "activation in gate + up": ACTIVATION,
+}
 ROWS = (1, 8, 16, 32)
 TAKEN = 1.2  # GiB of a card that are neither weights nor keys and values
 
@@ -58,16 +66,25 @@ CARDS = {
     "A10": Card(86, 72, 1.70, 600, 62, 24),
     "H100": Card(90, 132, 1.76, 3350, 989, 80),
 }
-# the form for 16 rows and for 32 of what reads them, and bytes of a number with its share of scales
-Forms = tuple[str, str, str]
+# the op and its forms by rows of a tile, and bytes of a number with its share of scales
+Forms = tuple[str, dict[int, str]]
+
+
+def _of_product(kind: str) -> Forms:
+    return "linear_skinny", {rows: f"{kind}, {rows} rows, bf16" for rows in (8, 16, 32)}
+
+
 WEIGHTS: dict[str, tuple[Forms, float]] = {
-    "bf16": (("linear_skinny", "plain, 16 rows, bf16", "plain, 32 rows, bf16"), 2.0),
-    "int4": (("linear_skinny", "int4 by 128, 16 rows, bf16", "int4 by 128, 32 rows, bf16"), 0.5 + 4 / 128),
-    "nf4": (("linear_skinny", "nf4 by 64, 16 rows, bf16", "nf4 by 64, 32 rows, bf16"), 0.5 + 2 / 64),
+    "bf16": (_of_product("plain"), 2.0),
+    "int4": (_of_product("int4 by 128"), 0.5 + 4 / 128),
+    "nf4": (_of_product("nf4 by 64"), 0.5 + 2 / 64),
 }
 STORED: dict[str, tuple[Forms, float]] = {
-    "bf16": (("attend_invariant", "16 rows", "32 rows"), 2.0),
-    "4 bits": (("attend_quantized", "4 bits, 16 rows, heads of 128", "4 bits, 32 rows, heads of 128"), 0.5 + 4 / 64),
+    "bf16": (("attend_invariant", {16: "16 rows", 32: "32 rows"}), 2.0),
+    "4 bits": (
+        ("attend_quantized", {16: "4 bits, 16 rows, heads of 128", 32: "4 bits, 32 rows, heads of 128"}),
+        0.5 + 4 / 64,
+    ),
 }
 SIDES = (
     ("bf16", "bf16", 4096),
@@ -90,6 +107,12 @@ class Kernel:
         """Bytes of memory for each instruction of a warp."""
         return self.variant.tile_bytes / (self.found.step * self.variant.warps)
 
+    @property
+    def flop(self) -> float:
+        """Operations of the matrix units for each byte of memory, m16n8k16 each."""
+        products = sum(n for name, n in self.found.counts.items() if name.startswith("HMMA"))
+        return products * 2 * 16 * 8 * 16 * self.variant.warps / self.variant.tile_bytes
+
     def headroom(self, card: Card) -> float:
         """Instructions that the processors issue while the memory brings what they are for: 1 = no more than needed."""
         return card.processors * 4 * card.ghz * self.density / card.gb_s
@@ -101,7 +124,7 @@ Kernels = dict[tuple[str, str, int], Kernel]
 def wanted() -> list[tuple[str, Variant]]:
     """Forms that the model asks for, each by its op."""
     of = {(op, one.name): one for op, listed in variants().items() for one in listed}
-    names = [(op, name) for (op, *both), _ in [*WEIGHTS.values(), *STORED.values()] for name in both]
+    names = [(op, name) for (op, each), _ in [*WEIGHTS.values(), *STORED.values()] for name in each.values()]
     return [(op, of[op, name]) for op, name in names]
 
 
@@ -115,42 +138,14 @@ def made(folder: Path) -> Kernels:
 
 def seconds(card: Card, forms: Forms, numbers: int, size: float, rows: int, kernels: Kernels) -> float:
     """To multiply so many numbers of `size` bytes with so many rows; memory brings them once for all rows."""
-    op, few, many = forms
-    tile = 16 if rows <= 16 else 32
-    kernel, blocks = kernels[op, few if tile == 16 else many, card.arch], -(-rows // tile)
+    op, by_tile = forms
+    tile = next((n for n in by_tile if n >= rows), max(by_tile))
+    kernel, blocks = kernels[op, by_tile[tile], card.arch], -(-rows // tile)
     return max(
         numbers * size / (BANDWIDTH * card.gb_s * 1e9),
-        2 * numbers * blocks * tile / (MATRIX * card.tflop_s * 1e12),
+        numbers * size * kernel.flop * blocks / (MATRIX * card.tflop_s * 1e12),
         numbers * size / kernel.density * blocks / (ISSUE * card.processors * 4 * card.ghz * 1e9),
     )
-
-
-def of_product(n: int, k: int, weights: str, card: Card) -> int:
-    """Launches: sums of inputs, which int4 has for its zeros, the product, and the sum of its stretches if several."""
-    from kvcli.kernels.linear_skinny.fused import stretches
-
-    return 1 + (weights == "int4") + (stretches(n, k, 128, card.processors) > 1)
-
-
-def launches(weights: str, card: Card) -> int:
-    """Of a layer."""
-    return BESIDE + sum(of_product(n, k, weights, card) for n, k in PRODUCTS)
-
-
-def merged(weights: str, card: Card) -> dict[str, int]:
-    """Launches of a layer that one in place of several would spare."""
-
-    def spared(products: Sequence[tuple[int, int]]) -> int:
-        one = sum(n for n, _ in products), products[0][1]
-        return sum(of_product(*each, weights, card) for each in products) - of_product(*one, weights, card)
-
-    return {
-        "rotary embedding of q and k": ROTARY - 1,
-        "q + k + v": spared(QKV),
-        "gate + up": spared(GATE_UP),
-        "norm with the residual before it": RESIDUALS,
-        "activation in gate + up": ACTIVATION,
-    }
 
 
 def ms_of_pass(card: Card, weights: str, stored: str, context: int, rows: int, kernels: Kernels) -> float:
@@ -158,7 +153,7 @@ def ms_of_pass(card: Card, weights: str, stored: str, context: int, rows: int, k
     took = seconds(card, WEIGHTS[weights][0], IN_LAYERS, WEIGHTS[weights][1], rows, kernels)
     took += seconds(card, WEIGHTS["bf16"][0], OF_HEAD, 2.0, rows, kernels)
     took += seconds(card, STORED[stored][0], slots, STORED[stored][1], rows * HEADS // KV, kernels)
-    return 1e3 * (took + LAYERS * launches(weights, card) * LAUNCH + AROUND)
+    return 1e3 * (took + LAYERS * LAUNCHES * LAUNCH + AROUND)
 
 
 def gib_of(weights: str, stored: str, context: int) -> float:
@@ -203,8 +198,8 @@ def spared(kernels: Kernels) -> list[dict[str, Any]]:
     nbytes = IN_LAYERS * WEIGHTS["int4"][1] + OF_HEAD * 2.0 + LAYERS * KV * 4096 * 2 * D * 2.0
     for name, card in CARDS.items():
         ms, bound = ms_of_pass(card, "int4", "bf16", 4096, 1, kernels), nbytes / card.gb_s / 1e6
-        found = {what: 1e3 * LAYERS * n * LAUNCH for what, n in merged("int4", card).items()}
-        row: dict[str, Any] = {"card": name, "launches": launches("int4", card), "ms": round(ms, 2)}
+        found = {what: 1e3 * LAYERS * n * LAUNCH for what, n in SPARED.items()}
+        row: dict[str, Any] = {"card": name, "launches": LAUNCHES, "ms": round(ms, 2)}
         row["spared_ms"] = {what: round(each, 3) for what, each in found.items()}
         row["over_bytes"], row["then"] = (round(each / bound, 2) for each in (ms, ms - sum(found.values())))
         rows.append(row)

@@ -32,6 +32,7 @@ from kvcli.kernels.linear_skinny import (
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_, of_bitsandbytes
 from kvcli.kernels.moe_linear import reference as experts
 from tests.families import build
+from tests.kernels.variants import linear_skinny as compiled
 
 pytest.importorskip("triton")
 import_module("tests.kernels.interpreted")  # before anything that is fused
@@ -148,6 +149,10 @@ def test_codes_and_scales_are_found_again(kind: str, n: int, k: int):
         x = torch.zeros(1, k, dtype=BF16)
         x[0, at[1]] = 1
         assert torch.allclose(ours(x, w, 1)[0, at[0]], reference.weight(w)[at], rtol=1e-2, atol=1e-4)
+
+
+def test_a_launch_has_the_bounds_that_are_compiled():
+    assert fused.REGISTERS == compiled.REGISTERS
 
 
 def test_int4_is_of_the_numbers_that_a_cpu_has():
