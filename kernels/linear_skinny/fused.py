@@ -28,7 +28,7 @@ AN_SM = 8  # programs of a multiprocessor at least, so that enough loads are und
 # would take loads through shared memory.
 OPTIONS = {"num_warps": 2, "num_stages": 1, "enable_fp_fusion": False}
 # Registers of quantized weights by rows of a tile; unbound, ptxas spills some of them for more programs at once
-REGISTERS = {8: 72, 16: 104, 32: 168}
+REGISTERS = {8: 72, 16: 104, 32: 176}
 # Inputs of a register of the first operand: Triton 3.6 doubles them behind `join`. Both have the same numbers.
 WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
 
@@ -111,7 +111,8 @@ def linear_kernel(
     row = tl.minimum(tile * BM + i_r // (8 * WARPS) % NT * 8 + i_r % 8, M - 1)
     i_k = (i_r // (8 * WARPS * NT) * 32)[:, None] + tl.arange(0, 32)[None, :]
     p_row = p_x + row[:, None] * K + i_k
-    p_s = p_scale + _first_scale(block)
+    lane = tl.arange(0, BN)  # each has four scales; lanes of the same outputs load the same
+    p_s = p_scale + (block * BN + lane // 32 * 32 + lane % 32 // 4 * 4)[:, None] + tl.arange(0, 4)[None, :]
     b_sum = tl.zeros([WARPS, 32, BM], tl.float32)
     b_y = tl.zeros([WARPS, 2, 2, 8, NT, 4, 2], tl.float32)
     for step in range(part * STEPS // SK, (part + 1) * STEPS // SK):
@@ -186,12 +187,20 @@ def _numbers(
         # past the first cache, which keeps the rows
         b_w = tl.load(p_w + (block.to(tl.int64) * STEPS + step) * (SIZE * 4) + i_w, cache_modifier=".cg")
         if KIND == "int8":
-            t_0, t_1, t_2, t_3 = _widen8(b_w, dtype, PTX)  # 2 (second eight) + pair, of words of a half
+            # tensors [lanes, 4], by second eight and pair
+            if PTX:
+                WIDE: tl.constexpr = INT8_BF16 if dtype == tl.bfloat16 else INT8_FP16
+                t_0, t_1, t_2, t_3 = tl.inline_asm_elementwise(
+                    WIDE, OF8, [b_w], dtype=(dtype.value,) * 4, is_pure=True, pack=2
+                )
+            else:
+                t_0, t_2 = _codes(b_w, b_w, 0, 16, 0, dtype, KIND)
+                t_1, t_3 = _codes(b_w, b_w, 8, 16, 0, dtype, KIND)
             b_w = tl.join(tl.join(t_0, t_2), tl.join(t_1, t_3))
             b_w = tl.reshape(b_w, [UNITS, 2, WARPS, 8, 4, 2, 2, 2, 2])  # unit, half, .., eights 0, e, eights 1, pair
             return tl.permute(b_w, (0, 2, 3, 4, 5, 7, 1, 8, 6))
         else:
-            t_0, t_1, t_2, t_3, t_4, t_5, t_6, t_7 = _widen4(b_w, p_book, dtype, KIND, PTX)  # 4 .. + 2 half + pair
+            t_0, t_1, t_2, t_3, t_4, t_5, t_6, t_7 = _widen4(b_w, p_book, dtype, KIND, PTX)
             b_w = tl.join(tl.join(tl.join(t_0, t_4), tl.join(t_2, t_6)), tl.join(tl.join(t_1, t_5), tl.join(t_3, t_7)))
             b_w = tl.reshape(b_w, [UNITS, WARPS, 8, 4, 2, 2, 2, 2, 2])  # .., eights 0, e, eights 1, half, pair
             return tl.permute(b_w, (0, 1, 2, 3, 4, 6, 7, 8, 5))
@@ -200,18 +209,12 @@ def _numbers(
 @triton.jit
 def _widen4(b_w, p_book, dtype: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
     """Widen words [R, 4] to eight tensors [R, 4]: tensor 4 j + p has pair p of the words j and 2 + j."""
-    if PTX and dtype == tl.bfloat16:
+    if PTX:
+        WIDE: tl.constexpr = INT4_BF16 if dtype == tl.bfloat16 else INT4_FP16
+        FROM_BOOK: tl.constexpr = NF4_BF16 if dtype == tl.bfloat16 else NF4_FP16
         return tl.inline_asm_elementwise(
-            INT4_BF16 if KIND == "int4" else NF4_BF16, OF4, [b_w],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-                   tl.bfloat16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
-    elif PTX:
-        return tl.inline_asm_elementwise(
-            INT4_FP16 if KIND == "int4" else NF4_FP16, OF4, [b_w],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True, pack=2,
+            WIDE if KIND == "int4" else FROM_BOOK, OF4, [b_w],
+            dtype=(dtype.value,) * 8, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         NEXT: tl.constexpr = 16 if KIND == "int4" else 4  # bits from a code of a pair to the other
@@ -222,23 +225,6 @@ def _widen4(b_w, p_book, dtype: tl.constexpr, KIND: tl.constexpr, PTX: tl.conste
         b_4, b_5 = _codes(b_w, p_book, 2 * PAIR, NEXT, ABOVE, dtype, KIND)
         b_6, b_7 = _codes(b_w, p_book, 3 * PAIR, NEXT, ABOVE, dtype, KIND)
         return b_0, b_2, b_4, b_6, b_1, b_3, b_5, b_7
-
-
-@triton.jit
-def _widen8(b_w, dtype: tl.constexpr, PTX: tl.constexpr):
-    """Widen words [R, 4] to four tensors [R, 4]: tensor 2 j + p has pair p of the words j and 2 + j."""
-    if PTX and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            INT8_BF16, OF8, [b_w], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-        )
-    elif PTX:
-        return tl.inline_asm_elementwise(
-            INT8_FP16, OF8, [b_w], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
-        )
-    else:
-        b_0, b_1 = _codes(b_w, b_w, 0, 16, 0, dtype, "int8")
-        b_2, b_3 = _codes(b_w, b_w, 8, 16, 0, dtype, "int8")
-        return b_0, b_2, b_1, b_3
 
 
 @triton.jit
@@ -256,13 +242,6 @@ def _codes(
     b_c = tl.permute(tl.reshape(b_c, [b_c.shape[0], 2, 2, 2]), (0, 1, 3, 2))  # of a lane: word / 2, e, word % 2
     b_0, b_1 = tl.split(b_c)
     return tl.reshape(b_0, [b_c.shape[0], 4]), tl.reshape(b_1, [b_c.shape[0], 4])
-
-
-@triton.jit
-def _first_scale(block):
-    """Return the places of the four scales of each lane, [64, 4]; lanes of the same outputs load the same."""
-    lane = tl.arange(0, BN)
-    return (block * BN + lane // 32 * 32 + lane % 32 // 4 * 4)[:, None] + tl.arange(0, 4)[None, :]
 
 
 @triton.jit

@@ -6,25 +6,18 @@ bfloat16 and multiplies any number of rows, 16 at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 from torch import Tensor, nn
 
 from kvcli.kernels import triton_support
-from kvcli.kernels.linear_quantized import PackedLinear, QuantizedWeight
+from kvcli.kernels.linear_quantized import pack, why_not
 
 
-@cache
-def why_not(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why torch's kernel does not multiply inputs of this dtype on this device; "" if it does."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"torch has no int4 for {device.type}"
-    if dtype != torch.bfloat16:
-        return f"torch's int4 needs bfloat16, not {str(dtype).removeprefix('torch.')}"
-    is_old = torch.cuda.get_device_capability(device) < triton_support.LEAST
-    return "torch's int4 needs compute capability 8.0" if is_old else ""
+def serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if torch's kernel multiplies inputs of this dtype on this device."""
+    if device.type != "cuda" or torch.version.hip is not None or dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(device) >= triton_support.LEAST
 
 
 class TorchInt4(nn.Module):
@@ -33,31 +26,22 @@ class TorchInt4(nn.Module):
     data: Tensor
     scale: Tensor
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        """`weight`: in portable order."""
+    def __init__(self, layer: nn.Linear, device: torch.device) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.group = weight.group
-        swapped = weight.data >> 4 | weight.data << 4  # torch expects the first of two codes in the high half
+        w = pack(layer.weight.detach().to(device), 4, native=False)
+        self.out_features, self.in_features = w.shape
+        swapped = w.data >> 4 | w.data << 4  # torch expects the first of two codes in the high half
         tiles = next(n for n in (8, 4, 2) if self.in_features % (16 * n) == 0)
         self.register_buffer("data", torch.ops.aten._convert_weight_to_int4pack(swapped, tiles))
-        self.register_buffer("scale", weight.scale)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_buffer("scale", w.scale)
+        self.group, self.bias = w.group, layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()
         y: Tensor = torch.ops.aten._weight_int4pack_mm(rows, self.data, self.group, self.scale)
-        y = y if self.bias is None else y.add_(self.bias)
-        return y.view(*x.shape[:-1], self.out_features)
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}"
+        return (y if self.bias is None else y.add_(self.bias)).view(*x.shape[:-1], self.out_features)
 
 
-def lay_out_tinygemm_(root: nn.Module, done_with: Callable[[Tensor], object]) -> None:
-    """Replace kvcli's 4-bit layers in portable order below `root`, one at a time; `done_with` gets the old codes."""
-    for parent in list(root.modules()):
-        for name, layer in list(parent.named_children()):
-            if isinstance(layer, PackedLinear) and not layer.is_native:
-                setattr(parent, name, TorchInt4(layer.weights, layer.bias))
-                done_with(layer.data)
+def packed(layer: nn.Linear, device: torch.device) -> nn.Module | str:
+    """Quantize a layer, or return why it is not quantized."""
+    return why_not((layer.out_features, layer.in_features), 4) or TorchInt4(layer, device)

@@ -119,17 +119,12 @@ def quant_backends() -> dict[str, str]:
     """Software that runs quantized weights, by device."""
     import torch
 
-    from kvcli.kernels.linear_skinny import tinygemm
+    from kvcli.kernels.linear_skinny.tinygemm import serves
 
     words = {"cpu": "int8 and int4", "mps": "none: use MLX or llama.cpp"}
-
-    def on_gpu(found: DeviceInfo) -> str:
-        if not found.unserved:
-            return "fused int8, int4 (as on a CPU) and nf4"
-        is_torch = not tinygemm.why_not(torch.device(found.kind), torch.bfloat16)
-        return f"bitsandbytes int8, {'' if is_torch else 'fp4 '}and nf4{', torch int4 (in bf16)' if is_torch else ''}"
-
-    return {found.kind: words.get(found.kind) or on_gpu(found) for found in devices()}
+    on_gpu = ("fused int8, int4 (as on a CPU)", "bitsandbytes int8, fp4", "torch int4 (in bf16), bitsandbytes int8")
+    found = {d.kind: bool(d.unserved) and 1 + serves(torch.device(d.kind), torch.bfloat16) for d in devices()}
+    return {kind: words.get(kind) or f"{on_gpu[way]} and nf4" for kind, way in found.items()}
 
 
 def _cpuinfo() -> list[str]:

@@ -264,7 +264,7 @@ def test_fit_says_what_gave_way_and_what_it_costs(typed):
 ])  # fmt: skip
 def test_doctor_says_of_each_card_what_serves_it(typed, monkeypatch, why, is_torch):
     monkeypatch.setattr("kvcli.kernels.dispatch.explain", lambda *_: [])
-    monkeypatch.setattr("kvcli.kernels.linear_skinny.tinygemm.why_not", lambda *_: "" if is_torch else "an old card")
+    monkeypatch.setattr("kvcli.kernels.linear_skinny.tinygemm.serves", lambda *_: is_torch)
     done = typed(500, why)("doctor")
     assert ("fused         Triton: compute capability 8.6" in done.out) == (not why)
     assert why in done.out

@@ -308,18 +308,15 @@ def _bitsandbytes(size: Size, g: Generator) -> Op:
 
 
 def _torch_int4(size: Size, g: Generator) -> Op:
-    """Of the same codes and scales as ours."""
-    from kvcli.kernels.linear_quantized import QuantizedWeight
-    from kvcli.kernels.linear_quantized.formats import group_format
+    """Of codes and scales like ours."""
     from kvcli.kernels.linear_skinny import tinygemm
 
-    if why := tinygemm.why_not(torch.device(g.device), torch.bfloat16):
-        raise ImportError(why)
-    data = torch.randint(0, 256, (size.outputs, size.inputs // 2), generator=g, device=g.device, dtype=torch.uint8)
-    scale = noise(g, size.inputs // 128, size.outputs, 2)
-    shape = (size.outputs, size.inputs)
-    layer = tinygemm.TorchInt4(QuantizedWeight(group_format(4, 128), shape, data, scale, False), None)
-    return by_rows(layer, noise(g, MOST, size.inputs), data.nbytes + scale.nbytes)
+    if not tinygemm.serves(torch.device(g.device), torch.bfloat16):
+        raise ImportError("torch multiplies int4 in bfloat16 on NVIDIA cards alone")
+    plain = torch.nn.Linear(size.inputs, size.outputs, bias=False, device="meta")
+    plain.weight = torch.nn.Parameter(noise(g, size.outputs, size.inputs), requires_grad=False)
+    layer = tinygemm.TorchInt4(plain, torch.device(g.device))
+    return by_rows(layer, noise(g, MOST, size.inputs), layer.data.nbytes + layer.scale.nbytes)
 
 
 THEIRS: dict[str, Make] = {

@@ -330,14 +330,13 @@ def quantize_for_gpu(root: nn.Module, quant: str, device: torch.device) -> tuple
     """Quantize every plain `nn.Linear` below `root` while moving it to `device`, and return what runs them there.
 
     If the fused kernels support the device, int8 and int4 give the same numbers as on a CPU, and nf4 those of
-    bitsandbytes. Without Triton, torch's kernel multiplies int4.
+    bitsandbytes. Without Triton, int4 is on torch's kernel.
     """
     dtype = next(root.parameters()).dtype
     if why := triton_support.why_not(device, dtype):
-        if quant == "int4" and not tinygemm.why_not(device, dtype):
-            swap = quantize_(root, 4, drop_pages, device) + stay(root, "torch's int4 kernel multiplies no experts")
-            tinygemm.lay_out_tinygemm_(root, drop_pages)
-            return swap, f"torch's int4 ({why})"
+        if quant == "int4" and tinygemm.serves(device, dtype):
+            swap = swap_(root, lambda layer: tinygemm.packed(layer, device), drop_pages)
+            return swap + stay(root, "torch's int4 kernel multiplies no experts"), f"torch's int4 ({why})"
         kind = "fp4" if quant == "int4" else quant
         swap = quantize_with_bitsandbytes(root, quant, device) + stay(root, "bitsandbytes quantizes no experts")
         return swap, f"bitsandbytes {kind} ({why})"
