@@ -67,8 +67,8 @@ def _of_codes(kind: Kind, q: Tensor, scale: Tensor, group: int) -> Weight:
     return Weight(kind, (n, k), reference.arrange(q, kind), reference.no_arrivals(n, q.device), scale, group)
 
 
-def linear_skinny(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
-    """Compute x [..., K] -> [..., N]."""
+def linear_skinny(x: Tensor, w: Weight, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """Compute x [..., K] -> [..., N], added to `residual` [M, N]."""
     n, k = w.shape
     dtype = x.dtype if w.kind == "nf4" else (w.data if w.scale is None else w.scale).dtype
     if x.shape[-1] != k or x.dtype != dtype or dtype not in triton_support.TYPES:
@@ -79,7 +79,11 @@ def linear_skinny(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
     # imported late, because there may be no Triton where nothing is supported
     from kvcli.kernels.linear_skinny import fused
 
-    y = fused.linear(rows, w, bias) if rows.shape[0] <= MOST else _many(rows, w, bias)
+    if rows.shape[0] <= MOST:
+        y = fused.linear(rows, w, bias, residual=residual)
+    else:
+        y = _many(rows, w, bias)
+        y = y if residual is None else y.add_(residual)
     return y.view(*x.shape[:-1], n)
 
 

@@ -12,7 +12,9 @@ or 32 rows, which are that many columns of the same instruction, and no column d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -39,20 +41,38 @@ OF4, OF8 = tl.constexpr(ptx.OF4), tl.constexpr(ptx.OF8)
 WARPS, BN = tl.constexpr(2), tl.constexpr(BLOCK)
 
 
-def linear(x: Tensor, w: Weight, bias: Tensor | None, sk: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute x [M, K] -> [M, N]. `sk`: ranges, 0 = chosen for the GPU; `dtype`: of the result, None = that of x."""
-    m, (n, k) = x.shape[0], w.shape
-    sk = sk or stretches(n, k, _processors(x.device))
+def linear(
+    x: Tensor,
+    w: Weight,
+    bias: Tensor | None,
+    sk: int = 0,
+    dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Compute x [M, K] -> [M, N], added to `residual` [M, N]. `sk`: ranges, 0 = chosen for the GPU; `dtype`: of the
+    result, None = that of x."""
+    m, n = x.shape[0], w.shape[0]
+    grid, tensors, consts = arguments(x, w, sk)
     y = x.new_empty(m, n, dtype=dtype)
-    parts = y if sk == 1 else x.new_empty(sk, m, n, dtype=torch.float32)
-    tile = 8 if m <= 8 else 16 if m <= 16 else 32
-    linear_kernel[(triton.cdiv(n, BLOCK), sk, triton.cdiv(m, tile))](
-        x, w.data, _scales(w, x), _book(x.device, x.dtype), _or(bias, x), parts, w.arrivals, y, m, n,
-        K=k, STEP=w.step, BM=tile, SK=sk, KIND=w.kind, HAS_BIAS=bias is not None, ABOVE=ptx.ABOVE[x.dtype],
-        PTX=x.is_cuda, WIDTH=2 if w.kind == "plain" else WIDTH,
-        maxnreg=None if w.kind == "plain" else REGISTERS[tile], **OPTIONS,
+    parts = y if consts["SK"] == 1 else x.new_empty(consts["SK"], m, n, dtype=torch.float32)
+    linear_kernel[grid](
+        *tensors, _or(bias, x), parts, w.arrivals, y, residual, m, n, HAS_BIAS=bias is not None,
+        maxnreg=None if w.kind == "plain" else REGISTERS[consts["BM"]], **consts, **OPTIONS,
     )  # fmt: skip
     return y
+
+
+def arguments(x: Tensor, w: Weight, sk: int = 0) -> tuple[tuple[int, int, int], Sequence[Tensor], dict[str, Any]]:
+    """Return the grid, the tensors and the constants of `part_of`."""
+    m, (n, k) = x.shape[0], w.shape
+    sk, tile = sk or stretches(n, k, _processors(x.device)), 8 if m <= 8 else 16 if m <= 16 else 32
+    consts = {"K": k, "STEP": w.step, "BM": tile, "SK": sk, "KIND": w.kind, "ABOVE": ptx.ABOVE[x.dtype]}
+    consts |= {"PTX": x.is_cuda, "WIDTH": 2 if w.kind == "plain" else WIDTH}
+    return (
+        (triton.cdiv(n, BLOCK), sk, triton.cdiv(m, tile)),
+        (x, w.data, _scales(w, x), _book(x.device, x.dtype)),
+        consts,
+    )
 
 
 def widen(w: Weight, first: int, last: int, dtype: torch.dtype) -> Tensor:
@@ -96,11 +116,44 @@ def _scales(w: Weight, other: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["M"])  # or Triton would compile another kernel for one row
 def linear_kernel(
-    p_x, p_w, p_scale, p_book, p_bias, p_parts, p_arrivals, p_y, M, N,
+    p_x, p_w, p_scale, p_book, p_bias, p_parts, p_arrivals, p_y, p_residual, M, N,
     K: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr,
     ABOVE: tl.constexpr, PTX: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Compute BM rows and 64 outputs of the result; grid (N / 64, SK, M / BM)."""
+    b_out = part_of(p_x, p_w, p_scale, p_book, M, N, K, STEP, BM, SK, KIND, ABOVE, PTX, WIDTH)
+    block, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_m, i_n = tile * BM + tl.arange(0, BM)[None, :], block * BN + tl.arange(0, BN)[:, None]
+    m_y = (i_m < M) & (i_n < N)
+    at = i_m.to(tl.int64) * N + i_n
+    if SK > 1:
+        size = M.to(tl.int64) * N
+        tl.store(p_parts + part * size + at, b_out, mask=m_y)
+        tl.debug_barrier()  # all warps have stored
+        p_arrived = p_arrivals + tile * tl.num_programs(0) + block
+        if tl.atomic_add(p_arrived, 1, sem="acq_rel", scope="gpu") < SK - 1:
+            return
+        tl.store(p_arrived, 0)
+        b_out = tl.load(p_parts + at, mask=m_y, other=0.0, cache_modifier=".cg")
+        for i in tl.static_range(1, SK):
+            b_out += tl.load(p_parts + i * size + at, mask=m_y, other=0.0, cache_modifier=".cg")
+    i_n = tl.minimum(i_n, N - 1)
+    if KIND == "int8":
+        b_out *= tl.load(p_scale + i_n).to(tl.float32)
+    if HAS_BIAS:
+        b_out += tl.load(p_bias + i_n).to(tl.float32)
+    if p_residual is not None:
+        b_out = b_out.to(p_y.dtype.element_ty).to(tl.float32)
+        b_out += tl.load(p_residual + at, mask=m_y, other=0.0).to(tl.float32)
+    tl.store(p_y + at, b_out.to(p_y.dtype.element_ty), mask=m_y)
+
+
+@triton.jit
+def part_of(
+    p_x, p_w, p_scale, p_book, M, N, K: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr,
+    KIND: tl.constexpr, ABOVE: tl.constexpr, PTX: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return a program's range of 64 outputs for BM rows, [64, BM] float32; of int8 without scales."""
     block, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     NT: tl.constexpr = BM // 8
     UNITS: tl.constexpr = STEP // 32
@@ -143,27 +196,7 @@ def linear_kernel(
                 b_one = tl.dot(tl.full([WARPS, 16, STEP], 1.0, dtype), b_n)
                 b_one = tl.broadcast_to(tl.reshape(b_one, [WARPS, 1, 2, 8, NT, 4, 2]), b_y.shape)
                 b_y = tl.fma(b_one, _of_outputs(b_z, b_y), b_y)
-    b_out = tl.reshape(b_sum if KIND == "plain" or KIND == "int8" else b_y, [BN, BM])
-    i_m, i_n = tile * BM + tl.arange(0, BM)[None, :], block * BN + tl.arange(0, BN)[:, None]
-    m_y = (i_m < M) & (i_n < N)
-    at = i_m.to(tl.int64) * N + i_n
-    if SK > 1:
-        size = M.to(tl.int64) * N
-        tl.store(p_parts + part * size + at, b_out, mask=m_y)
-        tl.debug_barrier()  # all warps have stored
-        p_arrived = p_arrivals + tile * tl.num_programs(0) + block
-        if tl.atomic_add(p_arrived, 1, sem="acq_rel", scope="gpu") < SK - 1:
-            return
-        tl.store(p_arrived, 0)
-        b_out = tl.load(p_parts + at, mask=m_y, other=0.0, cache_modifier=".cg")
-        for i in tl.static_range(1, SK):
-            b_out += tl.load(p_parts + i * size + at, mask=m_y, other=0.0, cache_modifier=".cg")
-    i_n = tl.minimum(i_n, N - 1)
-    if KIND == "int8":
-        b_out *= tl.load(p_scale + i_n).to(tl.float32)
-    if HAS_BIAS:
-        b_out += tl.load(p_bias + i_n).to(tl.float32)
-    tl.store(p_y + at, b_out.to(p_y.dtype.element_ty), mask=m_y)
+    return tl.reshape(b_sum if KIND == "plain" or KIND == "int8" else b_y, [BN, BM])
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -45,6 +45,19 @@ class Weight:
     def of(self, tensors: Iterable[Tensor]) -> Weight:
         """Return a weight like this one of other tensors."""
         return replace(self, **dict(zip(("data", "arrivals", "scale"), tensors, strict=False)))
+
+    @staticmethod
+    def merged(each: Sequence[Weight]) -> Weight | None:
+        """Return weights of the same inputs as one, [sum of N, K]; None if they differ in kind, or end within a block
+        of codes."""
+        first = each[0]
+        alike = {(w.kind, w.shape[1], w.group, w.data.dtype, None if w.scale is None else w.scale.dtype) for w in each}
+        if len(alike) > 1 or (first.kind != "plain" and any(w.shape[0] % BLOCK for w in each[:-1])):
+            return None
+        scales = [w.scale for w in each if w.scale is not None]
+        scale = torch.cat(scales, dim=1 if first.group else 0) if scales else None
+        n, data = sum(w.shape[0] for w in each), torch.cat([w.data for w in each])
+        return replace(first, shape=(n, first.shape[1]), data=data, arrivals=no_arrivals(n, data.device), scale=scale)
 
     @property
     def step(self) -> int:

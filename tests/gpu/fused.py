@@ -133,9 +133,9 @@ def weight_of(x: Inputs, kind: str) -> Inputs:
 
 
 def norm(x: Inputs, form: str) -> Sequence[Tensor]:
-    from kvcli.kernels.rms_norm import fused
+    from kvcli.kernels.rms_norm import RMS, fused
 
-    return [fused.rms_norm(x["x"], x["w"][0], 1e-6, form)]
+    return [fused.rms_norm(x["x"], RMS(x["w"][0], 1e-6, form))]
 
 
 def norm_reference(x: Inputs, form: str) -> Sequence[Tensor]:

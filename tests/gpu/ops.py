@@ -82,6 +82,42 @@ def _product(kind: str, size: Size, g: Generator) -> Op:
     return by_rows(lambda some: fused.linear(some, w, None), x, nbytes)
 
 
+def merged(kind: str, n: int, size: Size, g: Generator) -> Any:
+    """Several layers as one, by outputs."""
+    from kvcli.kernels.linear_epilogue import MergedLinear
+    from kvcli.kernels.linear_skinny import pack4, plain
+
+    codes = torch.randint(0, 16, (n, size.inputs), generator=g, device=g.device, dtype=torch.uint8)
+    if kind == "plain":
+        return MergedLinear(plain(noise(g, n, size.inputs)), None)
+    return MergedLinear(pack4(codes, noise(g, size.inputs // 128, n, 2), 128), None)
+
+
+def _gated(kind: str, size: Size, g: Generator) -> Op:
+    from kvcli.kernels.linear_epilogue import fused
+
+    weights = merged(kind, 2 * size.outputs, size, g)
+    x = noise(g, MOST, size.inputs) / size.inputs**0.5
+    nbytes = sum(t.nbytes for t in weights.weight.tensors)
+    return by_rows(lambda some: fused.gated(some, weights, "silu"), x, nbytes)
+
+
+def _heads(kind: str, size: Size, g: Generator) -> Op:
+    """Normed and turned; each row at a position of its own."""
+    from kvcli.kernels.linear_epilogue import Heads, fused
+    from kvcli.kernels.rms_norm import RMS
+
+    weights = merged(kind, (size.heads + 2 * size.kv) * size.d, size, g)
+    x, cos, sin = noise(g, MOST, size.inputs), noise(g, MOST, size.d), noise(g, MOST, size.d)
+    of = Heads(size.heads, size.d, *(RMS(noise(g, size.d), 1e-6, "round last") for _ in "qk"))
+
+    def of_rows(rows: Rows) -> Callable[[], Tensor]:
+        given = [t[list(rows)] for t in (x, cos, sin)]
+        return lambda: torch.cat(fused.heads(given[0], weights, of, *given[1:]), 1)
+
+    return Op(of_rows, sum(t.nbytes for t in weights.weight.tensors))
+
+
 def layer(size: Size, g: Generator, room: int = 0) -> tuple[Tensor, Any, Tensor, Tensor]:
     """Queries [H, MOST, D]; a table of stored slots, with so much room behind those of each head; fresh k and v."""
     from kvcli.kernels.attend_invariant.tables import Table
@@ -172,10 +208,10 @@ def _stored(size: Size, g: Generator) -> Op:
 
 def _norm(size: Size, g: Generator, *, in_full: bool) -> Op:
     """`in_full`: in float32, where another order of a sum shows; of 16 bits most are the same."""
-    from kvcli.kernels.rms_norm import fused
+    from kvcli.kernels.rms_norm import RMS, fused
 
-    w, x = noise(g, size.inputs), noise(g, MOST, size.inputs)
-    return by_rows(lambda some: fused.rms_norm(some, w, 1e-6, "round first"), x.float() if in_full else x)
+    norm, x = RMS(noise(g, size.inputs), 1e-6, "round first"), noise(g, MOST, size.inputs)
+    return by_rows(lambda some: fused.rms_norm(some, norm), x.float() if in_full else x)
 
 
 def _drawn(size: Size, g: Generator) -> Op:
@@ -262,6 +298,8 @@ def _scored(size: Size, g: Generator, *, by_codes: bool) -> Op:
 
 
 OURS: dict[str, Make] = {f"linear_skinny, {kind}": partial(_product, kind) for kind in ("plain", "int8", "int4", "nf4")}
+OURS |= {f"linear_epilogue, heads, {kind}": partial(_heads, kind) for kind in ("plain", "int4")}
+OURS |= {f"linear_epilogue, gated, {kind}": partial(_gated, kind) for kind in ("plain", "int4")}
 OURS |= {"attend_invariant": _attention, "attend, limits": _limited, "append_kv": _stored, "argmax, drawn": _drawn}
 OURS |= {"rms_norm, in float32": partial(_norm, in_full=True), "rms_norm": partial(_norm, in_full=False)}
 OURS |= {f"attend_quantized, {bits} bits": partial(_packed_attention, bits) for bits in (8, 4, 2)}

@@ -57,6 +57,12 @@ CHANGES = {
         "b_sum = tl.dot(b_w, b_x, b_sum)",
         f"b_sum = tl.dot(b_w, b_x, tl.where(M > 1, {ROUNDED.format('b_sum')}, b_sum))",
     ),
+    # norms of heads by sums of what is rounded, of several rows
+    "linear_epilogue": Change(
+        "linear_epilogue",
+        "_summed(b_x * b_x) / D",
+        f"tl.where(M > 1, _summed({ROUNDED.format('(b_x * b_x)')}), _summed(b_x * b_x)) / D",
+    ),
     # weights of parts relative to something else
     "merge_attention": Change(
         "merge_attention", "tl.maximum(top, tl.max(lse, 0))", "tl.maximum(top, tl.max(lse, 0)) + (n_rows > 1)"

@@ -529,6 +529,8 @@ class CapturedBatch:
         """Return the logits [N, V] of all rows, and the input of the output layer if requested."""
         ids, pos = (torch.cat(of).long() for of in zip(*((rows.ids, rows.pos) for rows in self._rows), strict=True))
         way = passes[0] if len(passes) == 1 else BatchedPass(passes)
+        if lm.direct_forward is not None:
+            return lm.direct_forward(ids, pos, None, way), way.hidden_states
         return call(lm.model, ids, pos, device=lm.device, its_pass=way), way.hidden_states
 
 

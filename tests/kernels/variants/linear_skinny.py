@@ -25,16 +25,16 @@ BUDGETS = {"plain": (53, 97, 190), "int8": (136, 149, 172), "int4": (200, 246, 3
 REGISTERS = {8: 72, 16: 104, 32: 176}
 
 
-def _linear(kind: str, rows: int, group: int = 0, x: str = "*bf16") -> Variant:
+def _linear(kind: str, rows: int, group: int = 0, x: str = "*bf16", residual: str = "") -> Variant:
     w, scale, own, size = KINDS[kind]
     step, above = group or own, 128 if x == "*bf16" else 0
     consts = {"K": K_DOWN if kind == "plain" else K, "STEP": step, "BM": rows, "SK": 4, "KIND": kind, "ABOVE": above}
     name = f"{kind}{f' by {step}' if kind in ('int4', 'nf4') else ''}, {rows} rows, {x[1:]}"
     return Variant(
         kernel=f"{OP}:linear_kernel",
-        name=name,
-        types={**TYPES, "p_w": w, "p_scale": scale, "p_x": x, "p_book": x},
-        consts=consts | {"HAS_BIAS": False, "PTX": True, "WIDTH": 2},
+        name=name + (residual and ", residual"),
+        types={**TYPES, "p_w": w, "p_scale": scale, "p_x": x, "p_book": x, "p_residual": residual},
+        consts=consts | {"HAS_BIAS": False, "PTX": True, "WIDTH": 2} | ({} if residual else {"p_residual": None}),
         warps=2,
         stages=1,
         registers=None if kind == "plain" else REGISTERS[rows],
@@ -49,6 +49,7 @@ def _linear(kind: str, rows: int, group: int = 0, x: str = "*bf16") -> Variant:
 
 VARIANTS = [
     *(_linear(kind, rows) for kind in KINDS for rows in (8, 16, 32)),
+    *(_linear("int4", rows, residual="*bf16") for rows in (8, 32)),
     *(_linear("int4", rows, group) for rows in (8, 16, 32) for group in (64, 32)),
     *(_linear(kind, 8, x="*fp16") for kind in ("int8", "int4", "nf4")),
     *(
