@@ -62,7 +62,7 @@ def _alone(name: str, given: Mapping[str, Any]) -> Variant:
 VARIANTS = [
     *(_product("gated", kind, rows, GATED, 2) for kind in ("int4", "plain") for rows in (8, 16, 32)),
     *(_product("normed heads", kind, rows, HEADS, 11) for kind in ("int4", "int8") for rows in (8, 16, 32)),
-    _product("heads of 64", "plain", 8, HEADS | SMALL, 16),
+    _product("heads of 64", "plain", 8, HEADS | SMALL, 4),
     _alone("gated", GATED),
     _alone("normed heads", HEADS),
 ]
