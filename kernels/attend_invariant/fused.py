@@ -18,7 +18,7 @@ from kvcli.kernels import triton_support
 from kvcli.kernels.attend_invariant.tables import Table, Tree
 from kvcli.kernels.merge_attention.fused import LN2, LOG2E, fold
 
-UNIT = 256  # slots per span of the first spans; see `first_of`
+UNIT = 128  # slots per span of the first spans; see `first_of`
 WHOLE = 1 << 26  # a unit beyond any length
 TOGETHER = 32  # spans that are merged at once
 SCANNED = tl.constexpr(512)  # positions
@@ -26,23 +26,23 @@ SCANNED = tl.constexpr(512)  # positions
 
 @triton.jit
 def first_of(span, UNIT: tl.constexpr):
-    """Return the first slot of a span. 16 spans have one unit, 56 have two, the others eight: short sequences are read
-    by many programs, and long ones write few partial results."""
-    fine, coarse = tl.minimum(span, 16), tl.maximum(span - 72, 0)
-    return (fine + 2 * (span - fine - coarse) + 8 * coarse) * UNIT
+    """Return the first slot of a span. 32 spans have one unit, 56 have four, the others 16: short sequences are read by
+    many programs, and long ones write few partial results."""
+    fine, coarse = tl.minimum(span, 32), tl.maximum(span - 88, 0)
+    return (fine + 4 * (span - fine - coarse) + 16 * coarse) * UNIT
 
 
 @triton.jit
 def span_of(slot, UNIT: tl.constexpr):
     """Return the span of a slot."""
     unit = slot // UNIT
-    return tl.where(unit < 16, unit, tl.where(unit < 128, 8 + unit // 2, 56 + unit // 8))
+    return tl.where(unit < 32, unit, tl.where(unit < 256, 24 + unit // 4, 72 + unit // 16))
 
 
 def n_spans(slots: int, unit: int = UNIT) -> int:
     """Return the number of spans of so many slots."""
     last = max(slots - 1, 0) // unit
-    return 1 + (last if last < 16 else 8 + last // 2 if last < 128 else 56 + last // 8)
+    return 1 + (last if last < 32 else 24 + last // 4 if last < 256 else 72 + last // 16)
 
 
 @triton.jit

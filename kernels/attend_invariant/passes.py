@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcli.kernels.attend_invariant import prompts
 from kvcli.kernels.attend_invariant.fused import attend_invariant
 from kvcli.kernels.attend_invariant.inputs import NewRows, StoredKV
 from kvcli.kernels.attend_invariant.tables import Table, Tree, uploaded
@@ -36,6 +37,10 @@ def read(
 ) -> PartialAttention:
     """Compute attend_stored_and_new on a GPU; the result is float32 if it is a part of a merge."""
     sent, device, n = {} if own is None else own.sent, q.device, q.shape[1]
+    is_prompt = n > MANY and (is_prompt or own is None)
+    before = () if own is None else own.before
+    if own is not None and is_prompt and prompts.serves(q, run, own, window, softcap):
+        return _merged([*before, *prompts.parts_of(q, run, own, scale)], None, q.dtype)
 
     def once(key: Any, make: Callable[[], Any]) -> Any:
         if key not in sent:
@@ -58,8 +63,6 @@ def read(
         fresh = own.k, own.v, once((n, len(own.pos)), lambda: _tree(own, device))
     elif window is not None:
         (row_pos,) = uploaded([pos], device)
-    is_prompt = n > MANY and (is_prompt or own is None)
-    before = () if own is None else own.before
     sink = None if own is None or own.sink is None else own.sink.float()
     is_part = own is None or bool(before)
     out = q.new_empty(n, q.shape[0], table.v.shape[1], dtype=torch.float32 if is_part else q.dtype)
@@ -74,10 +77,13 @@ def read(
         is_prompt=is_prompt,
     )
     part = PartialAttention(out.transpose(0, 1), lse.T)
-    if not before:
-        return part
-    parts = [*before, part]
-    return PartialAttention(*merge_attention([p.out for p in parts], [p.lse for p in parts], sink=sink, dtype=q.dtype))
+    return _merged([*before, part], sink, q.dtype)
+
+
+def _merged(parts: Sequence[PartialAttention], sink: Tensor | None, dtype: torch.dtype) -> PartialAttention:
+    if len(parts) == 1:
+        return parts[0]
+    return PartialAttention(*merge_attention([p.out for p in parts], [p.lse for p in parts], sink=sink, dtype=dtype))
 
 
 def _tree(own: NewRows, device: torch.device) -> Tree:

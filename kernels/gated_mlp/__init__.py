@@ -1,4 +1,4 @@
-"""Gated MLP of a decoder layer, down(act(gate(x)) * up(x)), in one call on a CPU (arXiv 2002.05202).
+"""Gated MLP of a decoder layer, down(act(gate(x)) * up(x)), in one call on a CPU or two on a GPU (arXiv 2002.05202).
 
 x [..., E] -> [..., E] in bf16 or float32, with weights in the layout of `kernels.linear` or `kernels.linear_quantized`.
 Products and roundings equal those of the separate modules. e^x and tanh are implemented here, so an activation differs
@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -20,7 +21,11 @@ from kvcli.kernels import linear_quantized
 from kvcli.kernels import native as built
 from kvcli.kernels.gated_mlp.reference import ACTIVATIONS as KNOWN
 from kvcli.kernels.linear import NativeLinear
+from kvcli.kernels.linear_epilogue.module import merged, share_
 from kvcli.kernels.linear_quantized import PackedLinear
+from kvcli.kernels.linear_skinny import linear_skinny
+from kvcli.kernels.linear_skinny.module import SkinnyLinear, SkinnyPacked
+from kvcli.kernels.linear_skinny.reference import BLOCK
 from kvcli.kernels.module_probe import first_and_last, group_by_kind, kind, probe_output
 
 # One linear layer as an argument of native calls that compute several products.
@@ -37,9 +42,9 @@ class Product(ctypes.Structure):
 
 
 def type_of(layer: nn.Module) -> dtype | None:
-    """Return the dtype of a linear layer's inputs; None if the module is no linear layer, or has no native product."""
+    """Return the dtype of a linear layer's inputs; None if the module is no linear layer, or has no product of ours."""
     found = None
-    if isinstance(layer, NativeLinear) or (
+    if isinstance(layer, NativeLinear | SkinnyLinear | SkinnyPacked) or (
         isinstance(layer, PackedLinear) and layer.is_native and linear_quantized.serves(layer.dtype)
     ):
         found = layer.dtype
@@ -85,7 +90,7 @@ def gated_mlp(x: Tensor, mlp: Mlp, *, level: str | None = None) -> Tensor:
     return y
 
 
-# Replace a model's gated MLPs by the native one, if both compute the same for probe rows.
+# Replace a model's gated MLPs by one of ours, if both compute the same for probe rows.
 
 
 class NativeMlp:
@@ -94,10 +99,13 @@ class NativeMlp:
     def __init__(self, linears: Sequence[nn.Module], act: str, own: Callable[[Tensor], Tensor]) -> None:
         """Set up the MLP. `linears`: gate, up, down; `own`: the module's forward, for rows of another dtype."""
         products, self._keeps = zip(*map(product_of, linears), strict=True)
-        self.dtype = type_of(linears[0])
+        self.dtype, self.device, self.n = type_of(linears[0]), torch.device("cpu"), linears[2].out_features
         self.mlp = Mlp(*products, ACTIVATIONS.index(act), self.dtype == torch.float32)
         self._own = WeakMethod(own)
         self.kind = (act, self.dtype, *((p.N, p.K, p.format) for p in products))
+
+    def share_(self) -> None:
+        """Do nothing: the weights are the module's."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if hidden.dtype == self.dtype:
@@ -105,6 +113,36 @@ class NativeMlp:
         own = self._own()
         assert own is not None
         return own(hidden)
+
+
+class FusedMlp:
+    """Forward of one MLP on a GPU, by copies of the weights of gate and up until `share_` has the module use these."""
+
+    def __init__(self, linears: Sequence[nn.Module], act: str, own: Callable[[Tensor], Tensor]) -> None:
+        gate_up, down = merged(linears[:2]), merged(linears[2:])
+        if gate_up is None or down is None or down.weight.shape[1] % BLOCK:
+            raise ValueError("gate and up cannot be one product")
+        self.gate_up, self.down, self.act, self._linears = gate_up, down, act, linears[:2]
+        self.dtype, self.device, self.n = type_of(linears[0]), down.weight.data.device, down.weight.shape[0]
+        self._own = WeakMethod(own)
+        self.kind = (act, self.dtype, *((p.weight.kind, p.weight.shape, p.weight.group) for p in (gate_up, down)))
+
+    def share_(self) -> None:
+        share_(self._linears, self.gate_up)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if hidden.dtype == self.dtype:
+            return self.run(hidden.reshape(-1, hidden.shape[-1]).contiguous(), None).view(hidden.shape)
+        own = self._own()
+        assert own is not None
+        return own(hidden)
+
+    def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Compute x [M, E] -> [M, E], added to `residual`."""
+        # imported late, because there may be no Triton where nothing is supported
+        from kvcli.kernels.linear_epilogue.fused import gated
+
+        return linear_skinny(gated(x, self.gate_up, self.act), self.down.weight, self.down.bias, residual)
 
 
 @torch.no_grad()
@@ -116,6 +154,7 @@ def mlp_(root: nn.Module) -> int:
             continue
         for module in group:
             module.forward = way.of(module)
+            module.forward.share_()
         done += len(group)
     return done
 
@@ -127,9 +166,14 @@ class Way:
     order: tuple[int, ...]
     act: str
 
-    def of(self, module: nn.Module) -> NativeMlp:
+    def of(self, module: nn.Module) -> NativeMlp | FusedMlp:
+        linears = self.linears(module)
+        is_fused = isinstance(linears[0], SkinnyLinear | SkinnyPacked)
+        return (FusedMlp if is_fused else NativeMlp)(linears, self.act, module.forward)
+
+    def linears(self, module: nn.Module) -> list[nn.Module]:
         linears = _linears(module)
-        return NativeMlp([linears[i] for i in self.order], self.act, module.forward)
+        return [linears[i] for i in self.order]
 
 
 def _linears(module: nn.Module) -> list[nn.Module]:
@@ -148,7 +192,7 @@ def _way(module: nn.Module) -> Way | None:
     (other,) = (child for child in module.children() if type_of(child) is None)
     if (act := _activation(other)) is None:
         return None
-    ways = [way for order in permutations(range(3)) if _is_same(module, (way := Way(order, act)).of(module))]
+    ways = [way for order in permutations(range(3)) if _is_same(module, way := Way(order, act))]
     return ways[0] if len(ways) == 1 else None
 
 
@@ -159,14 +203,20 @@ def _activation(module: nn.Module) -> str | None:
     return next((name for name, act in KNOWN.items() if found is not None and torch.equal(found, act(x))), None)
 
 
-def _is_same(module: nn.Module, mlp: NativeMlp) -> bool:
+def _is_same(module: nn.Module, way: Way) -> bool:
     """True if both agree on random rows, up to the few numbers whose activation is rounded differently."""
-    gate, up, down = (mlp.mlp.gate, mlp.mlp.up, mlp.mlp.down)
-    if (gate.N, gate.K) != (up.N, up.K) or (gate.N, gate.K) != (down.K, down.N):
+    linears: list[Any] = way.linears(module)
+    gate, up, down = ((linear.out_features, linear.in_features) for linear in linears)
+    if gate != up or gate != (down[1], down[0]):
         return False
-    x = torch.randn(3, gate.K, generator=torch.Generator().manual_seed(0)).to(mlp.dtype)
+    try:
+        mlp = way.of(module)
+    except ValueError:
+        return False
+    assert mlp.dtype is not None
+    x = torch.randn(3, gate[1], generator=torch.Generator().manual_seed(0)).to(mlp.device, mlp.dtype)
     theirs, ours = probe_output(module, x), mlp(x)
     if theirs is None or theirs.shape != ours.shape:
         return False
-    within = 4e-3 if mlp.dtype == torch.bfloat16 else 1e-5
+    within = 1e-5 if mlp.dtype == torch.float32 else torch.finfo(mlp.dtype).eps / 2
     return bool((ours - theirs).float().norm() <= within * theirs.float().norm())

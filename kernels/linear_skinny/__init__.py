@@ -2,8 +2,8 @@
 
 Layouts: x [..., K], weight [N, K], bias [N], result [..., N], in bfloat16 or float16 throughout.
   plain: the unchanged weight
-  int8, int4: the codes of kernels/linear_quantized, int4's bytes in another order (`reference.arrange`)
-  nf4: the codes of bitsandbytes; the scales of the two halves of a step are side by side
+  int8, int4: the codes and scales of kernels/linear_quantized in the order of `reference.arrange`
+  nf4: the codes of bitsandbytes in the same order
 A row is batch invariant in passes of at most MOST rows, which are decoding passes. Larger passes, as in prefill, use
 the fastest product; quantized weights are then dequantized to the dtype of the inputs, a part at a time. `why_not`
 rejects inputs that are no multiple of 16, because each weight row must begin at a multiple of 16 bytes.
@@ -33,16 +33,25 @@ def why_not(weight: Tensor) -> str:
     return f"{weight.shape[1]} inputs are not a multiple of 16" if weight.shape[1] % 16 else ""
 
 
+def plain(weight: Tensor) -> Weight:
+    """Build a weight from an unchanged one, [N, K]."""
+    n, k = weight.shape
+    return Weight("plain", (n, k), weight, reference.no_arrivals(n, weight.device))
+
+
+def pack8(q: Tensor, scale: Tensor) -> Weight:
+    """Build a weight from codes [N, K] and scales [N] of kernels/linear_quantized."""
+    return _of_codes("int8", q, scale, 0)
+
+
 def pack4(q: Tensor, scale: Tensor, group: int) -> Weight:
     """Build a weight from codes [N, K] in 0..15, scale and zero [K // g, N, 2] of kernels/linear_quantized."""
-    n, k = q.shape
-    blank = Weight("int4", (n, k), q, scale, group)
-    return Weight("int4", (n, k), reference.arrange(q, blank.step), scale, group)
+    return _of_codes("int4", q, reference.arrange_scales(scale), group)
 
 
 def of_packed(w: QuantizedWeight) -> Weight:
     """Build a weight from kvcli's quantized weight in portable order."""
-    return pack4(w.codes, w.scale, w.group) if w.bits == 4 else Weight("int8", w.shape, w.data, w.scale)
+    return pack4(w.codes, w.scale, w.group) if w.bits == 4 else pack8(w.data, w.scale)
 
 
 def pack_nf4(q: Tensor, largest: Tensor) -> Weight:
@@ -50,13 +59,16 @@ def pack_nf4(q: Tensor, largest: Tensor) -> Weight:
 
     float16 stores the largest numbers far more precisely than the eight bits that bitsandbytes rounds them to.
     """
-    (n, k), blank = q.shape, Weight("nf4", (q.shape[0], q.shape[1]), q, largest, 64)
-    scale = functional.pad(largest, (0, largest.shape[1] % 2)).view(n, -1, 2).transpose(0, 1)
-    return Weight("nf4", (n, k), reference.arrange(q, blank.step), scale.to(torch.float16).contiguous(), 64)
+    return _of_codes("nf4", q, reference.arrange_scales(largest.T.to(torch.float16)), 64)
 
 
-def linear_skinny(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
-    """Compute x [..., K] -> [..., N]."""
+def _of_codes(kind: Kind, q: Tensor, scale: Tensor, group: int) -> Weight:
+    n, k = q.shape
+    return Weight(kind, (n, k), reference.arrange(q, kind), reference.no_arrivals(n, q.device), scale, group)
+
+
+def linear_skinny(x: Tensor, w: Weight, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """Compute x [..., K] -> [..., N], added to `residual` [M, N]."""
     n, k = w.shape
     dtype = x.dtype if w.kind == "nf4" else (w.data if w.scale is None else w.scale).dtype
     if x.shape[-1] != k or x.dtype != dtype or dtype not in triton_support.TYPES:
@@ -67,7 +79,11 @@ def linear_skinny(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
     # imported late, because there may be no Triton where nothing is supported
     from kvcli.kernels.linear_skinny import fused
 
-    y = fused.linear(rows, w, bias) if rows.shape[0] <= MOST else _many(rows, w, bias)
+    if rows.shape[0] <= MOST:
+        y = fused.linear(rows, w, bias, residual=residual)
+    else:
+        y = _many(rows, w, bias)
+        y = y if residual is None else y.add_(residual)
     return y.view(*x.shape[:-1], n)
 
 
@@ -79,7 +95,7 @@ def _many(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     if w.kind == "plain":
         return functional.linear(x, w.data, bias)
     y = x.new_empty(x.shape[0], n)
-    rows = max(1, STRETCH // (k * x.itemsize))
+    rows = max(1, STRETCH // (k * x.itemsize * reference.BLOCK)) * reference.BLOCK
     for a in range(0, n, rows):
         b = min(a + rows, n)
         y[:, a:b] = functional.linear(x, fused.widen(w, a, b, x.dtype))
@@ -88,4 +104,4 @@ def _many(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     return y if bias is None else y.add_(bias)
 
 
-__all__ = ["MOST", "Kind", "Weight", "linear_skinny", "of_packed", "pack4", "pack_nf4", "why_not"]
+__all__ = ["MOST", "Kind", "Weight", "linear_skinny", "of_packed", "pack4", "pack8", "pack_nf4", "plain", "why_not"]

@@ -1,13 +1,20 @@
-"""Batch-invariant linear layers for few rows, in Triton.
+"""Batch-invariant linear layers for few rows, in Triton: operands go from memory to the matrix units.
 
-The inputs of an output are summed in steps of 128 (64 for groups of 32), one after another within each of SK fixed
-ranges; the SK sums are added in order. SK depends on the weight's shape and the GPU, never on the number of rows. Rows
-are padded to a tile of 16 or 32, both of which use the same instructions. A tile of 64 would use others on Hopper.
+The result is computed transposed, y^T [N, M] = W [N, K] x^T [K, M]: 16 outputs of the weight are the first operand of
+an instruction, 8 rows the second. A lane's 16 contiguous bytes of a weight are its part of that operand, and 16
+contiguous bytes of a row are its part of the second, because the inputs of an instruction are permuted alike in both.
+So loops use no shared memory. Warps are the batch of a three-dimensional product: each has 32 outputs of its own.
+
+The inputs of an output are summed step by step within each of SK fixed ranges. The last program of a block to finish
+adds the SK sums in order. SK depends on the weight's shape and the GPU, never on the number of rows. A tile has 8, 16
+or 32 rows, which are that many columns of the same instruction, and no column depends on another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -15,60 +22,73 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.linear_skinny import ptx
-from kvcli.kernels.linear_skinny.reference import Weight
+from kvcli.kernels.linear_skinny.reference import BLOCK, Weight
 
-BN = 64  # outputs per program of `linear_kernel`
-LEAST = 4  # fewest steps of a range, so that loads overlap
-BLOCK = 256  # outputs per program of `add_kernel`
-GROUPS = 8  # groups per program of `sums_kernel`
-# Triton releases differ in fusing a product and a sum. It is off here, and tl.fma is used where it is meant.
-OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+LEAST = 256  # fewest inputs of a range
+AN_SM = 8  # programs of a multiprocessor at least, so that enough loads are under way
+# Triton releases differ in fusing a product and a sum. It is off here, and tl.fma is used where it is meant. Stages
+# would take loads through shared memory.
+OPTIONS = {"num_warps": 2, "num_stages": 1, "enable_fp_fusion": False}
+# Registers of quantized weights by rows of a tile; unbound, ptxas spills some of them for more programs at once
+REGISTERS = {8: 72, 16: 104, 32: 176}
+# Inputs of a register of the first operand: Triton 3.6 doubles them behind `join`. Both have the same numbers.
+WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
 
 INT4_BF16, INT4_FP16 = tl.constexpr(ptx.int4(torch.bfloat16)), tl.constexpr(ptx.int4(torch.float16))
+INT8_BF16, INT8_FP16 = tl.constexpr(ptx.int8(torch.bfloat16)), tl.constexpr(ptx.int8(torch.float16))
 NF4_BF16, NF4_FP16 = tl.constexpr(ptx.nf4(torch.bfloat16)), tl.constexpr(ptx.nf4(torch.float16))
-CONSTRAINTS = tl.constexpr(ptx.CONSTRAINTS)
+OF4, OF8 = tl.constexpr(ptx.OF4), tl.constexpr(ptx.OF8)
+WARPS, BN = tl.constexpr(2), tl.constexpr(BLOCK)
 
 
-def linear(x: Tensor, w: Weight, bias: Tensor | None, sk: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute x [M, K] -> [M, N]. `sk`: ranges, 0 = chosen for the GPU; `dtype`: of the result, None = that of x."""
-    m, (n, k) = x.shape[0], w.shape
-    sk = sk or stretches(n, k, w.step, _processors(x.device))
+def linear(
+    x: Tensor,
+    w: Weight,
+    bias: Tensor | None,
+    sk: int = 0,
+    dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Compute x [M, K] -> [M, N], added to `residual` [M, N]. `sk`: ranges, 0 = chosen for the GPU; `dtype`: of the
+    result, None = that of x."""
+    m, n = x.shape[0], w.shape[0]
+    grid, tensors, consts = arguments(x, w, sk)
     y = x.new_empty(m, n, dtype=dtype)
-    parts = y if sk == 1 else x.new_empty(sk, m, n, dtype=torch.float32)
-    sums = _sums(x, w.group) if w.kind == "int4" else x
-    tile = 16 if m <= 16 else 32
-    linear_kernel[(triton.cdiv(n, BN), sk, triton.cdiv(m, tile))](
-        x, w.data, _scales(w, x), sums, _book(x.device, x.dtype), _or(bias, x), parts, m, n,
-        K=k, GROUP=w.group, BM=tile, BN=BN, BK=w.step, SK=sk, KIND=w.kind,
-        HAS_BIAS=bias is not None and sk == 1, PTX=x.is_cuda, **OPTIONS,
+    parts = y if consts["SK"] == 1 else x.new_empty(consts["SK"], m, n, dtype=torch.float32)
+    linear_kernel[grid](
+        *tensors, _or(bias, x), parts, w.arrivals, y, residual, m, n, HAS_BIAS=bias is not None,
+        maxnreg=None if w.kind == "plain" else REGISTERS[consts["BM"]], **consts, **OPTIONS,
     )  # fmt: skip
-    if sk > 1:
-        add_kernel[(triton.cdiv(n, BLOCK), m)](
-            parts, _or(bias, x), y, m, n, SK=sk, BLOCK=BLOCK, HAS_BIAS=bias is not None, **OPTIONS
-        )
     return y
+
+
+def arguments(x: Tensor, w: Weight, sk: int = 0) -> tuple[tuple[int, int, int], Sequence[Tensor], dict[str, Any]]:
+    """Return the grid, the tensors and the constants of `part_of`."""
+    m, (n, k) = x.shape[0], w.shape
+    sk, tile = sk or stretches(n, k, _processors(x.device)), 8 if m <= 8 else 16 if m <= 16 else 32
+    consts = {"K": k, "STEP": w.step, "BM": tile, "SK": sk, "KIND": w.kind, "ABOVE": ptx.ABOVE[x.dtype]}
+    consts |= {"PTX": x.is_cuda, "WIDTH": 2 if w.kind == "plain" else WIDTH}
+    return (
+        (triton.cdiv(n, BLOCK), sk, triton.cdiv(m, tile)),
+        (x, w.data, _scales(w, x), _book(x.device, x.dtype)),
+        consts,
+    )
 
 
 def widen(w: Weight, first: int, last: int, dtype: torch.dtype) -> Tensor:
-    """Dequantize outputs `first` to `last` of a weight, [last - first, K]; for int8 return the codes alone."""
-    n, k = w.shape
-    if w.kind == "int8":
-        return w.data[first:last].to(dtype)
+    """Dequantize outputs `first`, a multiple of 64, to `last`, [last - first, K]; for int8 return the codes alone."""
+    k = w.shape[1]
     y = torch.empty(last - first, k, dtype=dtype, device=w.data.device)
-    grid = (triton.cdiv(last - first, BN), triton.cdiv(k, w.step))
-    widen_kernel[grid](
-        w.data, _scales(w, y), _book(y.device, dtype), y, first, last, n,
-        K=k, GROUP=w.group, BN=BN, BK=w.step, KIND=w.kind, PTX=y.is_cuda, **OPTIONS,
+    widen_kernel[(triton.cdiv(last - first, BLOCK), triton.cdiv(k, w.step))](
+        w.data, _scales(w, y), _book(y.device, dtype), y, first, last, w.data.shape[0] * BLOCK,
+        K=k, STEP=w.step, KIND=w.kind, ABOVE=ptx.ABOVE[dtype], PTX=y.is_cuda, **OPTIONS,
     )  # fmt: skip
     return y
 
 
-def stretches(n: int, k: int, step: int, processors: int) -> int:
-    """Return the number of ranges for a weight's inputs: two programs per multiprocessor, if there are enough steps."""
-    programs, steps, sk = triton.cdiv(n, BN), triton.cdiv(k, step), 1
-    while sk * programs < 2 * processors and steps >= 2 * sk * LEAST:
-        sk *= 2
-    return sk
+def stretches(n: int, k: int, processors: int) -> int:
+    """Return the number of ranges for a weight's inputs."""
+    return max(1, min(AN_SM * processors // triton.cdiv(n, BLOCK), k // LEAST))
 
 
 @cache
@@ -88,15 +108,7 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 def _scales(w: Weight, other: Tensor) -> Tensor:
     """Return the scales; pairs are viewed as one word each."""
-    return other if w.scale is None else w.scale if w.kind == "int8" else w.scale.view(torch.int32)
-
-
-def _sums(x: Tensor, group: int) -> Tensor:
-    """Sum the inputs of each group, [K // group, M] float32. A group's zero is multiplied with this sum."""
-    m, k = x.shape
-    sums = x.new_empty(k // group, m, dtype=torch.float32)
-    sums_kernel[(m, triton.cdiv(k // group, GROUPS))](x, sums, m, K=k, GROUP=group, GROUPS=GROUPS, **OPTIONS)
-    return sums
+    return _or(w.scale, other) if w.kind != "int4" or w.scale is None else w.scale.view(torch.int32)
 
 
 # ---- on the GPU ----
@@ -104,159 +116,203 @@ def _sums(x: Tensor, group: int) -> Tensor:
 
 @triton.jit(do_not_specialize=["M"])  # or Triton would compile another kernel for one row
 def linear_kernel(
-    p_x, p_w, p_scale, p_sums, p_book, p_bias, p_y, M, N,
-    K: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SK: tl.constexpr,
-    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
+    p_x, p_w, p_scale, p_book, p_bias, p_parts, p_arrivals, p_y, p_residual, M, N,
+    K: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ABOVE: tl.constexpr, PTX: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute BM rows and BN outputs of the result, or of one range, [SK, M, N]; grid (N / BN, SK, M / BM)."""
-    i_n = tl.program_id(0) * BN + tl.arange(0, BN)
-    part = tl.program_id(1)
-    i_m = tl.program_id(2) * BM + tl.arange(0, BM)
-    m_m, m_n = i_m < M, i_n < N
-    STEPS: tl.constexpr = (K + BK - 1) // BK
-    HALF: tl.constexpr = BK // 2
-    PAIR: tl.constexpr = tl.float16 if KIND == "nf4" else p_x.dtype.element_ty
-    b_y = tl.zeros([BM, BN], tl.float32)
-    for step in range(part * STEPS // SK, (part + 1) * STEPS // SK):
-        if KIND == "plain" or KIND == "int8":
-            i_k = step * BK + tl.arange(0, BK)
-            b_x = _inputs(p_x, i_m, i_k, m_m, K, K % BK != 0)  # [BM, BK]
-            m_w = m_n[None, :] & (i_k < K)[:, None] if K % BK != 0 else m_n[None, :]
-            b_w = tl.load(p_w + i_n[None, :].to(tl.int64) * K + i_k[:, None], mask=m_w, other=0)  # [BK, BN]
-            if KIND == "int8":
-                b_w = b_w.to(tl.float32).to(b_x.dtype)  # exact
-            b_y = tl.dot(b_x, b_w, b_y)
-        else:
-            i_k = step * BK + tl.arange(0, HALF)
-            b_low = _inputs(p_x, i_m, i_k, m_m, K, K % BK != 0)  # [BM, HALF]
-            b_high = _inputs(p_x, i_m, HALF + i_k, m_m, K, K % BK != 0)
-            b_v, b_w = _halves(p_w, p_book, i_n, m_n, step, STEPS, b_low.dtype, BK, KIND, PTX)  # [HALF, BN]
-            if KIND == "nf4":
-                b_s, b_t = _pairs(p_scale, step, i_n, m_n, N, PAIR)  # [BN]
-                b_y = _scaled(tl.dot(b_low, b_v), b_s, b_y)
-                b_y = _scaled(tl.dot(b_high, b_w), b_t, b_y)
-            elif GROUP == BK:
-                b_s, b_z = _pairs(p_scale, step, i_n, m_n, N, PAIR)
-                b_y = _scaled(tl.dot(b_high, b_w, tl.dot(b_low, b_v)), b_s, b_y)
-                b_y = _zeros(p_sums, step, i_m, m_m, M, b_z, b_y)
-            else:
-                b_s, b_z = _pairs(p_scale, 2 * step, i_n, m_n, N, PAIR)
-                b_y = _scaled(tl.dot(b_low, b_v), b_s, b_y)
-                b_y = _zeros(p_sums, 2 * step, i_m, m_m, M, b_z, b_y)
-                # if the last step has only a first half, the second half is multiplied with 0
-                group = tl.minimum(2 * step + 1, K // GROUP - 1)
-                b_s, b_z = _pairs(p_scale, group, i_n, m_n, N, PAIR)
-                b_y = _scaled(tl.dot(b_high, b_w), b_s, b_y)
-                b_y = _zeros(p_sums, group, i_m, m_m & (2 * step + 1 < K // GROUP), M, b_z, b_y)
+    """Compute BM rows and 64 outputs of the result; grid (N / 64, SK, M / BM)."""
+    b_out = part_of(p_x, p_w, p_scale, p_book, M, N, K, STEP, BM, SK, KIND, ABOVE, PTX, WIDTH)
+    block, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_m, i_n = tile * BM + tl.arange(0, BM)[None, :], block * BN + tl.arange(0, BN)[:, None]
+    m_y = (i_m < M) & (i_n < N)
+    at = i_m.to(tl.int64) * N + i_n
+    if SK > 1:
+        size = M.to(tl.int64) * N
+        tl.store(p_parts + part * size + at, b_out, mask=m_y)
+        tl.debug_barrier()  # all warps have stored
+        p_arrived = p_arrivals + tile * tl.num_programs(0) + block
+        if tl.atomic_add(p_arrived, 1, sem="acq_rel", scope="gpu") < SK - 1:
+            return
+        tl.store(p_arrived, 0)
+        b_out = tl.load(p_parts + at, mask=m_y, other=0.0, cache_modifier=".cg")
+        for i in tl.static_range(1, SK):
+            b_out += tl.load(p_parts + i * size + at, mask=m_y, other=0.0, cache_modifier=".cg")
+    i_n = tl.minimum(i_n, N - 1)
     if KIND == "int8":
-        b_y *= tl.load(p_scale + i_n, mask=m_n, other=0)[None, :].to(tl.float32)
+        b_out *= tl.load(p_scale + i_n).to(tl.float32)
     if HAS_BIAS:
-        b_y += tl.load(p_bias + i_n, mask=m_n, other=0)[None, :].to(tl.float32)
-    p_out = p_y + (part * M + i_m)[:, None].to(tl.int64) * N + i_n[None, :]
-    tl.store(p_out, b_y.to(p_y.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
+        b_out += tl.load(p_bias + i_n).to(tl.float32)
+    if p_residual is not None:
+        b_out = b_out.to(p_y.dtype.element_ty).to(tl.float32)
+        b_out += tl.load(p_residual + at, mask=m_y, other=0.0).to(tl.float32)
+    tl.store(p_y + at, b_out.to(p_y.dtype.element_ty), mask=m_y)
 
 
 @triton.jit
-def _inputs(p_x, i_m, i_k, m_m, K: tl.constexpr, IS_RAGGED: tl.constexpr):
-    """Load rows of the input, [BM, len(i_k)]; 0 out of bounds."""
-    m_x = m_m[:, None] & (i_k < K)[None, :] if IS_RAGGED else m_m[:, None]
-    return tl.load(p_x + i_m[:, None] * K + i_k[None, :], mask=m_x, other=0.0)
+def part_of(
+    p_x, p_w, p_scale, p_book, M, N, K: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr,
+    KIND: tl.constexpr, ABOVE: tl.constexpr, PTX: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return a program's range of 64 outputs for BM rows, [64, BM] float32; of int8 without scales."""
+    block, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    NT: tl.constexpr = BM // 8
+    UNITS: tl.constexpr = STEP // 32
+    STEPS: tl.constexpr = (K + STEP - 1) // STEP
+    dtype: tl.constexpr = p_x.dtype.element_ty
+    # each warp loads the rows for itself; rows beyond M repeat the last one. By unit, eight, warp, row of eight
+    i_r = tl.arange(0, UNITS * NT * WARPS * 8)
+    row = tl.minimum(tile * BM + i_r // (8 * WARPS) % NT * 8 + i_r % 8, M - 1)
+    i_k = (i_r // (8 * WARPS * NT) * 32)[:, None] + tl.arange(0, 32)[None, :]
+    p_row = p_x + row[:, None] * K + i_k
+    lane = tl.arange(0, BN)  # each has four scales; lanes of the same outputs load the same
+    p_s = p_scale + (block * BN + lane // 32 * 32 + lane % 32 // 4 * 4)[:, None] + tl.arange(0, 4)[None, :]
+    b_sum = tl.zeros([WARPS, 32, BM], tl.float32)
+    b_y = tl.zeros([WARPS, 2, 2, 8, NT, 4, 2], tl.float32)
+    for step in range(part * STEPS // SK, (part + 1) * STEPS // SK):
+        if K % STEP != 0:
+            b_x = tl.load(p_row + step * STEP, mask=step * STEP + i_k < K, other=0.0)
+        else:
+            b_x = tl.load(p_row + step * STEP)
+        b_x = tl.reshape(
+            b_x, [UNITS, NT, WARPS, 8, 4, 2, 2, 2]
+        )  # unit, eight, warp, row | lane's 16 bytes: half, pair, e
+        b_w = _numbers(p_w, p_book, block, step, N, K, UNITS, dtype, KIND, PTX)
+        # warp | of outputs: two eights, output | of inputs: unit, half, pair, eight, e
+        b_n = tl.reshape(tl.permute(b_x, (2, 0, 5, 6, 4, 7, 1, 3)), [WARPS, STEP, BM])
+        if WIDTH == 2:
+            b_w, b_x = tl.permute(b_w, (1, 4, 5, 2, 0, 6, 7, 3, 8)), b_n
+        else:
+            b_w = tl.permute(b_w, (1, 4, 5, 2, 0, 6, 3, 7, 8))
+            b_x = tl.reshape(tl.permute(b_x, (2, 0, 5, 4, 6, 7, 1, 3)), [WARPS, STEP, BM])
+        b_w = tl.reshape(b_w, [WARPS, 32, STEP])
+        if KIND == "plain" or KIND == "int8":
+            b_sum = tl.dot(b_w, b_x, b_sum)
+        else:
+            b_s, b_z = _pairs(p_s + step * tl.num_programs(0) * BN, KIND, dtype)
+            b_y = tl.fma(tl.reshape(tl.dot(b_w, b_x), b_y.shape), _of_outputs(b_s, b_y), b_y)
+            if KIND == "int4":
+                b_z = tl.fma(b_s, tl.full(b_s.shape, -(8.0 + ABOVE), tl.float32), b_z)
+                # the sums of the inputs, as a product with ones: in the order and the lanes of the others
+                b_one = tl.dot(tl.full([WARPS, 16, STEP], 1.0, dtype), b_n)
+                b_one = tl.broadcast_to(tl.reshape(b_one, [WARPS, 1, 2, 8, NT, 4, 2]), b_y.shape)
+                b_y = tl.fma(b_one, _of_outputs(b_z, b_y), b_y)
+    return tl.reshape(b_sum if KIND == "plain" or KIND == "int8" else b_y, [BN, BM])
 
 
 @triton.jit
-def _halves(
-    p_w, p_book, i_n, m_n, step, STEPS: tl.constexpr, dtype: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
+def _numbers(
+    p_w, p_book, block, step, N, K: tl.constexpr, UNITS: tl.constexpr, dtype: tl.constexpr, KIND: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers of a step's codes, [BK / 2, BN] each, without their scales."""
-    i_b = step * (BK // 2) + tl.arange(0, BK // 2)
-    p_byte = p_w + i_n[None, :].to(tl.int64) * (STEPS * BK // 2) + i_b[:, None]
-    b_w = tl.load(p_byte, mask=m_n[None, :], other=0)  # [BK / 2, BN] uint8
-    if PTX and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            INT4_BF16 if KIND == "int4" else NF4_BF16, CONSTRAINTS, [b_w],
-            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
-        )  # fmt: skip
-    elif PTX:
-        return tl.inline_asm_elementwise(
-            INT4_FP16 if KIND == "int4" else NF4_FP16, CONSTRAINTS, [b_w],
-            dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
-        )  # fmt: skip
-    elif KIND == "int4":
-        return ((b_w & 15).to(tl.float32) - 8.0).to(dtype), ((b_w >> 4).to(tl.float32) - 8.0).to(dtype)
+    """Load a step of the weight, without scales: [unit, warp, output, eight, two eights of outputs, half, pair, e]."""
+    if KIND == "plain":
+        i_r = tl.arange(0, UNITS * 4 * WARPS * 8)  # unit, two eights, warp, output
+        i_n = block * BN + i_r // 8 % WARPS * 32 + i_r // (8 * WARPS) % 4 * 8 + i_r % 8
+        i_k = step * (UNITS * 32) + (i_r // (32 * WARPS) * 32)[:, None] + tl.arange(0, 32)[None, :]
+        p_b = p_w + tl.minimum(i_n, N - 1)[:, None].to(tl.int64) * K + i_k
+        b_w = tl.load(p_b, mask=i_k < K, other=0.0) if K % (UNITS * 32) != 0 else tl.load(p_b)
+        b_w = tl.reshape(b_w, [UNITS, 2, 2, WARPS, 8, 4, 2, 2, 2])
+        return tl.permute(b_w, (0, 3, 4, 5, 1, 2, 6, 7, 8))
     else:
-        return tl.load(p_book + (b_w & 15)), tl.load(p_book + (b_w >> 4))
+        SIZE: tl.constexpr = UNITS * BN * (2 if KIND == "int8" else 1)  # lanes of a step
+        STEPS: tl.constexpr = (K + UNITS * 32 - 1) // (UNITS * 32)
+        i_w = (tl.arange(0, SIZE) * 4)[:, None] + tl.arange(0, 4)[None, :]
+        # past the first cache, which keeps the rows
+        b_w = tl.load(p_w + (block.to(tl.int64) * STEPS + step) * (SIZE * 4) + i_w, cache_modifier=".cg")
+        if KIND == "int8":
+            # tensors [lanes, 4], by second eight and pair
+            if PTX:
+                WIDE: tl.constexpr = INT8_BF16 if dtype == tl.bfloat16 else INT8_FP16
+                t_0, t_1, t_2, t_3 = tl.inline_asm_elementwise(
+                    WIDE, OF8, [b_w], dtype=(dtype.value,) * 4, is_pure=True, pack=2
+                )
+            else:
+                t_0, t_2 = _codes(b_w, b_w, 0, 16, 0, dtype, KIND)
+                t_1, t_3 = _codes(b_w, b_w, 8, 16, 0, dtype, KIND)
+            b_w = tl.join(tl.join(t_0, t_2), tl.join(t_1, t_3))
+            b_w = tl.reshape(b_w, [UNITS, 2, WARPS, 8, 4, 2, 2, 2, 2])  # unit, half, .., eights 0, e, eights 1, pair
+            return tl.permute(b_w, (0, 2, 3, 4, 5, 7, 1, 8, 6))
+        else:
+            t_0, t_1, t_2, t_3, t_4, t_5, t_6, t_7 = _widen4(b_w, p_book, dtype, KIND, PTX)
+            b_w = tl.join(tl.join(tl.join(t_0, t_4), tl.join(t_2, t_6)), tl.join(tl.join(t_1, t_5), tl.join(t_3, t_7)))
+            b_w = tl.reshape(b_w, [UNITS, WARPS, 8, 4, 2, 2, 2, 2, 2])  # .., eights 0, e, eights 1, half, pair
+            return tl.permute(b_w, (0, 1, 2, 3, 4, 6, 7, 8, 5))
 
 
 @triton.jit
-def _pairs(p_scale, row, i_n, m_n, N, dtype: tl.constexpr):
-    """Load two numbers per output, [BN] float32 each, from one word: loads of two bytes take as long as wide ones."""
-    b_pair = tl.load(p_scale + row * N + i_n, mask=m_n, other=0)  # [BN] int32
-    b_first = b_pair.to(tl.int16).to(dtype, bitcast=True)
-    return b_first.to(tl.float32), (b_pair >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+def _widen4(b_w, p_book, dtype: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
+    """Widen words [R, 4] to eight tensors [R, 4]: tensor 4 j + p has pair p of the words j and 2 + j."""
+    if PTX:
+        WIDE: tl.constexpr = INT4_BF16 if dtype == tl.bfloat16 else INT4_FP16
+        FROM_BOOK: tl.constexpr = NF4_BF16 if dtype == tl.bfloat16 else NF4_FP16
+        return tl.inline_asm_elementwise(
+            WIDE if KIND == "int4" else FROM_BOOK, OF4, [b_w],
+            dtype=(dtype.value,) * 8, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        NEXT: tl.constexpr = 16 if KIND == "int4" else 4  # bits from a code of a pair to the other
+        PAIR: tl.constexpr = 4 if KIND == "int4" else 8
+        ABOVE: tl.constexpr = 128 if dtype == tl.bfloat16 else 0
+        b_0, b_1 = _codes(b_w, p_book, 0, NEXT, ABOVE, dtype, KIND)
+        b_2, b_3 = _codes(b_w, p_book, PAIR, NEXT, ABOVE, dtype, KIND)
+        b_4, b_5 = _codes(b_w, p_book, 2 * PAIR, NEXT, ABOVE, dtype, KIND)
+        b_6, b_7 = _codes(b_w, p_book, 3 * PAIR, NEXT, ABOVE, dtype, KIND)
+        return b_0, b_2, b_4, b_6, b_1, b_3, b_5, b_7
 
 
 @triton.jit
-def _scaled(b_found, b_s, b_y):
-    """[BM, BN] += [BM, BN] * [BN]"""
-    return tl.fma(b_found, tl.broadcast_to(b_s[None, :], b_y.shape), b_y)
+def _codes(
+    b_w, p_book, FIRST: tl.constexpr, NEXT: tl.constexpr, ABOVE: tl.constexpr, dtype: tl.constexpr, KIND: tl.constexpr
+):
+    """Widen the pair of codes at bits FIRST and FIRST + NEXT of words [R, 4]: of words 0 and 2, of words 1 and 3."""
+    b_w = tl.join(b_w >> FIRST, b_w >> (FIRST + NEXT))
+    if KIND == "int8":
+        b_c = b_w.to(tl.int8).to(tl.float32).to(dtype)
+    elif KIND == "int4":
+        b_c = ((b_w & 15) + ABOVE).to(tl.float32).to(dtype)
+    else:
+        b_c = tl.load(p_book + (b_w & 15))
+    b_c = tl.permute(tl.reshape(b_c, [b_c.shape[0], 2, 2, 2]), (0, 1, 3, 2))  # of a lane: word / 2, e, word % 2
+    b_0, b_1 = tl.split(b_c)
+    return tl.reshape(b_0, [b_c.shape[0], 4]), tl.reshape(b_1, [b_c.shape[0], 4])
 
 
 @triton.jit
-def _zeros(p_sums, group, i_m, m_m, M, b_z, b_y):
-    """[BM, BN] += sums of inputs [BM] * zeros [BN]"""
-    b_sum = tl.load(p_sums + group * M + i_m, mask=m_m, other=0.0)  # [BM]
-    return tl.fma(tl.broadcast_to(b_sum[:, None], b_y.shape), tl.broadcast_to(b_z[None, :], b_y.shape), b_y)
+def _pairs(p_scale, KIND: tl.constexpr, dtype: tl.constexpr):
+    """Load scales and zeros, float32, of pairs in one word: loads of two bytes take as long as wide ones."""
+    if KIND == "int4":
+        b_pair = tl.load(p_scale)
+        b_s = b_pair.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        return b_s, (b_pair >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    else:
+        b_s = tl.load(p_scale).to(tl.float32)
+        return b_s, b_s
 
 
-@triton.jit(do_not_specialize=["M"])
-def sums_kernel(p_x, p_sums, M, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Sum some groups of one row; grid (M, K / GROUP / GROUPS). With several rows the order would depend on M."""
-    row = tl.program_id(0)
-    i_g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    i_k = i_g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    b_x = tl.load(p_x + row * K + i_k, mask=(i_g < K // GROUP)[:, None], other=0.0).to(tl.float32)  # [GROUPS, GROUP]
-    tl.store(p_sums + i_g * M + row, tl.sum(b_x, 1), mask=i_g < K // GROUP)
+@triton.jit
+def _of_outputs(b_s, b_y):
+    """Broadcast numbers of lanes [64, 4] to [warp, two eights, output, rows]."""
+    b_s = tl.permute(tl.reshape(b_s, [WARPS, 8, 4, 2, 2]), (0, 3, 4, 1, 2))
+    return tl.broadcast_to(b_s[:, :, :, :, None, :, None], b_y.shape)
 
 
-@triton.jit(do_not_specialize=["M"])
-def add_kernel(p_parts, p_bias, p_y, M, N, SK: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Add the ranges [SK, M, N] in order, and the bias; grid (N / BLOCK, M)."""
-    i_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row, m_n = tl.program_id(1).to(tl.int64), i_n < N
-    b_y = tl.load(p_parts + row * N + i_n, mask=m_n, other=0.0)  # [BLOCK]
-    for part in tl.static_range(1, SK):
-        b_y += tl.load(p_parts + (part * M + row) * N + i_n, mask=m_n, other=0.0)
-    if HAS_BIAS:
-        b_y += tl.load(p_bias + i_n, mask=m_n, other=0.0).to(tl.float32)
-    tl.store(p_y + row * N + i_n, b_y.to(p_y.dtype.element_ty), mask=m_n)
-
-
-@triton.jit(do_not_specialize=["last"])
+@triton.jit(do_not_specialize=["first", "last"])
 def widen_kernel(
     p_w, p_scale, p_book, p_y, first, last, N,
-    K: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
+    K: tl.constexpr, STEP: tl.constexpr, KIND: tl.constexpr, ABOVE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize a step of BN outputs from `first` on, to [last - first, K]; grid (outputs / BN, K / BK)."""
-    i_n, step = first + tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1)
-    m_n = i_n < last
-    STEPS: tl.constexpr = (K + BK - 1) // BK
-    HALF: tl.constexpr = BK // 2
+    """Dequantize a step of 64 outputs from `first` on, to [last - first, K]; grid (outputs / 64, K / STEP)."""
+    block, step = first // BN + tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = p_y.dtype.element_ty
-    PAIR: tl.constexpr = tl.float16 if KIND == "nf4" else dtype
-    b_v, b_w = _halves(p_w, p_book, i_n, m_n, step, STEPS, dtype, BK, KIND, PTX)  # [HALF, BN]
-    i_k = step * BK + tl.arange(0, HALF)
-    p_out = p_y + (i_n - first)[None, :].to(tl.int64) * K
-    if KIND == "nf4":
-        b_s, b_t = _pairs(p_scale, step, i_n, m_n, N, PAIR)  # [BN]
-        tl.store(p_out + i_k[:, None], (b_v * b_s[None, :]).to(dtype), mask=m_n[None, :] & (i_k < K)[:, None])
-        i_k += HALF
-        tl.store(p_out + i_k[:, None], (b_w * b_t[None, :]).to(dtype), mask=m_n[None, :] & (i_k < K)[:, None])
-    else:
-        b_s, b_z = _pairs(p_scale, step * BK // GROUP, i_n, m_n, N, PAIR)
-        b_v = b_v * b_s[None, :] + b_z[None, :]
-        tl.store(p_out + i_k[:, None], b_v.to(dtype), mask=m_n[None, :] & (i_k < K)[:, None])
-        i_k += HALF
-        b_s, b_z = _pairs(p_scale, tl.minimum((step * BK + HALF) // GROUP, K // GROUP - 1), i_n, m_n, N, PAIR)
-        b_w = b_w * b_s[None, :] + b_z[None, :]
-        tl.store(p_out + i_k[:, None], b_w.to(dtype), mask=m_n[None, :] & (i_k < K)[:, None])
+    b_w = _numbers(p_w, p_book, block, step, N, K, STEP // 32, dtype, KIND, PTX)
+    b_w = tl.reshape(tl.permute(b_w, (1, 4, 5, 2, 0, 3, 6, 7, 8)), [BN, STEP])  # as outputs and inputs are counted
+    i_o = tl.arange(0, BN)
+    if KIND != "int8":
+        p_s = p_scale + step * N + block * BN + i_o // 32 * 32 + i_o % 8 * 4 + i_o // 8 % 4
+        b_s, b_z = _pairs(p_s, KIND, dtype)
+        b_w = (
+            (b_w.to(tl.float32) - (8.0 + ABOVE)) * b_s[:, None] + b_z[:, None] if KIND == "int4" else b_w * b_s[:, None]
+        )
+    i_n, i_k = block * BN - first + i_o, step * STEP + tl.arange(0, STEP)
+    there = (i_n < last - first)[:, None] & (i_k < K)[None, :]
+    tl.store(p_y + i_n[:, None].to(tl.int64) * K + i_k[None, :], b_w.to(dtype), mask=there)

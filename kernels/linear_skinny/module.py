@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kvcli.kernels import triton_support
 from kvcli.kernels.linear_quantized import PackedLinear
-from kvcli.kernels.linear_skinny import Weight, linear_skinny, of_packed, pack_nf4, why_not
+from kvcli.kernels.linear_skinny import Weight, linear_skinny, of_packed, pack_nf4, plain, why_not
 
 BLOCK = 64  # inputs per nf4 scale
 
@@ -18,27 +18,47 @@ BLOCK = 64  # inputs per nf4 scale
 class SkinnyLinear(nn.Linear):
     """Plain layer on the kernels. Its weight is unchanged and may be shared with an embedding."""
 
+    arrivals: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
-        return linear_skinny(x, Weight("plain", (self.out_features, self.in_features), self.weight), self.bias)
+        return linear_skinny(x, self.as_weight, self.bias)
+
+    @property
+    def as_weight(self) -> Weight:
+        return Weight("plain", (self.out_features, self.in_features), self.weight, self.arrivals)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
 
 
 class SkinnyPacked(nn.Module):
     """Quantized layer on the kernels."""
 
     data: Tensor
+    arrivals: Tensor
     scale: Tensor
 
-    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        """`dtype`: of inputs."""
         super().__init__()
-        self.kind, self.group = weight.kind, weight.group
+        self.dtype = dtype
         self.out_features, self.in_features = weight.shape
-        self.register_buffer("data", weight.data)
-        self.register_buffer("scale", weight.scale)
+        self.be_part_of(weight, bias, slice(None))
+
+    def be_part_of(self, weight: Weight, bias: Tensor | None, part: slice) -> None:
+        """Compute a part of the outputs of this weight, which other layers may share."""
+        self.kind, self.group, self._shape, self._part = weight.kind, weight.group, weight.shape, part
+        for name in ("data", "arrivals", "scale"):
+            self.register_buffer(name, getattr(weight, name))
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        shape = (self.out_features, self.in_features)
-        return linear_skinny(x, Weight(self.kind, shape, self.data, self.scale, self.group), self.bias)
+        return linear_skinny(x, self.as_weight, self.bias)[..., self._part]
+
+    @property
+    def as_weight(self) -> Weight:
+        return Weight(self.kind, self._shape, self.data, self.arrivals, self.scale, self.group)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.kind}"
@@ -56,8 +76,10 @@ def lay_out_skinny_(root: nn.Module, done_with: Callable[[Tensor], object] = lam
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear and not why_not(layer.weight):
                 layer.__class__ = SkinnyLinear
+                layer.register_buffer("arrivals", plain(layer.weight).arrivals, persistent=False)
             elif (weight := packed_of(layer)) is not None:
-                setattr(parent, name, SkinnyPacked(weight, layer.bias))  # type: ignore[arg-type]
+                dtype = layer.scale.dtype if isinstance(layer, PackedLinear) else layer.weight.quant_state.dtype  # type: ignore[union-attr]
+                setattr(parent, name, SkinnyPacked(weight, layer.bias, dtype))  # type: ignore[arg-type]
                 done_with(layer.data if isinstance(layer, PackedLinear) else layer.weight)  # type: ignore[arg-type]
             else:
                 continue

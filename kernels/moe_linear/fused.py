@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.linear_skinny import ptx
-from kvcli.kernels.moe_linear import ExpertTensors
+from kvcli.kernels.moe_linear import ExpertTensors, ptx
 
 FEW = 64  # rows of a decoding pass, at most
 TILES = (16, 64)  # rows of an expert at a time: of decoding passes, and of prompts

@@ -19,6 +19,7 @@ from kvcli.kernels import native as built
 from kvcli.kernels import triton_support
 from kvcli.kernels.module_probe import probe_output
 from kvcli.kernels.rms_norm import reference
+from kvcli.kernels.rms_norm.reference import RMS
 
 FORMS = ("round first", "one more", "round last")  # Llama, Gemma, OLMo 2: in the order of native/c/layer.c
 SERVED = (torch.bfloat16, torch.float32)
@@ -102,16 +103,16 @@ class NativeNorm:
 class FusedNorm:
     """Forward of one norm on a GPU."""
 
-    def __init__(self, weight: Tensor, eps: float, form: str, own: Callable[[Tensor], Tensor]) -> None:
-        self.weight, self._eps, self._form, self._own = weight, eps, form, WeakMethod(own)
-        self.kind = (form, eps, weight.shape, weight.dtype)
+    def __init__(self, norm: RMS, own: Callable[[Tensor], Tensor]) -> None:
+        self.weight, self.norm, self._own = norm.weight, norm, WeakMethod(own)
+        self.kind = (norm.form, norm.eps, norm.weight.shape, norm.weight.dtype)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if hidden.dtype == self.weight.dtype:
             # imported late, because there may be no Triton where nothing is supported
             from kvcli.kernels.rms_norm.fused import rms_norm as fused
 
-            return fused(hidden, self.weight, self._eps, self._form)
+            return fused(hidden, self.norm)
         own = self._own()
         assert own is not None
         return own(hidden)
@@ -146,7 +147,7 @@ def _same(module: nn.Module, weight: Tensor, eps: float) -> NativeNorm | FusedNo
         return None
     for form in FORMS:
         if is_fused:
-            ours = FusedNorm(weight, eps, form, module.forward)
+            ours = FusedNorm(RMS(weight, eps, form), module.forward)
             if _nearly_equal(ours(x), theirs):
                 return ours
         elif torch.equal(rms_norm(x, norm := norm_of(weight, eps, form)), theirs):

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RMS:
+    """Weight [H] and form of a norm on a GPU."""
+
+    weight: Tensor
+    eps: float
+    form: str
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, form: str) -> Tensor:

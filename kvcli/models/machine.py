@@ -117,9 +117,14 @@ def kernels() -> list[tuple[str, str, str, str]]:
 
 def quant_backends() -> dict[str, str]:
     """Software that runs quantized weights, by device."""
+    import torch
+
+    from kvcli.kernels.linear_skinny.tinygemm import serves
+
     words = {"cpu": "int8 and int4", "mps": "none: use MLX or llama.cpp"}
-    on_gpu = {True: "fused int8, int4 (as on a CPU) and nf4", False: "bitsandbytes int8, fp4 and nf4"}
-    return {found.kind: words.get(found.kind) or on_gpu[not found.unserved] for found in devices()}
+    on_gpu = ("fused int8, int4 (as on a CPU)", "bitsandbytes int8, fp4", "torch int4 (in bf16), bitsandbytes int8")
+    found = {d.kind: bool(d.unserved) and 1 + serves(torch.device(d.kind), torch.bfloat16) for d in devices()}
+    return {kind: words.get(kind) or f"{on_gpu[way]} and nf4" for kind, way in found.items()}
 
 
 def _cpuinfo() -> list[str]:

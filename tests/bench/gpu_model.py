@@ -6,7 +6,7 @@ The longest of three decides what a kernel takes: bytes over 0.85 of the card's 
 matrix units, instructions over 0.6 of what its processors issue. Instructions are counted in the machine code that
 Triton makes here for the card's architecture, the rest is arithmetic; a launch in a graph adds 2.1 microseconds, which
 is what steps of an H200 left for each (docs/measurements/gpu.md), and a layer has as many as it is made of
-(`launches`). Cards by their makers' data sheets. The JSON also has a ladder (`LADDER`): the same pass with the kernels
+(`LAUNCHES`). Cards by their makers' data sheets. The JSON also has a ladder (`LADDER`): the same pass with the kernels
 that are built now, and with fewer launches, each by the share of the memory's rate that is assumed for it.
 """
 
@@ -32,11 +32,7 @@ READ_ELSE = 0.92
 LAYERS, HIDDEN, INNER, HEADS, KV, D, VOCAB = 32, 4096, 14_336, 32, 8, 128, 128_256
 IN_LAYERS = LAYERS * (HIDDEN * (HIDDEN + 2 * KV * D) + HIDDEN * HIDDEN + 3 * HIDDEN * INNER)  # weights
 OF_HEAD = VOCAB * HIDDEN
-# outputs and inputs of a layer's products
-PRODUCTS = ((HIDDEN, HIDDEN), *[(KV * D, HIDDEN)] * 2, (HIDDEN, HIDDEN), *[(INNER, HIDDEN)] * 2, (HIDDEN, INNER))
-# launches of a layer beside them: norms, attention with its merge, and of torch's operations in a recorded pass, as
-# counted, the rotary embedding, two residuals, the activation
-BESIDE = 2 + 2 + 10 + 2 + 2
+LAUNCHES = 8  # of a layer in int4, as tests/kernels/test_gpu_layer.py counts them
 ROWS = (1, 8, 16, 32)
 TAKEN = 1.2  # GiB of a card that are neither weights nor keys and values
 
@@ -62,16 +58,25 @@ CARDS = {
     "A10": Card(86, 72, 1.70, 600, 62, 24),
     "H100": Card(90, 132, 1.76, 3350, 989, 80),
 }
-# the form for 16 rows and for 32 of what reads them, and bytes of a number with its share of scales
-Forms = tuple[str, str, str]
+# the op and its forms by rows of a tile, and bytes of a number with its share of scales
+Forms = tuple[str, dict[int, str]]
+
+
+def _of_product(kind: str) -> Forms:
+    return "linear_skinny", {rows: f"{kind}, {rows} rows, bf16" for rows in (8, 16, 32)}
+
+
 WEIGHTS: dict[str, tuple[Forms, float]] = {
-    "bf16": (("linear_skinny", "plain, 16 rows, bf16", "plain, 32 rows, bf16"), 2.0),
-    "int4": (("linear_skinny", "int4 by 128, 16 rows, bf16", "int4 by 128, 32 rows, bf16"), 0.5 + 4 / 128),
-    "nf4": (("linear_skinny", "nf4 by 64, 16 rows, bf16", "nf4 by 64, 32 rows, bf16"), 0.5 + 2 / 64),
+    "bf16": (_of_product("plain"), 2.0),
+    "int4": (_of_product("int4 by 128"), 0.5 + 4 / 128),
+    "nf4": (_of_product("nf4 by 64"), 0.5 + 2 / 64),
 }
 STORED: dict[str, tuple[Forms, float]] = {
-    "bf16": (("attend_invariant", "16 rows", "32 rows"), 2.0),
-    "4 bits": (("attend_quantized", "4 bits, 16 rows, heads of 128", "4 bits, 32 rows, heads of 128"), 0.5 + 4 / 64),
+    "bf16": (("attend_invariant", {16: "16 rows", 32: "32 rows"}), 2.0),
+    "4 bits": (
+        ("attend_quantized", {16: "4 bits, 16 rows, heads of 128", 32: "4 bits, 32 rows, heads of 128"}),
+        0.5 + 4 / 64,
+    ),
 }
 SIDES = (
     ("bf16", "bf16", 4096),
@@ -94,6 +99,12 @@ class Kernel:
         """Bytes of memory for each instruction of a warp."""
         return self.variant.tile_bytes / (self.found.step * self.variant.warps)
 
+    @property
+    def flop(self) -> float:
+        """Operations of the matrix units for each byte of memory, m16n8k16 each."""
+        products = sum(n for name, n in self.found.counts.items() if name.startswith("HMMA"))
+        return products * 2 * 16 * 8 * 16 * self.variant.warps / self.variant.tile_bytes
+
     def headroom(self, card: Card) -> float:
         """Instructions that the processors issue while the memory brings what they are for: 1 = no more than needed."""
         return card.processors * 4 * card.ghz * self.density / card.gb_s
@@ -105,7 +116,7 @@ Kernels = dict[tuple[str, str, int], Kernel]
 def wanted() -> list[tuple[str, Variant]]:
     """Forms that the model asks for, each by its op."""
     of = {(op, one.name): one for op, listed in variants().items() for one in listed}
-    names = [(op, name) for (op, *both), _ in [*WEIGHTS.values(), *STORED.values()] for name in both]
+    names = [(op, name) for (op, each), _ in [*WEIGHTS.values(), *STORED.values()] for name in each.values()]
     return [(op, of[op, name]) for op, name in names]
 
 
@@ -119,26 +130,14 @@ def made(folder: Path) -> Kernels:
 
 def seconds(card: Card, forms: Forms, numbers: int, size: float, rows: int, kernels: Kernels) -> float:
     """To multiply so many numbers of `size` bytes with so many rows; memory brings them once for all rows."""
-    op, few, many = forms
-    tile = 16 if rows <= 16 else 32
-    kernel, blocks = kernels[op, few if tile == 16 else many, card.arch], -(-rows // tile)
+    op, by_tile = forms
+    tile = next((n for n in by_tile if n >= rows), max(by_tile))
+    kernel, blocks = kernels[op, by_tile[tile], card.arch], -(-rows // tile)
     return max(
         numbers * size / (BANDWIDTH * card.gb_s * 1e9),
-        2 * numbers * blocks * tile / (MATRIX * card.tflop_s * 1e12),
+        numbers * size * kernel.flop * blocks / (MATRIX * card.tflop_s * 1e12),
         numbers * size / kernel.density * blocks / (ISSUE * card.processors * 4 * card.ghz * 1e9),
     )
-
-
-def of_product(n: int, k: int, weights: str, card: Card) -> int:
-    """Launches: sums of inputs, which int4 has for its zeros, the product, and the sum of its stretches if several."""
-    from kvcli.kernels.linear_skinny.fused import stretches
-
-    return 1 + (weights == "int4") + (stretches(n, k, 128, card.processors) > 1)
-
-
-def launches(weights: str, card: Card) -> int:
-    """Of a layer."""
-    return BESIDE + sum(of_product(n, k, weights, card) for n, k in PRODUCTS)
 
 
 def ms_of_pass(card: Card, weights: str, stored: str, context: int, rows: int, kernels: Kernels) -> float:
@@ -146,7 +145,7 @@ def ms_of_pass(card: Card, weights: str, stored: str, context: int, rows: int, k
     took = seconds(card, WEIGHTS[weights][0], IN_LAYERS, WEIGHTS[weights][1], rows, kernels)
     took += seconds(card, WEIGHTS["bf16"][0], OF_HEAD, 2.0, rows, kernels)
     took += seconds(card, STORED[stored][0], slots, STORED[stored][1], rows * HEADS // KV, kernels)
-    return 1e3 * (took + LAYERS * launches(weights, card) * LAUNCH + AROUND)
+    return 1e3 * (took + LAYERS * LAUNCHES * LAUNCH + AROUND)
 
 
 def gib_of(weights: str, stored: str, context: int) -> float:
@@ -196,7 +195,6 @@ class Rung:
 
 EIGHT = 1.0  # bytes of a weight of an output layer in 8 bits
 LADDER = {
-    "10 launches": Rung(10, "bf16", LAUNCH),
     "7 launches": Rung(7, "bf16", LAUNCH),
     "7, output layer in 8 bits": Rung(7, "int8", LAUNCH),
     "7, gaps filled": Rung(7, "int8", FILLED),
@@ -215,7 +213,7 @@ def ladder(kernels: Kernels) -> list[dict[str, Any]]:
         rate, product = READ.get(card.arch, READ_ELSE) * card.gb_s * 1e9, 0.85 if card.arch == 90 else 0.93
         ms = ms_of_pass(card, "int4", "bf16", 4096, 1, kernels)
         floor = 1e3 * (layers + 2.0 * OF_HEAD + stored) / rate
-        row: dict[str, Any] = {"card": name, "launches": launches("int4", card), "ms": round(ms, 2)}
+        row: dict[str, Any] = {"card": name, "launches": LAUNCHES, "ms": round(ms, 2)}
         row |= {"over": round(ms / floor, 2), "then": {}}
         for what, rung in LADDER.items():
             head = OF_HEAD * (2.0 if rung.head == "bf16" else EIGHT)

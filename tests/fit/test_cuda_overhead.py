@@ -299,13 +299,19 @@ def test_fit_says_what_gave_way_and_what_it_costs(typed):
     assert "more per token at 37.3 GiB/s (assumed)" in said
 
 
-@pytest.mark.parametrize("why", ["", "fused kernels need compute capability 8.0, this card has 7.5"])
-def test_doctor_says_of_each_card_what_serves_it(typed, monkeypatch, why):
+@pytest.mark.parametrize(("why", "is_torch"), [
+    ("", False),
+    ("fused kernels need compute capability 8.0, this card has 7.5", False),
+    ("triton is not installed", True),
+])  # fmt: skip
+def test_doctor_says_of_each_card_what_serves_it(typed, monkeypatch, why, is_torch):
     monkeypatch.setattr("kvcli.kernels.dispatch.explain", lambda *_: [])
+    monkeypatch.setattr("kvcli.kernels.linear_skinny.tinygemm.serves", lambda *_: is_torch)
     done = typed(500, why)("doctor")
     assert ("fused         Triton: compute capability 8.6" in done.out) == (not why)
     assert why in done.out
     assert ("bitsandbytes int8" in done.out) == bool(why)
+    assert ("torch int4 (in bf16)" in done.out) == is_torch
 
 
 def test_intels_gpus_are_refused_with_what_serves_them(typed):

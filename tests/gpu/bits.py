@@ -21,7 +21,7 @@ from tests.kernels.row_dependent import looking_at_rows
 LOOKING = ("rms_norm", "linear_skinny", "attend_invariant")  # ops whose kernels are spoiled, to be caught
 TOGETHER = (2, 3, 8, 16, 17, 32)
 SCALE = 0.1
-# round tiles of 32 and 64 slots, and round the ends of spans: of 256 each at first, then 512, from 32,768 on 2,048
+# round tiles of 32 and 64 slots, and round the ends of spans: of 128 each at first, from 4,096 on 512, then 2,048
 AT = [0, 1, 5, 31, 32, 33, 60, 63, 64, 65, 96, 120, 127, 128, 129, 250, 255, 256, 257, 300, 511, 512, 513, 1000, 1023]
 AT += [1024, 1025, 2047, 2048, 4088, 4095, 4096, 4097, 4600, 4607, 4608, 8191, 32_760, 32_767, 32_768, 34_815]
 CHAIN, TREE = [*range(-1, 8)], [-1, 0, 0, 1, 1, 2, 3, 5, 5, 6]  # parents of rows

@@ -128,14 +128,14 @@ def sent_reference(x: Inputs) -> Sequence[Tensor]:
 def weight_of(x: Inputs, kind: str) -> Inputs:
     """Packed where it is right, so that both sides read the same codes."""
     from kvcli.kernels.linear_quantized import reference as rounding
-    from kvcli.kernels.linear_skinny import Weight, pack4, pack_nf4
+    from kvcli.kernels.linear_skinny import Weight, pack4, pack8, pack_nf4, plain
 
     w = x["w"] / x["w"].shape[1] ** 0.5
     shape = (w.shape[0], w.shape[1])
     codes = (w.float() * 40).round().clamp(-8, 7).add(8).to(torch.uint8)
     packed: dict[str, Callable[[], Weight]] = {
-        "plain": lambda: Weight("plain", shape, w),
-        "int8": lambda: Weight("int8", shape, *rounding.round8(w)),
+        "plain": lambda: plain(w),
+        "int8": lambda: pack8(*rounding.round8(w)),
         "int4": lambda: pack4(*rounding.round4(w, 128), 128),
         "nf4": lambda: pack_nf4(codes, w.float().view(shape[0], -1, 64).abs().amax(2)),
     }
@@ -143,9 +143,9 @@ def weight_of(x: Inputs, kind: str) -> Inputs:
 
 
 def norm(x: Inputs, form: str) -> Sequence[Tensor]:
-    from kvcli.kernels.rms_norm import fused
+    from kvcli.kernels.rms_norm import RMS, fused
 
-    return [fused.rms_norm(x["x"], x["w"][0], 1e-6, form)]
+    return [fused.rms_norm(x["x"], RMS(x["w"][0], 1e-6, form))]
 
 
 def norm_reference(x: Inputs, form: str) -> Sequence[Tensor]:

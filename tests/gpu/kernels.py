@@ -255,8 +255,7 @@ def moved(value: Any, dtype: torch.dtype | None, device: str) -> Any:
         tensors = [None if t is None else t.to(device) for t in (value.codes, value.scale, value.zero)]
         return Rounded(value.bits, *tensors)
     if isinstance(value, Weight):
-        data, scale = (moved(t, dtype if dtype is torch.float64 else None, device) for t in (value.data, value.scale))
-        return replace(value, data=data, scale=scale)
+        return value.of(moved(t, dtype if dtype is torch.float64 else None, device) for t in value.tensors)
     if isinstance(value, dict):
         return {key: moved(each, dtype, device) for key, each in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], PackedHead):

@@ -66,20 +66,56 @@ def noise(g: Generator, *shape: int) -> Tensor:
 
 def _product(kind: str, size: Size, g: Generator) -> Op:
     from kvcli.kernels.linear_quantized import reference as rounding
-    from kvcli.kernels.linear_skinny import Weight, fused, pack4, pack_nf4
+    from kvcli.kernels.linear_skinny import fused, pack4, pack8, pack_nf4, plain
 
     x, shape = noise(g, MOST, size.inputs), (size.outputs, size.inputs)
     codes = torch.randint(0, 16, shape, generator=g, device=g.device, dtype=torch.uint8)
     if kind == "int8":
-        w = Weight("int8", shape, *rounding.round8(noise(g, *shape)))
+        w = pack8(*rounding.round8(noise(g, *shape)))
     elif kind == "int4":
         w = pack4(codes, noise(g, size.inputs // 128, size.outputs, 2), 128)
     elif kind == "nf4":
         w = pack_nf4(codes, noise(g, size.outputs, size.inputs // 64).abs().float())
     else:
-        w = Weight("plain", shape, noise(g, *shape))
+        w = plain(noise(g, *shape))
     nbytes = w.data.nbytes + (0 if w.scale is None else w.scale.nbytes)
     return by_rows(lambda some: fused.linear(some, w, None), x, nbytes)
+
+
+def merged(kind: str, n: int, size: Size, g: Generator) -> Any:
+    """Several layers as one, by outputs."""
+    from kvcli.kernels.linear_epilogue import MergedLinear
+    from kvcli.kernels.linear_skinny import pack4, plain
+
+    codes = torch.randint(0, 16, (n, size.inputs), generator=g, device=g.device, dtype=torch.uint8)
+    if kind == "plain":
+        return MergedLinear(plain(noise(g, n, size.inputs)), None)
+    return MergedLinear(pack4(codes, noise(g, size.inputs // 128, n, 2), 128), None)
+
+
+def _gated(kind: str, size: Size, g: Generator) -> Op:
+    from kvcli.kernels.linear_epilogue import fused
+
+    weights = merged(kind, 2 * size.outputs, size, g)
+    x = noise(g, MOST, size.inputs) / size.inputs**0.5
+    nbytes = sum(t.nbytes for t in weights.weight.tensors)
+    return by_rows(lambda some: fused.gated(some, weights, "silu"), x, nbytes)
+
+
+def _heads(kind: str, size: Size, g: Generator) -> Op:
+    """Normed and turned; each row at a position of its own."""
+    from kvcli.kernels.linear_epilogue import Heads, fused
+    from kvcli.kernels.rms_norm import RMS
+
+    weights = merged(kind, (size.heads + 2 * size.kv) * size.d, size, g)
+    x, cos, sin = noise(g, MOST, size.inputs), noise(g, MOST, size.d), noise(g, MOST, size.d)
+    of = Heads(size.heads, size.d, *(RMS(noise(g, size.d), 1e-6, "round last") for _ in "qk"))
+
+    def of_rows(rows: Rows) -> Callable[[], Tensor]:
+        given = [t[list(rows)] for t in (x, cos, sin)]
+        return lambda: torch.cat(fused.heads(given[0], weights, of, *given[1:]), 1)
+
+    return Op(of_rows, sum(t.nbytes for t in weights.weight.tensors))
 
 
 def layer(size: Size, g: Generator, room: int = 0) -> tuple[Tensor, Any, Tensor, Tensor]:
@@ -172,10 +208,10 @@ def _stored(size: Size, g: Generator) -> Op:
 
 def _norm(size: Size, g: Generator, *, in_full: bool) -> Op:
     """`in_full`: in float32, where another order of a sum shows; of 16 bits most are the same."""
-    from kvcli.kernels.rms_norm import fused
+    from kvcli.kernels.rms_norm import RMS, fused
 
-    w, x = noise(g, size.inputs), noise(g, MOST, size.inputs)
-    return by_rows(lambda some: fused.rms_norm(some, w, 1e-6, "round first"), x.float() if in_full else x)
+    norm, x = RMS(noise(g, size.inputs), 1e-6, "round first"), noise(g, MOST, size.inputs)
+    return by_rows(lambda some: fused.rms_norm(some, norm), x.float() if in_full else x)
 
 
 def _drawn(size: Size, g: Generator) -> Op:
@@ -284,6 +320,8 @@ def _experts(kind: str, size: Size, g: Generator) -> Op:
 
 
 OURS: dict[str, Make] = {f"linear_skinny, {kind}": partial(_product, kind) for kind in ("plain", "int8", "int4", "nf4")}
+OURS |= {f"linear_epilogue, heads, {kind}": partial(_heads, kind) for kind in ("plain", "int4")}
+OURS |= {f"linear_epilogue, gated, {kind}": partial(_gated, kind) for kind in ("plain", "int4")}
 OURS |= {"attend_invariant": _attention, "attend, limits": _limited, "append_kv": _stored, "argmax, drawn": _drawn}
 OURS |= {"rms_norm, in float32": partial(_norm, in_full=True), "rms_norm": partial(_norm, in_full=False)}
 OURS |= {f"attend_quantized, {bits} bits": partial(_packed_attention, bits) for bits in (8, 4, 2)}
@@ -330,11 +368,24 @@ def _bitsandbytes(size: Size, g: Generator) -> Op:
     )
 
 
+def _torch_int4(size: Size, g: Generator) -> Op:
+    """Of codes and scales like ours."""
+    from kvcli.kernels.linear_skinny import tinygemm
+
+    if not tinygemm.serves(torch.device(g.device), torch.bfloat16):
+        raise ImportError("torch multiplies int4 in bfloat16 on NVIDIA cards alone")
+    plain = torch.nn.Linear(size.inputs, size.outputs, bias=False, device="meta")
+    plain.weight = torch.nn.Parameter(noise(g, size.outputs, size.inputs), requires_grad=False)
+    layer = tinygemm.TorchInt4(plain, torch.device(g.device))
+    return by_rows(layer, noise(g, MOST, size.inputs), layer.data.nbytes + layer.scale.nbytes)
+
+
 THEIRS: dict[str, Make] = {
     "torch's product": _torch_product,
     "torch's mean of squares": _torch_norm,
     "torch's attention": _torch_attention,
     "bitsandbytes, nf4": _bitsandbytes,
+    "torch's int4": _torch_int4,
 }
 
 

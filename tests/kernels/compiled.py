@@ -38,6 +38,8 @@ CARDS = {
     90: (227, 228, 2048, 32),
     120: (99, 100, 1536, 24),
 }
+ROWS = ("M", "BM")  # names of the rows of a tile
+EXCHANGES = ("LDS", "STS", "BAR", "SHFL")  # of threads of a program
 NARROW = (
     1 / 3
 )  # of what a step loads may come in pieces of 1 or 2 bytes: scales, which threads share, not what is streamed
@@ -60,6 +62,7 @@ class Compiled:
     step: float = 0.0  # instructions of a warp in a step of the innermost loop; not of Hopper's own products
     loads: dict[str, int] = field(default_factory=dict)  # from memory, in that loop, unrolled as it is
     counts: dict[str, float] = field(default_factory=dict)  # instructions of a step by their names
+    sums: list[str] = field(default_factory=list)  # where the numbers of each sum or maximum lie along its axis
 
 
 def variants() -> dict[str, list[Variant]]:
@@ -108,6 +111,8 @@ def faults(variant: Variant, found: Compiled) -> list[str]:
         said.append(f"takes {found.step:.0f} instructions a step, its budget is {variant.budget}")
     if variant.products and not found.layouts:
         said.append("has no matrix product")
+    if variant.straight and (shared := [name for name in found.counts if name.startswith(EXCHANGES)]):
+        said.append(f"has operands that go through shared memory in a step: {', '.join(shared)}")
     return said
 
 
@@ -139,6 +144,20 @@ def parted(found: Sequence[Compiled]) -> list[str]:
         if len({str(one.layouts) for one in found}) > 1
         else []
     )
+
+
+def other_sums(of: Sequence[tuple[Variant, Compiled]]) -> list[str]:
+    """Forms of one kernel that differ by the rows of a tile alone, and sum in different orders; a sentence each.
+
+    The compiler chooses which threads hold an axis by the shape of all of it. An interpreter cannot show it.
+    """
+    said, first = [], dict[str, tuple[Variant, Compiled]]()
+    for variant, found in of:
+        same = {name: value for name, value in variant.consts.items() if name not in ROWS}
+        other, theirs = first.setdefault(f"{variant.kernel} {variant.types} {same}", (variant, found))
+        if theirs.sums != found.sums:
+            said.append(f"{other.name} sums by {theirs.sums}, {variant.name} by {found.sums}")
+    return said
 
 
 # ---- compiling; here Triton may be imported ----
@@ -185,6 +204,8 @@ def _built(kernel: Any, variant: Variant, backend: str, arch: int | str) -> Any:
         raise ValueError(f"is compiled anew where {', '.join(loose)} is 1, or a multiple of 16: see do_not_specialize")
     source = ASTSource(kernel, signature, dict(variant.consts), {(i,): [["tt.divisibility", 16]] for i in known})
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": False}
+    if backend == "cuda":
+        options["maxnreg"] = variant.registers
     return build(source, target=GPUTarget(backend, arch, 32), options=options)
 
 
@@ -222,6 +243,7 @@ def _nvidia(kernel: Any, variant: Variant, arch: int) -> Compiled:
         step=len(body) * share,
         loads={name: n for name, n in inside.items() if _is_load(name)},
         counts={name: round(n * share, 2) for name, n in sorted(inside.items())},
+        sums=_sums(built.asm["ttgir"]),
     )
 
 
@@ -270,6 +292,22 @@ def _layouts(ttgir: str) -> list[str]:
     return sorted(found)
 
 
+def _sums(ttgir: str) -> list[str]:
+    """Of each reduction over more than two numbers: how its axis is spread over registers, threads and warps."""
+    alias = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    found = []
+    pattern = r'"tt\.reduce".*?axis = (\d+) : i32.*?\}\) : \(tensor<((?:\d+x)+)\w+, ([^()]*?)>[,)]'
+    for axis, shape, layout in re.findall(pattern, ttgir, re.DOTALL):
+        i = int(axis)
+        if int(shape.split("x")[i]) <= 2:  # the same in any order
+            continue
+        text = re.sub(r"#\w+\b(?!\.)", lambda name: alias.get(name[0], name[0]), layout)
+        lists = re.findall(r"(sizePerThread|threadsPerWarp|warpsPerCTA) = \[([\d, ]+)\]", text)
+        is_plain = text.startswith("#ttg.blocked")
+        found.append(", ".join(f"{name} {of.split(', ')[i]}" for name, of in lists) if is_plain else f"{i} of {text}")
+    return found
+
+
 def _step(code: list[tuple[int, str]], ttgir: str) -> tuple[list[str], float]:
     """The innermost loop that works most, and what share of it a step is: ptxas unrolls loops.
 
@@ -304,10 +342,10 @@ def _products_of_a_step(ttgir: str) -> float:
             open_loops.pop()
         if "scf.for" in line or "scf.while" in line:
             open_loops.append((depth, at))
-        dot = re.search(r"tt\.dot\b.*tensor<(\d+)x(\d+)x\w+,.*\* tensor<\d+x(\d+)x", line)
+        dot = re.search(r"tt\.dot\b.*tensor<(?:(\d+)x)?(\d+)x(\d+)x\w+,.*\* tensor<(?:\d+x)?\d+x(\d+)x", line)
         if dot:
-            m, k, n = map(int, dot.groups())
-            turns[open_loops[-1][1] if open_loops else -1] += max(1, m // 16) * max(1, n // 8) * (k // 16)
+            batch, m, k, n = (int(size or 1) for size in dot.groups())
+            turns[open_loops[-1][1] if open_loops else -1] += batch * max(1, m // 16) * max(1, n // 8) * (k // 16)
     return max(turns.values(), default=warps) / warps
 
 

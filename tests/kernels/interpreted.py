@@ -31,11 +31,11 @@ def _wide(handle: Any) -> np.ndarray:
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-    x, y, out = _wide(a), _wide(b), d.data.copy()
-    for k in range(0, x.shape[1], STEP):
+    x, y, out = _wide(a).astype(d.data.dtype), _wide(b).astype(d.data.dtype), d.data.copy()  # [.., M, K], [.., K, N]
+    for k in range(0, x.shape[-1], STEP):
         part = np.zeros_like(out)
-        for i in range(k, min(k + STEP, x.shape[1])):
-            part += x[:, i : i + 1].astype(out.dtype) * y[i : i + 1].astype(out.dtype)
+        for i in range(k, min(k + STEP, x.shape[-1])):
+            part += x[..., i : i + 1] * y[..., i : i + 1, :]
         out += part
     return interpreter.TensorHandle(out, d.dtype.scalar)
 

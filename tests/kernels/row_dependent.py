@@ -54,8 +54,14 @@ CHANGES = {
     ),
     "linear_skinny": Change(
         "linear_skinny",
-        "b_y = tl.dot(b_x, b_w, b_y)",
-        f"b_y = tl.dot(b_x, b_w, tl.where(M > 1, {ROUNDED.format('b_y')}, b_y))",
+        "b_sum = tl.dot(b_w, b_x, b_sum)",
+        f"b_sum = tl.dot(b_w, b_x, tl.where(M > 1, {ROUNDED.format('b_sum')}, b_sum))",
+    ),
+    # norms of heads by sums of what is rounded, of several rows
+    "linear_epilogue": Change(
+        "linear_epilogue",
+        "_summed(b_x * b_x) / D",
+        f"tl.where(M > 1, _summed({ROUNDED.format('(b_x * b_x)')}), _summed(b_x * b_x)) / D",
     ),
     # rounded sums where an expert has several rows
     "moe_linear": Change(

@@ -63,3 +63,29 @@ def halved(p_x, n):
 
 
 LOOKING = Variant("tests.kernels.spoiled:halved", "looking at a number", {"p_x": "*fp32", "n": "i32"}, {}, archs=(86,))
+
+
+@triton.jit
+def summed(p_x, p_y, BM: tl.constexpr, BY_TWO: tl.constexpr):
+    """y [BM] of x [64, BM], in whichever order the compiler takes, or two neighbours at a time."""
+    x = tl.load(p_x + tl.arange(0, 64)[:, None] * BM + tl.arange(0, BM)[None, :])
+    if BY_TWO:
+        x = tl.sum(tl.reshape(x, [32, 2, BM]), 1)
+        x = tl.sum(tl.reshape(x, [16, 2, BM]), 1)
+        x = tl.sum(tl.reshape(x, [8, 2, BM]), 1)
+        x = tl.sum(tl.reshape(x, [4, 2, BM]), 1)
+        x = tl.sum(tl.reshape(x, [2, 2, BM]), 1)
+    tl.store(p_y + tl.arange(0, BM), tl.sum(x, 0))
+
+
+SUMS = [
+    Variant(
+        "tests.kernels.spoiled:summed",
+        f"sums of {rows} columns{' by two' * by_two}",
+        {"p_x": "*fp32", "p_y": "*fp32"},
+        {"BM": rows, "BY_TWO": by_two},
+        archs=(86,),
+    )
+    for by_two in (False, True)
+    for rows in (8, 16)
+]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench import gpu_model
-from tests.kernels.compiled import ROOT, Compiled, compiled, faults, parted, variants
+from tests.kernels.compiled import ROOT, Compiled, compiled, faults, other_sums, parted, variants
 from tests.kernels.variants import Variant
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
@@ -66,6 +66,7 @@ def _held(op: str, found: Found) -> None:
     for arch in {arch for arch, _ in found}:
         exact = [one for (at, name), one in found.items() if at == arch and by_name[name].products]
         assert parted(exact) == [], f"forms of {op} on sm{arch} add up in different orders"
+        assert other_sums([(by_name[name], one) for (at, name), one in found.items() if at == arch]) == []
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -143,7 +144,7 @@ def spoiled(request: pytest.FixtureRequest) -> Found:
     pytest.importorskip("triton")
     from tests.kernels import spoiled as of
 
-    forms = (of.SOUND, of.NARROW, of.SPILLING, of.GREEDY, of.TALL, of.TALLER, of.LOOKING)
+    forms = (of.SOUND, of.NARROW, of.SPILLING, of.GREEDY, of.TALL, of.TALLER, of.LOOKING, *of.SUMS)
     return _made(request, [(one, arch) for one in forms for arch in one.archs])
 
 
@@ -184,6 +185,22 @@ def test_another_instruction_for_more_rows_is_caught(spoiled: Found) -> None:
     sound, tall, taller = (spoiled["90", name] for name in ("sound", TALL.name, TALLER.name))
     assert parted([sound, tall]) == []
     assert any("mma 3" in layout for layout in parted([sound, taller]))
+
+
+def test_operands_through_shared_memory_are_caught(spoiled: Found) -> None:
+    from tests.kernels.spoiled import SOUND
+
+    assert "through shared memory" in faults(replace(SOUND, straight=True), spoiled["86", "sound"])[0]
+
+
+def test_a_sum_whose_order_follows_the_number_of_rows_is_caught(spoiled: Found) -> None:
+    """The compiler gives an axis fewer threads where the other one is longer."""
+    from tests.kernels.spoiled import SUMS
+
+    few, many, *pairs = [(one, spoiled["86", one.name]) for one in SUMS]
+    assert "threadsPerWarp" in other_sums([few, many])[0]
+    assert other_sums(pairs) == []
+    assert len(few[1].sums) == 1
 
 
 def test_turing_gets_no_matrix_instruction(request: pytest.FixtureRequest) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import pairwise
 from types import FunctionType, SimpleNamespace
@@ -15,7 +15,8 @@ from torch import Tensor
 from kvcli.kernels.append_kv import addresses
 from kvcli.kernels.append_kv import reference as append_reference
 from kvcli.kernels.attend import reference as attend_reference
-from kvcli.kernels.attend_invariant import NewRows, StoredKV, reference
+from kvcli.kernels.attend.cpu import flash
+from kvcli.kernels.attend_invariant import NewRows, StoredKV, prompts, reference
 from kvcli.kernels.attend_invariant.tables import Table, Tree, uploaded
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.merge_attention import merge_attention as merge_parts
@@ -32,7 +33,7 @@ append, attend, merge, passes = (
 )
 
 CPU = torch.device("cpu")
-TILE, UNIT = 16, 32  # spans of 32 slots, from 512 on of 64 and from 4096 on of 256
+TILE, UNIT = 16, 32  # spans of 32 slots, from 1,024 on of 128 and from 8,192 on of 512
 TREE = [-1, 0, 0, 1, 1, 2, 4, 3, 0, 8]
 ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -195,7 +196,7 @@ def test_branches_behind_the_edge_of_a_span_have_the_bits_that_they_have_alone()
 @pytest.mark.slow
 @pytest.mark.parametrize("bent", [{}, BENT], ids=["plain", "bent"])
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 120, 250, 511, 512])
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 120, 250, 1023, 1024])
 @pytest.mark.parametrize("parents", [chain(9), chain(32), TREE], ids=["chain of 9", "chain of 32", "tree of 10"])
 def test_a_row_has_these_bits_round_every_edge(parents: list[int], length: int, dtype: torch.dtype, bent: dict) -> None:
     assert not rows_that_differ(Case(parents, [length, length // 3], dtype, **bent))
@@ -218,21 +219,21 @@ def test_rows_that_are_none_write_nothing() -> None:
 
 
 def test_partitions_know_their_spans() -> None:
-    for slots in (1, 255, 256, 257, 4096, 4097, 32768, 32769, 131072, 131073):
+    for slots in (1, 127, 128, 129, 4096, 4097, 32768, 32769, 131072, 131073):
         spans = fused.n_spans(slots)
-        fine, coarse = min(spans, 16), max(spans - 72, 0)
-        assert (fine + 2 * (spans - fine - coarse) + 8 * coarse) * fused.UNIT >= slots, "the last slot is in the last"
+        fine, coarse = min(spans, 32), max(spans - 88, 0)
+        assert (fine + 4 * (spans - fine - coarse) + 16 * coarse) * fused.UNIT >= slots, "the last slot is in the last"
 
 
 def test_slots_lie_in_the_span_that_begins_before_them() -> None:
     """All partitions up to a million slots: those behind 32,768 too, which no test here is long enough for."""
     first_of, span_of = (getattr(fused, name).fn for name in ("first_of", "span_of"))
-    firsts = [_plain(first_of, span, 256) for span in range(fused.n_spans(1 << 20) + 1)]
+    firsts = [_plain(first_of, span, fused.UNIT) for span in range(fused.n_spans(1 << 20) + 1)]
     assert firsts[0] == 0
     assert firsts == sorted(set(firsts))
     for span, (first, behind) in enumerate(pairwise(firsts)):
         for slot in (first, behind - 1):
-            assert (_plain(span_of, slot, 256), fused.n_spans(slot + 1)) == (span, span + 1)
+            assert (_plain(span_of, slot, fused.UNIT), fused.n_spans(slot + 1)) == (span, span + 1)
 
 
 def _plain(helper: Callable[[Tensor, int], Tensor], of: int, unit: int) -> int:
@@ -271,6 +272,38 @@ def test_kv_caches_hand_over_runs_and_passes(
     alone = passes.read(q, run, None, pos[-asks:], 0.3, **how)
     want = reference.attend_invariant(q, run, None, pos[-asks:], 0.3, **how)
     torch.testing.assert_close(alone.out, want.out, atol=2e-2, rtol=2e-2)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> PartialAttention:
+    """Stands for PyTorch's, which a GPU has alone."""
+    return PartialAttention(
+        *flash(q, k, v, scale, torch.ones(q.shape[1], k.shape[1]).tril().bool() if is_causal else None)
+    )
+
+
+@pytest.mark.parametrize("stored", [0, 21])
+def test_chunks_of_a_prompt_are_merged_of_what_flash_attention_gives(
+    stored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "MANY", 3)
+    monkeypatch.setattr(prompts, "_flash", _flash)
+    case = Case(chain(5), [stored, stored])
+    run = StoredKV(case.k, case.v, case.pos, case.starts, case.lengths, case.starts)
+    before = [PartialAttention(torch.randn(len(case.q), 5, 16), torch.randn(len(case.q), 5))] if stored else []
+    own, pos = NewRows(case.fk, case.fv, case.row_pos(), None, None, None, before), case.row_pos()
+    got = passes.read(case.q, run, own, pos, 0.3, window=None, softcap=0.0, is_prompt=True)
+    want = reference.attend_invariant(case.q, run, (case.fk, case.fv), pos, 0.3, before=before)
+    torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(got.lse, want.lse, atol=1e-4, rtol=1e-4)
+    assert not prompts.serves(case.q, run, own, 8, 0.0)
+    assert not prompts.serves(case.q, replace(run, lengths=[stored, 3]), own, None, 0.0)
+    assert not prompts.serves(case.q[:, 1:], run, own, None, 0.0)
+
+
+def test_flash_attention_takes_rows_as_they_are_handed_over() -> None:
+    q, k = (torch.empty(heads, n, 64, dtype=torch.bfloat16, device="meta") for heads, n in ((4, 70), (2, 90)))
+    part = prompts._flash(q, k, k, 0.3, is_causal=False)
+    assert (part.out.shape, part.lse.shape) == ((4, 70, 64), (4, 70))
 
 
 @pytest.mark.parametrize("is_ragged", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 
@@ -13,9 +14,21 @@ from torch import Tensor, nn
 from kvcli.engine.loading.weights import quantize_for_gpu
 from kvcli.kernels import linear_quantized, triton_support
 from kvcli.kernels.linear_quantized import reference as packed
-from kvcli.kernels.linear_skinny import MOST, Weight, linear_skinny, pack4, pack_nf4, ptx, reference
+from kvcli.kernels.linear_skinny import (
+    MOST,
+    Weight,
+    linear_skinny,
+    pack4,
+    pack8,
+    pack_nf4,
+    plain,
+    ptx,
+    reference,
+    tinygemm,
+)
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_, of_bitsandbytes
 from tests.families import build
+from tests.kernels.variants import linear_skinny as compiled
 
 pytest.importorskip("triton")
 import_module("tests.kernels.interpreted")  # before anything that is fused
@@ -45,10 +58,9 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 def weight(kind: str, n: int, k: int, dtype: torch.dtype = BF16) -> Weight:
     w = numbers(n, k).to(dtype)
     if kind == "plain":
-        return Weight("plain", (n, k), w)
+        return plain(w)
     if kind == "int8":
-        q, scale = packed.round8(w)
-        return Weight("int8", (n, k), q, scale)
+        return pack8(*packed.round8(w))
     if kind == "int4":
         group = linear_quantized.group_of(k)
         return pack4(*packed.round4(w, group), group)
@@ -64,14 +76,28 @@ def quantized(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def ours(x: Tensor, w: Weight, sk: int) -> Tensor:
     """In float32: rounded to 16 bits, most sums in another order are the same."""
-    return fused.linear(x.contiguous(), w, None, sk, torch.float32)
+    found = fused.linear(x.contiguous(), w, None, sk, torch.float32)
+    assert not w.arrivals.any(), "the last program counts anew"
+    return found
 
 
 def differing(run: Callable[[Tensor], Tensor], x: Tensor) -> list[int]:
     """How many rows there were in passes where one of them was not as among all of x."""
     together, last = run(x), len(x) - 1
-    parts = [slice(m) for m in (1, 5, 16, 32)] + [slice(last, last + 1)]
+    parts = [slice(m) for m in (1, 5, 9, 32)] + [slice(last, last + 1)]
     return [len(x[part]) for part in parts if not torch.equal(run(x[part]), together[part])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "n", "k"), SHAPES)
+def test_each_number_of_rows_gives_each_row_its_bits(kind: str, n: int, k: int):
+    """1 to 64 rows, and each row in every place of a tile."""
+    x = numbers(MOST, k, seed=1).to(BF16)
+    alone = torch.cat([ours(row[None], weight(kind, n, k), 2) for row in x])
+    for rows in range(1, MOST + 1):
+        assert torch.equal(ours(x[:rows], weight(kind, n, k), 2), alone[:rows])
+    for shift in range(1, 32):
+        assert torch.equal(ours(x[:32].roll(shift, 0), weight(kind, n, k), 2), alone[:32].roll(shift, 0))
 
 
 @pytest.mark.parametrize(("kind", "n", "k"), SHAPES)
@@ -108,6 +134,23 @@ def test_many_rows_are_multiplied_by_what_is_fastest(kind: str, n: int, k: int, 
     assert (got.double() - want - 1).norm() < 2 * WITHIN[BF16] * want.norm()
 
 
+@pytest.mark.parametrize(("kind", "n", "k"), SHAPES[1:])
+def test_codes_and_scales_are_found_again(kind: str, n: int, k: int):
+    """Each in its place: a test of sums alone would find inputs that are exchanged in both operands right."""
+    w, g = weight(kind, n, k), torch.Generator().manual_seed(0)
+    q = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
+    q = q.view(torch.int8) if kind == "int8" else q
+    assert torch.equal(reference.codes(replace(w, data=reference.arrange(q, w.kind))), q)
+    for at in ((0, 0), (n - 1, k - 1), (n // 2, k // 3)):  # one input alone
+        x = torch.zeros(1, k, dtype=BF16)
+        x[0, at[1]] = 1
+        assert torch.allclose(ours(x, w, 1)[0, at[0]], reference.weight(w)[at], rtol=1e-2, atol=1e-4)
+
+
+def test_a_launch_has_the_bounds_that_are_compiled():
+    assert fused.REGISTERS == compiled.REGISTERS
+
+
 def test_int4_is_of_the_numbers_that_a_cpu_has():
     for k in (256, 192, 160):
         w = numbers(32, k).to(BF16)
@@ -128,16 +171,18 @@ def test_nf4_is_of_the_numbers_of_bitsandbytes():
 # ---- what only a GPU runs, emulated ----
 
 
-def run_ptx(asm: str, word: int, dtype: torch.dtype) -> list[int]:
-    """The eight numbers that it makes of four bytes, as bits."""
-    register = {"$4": word}
+def run_ptx(asm: str, words: dict[str, int], n: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """The `n` pairs of numbers that it makes of words, as bits."""
+    register = dict(words)
 
     def value(name: str) -> int:
         return register[name] if name in register else int(name, 0)
 
-    def fma(a: int, b: int, c: int) -> int:
-        x, y, z = (torch.tensor([v & 0xFFFF, v >> 16], dtype=torch.uint16).view(dtype).double() for v in (a, b, c))
-        low, high = (x * y + z).to(dtype).view(torch.int16).tolist()
+    def pair(a: int) -> Tensor:
+        return torch.tensor([a & 0xFFFF, a >> 16], dtype=torch.uint16).view(dtype).double()
+
+    def bits(numbers: Tensor) -> int:
+        low, high = numbers.to(dtype).view(torch.int16).tolist()
         return low & 0xFFFF | (high & 0xFFFF) << 16
 
     def prmt(a: int, b: int, order: int) -> int:
@@ -145,34 +190,40 @@ def run_ptx(asm: str, word: int, dtype: torch.dtype) -> list[int]:
         picked = [(both[n & 7], n & 8) for n in (order >> 4 * i & 15 for i in range(4))]
         return int.from_bytes(bytes((255 if v & 128 else 0) if sign else v for v, sign in picked), "little")
 
-    for line in asm.strip("{}").split(";"):
+    for line in asm.strip("{} ").split(";"):
         op, _, rest = line.strip().partition(" ")
         to, *given = [name.strip() for name in rest.split(",")]
         if not op or op == ".reg":
             continue
-        a, b, c = (*map(value, given[:3]), 0, 0)[:3]
-        kind = op.split(".")[0]
+        a, b, c, table = (*map(value, given), 0, 0, 0)[:4]
         register[to] = {
             "and": lambda a=a, b=b: a & b,
             "shr": lambda a=a, b=b: a >> b,
             "mov": lambda a=a: a,
             "prmt": lambda a=a, b=b, c=c: prmt(a, b, c),
-            "lop3": lambda a=a, b=b, c=c: (a & b) | (~a & c & 0xFFFFFFFF),
-            "fma": lambda a=a, b=b, c=c: fma(a, b, c),
-        }[kind]()
-    return [half for i in range(4) for half in (register[f"${i}"] & 0xFFFF, register[f"${i}"] >> 16)]
+            "lop3": lambda a=a, b=b, c=c, t=table: a & b | (c if t == 0xEA else ~a & c & 0xFFFFFFFF),
+            "fma": lambda a=a, b=b, c=c: bits(pair(a) * pair(b) + pair(c)),
+            "sub": lambda a=a, b=b: bits(pair(a) - pair(b)),
+        }[op.split(".")[0]]()
+    return [(register[f"${i}"] & 0xFFFF, register[f"${i}"] >> 16) for i in range(n)]
 
 
 @pytest.mark.parametrize("dtype", WITHIN, ids=str)
-@pytest.mark.parametrize("kind", ["int4", "nf4"])
-def test_ptx_makes_the_numbers_of_the_codes(kind: str, dtype: torch.dtype):
-    of = torch.tensor(ptx.NF4) if kind == "nf4" else torch.arange(16) - 8.0
-    bits = of.to(dtype).view(torch.int16)
-    words = torch.randint(0, 1 << 32, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    for word in words:
-        each = word.to_bytes(4, "little")
-        want = [int(bits[code]) & 0xFFFF for code in (*(b & 15 for b in each), *(b >> 4 for b in each))]
-        assert run_ptx(getattr(ptx, kind)(dtype), word, dtype) == want
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
+def test_ptx_makes_the_numbers_of_the_codes(kind: reference.Kind, dtype: torch.dtype):
+    """As the interpreted kernel orders them: pairs of the first word, then those of the second."""
+    g, (n, wide) = torch.Generator().manual_seed(0), (4, 8) if kind == "int8" else (8, 4)
+    of = torch.tensor(ptx.NF4) if kind == "nf4" else torch.arange(16.0) + ptx.ABOVE[dtype]
+    numbers = (torch.arange(256.0) + 128) % 256 - 128 if kind == "int8" else of
+    bits = (numbers.to(torch.int8).float() if kind == "int8" else numbers).to(dtype).view(torch.int16)
+    for a, b in torch.randint(0, 1 << 32, (60, 2), generator=g).tolist():
+        code = [[word >> wide * i & (1 << wide) - 1 for i in range(32 // wide)] for word in (a, b)]
+        at = [divmod(i, n // 2) for i in range(n)]  # word and pair
+        step = n // 2 if kind != "nf4" else 1  # from one code of a pair to the other
+        first = [(w, p if kind != "nf4" else 2 * p) for w, p in at]
+        want = [tuple(int(bits[code[w][i + e * step]]) & 0xFFFF for e in (0, 1)) for w, i in first]
+        words = {f"${n}": a, f"${n + 1}": b}
+        assert run_ptx(getattr(ptx, kind)(dtype), words, n, dtype) == want
 
 
 @pytest.mark.slow
@@ -230,7 +281,8 @@ def test_quant_on_a_gpu_is_in_our_kernels(quant: str, within: float, served: Non
     assert 0 < (root(x).float() - before).norm() < 2 * within * before.norm()
     if quant != "nf4":
         there = linear_quantized.pack(layers()[0].weight, 8 if quant == "int8" else 4, native=False)
-        assert torch.equal(root[0].scale, there.scale)
+        scale = root[0].scale if quant == "int8" else reference.scales(root[0].as_weight)
+        assert torch.equal(scale, there.scale)
 
 
 @pytest.mark.parametrize(("is_served", "quant", "why"), [
@@ -249,6 +301,29 @@ def test_what_no_kernel_serves_stays_with_others():
     _, by = quantize_for_gpu(layers()[:2], "int4", torch.device("cpu"))
     assert by == "bitsandbytes fp4 (no fused kernels for cpu)"
     assert lay_out_skinny_(layers()) == 0
+
+
+def test_torch_multiplies_int4_where_triton_is_not(monkeypatch: pytest.MonkeyPatch):
+    """Its codes have the first of two inputs in the high half of a byte; all else is as ours."""
+
+    def product(x: Tensor, data: Tensor, group: int, scale: Tensor) -> Tensor:
+        q = torch.stack([data >> 4, data & 15], dim=2).flatten(1)
+        return (x.float() @ packed.weight(4, group, q, scale).T).to(x.dtype)
+
+    monkeypatch.setattr(torch.ops.aten, "_convert_weight_to_int4pack", lambda data, tiles: data)
+    monkeypatch.setattr(torch.ops.aten, "_weight_int4pack_mm", product)
+    monkeypatch.setattr(tinygemm, "serves", lambda *_: True)
+    root, x = layers()[:2], numbers(2 * 3, 128).view(2, 3, 128).to(BF16)
+    want = [linear_quantized.PackedLinear.of(layer, 4, torch.device("cpu")) for layer in root]
+    swap, by = quantize_for_gpu(root, "int4", torch.device("cpu"))
+    assert (swap.packed, by) == (2, "torch's int4 (no fused kernels for cpu)")
+    assert torch.equal(root[0](x), want[0](x))
+    assert torch.equal(root(x), want[1](want[0](x)))
+
+
+def test_torch_is_not_asked_for_what_it_lacks():
+    assert not tinygemm.serves(torch.device("cpu"), BF16)
+    assert not tinygemm.serves(torch.device("cuda"), FP16)
 
 
 def test_wrong_inputs_are_refused():

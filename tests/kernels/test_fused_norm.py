@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from kvcli.kernels import triton_support
-from kvcli.kernels.rms_norm import FORMS, FusedNorm, norm_, reference
+from kvcli.kernels.rms_norm import FORMS, RMS, FusedNorm, norm_, reference
 
 pytest.importorskip("triton")
 import_module("tests.kernels.interpreted")  # before anything that is fused
@@ -35,7 +35,7 @@ def rows(n: int, h: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_round_where_the_reference_does(form: str, h: int, dtype: torch.dtype):
     x, weight = rows(3, h, dtype)
-    got, want = fused.rms_norm(x, weight, 1e-6, form), reference.rms_norm(x, weight, 1e-6, form)
+    got, want = fused.rms_norm(x, RMS(weight, 1e-6, form)), reference.rms_norm(x, weight, 1e-6, form)
     assert (got == want).float().mean() > 0.99
     torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
@@ -50,7 +50,7 @@ def differing(norm: Callable[[Tensor], Tensor], x: Tensor) -> list[int]:
 def test_a_row_has_the_bits_that_it_has_alone(dtype: torch.dtype):
     """In float32 too, where another order of a sum shows: of what is rounded to 16 bits most is the same."""
     x, weight = (t.to(dtype) for t in rows(33, 131, torch.bfloat16))
-    assert differing(lambda some: fused.rms_norm(some, weight, 1e-6, "round first"), x) == []
+    assert differing(lambda some: fused.rms_norm(some, RMS(weight, 1e-6, "round first")), x) == []
 
 
 class Centred(LlamaRMSNorm):

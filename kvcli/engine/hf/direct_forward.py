@@ -8,6 +8,7 @@ bits, as in a model that scales its embeddings or logits, the model's own loop i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,37 +18,41 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.engine.hf.cache_shim import RunningPass, current
-from kvcli.kernels.decoder_layer import Layer, after, before
 from kvcli.kernels.linear import NativeWeight
 
 if TYPE_CHECKING:
     from kvcli.kv.slots import AttentionParams
 
 
+@dataclass(frozen=True, slots=True)
+class LayerCalls:
+    """The calls that compute a decoder layer around its attention."""
+
+    before: Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor]]  # x, cos, sin -> q, k, v
+    after: Callable[[Tensor, Tensor], Tensor]  # x, attention output [N, H, D] -> x
+    dtype: torch.dtype | None  # of the layer's inputs
+    keeps: Sequence[object]  # owners of memory that these refer to by address
+    is_native: bool  # equal to the modules to the bit
+    settle: Callable[[], None] = lambda: None  # frees what the modules have twice
+
+
 class FusedLayer:
-    """A decoder layer in two native calls. It holds its weights and no module, because a module that refers to itself
-    would outlive its model."""
+    """A decoder layer in two calls. It holds its weights and no module, because a module that refers to itself would
+    outlive its model."""
 
     def __init__(
-        self,
-        index: int,
-        layer: Layer,
-        params: AttentionParams,
-        turns: bool,
-        own: Callable[..., Any],
-        keeps: Sequence[object],
+        self, index: int, calls: LayerCalls, params: AttentionParams, turns: bool, own: Callable[..., Any]
     ) -> None:
-        """`turns`: keys are rotated. `own`: the module's forward, used outside of a pass. `keeps`: owners of the
-        weights that `layer` points to."""
-        self._index, self.layer, self._params, self._turns, self._keeps = index, layer, params, turns, keeps
-        self._dtype = torch.float32 if layer.mlp.is_wide else torch.bfloat16
+        """`turns`: keys are rotated. `own`: the module's forward, used outside of a pass."""
+        self._index, self._calls, self._params, self._turns = index, calls, params, turns
+        self.is_native, self.settle = calls.is_native, calls.settle
         self._own = WeakMethod(own)
         self.kind = turns
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer: hidden_states [1, N, E] -> hidden states after it [1, N, E]."""
         its_pass = current()
-        if its_pass is None or hidden_states.shape[0] != 1 or hidden_states.dtype != self._dtype:
+        if its_pass is None or hidden_states.shape[0] != 1 or hidden_states.dtype != self._calls.dtype:
             own: Any = self._own()
             return own(hidden_states, *args, **kwargs)
         cos, sin = (table[0] for table in kwargs["position_embeddings"]) if self._turns else (None, None)
@@ -56,9 +61,9 @@ class FusedLayer:
     def run(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, its_pass: RunningPass) -> Tensor:
         """Run the layer: x [N, E] in its dtype -> hidden states after it; cos, sin [N, R] if it has rotary
         embedding."""
-        q, k, v = before(self.layer, x, cos, sin) if self._turns else before(self.layer, x, None, None)
+        q, k, v = self._calls.before(x, cos, sin) if self._turns else self._calls.before(x, None, None)
         out = its_pass.attend(self._index, q, k, v, self._params, None).transpose(0, 1)
-        return after(self.layer, x, out if out.dtype is x.dtype else out.to(x.dtype))
+        return self._calls.after(x, out if out.dtype is x.dtype else out.to(x.dtype))
 
 
 BLOCK = 256  # positions whose cosines and sines are computed at once
@@ -73,8 +78,10 @@ class RopeTable:
         self._module, self._like = module, like
         self._block = lru_cache(KEPT)(lambda i: self._asked(range(i * BLOCK, (i + 1) * BLOCK)))
 
-    def __call__(self, pos: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return cos, sin [N, R]."""
+    def __call__(self, pos: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos, sin [N, R]; of positions on the device without the host."""
+        if isinstance(pos, Tensor):
+            return self._asked(pos)
         first, last = min(pos), max(pos)
         is_run = isinstance(pos, range) or all(b == a + 1 for a, b in pairwise(pos))
         blocks = range(first // BLOCK, last // BLOCK + 1)
@@ -85,7 +92,7 @@ class RopeTable:
         at = first % BLOCK
         if is_run:
             return cos[at : at + len(pos)], sin[at : at + len(pos)]
-        rows = torch.tensor(pos) - blocks[0] * BLOCK
+        rows = torch.tensor(pos, device=cos.device) - blocks[0] * BLOCK
         return cos[rows], sin[rows]
 
     def is_fixed(self, limit: int) -> bool:
@@ -94,8 +101,9 @@ class RopeTable:
         alone, among = self._asked(near), self._asked([*near, limit - 1])
         return all(torch.equal(a, b[: len(near)]) for a, b in zip(alone, among, strict=True))
 
-    def _asked(self, pos: Sequence[int]) -> tuple[Tensor, Tensor]:
-        cos, sin = self._module(self._like, position_ids=torch.tensor([list(pos)]))
+    def _asked(self, pos: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+        at = pos if isinstance(pos, Tensor) else torch.tensor(list(pos), device=self._like.device)
+        cos, sin = self._module(self._like, position_ids=at.unsqueeze(0))
         return cos[0], sin[0]
 
 
@@ -108,11 +116,12 @@ class DirectForward:
         """`norm`: the final norm."""
         self._embedding, self._turns, self._layers, self._norm, self._head = embedding, turns, layers, norm, head
         self._weight = embedding.weight if type(embedding) is nn.Embedding else None
+        self._device = next(embedding.parameters()).device
 
     def __call__(
         self,
-        ids: Sequence[int],
-        pos: Sequence[int],
+        ids: Sequence[int] | Tensor,
+        pos: Sequence[int] | Tensor,
         want: Sequence[int] | None,
         its_pass: RunningPass,
         layers: range | None = None,
@@ -121,7 +130,7 @@ class DirectForward:
         """Return the logits [len(want), V] of these rows; None = of all rows.
 
         `layers`: run these layers only, with the input `hidden` [N, E] or the embeddings. If they end below the last
-        layer, return their output [N, E].
+        layer, return their output [N, E]. Ids and positions are int64 tensors on the device in captured passes.
         """
         through = range(len(self._layers)) if layers is None else layers
         with torch.inference_mode():
@@ -137,8 +146,9 @@ class DirectForward:
             logits: Tensor = self._head.forward(x)
         return logits
 
-    def _embedded(self, ids: Sequence[int]) -> Tensor:
+    def _embedded(self, ids: Sequence[int] | Tensor) -> Tensor:
+        at = ids if isinstance(ids, Tensor) else torch.tensor(ids, device=self._device)
         if isinstance(self._weight, NativeWeight):
-            return self._weight.rows(torch.tensor(ids))
-        found: Tensor = self._embedding(torch.tensor(ids))
+            return self._weight.rows(at)
+        found: Tensor = self._embedding(at)
         return found

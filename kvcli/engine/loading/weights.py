@@ -30,6 +30,7 @@ from kvcli.errors import BadModel, UsageError
 from kvcli.installing import pip
 from kvcli.kernels import triton_support
 from kvcli.kernels.linear_quantized import Bits, Swap, packed, quantize_, quantize_experts_, stay, swap_
+from kvcli.kernels.linear_skinny import tinygemm
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.kernels.moe_linear import weights_of
 from kvcli.models.adapters import Adapter
@@ -329,9 +330,13 @@ def quantize_for_gpu(root: nn.Module, quant: str, device: torch.device) -> tuple
     """Quantize every plain `nn.Linear` below `root` while moving it to `device`, and return what runs them there.
 
     If the fused kernels support the device, int8 and int4 give the same numbers as on a CPU, and nf4 those of
-    bitsandbytes.
+    bitsandbytes. Without Triton, int4 is on torch's kernel.
     """
-    if why := triton_support.why_not(device, next(root.parameters()).dtype):
+    dtype = next(root.parameters()).dtype
+    if why := triton_support.why_not(device, dtype):
+        if quant == "int4" and tinygemm.serves(device, dtype):
+            swap = swap_(root, lambda layer: tinygemm.packed(layer, device), drop_pages)
+            return swap + stay(root, "torch's int4 kernel multiplies no experts"), f"torch's int4 ({why})"
         kind = "fp4" if quant == "int4" else quant
         swap = quantize_with_bitsandbytes(root, quant, device) + stay(root, "bitsandbytes quantizes no experts")
         return swap, f"bitsandbytes {kind} ({why})"

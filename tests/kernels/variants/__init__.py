@@ -22,9 +22,11 @@ class Variant:
     consts: Mapping[str, Any]
     warps: int = 4
     stages: int = 2
+    registers: int | None = None  # `maxnreg` of the launch
     aligned: tuple[str, ...] = ()  # integers known to be multiples of 16; all pointers are
     budget: int | None = None  # instructions of a warp in a step of the innermost loop, on sm86; None = not held
     streams: bool = False  # reads gigabytes: loads have to be 16 bytes wide and go past the registers
     products: bool = False  # has matrix products: all variants of an op need the same layout of warps and instruction
+    straight: bool = False  # operands go from memory to the matrix units: threads exchange nothing in a step
     tile_bytes: int = 0  # that a step of the innermost loop reads of memory, of all warps; for the model of time
     archs: tuple[int, ...] = ARCHS

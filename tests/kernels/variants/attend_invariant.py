@@ -29,7 +29,7 @@ def form(
     group: int = 4,
     rows: int = 16,
     without: Mapping[str, None] = MappingProxyType(BARE),
-    unit: int = 256,
+    unit: int = 128,
     **others: Any,
 ) -> Variant:
     """A head of `d` numbers and `group` query heads to one of keys, in tiles of `rows` rows."""

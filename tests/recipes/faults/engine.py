@@ -108,8 +108,8 @@ FAULTS = [
     Fault(
         "T7",
         "kernels/attend_invariant/fused.py",
-        "tl.maximum(span - 72, 0)",
-        "tl.maximum(span - 71, 0)",
+        "tl.maximum(span - 88, 0)",
+        "tl.maximum(span - 87, 0)",
         "tests/kernels/test_fused_attention.py::test_slots_lie_in_the_span_that_begins_before_them",
     ),
     Fault(
