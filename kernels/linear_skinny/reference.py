@@ -44,7 +44,8 @@ class Weight:
 
     def of(self, tensors: Iterable[Tensor]) -> Weight:
         """Return a weight like this one of other tensors."""
-        return replace(self, **dict(zip(("data", "arrivals", "scale"), tensors, strict=False)))
+        data, arrivals, *scale = tensors
+        return replace(self, data=data, arrivals=arrivals, scale=next(iter(scale), None))
 
     @staticmethod
     def merged(each: Sequence[Weight]) -> Weight | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from kvcli.engine.cuda_graphs import captured_pass
+from kvcli.engine import forward
 from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses, captured_passes
 from kvcli.engine.engine import run_to_end
 from kvcli.engine.hf.cache_shim import RunningPass, call
@@ -175,7 +175,7 @@ def test_captured_passes_go_straight_through_the_layers(is_drafted: bool, monkey
             own(*args, **kwargs)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *args, **kwargs: graphs.launch(run, args, kwargs))
-    monkeypatch.setattr(captured_pass, "call", None)  # no model is called
+    monkeypatch.setattr(forward, "call", None)  # no model is called
     drafter = Bush([*families.prompt(4, vocab=61), *want], 61, 60) if is_drafted else Off()
     assert written(lm, drafter, 2) == want
     assert (dict(captured_passes(lm).eager), captured_passes(lm).why) == ({}, "")
