@@ -380,8 +380,9 @@ def written(session: GenerationSession, storage: str = "", top: int | None = Non
         yield step
     text = Written(session.ids)
     has_bits = session.lm.is_row_invariant and not session.cache.batch_variant_reason
-    # FAR have the text of another storage
-    text.scores = scores if top is not None and has_bits and storage not in FAR else ()
+    # FAR have the text of another storage; where a GPU is simulated, torch merges the parts of "by query", and a row's
+    # place in a vector changes its last bits
+    text.scores = scores if top is not None and has_bits and storage not in (*FAR, "by query") else ()
     return text
 
 
