@@ -60,7 +60,7 @@ class Weighed(FakeGraphs):
         return super().record(work, pool)
 
 
-def attend(q: Tensor, table: Any, k: Tensor, v: Tensor, tree: Any, scale: float, *, capacity: int, **_: Any) -> Tensor:
+def attend(q: Tensor, table: Any, k: Tensor, v: Tensor, tree: Any, scale: float, capacity: int, **_: Any) -> Tensor:
     """Allocates what the fused kernel does (attend_invariant/fused.py)."""
     h, n, _ = q.shape
     scratch = q.new_zeros(fused.scratch_size(h, n, v.shape[2], capacity, tree.path.shape[1]), dtype=torch.float32)

@@ -379,7 +379,7 @@ def test_a_policy_that_runs_a_prompt_again_answers_later(demo, is_timed):
     passes = [PassTime(rows=512, context=n, seconds=s, low=s, high=s) for n, s in ((0, 1.0), (8000, 9.0))]
     timed = ModelTimes.model_construct(passes=passes)
     measured = CalibrationDocument.model_construct(
-        model=timed if is_timed else None, gemm={"bfloat16": 1e9}, bandwidth=1e12
+        model=timed if is_timed else None, gemm={"bfloat16": 1e9}, bandwidth=1e12, links={}
     )
 
     def first(**policy):
@@ -558,7 +558,9 @@ def test_what_a_drafter_remembers_is_in_host_memory(demo):
 
 
 def test_a_pass_reads_stored_numbers_in_the_size_they_are_stored_in(demo):
-    measured = CalibrationDocument.model_construct(model=None, gemm={"bfloat16": 1e12, "float32": 1e12}, bandwidth=1e9)
+    measured = CalibrationDocument.model_construct(
+        model=None, gemm={"bfloat16": 1e12, "float32": 1e12}, bandwidth=1e9, links={}
+    )
     times = {}
     for dtype in ("bf16", "fp32"):
         found = planned(demo, PROFILES["exact"].replace(kv={"dtype": dtype}, exactness="approx"), 8000)

@@ -309,7 +309,8 @@ def _experts(kind: str, size: Size, g: Generator) -> Op:
         is_plain = kind == "plain"
         made.append(ExpertTensors("plain", n, k, w, None) if is_plain else Codes.of(w, 4, native=False).tensors())
     x, weights = noise(g, MOST, size.inputs), torch.rand(MOST, 2, generator=g, device=g.device)
-    ids = torch.stack([torch.arange(MOST, device=g.device) * step % e for step in (3, 5)], 1)
+    row = torch.arange(MOST, device=g.device)
+    ids = torch.stack([row % e, (3 * row + 1) % e], 1)  # neighbours share experts
 
     def of(rows: Rows) -> Callable[[], Tensor]:
         mine = list(rows)

@@ -87,7 +87,8 @@ def compiled(jobs: Sequence[tuple[Variant, int | str]], folder: Path) -> list[Co
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
-    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
+    # a kernel that does not compile is printed between
+    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"arch')]
 
 
 # ---- what may be ----

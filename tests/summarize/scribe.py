@@ -67,6 +67,7 @@ class Scribe:
     asked: list[str] = field(default_factory=list)
     penalties: list[dict[str, float]] = field(default_factory=list)
     stop_loops: int = 0
+    n_workers: int = 1
 
     def keep(self, cancel: Cancel) -> SaveResult:
         # imports torch, and a program in a terminal of the tests is quicker without

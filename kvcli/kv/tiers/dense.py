@@ -158,7 +158,7 @@ class Dense:
     def put(self, layer: int, slots: Slots) -> None:
         """Replace the slots of a layer. The tier keeps the given tensors, if no pass was captured over the layer."""
         own = self._own(layer, slots)
-        if self._slabs[layer].refill(own):
+        if layer in self._slabs and self._slabs[layer].refill(own):
             self.changes += 1
         else:
             self._hold(layer, own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcli.kernels.linear_skinny import ptx
+from kvcli.kernels.moe_linear import ptx
 from tests.kernels.variants import Variant
 
 ASM = ptx.int4(torch.bfloat16)
