@@ -84,3 +84,13 @@ def test_a_kv_cache_that_is_lost_in_the_next_answer_is_computed_again_from_the_f
         found = kvcli.generate_together(run)[0].result()
         assert left[0] < 0
     assert (found.ids, found.scores) == (want.ids, want.scores)
+
+
+def test_a_restored_sequence_does_not_take_another_ones_prefills_for_its_own() -> None:
+    with demo().open("exact", {"spec.method": "off"}) as text, demo().open("exact", {"spec.method": "off"}) as other:
+        first(text, 333)
+        other.generate(question(777), max_new_tokens=2, **GREEDY)
+        text.session.answer_end, state = 3, other.session.state()
+        text.session.restore(state, 5)
+        assert (text.session.prefills, text.session.answer_end) == ([], None)
+        assert text.session.start_answer([*text.session.ids, 7], text.session.sampler) == other.session.committed

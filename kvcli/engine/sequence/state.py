@@ -234,7 +234,7 @@ class SequenceState:
         self.chunk_rows = min(self.chunk_rows, other.chunk_rows)
         mine, its = self.stored_kv, other.stored_kv
         mine.view, its.view = its.view, mine.view
-        for name in ("companions", "states", "policy_record", "stored_kv", "query_recorder", "prefills"):
+        for name in ("companions", "states", "policy_record", "stored_kv", "query_recorder", "prefills", "answer_end"):
             vars(self)[name], vars(other)[name] = vars(other)[name], vars(self)[name]
         for stored_kv in (mine, its):
             stored_kv.replace(stored_kv.cache)
@@ -280,6 +280,7 @@ class SequenceState:
         Raises SnapshotMismatch for a snapshot of another model or other settings. Any failure leaves an empty sequence.
         """
         self.rewind(0)
+        self.prefills, self.answer_end = [], None  # a snapshot does not tell how it was computed
         try:
             self._restore(state, pending)
         except BaseException:
