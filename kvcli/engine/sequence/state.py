@@ -163,8 +163,7 @@ class SequenceState:
         self.ids: list[int] = []
         self.committed = 0
         self._n_prompt = 0  # tokens committed at the end of the last prefill
-        # committed tokens before and all tokens after each prefill, by which a lost KV cache is computed again; KV from
-        # before the first of them was not computed here
+        # committed tokens before and all tokens after each prefill; earlier KV was not computed here
         self.prefills: list[tuple[int, int]] = []
         self.answer_end: int | None = None  # ids without those that a pass added behind the end of an answer
         self.next_compression_at = self._next_compression()
