@@ -295,8 +295,7 @@ class TurnRun:
     def restart(self) -> bool:
         """Drop the KV cache of the suspended answer, which is computed again when it goes on. False if a part of it was
         not computed by this answer and would become another."""
-        prefills = self.session.prefills
-        is_partial = bool(prefills and prefills[0][0]) or "reuses" in self.terms.profile.effects
+        is_partial = any(start for start, _ in self.session.prefills[:1]) or "reuses" in self.terms.profile.effects
         if is_partial and not assemble.is_lossless(self.terms.profile):
             return False
         _restart(self.session, self.terms.profile)
@@ -307,19 +306,17 @@ class TurnRun:
         fallback step: its tokens are computed again, and tokens added before it are kept, with their KV.
         """
         session, asked, stats, words = self.session, self._asked, self._stats, self._words
-        constraint = None if self._waits else asked.constraint
-        start = session.start_answer(asked.ids, asked.sampler, constraint, asked.kind_spans)
-        session.is_scored = self._scores is not None
-        kept, began = session.committed, time.perf_counter()
-        stats.cached = self._fetch(asked.ids)
-        if stats.cached != kept or assemble.is_lossless(self.terms.profile):
-            session.prefills, start = [], stats.cached
-        fetched, profile = time.perf_counter() - began, self.terms.profile
+        constraint, profile, began = None if self._waits else asked.constraint, self.terms.profile, time.perf_counter()
+        stats.cached = session.start_answer(
+            asked.ids, asked.sampler, constraint, asked.kind_spans,
+            is_scored=self._scores is not None, fetch=self._fetch, replays=not assemble.is_lossless(profile),
+        )  # fmt: skip
+        fetched = time.perf_counter() - began
         by_layers = profile.prune.describe_read or profile.prefill.order == "layers"
         stats.order = "layers" if by_layers else "chunks"
         yield Live(stats)
         with session.lm.large_blocks.returned():
-            yield from self._read(start)
+            yield from self._read()
         ids, answer = list(asked.ids), list[int]()
         before = session.drafter.report()
         loops, loop = RepetitionDetector(asked.stop_loops, asked.ids), None
@@ -330,7 +327,7 @@ class TurnRun:
             with catch_cache_full() as lacks:
                 # tokens were forced, or the KV cache was lost; afterwards the last token is pending
                 if len(session.ids) < len(ids):
-                    yield from self._compute(ids)
+                    yield from session.compute(ids)
                 most, writer = min(self._end - len(ids), self._most(len(answer))), self.terms.writer
                 # with these stops, a pass adds no token after a thought that a constraint waits for
                 stops = {*asked.stops, *self._thinking.end_ids} if self._waits else asked.stops
@@ -360,7 +357,7 @@ class TurnRun:
                     self._begin_answer(ids)
                     break
                 if asked.strings.is_hit or loop:
-                    session.answer_end = len(asked.ids) + len(answer)
+                    session.end_answer(len(asked.ids) + len(answer))
                     break
             if self._scores is not None and added:
                 n = len(answer) - at - len(forced or ())
@@ -416,47 +413,18 @@ class TurnRun:
 
     def _begin_answer(self, ids: Sequence[int]) -> None:
         """Continue with `ids`, whose last tokens are not computed, and from here on under a constraint that waits."""
-        session = self.session
-        n = session.shared(ids)
-        session.prefills.append((n if n == session.committed else n - 1, len(ids)))
-        if n < len(session.ids):  # the pass went on after the end of the thought
-            session.resume(ids)
+        self.session.add_input(ids, self._asked.constraint if self._waits else None)
         if self._waits:
             self._waits = False
             self._words.stop_splitting()
-            session.constraint, session.answer_at = self._asked.constraint, len(ids)
 
-    def _compute(self, ids: Sequence[int]) -> Passes[None]:
-        """Compute the missing KV of `ids` as it is computed first: of prompt and forced tokens by prefill, of others
-        by decoding, so that compression points are the same."""
-        session = self.session
-        for start, end in self._prefills(len(ids)):
-            if len(session.ids) < end:
-                yield from session.replay(ids[: start + 1])
-                while (yield from session.prefill_chunk(ids[:end])):
-                    pass
-        if len(session.ids) < len(ids):
-            yield from session.replay(ids)
-            yield from await_passes(session.drafter.start(session.ids, session.sampler))
-
-    def _prefills(self, end: int) -> Sequence[tuple[int, int]]:
-        """Return the prefills up to `end` tokens. If KV from before the first one is lost, it is part of that."""
-        session = self.session
-        if not session.committed:
-            session.prefills[0] = 0, session.prefills[0][1]
-        return [one for one in session.prefills if one[1] <= end]
-
-    def _read(self, start: int) -> Coroutine[Event, None]:
-        """Prefill the prompt from `start` on, and before that what is known but no longer stored."""
+    def _read(self) -> Coroutine[Event, None]:
+        """Prefill the prompt."""
         session, stats, ids, began = self.session, self._stats, self._asked.ids, time.perf_counter()
         is_more = True
-        session.prefills.append((start, len(ids)))
         while is_more:
             with catch_cache_full() as lacks:
-                *_, (start, _) = self._prefills(len(ids))
-                if session.committed < start:  # the KV cache was lost
-                    yield from self._compute(ids[: start + 1])
-                is_more = yield from session.prefill_chunk(ids)
+                is_more = yield from session.prefill(ids)
             if lacks:
                 yield from self._relieve(lacks[0], "read" if session.committed == len(ids) - 1 else "reading")
                 if len(ids) >= self.terms.limit:

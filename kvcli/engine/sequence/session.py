@@ -38,28 +38,47 @@ class GenerationSession(SequenceState):
     """
 
     def start_answer(
-        self, ids: Sequence[int], sampler: Sampler, constraint: Constraint | None = None, spans: Sequence[KindSpan] = ()
-    ) -> int:
+        self, ids: Sequence[int], sampler: Sampler, constraint: Constraint | None = None,
+        spans: Sequence[KindSpan] = (), *, is_scored: bool = False,
+        fetch: Callable[[Sequence[int]], int] | None = None, replays: bool = False,
+    ) -> int:  # fmt: skip
         """Prepare an answer to `ids`, sampled by `sampler` and restricted by `constraint`, to be generated after
         prefill.
 
-        `spans`: kinds of tokens by position. The sequence is rewound to the prefix that it shares with `ids`. Returns
-        how many of `ids` need no prefill, because their KV is stored or `prefills` tells how to compute it again: an
-        eviction behind the prefix cannot be undone, but whether one happened there may depend on drafts.
+        `spans`: kinds of tokens by position. `is_scored`: the logits of each step are read after it. The sequence is
+        rewound to the prefix that it shares with `ids`, then `fetch` may load more of their KV. Returns how many of
+        `ids` have their KV stored. With `replays`, `prefill` computes the others of that prefix as they were computed
+        first: an eviction behind it cannot be undone, but whether one happened there may depend on drafts.
         """
         for companion in self.companions:
             companion.before_prompt(self, ids)
         self.sampler, self.constraint, self.answer_at, self.kind_spans = sampler, constraint, len(ids), spans
+        self.is_scored = is_scored
         committed, known = self.committed, self.ids[: self.answer_end]
         if len(known) < len(self.ids):
             self.rewind(len(known))
         n = shared_length(known, ids)
-        known_kv = n if n == min(committed, len(known) - 1) < len(ids) else n - 1
+        start = n if n == min(committed, len(known) - 1) < len(ids) else n - 1
         self.answer_end, kept = None, self.resume(ids)
-        prefills = [one for one in self.prefills if one[0] < known_kv]
-        is_known = bool(prefills) and prefills[0][0] == 0 and prefills[-1][1] <= known_kv + 1 and not self.condensed
-        self.prefills = prefills if is_known else []
-        return known_kv if is_known else kept
+        stored = kept if fetch is None else fetch(ids)
+        past = [one for one in self.prefills if one[0] < start] if replays and stored == kept else []
+        is_known = bool(past) and past[0][0] == 0 and past[-1][1] <= start + 1 and not self.condensed
+        self.prefills = [*past, (start, len(ids))] if is_known else [(stored, len(ids))]
+        return stored
+
+    def end_answer(self, n: int) -> None:
+        """End the answer with the first n ids, though the last pass added more. They are part of no later prompt."""
+        self.answer_end = n
+
+    def add_input(self, ids: Sequence[int], constraint: Constraint | None = None) -> None:
+        """Continue with `ids`, of which those that are new are input as a prompt is, for `compute`. `constraint`: that
+        of the answer from there on; None = the present one."""
+        n = self.shared(ids)
+        self.prefills.append((n if n == self.committed else n - 1, len(ids)))
+        if n < len(self.ids):
+            self.resume(ids)
+        if constraint is not None:
+            self.constraint, self.answer_at = constraint, len(ids)
 
     def step(self, stop: Collection[int] = (), most: float = math.inf) -> Passes[Step]:
         """Run one decoding step: draft, run, verify, commit. It adds at least one and at most `most` tokens, and ends
@@ -117,6 +136,31 @@ class GenerationSession(SequenceState):
             self.next_compression_at = self.committed  # if it fails, the compression is still due
             yield from self.compress_cache("read" if self.committed == whole else "reading")
         return True
+
+    def prefill(self, ids: Sequence[int]) -> Passes[bool]:
+        """Prefill the next chunk of the prompt `ids`, as `prefill_chunk` does, and first what was lost before it."""
+        start, _ = self._prefills(len(ids))[-1]
+        if self.committed < start:
+            yield from self.compute(ids[: start + 1])
+        return (yield from self.prefill_chunk(ids))
+
+    def compute(self, ids: Sequence[int]) -> Passes[None]:
+        """Compute the missing KV of `ids` as it is computed first: of prompts and added input by prefill, of others by
+        decoding, so that compression points are the same."""
+        for start, end in self._prefills(len(ids)):
+            if len(self.ids) < end:
+                yield from self.replay(ids[: start + 1])
+                while (yield from self.prefill_chunk(ids[:end])):
+                    pass
+        if len(self.ids) < len(ids):
+            yield from self.replay(ids)
+            yield from await_passes(self.drafter.start(self.ids, self.sampler))
+
+    def _prefills(self, end: int) -> list[tuple[int, int]]:
+        """Return the prefills up to `end` tokens. If KV from before the first one is lost, it is part of that."""
+        if not self.committed:
+            self.prefills[0] = 0, self.prefills[0][1]
+        return [one for one in self.prefills if one[1] <= end]
 
     def _prefill_passes(self, end: int) -> Passes[None]:
         for companion in self.companions:
