@@ -24,6 +24,25 @@ REFUSALS: dict[str, object] = {
 USAGE = {"prompt_tokens": 31, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 16}}
 
 
+class Clock:
+    """A clock for the client of an engine, which goes on when the engine says so, and then waits for two looks at it:
+    one at the begin of a wait, and one that finds out if the wait is over."""
+
+    def __init__(self) -> None:
+        self._seconds, self._looks, self._seen = 0.0, 0, threading.Condition()
+
+    def monotonic(self) -> float:
+        with self._seen:
+            self._looks += 1
+            self._seen.notify_all()
+            return self._seconds
+
+    def advance(self, seconds: float) -> None:
+        with self._seen:
+            self._seconds, until = self._seconds + seconds, self._looks + 2
+            self._seen.wait_for(lambda: self._looks >= until, timeout=10)
+
+
 class FakeEngine(ThreadingHTTPServer):
     """Answers as `behaviours` says, one for each chat request, the last one for all later requests."""
 
@@ -35,6 +54,7 @@ class FakeEngine(ThreadingHTTPServer):
         self.behaviours = ["well"]
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.clock = Clock()
         self.left = threading.Event()  # a client hung up
         self.three = threading.Barrier(3, timeout=10)  # of answers at the same time
         self.models: list[dict[str, Any]] = [{"id": "tiny", "owned_by": "vllm", "max_model_len": 4096}]
@@ -100,8 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.three.wait()
         if how == "comments":
             for i in range(8):
+                self.server.clock.advance(0.15)
                 self._line(f": read {i} of 8")
-                time.sleep(0.15)
         if how == "endless":
             while True:
                 self._data({"content": "word "})

@@ -14,6 +14,7 @@ import pytest
 from kvcli.api import End, Text, Turn, turn_of
 from kvcli.chat.conversation import Chat
 from kvcli.cli import run
+from kvcli.engines import http
 from kvcli.engines.http import Server
 from kvcli.engines.openai import Endpoint, RemoteSession
 from kvcli.environment import Environment, Paths
@@ -206,9 +207,11 @@ def test_a_server_that_is_not_there() -> None:
     assert caught.value.code == "engine_unreachable"
 
 
-def test_comments_keep_a_slow_prefill_alive(engine: FakeEngine) -> None:
+def test_comments_keep_a_slow_prefill_alive(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.behaviours = ["comments"]
-    assert ask(session(engine, first_byte=0.5, silence=0.5)).text == WELL
+    asked = session(engine, first_byte=0.5, silence=0.5)
+    monkeypatch.setattr(http, "time", engine.clock)
+    assert ask(asked).text == WELL
 
 
 @pytest.mark.parametrize("behaviour", ["endless", "silent"])
