@@ -145,7 +145,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._line(
             "data: " + json.dumps({"choices": [{"delta": {}, "finish_reason": "length" if how == "cut" else "stop"}]})
         )
-        self._line("data: " + json.dumps({"choices": [], "usage": USAGE}))
+        details = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 1}
+        told = {"completion_tokens_details": details} if how == "counts" else {}
+        times = {"timings": {"kv_bytes": 4096}} if how == "counts" else {}
+        self._line("data: " + json.dumps({"choices": [], "usage": USAGE | told, **times}))
         return self._line("data: [DONE]")
 
     def _data(self, delta: dict[str, str]) -> None:

@@ -66,6 +66,12 @@ def test_a_command_that_torchrun_cannot_run_is_refused(args):
         join(SimpleNamespace(environ={"RANK": "0"}), args[0], args)
 
 
+def test_a_chat_in_a_terminal_is_refused_with_what_to_type():
+    with pytest.raises(UsageError, match="one question") as found:
+        join(SimpleNamespace(environ={"RANK": "0"}, stdin=None, is_tty=lambda _: True), "chat", ["chat", "demo"])
+    assert "-p TEXT" in found.value.try_
+
+
 class Both(Ranks):
     """One of two ranks, which knows what the other one sends."""
 

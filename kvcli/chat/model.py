@@ -153,12 +153,11 @@ def load(
     `find`: finds the files of a draft model by name; default: as for `model`. `shared`: weights that are used if they
     are of the same files. Raises KvcliError subclasses.
     """
-    from kvcli.engine.loading.open_lm import open_lm
+    from kvcli.chat.shared_weights import open_model
     from kvcli.engine.loading.weights import keeps_quantized
     from kvcli.engine.ranks import n_ranks
     from kvcli.models import source
     from kvcli.models.catalog import Hashes, recommended
-    from kvcli.models.channels import ends
     from kvcli.models.gguf import convert
     from kvcli.models.sampling import generation_defaults
 
@@ -169,14 +168,8 @@ def load(
         refuse_across_ranks(found.id, **{"a GGUF file": found.is_gguf})
     packs = keeps_quantized(wants)
     given, found = found, convert.convert_if_needed(found, wants.dtype, cache, packs=packs, tell=tell)
-    if shared is not None and shared.matches(found, wants):
-        tokenizer, lm = shared.take(wants)
-    else:
-        # first: its errors show at once, and its chat template is compiled while the weights are loaded
-        tokenizer = load_tokenizer(found, wants.trust_remote_code)
-        lm = open_lm(found, **asdict(wants))  # the keys of [load] are the parameters
-    ids, strings = ends(tokenizer, lm.vocab)
-    lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
+    can_take = shared is not None and shared.matches(found, wants)
+    tokenizer, lm = shared.take(wants) if shared is not None and can_take else open_model(found, wants)
     lm.tokens_with = lru_cache(partial(tokens_with, tokenizer, lm.vocab))
     lm.hashes = Hashes(cache, tell)
     told, usual = convert.conversion_notes(given, packs, lm.info.dtype), recommended(given.text_config, given.id)

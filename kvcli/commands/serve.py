@@ -178,8 +178,9 @@ def _run(
 def show(world: Environment, listener: socket.socket, host: Host) -> None:
     """Print the address, the model, and what the server promises."""
     model, name = host.model, host.name
-    address, port = listener.getsockname()[:2]
-    url, room = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1", model.engine.snapshot().pool_bytes
+    from kvcli.commands.resident.share import url_of
+
+    url, room = url_of(listener), model.engine.snapshot().pool_bytes
     if world.options.json:
         about = ServeDocument(
             url=url, model=name, profile=model.profile.name, exactness=model.exactness_label, kv_bytes=room

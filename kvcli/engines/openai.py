@@ -204,7 +204,7 @@ class _Answer:
         """Yield the thought and the text of one chunk."""
         try:
             chunk: dict[str, Any] = {} if data == "[DONE]" else json.loads(data)
-            self.usage |= chunk.get("usage") or {}
+            self.usage |= (chunk.get("usage") or {}) | {"timings": chunk.get("timings", self.usage.get("timings"))}
             choice = (chunk.get("choices") or [{}])[0]
             delta = choice.get("delta") or {}
             text, thought = delta.get("content") or "", delta.get("reasoning_content") or delta.get("reasoning") or ""
@@ -227,6 +227,7 @@ class _Answer:
         n = {key: value for part in parts for key, value in part.items() if isinstance(value, int) and value >= 0}
         stats.prompt, stats.new = n.get("prompt_tokens", self.prompt), n.get("completion_tokens", stats.new)
         stats.context, stats.cached = stats.prompt + stats.new, n.get("cached_tokens", 0)
+        stats.kv = {"server": n["kv_bytes"]} if "kv_bytes" in n else {}
         stats.thinking = n.get("reasoning_tokens", stats.thinking)
         stats.accepted_tokens = n.get("accepted_prediction_tokens", 0)
         stats.draft_tokens = stats.accepted_tokens + n.get("rejected_prediction_tokens", 0)

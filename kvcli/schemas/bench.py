@@ -227,6 +227,32 @@ class BenchPlanDocument(Json):
     notes: list[str]
 
 
+class ServerBenchRow(Json):
+    """Result of a server for one number of clients."""
+
+    clients: Count = Field(description="requests at the same time")
+    answers: Count = Field(description="measured requests")
+    prompt: Count = Field(description="tokens, median")
+    cached: Count = Field(description="tokens of the prompt that the server had already, median")
+    new: Count = Field(description="tokens of an answer, median")
+    tok_s: list[Rate] = Field(description="of each round: tokens of all answers by the time to the end of the last one")
+    first_token: Seconds = Field(description="time to the first text of an answer, median")
+    gap_p95: Seconds | None = Field(description="time between two pieces of text: 95 of 100 are shorter")
+    acceptance_rate: Share | None = Field(description="accepted_tokens / draft_tokens, if the server tells them")
+    kv_bytes: Bytes | None = Field(description="KV cache of an answer, the largest, if the server tells it")
+
+
+class ServerBenchDocument(Json):
+    """Speed of an OpenAI-compatible server as its clients see it; rounds of all numbers of clients take turns."""
+
+    schema_: Literal["kvcli.server_bench/1"] = Field(default="kvcli.server_bench/1", alias="schema")
+    url: str
+    server: str = Field(description="program, if it says so")
+    model: str
+    workload: str
+    rows: list[ServerBenchRow]
+
+
 class HistoryEntry(Json):
     """A row of an earlier benchmark."""
 

@@ -235,6 +235,7 @@ class ServerEntry(Json):
     model: str
     path: str
     pid: Count
+    url: str = Field(description="address of its API")
     load: list[str] = Field(description="load settings that differ from the defaults")
     seconds: float = Field(description="time since the model was loaded")
     running: Count = Field(description="commands that run in processes of it")

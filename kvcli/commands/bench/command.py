@@ -36,6 +36,13 @@ def bench(world: Environment, options: BenchOptions) -> int:
     from kvcli.commands.bench.output import outlet, print_calibration, print_history
     from kvcli.commands.common.run_setup import Setup
 
+    if options.serve or options.engine.typed.keys() & {"engine", "base_url", "key_file", "engine_timeout"}:
+        from kvcli.commands.bench.server import bench_server
+
+        return bench_server(world, options)
+    if options.clients:
+        ways = ["--serve", "--engine openai --base-url URL", "--batch N, for texts side by side in this process"]
+        raise UsageError("--clients needs a server", try_=ways)
     setup = Setup(world, options.model, f.load_flags(options.values()))
     if options.calibrate:
         options.refuse_others("--calibrate", {"calibrate", "model", "device", "dtype", "quant", "allow_pickle"})

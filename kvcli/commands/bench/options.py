@@ -19,6 +19,8 @@ _WORKLOAD = (
     " random; a text file. Several with commas. Default article (demo: summary)."
 )
 _BATCH = "Texts that each profile continues side by side; tok/s is that of all together. Default 1."
+_CLIENTS = "Clients that ask a server at the same time: 1,4. One result for each number. Default 1."
+_SERVE = "Measure the kvcli serve of this user that runs, as its clients see it."
 _MEMORY = "Measure peak memory in separate runs (on)."
 _QUALITY = "off, agree (identical text), all, or tasks separated by commas. Default agree."
 _VISIBLE = "Quality: compress after the question (default: before)."
@@ -41,6 +43,9 @@ class BenchOptions(Options):
     allow_pickle: f.Pickle = False
     new: str = _measured("-n", default="128", metavar="N", help="Number of new tokens. Default 128.")
     batch: int = _measured(default=1, metavar="N", help=_BATCH, rare=True)
+    clients: str | None = _measured(metavar="N,N", help=_CLIENTS, rare=True)
+    serve: bool = _measured(default=False, help=_SERVE, rare=True)
+    engine: f.EngineOptions
     reps: int = _measured("-r", default=5, metavar="N", help="Measured repetitions. Default 5.")
     warmup: int = _measured(default=1, metavar="N", help="Warm-up repetitions. Default 1.", rare=True)
     interleave: bool = _measured(

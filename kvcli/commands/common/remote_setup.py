@@ -68,11 +68,13 @@ class RemoteSetup(Setup):
         return cast("TextSession", RemoteSession(self.endpoint, profile, self.world.paths.data))
 
 
-def remote_setup(world: Environment, options: Options, asked: EngineOptions, flags: Flags) -> RemoteSetup:
-    """Return the setup of the options. Refuses options that have no effect on a server."""
+def remote_setup(
+    world: Environment, options: Options, asked: EngineOptions, flags: Flags, allowed: set[str] = COMMON
+) -> RemoteSetup:
+    """Return the setup of the options. Refuses options that have no effect on a server: those not in `allowed`."""
     if asked.engine is None or asked.base_url is None:
         raise UsageError("--engine openai and --base-url URL belong together", try_=["--engine openai --base-url URL"])
-    options.refuse_others("--engine openai", COMMON)
+    options.refuse_others("--engine openai", allowed)
     if not 0 < asked.engine_timeout < 1e6:
         raise UsageError("--engine-timeout takes a number of seconds above 0", try_=["--engine-timeout 600"])
     if world.options.offline:

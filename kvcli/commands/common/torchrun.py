@@ -37,6 +37,9 @@ def join(world: Environment, command: str, args: Sequence[str]) -> None:
         )
     if wrong := next((one for one in args if one.partition("=")[0] in REFUSED), ""):
         raise UsageError(f"{wrong} does not work under torchrun", try_=["leave it out", "one process"])
+    if not has_piped_input(world) and not any(one.startswith(("-p", "--prompt")) for one in args):
+        ways = ["-p TEXT", "echo TEXT | torchrun ...", "one process, without torchrun, for a chat in the terminal"]
+        raise UsageError("torchrun runs a chat with one question", try_=ways)
     if join_ranks(int(world.environ["LOCAL_RANK"])) == 1:
         return
     world.keeps = False

@@ -55,7 +55,7 @@ def servers(world: Environment) -> list[ServerEntry]:
                 }
                 if (connection := connect(about)) is not None:
                     connection.close()
-                    facts = {key: about[key] for key in ("model", "path", "load")}
+                    facts = {key: about[key] for key in ("model", "path", "load")} | {"url": about.get("url", "")}
                     found.append(ServerEntry(pid=about["server"], **facts, **figures))
     except FileNotFoundError:
         pass

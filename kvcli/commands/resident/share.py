@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 USED = "chat commands drafts engine fit kv methods policies prefix_cache render schemas summarize".split()
 
 
+def url_of(listener: socket.socket) -> str:
+    """Return the address of the API that is served there."""
+    address, port = listener.getsockname()[:2]
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
+
+
 def can_share(profile: Profile) -> bool:
     """True if the weights can be shared with forked processes: not those on a GPU, and torch forks safely on Linux."""
     from kvcli.engine.loading.weights import find_device
@@ -53,7 +59,7 @@ def share(
     load = [f"{key} = {value}" for key, value in asdict(profile.load).items() if value != getattr(Load(), key)]
     shared = world.shared = opened(setup, profile, tell)
     about = {"version": __version__, "facts": same, "model": setup.name, "path": str(shared.given.path), "load": load}
-    times = {"server": os.getpid(), "since": time.time()}
+    times = {"server": os.getpid(), "since": time.time(), "url": url_of(listener)}
     world.stdout.flush()
     world.stderr.flush()
     if parent := os.fork():
