@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +35,6 @@ class SharedWeights:
     tokenizer: PreTrainedTokenizerBase
     lm: LM
     threads: int  # used where `load.threads` is 0
-    is_invariant: bool | None  # on so many threads; None: not known
     nbytes: int  # memory that the forks share and that belongs to no file
     base: int  # memory of the program before
 
@@ -46,10 +44,9 @@ class SharedWeights:
         before, threads = _private_bytes(), torch.get_num_threads()
         use_threads(1)
         tokenizer, lm = open_model(found, replace(load, threads=1))
-        known = _test_invariance(lm, threads)
         if (chats := vars(tokenizer).get("apply_chat_template")) is not None:
             chats.stop()
-        return cls(given, found, load, tokenizer, lm, threads, known, max(0, _private_bytes() - before), base)
+        return cls(given, found, load, tokenizer, lm, threads, max(0, _private_bytes() - before), base)
 
     def matches(self, found: Source, load: Load) -> bool:
         """True if these are the weights of the same files, unchanged since, under the same settings."""
@@ -72,8 +69,7 @@ class SharedWeights:
         threads = load.threads or self.threads
         use_threads(threads)
         if threads > 1:  # torch's layers may divide their sums among them
-            known = self.is_invariant if threads == self.threads else None
-            self.lm.is_row_invariant = is_invariant(self.lm) if known is None else known
+            self.lm.is_row_invariant = is_invariant(self.lm)
         if (chats := vars(self.tokenizer).get("apply_chat_template")) and self.tokenizer.chat_template:
             chats.start()
         return self.tokenizer, self.lm
@@ -87,18 +83,6 @@ def open_model(found: Source, load: Load) -> tuple[PreTrainedTokenizerBase, LM]:
     ids, strings = ends(tokenizer, lm.vocab)
     lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
     return tokenizer, lm
-
-
-def _test_invariance(lm: LM, threads: int) -> bool | None:
-    """Test if the model is batch invariant on so many threads, in a process that ends with them; None if it failed."""
-    if not (child := os.fork()):
-        status = 2
-        try:
-            use_threads(threads)
-            status = int(is_invariant(lm))
-        finally:
-            os._exit(status)
-    return {0: False, 1: True}.get(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def _private_bytes() -> int:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcli.bench.server import prompts
-from kvcli.commands.resident import ps
+from kvcli.commands.bench import server as bench
 from kvcli.errors import BadInput
 from kvcli.schemas.bench import ServerBenchDocument
 from kvcli.schemas.listings import ServerEntry
@@ -78,13 +77,13 @@ def test_serve_finds_the_server_of_this_user(shell: Shell, monkeypatch: pytest.M
     found = [
         ServerEntry(model=name, url=url, **about) for name, url in (("other", "http://x"), ("tiny", shell.engine.url))
     ]
-    monkeypatch.setattr(ps, "servers", lambda world: found)
+    monkeypatch.setattr(bench, "servers", lambda world: found)
     assert shell("bench", "tiny", "--serve", *RUN) == 0
     assert len(shell.engine.bodies) == 3
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="article is too short"):
-        next(prompts("article", {}, 1 << 20, 0))
-    first, second = islice(prompts("summary", {}, 300, 0), 2)
+        next(bench.prompts("article", {}, 1 << 20, 0))
+    first, second = islice(bench.prompts("summary", {}, 300, 0), 2)
     assert len(first[0]["content"]) - len(second[0]["content"]) == 0
