@@ -122,7 +122,9 @@ def test_two_processes_write_the_tokens_of_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["-P", "fafo"], ["-P", "specextend", "--draft", "demo-small"]], ids=str)
+@pytest.mark.parametrize(
+    "options", [["-P", "fafo"], *(["-P", n, "--draft", "demo-small"] for n in sorted(SECOND))], ids=str
+)
 def test_chat_under_torchrun_prints_the_answer_once(tmp_path, options):
     environ = os.environ | {"KVCLI_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     said = [
